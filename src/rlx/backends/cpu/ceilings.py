@@ -1,0 +1,104 @@
+"""What this machine can do at most, measured by kernels that do nothing else: f32 multiply-adds, reads from cache and memory.
+
+Takes a quarter of a second, once a process, target and thread count; reports use it as their yardstick.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlx.backends.cpu import math, pool
+from rlx.backends.cpu.builder import Builder, Module, Value, const, vector
+from rlx.backends.cpu.library import library
+from rlx.backends.cpu.memory import address, aligned
+from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
+from rlx.target import Target
+
+CACHE_BYTES = 256 << 10  # a thread; well inside the second-level cache
+MEMORY_BYTES = 256 << 20  # all threads; well outside the last-level cache
+ROUNDS = 1 << 15
+UNROLL = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """The best rates seen, all threads together."""
+
+    gflops: float
+    cache_gb_per_second: float
+    memory_gb_per_second: float
+
+
+@functools.cache
+def ceilings(target: Target, threads: int) -> Ceilings:
+    """The ceilings of this machine for a target and a number of threads."""
+    code = CodeLibrary().load(compile_text(_text(target), target), ["fma", "read"])
+    workers = pool.shared(threads, library(target).driver)
+    scratch = aligned(threads * 4096)
+    scratch[:] = 0
+
+    def seconds(function: int, words: list[int], repeats: int) -> float:
+        args = np.array(words, np.int64)
+        records = np.array([[function, args.ctypes.data, threads, 0]], np.int64)
+        best = float("inf")
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            workers.run(records, scratch, 4096)
+            best = min(best, time.perf_counter() - begin)
+        return best
+
+    lanes = target.lanes(4)
+    flops = 2.0 * lanes * target.tile_rows * target.tile_vectors * ROUNDS * threads
+    gflops = flops / seconds(code["fma"], [ROUNDS], 30) / 1e9
+    memory = aligned(MEMORY_BYTES)
+    memory[:] = 1  # untouched pages would all be the kernel's one zero page
+    passes = 400
+    cached = seconds(code["read"], [address(memory), CACHE_BYTES, passes], 10)
+    share = MEMORY_BYTES // threads // 4096 * 4096
+    whole = seconds(code["read"], [address(memory), share, 1], 4)
+    return Ceilings(
+        gflops, CACHE_BYTES * passes * threads / cached / 1e9, share * threads / whole / 1e9
+    )
+
+
+def _text(target: Target) -> str:
+    module = Module()
+    arguments = [("ptr", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr", "scratch")]
+    module.define("fma", arguments, lambda b, *given: _emit_fma(b, target, *given))
+    module.define("read", arguments, lambda b, *given: _emit_read(b, target, *given))
+    return module.text()
+
+
+def _emit_fma(b: Builder, target: Target, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
+    """As many independent chains as the matmul tile has, each a · 0.5 + 0.5."""
+    type_ = vector(target.lanes(4), "float")
+    rounds = b.load("i64", args)
+    half = b.load(type_, b.offset(scratch, 64))  # zeros from memory, so that nothing folds
+    start = [b.op("fadd", half, const(type_, float(i))) for i in range(target.tile_rows * target.tile_vectors)]
+    scale = b.op("fadd", half, const(type_, 0.5))
+    sums = b.loop(0, rounds, 1, lambda i, *x: [math.fma(b, v, scale, scale, target) for v in x], start)
+    total = functools.reduce(lambda x, y: b.op("fadd", x, y), sums)
+    b.store(total, b.offset(scratch, 128))
+
+
+def _emit_read(b: Builder, target: Target, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
+    """Passes over this unit's share of a buffer; the words are or-ed so that every load counts."""
+    type_ = vector(target.lanes(4), "i32")
+    base = b.load("ptr", args)
+    share, passes = b.load("i64", b.offset(args, 8)), b.load("i64", b.offset(args, 16))
+    mine = b.offset(base, b.mul(lo, share))
+    step = target.vector_bytes * UNROLL
+
+    def read(at: Value, *sums: Value) -> list[Value]:
+        here = b.offset(mine, at)
+        return [
+            b.op("or", s, b.load(type_, b.offset(here, i * target.vector_bytes))) for i, s in enumerate(sums)
+        ]
+
+    zero = const(type_, 0)
+    sums = b.loop(0, passes, 1, lambda i, *x: b.loop(0, share, step, read, x), [zero] * UNROLL)
+    b.store(functools.reduce(lambda x, y: b.op("or", x, y), sums), b.offset(scratch, 128))

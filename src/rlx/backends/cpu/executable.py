@@ -1,0 +1,281 @@
+"""An executable: a program, its machine code and its memory. Runs from any number of threads at once.
+
+Sizes are evaluated once for each binding of the symbols (a frame); argument blocks, arena and scratch belong to an
+instance that a run checks out. A run with known sizes only writes the addresses of its inputs and outputs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlx.backends.cpu import pool as pools
+from rlx.backends.cpu.library import inner_size, library, scratch_bytes
+from rlx.backends.cpu.memory import Bytes, Guarded, address, aligned, checking
+from rlx.errors import BindError, KernelError
+from rlx.lir.memory import Plan, lifetimes, plan
+from rlx.lir.program import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Buffer, Program
+from rlx.lir.views import View
+from rlx.target import Target
+from rlx.types import Size, compile_sizes, is_monotone, round_up_power_of_two
+
+Array = np.ndarray[Any, Any]
+FRAMES = 256  # bindings whose sizes are remembered
+FAULTS = {1: "an index lies outside the axis it selects from"}
+
+
+class _SizeTable:
+    """Every distinct size of the program, to be evaluated together."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[Size, int] = {}
+
+    def add(self, size: Size) -> int:
+        return self.sizes.setdefault(size, len(self.sizes))
+
+
+@dataclass
+class Pointers:
+    """Argument words that are addresses: their positions, which buffer they point into, and how far."""
+
+    positions: list[int] = field(default_factory=list)
+    buffers: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)  # numbers in the size table, in bytes
+
+
+@dataclass
+class Frame:
+    """Everything that depends on the sizes of the symbols alone."""
+
+    words: np.ndarray[Any, np.dtype[np.int64]]
+    units: np.ndarray[Any, np.dtype[np.int64]]
+    plan: Plan
+    scratch: int
+    shapes: list[tuple[int, ...]]
+    values: tuple[int, ...]
+
+
+class Instance:
+    """Memory for one run at a time."""
+
+    def __init__(self, executable: Executable) -> None:
+        self.words = np.zeros(executable.word_count, np.int64)
+        self.view = memoryview(self.words)  # type: ignore[arg-type]
+        self.records = np.zeros((len(executable.program.launches), 4), np.int64)
+        self.records[:, 0] = executable.entries
+        self.records[:, 1] = self.words.ctypes.data + 8 * np.array(executable.starts, dtype=np.int64)
+        self.records[:, 3] = [int(launch.barrier) for launch in executable.program.launches]
+        self.arena: Bytes = aligned(0)
+        self.scratch: Bytes = aligned(0)
+        self.guards: list[Guarded] = []
+        self.frame: Frame | None = None
+        self.version = -1
+
+
+class Executable:
+    """A linked program. `bind` gives it weights, `run` runs it."""
+
+    def __init__(self, program: Program, target: Target, threads: int | None = None) -> None:
+        self.program = program
+        self.target = target
+        code = library(target)
+        self._linked = code.link(program.kernels().values())
+        self.pool = pools.shared(threads, code.driver)
+        self.threads = self.pool.threads
+        self.entries = [self._linked[launch.kernel.symbol].address for launch in program.launches]
+        self._weights: dict[str, Array] = {}
+        self._constants = {n: b.value.data for n, b in program.buffers.items() if b.value is not None}
+        self._instances: list[Instance] = []
+        self._frames: dict[tuple[int, ...], Frame] = {}
+        self._version = 0
+        self._lock = threading.Lock()
+        self._check = checking()
+        self._lay_out()
+
+    # -- layout, once ---------------------------------------------------------------------------------------------------
+    def _lay_out(self) -> None:
+        """Give every word of every launch a position in one block, and sort words by where their value comes from."""
+        program = self.program
+        self._table = _SizeTable()
+        self._numbers: tuple[list[int], list[int]] = ([], [])  # positions, size numbers
+        self._fixed: list[tuple[int, int]] = []
+        self._pointers: dict[str, Pointers] = {k: Pointers() for k in (INPUT, OUTPUT, WEIGHT, CONST, ARENA)}
+        self._order = {
+            kind: {b.name: i for i, b in enumerate(b for b in program.buffers.values() if b.kind == kind)}
+            for kind in self._pointers
+        }
+        self._order[INPUT] = {n: i for i, n in enumerate(program.inputs)}
+        self._order[OUTPUT] = {n: i for i, n in enumerate(program.outputs)}
+        self.starts: list[int] = []
+        position = 0
+        for launch in program.launches:
+            self.starts.append(position)
+            addresses = self._linked[launch.kernel.symbol].words
+            for name, value in zip(launch.kernel.words, launch.words, strict=True):
+                if isinstance(value, View):
+                    self._pointer(position, program.buffers[value.buffer], value)
+                elif value is not None:
+                    self._numbers[0].append(position)
+                    self._numbers[1].append(self._table.add(value))
+                else:
+                    self._fixed.append((position, addresses.get(name, 0)))
+                position += 1
+        self.word_count = position
+        self._units = [self._table.add(launch.units) for launch in program.launches]
+        self._inner = [self._table.add(inner_size(x.kernel, x.words)) for x in program.launches]
+        self._lives = lifetimes(program)
+        self._arena = [program.buffers[x.name] for x in self._lives]
+        self._arena_bytes = [self._table.add(b.type.bytes) for b in self._arena]
+        self._shapes = [[self._table.add(d) for d in program.buffers[n].type.shape] for n in program.outputs]
+        self._asserted = [(self._table.add(a.a), self._table.add(a.b), a) for a in program.assertions]
+        self._evaluate = compile_sizes(program.symbols, list(self._table.sizes))
+        self._rounds = all(is_monotone(b.type.bytes) for b in self._arena)
+        self._output_types = [program.buffers[n].type.dtype.numpy for n in program.outputs]
+
+    def _pointer(self, position: int, buffer: Buffer, view: View) -> None:
+        found = self._pointers[buffer.kind]
+        found.positions.append(position)
+        found.buffers.append(self._order[buffer.kind][buffer.name])
+        found.offsets.append(self._table.add(view.offset * view.dtype.size))
+
+    # -- weights ----------------------------------------------------------------------------------------------------------
+    def bind(self, weights: Mapping[str, Array]) -> None:
+        """Use these arrays as weights; they are contiguous and of the declared types."""
+        with self._lock:
+            self._weights = dict(weights)
+            self._version += 1
+
+    # -- frames -----------------------------------------------------------------------------------------------------------
+    def frame(self, key: tuple[int, ...]) -> Frame:
+        """The sizes of everything for these values of the symbols."""
+        found = self._frames.get(key)
+        if found is None:
+            found = self._make_frame(key)
+            if len(self._frames) >= FRAMES:
+                self._frames.pop(next(iter(self._frames)), None)
+            self._frames[key] = found
+        return found
+
+    def plan_memory(self, key: tuple[int, ...]) -> Plan:
+        """The arena for a size class: each symbol rounded up to a power of two, where sizes can only grow with it."""
+        rounded = tuple(round_up_power_of_two(v) for v in key) if self._rounds else key
+        values = self._evaluate(*rounded)
+        return plan(self._lives, {b.name: values[i] for b, i in zip(self._arena, self._arena_bytes, strict=True)})
+
+    def _make_frame(self, key: tuple[int, ...]) -> Frame:
+        values = self._evaluate(*key)
+        for a, b, assertion in self._asserted:
+            if values[a] != values[b]:
+                raise BindError(
+                    f"assume_equal: {assertion.a} is {values[a]}, {assertion.b} is {values[b]}", notes=[assertion.where]
+                )
+        numbers = np.array(values, np.int64)
+        words = np.zeros(self.word_count, np.int64)
+        words[self._numbers[0]] = numbers[self._numbers[1]]
+        for position, fixed in self._fixed:
+            words[position] = fixed
+        for found in self._pointers.values():
+            words[found.positions] = numbers[found.offsets]
+        memory = self.plan_memory(key)
+        scratch = 64
+        for launch, inner in zip(self.program.launches, self._inner, strict=True):
+            scratch = max(scratch, scratch_bytes(launch.kernel, self.target, values[inner]))
+        shapes = [tuple(values[i] for i in shape) for shape in self._shapes]
+        return Frame(words, numbers[self._units], memory, -(-scratch // 64) * 64, shapes, values)
+
+    # -- running ------------------------------------------------------------------------------------------------------------
+    def run(
+        self, key: tuple[int, ...], inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    ) -> list[Array]:
+        """The outputs for contiguous inputs of the declared types, with symbol values `key`."""
+        frame = self.frame(key)
+        try:
+            instance = self._instances.pop()
+        except IndexError:
+            instance = Instance(self)
+        if instance.frame is not frame or instance.version != self._version or self._check:
+            self._fill(instance, frame)
+        if self._check:
+            outputs = self._run_checked(instance, frame, inputs)
+        else:
+            outputs = [np.empty(s, d) for s, d in zip(frame.shapes, self._output_types, strict=True)]
+            self._point(instance, INPUT, [address(a) for a in inputs])
+            self._point(instance, OUTPUT, [address(a) for a in outputs])
+            self.pool.run(instance.records, instance.scratch, frame.scratch, trace)
+        faults = instance.scratch.view(np.int64)[:: frame.scratch // 8]
+        failed = bool(faults[0]) or (len(faults) > 1 and bool(faults.any()))
+        if failed:
+            self._instances.append(instance)
+            self._raise(instance, frame)
+        self._instances.append(instance)
+        return outputs
+
+    def _point(self, instance: Instance, kind: str, addresses: Sequence[int]) -> None:
+        found, words, template = self._pointers[kind], instance.view, instance.frame
+        assert template is not None
+        base = template.words
+        for position, buffer in zip(found.positions, found.buffers, strict=True):
+            words[position] = addresses[buffer] + int(base[position])
+
+    def _fill(self, instance: Instance, frame: Frame) -> None:
+        """Write all words that do not change from run to run."""
+        with self._lock:
+            weights, version = self._weights, self._version
+        instance.words[:] = frame.words
+        if instance.arena.nbytes < frame.plan.size:
+            instance.arena = aligned(frame.plan.size)
+        if instance.scratch.nbytes != frame.scratch * self.threads:
+            instance.scratch = aligned(frame.scratch * self.threads)
+        instance.records[:, 2] = frame.units
+        bases = self._arena_bases(instance, frame)
+        self._add(instance, ARENA, [bases.get(n, 0) for n in self._order[ARENA]])
+        self._add(instance, CONST, [address(self._constants[n]) for n in self._order[CONST]])
+        self._add(instance, WEIGHT, [address(weights[n]) for n in self._order[WEIGHT]])
+        instance.frame, instance.version = frame, version
+
+    def _add(self, instance: Instance, kind: str, addresses: Sequence[int]) -> None:
+        found = self._pointers[kind]
+        if found.positions:
+            instance.words[found.positions] += np.array(addresses, np.int64)[found.buffers]
+
+    def _arena_bases(self, instance: Instance, frame: Frame) -> dict[str, int]:
+        if not self._check:
+            base = address(instance.arena)
+            return {name: base + offset for name, offset in frame.plan.offsets.items()}
+        instance.guards = [Guarded(frame.values[i]) for i in self._arena_bytes]
+        return {b.name: g.address for b, g in zip(self._arena, instance.guards, strict=True)}
+
+    def _run_checked(self, instance: Instance, frame: Frame, inputs: Sequence[Array]) -> list[Array]:
+        """Every array between inaccessible pages, outputs and scratch full of NaN before the run."""
+        guarded_inputs = []
+        for array in inputs:
+            guard = Guarded(array.nbytes)
+            guard.bytes[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            guarded_inputs.append(guard)
+        empty = [np.empty(s, d) for s, d in zip(frame.shapes, self._output_types, strict=True)]
+        guarded_outputs = [Guarded(a.nbytes) for a in empty]
+        instance.scratch[:] = 0xFF
+        self._point(instance, INPUT, [g.address for g in guarded_inputs])
+        self._point(instance, OUTPUT, [g.address for g in guarded_outputs])
+        self.pool.run(instance.records, instance.scratch, frame.scratch)
+        for array, guard in zip(empty, guarded_outputs, strict=True):
+            array.reshape(-1).view(np.uint8)[:] = guard.bytes
+        return empty
+
+    def _raise(self, instance: Instance, frame: Frame) -> None:
+        headers = instance.scratch.reshape(self.threads, frame.scratch)[:, :16].copy().view(np.int64)
+        code, record = next((int(h[0]), int(h[1])) for h in headers if h[0])
+        launch = self.program.launches[record - 1] if 0 < record <= len(self.program.launches) else None
+        where = launch.kernel.symbol if launch else "a kernel"
+        notes = [f"built at: {launch.where}"] if launch and launch.where else []
+        raise KernelError(f"{where}: {FAULTS.get(code, f'fault {code}')}", notes=notes)
+
+    def trace_run(self, key: tuple[int, ...], inputs: Sequence[Array]) -> tuple[list[Array], Array]:
+        """A run, and the time stamps [launch, thread, start/end] of each record."""
+        stamps = np.zeros((len(self.program.launches), self.threads, 2), np.int64)
+        outputs = self.run(key, inputs, stamps)
+        return outputs, stamps

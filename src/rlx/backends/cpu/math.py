@@ -1,0 +1,680 @@
+"""Vector transcendentals and number conversions, written out as instructions.
+
+Each function takes a builder and values of any width (`<1 x float>` to `<16 x double>` and beyond) and gives back the
+result value. Nothing branches, nothing reads a table and nothing becomes a call, on any target; the bits of a lane do
+not depend on how many lanes there are.
+
+Errors are in ulp of the result and measured over dense sweeps of all exponents ("no FMA" is the baseline target). The
+polynomials are our own minimax fits: a Remez exchange in 50-digit arithmetic on the reduced interval, of the relative
+error of the result unless said otherwise; `float` coefficients were then moved by hill climbing over neighbouring
+floats until the rounded polynomial was as good as the ideal one. All lists start at the lowest power.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rlx.backends.cpu.builder import Builder, Value, const, lanes_of, scalar_of, vector
+from rlx.target import Target
+
+Number = Value | float
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """How a float type lies in its bits."""
+
+    integer: str
+    fraction: int
+    bias: int
+
+
+_FORMATS = {"float": _Format("i32", 23, 127), "double": _Format("i64", 52, 1023)}
+_TINIEST_NORMAL = {"float": 2.0**-126, "double": 2.0**-1022}
+
+
+class _Lanes:
+    """Arithmetic on vectors of one float type; Python numbers are constants in every lane."""
+
+    def __init__(self, b: Builder, type_: str, target: Target) -> None:
+        self.b = b
+        self.type = type_
+        self.target = target
+        self.scalar = scalar_of(type_)
+        self.format = _FORMATS[self.scalar]
+        self.bits_type = _with_scalar(type_, self.format.integer)
+
+    def of(self, x: Number) -> Value:
+        return x if isinstance(x, Value) else const(self.type, x)
+
+    def add(self, x: Number, y: Number) -> Value:
+        return self.b.op("fadd", self.of(x), self.of(y))
+
+    def sub(self, x: Number, y: Number) -> Value:
+        return self.b.op("fsub", self.of(x), self.of(y))
+
+    def mul(self, x: Number, y: Number) -> Value:
+        return self.b.op("fmul", self.of(x), self.of(y))
+
+    def div(self, x: Number, y: Number) -> Value:
+        return self.b.op("fdiv", self.of(x), self.of(y))
+
+    def fma(self, x: Number, y: Number, z: Number) -> Value:
+        return fma(self.b, self.of(x), self.of(y), self.of(z), self.target)
+
+    def less_product(self, z: Value, x: Value, y: float) -> Value:
+        """z - x·y."""
+        return self.fma(x, -y, z)
+
+    def polynomial(self, x: Value, coefficients: tuple[float, ...]) -> Value:
+        """Horner's rule: fewest instructions, and neighbouring vectors hide its latency."""
+        result = self.of(coefficients[-1])
+        for coefficient in reversed(coefficients[:-1]):
+            result = self.fma(result, x, coefficient)
+        return result
+
+    def at_most(self, x: Value, bound: float) -> Value:
+        """min(x, bound), NaN staying NaN: one minps, since its second operand wins where it is NaN."""
+        return self.b.select(self.compare("olt", bound, x), self.of(bound), x)
+
+    def at_least(self, x: Value, bound: float) -> Value:
+        return self.b.select(self.compare("ogt", bound, x), self.of(bound), x)
+
+    def clamp(self, x: Value, low: float, high: float) -> Value:
+        return self.at_least(self.at_most(x, high), low)
+
+    def compare(self, predicate: str, x: Number, y: Number) -> Value:
+        return self.b.fcmp(predicate, self.of(x), self.of(y))
+
+    def choose(self, condition: Value, x: Number, y: Number) -> Value:
+        return self.b.select(condition, self.of(x), self.of(y))
+
+    def magnitude(self, x: Value) -> Value:
+        return self.b.intrinsic("fabs", x)
+
+    def with_sign_of(self, x: Value, sign: Value) -> Value:
+        return self.b.intrinsic("copysign", x, sign)
+
+    # -- bit patterns ---------------------------------------------------------------------------------------------
+    def bits(self, x: Value) -> Value:
+        return self.b.convert("bitcast", x, self.bits_type)
+
+    def from_bits(self, x: Value) -> Value:
+        return self.b.convert("bitcast", x, self.type)
+
+    def integer(self, value: int) -> Value:
+        return const(self.bits_type, value)
+
+    def into_exponent(self, x: Value) -> Value:
+        """The float whose biased exponent is the low bits of the integer `x`."""
+        return self.from_bits(self.b.op("shl", x, self.integer(self.format.fraction)))
+
+    def rounder(self, bias: int = 0) -> float:
+        """Adding this rounds to an integer, which the low bits of the sum then hold, `bias` more than it.
+
+        Valid below 2^22 (float) and 2^51 (double) in magnitude.
+        """
+        return 1.5 * 2.0**self.format.fraction + bias
+
+    # -- powers of two --------------------------------------------------------------------------------------------
+    def scaled(self, x: Value, n: Value, rounded: Value) -> Value:
+        """x·2^n rounded once, x near 1; `rounded` is n + rounder(2·bias).
+
+        Two factors of about half the exponent each keep both in range, so results underflow gradually.
+        """
+        if self.has_register_instructions:
+            return self.per_register("scalef", x, n)
+        whole = self.bits(rounded)
+        half = self.b.op("lshr", whole, self.integer(1))
+        rest = self.b.op("sub", whole, half)
+        return self.mul(self.mul(x, self.into_exponent(half)), self.into_exponent(rest))
+
+    def split(self, x: Value, *, normal: bool = False) -> tuple[Value, Value]:
+        """(e, m) with x = m·2^e and m in [3/4, 3/2), for positive finite x; `normal`: no x is denormal or negative.
+
+        Elsewhere e carries the logarithm: -inf for zeros, inf for inf, NaN for NaN; m is NaN for negative x.
+        """
+        if self.has_register_instructions:
+            mantissa = self.per_register("getmant", x)
+            return self.sub(self.per_register("getexp", x), self.per_register("getexp", mantissa)), mantissa
+        bias, fraction = self.format.bias, self.format.fraction
+        unbias: Number = 2.0**fraction + bias
+        lifted = x
+        if not normal:
+            tiny = self.compare("olt", x, _TINIEST_NORMAL[self.scalar])
+            lifted = self.choose(tiny, self.mul(x, 2.0 ** (fraction + 1)), x)
+            unbias = self.choose(tiny, 2.0**fraction + bias + fraction + 1, 2.0**fraction + bias)
+        one, lowest = bias << fraction, (bias << fraction) - (1 << fraction - 1)  # lowest: the bits of 3/4
+        offset = self.b.op("add", self.bits(lifted), self.integer(one - lowest))
+        within = self.b.op("and", offset, self.integer((1 << fraction) - 1))
+        mantissa = self.from_bits(self.b.op("add", within, self.integer(lowest)))
+        if not normal:
+            mantissa = self.choose(self.compare("olt", x, 0.0), math.nan, mantissa)
+        # The exponent becomes a float by planting it in the low bits of 2^fraction: there is no i64 conversion in AVX2.
+        biased = self.b.op("lshr", offset, self.integer(fraction))
+        planted = self.b.op("or", biased, self.integer(bias + fraction << fraction))
+        exponent = self.sub(self.from_bits(planted), unbias)
+        exponent = self.choose(self.compare("olt", x, math.inf), exponent, x)
+        return self.choose(self.compare("oeq", x, 0.0), -math.inf, exponent), mantissa
+
+    @property
+    def has_register_instructions(self) -> bool:
+        """Whether AVX-512's scalef, getexp and getmant fit: a power of two of lanes that fills a register."""
+        lanes = lanes_of(self.type)
+        least = 16 // (8 if self.scalar == "double" else 4)
+        return "+avx512vl" in self.target.features and lanes >= least and lanes & lanes - 1 == 0
+
+    def per_register(self, name: str, x: Value, y: Value | None = None) -> Value:
+        """An AVX-512 instruction on each 64-byte piece of the operands."""
+        lanes = lanes_of(x.type)
+        element_bytes = 8 if self.scalar == "double" else 4
+        if lanes * element_bytes > 64:
+            low, high = range(lanes // 2), range(lanes // 2, lanes)
+            pieces = [
+                self.per_register(name, self.b.shuffle(x, x, part), y and self.b.shuffle(y, y, part))
+                for part in (low, high)
+            ]
+            return self.b.shuffle(pieces[0], pieces[1], range(lanes))
+        bits = lanes * element_bytes * 8
+        operands = [x] if y is None else [x, y]
+        if name == "getmant":
+            operands.append(const("i32", 0b1011))  # mantissa in [3/4, 3/2), NaN for negative x
+        operands += [const(x.type, 0.0), const("i16" if lanes == 16 else "i8", -1)]
+        if bits == 512:
+            operands.append(const("i32", 4))  # the rounding mode in force
+        letter = "d" if self.scalar == "double" else "s"
+        return self.b.call(x.type, f"llvm.x86.avx512.mask.{name}.p{letter}.{bits}", *operands)
+
+
+def _with_scalar(type_: str, scalar: str) -> str:
+    """The type of as many `scalar`s as `type_` has elements."""
+    return vector(lanes_of(type_), scalar) if type_.startswith("<") else scalar
+
+
+# -- exact arithmetic ---------------------------------------------------------------------------------------------
+def fma(b: Builder, x: Value, y: Value, z: Value, target: Target) -> Value:
+    """x·y + z, with one rounding where the target can."""
+    if target.has_fma:
+        return b.intrinsic("fma", x, y, z)
+    return b.op("fadd", b.op("fmul", x, y), z)
+
+
+def max(b: Builder, x: Value, y: Value) -> Value:
+    """The larger, NaN where either is NaN, as np.maximum. Of two zeros it is `y`."""
+    return b.select(b.fcmp("uno", x, x), x, b.select(b.fcmp("ogt", x, y), x, y))
+
+
+def min(b: Builder, x: Value, y: Value) -> Value:
+    """The smaller, NaN where either is NaN, as np.minimum. Of two zeros it is `y`."""
+    return b.select(b.fcmp("uno", x, x), x, b.select(b.fcmp("olt", x, y), x, y))
+
+
+def round_even(b: Builder, x: Value) -> Value:
+    """The nearest integer, ties to even, for every x: the sign of zero, infinities and NaN stay.
+
+    Adding and subtracting 2^23 (2^52 for double) rounds what is smaller; what is larger has no fraction and is kept.
+    """
+    scalar = scalar_of(x.type)
+    whole = const(x.type, 2.0 ** _FORMATS[scalar].fraction)
+    size = b.intrinsic("fabs", x)
+    rounded = b.op("fsub", b.op("fadd", size, whole), whole)
+    return b.select(b.fcmp("olt", size, whole), b.intrinsic("copysign", rounded, x), x)
+
+
+# -- exponentials -------------------------------------------------------------------------------------------------
+_LOG2_E = 1.4426950408889634
+_LN2 = 0.6931471805599453
+# The first part is short enough that its product with any exponent is exact, so no target needs an FMA for it.
+_LN2_PARTS = {
+    "float": (0.693145751953125, 1.4286068203094173e-06),
+    "double": (0.6931471805598903, 5.497923018708371e-14),
+}
+# Beyond these the result is inf or 0 whatever the argument.
+_EXP_RANGE = {"float": (-104.0, 89.0), "double": (-746.0, 710.0)}
+_EXP2_RANGE = {"float": (-151.0, 129.0), "double": (-1076.0, 1025.0)}
+# e^r for |r| <= ln(2)/2: within 2^-28.2 and 2^-56.4.
+_EXP = {
+    "float": (1.0, 1.0, 0.49999994, 0.166665211, 0.0416683182, 0.00836868118, 0.00138149899),
+    "double": (
+        1.0, 1.0, 0.5000000000000011, 0.16666666666666413, 0.04166666666653005, 0.008333333333494595,
+        0.0013888888943662627, 0.0001984126950636811, 2.480149306151872e-05, 2.755758649021457e-06,
+        2.7630262876937655e-07, 2.5000047986140438e-08,
+    ),
+}  # fmt: skip
+# 2^r for |r| <= 1/2: within 2^-27.4 and 2^-55.
+_EXP2 = {
+    "float": (1.0, 0.693147182, 0.240226477, 0.0555034243, 0.00961840432, 0.00133988413, 0.000153532412),
+    "double": (
+        1.0, 0.6931471805599453, 0.2402265069591013, 0.055504108664820084, 0.00961812910759412,
+        0.0013333558146774623, 0.00015403530457112132, 1.5252733493125706e-05, 1.3215435282292017e-06,
+        1.0178199572627585e-07, 7.073783250851313e-09, 4.434771174811024e-10,
+    ),
+}  # fmt: skip
+
+
+def exp(b: Builder, x: Value, target: Target) -> Value:
+    """e^x."""
+    v = _Lanes(b, x.type, target)
+    return _exp_of_sum(v, v.clamp(x, *_EXP_RANGE[v.scalar]), None)
+
+
+def _exp_of_sum(v: _Lanes, x: Value, rest: Value | None) -> Value:
+    """e^(x + rest) for x within the range of exp and a tiny rest."""
+    rounder = v.rounder(2 * v.format.bias)
+    rounded = v.fma(x, _LOG2_E, rounder)
+    n = v.sub(rounded, rounder)
+    high, low = _LN2_PARTS[v.scalar]
+    r = v.less_product(v.less_product(x, n, high), n, low)
+    if rest is not None:
+        r = v.add(r, rest)
+    return v.scaled(v.polynomial(r, _EXP[v.scalar]), n, rounded)
+
+
+def exp2(b: Builder, x: Value, target: Target) -> Value:
+    """2^x."""
+    v = _Lanes(b, x.type, target)
+    x = v.clamp(x, *_EXP2_RANGE[v.scalar])
+    rounder = v.rounder(2 * v.format.bias)
+    rounded = v.add(x, rounder)
+    n = v.sub(rounded, rounder)
+    return v.scaled(v.polynomial(v.sub(x, n), _EXP2[v.scalar]), n, rounded)
+
+
+# Where tanh rounds to 1.
+_TANH_ONE = {"float": 9.02, "double": 19.1}
+_HALF_LN2_PARTS = {
+    "float": (0.3465728759765625, 7.143034101547086e-07),
+    "double": (0.3465735902799665, 6.17333302073885e-15),
+}
+# ((1 - e^-2w)/2 - w) / w² for |w| <= ln(2)/4: the whole within 2^-26 and 2^-61.7.
+_HALF_EXPM1 = {
+    "float": (-1.0, 0.666661739, -0.333338827, 0.133866027, -0.0444233231),
+    "double": (
+        -1.0, 0.6666666666666671, -0.3333333333333321, 0.1333333333331469, -0.0444444444446796, 0.012698412727036333,
+        -0.003174603158086659, 0.000705465455175878, -0.0001410939013564531, 2.5711606509721527e-05,
+        -4.27527135784548e-06,
+    ),
+}  # fmt: skip
+
+
+def tanh(b: Builder, x: Value, target: Target) -> Value:
+    """tanh x = h / (1 - h) with h = (1 - e^-2|x|)/2, which loses nothing near 0."""
+    v = _Lanes(b, x.type, target)
+    size = v.at_most(v.magnitude(x), _TANH_ONE[v.scalar])
+    rounder = v.rounder(v.format.bias)
+    rounded = v.fma(size, -2 * _LOG2_E, rounder)
+    n = v.sub(rounded, rounder)
+    # One rounded ln(2)/2 is enough with FMA: n is small, and where it is not the quotient hides the error.
+    w = size  # -2|x| = n ln 2 - 2w
+    for part in (_LN2 / 2,) if target.has_fma else _HALF_LN2_PARTS[v.scalar]:
+        w = v.less_product(w, n, -part)
+    e = v.fma(v.mul(w, w), v.polynomial(w, _HALF_EXPM1[v.scalar]), w)
+    power = v.into_exponent(v.bits(rounded))
+    h = v.fma(power, e, v.fma(power, -0.5, 0.5))
+    return v.with_sign_of(v.div(h, v.sub(1.0, h)), x)
+
+
+# -- the error function -------------------------------------------------------------------------------------------
+# erf(x)/x - 1 in x² for |x| <= 1: within 2^-24.6 and 2^-62.7.
+_ERF_SMALL = {
+    "float": (0.128379121, -0.37612325, 0.112801768, -0.0267112758, 0.0049175336, -0.000563138048),
+    "double": (
+        0.1283791670955126, -0.3761263890318375, 0.11283791670954857, -0.02686617064507288, 0.005223977624780734,
+        -0.0008548326978735688, 0.00012055331036689117, -1.4925593502316849e-05, 1.6460972749710854e-06,
+        -1.6350024560759464e-07, 1.4657875679145678e-08, -1.1365650818706664e-09, 5.945237520751989e-11,
+    ),
+}  # fmt: skip
+# The 4th (float; in |x|) and 8th (double; in |x| - 3) root of 1 - erf|x| from 1 to where erf rounds to 1, fitted so
+# that the absolute error of the power is within 2^-25.3 and 2^-54.5.
+_ERFC_ROOT = {
+    "float": (
+        1.00397706, -0.302571982, -0.0740855038, -0.0405305363, 0.0606696084, -0.02045995, 0.00292793405,
+        -0.00015709248,
+    ),
+    "double": (
+        0.2618337862286639, -0.20631696198053698, 0.049950937733690845, 0.0030980364227540134, -0.003411555313305559,
+        0.00032560828885135827, 0.0001042186835650214, -2.3491899298006142e-05, -8.680882989241305e-07,
+        6.988068135691105e-07, -2.977283363326529e-08, -1.3469622532343453e-08, 1.3817481908973852e-09,
+        1.9835227501541466e-10, -5.0193430504229804e-11, -2.530021493787503e-12, 1.2484075883069296e-12,
+        5.188165868269862e-13, 8.125429306190627e-14,
+    ),
+}  # fmt: skip
+_ERF_ONE = {"float": 3.93, "double": 5.95}
+
+
+def erf(b: Builder, x: Value, target: Target) -> Value:
+    """The error function: an odd polynomial up to 1, beyond that 1 - p(|x|)^k, which needs no exponential."""
+    v = _Lanes(b, x.type, target)
+    size = v.magnitude(x)
+    small = v.fma(size, v.polynomial(v.mul(size, size), _ERF_SMALL[v.scalar]), size)
+    capped = v.at_most(size, _ERF_ONE[v.scalar])
+    if v.scalar == "double":
+        capped = v.sub(capped, 3.0)
+    root = v.polynomial(capped, _ERFC_ROOT[v.scalar])
+    square = v.mul(root, root)
+    if v.scalar == "double":
+        square = v.mul(square, square)
+    large = v.sub(1.0, v.mul(square, square)) if not target.has_fma else v.fma(b.fneg(square), square, 1.0)
+    return v.with_sign_of(v.choose(v.compare("olt", size, 1.0), small, large), x)
+
+
+# -- logarithm ----------------------------------------------------------------------------------------------------
+# (log(1 + f) - f) / f² for 1 + f in [3/4, 3/2): the whole within 2^-25.
+_LOG = (-0.500000596, 0.333335489, -0.249934569, 0.199770555, -0.168227956, 0.149840638, -0.120673411, 0.0541319586)
+# (log m - 2s) / s³ in s² for s = (m - 1)/(m + 1), m in [3/4, 3/2): the whole within 2^-61.7.
+_LOG_ODD = (
+    0.666666666666666, 0.4000000000005594, 0.28571428556007344, 0.22222224276185013, 0.18181667089515416,
+    0.15391072395946803, 0.13174262397136222, 0.1383856315147174,
+)  # fmt: skip
+
+
+def log(b: Builder, x: Value, target: Target) -> Value:
+    """The natural logarithm; -inf at zeros, NaN below."""
+    v = _Lanes(b, x.type, target)
+    exponent, mantissa = v.split(x)
+    high, low = _LN2_PARTS[v.scalar]
+    f = v.sub(mantissa, 1.0)
+    if v.scalar == "float":
+        tail = v.fma(v.polynomial(f, _LOG), v.mul(f, f), v.mul(exponent, low))
+        result = v.fma(exponent, high, v.add(tail, f))
+    else:
+        # log(1 + f) = f - (f²/2 - s (f²/2 + R)) with R = s² odd(s²): the large terms are exact (Tang; fdlibm e_log.c).
+        half_square = v.mul(v.mul(f, f), 0.5)
+        s = v.div(f, v.add(f, 2.0))
+        z = v.mul(s, s)
+        r = v.mul(z, v.polynomial(z, _LOG_ODD))
+        tail = v.fma(s, v.add(half_square, r), v.mul(exponent, low))
+        result = v.fma(exponent, high, v.sub(f, v.sub(half_square, tail)))
+    return result
+
+
+# -- sine and cosine ----------------------------------------------------------------------------------------------
+_ONE_OVER_PI = 0.3183098861837907
+# π in parts: with FMA a part is a whole double, without it 27 bits, whose products with |n| <= 2^26 are exact.
+_PI_PARTS: tuple[float, ...] = (3.141592653589793, 1.2246467991473532e-16, -2.9947698097183397e-33)
+_PI_SHORT_PARTS: tuple[float, ...] = (
+    3.141592651605606, 1.9841871479187034e-09, 1.144237741932715e-17, 3.2892513872648515e-26, 4.1340642196527976e-43,
+)  # fmt: skip
+# (sin(r)/r - 1) / r² in r² for |r| <= π/2: the whole within 2^-27.2 and 2^-61.6.
+_SIN = {
+    "float": (-0.166666597, 0.00833306834, -0.000198096604, 2.60575621e-06),
+    "double": (
+        -0.16666666666666666, 0.008333333333333194, -0.00019841269841209218, 2.755731921113728e-06,
+        -2.5052106872802296e-08, 1.6058939705891092e-10, -7.642991488999756e-13, 2.7211749579096234e-15,
+    ),
+}  # fmt: skip
+
+
+def sin(b: Builder, x: Value, target: Target) -> Value:
+    """The sine."""
+    return _sine(b, x, 0.0, target)
+
+
+def cos(b: Builder, x: Value, target: Target) -> Value:
+    """The cosine."""
+    return _sine(b, x, 0.5, target)
+
+
+def _sine(b: Builder, x: Value, turn: float, target: Target) -> Value:
+    """sin(x + turn·π): with x = (n - turn)π + r it is sin(r) times (-1)^n. The reduction to r is done in double."""
+    v, wide = _Lanes(b, x.type, target), _Lanes(b, _with_scalar(x.type, "double"), target)
+    full = b.convert("fpext", x, wide.type)
+    scaled = wide.fma(full, _ONE_OVER_PI, turn) if turn else wide.mul(full, _ONE_OVER_PI)
+    rounded = wide.add(scaled, wide.rounder())
+    n = wide.sub(rounded, wide.rounder())
+    if turn:
+        n = wide.sub(n, turn)
+    r, rest = _less_multiple_of_pi(wide, full, n, exact=v.scalar == "double")
+    flip = b.op("shl", wide.bits(rounded), wide.integer(63))
+    r = v.clamp(b.convert("fptrunc", _xor_sign(wide, r, flip), v.type), -1.5708, 1.5708)
+    z = v.mul(r, r)
+    series = v.polynomial(z, _SIN[v.scalar])
+    if rest is None:
+        return v.fma(v.mul(r, z), series, r)
+    return v.add(r, v.fma(v.mul(r, z), series, _xor_sign(wide, rest, flip)))
+
+
+def _xor_sign(v: _Lanes, x: Value, flip: Value) -> Value:
+    return v.from_bits(v.b.op("xor", v.bits(x), flip))
+
+
+def _less_multiple_of_pi(v: _Lanes, x: Value, n: Value, *, exact: bool) -> tuple[Value, Value | None]:
+    """x - nπ as a double, with a second one for what is below its last bit where `exact`."""
+    parts, exact_parts = (_PI_PARTS, 1) if v.target.has_fma else (_PI_SHORT_PARTS, 2)
+    middle, *last = parts[exact_parts:]
+    for part in parts[:exact_parts]:  # these differences are exact
+        x = v.less_product(x, n, part)
+    r = v.less_product(x, n, middle)
+    if not exact:
+        return r, None
+    rest = v.less_product(v.sub(x, r), n, middle)
+    for part in last:
+        rest = v.less_product(rest, n, part)
+    return r, rest
+
+
+# -- powers -------------------------------------------------------------------------------------------------------
+# log2(m)/s in s² for s = (m - 1)/(m + 1), m in [3/4, 3/2): within 2^-35.5.
+_LOG2_ODD = (2.885390081835806, 0.9617966219981482, 0.577092310736132, 0.4112077455684474, 0.348374457249898)
+# 2^r for |r| <= 1/2: within 2^-28.9, evaluated in double.
+_EXP2_MIDDLE = (
+    1.0, 0.6931472028548291, 0.24022647913512113, 0.05550332471388891, 0.009618437369221314, 0.001339887435410092,
+    0.00015353359205362137,
+)  # fmt: skip
+# ((log m - 2s) / s³ - 2/3) / s² in s², s as above: the whole within 2^-68.
+_LOG_ODD_TAIL = (
+    0.39999999999999725, 0.28571428571577184, 0.22222222191273655, 0.1818182152362603, 0.15384406768886882,
+    0.1334114125120383, 0.11592403662956598, 0.12571173974798108,
+)  # fmt: skip
+_TWO_THIRDS = (0.6666666666666666, 3.700743415417188e-17)
+
+
+def pow(b: Builder, x: Value, y: Value, target: Target) -> Value:
+    """x to the power y, with C's (and NumPy's) special cases.
+
+    x^0 and 1^y are 1 even for NaN; a negative x needs an integer y, whose parity gives the sign, else NaN.
+    """
+    v = _Lanes(b, x.type, target)
+    size = v.magnitude(x)
+    result = (_positive_power if v.scalar == "float" else _positive_power_exact)(v, size, y)
+    whole = v.compare("oeq", round_even(b, y), y)
+    half = v.mul(y, 0.5)
+    odd = b.op("and", whole, v.compare("one", round_even(b, half), half))
+    result = b.select(odd, v.with_sign_of(result, x), result)
+    bounded = b.op("and", v.compare("olt", x, 0.0), v.compare("ogt", x, -math.inf))
+    strange = b.op("and", bounded, b.op("xor", whole, const(whole.type, True)))
+    result = v.choose(strange, math.nan, result)
+    trivial = b.op("or", v.compare("oeq", y, 0.0), v.compare("oeq", x, 1.0))
+    return v.choose(trivial, 1.0, result)
+
+
+def _positive_power(v: _Lanes, x: Value, y: Value) -> Value:
+    """x^y of floats for x >= 0 as 2^(y·log2 x), all in double: the one rounding that counts is the last."""
+    b, wide = v.b, _Lanes(v.b, _with_scalar(x.type, "double"), v.target)
+    exponent, mantissa = wide.split(b.convert("fpext", x, wide.type), normal=True)
+    s = wide.div(wide.sub(mantissa, 1.0), wide.add(mantissa, 1.0))
+    log2 = wide.fma(s, wide.polynomial(wide.mul(s, s), _LOG2_ODD), exponent)
+    # A bound instead of inf makes 1^inf 1; the logarithm of any other float is at least 2^-24, so nothing else changes.
+    bounded = b.convert("fpext", v.clamp(y, -(2.0**34), 2.0**34), wide.type)
+    product = wide.clamp(wide.mul(bounded, log2), *_EXP2_RANGE["float"])
+    rounder = wide.rounder(wide.format.bias)
+    rounded = wide.add(product, rounder)
+    power = wide.polynomial(wide.sub(product, wide.sub(rounded, rounder)), _EXP2_MIDDLE)
+    return b.convert("fptrunc", wide.mul(power, wide.into_exponent(wide.bits(rounded))), x.type)
+
+
+def _positive_power_exact(v: _Lanes, x: Value, y: Value) -> Value:
+    """x^y of doubles for x >= 0 as e^(y·log x), the logarithm and the product being unevaluated sums of two doubles."""
+    high, low = _log_pair(v, x)
+    # See above: here the logarithm is at least 2^-53.
+    bounded = v.clamp(y, -(2.0**65), 2.0**65)
+    product, error = _product(v, bounded, high)
+    rest = v.fma(bounded, low, error)
+    edge_low, edge_high = _EXP_RANGE["double"]
+    # The rest is tiny unless the product lies far outside the range, where it only has to stay harmless.
+    result = _exp_of_sum(v, v.clamp(product, edge_low - 2, edge_high + 2), v.clamp(rest, -1.0, 1.0))
+    grows = v.b.op("xor", v.compare("oeq", x, 0.0), v.compare("ogt", y, 0.0))
+    edge = v.b.op("or", v.compare("oeq", x, 0.0), v.compare("oeq", x, math.inf))
+    edge = v.b.op("and", edge, v.compare("ord", y, y))
+    return v.b.select(edge, v.choose(grows, math.inf, 0.0), result)
+
+
+def _log_pair(v: _Lanes, x: Value) -> tuple[Value, Value]:
+    """log x as a sum of two doubles, right to about 2^-65, for positive finite x.
+
+    log m = 2s + s (2/3 s² + s⁴ tail(s²)) with s, s² and the 2/3 as pairs.
+    """
+    exponent, m = v.split(x)
+    f = v.sub(m, 1.0)
+    denominator = v.add(m, 1.0)
+    dropped = v.sub(m, v.sub(denominator, 1.0))
+    inverse = v.div(1.0, denominator)
+    s = v.mul(f, inverse)
+    product, error = _product(v, s, denominator)
+    s_low = v.mul(v.sub(v.sub(v.sub(f, product), error), v.mul(s, dropped)), inverse)
+    z, z_low = _product(v, s, s)
+    z_low = v.fma(v.add(s, s), s_low, z_low)
+    third, third_low = _product(v, z, v.of(_TWO_THIRDS[0]))
+    third_low = v.add(v.add(third_low, v.mul(z, _TWO_THIRDS[1])), v.mul(z_low, _TWO_THIRDS[0]))
+    third_low = v.fma(v.mul(z, z), v.polynomial(z, _LOG_ODD_TAIL), third_low)
+    cubic, cubic_low = _product(v, s, third)
+    cubic_low = v.add(v.fma(s, third_low, cubic_low), v.mul(s_low, third))
+    ln2, ln2_low = _LN2_PARTS["double"]
+    total, lost = _ordered_sum(v, v.mul(exponent, ln2), v.add(s, s))
+    total, lost_more = _ordered_sum(v, total, cubic)
+    low = v.add(v.fma(exponent, ln2_low, v.add(s_low, s_low)), v.add(cubic_low, v.add(lost, lost_more)))
+    return _ordered_sum(v, total, low)
+
+
+def _ordered_sum(v: _Lanes, x: Value, y: Value) -> tuple[Value, Value]:
+    """x + y and its rounding error, where x is 0 or the larger."""
+    total = v.add(x, y)
+    return total, v.sub(y, v.sub(total, x))
+
+
+def _product(v: _Lanes, x: Value, y: Value) -> tuple[Value, Value]:
+    """x·y and its rounding error (Dekker's way where there is no FMA; doubles below 2^900)."""
+    product = v.mul(x, y)
+    if v.target.has_fma:
+        return product, v.fma(x, y, v.b.fneg(product))
+    (a, a_low), (c, c_low) = _halves(v, x), _halves(v, y)
+    error = v.sub(v.mul(a, c), product)
+    error = v.add(v.add(error, v.mul(a, c_low)), v.mul(a_low, c))
+    return product, v.add(error, v.mul(a_low, c_low))
+
+
+def _halves(v: _Lanes, x: Value) -> tuple[Value, Value]:
+    """x as a sum of two numbers of 26 bits (Veltkamp)."""
+    scaled = v.mul(x, 2.0**27 + 1)
+    high = v.sub(scaled, v.sub(scaled, x))
+    return high, v.sub(x, high)
+
+
+# -- narrow floats ------------------------------------------------------------------------------------------------
+def _has_half(target: Target) -> bool:
+    return "+f16c" in target.features or target.arch == "aarch64"
+
+
+def half_to_float(b: Builder, x: Value, target: Target) -> Value:
+    """The f32 values of f16 bit patterns, `<n x i16>`; exact."""
+    result = _with_scalar(x.type, "float")
+    if _has_half(target):
+        return b.convert("fpext", b.convert("bitcast", x, _with_scalar(x.type, "half")), result)
+    wide = _with_scalar(x.type, "i32")
+    pattern = b.convert("zext", x, wide)
+    size = b.op("and", pattern, const(wide, 0x7FFF))
+    # Shifted into place the exponent is 112 too small; a multiplication repairs that for denormals too.
+    number = b.convert("bitcast", b.op("shl", size, const(wide, 13)), result)
+    number = b.convert("bitcast", b.op("fmul", number, const(result, 2.0**112)), wide)
+    special = b.icmp("ugt", size, const(wide, 0x7BFF))
+    number = b.op("or", number, b.select(special, const(wide, 0x7F800000), const(wide, 0)))
+    sign = b.op("shl", b.op("and", pattern, const(wide, 0x8000)), const(wide, 16))
+    return b.convert("bitcast", b.op("or", number, sign), result)
+
+
+def float_to_half(b: Builder, x: Value, target: Target) -> Value:
+    """The f16 bit patterns nearest to f32 or f64 values, ties to even; overflow gives inf, NaN stays NaN."""
+    x = _as_float(b, x)
+    short = _with_scalar(x.type, "i16")
+    if _has_half(target):
+        return b.convert("bitcast", b.convert("fptrunc", x, _with_scalar(x.type, "half")), short)
+    wide = _with_scalar(x.type, "i32")
+    pattern = b.convert("bitcast", x, wide)
+    size = b.op("and", pattern, const(wide, 0x7FFFFFFF))
+    rebiased = b.op("add", size, const(wide, (15 - 127 << 23) + 0xFFF))
+    normal = b.op("lshr", b.op("add", rebiased, _bit(b, size, 13)), const(wide, 13))
+    # Adding 1/2 makes the FPU round at the last bit of a half denormal and leaves the result in the low bits.
+    lifted = b.op("fadd", b.convert("bitcast", size, x.type), const(x.type, 0.5))
+    denormal = b.op("sub", b.convert("bitcast", lifted, wide), const(wide, 126 << 23))
+    result = b.select(b.icmp("ult", size, const(wide, 113 << 23)), denormal, normal)
+    result = b.select(b.icmp("ugt", size, const(wide, 0x47800000 - 1)), const(wide, 0x7C00), result)
+    payload = b.op("or", b.op("and", b.op("lshr", size, const(wide, 13)), const(wide, 0x3FF)), const(wide, 0x7E00))
+    result = b.select(b.icmp("ugt", size, const(wide, 0x7F800000)), payload, result)
+    sign = b.op("and", b.op("lshr", pattern, const(wide, 16)), const(wide, 0x8000))
+    return b.convert("trunc", b.op("or", result, sign), short)
+
+
+def bfloat_to_float(b: Builder, x: Value, target: Target) -> Value:
+    """The f32 values of bf16 bit patterns, `<n x i16>`; exact."""
+    wide = _with_scalar(x.type, "i32")
+    shifted = b.op("shl", b.convert("zext", x, wide), const(wide, 16))
+    return b.convert("bitcast", shifted, _with_scalar(x.type, "float"))
+
+
+def float_to_bfloat(b: Builder, x: Value, target: Target) -> Value:
+    """The bf16 bit patterns nearest to f32 or f64 values, ties to even; overflow gives inf, NaN stays NaN.
+
+    Integer arithmetic on every target: vcvtneps2bf16 takes denormals for zeros.
+    """
+    x = _as_float(b, x)
+    wide = _with_scalar(x.type, "i32")
+    pattern = b.convert("bitcast", x, wide)
+    rounded = b.op("add", b.op("add", pattern, const(wide, 0x7FFF)), _bit(b, pattern, 16))
+    quiet = b.op("or", pattern, const(wide, 1 << 22))
+    result = b.select(b.fcmp("uno", x, x), quiet, rounded)
+    return b.convert("trunc", b.op("lshr", result, const(wide, 16)), _with_scalar(x.type, "i16"))
+
+
+def _bit(b: Builder, x: Value, index: int) -> Value:
+    return b.op("and", b.op("lshr", x, const(x.type, index)), const(x.type, 1))
+
+
+def _as_float(b: Builder, x: Value) -> Value:
+    """A double as a float for one more rounding: rounded to odd, so that the second rounding sees what was lost."""
+    if scalar_of(x.type) == "float":
+        return x
+    short, integer = _with_scalar(x.type, "float"), _with_scalar(x.type, "i32")
+    near = b.convert("fptrunc", x, short)
+    back = b.convert("fpext", near, x.type)
+    grown = b.fcmp("ogt", b.intrinsic("fabs", back), b.intrinsic("fabs", x))
+    bits = b.convert("bitcast", near, integer)
+    toward_zero = b.op("add", bits, b.convert("sext", grown, integer))
+    odd = b.op("or", toward_zero, b.convert("zext", b.fcmp("one", back, x), integer))
+    return b.convert("bitcast", odd, short)
+
+
+# -- integers -----------------------------------------------------------------------------------------------------
+def float_to_int(b: Builder, x: Value, scalar_int_type: str, target: Target, *, signed: bool = True) -> Value:
+    """x cut off toward zero and saturated to the range of the integer type; NaN gives 0.
+
+    Not llvm.fptosi.sat, which comes apart into single lanes on x86.
+    """
+    v = _Lanes(b, x.type, target)
+    width = int(scalar_int_type[1:])
+    lowest, highest = (-(1 << width - 1), (1 << width - 1) - 1) if signed else (0, (1 << width) - 1)
+    result = _with_scalar(x.type, scalar_int_type)
+    # Conversions exist to 32 bits and more; outside its range a conversion is poison, so x is clamped first.
+    through = _with_scalar(x.type, "i32") if width < 32 else result
+    last = _largest_within(highest, v.format.fraction + 1)
+    clamped = v.clamp(v.choose(v.compare("ord", x, x), x, 0.0), float(lowest), float(last))
+    converted = b.convert("fptosi" if signed or width < 32 else "fptoui", clamped, through)
+    if last != highest:
+        converted = b.select(v.compare("ogt", x, float(last)), const(through, highest), converted)
+    return b.convert("trunc", converted, result)
+
+
+def _largest_within(bound: int, digits: int) -> int:
+    """The largest integer up to `bound` that has `digits` significant bits."""
+    excess = bound.bit_length() - digits
+    return bound if excess <= 0 else bound >> excess << excess

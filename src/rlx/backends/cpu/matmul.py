@@ -1,0 +1,611 @@
+"""The matmul generator: micro-kernels (register tiles), the loop nest that calls them, and packing of the right side.
+
+In comes a `MatmulKernel` and a target, out comes an `Entry`. Sizes and strides are run-time words, so the micro-kernels
+and the nest are shared by all shapes; every output element is one chain of multiply-adds over k in index order, so its
+bits depend on nothing but its row of A and its column of B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlx.backends.cpu.builder import Body, Builder, Module, Value, const, i64, intrinsic_suffix, vector
+from rlx.backends.cpu.routine import Entry, Routine
+from rlx.dtypes import DType
+from rlx.errors import LowerError
+from rlx.lir.kernels import ROW_BLOCK, MatmulKernel, TileOperand
+from rlx.lir.loops import LoopKernel
+from rlx.target import Target
+
+CompileLoops = Callable[[LoopKernel, Target], Routine]
+
+HEADER_BYTES = 64  # of scratch, owned by the driver
+LINE = 64  # bytes of a cache line
+SLAB = 512  # k steps of B that all tiles of a row block go over before the next ones: 128 KiB of an AVX-512 panel
+SLAB_UNIT = 16  # slabs of one panel are equally long but for this
+STREAM_AHEAD = 16384  # bytes: how far ahead a panel is prefetched that only one tile of one or two rows reads
+IN_PLACE_TILES = 2  # tiles of a row block up to which packing contiguous rows of B would not pay
+WIDE_SLAB = 16  # k steps of a slab where many panels take turns at rows of B
+WIDE_PANELS = 4  # the fewest panels for that
+
+_SCALAR = {"f32": "float", "f64": "double"}
+_TILE_ARGUMENTS = (
+    ("ptr noalias", "a"), ("i64", "lda"), ("ptr noalias", "b"), ("i64", "ldb"), ("i64", "k"),
+    ("ptr noalias", "c"), ("i64", "ldc"), ("ptr", "ahead"), ("i64", "ahead_step"), ("i64", "accumulate"),
+)  # fmt: skip
+_ENTRY_ARGUMENTS = (("ptr noalias", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr noalias", "scratch"))
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What a target makes of one element type: `rows` × `vectors` registers are the largest tile."""
+
+    dtype: DType
+    lanes: int
+    rows: int
+    vectors: int
+
+    @property
+    def scalar(self) -> str:
+        return _SCALAR[self.dtype.name]
+
+    @property
+    def vector(self) -> str:
+        return vector(self.lanes, self.scalar)
+
+    @property
+    def panel(self) -> int:
+        """Columns of a tile."""
+        return self.lanes * self.vectors
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of a panel that one k step reads."""
+        return self.panel * self.dtype.size
+
+    @property
+    def block_rows(self) -> int:
+        """Rows that a row block, which is whole tiles, has at most."""
+        return -(-ROW_BLOCK // self.rows) * self.rows
+
+
+def geometry(dtype: DType, target: Target) -> Geometry:
+    if dtype.name not in _SCALAR:
+        raise LowerError(f"cpu matmul: no tiles of {dtype}", hint="widen the operands to f32 first")
+    return Geometry(dtype, target.lanes(dtype.size), target.tile_rows, target.tile_vectors)
+
+
+# -- what the rest of the backend asks for ----------------------------------------------------------------------------
+def entry(kernel: MatmulKernel, target: Target, compile_loops: CompileLoops) -> Entry:
+    """The nest of `kernel`, and what it calls by address.
+
+    `tiles` are the micro-kernels by height, the first has one row; where B is not packed, its packing comes after them.
+    """
+    if kernel.weights != 1 and not kernel.packed:
+        raise LowerError("cpu matmul: two weights share a panel only when they are packed")
+    heights = range(1, target.tile_rows + 1)
+    tiles = tuple(micro_kernel(kernel.dtype, h, target.tile_vectors, target) for h in heights)
+    tables = {"tiles": tiles if kernel.packed else (*tiles, _packing(geometry(kernel.dtype, target)))}
+    if kernel.epilogue is not None:
+        tables["epilogue"] = (compile_loops(kernel.epilogue, target),)
+    return Entry(_nest(kernel, target), tables)
+
+
+def panel_columns(kernel: MatmulKernel, target: Target) -> int:
+    """Output columns that one panel covers."""
+    return target.panel(kernel.dtype.size) // kernel.weights
+
+
+def scratch_bytes(kernel: MatmulKernel, target: Target, k: int) -> int:
+    """Scratch that a launch with this `k` needs, the driver's header included."""
+    form = geometry(kernel.dtype, target)
+    packed = 0 if kernel.packed else min(-(-k // form.lanes) * form.lanes, SLAB) * form.step_bytes
+    return _sums_end(form) + packed
+
+
+def _sums_end(form: Geometry) -> int:
+    return HEADER_BYTES + form.block_rows * form.step_bytes
+
+
+# -- micro-kernels ----------------------------------------------------------------------------------------------------
+def micro_kernel(dtype: DType, height: int, vectors: int, target: Target) -> Routine:
+    """C[height][w] (+)= A[height][k] B[k][w], where w is `vectors` vectors.
+
+    `tile(a, lda, b, ldb, k, c, ldc, ahead, ahead_step, accumulate)`: strides are in elements; sums start from C if
+    `accumulate` is not 0. Each k step prefetches at `ahead`, which moves by `ahead_step` bytes.
+    """
+    form = Geometry(dtype, target.lanes(dtype.size), height, vectors)
+    symbol = f"tile.{dtype}.{height}x{vectors}"
+
+    def emit(module: Module) -> None:
+        module.define(symbol, _TILE_ARGUMENTS, lambda b, *arguments: _emit_tile(b, form, target, *arguments))
+
+    return Routine(symbol, emit)
+
+
+def _emit_tile(
+    b: Builder, form: Geometry, target: Target, a: Value, lda: Value, panel: Value, ldb: Value, k: Value,
+    c: Value, ldc: Value, ahead: Value, ahead_step: Value, accumulate: Value,
+) -> None:  # fmt: skip
+    size, rows, vectors = form.dtype.size, range(form.rows), range(form.vectors)
+    unroll = 4 if target.has_fma else 2  # a product needs a register of its own, and sums must not spill
+    cells = [
+        b.offset(b.offset(c, b.mul(ldc, i), form.scalar), j * form.lanes, form.scalar) for i in rows for j in vectors
+    ]
+    # Opaque to the loop strength reduction, which would rebuild these from each other inside the loop; the machine
+    # scheduler then gathers the loads of equal bases, and the sums spill.
+    a_rows = [_opaque(b, b.offset(a, b.mul(lda, i), form.scalar)) for i in rows]
+    b_steps = [_opaque(b, b.mul(ldb, u * size)) for u in range(1, unroll + 1)]
+    zeros = [const(form.vector, 0.0)] * len(cells)
+    fresh = b.icmp("eq", accumulate, 0)
+    start = b.when(fresh, lambda: zeros, lambda: [b.load(form.vector, cell, align=size) for cell in cells])
+
+    def steps(count: int) -> Body:
+        def body(at: Value, panel: Value, ahead: Value, *sums: Value) -> list[Value]:
+            total = list(sums)
+            for u in range(count):
+                row = b.offset(panel, b_steps[u - 1]) if u else panel
+                right = [b.load(form.vector, b.offset(row, j * form.lanes, form.scalar), align=size) for j in vectors]
+                for line in range(_lines_of_a_step(form) if u * form.step_bytes % LINE == 0 else 0):
+                    b.prefetch(b.offset(ahead, line * LINE), locality=2)  # into L2
+                ahead = b.offset(ahead, ahead_step)
+                for i in rows:
+                    place = b.offset(b.offset(a_rows[i], at, form.scalar), u, form.scalar)
+                    left = b.splat(b.load(form.scalar, place, align=size), form.lanes)
+                    for j in vectors:
+                        cell = i * form.vectors + j
+                        total[cell] = _multiply_add(b, target, left, right[j], total[cell])
+            return [b.offset(panel, b_steps[count - 1]), ahead, *total]
+
+        return body
+
+    whole = b.op("and", k, i64(-unroll))
+    state = b.loop(0, whole, unroll, steps(unroll), [panel, ahead, *start])
+    state = b.loop(whole, k, 1, steps(1), state)
+    for cell, total in zip(cells, state[2:], strict=True):
+        b.store(total, cell, align=size)
+
+
+def _opaque(b: Builder, value: Value) -> Value:
+    return b.assign(value.type, f"freeze {value}")
+
+
+def _lines_of_a_step(form: Geometry) -> int:
+    """Cache lines that one k step prefetches.
+
+    The tiles of a block together fetch the next slab, all of it: with half of its lines the hardware prefetchers lose
+    track, which is worse than none. Low tiles are as fast as memory; there one line in four opens pages ahead of time.
+    """
+    return max(1, form.step_bytes // LINE // (4 if form.rows <= 2 else 2))
+
+
+def _multiply_add(b: Builder, target: Target, x: Value, y: Value, total: Value) -> Value:
+    if target.has_fma:
+        return b.intrinsic("fma", x, y, total)
+    return b.op("fadd", b.op("fmul", x, y), total)
+
+
+# -- the nest ---------------------------------------------------------------------------------------------------------
+def _nest(kernel: MatmulKernel, target: Target) -> Routine:
+    """The loops over units, K slabs and tiles; what the epilogue computes is behind an address, so nests are shared."""
+    form = geometry(kernel.dtype, target)
+    operands = "".join(f".{o.dtype.size}{'c' if o.columns else 'r'}" for o in kernel.operands)
+    finish = "epilogue" if kernel.epilogue else "copy"
+    symbol = f"matmul_nest.{kernel.dtype}.{'panels' if kernel.packed else 'rows'}.{kernel.weights}.{finish}{operands}"
+
+    def emit(module: Module) -> None:
+        module.define(symbol, _ENTRY_ARGUMENTS, lambda b, *arguments: _Nest(b, kernel, form, *arguments).emit())
+
+    return Routine(symbol, emit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A row block of one batch: `count` tiles, the first of which starts at `first_row`; pointers are the batch's."""
+
+    first_tile: Value
+    last_tile: Value
+    count: Value
+    first_row: Value
+    a: Value
+    b: Value
+    operands: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stripe:
+    """One panel and one piece of K (a slab): valid output columns, and pointers moved to the first of them."""
+
+    columns: Value
+    b: Value
+    operands: tuple[Value, ...]
+    sums: Value
+    start: Value
+    length: Value
+    whole_k: Value
+    last: Value
+
+
+@dataclass(frozen=True, slots=True)
+class _Right:
+    """Where tiles read B, and what they prefetch: `ahead` moves by `step` bytes a k step and by `move` a tile."""
+
+    b: Value
+    ldb: Value
+    ahead: Value
+    step: Value
+    move: Value
+
+
+class _Nest:
+    """Writes one nest: the methods are its loops, from the outermost to the tile."""
+
+    def __init__(
+        self, b: Builder, kernel: MatmulKernel, form: Geometry, args: Value, lo: Value, hi: Value, scratch: Value
+    ) -> None:
+        self.b, self.kernel, self.form = b, kernel, form
+        self.lo, self.hi, self.scratch = lo, hi, scratch
+        pointers = {"tiles", "epilogue", "a", "b", *(f"ptr{i}" for i in range(len(kernel.operands)))}
+        self.word = {
+            name: b.load("ptr" if name in pointers else "i64", b.offset(args, 8 * i), align=8)
+            for i, name in enumerate(kernel.words)
+        }
+        self.sums = b.offset(scratch, HEADER_BYTES)
+        self.packed = b.offset(scratch, _sums_end(form))
+        self.columns = form.panel // kernel.weights
+        self.panels = b.ceil_div(self.word["n"], self.columns)
+        self.tiles = b.ceil_div(self.word["m"], form.rows)
+        self.short = b.sdiv(self.word["m"], self.tiles)  # rows of a tile; the first `longer` tiles have one more
+        self.longer = b.srem(self.word["m"], self.tiles)
+        if kernel.epilogue is not None:
+            self.epilogue_args = b.stack("i64", len(kernel.epilogue.words))
+            for i in range(len(kernel.operands)):
+                self._store_arg(2 + len(kernel.operands) + i, self.word[f"row{i}"])
+        if not kernel.packed:
+            self.memo = b.stack("i64", 2)  # address and columns of what the packed panel in scratch was made from
+            b.store(i64(0), self.memo, align=8)
+            b.store(i64(0), b.offset(self.memo, 8), align=8)
+
+    def emit(self) -> None:
+        b = self.b
+        last = b.sdiv(b.add(self.hi, b.sub(self.panels, 1)), self.panels)
+        b.loop(b.sdiv(self.lo, self.panels), last, 1, self.row_block)
+
+    def row_block(self, index: Value) -> None:
+        """All panels of one row block of one batch that are in [lo, hi): a run of consecutive units."""
+        b, word = self.b, self.word
+        batch, block = b.sdiv(index, word["row_blocks"]), b.srem(index, word["row_blocks"])
+        outer, inner = b.sdiv(batch, word["batch1"]), b.srem(batch, word["batch1"])
+        first = b.sdiv(b.mul(self.tiles, block), word["row_blocks"])
+        last = b.sdiv(b.mul(self.tiles, b.add(block, 1)), word["row_blocks"])
+
+        def moved(pointer: str, strides: tuple[str, str], unit: str) -> Value:
+            steps = b.add(b.mul(outer, word[strides[0]]), b.mul(inner, word[strides[1]]))
+            return b.offset(word[pointer], steps, unit)
+
+        rows = _Block(
+            first_tile=first,
+            last_tile=last,
+            count=b.sub(last, first),
+            first_row=b.add(b.mul(first, self.short), b.min(first, self.longer)),
+            a=moved("a", ("a_batch0", "a_batch1"), self.form.scalar),
+            b=moved("b", ("b_batch0", "b_batch1"), self.form.scalar),
+            operands=tuple(
+                moved(f"ptr{i}", (f"outer{i}", f"inner{i}"), _unit(o)) for i, o in enumerate(self.kernel.operands)
+            ),
+        )
+        before = b.mul(index, self.panels)
+        low = b.sub(b.max(self.lo, before), before)
+        high = b.min(b.sub(self.hi, before), self.panels)
+        group, depth = self._cut(rows, b.sub(high, low))
+        slabs = b.max(b.sdiv(b.add(word["k"], b.sub(depth, 1)), depth), 1)
+        even = b.sdiv(b.add(word["k"], b.sub(slabs, 1)), slabs)
+        step = b.op("and", b.add(even, SLAB_UNIT - 1), i64(-SLAB_UNIT))
+
+        def panels(first: Value) -> None:
+            end = b.min(b.add(first, group), high)
+            b.loop(0, slabs, 1, lambda slab: slab_of_panels(first, end, slab))
+
+        def slab_of_panels(first: Value, end: Value, slab: Value) -> None:
+            b.loop(first, end, 1, lambda panel: self.stripe(rows, first, panel, slab, slabs, step))
+
+        b.loop(low, high, group, panels)
+
+    def _cut(self, rows: _Block, panels: Value) -> tuple[Value, Value]:
+        """How many panels take turns at a slab, and how many k steps a slab has at most.
+
+        One panel after the other as a rule. But where few tiles read long columns of B in place, short pieces of many
+        panels take turns: going down a column touches a page a step, more than there are entries for.
+        """
+        b, word = self.b, self.word
+        if self.kernel.packed:  # a single tile would read nothing twice
+            return i64(1), b.select(b.icmp("eq", rows.count, 1), b.max(word["k"], 1), i64(SLAB))
+        large = b.op("and", b.icmp("sge", panels, WIDE_PANELS), b.icmp("sgt", word["k"], SLAB))
+        wide = b.op("and", self._in_place(rows), large)
+        return b.select(wide, i64(self._group()), i64(1)), b.select(wide, i64(WIDE_SLAB), i64(SLAB))
+
+    def _group(self) -> int:
+        """Panels whose sums fit in scratch together, where B is read in place."""
+        return self.form.block_rows // (self.form.rows * IN_PLACE_TILES)
+
+    def _in_place(self, rows: _Block) -> Value:
+        b = self.b
+        return b.op("and", b.icmp("sle", rows.count, IN_PLACE_TILES), b.icmp("eq", self.word["b_n"], 1))
+
+    def stripe(self, rows: _Block, first: Value, panel: Value, slab: Value, slabs: Value, step: Value) -> None:
+        """All tiles of the row block, over one slab of one panel."""
+        b, word, form = self.b, self.word, self.form
+        column = b.mul(panel, self.columns)
+        before = b.mul(panel, b.mul(word["k"], form.panel)) if self.kernel.packed else b.mul(column, word["b_n"])
+        start = b.mul(slab, step)
+        stripe = _Stripe(
+            columns=b.min(b.sub(word["n"], column), self.columns),
+            b=b.offset(rows.b, before, form.scalar),
+            operands=tuple(
+                b.offset(pointer, column, _unit(o)) if o.columns else pointer
+                for pointer, o in zip(rows.operands, self.kernel.operands, strict=True)
+            ),
+            sums=b.offset(self.sums, b.mul(b.sub(panel, first), IN_PLACE_TILES * form.rows * form.panel), form.scalar),
+            start=start,
+            length=b.min(b.sub(word["k"], start), step),
+            whole_k=b.icmp("eq", slabs, 1),
+            last=b.icmp("eq", b.add(slab, 1), slabs),
+        )
+        if self.kernel.epilogue is not None:
+            self._store_arg(1 + len(self.kernel.operands), stripe.columns)
+        self.each_tile(rows, stripe, self._panel(rows, stripe) if self.kernel.packed else self._rows(rows, stripe))
+
+    def _panel(self, rows: _Block, stripe: _Stripe) -> _Right:
+        """B in panels: the next slab, of this panel or the next one, follows in memory; all tiles prefetch a share."""
+        b, form = self.b, self.form
+        here = b.offset(stripe.b, b.mul(stripe.start, form.panel), form.scalar)
+        following = b.offset(here, b.mul(stripe.length, form.panel), form.scalar)
+        alone = b.icmp("eq", rows.count, 1)
+        high = b.icmp("sgt", self.short, 2)
+        ahead = b.select(alone, b.offset(here, STREAM_AHEAD), following)
+        count = b.max(rows.count, 1)
+        share = b.sdiv(b.add(b.sub(count, 1), form.step_bytes), count)
+        step = b.select(b.op("and", alone, high), i64(0), share)
+        return _Right(here, i64(form.panel), ahead, step, b.mul(step, stripe.length))
+
+    def _rows(self, rows: _Block, stripe: _Stripe) -> _Right:
+        """B that is not panels: read in place if that is worth it, else packed, unless it is in scratch already."""
+        b, form, word = self.b, self.form, self.word
+        here = b.offset(stripe.b, b.mul(stripe.start, word["b_k"]), form.scalar)
+        row_bytes = b.mul(word["b_k"], form.dtype.size)
+        whole = b.icmp("eq", stripe.columns, form.panel)
+
+        def in_place() -> list[Value]:
+            return [here, word["b_k"], b.offset(here, b.mul(row_bytes, WIDE_SLAB)), row_bytes, i64(0)]
+
+        def packed() -> list[Value]:
+            address = b.convert("ptrtoint", here, "i64")
+            same = b.icmp("eq", b.load("i64", self.memo, align=8), address)
+            wide = b.icmp("eq", b.load("i64", b.offset(self.memo, 8), align=8), stripe.columns)
+            held = b.op("and", b.op("and", same, wide), stripe.whole_k)
+
+            def pack() -> None:
+                packing = b.load("ptr", b.offset(word["tiles"], 8 * form.rows), align=8)
+                strides = (word["b_k"], word["b_n"])
+                b.call_pointer(packing, here, *strides, stripe.length, stripe.columns, self.packed)
+                b.store(address, self.memo, align=8)
+                b.store(stripe.columns, b.offset(self.memo, 8), align=8)
+
+            b.when(held, lambda: None, pack)
+            following = b.offset(here, b.mul(row_bytes, stripe.length))
+            after = b.offset(stripe.b, form.panel, form.scalar)
+            ahead = b.select(stripe.last, after, following)
+            return [self.packed, i64(form.panel), ahead, row_bytes, i64(_lines_of_a_step(form) * LINE)]
+
+        return _Right(*b.when(b.op("and", whole, self._in_place(rows)), in_place, packed))
+
+    def each_tile(self, rows: _Block, stripe: _Stripe, right: _Right) -> None:
+        """The tiles; after the last slab each one is finished while it is in cache."""
+        b, form, word = self.b, self.form, self.word
+        accumulate = b.assign("i64", f"zext {b.icmp('sgt', stripe.start, 0)} to i64")
+        a_start = b.offset(rows.a, stripe.start, form.scalar)
+        direct = None
+        if self.kernel.epilogue is None:
+            direct = b.op("and", stripe.whole_k, b.icmp("eq", stripe.columns, form.panel))
+
+        def tile(index: Value, row: Value, ahead: Value) -> list[Value]:
+            height = b.add(self.short, b.assign("i64", f"zext {b.icmp('slt', index, self.longer)} to i64"))
+            above = b.select(stripe.whole_k, i64(0), b.sub(row, rows.first_row))
+            sums = b.offset(stripe.sums, b.mul(above, form.panel), form.scalar)
+            result, stride = sums, i64(form.panel)
+            if direct is not None:
+                place = b.offset(stripe.operands[0], b.mul(row, word["row0"]), form.scalar)
+                result = b.select(direct, place, sums)
+                stride = b.select(direct, word["row0"], stride)
+            multiply = b.load("ptr", b.offset(word["tiles"], b.mul(b.sub(height, 1), 8)), align=8)
+            step = right.step
+            if not self.kernel.packed:
+                fetching = -(-form.step_bytes // (_lines_of_a_step(form) * LINE))  # tiles that fetch a whole slab
+                step = b.select(b.icmp("slt", b.sub(index, rows.first_tile), fetching), step, i64(0))
+            left = (b.offset(a_start, b.mul(row, word["a_row"]), form.scalar), word["a_row"])
+            fetch = (ahead, step, accumulate)
+            b.call_pointer(multiply, *left, right.b, right.ldb, stripe.length, result, stride, *fetch)
+            done = stripe.last if direct is None else b.op("and", stripe.last, b.op("xor", direct, Value("i1", "true")))
+            b.when(done, lambda: self.finish(stripe, row, height, sums))
+            return [b.add(row, height), b.offset(ahead, right.move)]
+
+        b.loop(rows.first_tile, rows.last_tile, 1, tile, [rows.first_row, right.ahead])
+
+    def finish(self, stripe: _Stripe, row: Value, height: Value, sums: Value) -> None:
+        """Take the sums of one tile out of scratch: through the epilogue, or as they are."""
+        b, word = self.b, self.word
+        places = [
+            b.offset(pointer, b.mul(row, word[f"row{i}"]), _unit(o))
+            for i, (pointer, o) in enumerate(zip(stripe.operands, self.kernel.operands, strict=True))
+        ]
+        if self.kernel.epilogue is None:
+            _copy_tile(b, self.form, sums, places[0], word["row0"], height, stripe.columns)
+            return
+        for i, pointer in enumerate([sums, *places]):
+            self._store_arg(i, pointer)
+        # Of scratch the epilogue may use the driver's header only: the rest holds sums.
+        b.call_pointer(word["epilogue"], self.epilogue_args, i64(0), height, self.scratch)
+
+    def _store_arg(self, index: int, value: Value) -> None:
+        self.b.store(value, self.b.offset(self.epilogue_args, 8 * index), align=8)
+
+
+def _unit(operand: TileOperand) -> str:
+    """An LLVM type as large as an element of the operand."""
+    return f"i{8 * operand.dtype.size}"
+
+
+def _copy_tile(
+    b: Builder, form: Geometry, sums: Value, result: Value, stride: Value, rows: Value, columns: Value
+) -> None:
+    """Rows of a tile to the result, `columns` of each; only the vector at the edge is masked, since that is slow."""
+    whole = b.op("and", columns, i64(-form.lanes))
+    edge = b.lane_mask(b.sub(columns, whole), form.lanes)
+    ragged = b.icmp("ne", whole, columns)
+
+    def row(i: Value) -> None:
+        source = b.offset(sums, b.mul(i, form.panel), form.scalar)
+        target = b.offset(result, b.mul(i, stride), form.scalar)
+
+        def value(at: Value) -> Value:
+            return b.load(form.vector, b.offset(source, at, form.scalar), align=form.dtype.size)
+
+        def copy(at: Value) -> None:
+            b.store(value(at), b.offset(target, at, form.scalar), align=form.dtype.size)
+
+        def copy_edge() -> None:
+            _masked_store(b, value(whole), b.offset(target, whole, form.scalar), edge)
+
+        b.loop(0, whole, form.lanes, copy)
+        b.when(ragged, copy_edge)
+
+    b.loop(0, rows, 1, row)
+
+
+def _column_masks(b: Builder, form: Geometry, columns: Value) -> list[Value]:
+    return [b.lane_mask(b.sub(columns, j * form.lanes), form.lanes) for j in range(form.vectors)]
+
+
+def _masked_load(b: Builder, type_: str, pointer: Value, mask: Value) -> Value:
+    """A vector with zeros where the mask is off; those lanes are not read."""
+    return b.call(type_, f"llvm.masked.load.{intrinsic_suffix(type_)}.p0", pointer, mask, const(type_, 0.0))
+
+
+def _masked_store(b: Builder, value: Value, pointer: Value, mask: Value) -> None:
+    b.call("void", f"llvm.masked.store.{intrinsic_suffix(value.type)}.p0", value, pointer, mask)
+
+
+# -- packing ----------------------------------------------------------------------------------------------------------
+def _packing(form: Geometry) -> Routine:
+    """`pack(b, b_k, b_n, k, columns, panel)`: panel[k][panel] from strided B, zeros in the columns past `columns`."""
+    symbol = f"pack_panel.{form.dtype}.{form.vectors}"
+    arguments = (
+        ("ptr noalias", "b"), ("i64", "b_k"), ("i64", "b_n"), ("i64", "k"), ("i64", "columns"),
+        ("ptr noalias", "panel"),
+    )  # fmt: skip
+
+    def body(b: Builder, source: Value, b_k: Value, b_n: Value, k: Value, columns: Value, panel: Value) -> None:
+        b.when(
+            b.icmp("eq", b_n, 1),
+            lambda: _pack_rows(b, form, source, b_k, k, columns, panel),
+            lambda: b.when(
+                b.icmp("eq", b_k, 1),
+                lambda: _pack_transposed(b, form, source, b_n, k, columns, panel),
+                lambda: _pack_elements(b, form, source, b_k, b_n, k, columns, panel),
+            ),
+        )
+
+    return Routine(symbol, lambda module: module.define(symbol, arguments, body))
+
+
+def _pack_rows(b: Builder, form: Geometry, source: Value, b_k: Value, k: Value, columns: Value, panel: Value) -> None:
+    size = form.dtype.size
+
+    def copy(load: Callable[[int, Value], Value]) -> None:
+        def row(i: Value) -> None:
+            here = b.offset(source, b.mul(i, b_k), form.scalar)
+            there = b.offset(panel, b.mul(i, form.panel), form.scalar)
+            for j in range(form.vectors):
+                value = load(j, b.offset(here, j * form.lanes, form.scalar))
+                b.store(value, b.offset(there, j * form.lanes, form.scalar), align=size)
+
+        b.loop(0, k, 1, row)
+
+    def copy_part() -> None:
+        masks = _column_masks(b, form, columns)
+        copy(lambda j, pointer: _masked_load(b, form.vector, pointer, masks[j]))
+
+    whole = b.icmp("eq", columns, form.panel)
+    b.when(whole, lambda: copy(lambda _, pointer: b.load(form.vector, pointer, align=size)), copy_part)
+
+
+def _pack_transposed(
+    b: Builder, form: Geometry, source: Value, b_n: Value, k: Value, columns: Value, panel: Value
+) -> None:
+    """Columns of B are contiguous: square blocks are transposed in registers."""
+    lanes = form.lanes
+
+    def vector_of_columns(v: Value) -> None:
+        left = b.sub(columns, b.mul(v, lanes))
+        here = b.offset(source, b.mul(b.mul(v, lanes), b_n), form.scalar)
+        there = b.offset(panel, b.mul(v, lanes), form.scalar)
+
+        def block(load: Callable[[int, Value], Value], at: Value) -> None:
+            rows = [
+                load(j, b.offset(b.offset(here, b.mul(b_n, j), form.scalar), at, form.scalar)) for j in range(lanes)
+            ]
+            for i, row in enumerate(_transpose(b, rows)):
+                b.store(row, b.offset(there, b.mul(b.add(at, i), form.panel), form.scalar), align=form.dtype.size)
+
+        def partial(at: Value) -> None:
+            inside = b.lane_mask(b.sub(k, at), lanes)
+
+            def load(j: int, pointer: Value) -> Value:
+                present = b.splat(b.icmp("sgt", left, j), lanes)
+                return _masked_load(b, form.vector, pointer, b.op("and", inside, present))
+
+            block(load, at)
+
+        whole = b.select(b.icmp("sge", left, lanes), b.op("and", k, i64(-lanes)), i64(0))
+        b.loop(0, whole, lanes, lambda at: block(lambda _, p: b.load(form.vector, p, align=form.dtype.size), at))
+        b.loop(whole, k, lanes, partial)
+
+    b.loop(0, form.vectors, 1, vector_of_columns)
+
+
+def _transpose(b: Builder, rows: list[Value]) -> list[Value]:
+    """A square of vectors, transposed by swapping halves of ever smaller blocks."""
+    rows, lanes = list(rows), len(rows)
+    span = lanes // 2
+    while span:
+        low = [lane if not lane & span else lanes + lane - span for lane in range(lanes)]
+        high = [lane + span if not lane & span else lanes + lane for lane in range(lanes)]
+        for i in range(lanes):
+            if not i & span:
+                upper, lower = rows[i], rows[i + span]
+                rows[i], rows[i + span] = b.shuffle(upper, lower, low), b.shuffle(upper, lower, high)
+        span //= 2
+    return rows
+
+
+def _pack_elements(
+    b: Builder, form: Geometry, source: Value, b_k: Value, b_n: Value, k: Value, columns: Value, panel: Value
+) -> None:
+    size = form.dtype.size
+
+    def row(i: Value) -> None:
+        here = b.offset(source, b.mul(i, b_k), form.scalar)
+        there = b.offset(panel, b.mul(i, form.panel), form.scalar)
+
+        def element(j: Value) -> None:
+            value = b.load(form.scalar, b.offset(here, b.mul(j, b_n), form.scalar), align=size)
+            b.store(value, b.offset(there, j, form.scalar), align=size)
+
+        def pad(j: Value) -> None:
+            b.store(const(form.scalar, 0.0), b.offset(there, j, form.scalar), align=size)
+
+        b.loop(0, columns, 1, element)
+        b.loop(columns, form.panel, 1, pad)
+
+    b.loop(0, k, 1, row)

@@ -1,0 +1,208 @@
+"""The thread pool: hands launch records to the driver, whose machine code does all forking, waiting and joining.
+
+`shared(threads)` is the process's pool for a thread count; `Pool.run` is one call into the driver. Workers start with
+the first run, end with the pool or the interpreter, and start anew in a forked child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from rlx.backends.cpu import driver
+from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
+from rlx.errors import CapabilityError
+from rlx.target import host
+
+SPIN_SECONDS = 30e-6  # how long a thread spins before it sleeps; waking a sleeper takes about as long
+EXIT_SECONDS = 1.0  # how long the interpreter's exit waits for a worker at most
+
+_Run = Callable[[int, int, int, int, int, int], int]
+_WORD, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
+_SIGNATURES = {
+    "run": ctypes.CFUNCTYPE(_WORD, _ADDRESS, _ADDRESS, _WORD, _ADDRESS, _WORD, _ADDRESS, _WORD),
+    "worker": ctypes.CFUNCTYPE(None, _ADDRESS, _WORD),
+    "stop": ctypes.CFUNCTYPE(_WORD, _ADDRESS),
+    "spin": ctypes.CFUNCTYPE(None, _WORD),
+}
+_ANY_BUFFER = ctypes.c_char * 0
+
+_guard = threading.Lock()
+_shared: dict[int, Pool] = {}
+_alive: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def default_threads() -> int:
+    """`RLX_THREADS` if set, else one thread for each usable core."""
+    text = os.environ.get("RLX_THREADS")
+    if not text:
+        return usable_cores()
+    if not text.isdecimal() or int(text) < 1:
+        raise CapabilityError(f"RLX_THREADS: expected a positive number, found {text!r}")
+    return int(text)
+
+
+@functools.cache
+def compiled_driver() -> Mapping[str, int]:
+    """The driver's addresses, compiled for this machine."""
+    target = host()
+    return CodeLibrary().load(compile_text(driver.driver_text(target), target), driver.SYMBOLS)
+
+
+def shared(threads: int | None = None, addresses: Callable[[], Mapping[str, int]] = compiled_driver) -> Pool:
+    """The pool of this process that has `threads` threads; `addresses` gives the driver when one must be made."""
+    count = default_threads() if threads is None else threads
+    with _guard:
+        if count not in _shared:
+            _shared[count] = Pool(count, addresses())
+        return _shared[count]
+
+
+class Pool:
+    """`threads` threads, the caller of `run` being the first of them."""
+
+    def __init__(self, threads: int, addresses: Mapping[str, int]) -> None:
+        if threads < 1:
+            raise CapabilityError(f"pool: expected at least one thread, asked for {threads}")
+        self._why_single = _no_futex() or ("one thread was asked for" if threads == 1 else None)
+        self.threads = 1 if self._why_single else threads
+        self._functions = {name: make(addresses[name]) for name, make in _SIGNATURES.items()}
+        self._start_lock = threading.Lock()
+        self._run: _Run = self._start_and_run
+        self._end: weakref.finalize[..., Pool] | None = None
+        _alive.add(self)
+
+    @property
+    def why_single(self) -> str | None:
+        """Why the pool has only one thread, or None where it has more."""
+        return self._why_single
+
+    def run(
+        self,
+        records: npt.NDArray[np.int64],
+        scratch: npt.NDArray[np.uint8],
+        scratch_stride: int,
+        trace: npt.NDArray[np.int64] | None = None,
+        threads: int | None = None,
+    ) -> int:
+        """Execute launch records on `threads` threads and say how many took part: fewer, where the pool is busy.
+
+        `scratch` has `scratch_stride` bytes for each thread, `trace` is zeros of [records, threads, 2]. All arrays
+        are contiguous and writable, and `scratch` and the stride are multiples of 64 bytes.
+        """
+        count = self.threads if threads is None else threads
+        base = _address(scratch)
+        assert records.dtype == np.int64 and records.shape[1] == driver.RECORD_WORDS
+        assert (base | scratch_stride) % 64 == 0 and scratch.nbytes >= count * scratch_stride > 0
+        assert trace is None or trace.nbytes >= len(records) * count * 16
+        stamps = 0 if trace is None else _address(trace)
+        return self._run(_address(records), len(records), base, scratch_stride, stamps, count)
+
+    def close(self) -> None:
+        """End the workers, unless a run is going on. Later runs use the thread that calls."""
+        if self._end is not None:
+            self._end()
+
+    def _start_and_run(self, *arguments: int) -> int:
+        with self._start_lock:
+            if self._run == self._start_and_run:  # else another thread was faster
+                self._start()
+        return self._run(*arguments)
+
+    def _start(self) -> None:
+        job = _zeros(driver.job_bytes(self.threads))
+        address = _address(job)
+        workers: list[threading.Thread] = []
+        words = job.view(np.int64)
+        words[driver.SPIN // 8] = self._pauses()
+        for tid in range(1, self.threads):
+            # A Python thread inside a ctypes call holds no GIL and is as fast as one of pthread_create. It can be
+            # joined, and threading knows about it at exit and after a fork.
+            worker = threading.Thread(
+                target=_work, args=(self._functions["worker"], job, tid), name=f"rlx-{tid}", daemon=True
+            )
+            try:
+                worker.start()
+            except RuntimeError as error:  # the system's limit, or the interpreter is ending
+                self._why_single = None if workers else f"no worker could be started: {error}"
+                break
+            workers.append(worker)
+        words[driver.POOL_THREADS // 8] = 1 + len(workers)
+        self._end = weakref.finalize(self, _stop, self._functions["stop"], job, workers)
+        self._run = functools.partial(self._functions["run"], address)
+
+    def _pauses(self) -> int:
+        """Pauses that take `SPIN_SECONDS` here: one is 10 to 150 cycles. None where threads must share cores."""
+        if self.threads > usable_cores():
+            return 0
+        sample = 1000
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            self._functions["spin"](sample)
+            times.append(time.perf_counter() - begin)
+        return int(sample * SPIN_SECONDS / min(times))
+
+    def _forget_workers(self) -> None:
+        """In a forked child: the workers are not there; the next run starts others, with a new job block."""
+        if self._end is not None:
+            self._end.detach()
+        self._end = None
+        self._start_lock = threading.Lock()
+        self._run = self._start_and_run
+
+
+def _work(worker: Callable[[int, int], None], job: npt.NDArray[np.uint8], tid: int) -> None:
+    """A worker's life. The frame holds on to the job block, even when the interpreter ends around it."""
+    worker(_address(job), tid)
+
+
+def _stop(stop: Callable[[int], int], job: npt.NDArray[np.uint8], workers: Sequence[threading.Thread]) -> None:
+    """End the workers. When a thread that dies with the interpreter is inside `run`, leave them to die with it."""
+    if stop(_address(job)):
+        for worker in workers:
+            worker.join(EXIT_SECONDS)
+
+
+def _address(array: npt.NDArray[np.generic]) -> int:
+    """Where the data is, in a fourth of the time of `array.ctypes.data`; the array must be contiguous."""
+    return ctypes.addressof(_ANY_BUFFER.from_buffer(cast(Any, array)))
+
+
+def _zeros(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Zeroed memory that starts on a line of the job block."""
+    block = np.zeros(nbytes + driver.LINE, np.uint8)
+    start = -_address(block) % driver.LINE
+    return block[start : start + nbytes]
+
+
+def _no_futex() -> str | None:
+    return None if sys.platform == "linux" else f"waiting threads need Linux futexes, and this is {sys.platform}"
+
+
+def _after_fork() -> None:
+    global _guard
+    _guard = threading.Lock()  # another thread of the parent may have held it
+    for pool in _alive:
+        pool._forget_workers()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,138 @@
+"""Element types: their names, sizes, NumPy counterparts and promotion rules.
+
+A `DType` is one of a fixed set of records; `dtype("f32")`, `dtype(np.float32)` and `dtype("float32")` all give the
+same one. Promotion follows JAX: an int never widens a float, Python scalars are weak, bf16 + f16 is f32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from rlx.errors import DTypeError, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type. `kind` is 'float', 'int', 'uint' or 'bool'."""
+
+    name: str
+    kind: str
+    size: int
+    numpy: np.dtype[Any]
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (dtype, (self.name,))  # pickles to the one record, so identity survives
+
+    @property
+    def is_float(self) -> bool:
+        return self.kind == "float"
+
+    @property
+    def is_integer(self) -> bool:
+        return self.kind in ("int", "uint")
+
+    @property
+    def is_bool(self) -> bool:
+        return self.kind == "bool"
+
+    @property
+    def compute(self) -> DType:
+        """The type that arithmetic on the CPU uses: narrow floats are storage only."""
+        return F32 if self.kind == "float" and self.size < 4 else self
+
+
+F64 = DType("f64", "float", 8, np.dtype(np.float64))
+F32 = DType("f32", "float", 4, np.dtype(np.float32))
+F16 = DType("f16", "float", 2, np.dtype(np.float16))
+BF16 = DType("bf16", "float", 2, np.dtype(ml_dtypes.bfloat16))
+I64 = DType("i64", "int", 8, np.dtype(np.int64))
+I32 = DType("i32", "int", 4, np.dtype(np.int32))
+I16 = DType("i16", "int", 2, np.dtype(np.int16))
+I8 = DType("i8", "int", 1, np.dtype(np.int8))
+U32 = DType("u32", "uint", 4, np.dtype(np.uint32))
+U8 = DType("u8", "uint", 1, np.dtype(np.uint8))
+BOOL = DType("bool", "bool", 1, np.dtype(np.bool_))
+
+ALL = (F64, F32, F16, BF16, I64, I32, I16, I8, U32, U8, BOOL)
+BY_NAME = {d.name: d for d in ALL}
+_BY_NUMPY = {d.numpy: d for d in ALL}
+_LONG_NAMES = {d.numpy.name: d for d in ALL} | {"float": F32, "int": I32}
+
+DTypeLike = Any  # a DType, "f32", "float32", np.float32, np.dtype(...)
+
+
+def dtype(like: DTypeLike) -> DType:
+    """The DType that `like` names."""
+    if isinstance(like, DType):
+        return like
+    if isinstance(like, str):
+        found = BY_NAME.get(like) or _LONG_NAMES.get(like)
+        if found is None:
+            raise DTypeError(f"dtype: no element type is called {like!r}", hint=nearest(like, BY_NAME))
+        return found
+    try:
+        found = _BY_NUMPY.get(np.dtype(like))
+    except TypeError:
+        found = None
+    if found is None:
+        raise DTypeError(f"dtype: {like!r} has no counterpart in rlx", hint="known: " + ", ".join(BY_NAME))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class WeakScalar:
+    """A Python scalar in an expression: its kind counts, its width does not."""
+
+    kind: str
+
+
+_KIND_RANK = {"bool": 0, "uint": 1, "int": 1, "float": 2}
+
+
+def promote(*operands: DType | WeakScalar) -> DType:
+    """The type of arithmetic over all operands.
+
+    >>> promote(F32, I64), promote(BF16, F16), promote(U8, I8), promote(F16, WeakScalar("float"))
+    (f32, f32, i16, f16)
+    """
+    strong = [d for d in operands if isinstance(d, DType)]
+    weak = [d for d in operands if isinstance(d, WeakScalar)]
+    result = _default(weak) if not strong else strong[0]
+    for other in strong[1:]:
+        result = _promote_pair(result, other)
+    if strong and weak:
+        rank = max(_KIND_RANK[w.kind] for w in weak)
+        if rank > _KIND_RANK[result.kind]:
+            result = F32 if rank == 2 else I32
+    return result
+
+
+def _default(weak: list[WeakScalar]) -> DType:
+    rank = max((_KIND_RANK[w.kind] for w in weak), default=2)
+    return (BOOL, I32, F32)[rank]
+
+
+def _promote_pair(a: DType, b: DType) -> DType:
+    if a is b:
+        return a
+    if a.is_float or b.is_float:
+        if not (a.is_float and b.is_float):
+            return a if a.is_float else b
+        if a.size == b.size:
+            return F32  # f16 and bf16: neither holds the other
+        return a if a.size > b.size else b
+    if a.is_bool or b.is_bool:
+        return b if a.is_bool else a
+    if a.kind == b.kind:
+        return a if a.size > b.size else b
+    signed, unsigned = (a, b) if a.kind == "int" else (b, a)
+    if signed.size > unsigned.size:
+        return signed
+    return {1: I16, 4: I64}[unsigned.size]

@@ -1,0 +1,94 @@
+"""The exception tree: every error that rlx raises on purpose.
+
+    RlxError
+    ├── GraphError            a graph that cannot be built: unknown op, wrong operand, wrong attribute
+    │   ├── ShapeError        sizes that do not fit
+    │   └── DTypeError        element types that do not fit
+    ├── ParseError            text that is not a graph
+    ├── VerifyError           a pass broke a graph: a defect of rlx itself
+    ├── LowerError            no rule takes this node one level down
+    ├── FormatError           a broken file
+    ├── CapabilityError       the device or this machine cannot do it
+    ├── BindError             weights, inputs or dims given to a compiled graph do not fit it
+    ├── KernelError           machine code reported a fault, such as an index out of range
+    └── RequestError          a request to the server that cannot be served
+
+A message says `where: what, with both values`. Layers on the way up add context with `add_note`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RlxError(Exception):
+    """Base of all rlx errors. `hint` says what to try; `notes` give context."""
+
+    def __init__(self, message: str, *, hint: str | None = None, notes: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.hint = hint
+        for note in notes:
+            self.add_note(f"  {note}")
+        if hint:
+            self.add_note(f"  hint: {hint}")
+
+    @property
+    def notes(self) -> list[str]:
+        """Context lines that the layers added, the hint among them."""
+        return list(getattr(self, "__notes__", ()))
+
+
+class GraphError(RlxError):
+    """A graph that cannot be built."""
+
+
+class ShapeError(GraphError):
+    """Sizes that do not fit together."""
+
+
+class DTypeError(GraphError):
+    """Element types that do not fit together."""
+
+
+class ParseError(RlxError):
+    """Text that is not a graph."""
+
+
+class VerifyError(RlxError):
+    """A pass left a graph in a state that cannot be: a defect of rlx."""
+
+
+class LowerError(RlxError):
+    """No rule takes this node one level down."""
+
+
+class FormatError(RlxError):
+    """A file that breaks its format."""
+
+
+class CapabilityError(RlxError):
+    """The device or this machine cannot do what was asked."""
+
+
+class BindError(RlxError):
+    """Inputs, weights or dims that do not fit a compiled graph."""
+
+
+class KernelError(RlxError):
+    """Machine code reported a fault while it ran."""
+
+
+class RequestError(RlxError):
+    """A server request that cannot be served."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """A hint with the known names closest to `name`, or None when nothing is close."""
+    names = sorted(set(known))
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(f"{c!r}" for c in close) + "?"
+    if names and len(names) <= 8:
+        return "known: " + ", ".join(names)
+    return None

@@ -1,0 +1,58 @@
+"""The pass runner: runs passes in order, verifies, times and dumps after each.
+
+A pass is a function from graph to graph. `RLX_DUMP=dir` writes the graph after each pass to `dir/NN-name.pass.rlx`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlx.errors import VerifyError
+from rlx.ir.graph import Graph
+from rlx.ir.verify import verify
+
+Pass = Callable[[Graph], Graph]
+_serial = itertools.count()
+
+
+@dataclass
+class PassLog:
+    """What ran, in order: name, seconds, nodes before and after."""
+
+    entries: list[tuple[str, float, int, int]] = field(default_factory=list)
+
+    def text(self) -> str:
+        rows = [f"{name:24} {seconds * 1e3:8.2f} ms  {a:5} -> {b:5} nodes" for name, seconds, a, b in self.entries]
+        return "\n".join(rows)
+
+
+def run_passes(graph: Graph, passes: Sequence[Pass], log: PassLog | None = None) -> Graph:
+    """The graph after all passes."""
+    for apply in passes:
+        name = getattr(apply, "func", apply).__name__
+        before = len(graph)
+        started = time.perf_counter()
+        graph = apply(graph)
+        if log is not None:
+            log.entries.append((name, time.perf_counter() - started, before, len(graph)))
+        try:
+            verify(graph)
+        except VerifyError as error:
+            error.add_note(f"  after pass: {name}")
+            raise
+        dump(graph, name)
+    return graph
+
+
+def dump(graph: Graph, name: str) -> None:
+    """Write the graph to the folder `RLX_DUMP` names, if any."""
+    folder = os.environ.get("RLX_DUMP")
+    if folder:
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"{next(_serial):03}-{graph.name}.{name}.rlx").write_text(graph.text(origins=True) + "\n")

@@ -1,0 +1,61 @@
+"""Where a node came from: the user's source line, the stage path, the node it was lowered from, the pass that made it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Provenance of one node; every field may be empty."""
+
+    file: str = ""
+    line: int = 0
+    stage: str = ""
+    source: str = ""  # the node of the level above
+    made_by: str = ""  # the pass
+
+    def __str__(self) -> str:
+        parts = [self.stage]
+        if self.file:
+            parts.append(f"{os.path.basename(self.file)}:{self.line}")
+        if self.source:
+            parts.append(f"from {self.source}")
+        if self.made_by:
+            parts.append(f"by {self.made_by}")
+        return ", ".join(p for p in parts if p)
+
+    def by(self, name: str) -> Origin:
+        """The same place, made by the pass called `name`."""
+        return replace(self, made_by=name)
+
+
+_stage: ContextVar[str] = ContextVar("stage", default="")
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Nodes built inside carry the stage path `name`, nested with dots."""
+    outer = _stage.get()
+    token = _stage.set(f"{outer}.{name}" if outer else name)
+    try:
+        yield
+    finally:
+        _stage.reset(token)
+
+
+def here() -> Origin:
+    """The nearest frame outside rlx, with the current stage path."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return Origin(frame.f_code.co_filename, frame.f_lineno, _stage.get())

@@ -1,0 +1,229 @@
+"""The op registry: one declaration per op, and the tables of rules that hang on it. Data only.
+
+`@op(...)` turns a type rule into an `OpDef`: the rule's own signature is the schema (positional operands, keyword-only
+attributes), its docstring is the documentation. Passes and transforms look rules up in `RuleTable`s, keyed by op name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from rlx.dtypes import DType, dtype
+from rlx.errors import GraphError, LowerError, nearest
+from rlx.types import TensorType
+
+HIR, MIR = "hir", "mir"
+
+ELEMENTWISE = "elementwise"  # the result at an index depends on the operands at that index
+VIEW = "view"  # the result is the operand seen with other strides, wherever strides can say it
+LEAF = "leaf"  # input, param, const
+REQUIRED = inspect.Parameter.empty  # the default of an attribute that must be given
+FUSED = "fused"  # made by passes, not by users
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """An operand of a sample: random numbers of a shape within [low, high)."""
+
+    shape: tuple[int, ...]
+    dtype: str = "f32"
+    low: float = -3.0
+    high: float = 3.0
+
+    def array(self, rng: np.random.Generator, dtype_: DType | None = None) -> np.ndarray[Any, Any]:
+        """The numbers; a float spec takes the float type `dtype_` if one is given."""
+        wanted = dtype(self.dtype)
+        if wanted.is_float and dtype_ is not None:
+            wanted = dtype_
+        if wanted.is_bool:
+            return rng.random(self.shape) < 0.5
+        if wanted.is_integer:
+            return rng.integers(int(self.low), int(self.high), self.shape).astype(wanted.numpy)
+        return rng.uniform(self.low, self.high, self.shape).astype(wanted.numpy)
+
+
+def f32(*shape: int, low: float = -3.0, high: float = 3.0) -> Spec:
+    """Random floats."""
+    return Spec(shape, "f32", low, high)
+
+
+def i32(*shape: int, low: int = -9, high: int = 9) -> Spec:
+    """Random integers."""
+    return Spec(shape, "i32", low, high)
+
+
+def boolean(*shape: int) -> Spec:
+    """Random truth values."""
+    return Spec(shape, "bool")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Arguments for a test of an op: operands (None where one is left out) and attributes."""
+
+    operands: tuple[Spec | None, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def sample(*operands: Spec | None, **attrs: Any) -> Sample:
+    """A sample from its parts."""
+    return Sample(operands, attrs)
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What an op takes, read off the signature of its type rule."""
+
+    operands: tuple[str, ...]
+    optional: int  # how many of the last operands may be None
+    variadic: bool
+    attrs: Mapping[str, Any]  # name -> default, or inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class OpDef:
+    """Everything that an op means."""
+
+    name: str
+    group: str
+    level: str
+    rule: Callable[..., TensorType | tuple[TensorType, ...]]
+    schema: Schema
+    reference: Callable[..., Any] | None
+    samples: tuple[Sample, ...]
+    traits: frozenset[str]
+    decompose: Callable[..., Any] | None
+    scalar: str  # name of the scalar operation of an elementwise op
+    tolerance: float  # relative, f32, against the outside oracle
+    doc: str
+    place: str  # file:line
+    takes_binding: bool  # whether the reference wants the sizes of the symbols
+
+    def __str__(self) -> str:
+        return self.name
+
+
+OPS: dict[str, OpDef] = {}
+
+
+def get(name: str) -> OpDef:
+    """The op called `name`."""
+    found = OPS.get(name)
+    if found is None:
+        raise GraphError(f"op: no op is called {name!r}", hint=nearest(name, OPS))
+    return found
+
+
+def _schema(rule: Callable[..., Any]) -> Schema:
+    operands, attrs, optional, variadic = [], {}, 0, False
+    for parameter in inspect.signature(rule).parameters.values():
+        match parameter.kind:
+            case inspect.Parameter.KEYWORD_ONLY:
+                attrs[parameter.name] = parameter.default
+            case inspect.Parameter.VAR_POSITIONAL:
+                variadic = True
+                operands.append(parameter.name)
+            case _:
+                operands.append(parameter.name)
+                optional += parameter.default is None
+    return Schema(tuple(operands), optional, variadic, attrs)
+
+
+def _parameters(function: Callable[..., Any]) -> Iterable[str]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a NumPy ufunc has no signature
+        return ()
+
+
+def op(
+    name: str,
+    *,
+    reference: Callable[..., Any] | None = None,
+    samples: Iterable[Sample] = (),
+    traits: Iterable[str] = (),
+    decompose: Callable[..., Any] | None = None,
+    scalar: str = "",
+    tolerance: float = 1e-6,
+    level: str = MIR,
+    doc: str | None = None,
+) -> Callable[[Callable[..., Any]], OpDef]:
+    """Declare an op; decorate its type rule."""
+
+    def declare(rule: Callable[..., Any]) -> OpDef:
+        if name in OPS:
+            raise GraphError(f"op {name}: declared twice, first at {OPS[name].place}")
+        frame = inspect.currentframe()
+        assert frame is not None and frame.f_back is not None
+        caller = frame.f_back
+        while caller.f_back is not None and caller.f_globals["__name__"] == __name__:
+            caller = caller.f_back
+        definition = OpDef(
+            name=name,
+            group=caller.f_globals["__name__"].rsplit(".", 1)[-1],
+            level=level,
+            rule=rule,
+            schema=_schema(rule),
+            reference=reference,
+            samples=tuple(samples),
+            traits=frozenset(traits),
+            decompose=decompose,
+            scalar=scalar,
+            tolerance=tolerance,
+            doc=inspect.cleandoc(doc or rule.__doc__ or ""),
+            takes_binding=reference is not None and "binding" in _parameters(reference),
+            place=f"{caller.f_code.co_filename}:{caller.f_lineno}",
+        )
+        OPS[name] = definition
+        return definition
+
+    return declare
+
+
+Rule = TypeVar("Rule", bound=Callable[..., Any])
+
+
+class RuleTable(Generic[Rule]):
+    """Rules by op name; refuses a second rule for one op, and says where a missing one belongs."""
+
+    def __init__(self, what: str, where: str) -> None:
+        self.what = what
+        self.where = where  # path pattern with {group}
+        self._rules: dict[str, Rule] = {}
+
+    def __call__(self, *names: str) -> Callable[[Rule], Rule]:
+        """Decorator: the rule for one or several ops."""
+
+        def add(rule: Rule) -> Rule:
+            for name in names:
+                if name in self._rules:
+                    raise GraphError(f"op {name}: has a {self.what} already")
+                self._rules[name] = rule
+            return rule
+
+        return add
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._rules
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rules)
+
+    def __getitem__(self, name: str) -> Rule:
+        rule = self._rules.get(name)
+        if rule is None:
+            group = OPS[name].group if name in OPS else "?"
+            raise LowerError(f"op {name}: has no {self.what}", hint=f"add it in {self.where.format(group=group)}")
+        return rule
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """`file:line` of a rule, for `rlx ops NAME`."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else "built in"
+

@@ -1,0 +1,139 @@
+"""Rewriting: copying a graph while replacing nodes, and matching small patterns written as identities.
+
+`rebuild` walks a graph in order and asks a visitor what each node becomes. `@identity` functions state that two
+expressions are equal; `match` finds the first in a graph, the second replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlx.ir.graph import Array, Graph, Node, Value
+from rlx.types import TensorType
+
+Visitor = Callable[["Rewriter", Node], "Sequence[Value] | Value | None"]
+
+
+class Rewriter:
+    """The graph under construction and what each old value became."""
+
+    def __init__(self, old: Graph, made_by: str) -> None:
+        self.old = old
+        self.graph = Graph(old.name, level=old.level)
+        self.graph.limits = dict(old.limits)
+        self.made_by = made_by
+        self.values: dict[Value, Value] = {}
+
+    def __getitem__(self, value: Value) -> Value:
+        return self.values[value]
+
+    def operands(self, node: Node) -> tuple[Value | None, ...]:
+        """The new values of a node's operands."""
+        return tuple(None if o is None else self.values[o] for o in node.operands)
+
+    def copy(self, node: Node) -> tuple[Value, ...]:
+        """The node again, on new operands."""
+        return self.graph.append(node.op, self.operands(node), node.attrs, node.types, node.origin).results
+
+    def make(self, like: Node, op: str, *operands: Value | None, **attrs: Any) -> tuple[Value, ...]:
+        """A new node that stands for `like`: types inferred, origin kept and marked with the pass."""
+        results = self.graph.apply(op, *operands, **attrs)
+        node = (results[0] if isinstance(results, tuple) else results).node
+        object.__setattr__(node, "origin", like.origin.by(self.made_by))
+        return results if isinstance(results, tuple) else (results,)
+
+    def one(self, like: Node, op: str, *operands: Value | None, **attrs: Any) -> Value:
+        """`make` for an op of one result."""
+        return self.make(like, op, *operands, **attrs)[0]
+
+    def constant(self, like: Node, data: np.ndarray[Any, Any]) -> Value:
+        array = Array(data)
+        type_ = TensorType(tuple(data.shape), like.types[0].dtype)
+        return self.graph.append("const", (), {"value": array}, (type_,), like.origin.by(self.made_by))[0]
+
+
+DROPPED: tuple[Value, ...] = ()  # what a visitor returns for a node that another one has taken in
+
+
+def rebuild(graph: Graph, visit: Visitor, *, made_by: str) -> Graph:
+    """A new graph in which each node is what `visit` returns for it (None: the node itself, DROPPED: nothing)."""
+    rewriter = Rewriter(graph, made_by)
+    for node in graph.nodes:
+        given = visit(rewriter, node)
+        if given is DROPPED:
+            continue
+        results = rewriter.copy(node) if given is None else (given,) if isinstance(given, Value) else tuple(given)
+        rewriter.values.update(zip(node.results, results, strict=True))
+    rewriter.graph.outputs = tuple(rewriter.values[o] for o in graph.outputs)
+    return rewriter.graph
+
+
+# -- identities -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Identity:
+    """Two equal expressions over placeholders, and the types they hold for."""
+
+    name: str
+    build: Callable[..., tuple[Any, Any]]
+    dtypes: tuple[str, ...]
+    left: Value
+    right: Value
+    places: tuple[Value, ...]
+    doc: str = field(default="", compare=False)
+
+
+IDENTITIES: list[Identity] = []
+
+
+def identity(*dtypes: str) -> Callable[[Callable[..., tuple[Any, Any]]], Identity]:
+    """Declare `left == right` for operands of these types; the engine replaces left by right."""
+
+    def declare(build: Callable[..., tuple[Any, Any]]) -> Identity:
+        graph = Graph(build.__name__)
+        count = build.__code__.co_argcount
+        places = tuple(graph.input(f"p{i}", (2, 3), dtypes[0]) for i in range(count))
+        left, right = build(*places)
+        found = Identity(build.__name__, build, dtypes, left, right, places, build.__doc__ or "")
+        IDENTITIES.append(found)
+        return found
+
+    return declare
+
+
+def match(pattern: Value, value: Value, places: Sequence[Value], found: dict[Value, Value]) -> bool:
+    """Whether `value` has the form of `pattern`; placeholders collect what they stand for."""
+    if pattern in places:
+        return found.setdefault(pattern, value) == value
+    a, b = pattern.node, value.node
+    if a.op == "const":
+        return b.op == "const" and _same_number(a.attrs["value"], b.attrs["value"])
+    if a.op != b.op or pattern.index != value.index or a.attrs != b.attrs or len(a.operands) != len(b.operands):
+        return False
+    return all(
+        p is not None and v is not None and match(p, v, places, found)
+        for p, v in zip(a.operands, b.operands, strict=True)
+    )
+
+
+def _same_number(a: Array, b: Array) -> bool:
+    """A scalar of the pattern against a constant with that number everywhere, the sign of zero included."""
+    if a.data.size != 1 or b.data.size == 0:
+        return False
+    wanted = a.data.reshape(()).astype(np.float64)
+    have = np.asarray(b.data, dtype=np.float64)
+    return bool(np.all(have == wanted) and np.all(np.signbit(have) == np.signbit(wanted)))
+
+
+def substitute(rewriter: Rewriter, like: Node, pattern: Value, found: dict[Value, Value]) -> Value:
+    """The right side of an identity, built in the new graph; `found` holds values of the new graph."""
+    if pattern in found:
+        return found[pattern]
+    node = pattern.node
+    if node.op == "const":
+        return rewriter.constant(like, node.attrs["value"].data.astype(like.types[0].dtype.numpy))
+    operands = [None if o is None else substitute(rewriter, like, o, found) for o in node.operands]
+    return rewriter.make(like, node.op, *operands, **node.attrs)[pattern.index]

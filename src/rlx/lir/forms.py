@@ -1,0 +1,11 @@
+"""All loop forms, by group. Importing this module fills the table."""
+
+from rlx.lir import attention as attention
+from rlx.lir import elementwise as elementwise
+from rlx.lir import fused as fused
+from rlx.lir import index as index
+from rlx.lir import linear as linear
+from rlx.lir import norm as norm
+from rlx.lir import position as position
+from rlx.lir import reduce as reduce
+from rlx.lir import shape as shape

@@ -1,0 +1,79 @@
+"""Loop forms of ops that index by data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlx.dtypes import BOOL, I64
+from rlx.ir.graph import Node
+from rlx.lir.loops import Apply, Check, Choose, Const, Expr, For, Index, Let, Load, Ref, Stmt, Store
+from rlx.lir.schedule import LoopBuilder, Scheduler, cast, loop_form, map_elements
+from rlx.lir.views import View
+from rlx.types import Size, contiguous_strides, product
+
+OUT_OF_RANGE = 1  # fault code: an index lies outside the axis
+
+
+def in_range(index: Expr, size: Expr) -> Expr:
+    """0 <= index < size."""
+    return Apply("and", (Apply("ge", (index, Const(0, I64)), BOOL), Apply("lt", (index, size), BOOL)), BOOL)
+
+
+@loop_form("gather")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    table, indices, out = s.view(node.operands[0]), s.view(node.operands[1]), s.result(node)
+    axis = node.attrs["axis"] % table.rank
+    count = indices.rank
+    none: tuple[Size, ...] = (0,) * count
+    table_strides = (*table.strides[:axis], *none, *table.strides[axis + 1 :])
+    rows = View(table.buffer, table.dtype, out.shape, table_strides, table.offset)
+    before, after = (0,) * axis, (0,) * (table.rank - axis - 1)
+    which = View(indices.buffer, indices.dtype, out.shape, (*before, *indices.strides, *after), indices.offset)
+
+    def body(load):  # type: ignore[no-untyped-def]
+        size = load.builder.arg("size", table.shape[axis])
+        step = load.builder.arg("step", table.strides[axis])
+        stmts: list[Stmt] = [
+            Let("at", cast(load(1), I64)),
+            Let("ok", in_range(Ref("at", I64), size)),
+            Check(Ref("ok", BOOL), OUT_OF_RANGE),
+        ]
+        value = Choose(Ref("ok", BOOL), load(0, (Ref("at", I64), step)), Const(0, out.dtype.compute))
+        return stmts, [value]
+
+    map_elements(s, "gather", out.shape, [rows, which], [out], body)
+    return [out]
+
+
+@loop_form("scatter_add")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    """The table is copied, then each column walks all updates in order: threads share columns, never rows."""
+    x, indices, updates = (s.view(o) for o in node.operands)
+    out = s.result(node)
+    s.copy_into(x, out)
+    indices, updates = s.contiguous(indices), s.contiguous(updates)
+    columns = product(x.shape[1:])
+    builder = LoopBuilder("scatter_add")
+    builder.param(indices)
+    builder.param(updates)
+    builder.param(out, written=True)
+    n = builder.arg("n", columns)
+    size = builder.arg("size", x.shape[0])
+    stride = builder.arg("stride", contiguous_strides(x.shape)[0])
+    u, j, kind = Index("q"), Index("j"), out.dtype.compute
+    place: tuple[tuple[Expr, object], ...] = ((Ref("at", I64), stride), (j, 1))
+    old = cast(Load(2, place, out.dtype), kind)  # type: ignore[arg-type]
+    new = Apply("add", (old, cast(Load(1, ((u, n), (j, 1)), updates.dtype), kind)), kind)
+    found = cast(Load(0, ((u, 1),), indices.dtype), I64)
+    body: tuple[Stmt, ...] = (
+        Let("found", found),
+        Let("ok", in_range(Ref("found", I64), size)),
+        Check(Ref("ok", BOOL), OUT_OF_RANGE),
+        Let("at", Apply("select", (Ref("ok", BOOL), Ref("found", I64), Const(0, I64)), I64)),
+        Store(2, place, Apply("select", (Ref("ok", BOOL), new, old), kind)),  # type: ignore[arg-type]
+    )
+    walk = For("q", builder.arg("updates", product(indices.shape)), body)
+    chunk = 256
+    units = (columns + (chunk - 1)) // chunk
+    builder.launch(s, For("j", n, (walk,), vector=True), units, chunk=chunk, split="columns", flops=product(updates.shape))
+    return [out]

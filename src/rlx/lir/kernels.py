@@ -1,0 +1,139 @@
+"""Kernels that are more than loops: matmul and attention, as the records that backends emit from.
+
+Together with `loops.LoopKernel` these are all that a backend sees. Each lists the words of its argument block; sizes
+and strides are run-time words, so one kernel serves every shape.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Union
+
+from rlx.dtypes import DType
+from rlx.lir.loops import Let, LoopKernel, Store, expr_text, statements
+
+ROW_BLOCK = 192  # rows of A that one unit of a matmul covers at most
+KEY_BLOCK = 64  # keys of one attention block, cut at absolute positions
+ATTENTION_ROWS = 96  # query rows (positions × heads of a group) of one attention unit, at least one position
+
+
+@dataclass(frozen=True, slots=True)
+class TileOperand:
+    """A buffer that an epilogue reads or writes beside the tile: `columns` is its stride along n, 0 or 1."""
+
+    name: str
+    dtype: DType
+    columns: int
+    written: bool = False
+
+
+@dataclass(frozen=True)
+class MatmulKernel:
+    """C[batch, m, n] = epilogue(A[batch, m, k] B[batch, k, n]).
+
+    `packed`: B is panels from the weight store, `[panels][k][panel]`, zero-padded to whole panels; else B is any
+    strided matrix and each panel is packed into scratch by the call that uses it. With `weights` 2, each panel holds
+    half a panel of each of two matrices, and the epilogue sees both sums. `epilogue` is a loop kernel over
+    (rows, columns) of a tile: its first parameter is the tile (rows `panel` apart), the others are `operands`; its
+    arguments are `columns` and one row stride an operand. Without one, the only operand is C of the same dtype.
+    A unit is (batch, row block, panel), panel fastest.
+    """
+
+    dtype: DType
+    packed: bool
+    weights: int
+    epilogue: LoopKernel | None
+    operands: tuple[TileOperand, ...]
+
+    kind = "matmul"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """`tiles` and `epilogue` are addresses that the backend fills in; the rest comes from the launch."""
+        head = ("tiles", "epilogue", "a", "b", "m", "n", "k", "row_blocks", "batch0", "batch1")
+        strides = ("a_row", "a_batch0", "a_batch1", "b_k", "b_n", "b_batch0", "b_batch1")
+        tail = tuple(f"{p}{i}" for i in range(len(self.operands)) for p in ("ptr", "row", "outer", "inner"))
+        return head + strides + tail
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        inner = self.epilogue.fingerprint if self.epilogue else "-"
+        text = f"matmul|{self.dtype}|{self.packed}|{self.weights}|{inner}|{self.operands}"
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    @property
+    def symbol(self) -> str:
+        return f"matmul.{self.fingerprint[:8]}"
+
+    def epilogue_text(self) -> str:
+        """The epilogue as one line, or an empty string."""
+        if self.epilogue is None:
+            return ""
+        inside = list(statements(self.epilogue.root))
+        lets = {s.name: s.value for s in inside if isinstance(s, Let)}
+        texts = (expr_text(s.value, self.epilogue.params, lets) for s in inside if isinstance(s, Store))
+        return "; ".join(re.sub(r"\[[^]]*\]", "", text) for text in texts)
+
+    def text(self) -> str:
+        b = "panels" if self.packed else "rows"
+        pair = ", 2 weights interleaved" if self.weights == 2 else ""
+        lines = [f"kernel {self.symbol}(a: {self.dtype}, b: {self.dtype} {b}{pair})"]
+        if self.epilogue is not None:
+            lines += ["  epilogue:"] + ["  " + line for line in self.epilogue.text().splitlines()]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """softmax(scale · QKᵀ, softcapped, masked) V for every batch row and head, with online softmax.
+
+    `group` query heads share one key head. `mask` is none, causal, sliding, custom or bias; rows and keys are aligned
+    at the end (row i sits at position k_len - q_len + i). A unit is (batch, key head, block of query positions).
+    """
+
+    dtype: DType  # of q, k, v and the result: f32, f16, bf16 or f64
+    head_dim: int
+    value_dim: int
+    group: int
+    mask: str
+    window: int
+    scale: float
+    softcap: float
+    mask_dtype: DType | None
+
+    kind = "attention"
+
+    @property
+    def positions(self) -> int:
+        """Query positions of one unit."""
+        return max(1, ATTENTION_ROWS // self.group)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """`parts` is the address of the backend's table of routines; strides are in elements."""
+        head = ("parts", "q", "k", "v", "out", "mask", "batch", "q_len", "k_len", "kv_heads")
+        strides = tuple(f"{t}_{axis}" for t in ("q", "k", "v", "out") for axis in ("batch", "seq", "head"))
+        return head + strides + ("mask_batch", "mask_head", "mask_query")
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        text = "|".join(map(repr, ("attention", *(getattr(self, f) for f in self.__dataclass_fields__))))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    @property
+    def symbol(self) -> str:
+        return f"attention.{self.fingerprint[:8]}"
+
+    def text(self) -> str:
+        cap = f", softcap {self.softcap}" if self.softcap else ""
+        window = f" {self.window}" if self.mask == "sliding" else ""
+        return (
+            f"kernel {self.symbol}(q, k, v: {self.dtype}) head_dim {self.head_dim}, {self.group} query heads a key head, "
+            f"mask {self.mask}{window}, scale {self.scale:.6g}{cap}, keys in blocks of {KEY_BLOCK}"
+        )
+
+
+Kernel = Union[LoopKernel, MatmulKernel, AttentionKernel]

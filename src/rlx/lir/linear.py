@@ -1,0 +1,179 @@
+"""Matmuls as launches: floats through the matmul kernel with its epilogue, integers as plain loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlx.dtypes import I64
+from rlx.ir.graph import Graph, Node
+from rlx.lir.elementwise import body_lets
+from rlx.lir.kernels import ROW_BLOCK, MatmulKernel, TileOperand
+from rlx.lir.loops import Apply, Arg, Const, Expr, For, Index, Let, Load, LoopKernel, Param, Reduce, Ref, Store
+from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_form, widened
+from rlx.lir.views import View, collapse
+from rlx.types import Size, product
+
+
+@loop_form("matmul")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    a, b = (s.view(o) for o in node.operands)
+    out = s.result(node)
+    if node.types[0].dtype.is_integer:
+        _integer_matmul(s, a, b, out)
+    else:
+        _launch(s, a, b, [], [out], None, weights=1, packed=False, columns=out.shape[-1])
+    return [out]
+
+
+@loop_form("fused_matmul")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    attrs = node.attrs
+    a, *rest = (s.view(o) for o in node.operands)
+    used = 1 if attrs["packed"] else attrs["weights"]
+    assert attrs["packed"] or used == 1, "two weights come packed"
+    outs = [s.result(node, i) for i in range(len(node.types))]
+    _launch(
+        s, a, rest[0], rest[used:], outs, attrs["body"], weights=attrs["weights"], packed=attrs["packed"],
+        columns=attrs["columns"],
+    )  # fmt: skip
+    return outs
+
+
+def _is_plain(body: Graph | None) -> bool:
+    return body is None or (len(body.nodes) == 1 and body.outputs[0].node is body.nodes[0])
+
+
+def _launch(
+    s: Scheduler, a: View, b: View, operands: Sequence[View], outs: Sequence[View], body: Graph | None, *, weights: int,
+    packed: bool, columns: Size,
+) -> None:
+    """One matmul launch. Leading axes and rows collapse into at most two batch axes and one row axis."""
+    if a.strides[-1] != 1 and a.shape[-1] != 1:
+        a = s.copied(a)
+    plan = _collapse(a, b, operands, outs, packed)
+    if plan is None:
+        a = s.contiguous(a)
+        operands = [s.copied(v) if v.rank == outs[0].rank and not v.is_contiguous() else v for v in operands]
+        plan = _collapse(a, b, operands, outs, packed)
+        if plan is None:
+            whole = View(b.buffer, b.dtype, (*outs[0].shape[:-2], *b.shape[-2:]), b.expand((*outs[0].shape[:-2], *b.shape[-2:])).strides, b.offset)
+            b = s.copied(whole)
+            a = s.copied(a.expand((*outs[0].shape[:-2], *a.shape[-2:])))
+            operands = [s.copied(v.expand(outs[0].shape)) if v.rank > 2 else v for v in operands]
+            plan = _collapse(a, b, operands, outs, packed)
+    assert plan is not None
+    sizes, strides = plan
+    m, k = sizes[-1], a.shape[-1]
+    batch1, batch0 = (sizes[-2] if len(sizes) > 1 else 1), (sizes[-3] if len(sizes) > 2 else 1)
+
+    def steps(index: int) -> tuple[Size, Size, Size]:
+        own = [0, 0, *strides[index]][-3:]
+        return own[0], own[1], own[2]
+
+    tile = _tile_operands(operands, outs)
+    epilogue = None if _is_plain(body) else _epilogue(s, body, tile, outs[0].dtype.compute, a, weights)
+    kernel = MatmulKernel(a.dtype, packed, weights, epilogue, tuple(tile))
+    panel = s.target.panel(a.dtype.size) // weights
+    row_blocks = (m + (ROW_BLOCK - 1)) // ROW_BLOCK
+    words: dict[str, View | Size | None] = {
+        "a": a, "b": b, "m": m, "n": columns, "k": k, "row_blocks": row_blocks, "batch0": batch0, "batch1": batch1,
+        "a_row": steps(0)[2], "a_batch0": steps(0)[0], "a_batch1": steps(0)[1], "b_batch0": steps(1)[0],
+        "b_batch1": steps(1)[1], "b_k": 0 if packed else b.strides[-2], "b_n": 0 if packed else b.strides[-1],
+    }  # fmt: skip
+    for i, view in enumerate([*operands, *outs]):
+        outer, inner, row = steps(2 + i)
+        words |= {f"ptr{i}": view, f"row{i}": row, f"outer{i}": outer, f"inner{i}": inner}
+    panels = (columns + (panel - 1)) // panel
+    units = batch0 * batch1 * panels * row_blocks
+    flops = product(outs[0].shape[:-1]) * columns * k * (2 * weights)
+    s.launch(kernel, words, units, "panels", flops=flops)
+
+
+def _collapse(
+    a: View, b: View, operands: Sequence[View], outs: Sequence[View], packed: bool
+) -> tuple[list[Size], list[list[Size]]] | None:
+    """Sizes and strides of [batch0, batch1, rows] for a, b, each operand and each output; None if that is not enough."""
+    out = outs[0]
+    lead = (*out.shape[:-2], out.shape[-2])
+    rows: list[list[Size]] = [list(a.expand((*lead, a.shape[-1])).strides[:-1])]
+    if packed:
+        rows.append([0] * len(lead))
+    else:
+        rows.append([*b.expand((*out.shape[:-2], *b.shape[-2:])).strides[:-2], 0])
+    for view in (*operands, *outs):
+        rows.append(list(view.expand(out.shape).strides[:-1]))
+    sizes, strides, _ = collapse(lead, rows)
+    if not sizes or strides[1][-1] != 0:
+        sizes, strides = [*sizes, 1], [[*x, 0] for x in strides]
+    return (sizes, strides) if len(sizes) <= 3 else None
+
+
+def _tile_operands(operands: Sequence[View], outs: Sequence[View]) -> list[TileOperand]:
+    tile = []
+    for i, view in enumerate([*operands, *outs]):
+        columns = 0 if view.rank == 0 or view.shape[-1] == 1 or view.strides[-1] == 0 else 1
+        written = i >= len(operands)
+        tile.append(TileOperand(f"{'y' if written else 'x'}{i}", view.dtype, 1 if written else columns, written))
+    return tile
+
+
+def _epilogue(
+    s: Scheduler, body: Graph | None, tile: Sequence[TileOperand], kind: object, a: View, weights: int
+) -> LoopKernel:
+    """The body over one tile: rows of sums in scratch, operands at the tile's place."""
+    assert body is not None
+    width = s.target.panel(a.dtype.size)
+    r, j = Index("r"), Index("j")
+    params = (Param("sums", a.dtype), *(Param(o.name, o.dtype, o.written) for o in tile))
+    inputs: list[Expr] = []
+    for i in range(weights):
+        offset: tuple[tuple[Expr, int | Arg], ...] = ((Const(width // weights * i, I64), 1),) if i else ()
+        inputs.append(Load(0, ((r, width), (j, 1), *offset), a.dtype))
+
+    def place(i: int) -> tuple[tuple[Expr, int | Arg], ...]:
+        row: tuple[tuple[Expr, int | Arg], ...] = ((r, Arg(f"row{i}")),)
+        return (*row, (j, 1)) if tile[i].columns else row
+
+    reads = [i for i, o in enumerate(tile) if not o.written]
+    inputs += [widened(Load(1 + i, place(i), tile[i].dtype)) for i in reads]
+    lets, values = body_lets(body, inputs)
+    writes = [i for i, o in enumerate(tile) if o.written]
+    stores = [Store(1 + i, place(i), value) for i, value in zip(writes, values, strict=True)]
+    inner = For("j", Arg("columns"), (*lets, *stores), vector=True)
+    args = ("columns", *(f"row{i}" for i in range(len(tile))))
+    name = "_".join(n.op for n in body.nodes if n.op not in ("input", "const"))[:40]
+    return LoopKernel(name, params, args, For("r", Arg("columns"), (inner,)))
+
+
+def _integer_matmul(s: Scheduler, a: View, b: View, out: View) -> None:
+    """Plain loops: a unit is one row of the result, lanes run over its columns."""
+    builder = LoopBuilder("matmul_int")
+    lead = out.shape[:-2]
+    a, b = a.expand((*lead, *a.shape[-2:])), b.expand((*lead, *b.shape[-2:]))
+    for view, written in ((a, False), (b, False), (out, True)):
+        builder.param(view, written=written)
+    names = [f"i{d}" for d in range(len(lead) + 1)]
+    lets: list[Let] = decode_unit(builder, [*lead, out.shape[-2]], names)
+    k, j, kind = Index("q"), Index("j"), out.dtype
+
+    def place(param: int, view: View, axes: int, *inner: tuple[Expr, Size, bool]) -> tuple[tuple[Expr, int | Arg], ...]:
+        terms: list[tuple[Expr, int | Arg]] = []
+        for axis in range(axes):
+            step = builder.stride(param, names[axis], view.strides[axis])
+            if step != 0:
+                terms.append((Ref(names[axis], I64), step))
+        for n, (index, size, unit) in enumerate(inner):
+            terms.append((index, builder.stride(param, f"e{n}", size, unit=unit)))
+        return tuple(terms)
+
+    rows = len(lead) + 1
+    left = cast(Load(0, place(0, a, rows, (k, a.strides[-1], False)), a.dtype), kind)
+    right_place = place(1, b, rows - 1, (k, b.strides[-2], False), (j, b.strides[-1], True))
+    right = cast(Load(1, right_place, b.dtype), kind)
+    total = Reduce("sum", "q", builder.arg("k", a.shape[-1]), Apply("mul", (left, right), kind))
+    store = Store(2, place(2, out, rows, (j, 1, True)), total)
+    units = product(out.shape[:-1])
+    inner = For("j", builder.arg("n", out.shape[-1]), (store,), vector=True)
+    builder.launch(s, For("u", builder.arg("units", units), (*lets, inner)), units, flops=product(out.shape) * a.shape[-1] * 2)
+
+

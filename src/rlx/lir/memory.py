@@ -1,0 +1,128 @@
+"""The arena planner: where each temporary buffer lies, for concrete sizes.
+
+Lifetimes count barrier phases, not launches: between two barriers threads run ahead of each other, so buffers that live
+in the same phase never share memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlx.lir.program import ARENA, Program
+
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """A buffer from the first phase that writes it to the last that touches it, both included."""
+
+    name: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Offsets in the arena, its size, and the least size any plan could have."""
+
+    offsets: Mapping[str, int]
+    size: int
+    bound: int
+    sizes: Mapping[str, int] = field(repr=False)
+
+
+def lifetimes(program: Program) -> list[Lifetime]:
+    """The phases in which each arena buffer lives, in order of first use."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    phase = 0
+    for launch in program.launches:
+        for view in launch.views():
+            if program.buffers[view.buffer].kind == ARENA:
+                first.setdefault(view.buffer, phase)
+                last[view.buffer] = phase
+        phase += launch.barrier
+    return [Lifetime(name, at, last[name]) for name, at in first.items()]
+
+
+def plan(lives: Sequence[Lifetime], sizes: Mapping[str, int]) -> Plan:
+    """The better of two cheap plans: best fit in order of time, and first fit of the largest first."""
+    rounded = {x.name: -(-sizes[x.name] // ALIGNMENT) * ALIGNMENT for x in lives}
+    bound = liveness_bound(lives, rounded)
+    best = _in_time_order(lives, rounded)
+    if best[1] > bound and len(lives) <= 64:  # the second plan is quadratic; small graphs are where it pays
+        other = _largest_first(lives, rounded)
+        best = min(best, other, key=lambda p: p[1])
+    return Plan(best[0], best[1], bound, rounded)
+
+
+def liveness_bound(lives: Sequence[Lifetime], sizes: Mapping[str, int]) -> int:
+    """The most bytes that live at once."""
+    change: dict[int, int] = {}
+    for x in lives:
+        change[x.first] = change.get(x.first, 0) + sizes[x.name]
+        change[x.last + 1] = change.get(x.last + 1, 0) - sizes[x.name]
+    total = most = 0
+    for phase in sorted(change):
+        total += change[phase]
+        most = max(most, total)
+    return most
+
+
+def _in_time_order(lives: Sequence[Lifetime], sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Best fit among free blocks, which join when their neighbours come free."""
+    offsets: dict[str, int] = {}
+    free: list[tuple[int, int]] = []  # (offset, size), sorted
+    ending: list[tuple[int, str]] = []  # (last phase, name), sorted
+    top = 0
+    for life in sorted(lives, key=lambda x: (x.first, -sizes[x.name])):
+        while ending and ending[0][0] < life.first:
+            _, name = ending.pop(0)
+            _release(free, offsets[name], sizes[name])
+        size = sizes[life.name]
+        fitting = [block for block in free if block[1] >= size]
+        if fitting:
+            at, room = min(fitting, key=lambda block: (block[1], block[0]))
+            free.remove((at, room))
+            if room > size:
+                bisect.insort(free, (at + size, room - size))
+        else:
+            at = top
+            if free and free[-1][0] + free[-1][1] == top:  # the last free block reaches the end: grow it
+                at = free.pop()[0]
+            top = at + size
+        offsets[life.name] = at
+        bisect.insort(ending, (life.last, life.name))
+    return offsets, top
+
+
+def _release(free: list[tuple[int, int]], at: int, size: int) -> None:
+    if size == 0:
+        return
+    index = bisect.bisect(free, (at, size))
+    if index < len(free) and free[index][0] == at + size:
+        size += free.pop(index)[1]
+    if index and free[index - 1][0] + free[index - 1][1] == at:
+        before = free.pop(index - 1)
+        at, size = before[0], before[1] + size
+    bisect.insort(free, (at, size))
+
+
+def _largest_first(lives: Sequence[Lifetime], sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Each buffer at the lowest place where it meets no buffer of its time."""
+    placed: list[tuple[int, int, Lifetime]] = []  # (offset, end, life), sorted by offset
+    offsets: dict[str, int] = {}
+    for life in sorted(lives, key=lambda x: (-sizes[x.name], x.first)):
+        size, at = sizes[life.name], 0
+        for start, end, other in placed:
+            if other.last < life.first or life.last < other.first:
+                continue
+            if start - at >= size:
+                break
+            at = max(at, end)
+        offsets[life.name] = at
+        bisect.insort(placed, (at, at + size, life), key=lambda p: (p[0], p[1], p[2].name))
+    return offsets, max((end for _, end, _ in placed), default=0)

@@ -1,0 +1,94 @@
+"""Neighbouring loop launches over the same units that do not depend on each other become one launch (keys and values of a cache)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rlx.lir.loops import (
+    Apply, Arg, Assign, Check, Choose, Expr, For, Index, Let, Load, LoopKernel, Param, Reduce, Ref, Stmt, Store, Var,
+)  # fmt: skip
+from rlx.lir.program import Launch, Program
+
+
+def merge_launches(program: Program) -> None:
+    """Merge each launch into the one before it where that is possible."""
+    merged: list[Launch] = []
+    for launch in program.launches:
+        joined = _join(merged[-1], launch) if merged else None
+        if joined is None:
+            merged.append(launch)
+        else:
+            merged[-1] = joined
+    program.launches = merged
+
+
+def _join(a: Launch, b: Launch) -> Launch | None:
+    if not isinstance(a.kernel, LoopKernel) or not isinstance(b.kernel, LoopKernel):
+        return None
+    same_loops = a.kernel.chunk == b.kernel.chunk == 0 and a.units == b.units and a.kernel.name == b.kernel.name
+    if not same_loops or a.kernel.root.index != b.kernel.root.index:
+        return None
+    writes_a, writes_b = ({v.buffer for v in x.views(written=True)} for x in (a, b))
+    touches_a, touches_b = ({v.buffer for v in x.views()} for x in (a, b))
+    if writes_a & touches_b or writes_b & touches_a:
+        return None
+    renamed = _Renamer(a.kernel.root.index, len(a.kernel.params))
+    second = b.kernel
+    params = a.kernel.params + tuple(Param(f"{p.name}b", p.dtype, p.written) for p in second.params)
+    args = a.kernel.args + tuple(f"{n}b" for n in second.args)
+    body = a.kernel.root.body + tuple(renamed.stmt(s) for s in second.root.body)
+    kernel = LoopKernel(f"{a.kernel.name}2", params, args, replace(a.kernel.root, body=body))
+    cut_a, cut_b = len(a.kernel.params), len(second.params)
+    words = a.words[:cut_a] + b.words[:cut_b] + a.words[cut_a:] + b.words[cut_b:]
+    return replace(a, kernel=kernel, words=words, flops=a.flops + b.flops)
+
+
+class _Renamer:
+    """The second kernel's body under names that do not clash with the first's."""
+
+    def __init__(self, root: str, params: int) -> None:
+        self.root = root
+        self.params = params
+
+    def name(self, name: str) -> str:
+        return name if name == self.root else f"{name}b"
+
+    def extent(self, extent: int | Arg) -> int | Arg:
+        return extent if isinstance(extent, int) else Arg(f"{extent.name}b")
+
+    def at(self, at: tuple[tuple[Expr, int | Arg], ...]) -> tuple[tuple[Expr, int | Arg], ...]:
+        return tuple((self.expr(i), self.extent(s)) for i, s in at)
+
+    def expr(self, e: Expr) -> Expr:
+        match e:
+            case Index():
+                return Index(self.name(e.name))
+            case Arg():
+                return Arg(f"{e.name}b")
+            case Ref():
+                return Ref(f"{e.name}b", e.dtype)
+            case Load():
+                return Load(e.param + self.params, self.at(e.at), e.dtype)
+            case Apply():
+                return Apply(e.op, tuple(self.expr(a) for a in e.args), e.dtype)
+            case Choose():
+                return Choose(self.expr(e.condition), self.expr(e.then), self.expr(e.other))
+            case Reduce():
+                return Reduce(e.op, self.name(e.index), self.extent(e.extent), self.expr(e.value))
+            case _:
+                return e
+
+    def stmt(self, s: Stmt) -> Stmt:
+        match s:
+            case Let():
+                return Let(f"{s.name}b", self.expr(s.value))
+            case Var():
+                return Var(f"{s.name}b", self.expr(s.start))
+            case Assign():
+                return Assign(f"{s.name}b", self.expr(s.value))
+            case Store():
+                return Store(s.param + self.params, self.at(s.at), self.expr(s.value))
+            case Check():
+                return Check(self.expr(s.condition), s.code)
+            case For():
+                return For(self.name(s.index), self.extent(s.extent), tuple(map(self.stmt, s.body)), s.vector)

@@ -1,0 +1,75 @@
+"""Loop form of rotary position embedding: a unit is one head of one token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlx.dtypes import BOOL, I64
+from rlx.ir.graph import Node
+from rlx.lir.index import OUT_OF_RANGE, in_range
+from rlx.lir.loops import Apply, Check, Choose, Const, Expr, For, Index, Let, Load, Ref, Stmt, Store
+from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_form, widened
+from rlx.lir.views import View
+from rlx.types import product
+
+
+@loop_form("rope")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    x, cos, sin, positions = (s.view(o) for o in node.operands)
+    if x.strides[-1] != 1:
+        x = s.copied(x)
+    cos, sin, positions = s.contiguous(cos), s.contiguous(sin), s.contiguous(positions)
+    out = s.result(node)
+    half = cos.shape[1]
+    pairs = node.attrs["style"] == "pairs"
+    builder = LoopBuilder(f"rope_{node.attrs['style']}")
+    for view in (x, cos, sin, positions):
+        builder.param(view)
+    builder.param(out, written=True)
+    kind = x.dtype.compute
+    tokens, heads = x.shape[0] * x.shape[1], x.shape[2]
+    lets = decode_unit(builder, [x.shape[0], x.shape[1], heads], ["b", "t", "h"])
+    n = builder.arg("half", half)
+    seq = builder.arg("seq", x.shape[1])
+    table = builder.arg("table", cos.shape[0])
+    outer: list[tuple[Expr, int | object]] = [(Ref(i, I64), builder.arg(f"x_{i}", x.strides[a])) for a, i in enumerate("bth")]
+    target: list[tuple[Expr, int | object]] = [
+        (Ref(i, I64), builder.arg(f"y_{i}", out.strides[a])) for a, i in enumerate("bth")
+    ]
+    j = Index("j")
+    first: tuple[tuple[Expr, int | object], ...] = ((j, 2),) if pairs else ((j, 1),)
+    second = (*first, (Const(1, I64), 1)) if pairs else (*first, (n, 1))
+
+    def element(param: int, base: list[tuple[Expr, int | object]], place: tuple[tuple[Expr, int | object], ...]) -> Expr:
+        return widened(Load(param, (*base, *place), builder.params[param].dtype))  # type: ignore[arg-type]
+
+    def angle(param: int) -> Expr:
+        safe = Choose(Ref("ok", BOOL), widened(Load(param, ((Ref("p", I64), n), (j, 1)), cos.dtype)), Const(0.0, cos.dtype.compute))
+        return cast(safe, kind)
+
+    def binary(op: str, a: Expr, b: Expr) -> Expr:
+        return Apply(op, (a, b), kind)
+
+    a, b, c, d = (Ref(name, kind) for name in ("first", "second", "cosine", "sine"))
+    turn: tuple[Stmt, ...] = (
+        Let("first", element(0, outer, first)),
+        Let("second", element(0, outer, second)),
+        Let("cosine", angle(1)),
+        Let("sine", angle(2)),
+        Store(4, (*target, *first), binary("sub", binary("mul", a, c), binary("mul", b, d))),  # type: ignore[arg-type]
+        Store(4, (*target, *second), binary("add", binary("mul", b, c), binary("mul", a, d))),  # type: ignore[arg-type]
+    )
+    body: list[Stmt] = [
+        *lets,
+        Let("p", cast(Load(3, ((Ref("b", I64), seq), (Ref("t", I64), 1)), positions.dtype), I64)),
+        Let("ok", in_range(Ref("p", I64), table)),
+        Check(Ref("ok", BOOL), OUT_OF_RANGE),
+        For("j", n, turn, vector=True),
+    ]
+    if half * 2 != x.shape[3]:
+        rest: tuple[tuple[Expr, int | object], ...] = ((j, 1), (n, 2))
+        copy = Store(4, (*target, *rest), element(0, outer, rest))  # type: ignore[arg-type]
+        body.append(For("j", builder.arg("rest", x.shape[3] - half * 2), (copy,), vector=True))
+    units = tokens * heads
+    builder.launch(s, For("u", builder.arg("units", units), tuple(body)), units, split="heads", flops=product(x.shape) * 3)
+    return [out]

@@ -1,0 +1,106 @@
+"""Loop forms of shape ops: views cost nothing, concatenate and pad are one kernel each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlx.dtypes import BOOL
+from rlx.ir.graph import Node
+from rlx.lir.loops import Apply, Arg, Choose, Const, Expr
+from rlx.lir.schedule import Scheduler, cast, loop_form, map_elements
+from rlx.lir.views import View
+from rlx.types import Size
+
+
+@loop_form("reshape")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    view = s.view(node.operands[0])
+    found = view.reshape(node.types[0].shape)
+    if found is None:
+        found = s.copied(view).reshape(node.types[0].shape)
+    assert found is not None
+    return [found]
+
+
+@loop_form("assume_equal")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    view = s.view(node.operands[0])
+    for have, want in zip(view.shape, node.types[0].shape, strict=True):
+        if have != want:
+            s.assume(have, want)
+    return [view.with_(node.types[0].shape, view.strides)]
+
+
+@loop_form("transpose")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    return [s.view(node.operands[0]).transpose(node.attrs["axes"])]
+
+
+@loop_form("slice")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    a = node.attrs
+    return [s.view(node.operands[0]).slice(a["start"], a["stop"], a["step"], node.types[0].shape)]
+
+
+@loop_form("expand")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    return [s.view(node.operands[0]).expand(node.types[0].shape)]
+
+
+def compare(op: str, a: Expr, b: Expr) -> Expr:
+    return Apply(op, (a, b), BOOL)
+
+
+@loop_form("concatenate")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    """Each element comes from the operand whose range its index on the axis lies in."""
+    out = s.result(node)
+    axis = node.attrs["axis"] % len(out.shape)
+    reads: list[View] = []
+    ends: list[Size] = []
+    at: Size = 0
+    for operand in node.operands:
+        view = s.view(operand)
+        shifted = View(view.buffer, view.dtype, out.shape, view.strides, view.offset - at * view.strides[axis])
+        reads.append(shifted)
+        at = at + view.shape[axis]
+        ends.append(at)
+
+    def body(load, index):  # type: ignore[no-untyped-def]
+        value = cast(load(len(reads) - 1), out.dtype.compute)
+        for i in range(len(reads) - 2, -1, -1):
+            end: Arg = load.builder.arg(f"end{i}", ends[i])
+            value = Choose(compare("lt", index(axis), end), cast(load(i), out.dtype.compute), value)
+        return [value]
+
+    map_elements(s, "concatenate", out.shape, reads, [out], body, keep=(axis,), with_indices=True)
+    return [out]
+
+
+@loop_form("pad")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    out = s.result(node)
+    view = s.view(node.operands[0])
+    low, high = node.attrs["low"], node.attrs["high"]
+    offset: Size = view.offset
+    for size, stride in zip(low, view.strides, strict=True):
+        offset = offset - size * stride
+    inner = View(view.buffer, view.dtype, out.shape, view.strides, offset)
+    padded = [a for a in range(len(low)) if not (low[a] == 0 and high[a] == 0)]
+
+    def body(load, index):  # type: ignore[no-untyped-def]
+        inside: Expr | None = None
+        for axis in padded:
+            start = load.builder.arg(f"low{axis}", low[axis])
+            stop = load.builder.arg(f"stop{axis}", low[axis] + view.shape[axis])
+            here = Apply("and", (compare("ge", index(axis), start), compare("lt", index(axis), stop)), BOOL)
+            inside = here if inside is None else Apply("and", (inside, here), BOOL)
+        value = load(0)
+        kind = out.dtype.compute
+        fill = Const(kind.numpy.type(node.attrs["value"]).item(), kind)
+        return [value if inside is None else Choose(inside, value, fill)]
+
+    map_elements(s, "pad", out.shape, [inner], [out], body, keep=padded, with_indices=True)
+    return [out]
+
+

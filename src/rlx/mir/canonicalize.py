@@ -1,0 +1,168 @@
+"""Canonical forms: algebraic identities, and views of views made one view. Everything here keeps bits.
+
+Identities are pairs of equal expressions; a test evaluates both sides on random data, special numbers included.
+"""
+
+from __future__ import annotations
+
+import rlx.ops  # noqa: F401  identities are built from registered ops
+from rlx.ir.graph import Graph, Node, Value
+from rlx.ir.rewrite import IDENTITIES, Rewriter, identity, match, rebuild, substitute
+
+FLOATS = ("f32", "f64")
+INTS = ("i32", "i64")
+
+
+@identity(*FLOATS, *INTS)
+def mul_by_one(x):  # type: ignore[no-untyped-def]
+    return x * 1, x
+
+
+@identity(*FLOATS, *INTS)
+def one_times(x):  # type: ignore[no-untyped-def]
+    return 1 * x, x
+
+
+@identity(*FLOATS)
+def div_by_one(x):  # type: ignore[no-untyped-def]
+    return x / 1.0, x
+
+
+@identity(*FLOATS, *INTS)
+def sub_zero(x):  # type: ignore[no-untyped-def]
+    return x - 0, x
+
+
+@identity(*INTS)
+def add_zero(x):  # type: ignore[no-untyped-def]
+    """Integers only: -0.0 + 0.0 is 0.0."""
+    return x + 0, x
+
+
+@identity(*FLOATS)
+def add_negative_zero(x):  # type: ignore[no-untyped-def]
+    return x + -0.0, x
+
+
+@identity(*FLOATS, *INTS)
+def neg_twice(x):  # type: ignore[no-untyped-def]
+    return -(-x), x
+
+
+@identity(*FLOATS, *INTS)
+def sub_negative(x, y):  # type: ignore[no-untyped-def]
+    return x - (-y), x + y
+
+
+@identity(*FLOATS, *INTS)
+def add_negative(x, y):  # type: ignore[no-untyped-def]
+    return x + (-y), x - y
+
+
+@identity("bool")
+def not_twice(x):  # type: ignore[no-untyped-def]
+    return ~~x, x
+
+
+@identity(*FLOATS)
+def silu_spelled_out(x):  # type: ignore[no-untyped-def]
+    return x * x.sigmoid(), x.silu()
+
+
+@identity(*FLOATS)
+def silu_the_other_way(x):  # type: ignore[no-untyped-def]
+    return x.sigmoid() * x, x.silu()
+
+
+@identity(*FLOATS)
+def square(x):  # type: ignore[no-untyped-def]
+    return x**2.0, x * x
+
+
+def canonicalize(graph: Graph) -> Graph:
+    """Apply identities and view rules once, operands first."""
+    return rebuild(graph, _visit, made_by="canonicalize")
+
+
+def _visit(rewriter: Rewriter, node: Node) -> Value | None:
+    rule = _VIEWS.get(node.op)
+    if rule is not None:
+        return rule(rewriter, node)
+    if len(node.types) != 1:
+        return None
+    for candidate in _BY_OP.get(node.op, ()):
+        if node.types[0].dtype.name not in candidate.dtypes:
+            continue
+        found: dict[Value, Value] = {}
+        copied = _Preview(rewriter, node)
+        if match(candidate.left, copied, candidate.places, found):
+            result = substitute(rewriter, node, candidate.right, found)
+            if result.type == node.types[0]:
+                return result
+    return None
+
+
+class _Preview(Value):
+    """A node as it would be in the new graph, without appending it yet."""
+
+    def __init__(self, rewriter: Rewriter, node: Node) -> None:
+        operands = rewriter.operands(node)
+        super().__init__(Node(-1, node.op, operands, node.attrs, node.types, node.origin, rewriter.graph), 0)
+
+
+_BY_OP: dict[str, list] = {}  # type: ignore[type-arg]
+for _identity in IDENTITIES:
+    _BY_OP.setdefault(_identity.left.node.op, []).append(_identity)
+
+
+# -- views ------------------------------------------------------------------------------------------------------------
+def _operand(rewriter: Rewriter, node: Node) -> Value:
+    first = node.operands[0]
+    assert first is not None
+    return rewriter[first]
+
+
+def _reshape(rewriter: Rewriter, node: Node) -> Value | None:
+    """reshape(reshape(x)) -> reshape(x); reshape to the same shape -> x."""
+    x = _operand(rewriter, node)
+    while x.node.op == "reshape" and x.node.operands[0] is not None:
+        x = x.node.operands[0]
+    if x.shape == node.types[0].shape:
+        return x
+    return rewriter.one(node, "reshape", x, shape=node.types[0].shape)
+
+
+def _transpose(rewriter: Rewriter, node: Node) -> Value | None:
+    """transpose(transpose(x)) -> transpose(x); transpose that moves nothing -> x."""
+    x, axes = _operand(rewriter, node), node.attrs["axes"]
+    if x.node.op == "transpose" and x.node.operands[0] is not None:
+        inner = x.node.attrs["axes"]
+        axes, x = tuple(inner[a] for a in axes), x.node.operands[0]
+    if axes == tuple(range(len(axes))):
+        return x
+    return rewriter.one(node, "transpose", x, axes=axes)
+
+
+def _whole(rewriter: Rewriter, node: Node) -> Value | None:
+    """slice or expand that changes nothing -> x."""
+    x = _operand(rewriter, node)
+    steps = node.attrs.get("step", ())
+    return x if x.shape == node.types[0].shape and all(s == 1 for s in steps) else None
+
+
+def _cast(rewriter: Rewriter, node: Node) -> Value | None:
+    """cast to the type that x has -> x."""
+    x = _operand(rewriter, node)
+    return x if x.type == node.types[0] else None
+
+
+def _concatenate(rewriter: Rewriter, node: Node) -> Value | None:
+    """concatenate(x) -> x."""
+    x = _operand(rewriter, node)
+    return x if len(node.operands) == 1 and x.type == node.types[0] else None
+
+
+_VIEWS = {
+    "reshape": _reshape, "transpose": _transpose, "slice": _whole, "expand": _whole, "cast": _cast,
+    "concatenate": _concatenate,
+}  # fmt: skip

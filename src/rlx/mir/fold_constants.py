@@ -1,0 +1,28 @@
+"""Constant folding: nodes whose operands are constants are computed now, by the reference, if the result is small."""
+
+from __future__ import annotations
+
+from rlx.ir import evaluate, registry
+from rlx.ir.graph import Graph, Node, Value
+from rlx.ir.rewrite import Rewriter, rebuild
+
+LARGEST = 4096  # elements; larger results would bloat graphs and stay for the bind program
+
+
+def fold_constants(graph: Graph) -> Graph:
+    """Replace computed constants by their values."""
+
+    def visit(rewriter: Rewriter, node: Node) -> list[Value] | None:
+        operands = rewriter.operands(node)
+        definition = registry.get(node.op)
+        if registry.LEAF in definition.traits or registry.FUSED in definition.traits or not operands:
+            return None
+        if any(o is None or o.node.op != "const" for o in operands):
+            return None
+        if any(not isinstance(t.elements, int) or t.elements > LARGEST for t in node.types):
+            return None
+        arrays = [o.node.attrs["value"].data for o in operands if o is not None]
+        results = evaluate.apply(node, arrays, {})
+        return [rewriter.graph.constant(r) for r in results]
+
+    return rebuild(graph, visit, made_by="fold_constants")

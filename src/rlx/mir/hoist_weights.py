@@ -1,0 +1,115 @@
+"""Weight hoisting: what depends on weights alone moves into the bind program, which runs once when weights are set.
+
+In: one MIR graph. Out: the main graph, in which derived weights are params called `@0`, `@1`, ..., and the bind graph that
+computes them. Right sides of matmuls are packed into panels there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlx.ir.graph import Graph, Node, Value
+from rlx.ir.rewrite import Rewriter
+from rlx.mir.bodies import identity
+from rlx.mir.weights import weight_nodes
+from rlx.target import Target
+
+
+@dataclass(frozen=True)
+class Hoisted:
+    """The two graphs. `derived[i]` is the main graph's param for output i of the bind graph."""
+
+    main: Graph
+    bind: Graph
+    derived: list[str] = field(default_factory=list)
+
+
+def hoist_weights(graph: Graph, target: Target) -> Hoisted:
+    """Split the graph; matmuls by two-dimensional float weights become packed `fused_matmul`s."""
+    return _Hoister(graph, target).run()
+
+
+class _Hoister:
+    def __init__(self, graph: Graph, target: Target) -> None:
+        self.graph = graph
+        self.target = target
+        self.weights = weight_nodes(graph)
+        self.main = Rewriter(graph, "hoist_weights")
+        self.bind = Rewriter(graph, "hoist_weights")
+        self.bind.graph.name = f"{graph.name}.bind"
+        self.derived: list[str] = []
+        self.outputs: list[Value] = []
+        self.panels: dict[tuple[Value, ...], Value] = {}
+
+    def run(self) -> Hoisted:
+        for node in self.graph.nodes:
+            if node in self.weights:
+                self.bind.values.update(zip(node.results, self.bind.copy(node), strict=True))
+            else:
+                self._main(node)
+        self.main.graph.outputs = tuple(self._operand(o) for o in self.graph.outputs)
+        self.bind.graph.outputs = tuple(self.outputs)
+        bind = _only_needed(self.bind.graph)
+        return Hoisted(self.main.graph, bind, self.derived)
+
+    def _main(self, node: Node) -> None:
+        packed = self._packed_matmul(node)
+        if packed is None:
+            operands = tuple(None if o is None else self._operand(o) for o in node.operands)
+            packed = self.main.graph.append(node.op, operands, node.attrs, node.types, node.origin).results
+        self.main.values.update(zip(node.results, packed, strict=True))
+
+    def _operand(self, value: Value) -> Value:
+        """A value for the main graph: itself, a plain param or constant, or a derived weight."""
+        if value not in self.main.values:
+            if value.node.op in ("param", "const"):
+                self.main.values[value] = self.main.copy(value.node)[0]
+            else:
+                self.main.values[value] = self._derive(value.node, self.bind.values[value])
+        return self.main.values[value]
+
+    def _derive(self, like: Node, value: Value) -> Value:
+        name = f"@{len(self.derived)}"
+        self.derived.append(name)
+        self.outputs.append(value)
+        return self.main.graph.append(
+            "param", (), {"name": name}, (value.type,), like.origin.by("hoist_weights")
+        )[0]
+
+    def _packed_matmul(self, node: Node) -> tuple[Value, ...] | None:
+        if node.op == "matmul":
+            weights, body = 1, identity(node[0])
+        elif node.op == "fused_matmul" and not node.attrs["packed"]:
+            weights, body = node.attrs["weights"], node.attrs["body"]
+        else:
+            return None
+        x, *rest = (o for o in node.operands if o is not None)
+        matrices = rest[:weights]
+        if x.node in self.weights or not all(
+            m.node in self.weights and m.rank == 2 and m.dtype.is_float for m in matrices
+        ):
+            return None
+        panels = self._pack(node, tuple(matrices))
+        others = [self._operand(o) for o in rest[weights:]]
+        return self.main.make(
+            node, "fused_matmul", self._operand(x), panels, *others, body=body, weights=weights,
+            columns=matrices[0].shape[1], packed=True,
+        )
+
+    def _pack(self, like: Node, matrices: tuple[Value, ...]) -> Value:
+        if matrices not in self.panels:
+            width = self.target.panel(matrices[0].dtype.size)
+            packed = self.bind.one(like, "pack_panels", *(self.bind.values[m] for m in matrices), width=width)
+            self.panels[matrices] = self._derive(like, packed)
+        return self.panels[matrices]
+
+
+def _only_needed(graph: Graph) -> Graph:
+    """The bind graph without params that nothing in it reads."""
+    live = graph.reachable(graph.outputs)
+    rewriter = Rewriter(graph, "hoist_weights")
+    for node in graph.nodes:
+        if node in live:
+            rewriter.values.update(zip(node.results, rewriter.copy(node), strict=True))
+    rewriter.graph.outputs = tuple(rewriter.values[o] for o in graph.outputs)
+    return rewriter.graph

@@ -1,0 +1,171 @@
+"""Matmuls that share their left side become one: gate and up of a gated feed-forward, then any others (QKV).
+
+Needs weights in front (`weights_first`); leaves slices of one wide product, or a `fused_matmul` of two weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlx.ir import registry
+from rlx.ir.graph import Graph, Node, Value
+from rlx.ir.rewrite import DROPPED, Rewriter, rebuild
+from rlx.mir.bodies import extract
+from rlx.mir.report import FusionReport
+from rlx.mir.weights import is_matrix, weight_nodes, weights_first
+
+
+@dataclass(frozen=True)
+class Gate:
+    """`f(x @ w0) * g(x @ w1)`: the product node and all nodes between it and the matmuls."""
+
+    root: Node
+    nodes: tuple[Node, ...]
+    matmuls: tuple[Node, Node]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A matmul of a group, with the addition of its bias where it has one."""
+
+    matmul: Node
+    bias_add: Node | None
+    bias: Value | None
+
+    @property
+    def result(self) -> Node:
+        return self.bias_add or self.matmul
+
+
+def merge_gates(graph: Graph, *, report: FusionReport | None = None) -> Graph:
+    """silu(x @ gate) * (x @ up) -> one matmul over both weights with the product as its epilogue."""
+    graph = weights_first(graph)
+    weights, users, outputs = weight_nodes(graph), graph.users(), set(graph.outputs)
+    roots: dict[Node, Gate] = {}
+    taken: set[Node] = set()
+    for node in graph.nodes:
+        gate = _find_gate(node, weights, users, outputs) if node.op == "mul" else None
+        if gate is not None and not taken & set(gate.matmuls):
+            roots[node] = gate
+            taken |= set(gate.matmuls) | set(gate.nodes)
+
+    def visit(rewriter: Rewriter, node: Node) -> Any:
+        gate = roots.get(node)
+        if gate is None:
+            return DROPPED if node in taken else None
+        body, operands = extract(gate.nodes, [node[0]], [m[0] for m in gate.matmuls])
+        x, first = _pair(gate.matmuls[0])
+        second = _pair(gate.matmuls[1])[1]
+        if report is not None:
+            report.add("gated matmul pair", [*gate.matmuls, *gate.nodes])
+        return rewriter.make(
+            node, "fused_matmul", rewriter[x], rewriter[first], rewriter[second], *(rewriter[o] for o in operands),
+            body=body, weights=2, columns=first.shape[1], packed=False,
+        )
+
+    return rebuild(graph, visit, made_by="merge_gates")
+
+
+def _pair(matmul: Node) -> tuple[Value, Value]:
+    a, b = matmul.operands
+    assert a is not None and b is not None
+    return a, b
+
+
+def _find_gate(node: Node, weights: set[Node], users: dict[Value, list[Node]], outputs: set[Value]) -> Gate | None:
+    sides = []
+    for operand in node.operands:
+        assert operand is not None
+        side = _strip(operand, weights, users, outputs)
+        if side is None:
+            return None
+        sides.append(side)
+    (m0, chain0), (m1, chain1) = sides
+    (x0, w0), (x1, w1) = _pair(m0), _pair(m1)
+    if m0 is m1 or x0 != x1 or w0.type != w1.type or node.types != m0.types:
+        return None
+    ordered = sorted([*chain0, *chain1], key=lambda n: n.id)
+    return Gate(node, (*ordered, node), (m0, m1))
+
+
+def _strip(
+    value: Value, weights: set[Node], users: dict[Value, list[Node]], outputs: set[Value]
+) -> tuple[Node, list[Node]] | None:
+    """Back through elementwise nodes that only this chain uses, to the matmul at its start."""
+    chain: list[Node] = []
+    while True:
+        if value in outputs or len(users[value]) != 1:
+            return None
+        node = value.node
+        if node.op == "matmul":
+            w = _pair(node)[1]
+            return (node, chain) if is_matrix(w, weights) and value.dtype.is_float else None
+        if registry.ELEMENTWISE not in registry.get(node.op).traits or value.dtype != node.types[0].dtype:
+            return None
+        moving = [o for o in node.operands if o is not None and o.node not in weights]
+        if len(moving) != 1 or moving[0].type != value.type:
+            return None
+        chain.append(node)
+        value = moving[0]
+
+
+def merge_matmuls(graph: Graph, *, report: FusionReport | None = None) -> Graph:
+    """x @ a, x @ b, ... (each perhaps plus a bias) -> slices of x @ concatenate(a, b, ...)."""
+    graph = weights_first(graph)
+    weights, users, outputs = weight_nodes(graph), graph.users(), set(graph.outputs)
+    groups: dict[Value, list[Member]] = {}
+    for node in graph.nodes:
+        if node.op == "matmul" and node.types[0].dtype.is_float and is_matrix(_pair(node)[1], weights):
+            groups.setdefault(_pair(node)[0], []).append(_member(node, weights, users, outputs))
+    merged = [members for members in groups.values() if len(members) > 1]
+    first = {members[0].matmul: members for members in merged}
+    parts: dict[Node, Value] = {}
+
+    def visit(rewriter: Rewriter, node: Node) -> Any:
+        if node in first:
+            parts.update(_merge(rewriter, first[node]))
+            if report is not None:
+                report.add("matmuls that share an input", [n for m in first[node] for n in {m.matmul: 0, m.result: 0}])
+        return parts.get(node)
+
+    return rebuild(graph, visit, made_by="merge_matmuls")
+
+
+def _member(matmul: Node, weights: set[Node], users: dict[Value, list[Node]], outputs: set[Value]) -> Member:
+    value = matmul[0]
+    using = users.get(value, [])
+    if value not in outputs and len(using) == 1 and using[0].op == "add" and using[0].types == matmul.types:
+        a, b = using[0].operands
+        other = b if a == value else a
+        if other is not None and other.node in weights and other.rank == 1 and other.shape[0] == value.shape[-1]:
+            return Member(matmul, using[0], other)
+    return Member(matmul, None, None)
+
+
+def _merge(rewriter: Rewriter, members: list[Member]) -> dict[Node, Value]:
+    like = members[0].matmul
+    x = rewriter[_pair(like)[0]]
+    wide = rewriter.one(like, "concatenate", *(rewriter[_pair(m.matmul)[1]] for m in members), axis=1)
+    result = rewriter.one(like, "matmul", x, wide)
+    if any(m.bias is not None for m in members):
+        biases = [rewriter[m.bias] if m.bias is not None else _zeros(rewriter, m.matmul) for m in members]
+        result = rewriter.one(like, "add", result, rewriter.one(like, "concatenate", *biases, axis=0))
+    found: dict[Node, Value] = {}
+    at: Any = 0
+    for m in members:
+        columns = m.matmul.types[0].shape[-1]
+        start = (0,) * (result.rank - 1) + (at,)
+        stop = (*result.shape[:-1], at + columns)
+        part = rewriter.one(m.result, "slice", result, start=start, stop=stop, step=(1,) * result.rank)
+        found[m.matmul] = found[m.result] = part
+        at = at + columns
+    return found
+
+
+def _zeros(rewriter: Rewriter, matmul: Node) -> Value:
+    type_ = matmul.types[0]
+    zero = rewriter.constant(matmul, np.zeros((), type_.dtype.numpy))
+    return rewriter.one(matmul, "expand", zero, shape=(type_.shape[-1],))

@@ -1,0 +1,51 @@
+"""What the fusion passes did, and what they left and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlx.ir.graph import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """One fusion: its kind, the ops that went in, where they came from."""
+
+    kind: str
+    ops: tuple[str, ...]
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {' + '.join(self.ops)}" + (f"  ({self.where})" if self.where else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A fusion that did not happen, and the reason."""
+
+    kind: str
+    op: str
+    why: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.op}: {self.why}" + (f"  ({self.where})" if self.where else "")
+
+
+@dataclass
+class FusionReport:
+    """All fusions and misses of one compilation, in the order of the passes."""
+
+    fused: list[Fusion] = field(default_factory=list)
+    missed: list[Miss] = field(default_factory=list)
+
+    def add(self, kind: str, nodes: list[Node]) -> None:
+        self.fused.append(Fusion(kind, tuple(n.op for n in nodes), str(nodes[-1].origin)))
+
+    def miss(self, kind: str, node: Node, why: str) -> None:
+        self.missed.append(Miss(kind, node.op, why, str(node.origin)))
+
+    def __str__(self) -> str:
+        lines = [f"fused {len(self.fused)}", *(f"  {f}" for f in self.fused)]
+        lines += [f"missed {len(self.missed)}", *(f"  {m}" for m in self.missed)]
+        return "\n".join(lines)

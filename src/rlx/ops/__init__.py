@@ -1,0 +1,12 @@
+"""The meaning of each op, by group. Importing this package fills the registry."""
+
+from rlx.ops import attention as attention
+from rlx.ops import elementwise as elementwise
+from rlx.ops import fused as fused
+from rlx.ops import index as index
+from rlx.ops import leaf as leaf
+from rlx.ops import linear as linear
+from rlx.ops import norm as norm
+from rlx.ops import position as position
+from rlx.ops import reduce as reduce
+from rlx.ops import shape as shape

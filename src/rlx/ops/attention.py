@@ -1,0 +1,143 @@
+"""Scaled dot-product attention with grouped heads and every kind of mask."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import DTypeError, GraphError, ShapeError
+from rlx.ir.registry import Spec, boolean, f32, op, sample
+from rlx.types import TensorType, require_equal
+
+
+class MaskKind:
+    """Which keys a query sees: NONE (all), CAUSAL, sliding(w), CUSTOM (a [batch, keys] mask), BIAS (added to scores)."""
+
+    NONE = "none"
+    CAUSAL = "causal"
+    CUSTOM = "custom"
+    BIAS = "bias"
+
+    @staticmethod
+    def sliding(window: int) -> str:
+        """The last `window` keys up to and including the query's own position."""
+        if window < 1:
+            raise GraphError(f"MaskKind.sliding: a window has at least one key, found {window}")
+        return f"sliding({window})"
+
+
+def split_mask(kind: str) -> tuple[str, int]:
+    """The name of a mask kind and its window (0 where it has none)."""
+    sliding = re.fullmatch(r"sliding\((\d+)\)", kind)
+    if sliding:
+        return "sliding", int(sliding[1])
+    if kind not in ("none", "causal", "custom", "bias"):
+        raise GraphError(f"attention: mask kind {kind!r} is not known", hint="use MaskKind.NONE, CAUSAL, CUSTOM, BIAS, sliding(w)")
+    return kind, 0
+
+
+def visible(kind: str, q_len: int, k_len: int) -> Any:
+    """[q_len, k_len] truth values for the kinds that need no operand; queries and keys end at the same position."""
+    name, window = split_mask(kind)
+    rows = np.arange(q_len)[:, None] + (k_len - q_len)
+    keys = np.arange(k_len)[None, :]
+    if name == "causal":
+        return keys <= rows
+    if name == "sliding":
+        return (keys <= rows) & (keys > rows - window)
+    return np.ones((q_len, k_len), bool)
+
+
+def _attention(q: Any, k: Any, v: Any, mask: Any, *, mask_kind: str, scale: float | None, softcap: float | None) -> Any:
+    group = q.shape[2] // k.shape[2] if k.shape[2] else 1
+    k, v = np.repeat(k, group, axis=2), np.repeat(v, group, axis=2)
+    factor = scale if scale is not None else 1 / math.sqrt(q.shape[3])
+    scores = np.einsum("bqhd,bkhd->bhqk", q, k) * q.dtype.type(factor)
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
+    seen = np.broadcast_to(visible(mask_kind, q.shape[1], k.shape[1]), scores.shape)
+    if mask_kind == "custom":
+        keep = mask if mask.dtype == bool else mask >= 0.5
+        seen = seen & keep[:, None, None, :]
+    if mask_kind == "bias":
+        scores = scores + mask
+        seen = seen & ~np.isneginf(np.broadcast_to(mask, scores.shape))
+    scores = np.where(seen, scores, -np.inf)
+    top = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
+    weights = np.where(seen, np.exp(scores - np.where(np.isneginf(top), 0, top)), 0)
+    total = weights.sum(-1, keepdims=True)
+    weights = weights / np.where(total == 0, 1, total)
+    masked = np.where(weights[..., None] == 0, 0, v.transpose(0, 2, 1, 3)[:, :, None])  # a masked key adds exactly nothing
+    return np.einsum("bhqk,bhqkd->bqhd", weights, masked)
+
+
+def _heads(batch: int, q: int, k: int, heads: int, kv: int, dim: int) -> tuple[Spec, Spec, Spec]:
+    return f32(batch, q, heads, dim), f32(batch, k, kv, dim), f32(batch, k, kv, dim)
+
+
+@op(
+    "attention", reference=_attention, tolerance=1e-5,
+    samples=[
+        sample(*_heads(2, 5, 5, 4, 4, 8)), sample(*_heads(1, 70, 70, 4, 2, 16), mask_kind="causal"),
+        sample(*_heads(2, 1, 67, 6, 2, 32), mask_kind="causal"), sample(*_heads(1, 20, 70, 2, 1, 20), mask_kind="sliding(7)"),
+        sample(*_heads(2, 9, 66, 2, 2, 64), boolean(2, 66), mask_kind="custom"),
+        sample(*_heads(2, 9, 66, 4, 2, 16), f32(2, 4, 9, 66), mask_kind="bias"),
+        sample(*_heads(2, 5, 7, 4, 2, 16), f32(1, 1, 5, 7), mask_kind="bias", softcap=2.0),
+        sample(*_heads(1, 8, 8, 2, 2, 80), mask_kind="causal", scale=0.3, softcap=5.0),
+    ],
+)  # fmt: skip
+def attention(
+    q: TensorType, k: TensorType, v: TensorType, mask: TensorType | None = None, *, mask_kind: str = "none",
+    scale: float | None = None, softcap: float | None = None, num_heads: int | None = None, head_dim: int | None = None,
+) -> TensorType:
+    """softmax(scale · q kᵀ, softcapped and masked) v for each head.
+
+    `q` is [batch, seq, heads, head_dim], `k` and `v` are [batch, keys, kv_heads, ...] with heads a multiple of kv_heads.
+    Queries and keys end at the same position. A `custom` mask is [batch, keys]: true or >= 0.5 keeps a key; a `bias`
+    [batch, heads, seq, keys] (1 broadcasts) is added to the scores. The scale is 1/√head_dim unless given. A query
+    that sees no key gets zeros. `num_heads` and `head_dim` only check the shapes.
+    """
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.rank != 4:
+            raise ShapeError(f"attention: {name} is [batch, seq, heads, head_dim], found {t}")
+        if not t.dtype.is_float or t.dtype is not q.dtype:
+            raise DTypeError(f"attention: q, k, v have one float type, found {q.dtype} and {t.dtype}")
+        if not (isinstance(t.shape[2], int) and isinstance(t.shape[3], int)):
+            raise ShapeError(f"attention: heads and head_dim of {name} are fixed numbers, found {t}")
+    batch, seq, heads, dim = q.shape
+    keys, kv_heads = k.shape[1], k.shape[2]
+    require_equal(dim, k.shape[3], f"attention: head_dim of q is {dim}, of k {k.shape[3]}")
+    require_equal(keys, v.shape[1], f"attention: k has {keys} keys, v has {v.shape[1]}")
+    require_equal(kv_heads, v.shape[2], f"attention: k has {kv_heads} heads, v has {v.shape[2]}")
+    for t in (k, v):
+        require_equal(batch, t.shape[0], f"attention: batch sizes differ, {batch} and {t.shape[0]}")
+    assert isinstance(heads, int) and isinstance(kv_heads, int)
+    if kv_heads == 0 or heads % kv_heads:
+        raise ShapeError(f"attention: {heads} query heads are no multiple of {kv_heads} key heads")
+    if num_heads not in (None, heads) or head_dim not in (None, dim):
+        raise ShapeError(f"attention: num_heads {num_heads} and head_dim {head_dim} do not fit q {q}")
+    _check_mask(split_mask(mask_kind)[0], q, keys, mask)
+    return q.with_shape(batch, seq, heads, v.shape[3])
+
+
+def _check_mask(kind: str, q: TensorType, keys: Any, mask: TensorType | None) -> None:
+    if (mask is not None) != (kind in ("custom", "bias")):
+        problem = "takes no mask operand" if mask is not None else "needs a mask operand"
+        raise GraphError(f"attention: mask kind {kind!r} {problem}")
+    if mask is None:
+        return
+    if kind == "custom":
+        wanted: tuple[Any, ...] = (q.shape[0], keys)
+    else:
+        wanted = (q.shape[0], q.shape[2], q.shape[1], keys)
+        if not mask.dtype.is_float:
+            raise DTypeError(f"attention: a bias is a float tensor, found {mask.dtype}")
+    shown = "[" + ", ".join(map(str, wanted)) + "]"
+    if mask.rank != len(wanted):
+        raise ShapeError(f"attention: a {kind} mask has shape {shown}, found {mask}")
+    for axis, (have, want) in enumerate(zip(mask.shape, wanted, strict=True)):
+        if not (kind == "bias" and have == 1 and axis < 3):
+            require_equal(have, want, f"attention: a {kind} mask has shape {shown}, found {mask}")

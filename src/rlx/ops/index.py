@@ -1,0 +1,67 @@
+"""Ops that read or write by data: gather rows of a table, add rows into one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import DTypeError, KernelError
+from rlx.ir.registry import f32, i32, op, sample
+from rlx.types import TensorType, axis_index, require_equal
+
+
+def _check_range(where: str, indices: Any, size: int) -> None:
+    if indices.size and (indices.min() < 0 or indices.max() >= size):
+        raise KernelError(f"{where}: an index lies outside 0:{size}")
+
+
+def _gather(table: Any, indices: Any, *, axis: int) -> Any:
+    _check_range("gather", indices, table.shape[axis])
+    return np.take(table, indices, axis=axis)
+
+
+def _integers(where: str, indices: TensorType) -> None:
+    if not indices.dtype.is_integer:
+        raise DTypeError(f"{where}: indices are integers, found {indices.dtype}", hint="cast with x.astype('i32')")
+
+
+@op(
+    "gather", reference=_gather,
+    samples=[
+        sample(f32(7, 5), i32(4, low=0, high=7)), sample(f32(7, 65), i32(2, 3, low=0, high=7)),
+        sample(f32(3, 7, 5), i32(4, low=0, high=7), axis=1), sample(f32(3, 70), i32(2, 2, low=0, high=70), axis=-1),
+    ],
+)  # fmt: skip
+def gather(table: TensorType, indices: TensorType, *, axis: int = 0) -> TensorType:
+    """Slices of `table` along an axis, one an index (as `np.take`). An index outside the axis is an error at run time."""
+    _integers("gather", indices)
+    at = axis_index(axis, table.rank, "gather")
+    return table.with_shape(*table.shape[:at], *indices.shape, *table.shape[at + 1 :])
+
+
+def _scatter_add(x: Any, indices: Any, updates: Any) -> Any:
+    _check_range("scatter_add", indices, x.shape[0])
+    result = x.copy()
+    np.add.at(result, indices, updates.astype(x.dtype))
+    return result
+
+
+@op(
+    "scatter_add", reference=_scatter_add, tolerance=5e-6,
+    samples=[
+        sample(f32(7, 5), i32(4, low=0, high=7), f32(4, 5)), sample(f32(3, 65), i32(20, low=0, high=3), f32(20, 65)),
+        sample(f32(6), i32(9, low=0, high=6), f32(9)),
+    ],
+)  # fmt: skip
+def scatter_add(x: TensorType, indices: TensorType, updates: TensorType) -> TensorType:
+    """`x` with row `updates[i]` added to row `indices[i]` of its first axis; equal indices add up, in order."""
+    _integers("scatter_add", indices)
+    wanted = (*indices.shape, *x.shape[1:])
+    if updates.rank != len(wanted):
+        raise DTypeError(f"scatter_add: updates {updates} should have shape [{', '.join(map(str, wanted))}]")
+    for have, want in zip(updates.shape, wanted, strict=True):
+        require_equal(have, want, f"scatter_add: updates {updates} should have shape [{', '.join(map(str, wanted))}]")
+    if updates.dtype is not x.dtype:
+        raise DTypeError(f"scatter_add: updates are {updates.dtype}, the table is {x.dtype}")
+    return x

@@ -1,0 +1,26 @@
+"""Leaves: inputs, params and constants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlx.ir.registry import LEAF, op
+from rlx.types import TensorType, tensor
+
+
+@op("input", traits=[LEAF])
+def input_(*, name: str) -> TensorType:
+    """A tensor given at each run. Its type is part of the node."""
+    return tensor(())
+
+
+@op("param", traits=[LEAF])
+def param(*, name: str) -> TensorType:
+    """A weight: given once, kept for all runs. Its type is part of the node."""
+    return tensor(())
+
+
+@op("const", traits=[LEAF])
+def const(*, value: Any) -> TensorType:
+    """Numbers that are part of the graph."""
+    return tensor(value.data.shape, value.data.dtype)

@@ -1,0 +1,164 @@
+"""Reductions, softmax, running sums, largest elements. Axes may be negative; `keepdims` leaves size-1 axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlx.dtypes import BOOL, I32
+from rlx.errors import DTypeError, ShapeError
+from rlx.ir.registry import f32, i32, op, sample
+from rlx.types import Size, TensorType, axis_index
+
+Axes = int | tuple[int, ...] | None
+
+
+def normal_axes(axis: Axes, rank: int, where: str) -> tuple[int, ...]:
+    """Sorted, non-negative axes; None means all."""
+    given = tuple(range(rank)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    found = sorted(axis_index(a, rank, where) for a in given)
+    if len(set(found)) != len(found):
+        raise ShapeError(f"{where}: axis given twice in {given}")
+    return tuple(found)
+
+
+def _reduced(x: TensorType, axis: Axes, keepdims: bool, where: str) -> tuple[Size, ...]:
+    axes = normal_axes(axis, x.rank, where)
+    return tuple(1 if i in axes else d for i, d in enumerate(x.shape) if keepdims or i not in axes)
+
+
+_SAMPLES = [
+    sample(f32(4, 5), axis=-1), sample(f32(4, 5, 33), axis=1), sample(f32(3, 65)), sample(f32(2, 3, 4, 5), axis=(0, 2)),
+    sample(f32(4, 130), axis=1, keepdims=True), sample(i32(4, 5), axis=0),
+]  # fmt: skip
+_FLOATS = [s for s in _SAMPLES if s.operands[0] is not None and s.operands[0].dtype == "f32"]
+
+
+def _number(x: TensorType, where: str) -> None:
+    if x.dtype.is_bool:
+        raise DTypeError(f"{where}: takes numbers, found {x.dtype}", hint="cast with x.astype('i32')")
+
+
+def _keep(name: str, reference: Any) -> Any:
+    def run(x: Any, *, axis: Axes, keepdims: bool) -> Any:
+        wide = x.astype(np.float64) if x.dtype == np.float32 and name in ("sum", "mean", "prod") else x
+        return reference(wide, axis=axis, keepdims=keepdims).astype(x.dtype)
+
+    return run
+
+
+@op("sum", reference=_keep("sum", np.sum), samples=_SAMPLES)
+def sum_(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
+    """Sum over axes, in the element type of `x`."""
+    _number(x, "sum")
+    return x.with_shape(*_reduced(x, axis, keepdims, "sum"))
+
+
+@op("prod", reference=_keep("prod", np.prod), samples=_SAMPLES)
+def prod(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
+    """Product over axes."""
+    _number(x, "prod")
+    return x.with_shape(*_reduced(x, axis, keepdims, "prod"))
+
+
+@op("mean", reference=_keep("mean", np.mean), samples=_FLOATS)
+def mean(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
+    """Mean over axes, of floats."""
+    if not x.dtype.is_float:
+        raise DTypeError(f"mean: takes floats, found {x.dtype}", hint="cast with x.astype('f32')")
+    return x.with_shape(*_reduced(x, axis, keepdims, "mean"))
+
+
+def _extreme(x: TensorType, axis: Axes, keepdims: bool, where: str) -> TensorType:
+    _number(x, where)
+    if any(x.shape[a] == 0 for a in normal_axes(axis, x.rank, where)):
+        raise ShapeError(f"{where}: an axis of size 0 has no {where}")
+    return x.with_shape(*_reduced(x, axis, keepdims, where))
+
+
+@op("max", reference=_keep("max", np.max), samples=_SAMPLES)
+def max_(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
+    """Largest element over axes; NaN if there is one."""
+    return _extreme(x, axis, keepdims, "max")
+
+
+@op("min", reference=_keep("min", np.min), samples=_SAMPLES)
+def min_(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
+    """Smallest element over axes; NaN if there is one."""
+    return _extreme(x, axis, keepdims, "min")
+
+
+def _argmax(x: Any, *, axis: int, keepdims: bool) -> Any:
+    return np.argmax(x, axis=axis, keepdims=keepdims).astype(np.int32)
+
+
+@op(
+    "argmax", reference=_argmax,
+    samples=[sample(f32(4, 65)), sample(f32(4, 5, 6), axis=1), sample(i32(4, 50), keepdims=True)],
+)
+def argmax(x: TensorType, *, axis: int = -1, keepdims: bool = False) -> TensorType:
+    """Index of the largest element along an axis, as i32; the first of equals; a NaN counts as largest."""
+    if x.dtype is BOOL:
+        raise DTypeError("argmax: takes numbers, found bool")
+    return _extreme(x, axis, keepdims, "argmax").with_dtype(I32)
+
+
+def _topk(x: Any, *, k: int) -> Any:
+    # A stable sort of the negated order puts the first of equals first; NaN counts as largest.
+    key = np.where(np.isnan(x), np.inf, x) if x.dtype.kind not in "iub" else x.astype(np.int64)
+    nan_first = ~np.isnan(x) if x.dtype.kind not in "iub" else np.zeros(x.shape, bool)
+    order = np.lexsort((-key, nan_first), axis=-1)[..., :k]
+    return np.take_along_axis(x, order, -1), order.astype(np.int32)
+
+
+@op("topk", reference=_topk, samples=[sample(f32(3, 20), k=5), sample(f32(65), k=1), sample(i32(2, 3, 40), k=40)])
+def topk(x: TensorType, *, k: int) -> tuple[TensorType, TensorType]:
+    """The `k` largest along the last axis, largest first, and their indices as i32; the first of equals comes first."""
+    if x.rank == 0:
+        raise ShapeError("topk: needs an axis, found a scalar")
+    last = x.shape[-1]
+    if k < 1 or (isinstance(last, int) and k > last):
+        raise ShapeError(f"topk: k is {k}, the last axis has {last} elements")
+    _number(x, "topk")
+    values = x.with_shape(*x.shape[:-1], k)
+    return values, values.with_dtype(I32)
+
+
+def _softmax(x: Any, *, axis: int) -> Any:
+    shifted = np.exp(x - np.max(x, axis=axis, keepdims=True)) if x.shape[axis] else x
+    return shifted / np.sum(shifted, axis=axis, keepdims=True)
+
+
+@op(
+    "softmax", reference=_softmax, tolerance=2e-6,
+    samples=[sample(f32(4, 5)), sample(f32(3, 130)), sample(f32(2, 17, 5), axis=1), sample(f32(6, 3), axis=0)],
+)
+def softmax(x: TensorType, *, axis: int = -1) -> TensorType:
+    """exp(x) over its sum along an axis. A row of -inf alone gives NaN."""
+    if not x.dtype.is_float:
+        raise DTypeError(f"softmax: takes floats, found {x.dtype}")
+    axis_index(axis, x.rank, "softmax")
+    return x
+
+
+def _cumsum(x: Any, *, axis: int, exclusive: bool) -> Any:
+    total = np.cumsum(x, axis=axis, dtype=x.dtype)
+    if not exclusive:
+        return total
+    shifted = np.roll(total, 1, axis=axis)
+    shifted[tuple(0 if i == axis % x.ndim else slice(None) for i in range(x.ndim))] = 0
+    return shifted
+
+
+@op(
+    "cumsum", reference=_cumsum, tolerance=5e-6,
+    samples=[
+        sample(f32(4, 65)), sample(f32(4, 5, 6), axis=1), sample(i32(7, 3), axis=0, exclusive=True), sample(f32(130)),
+    ],
+)
+def cumsum(x: TensorType, *, axis: int = -1, exclusive: bool = False) -> TensorType:
+    """Running sum along an axis; `exclusive` leaves the element itself out. Summed in index order."""
+    _number(x, "cumsum")
+    axis_index(axis, x.rank, "cumsum")
+    return x

@@ -1,0 +1,121 @@
+"""Ops that move elements without changing them: reshape, transpose, slice, expand (views), concatenate, pad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlx.dtypes import promote
+from rlx.errors import ShapeError
+from rlx.ir.registry import VIEW, f32, i32, op, sample
+from rlx.types import Size, TensorType, axis_index, known_equal, product, require_equal
+
+Sizes = tuple[Size, ...]
+
+
+@op("reshape", reference=lambda x, *, shape: x.reshape(shape), traits=[VIEW],
+    samples=[sample(f32(4, 6), shape=(2, 12)), sample(f32(2, 3, 4), shape=(24,)), sample(f32(1), shape=())])  # fmt: skip
+def reshape(x: TensorType, *, shape: Sizes) -> TensorType:
+    """The same elements in C order under another shape."""
+    same = known_equal(x.elements, product(shape))
+    if not same:
+        wanted = "[" + ", ".join(map(str, shape)) + "]"
+        require_equal(x.elements, product(shape), f"reshape: {x.elements} elements do not fit {wanted}")
+    return x.with_shape(*shape)
+
+
+@op("transpose", reference=lambda x, *, axes: np.transpose(x, axes), traits=[VIEW],
+    samples=[sample(f32(4, 6), axes=(1, 0)), sample(f32(2, 3, 4), axes=(2, 0, 1)), sample(i32(2, 3, 4, 5), axes=(0, 2, 1, 3))])  # fmt: skip
+def transpose(x: TensorType, *, axes: tuple[int, ...]) -> TensorType:
+    """Axes in another order: axis i of the result is axis `axes[i]` of `x`."""
+    if sorted(axes) != list(range(x.rank)):
+        raise ShapeError(f"transpose: axes {axes} do not permute the {x.rank} axes")
+    return x.with_shape(*(x.shape[a] for a in axes))
+
+
+def _slice(x: Any, *, start: Any, stop: Any, step: Any) -> Any:
+    return x[tuple(slice(a, b, s) for a, b, s in zip(start, stop, step, strict=True))]
+
+
+@op("slice", reference=_slice, traits=[VIEW],
+    samples=[sample(f32(4, 6), start=(1, 0), stop=(3, 6), step=(1, 2)), sample(f32(9), start=(4,), stop=(4,), step=(1,))])  # fmt: skip
+def slice_(x: TensorType, *, start: Sizes, stop: Sizes, step: tuple[int, ...]) -> TensorType:
+    """Elements start, start + step, ... below stop on each axis; bounds lie inside the axis."""
+    if not len(start) == len(stop) == len(step) == x.rank:
+        raise ShapeError(f"slice: {len(start)} starts, {len(stop)} stops, {len(step)} steps for rank {x.rank}")
+    sizes = []
+    for axis, (a, b, s) in enumerate(zip(start, stop, step, strict=True)):
+        size = x.shape[axis]
+        if s < 1:
+            raise ShapeError(f"slice: step {s} on axis {axis} is not positive")
+        outside = (isinstance(a, int) and a < 0) or any(
+            isinstance(u, int) and isinstance(v, int) and u > v for u, v in ((a, b), (b, size))
+        )
+        if outside:
+            raise ShapeError(f"slice: {a}:{b} on axis {axis} does not lie within 0:{size}")
+        sizes.append((b - a + (s - 1)) // s)
+    return x.with_shape(*sizes)
+
+
+@op("expand", reference=lambda x, *, shape: np.broadcast_to(x, shape), traits=[VIEW],
+    samples=[sample(f32(1, 6), shape=(4, 6)), sample(f32(3, 1), shape=(2, 3, 5))])  # fmt: skip
+def expand(x: TensorType, *, shape: Sizes) -> TensorType:
+    """`x` repeated along its size-1 axes (and new leading ones) to a shape; no data is copied."""
+    if len(shape) < x.rank:
+        raise ShapeError(f"expand: {x} has more axes than the target has")
+    for have, want in zip(x.shape, shape[len(shape) - x.rank :], strict=True):
+        if have != 1:
+            require_equal(have, want, f"expand: axis of size {have} cannot become {want}", hint="only 1 expands")
+    return x.with_shape(*shape)
+
+
+@op("assume_equal", reference=lambda x, *, shape: x.reshape(shape), traits=[VIEW], samples=[sample(f32(2, 3), shape=(2, 3))])
+def assume_equal(x: TensorType, *, shape: Sizes) -> TensorType:
+    """`x` under a shape that only run time can show to be equal, axis by axis; it is checked at each run."""
+    if len(shape) != x.rank:
+        raise ShapeError(f"assume_equal: {x} has {x.rank} axes, the shape {len(shape)}")
+    for have, want in zip(x.shape, shape, strict=True):
+        if known_equal(have, want) is False:
+            raise ShapeError(f"assume_equal: {have} and {want} are never equal")
+    return x.with_shape(*shape)
+
+
+@op("concatenate", reference=lambda *xs, axis: np.concatenate(xs, axis),
+    samples=[sample(f32(2, 3), f32(2, 5), axis=1), sample(f32(1, 4), f32(3, 4), f32(2, 4), axis=0),
+             sample(f32(2, 0, 65), f32(2, 3, 65), axis=1)])  # fmt: skip
+def concatenate(*xs: TensorType, axis: int = 0) -> TensorType:
+    """Tensors joined along an axis; their other sizes are equal."""
+    if not xs:
+        raise ShapeError("concatenate: needs at least one operand")
+    first = xs[0]
+    at = axis_index(axis, first.rank, "concatenate")
+    total: Size = 0
+    for x in xs:
+        if x.rank != first.rank:
+            raise ShapeError(f"concatenate: ranks differ, {first.rank} and {x.rank}")
+        for i, (p, q) in enumerate(zip(first.shape, x.shape, strict=True)):
+            if i != at:
+                require_equal(p, q, f"concatenate: sizes {p} and {q} differ on axis {i}")
+        total = total + x.shape[at]
+    shape = tuple(total if i == at else d for i, d in enumerate(first.shape))
+    return TensorType(shape, promote(*(x.dtype for x in xs)))
+
+
+def _pad(x: Any, *, low: Any, high: Any, value: float) -> Any:
+    return np.pad(x, list(zip(low, high, strict=True)), constant_values=value)
+
+
+@op("pad", reference=_pad,
+    samples=[sample(f32(2, 3), low=(1, 0), high=(0, 2)), sample(f32(65), low=(3,), high=(4,), value=-1.5),
+             sample(f32(2, 3, 17), low=(0, 2, 0), high=(1, 1, 0))])  # fmt: skip
+def pad(x: TensorType, *, low: Sizes, high: Sizes, value: float = 0.0) -> TensorType:
+    """`x` with `low` elements before and `high` after it on each axis, filled with `value`."""
+    if not len(low) == len(high) == x.rank:
+        raise ShapeError(f"pad: {len(low)} and {len(high)} sizes for rank {x.rank}")
+    for size in (*low, *high):
+        if isinstance(size, int) and size < 0:
+            raise ShapeError(f"pad: size {size} is negative", hint="use slice to cut")
+    return x.with_shape(*(a + d + b for a, d, b in zip(low, x.shape, high, strict=True)))
+
+

@@ -1,0 +1,531 @@
+"""Matmul kernels on every target that runs here: values, bits, bounds and the shape of the machine code."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import mmap
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from rlx import target as targets
+from rlx.backends.cpu import matmul, toolchain
+from rlx.backends.cpu.builder import Builder, Module, Value, const
+from rlx.backends.cpu.routine import Entry, Routine
+from rlx.dtypes import BF16, F32, F64, I32, DType
+from rlx.errors import LowerError
+from rlx.lir.kernels import ROW_BLOCK, MatmulKernel, TileOperand
+from rlx.lir.loops import For, LoopKernel, Param
+from rlx.target import AVX512, BASELINE, Target
+
+Array = npt.NDArray[Any]
+
+TARGETS = targets.supported()
+EVERY_TARGET = pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+EVERY_DTYPE = pytest.mark.parametrize("dtype", (F32, F64), ids=str)
+EITHER_LAYOUT = pytest.mark.parametrize("packed", (True, False), ids=("panels", "rows"))
+
+
+# -- compiling and calling --------------------------------------------------------------------------------------------
+_LIBRARY = toolchain.CodeLibrary()
+_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+
+
+def text(routines: Iterable[Routine]) -> str:
+    module = Module()
+    for routine in routines:
+        routine.emit(module)
+    return module.text()
+
+
+def load(routines: Sequence[Routine], target: Target) -> dict[str, int]:
+    return _LIBRARY.load(toolchain.compile_text(text(routines), target), [r.symbol for r in routines])
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An array with its batch axes first: [batch0, batch1, rows, columns]; a size-1 axis is broadcast."""
+
+    array: Array
+
+    def stride(self, axis: int) -> int:
+        return 0 if self.array.shape[axis] == 1 else self.array.strides[axis] // self.array.itemsize
+
+
+class Compiled:
+    """A matmul kernel ready to be called on arrays."""
+
+    def __init__(self, kernel: MatmulKernel, target: Target) -> None:
+        self.kernel, self.target = kernel, target
+        self.entry = matmul.entry(kernel, target, compile_by_hand)
+        addresses = load(self.entry.routines(), target)
+        self.function = _FUNCTION(addresses[self.entry.routine.symbol])
+        self.tiles = np.array([addresses[r.symbol] for r in self.entry.tables["tiles"]], np.int64)
+        epilogue = self.entry.tables.get("epilogue", ())
+        self.epilogue = addresses[epilogue[0].symbol] if epilogue else 0
+
+    def run(
+        self, a: Array, b: Array, n: int, operands: Sequence[Array], *, row_blocks: int | None = None,
+        splits: Sequence[int] = (), scratch: Array | None = None, batch: tuple[int, int] = (1, 1),
+    ) -> None:  # fmt: skip
+        """`a` and operands are [batch0, batch1, m, columns], `b` is [batch0, batch1, k, n] or panels after two axes."""
+        k, m = a.shape[3], a.shape[2]
+        left, right = Operand(a), Operand(b)
+        blocks = row_blocks or -(-m // ROW_BLOCK)
+        words: dict[str, int] = {
+            "tiles": self.tiles.ctypes.data, "epilogue": self.epilogue, "a": a.ctypes.data, "b": b.ctypes.data,
+            "m": m, "n": n, "k": k, "row_blocks": blocks, "batch0": batch[0], "batch1": batch[1],
+            "a_row": a.strides[2] // a.itemsize, "a_batch0": left.stride(0), "a_batch1": left.stride(1),
+            "b_k": 0 if self.kernel.packed else b.strides[2] // b.itemsize,
+            "b_n": 0 if self.kernel.packed else b.strides[3] // b.itemsize,
+            "b_batch0": right.stride(0), "b_batch1": right.stride(1),
+        }  # fmt: skip
+        for i, array in enumerate(operands):
+            operand = Operand(array)
+            row = 0 if array.shape[2] == 1 and m > 1 else array.strides[2] // array.itemsize
+            words |= {f"ptr{i}": array.ctypes.data, f"row{i}": row}
+            words |= {f"outer{i}": operand.stride(0), f"inner{i}": operand.stride(1)}
+        args = np.array([words[w] for w in self.kernel.words], np.int64)
+        if scratch is None:
+            scratch = aligned(matmul.scratch_bytes(self.kernel, self.target, k))
+        units = batch[0] * batch[1] * blocks * -(-n // matmul.panel_columns(self.kernel, self.target))
+        cuts = [0, *splits, units]
+        for lo, hi in itertools.pairwise(cuts):
+            scratch[matmul.HEADER_BYTES :] = 0xFF  # NaN: nothing may depend on what an earlier call left there
+            self.function(args.ctypes.data, lo, hi, scratch.ctypes.data)
+        self.units = units
+
+
+def aligned(size: int) -> Array:
+    raw = np.zeros(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size]
+
+
+@functools.cache
+def plain(dtype: DType, packed: bool, target: Target) -> Compiled:
+    return Compiled(MatmulKernel(dtype, packed, 1, None, (TileOperand("c", dtype, 1, True),)), target)
+
+
+def to_panels(weights: Sequence[Array], target: Target) -> Array:
+    """[..., panels, k, panel] from one matrix or two, as the weight store packs them."""
+    first = weights[0]
+    k, n = first.shape[-2:]
+    share = target.panel(first.itemsize) // len(weights)
+    count = -(-n // share)
+    panels = np.zeros((*first.shape[:-2], count, k, share * len(weights)), first.dtype)
+    for w, weight in enumerate(weights):
+        for p in range(count):
+            part = weight[..., p * share : (p + 1) * share]
+            panels[..., p, :, w * share : w * share + part.shape[-1]] = part
+    return panels
+
+
+def multiply(compiled: Compiled, a: Array, b: Array, **options: Any) -> Array:
+    """a @ b for matrices, into an output full of NaN."""
+    c = np.full((1, 1, a.shape[0], b.shape[1]), np.nan, a.dtype)
+    right = to_panels([b], compiled.target) if compiled.kernel.packed else b
+    compiled.run(a[None, None], right[None, None], b.shape[1], [c], **options)
+    result: Array = c[0, 0]
+    return result
+
+
+def random(shape: tuple[int, ...], dtype: DType, seed: int = 0) -> Array:
+    return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(dtype.numpy)
+
+
+def assert_product(got: Array, a: Array, b: Array) -> None:
+    """Within the error bound of a sum of k rounded products."""
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    size = np.abs(a).astype(np.float64) @ np.abs(b).astype(np.float64)
+    bound = np.finfo(got.dtype).eps * (8 + 4 * np.sqrt(a.shape[-1])) * size
+    assert np.all(np.abs(got - exact) <= bound)
+
+
+# -- epilogues by hand ------------------------------------------------------------------------------------------------
+def epilogue_record(name: str, dtype: DType, operands: Sequence[TileOperand]) -> LoopKernel:
+    params = (Param("tile", dtype), *(Param(o.name, o.dtype, o.written) for o in operands))
+    args = ("columns", *(f"row{i}" for i in range(len(operands))))
+    return LoopKernel(f"{name}_{dtype}", params, args, For("row", 1, ()))
+
+
+def compile_by_hand(kernel: LoopKernel, target: Target) -> Routine:
+    """What the loops emitter would make of the two epilogues here, element by element."""
+    name, dtype = kernel.name.rsplit("_", 1)
+    scalar = {"f32": "float", "f64": "double"}[dtype]
+    size = kernel.params[0].dtype.size
+    panel = target.panel(size)
+    count = len(kernel.params)
+
+    def body(b: Builder, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
+        pointers = [b.load("ptr", b.offset(args, 8 * i), align=8) for i in range(count)]
+        columns, *strides = (b.load("i64", b.offset(args, 8 * (count + i)), align=8) for i in range(count))
+
+        def element(row: Value, column: Value) -> None:
+            def at(param: int, stride: Value | int) -> Value:
+                return b.offset(b.offset(pointers[param], b.mul(row, stride), scalar), column, scalar)
+
+            def tile(shift: int) -> Value:
+                return b.load(scalar, b.offset(at(0, panel), shift, scalar), align=size)
+
+            if name == "bias_residual":
+                bias = b.load(scalar, b.offset(pointers[2], column, scalar), align=size)
+                residual = b.load(scalar, at(3, strides[2]), align=size)
+                b.store(b.op("fadd", b.op("fadd", tile(0), bias), residual), at(1, strides[0]), align=size)
+                return
+            gate, up = tile(0), tile(panel // 2)
+            one = const(scalar, 1.0)
+            gated = b.op("fdiv", gate, b.op("fadd", one, b.intrinsic("fabs", gate)))
+            b.store(b.op("fmul", gated, up), at(1, strides[0]), align=size)
+
+        b.loop(lo, hi, 1, lambda row: b.loop(0, columns, 1, lambda column: element(row, column)) and None)
+
+    arguments = (("ptr", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr", "scratch"))
+    return Routine(kernel.symbol, lambda module: module.define(kernel.symbol, arguments, body))
+
+
+@functools.cache
+def bias_residual(dtype: DType, packed: bool, target: Target) -> Compiled:
+    """out = a @ b + bias + residual."""
+    operands = (TileOperand("out", dtype, 1, True), TileOperand("bias", dtype, 1), TileOperand("residual", dtype, 1))
+    return Compiled(MatmulKernel(dtype, packed, 1, epilogue_record("bias_residual", dtype, operands), operands), target)
+
+
+@functools.cache
+def gated(dtype: DType, target: Target) -> Compiled:
+    """out = squash(a @ gate) * (a @ up), squash(x) = x / (1 + |x|)."""
+    operands = (TileOperand("out", dtype, 1, True),)
+    return Compiled(MatmulKernel(dtype, True, 2, epilogue_record("gated", dtype, operands), operands), target)
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+SHAPES = [
+    (1, 1, 1), (1, 64, 64), (1, 400, 193), (1, 65, 1300), (2, 63, 5), (2, 128, 1024), (5, 65, 7), (6, 64, 400),
+    (6, 193, 600), (7, 13, 12), (7, 128, 513), (8, 400, 700), (12, 193, 65), (13, 5, 128), (13, 65, 1025), (63, 63, 63),
+    (64, 64, 64), (65, 65, 65), (128, 12, 193), (193, 193, 13), (193, 64, 520), (400, 7, 2), (400, 193, 65),
+    (400, 128, 1100),
+]  # fmt: skip
+
+
+@EVERY_TARGET
+@EVERY_DTYPE
+@EITHER_LAYOUT
+def test_products_are_close_to_float64(target: Target, dtype: DType, packed: bool) -> None:
+    for m, n, k in SHAPES:
+        a, b = random((m, k), dtype), random((k, n), dtype, 1)
+        assert_product(multiply(plain(dtype, packed, target), a, b), a, b)
+
+
+@EVERY_TARGET
+@EITHER_LAYOUT
+def test_no_k_gives_zeros(target: Target, packed: bool) -> None:
+    for m, n in ((1, 1), (7, 65), (200, 64)):
+        got = multiply(plain(F32, packed, target), np.zeros((m, 0), np.float32), np.zeros((0, n), np.float32))
+        assert np.array_equal(got, np.zeros((m, n), np.float32))
+
+
+@EVERY_TARGET
+@EVERY_DTYPE
+@pytest.mark.parametrize("layout", ("transposed", "spaced rows", "spaced columns", "reversed", "one row", "one column"))
+def test_the_right_side_may_have_any_strides(target: Target, dtype: DType, layout: str) -> None:
+    for m, n, k in ((1, 65, 33), (5, 193, 7), (13, 64, 600), (200, 70, 70), (3, 300, 550)):
+        b = random((k, n), dtype, 1)
+        match layout:
+            case "transposed":
+                right = np.ascontiguousarray(b.T).T
+            case "spaced rows":
+                right = np.zeros((k, n + 3), b.dtype)[:, :n]
+            case "spaced columns":
+                right = np.zeros((k, n, 2), b.dtype)[:, :, 1]
+            case "reversed":
+                right = np.zeros((k, n), b.dtype)[::-1, ::-1]
+            case "one row":
+                right = np.broadcast_to(b[:1], (k, n))
+            case _:
+                right = np.broadcast_to(b[:, :1], (k, n))
+        if right.flags.writeable:
+            right[:] = b
+        a = random((m, k), dtype)
+        assert_product(multiply(plain(dtype, False, target), a, right), a, right)
+
+
+@EVERY_TARGET
+@EITHER_LAYOUT
+def test_rows_of_the_left_side_and_the_result_may_be_spaced(target: Target, packed: bool) -> None:
+    a = random((50, 90), F32)[:, 10:80]
+    b = random((70, 100), F32, 1)
+    wide = np.full((50, 130), np.nan, np.float32)
+    compiled = plain(F32, packed, target)
+    right = to_panels([b], target) if packed else b
+    compiled.run(a[None, None], right[None, None], 100, [wide[None, None, :, 5:105]])
+    assert np.array_equal(wide[:, 5:105], multiply(compiled, np.ascontiguousarray(a), b))
+    assert np.isnan(wide[:, :5]).all() and np.isnan(wide[:, 105:]).all()
+
+
+@EVERY_TARGET
+@EITHER_LAYOUT
+@pytest.mark.parametrize("shared", ("nothing", "a", "b", "a over batch1", "b over batch0"))
+def test_batches_may_share_a_side(target: Target, packed: bool, shared: str) -> None:
+    m, n, k = 9, 70, 40
+    a_batch = {"a": (1, 1), "a over batch1": (2, 1)}.get(shared, (2, 3))
+    b_batch = {"b": (1, 1), "b over batch0": (1, 3)}.get(shared, (2, 3))
+    a, b = random((*a_batch, m, k), F32), random((*b_batch, k, n), F32, 1)
+    c = np.full((2, 3, m, n), np.nan, np.float32)
+    compiled = plain(F32, packed, target)
+    compiled.run(a, to_panels([b], target) if packed else b, n, [c], batch=(2, 3))
+    for i, j in itertools.product(range(2), range(3)):
+        one_a = a[min(i, a_batch[0] - 1), min(j, a_batch[1] - 1)]
+        one_b = b[min(i, b_batch[0] - 1), min(j, b_batch[1] - 1)]
+        assert np.array_equal(c[i, j], multiply(compiled, one_a, one_b))
+
+
+# -- epilogues --------------------------------------------------------------------------------------------------------
+@EVERY_TARGET
+@EVERY_DTYPE
+@EITHER_LAYOUT
+def test_an_epilogue_sees_the_sums_and_its_operands(target: Target, dtype: DType, packed: bool) -> None:
+    for m, n, k in ((1, 64, 64), (1, 300, 600), (7, 65, 12), (13, 130, 700), (200, 100, 30)):
+        a, b = random((m, k), dtype), random((k, n), dtype, 1)
+        bias, residual = random((1, 1, 1, n), dtype, 2), random((1, 1, m, n + 5), dtype, 3)[..., 2 : n + 2]
+        out = np.full((1, 1, m, n), np.nan, dtype.numpy)
+        right = to_panels([b], target) if packed else b
+        bias_residual(dtype, packed, target).run(a[None, None], right[None, None], n, [out, bias, residual])
+        product = multiply(plain(dtype, packed, target), a, b)
+        assert np.array_equal(out[0, 0], product + bias[0, 0] + residual[0, 0])
+
+
+@EVERY_TARGET
+def test_epilogue_operands_move_with_the_batch(target: Target) -> None:
+    a, b = random((2, 2, 8, 30), F32), random((2, 2, 30, 70), F32, 1)
+    bias, residual = random((1, 1, 1, 70), F32, 2), random((2, 1, 8, 70), F32, 3)
+    out = np.full((2, 2, 8, 70), np.nan, np.float32)
+    bias_residual(F32, False, target).run(a, b, 70, [out, bias, residual], batch=(2, 2))
+    products = [[multiply(plain(F32, False, target), a[i, j], b[i, j]) for j in range(2)] for i in range(2)]
+    assert np.array_equal(out, np.array(products) + bias + residual)
+
+
+@EVERY_TARGET
+@EVERY_DTYPE
+def test_two_weights_share_a_panel(target: Target, dtype: DType) -> None:
+    for m, n, k in ((1, 32, 64), (1, 100, 600), (7, 33, 12), (200, 65, 530)):
+        a, gate, up = random((m, k), dtype), random((k, n), dtype, 1), random((k, n), dtype, 2)
+        out = np.full((1, 1, m, n), np.nan, dtype.numpy)
+        gated(dtype, target).run(a[None, None], to_panels([gate, up], target)[None, None], n, [out])
+        x, y = multiply(plain(dtype, True, target), a, gate), multiply(plain(dtype, True, target), a, up)
+        assert np.array_equal(out[0, 0], x / (1 + np.abs(x)) * y)
+
+
+# -- bits -------------------------------------------------------------------------------------------------------------
+@EVERY_TARGET
+@EVERY_DTYPE
+@EITHER_LAYOUT
+def test_bits_do_not_depend_on_the_split(target: Target, dtype: DType, packed: bool) -> None:
+    for m, n, k in ((3, 400, 600), (64, 193, 100), (400, 193, 530)):
+        a, b = random((m, k), dtype), random((k, n), dtype, 1)
+        compiled = plain(dtype, packed, target)
+        whole = multiply(compiled, a, b)
+        blocks = -(-m // ROW_BLOCK)
+        for row_blocks in {blocks, blocks + 1, 2 * blocks + 1}:
+            assert np.array_equal(whole, multiply(compiled, a, b, row_blocks=row_blocks))
+            for splits in (range(1, compiled.units), [compiled.units // 2], range(2, compiled.units, 5)):
+                cuts = sorted(set(splits) - {0, compiled.units})
+                assert np.array_equal(whole, multiply(compiled, a, b, row_blocks=row_blocks, splits=cuts))
+
+
+@EVERY_TARGET
+@EVERY_DTYPE
+@EITHER_LAYOUT
+def test_bits_of_a_row_do_not_depend_on_the_others(target: Target, dtype: DType, packed: bool) -> None:
+    a, b = random((400, 1100), dtype), random((1100, 300), dtype, 1)
+    compiled = plain(dtype, packed, target)
+    whole = multiply(compiled, a, b)
+    for first, last in ((0, 1), (399, 400), (10, 12), (0, 6), (50, 57), (100, 293)):
+        assert np.array_equal(multiply(compiled, a[first:last], b), whole[first:last])
+
+
+@EVERY_TARGET
+def test_bits_do_not_depend_on_the_layout(target: Target) -> None:
+    for m in (1, 8, 100):
+        a, b = random((m, 700), F32), random((700, 320), F32, 1)
+        panels = multiply(plain(F32, True, target), a, b)
+        for right in (b, np.ascontiguousarray(b.T).T, np.repeat(b, 2, axis=1)[:, ::2]):
+            assert np.array_equal(panels, multiply(plain(F32, False, target), a, right))
+
+
+def test_sums_run_over_k_in_index_order() -> None:
+    a, b = random((3, 600), F32), random((600, 9), F32, 1)
+    expected = np.zeros((3, 9), np.float32)
+    for k in range(600):  # the baseline has no fused multiply-add, so NumPy can repeat its rounding
+        expected = (a[:, k : k + 1] * b[k : k + 1]) + expected
+    assert np.array_equal(multiply(plain(F32, True, BASELINE), a, b), expected)
+
+
+@EVERY_TARGET
+def test_a_row_of_nan_stays_in_its_row(target: Target) -> None:
+    a, b = random((20, 65), F32), random((65, 70), F32, 1)
+    clean = multiply(plain(F32, False, target), a, b)
+    a[7] = np.nan
+    got = multiply(plain(F32, False, target), a, b)
+    assert np.isnan(got[7]).all()
+    assert np.array_equal(np.delete(got, 7, axis=0), np.delete(clean, 7, axis=0))
+
+
+# -- bounds -----------------------------------------------------------------------------------------------------------
+_NO_ACCESS = 0  # PROT_NONE
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def guarded(size: int, *, at_end: bool) -> Array:
+    """`size` bytes that touch a page without access at their end, or at their start."""
+    page = mmap.PAGESIZE
+    body = -(-max(size, 1) // page) * page
+    memory = np.frombuffer(mmap.mmap(-1, body + 2 * page), np.uint8)
+    for guard in (0, body + page):
+        if _LIBC.mprotect(memory.ctypes.data + guard, page, _NO_ACCESS):
+            raise OSError(ctypes.get_errno(), "mprotect")
+    start = page + (body - size if at_end else 0)
+    return memory[start : start + size]
+
+
+def guarded_copy(array: Array, *, at_end: bool) -> Array:
+    copy = guarded(array.nbytes, at_end=at_end).view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+@EVERY_TARGET
+@EVERY_DTYPE
+@pytest.mark.parametrize("right", ("panels", "rows", "columns"))
+@pytest.mark.parametrize("at_end", (True, False), ids=("end", "start"))
+def test_nothing_outside_a_buffer_is_touched(target: Target, dtype: DType, right: str, at_end: bool) -> None:
+    for m, n, k in ((1, 1, 1), (1, 300, 530), (6, 65, 7), (7, 63, 65), (13, 5, 600), (200, 130, 33), (2, 64, 0)):
+        a, b = random((m, k), dtype), random((k, n), dtype, 1)
+        compiled = plain(dtype, right == "panels", target)
+        match right:
+            case "panels":
+                held = guarded_copy(to_panels([b], target), at_end=at_end)
+            case "rows":
+                held = guarded_copy(b, at_end=at_end)
+            case _:
+                held = guarded_copy(np.ascontiguousarray(b.T), at_end=at_end).T
+        c = guarded_copy(np.full((1, 1, m, n), np.nan, dtype.numpy), at_end=at_end)
+        scratch = guarded(matmul.scratch_bytes(compiled.kernel, target, k), at_end=at_end)
+        left = guarded_copy(a, at_end=at_end)
+        compiled.run(left[None, None], held[None, None], n, [c], scratch=scratch)
+        assert_product(c[0, 0], a, b)
+        assert not scratch[: matmul.HEADER_BYTES].any()
+
+
+# -- machine code -----------------------------------------------------------------------------------------------------
+def all_tiles(dtype: DType, target: Target) -> list[Routine]:
+    sizes = itertools.product(range(1, target.tile_rows + 1), range(1, target.tile_vectors + 1))
+    return [matmul.micro_kernel(dtype, height, vectors, target) for height, vectors in sizes]
+
+
+@pytest.mark.skipif(AVX512 not in TARGETS, reason="needs AVX-512")
+def test_the_largest_tile_is_all_wide_multiply_adds() -> None:
+    lines = toolchain.assembly(text([matmul.micro_kernel(F32, 6, 4, AVX512)]), AVX512).splitlines()
+    assert sum(bool(re.search(r"vfmadd\d+ps.*zmm", line)) for line in lines) == 6 * 4 * (4 + 1)
+    assert not [line for line in lines if "zmm" in line and "rsp" in line]
+
+
+@EVERY_TARGET
+@EVERY_DTYPE
+def test_no_tile_spills_a_vector(target: Target, dtype: DType) -> None:
+    lines = toolchain.assembly(text(all_tiles(dtype, target)), target).splitlines()
+    assert not [line for line in lines if re.search(r"[xyz]mm\d", line) and "%rsp" in line]
+
+
+@EVERY_TARGET
+@EVERY_DTYPE
+def test_micro_kernels_of_every_size_multiply(target: Target, dtype: DType) -> None:
+    tiles = all_tiles(dtype, target)
+    addresses = load(tiles, target)
+    lanes = target.lanes(dtype.size)
+    signature = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p, ctypes.c_int64] * 2, ctypes.c_int64,
+                                 *[ctypes.c_void_p, ctypes.c_int64] * 2, ctypes.c_int64)  # fmt: skip
+    sizes = itertools.product(range(1, target.tile_rows + 1), range(1, target.tile_vectors + 1))
+    for (height, vectors), tile in zip(sizes, tiles, strict=True):
+        width = vectors * lanes
+        for k, accumulate in ((0, 0), (1, 1), (7, 0), (40, 1)):
+            a, b = random((height, k + 3), dtype), random((k, width + 5), dtype, 1)
+            c = random((height, width + 1), dtype, 2)
+            before = c.copy()
+            sides = (a.ctypes.data, k + 3, b.ctypes.data, width + 5, k, c.ctypes.data, width + 1)
+            signature(addresses[tile.symbol])(*sides, b.ctypes.data, 64, accumulate)
+            start = before[:, :width] if accumulate else 0 * before[:, :width]
+            extended = np.concatenate([np.ones((height, 1), a.dtype), a[:, :k]], axis=1)
+            for row in range(height):
+                right = np.concatenate([start[row : row + 1], b[:, :width]])
+                assert_product(c[row, :width], extended[row], right)
+            assert np.array_equal(c[:, width:], before[:, width:])
+
+
+@EVERY_TARGET
+@EVERY_DTYPE
+@EITHER_LAYOUT
+def test_no_symbol_is_undefined(target: Target, dtype: DType, packed: bool) -> None:
+    entries: list[Entry] = [plain(dtype, packed, target).entry, bias_residual(dtype, packed, target).entry]
+    routines = {r.symbol: r for entry in entries for r in entry.routines()}.values()
+    assert set(toolchain.undefined_symbols(toolchain.compile_text(text(routines), target))) <= toolchain.LIBC
+
+
+# -- what the backend asks for ----------------------------------------------------------------------------------------
+def test_nests_are_shared_by_what_they_do() -> None:
+    def symbol(compiled: MatmulKernel) -> str:
+        return matmul.entry(compiled, BASELINE, compile_by_hand).routine.symbol
+
+    def kernel(name: str, *operands: TileOperand, dtype: DType = F32, packed: bool = True, weights: int = 1) -> str:
+        return symbol(MatmulKernel(dtype, packed, weights, epilogue_record(name, dtype, operands), operands))
+
+    out, bias = TileOperand("out", F32, 1, True), TileOperand("bias", F32, 1)
+    assert kernel("gated", out, bias) == kernel("bias_residual", out, TileOperand("other", I32, 1))
+    different = {
+        kernel("gated", out), kernel("gated", out, bias), kernel("gated", out, TileOperand("bias", F32, 0)),
+        kernel("gated", TileOperand("out", BF16, 1, True)), kernel("gated", out, dtype=F64),
+        kernel("gated", out, packed=False), kernel("gated", out, weights=2), symbol(plain(F32, True, BASELINE).kernel),
+    }  # fmt: skip
+    assert len(different) == 8
+
+
+def test_the_table_has_a_tile_for_every_height() -> None:
+    entry = plain(F32, True, BASELINE).entry
+    assert [r.symbol for r in entry.tables["tiles"]] == [f"tile.f32.{h}x2" for h in range(1, BASELINE.tile_rows + 1)]
+    assert "epilogue" not in entry.tables
+    assert [r.symbol for r in plain(F32, False, BASELINE).entry.tables["tiles"]][BASELINE.tile_rows :] == [
+        "pack_panel.f32.2"
+    ]
+    assert [r.symbol.split("_")[0] for r in gated(F32, BASELINE).entry.tables["epilogue"]] == ["gated"]
+
+
+def test_panel_columns_are_shared_by_the_weights() -> None:
+    assert matmul.panel_columns(plain(F32, True, AVX512).kernel, AVX512) == 64 if AVX512 in TARGETS else True
+    assert matmul.panel_columns(plain(F64, True, BASELINE).kernel, BASELINE) == 4
+    assert matmul.panel_columns(gated(F32, BASELINE).kernel, BASELINE) == 4
+
+
+@EVERY_TARGET
+def test_scratch_does_not_grow_with_k_beyond_a_slab(target: Target) -> None:
+    packed, rows = plain(F32, True, target).kernel, plain(F32, False, target).kernel
+    sums = ROW_BLOCK * target.panel(4) * 4
+    assert matmul.scratch_bytes(packed, target, 100_000) == matmul.scratch_bytes(packed, target, 0) == 64 + sums
+    assert matmul.scratch_bytes(rows, target, 16) == 64 + sums + 16 * target.panel(4) * 4
+    assert matmul.scratch_bytes(rows, target, 100_000) == matmul.scratch_bytes(rows, target, matmul.SLAB)
+
+
+def test_narrow_floats_have_no_tiles() -> None:
+    with pytest.raises(LowerError, match="no tiles of bf16"):
+        matmul.geometry(BF16, BASELINE)
+
+
+def test_two_weights_must_be_packed() -> None:
+    with pytest.raises(LowerError, match="only when they are packed"):
+        matmul.entry(MatmulKernel(F32, False, 2, None, (TileOperand("c", F32, 1, True),)), BASELINE, compile_by_hand)

@@ -1,0 +1,539 @@
+"""The pool and the driver: who runs which units, in which order, and that nothing ever hangs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from rlx.backends.cpu import driver, pool
+from rlx.backends.cpu.builder import Builder, Module, Value
+from rlx.backends.cpu.pool import Pool, shared
+from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
+from rlx.errors import CapabilityError
+from rlx.target import host
+
+Words = npt.NDArray[np.int64]
+STRIDE = 192
+THREADS = (1, 2, 5)  # 5: more than the cores of a small machine, whose threads never spin
+SIGNATURE = (("ptr", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr", "scratch"))
+
+
+def within(seconds: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a test fail, instead of hanging, when it is not over in time."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def guarded(*args: Any, **kwargs: Any) -> None:
+            raised: list[BaseException] = []
+
+            def call() -> None:
+                try:
+                    test(*args, **kwargs)
+                except BaseException as error:  # noqa: BLE001 - raised again below
+                    raised.append(error)
+
+            thread = threading.Thread(target=call, daemon=True)
+            thread.start()
+            thread.join(seconds)
+            assert not thread.is_alive(), f"{test.__name__} hangs"
+            if raised:
+                raise raised[0]
+
+        return guarded
+
+    return decorate
+
+
+# -- kernels ------------------------------------------------------------------------------------------------------
+def word(b: Builder, args: Value, index: int, type_: str = "i64") -> Value:
+    return b.load(type_, b.offset(args, index, "i64"), align=8)
+
+
+def emit_mark(b: Builder, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
+    """out[unit] = (lo, hi, scratch)"""
+    out = word(b, args, 0, "ptr")
+
+    def mark(unit: Value) -> None:
+        for column, value in enumerate((lo, hi, b.convert("ptrtoint", scratch, "i64"))):
+            b.store(value, b.offset(out, b.add(b.mul(unit, 3), column), "i64"), align=8)
+
+    b.loop(lo, hi, 1, mark)
+
+
+def emit_mirror(b: Builder, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
+    """to[unit] = from[n - 1 - unit] + 1: every thread reads what the others wrote"""
+    source, target, n = word(b, args, 0, "ptr"), word(b, args, 1, "ptr"), word(b, args, 2)
+
+    def copy(unit: Value) -> None:
+        value = b.load("i64", b.offset(source, b.sub(b.sub(n, 1), unit), "i64"), align=8)
+        b.store(b.add(value, 1), b.offset(target, unit, "i64"), align=8)
+
+    b.loop(lo, hi, 1, copy)
+
+
+def emit_hold(b: Builder, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
+    """args[0] = 1; then wait until args[1] is not 0"""
+    b.line(f"store atomic i64 1, {args} seq_cst, align 8")
+    b.line("br label %again")
+    b.label("again")
+    gate = b.assign("i64", f"load atomic i64, {b.offset(args, 1, 'i64')} seq_cst, align 8")
+    b.line(f"br {b.icmp('eq', gate, 0)}, label %again, label %open")
+    b.label("open")
+
+
+def emit_delay(b: Builder, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
+    """Take the time of args[1] stores."""
+    b.loop(0, word(b, args, 1), 1, lambda i: b.line(f"store volatile {i}, {args}, align 8"))
+
+
+def emit_fault(b: Builder, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
+    """Put args[0] into the status word."""
+    b.store(word(b, args, 0), scratch, align=8)
+
+
+def emit_control(b: Builder, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
+    """args[unit] = MXCSR"""
+
+    def keep(unit: Value) -> None:
+        b.call("void", "llvm.x86.sse.stmxcsr", b.offset(args, unit, "i64"))
+
+    b.loop(lo, hi, 1, keep)
+
+
+def emit_set_control(b: Builder, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
+    b.call("void", "llvm.x86.sse.ldmxcsr", args)
+
+
+EMITTERS = {
+    "mark": emit_mark, "mirror": emit_mirror, "hold": emit_hold, "delay": emit_delay, "fault": emit_fault,
+} | ({"control": emit_control, "set_control": emit_set_control} if host().arch == "x86_64" else {})
+
+
+@functools.cache
+def kernels() -> Mapping[str, int]:
+    module = Module()
+    for name, emit in EMITTERS.items():
+        module.define(name, SIGNATURE, emit)
+    return CodeLibrary().load(compile_text(module.text(), host()), list(EMITTERS))
+
+
+def scratch_for(threads: int) -> npt.NDArray[np.uint8]:
+    block = np.zeros(threads * STRIDE + 64, np.uint8)
+    start = -block.ctypes.data % 64
+    return block[start : start + threads * STRIDE]
+
+
+def records_of(*rows: tuple[str, Words, int, int]) -> Words:
+    """Launch records from (kernel, arguments, units, flags)."""
+    table = [(kernels()[name], args.ctypes.data, units, flags) for name, args, units, flags in rows]
+    return np.array(table, np.int64).reshape(len(table), driver.RECORD_WORDS)
+
+
+class Mirror:
+    """A chain of `phases` mirror launches with barriers between two buffers; its result is known."""
+
+    def __init__(self, units: int, phases: int, threads: int) -> None:
+        self.units, self.phases = units, phases
+        self.buffers = np.zeros((2, units), np.int64)
+        address = [b.ctypes.data for b in self.buffers]
+        self.args = [np.array([address[i], address[1 - i], units], np.int64) for i in range(2)]
+        self.records = records_of(
+            *(("mirror", self.args[i % 2], units, driver.BARRIER_AFTER) for i in range(phases))
+        )
+        self.scratch = scratch_for(threads)
+        self.round = 0
+
+    def run(self, pool: Pool, threads: int | None = None) -> int:
+        """Run once on fresh data and check every element."""
+        self.round += 1
+        start = np.arange(self.units) * 7 + self.round
+        self.buffers[0], self.buffers[1] = start, -1
+        took_part = pool.run(self.records, self.scratch, STRIDE, threads=threads)
+        last = self.buffers[self.phases % 2]
+        expected = (start[::-1] if self.phases % 2 else start) + self.phases
+        assert np.array_equal(last, expected)
+        return took_part
+
+
+# -- units and order ----------------------------------------------------------------------------------------------
+@within(60)
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("units", [0, 1, 3, 64, 1001])
+def test_units_are_split_evenly_and_each_thread_has_its_scratch(threads: int, units: int) -> None:
+    out = np.full((units, 3), -1, np.int64)
+    args = np.array([out.ctypes.data], np.int64)
+    scratch = scratch_for(threads)
+    assert shared(threads).run(records_of(("mark", args, units, 0)), scratch, STRIDE) == threads
+    for tid in range(threads):
+        lo, hi = units * tid // threads, units * (tid + 1) // threads
+        assert (out[lo:hi] == (lo, hi, scratch.ctypes.data + tid * STRIDE)).all()
+
+
+@within(60)
+def test_a_run_may_use_fewer_threads_than_the_pool_has_and_no_more() -> None:
+    out = np.zeros((8, 3), np.int64)
+    records = records_of(("mark", np.array([out.ctypes.data], np.int64), 8, 0))
+    for asked, used in ((1, 1), (2, 2), (3, 3), (5, 5), (9, 5)):
+        assert shared(5).run(records, scratch_for(asked), STRIDE, threads=asked) == used
+        assert len(set(out[:, 2])) == used
+
+
+@within(60)
+@pytest.mark.parametrize("threads", THREADS)
+def test_no_records_is_a_run_too(threads: int) -> None:
+    assert shared(threads).run(np.zeros((0, 4), np.int64), scratch_for(threads), STRIDE) == threads
+
+
+@within(120)
+@pytest.mark.parametrize("threads, runs", [(1, 2000), (2, 5000), (5, 300)])
+def test_barriers_hold_in_thousands_of_runs(threads: int, runs: int) -> None:
+    chain = Mirror(units=97, phases=7, threads=threads)
+    for _ in range(runs):
+        assert chain.run(shared(threads)) == threads
+
+
+@within(120)
+@pytest.mark.parametrize("threads, phases", [(2, 100_001), (5, 2_000)])
+def test_barriers_hold_in_one_long_run(threads: int, phases: int) -> None:
+    Mirror(units=16, phases=phases, threads=threads).run(shared(threads))
+
+
+@within(60)
+def test_runs_with_changing_thread_counts_follow_each_other() -> None:
+    chain = Mirror(units=31, phases=4, threads=5)
+    for i in range(1000):
+        assert chain.run(shared(5), threads=1 + i % 5) == 1 + i % 5
+
+
+@within(60)
+@pytest.mark.parametrize("threads", [2, 5])
+def test_sleeping_workers_wake(threads: int) -> None:
+    chain = Mirror(units=64, phases=5, threads=threads)
+    for _ in range(10):
+        time.sleep(0.05)
+        assert chain.run(shared(threads)) == threads
+
+
+@within(60)
+def test_a_caller_that_sleeps_at_the_barrier_and_at_the_join_wakes() -> None:
+    late = np.array([0, 20_000_000], np.int64)  # one unit: the last thread works, the first waits
+    records = records_of(("delay", late, 1, driver.BARRIER_AFTER), ("delay", late, 1, 0))
+    for _ in range(3):
+        assert shared(2).run(records, scratch_for(2), STRIDE) == 2
+
+
+@within(60)
+@pytest.mark.parametrize("threads", THREADS)
+def test_status_words_of_all_slots_are_cleared_before_the_walk(threads: int) -> None:
+    scratch = scratch_for(threads)
+    status = scratch.view(np.int64)[:: STRIDE // 8]
+    code = np.array([17], np.int64)
+    shared(threads).run(records_of(("fault", code, threads, 0)), scratch, STRIDE)
+    assert (status == 17).all()
+    shared(threads).run(records_of(("fault", code, 0, 0)), scratch, STRIDE)
+    assert (status == 0).all()
+
+
+# -- many callers -------------------------------------------------------------------------------------------------
+class Holder:
+    """A run on another thread that keeps the pool busy until released."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.state = np.zeros(2, np.int64)
+        self.took_part = 0
+        records = records_of(("hold", self.state, 1, 0))
+        scratch = scratch_for(pool.threads)
+
+        def run() -> None:
+            self.took_part = pool.run(records, scratch, STRIDE)
+
+        self.thread = threading.Thread(target=run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        while not self.state[0]:
+            time.sleep(0.001)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.state[1] = 1
+        self.thread.join()
+
+
+@within(60)
+def test_a_run_that_finds_the_pool_busy_runs_alone_with_the_same_result() -> None:
+    chain = Mirror(units=50, phases=3, threads=2)
+    with Holder(shared(2)) as holder:
+        for _ in range(100):
+            assert chain.run(shared(2)) == 1
+    assert holder.took_part == 2
+    assert chain.run(shared(2)) == 2
+
+
+@within(60)
+def test_a_run_alone_clears_the_status_of_the_slots_that_it_does_not_use() -> None:
+    scratch = scratch_for(2)
+    scratch[:] = 255
+    with Holder(shared(2)):
+        shared(2).run(records_of(), scratch, STRIDE)
+    assert (scratch.view(np.int64)[:: STRIDE // 8] == 0).all()
+
+
+@within(120)
+@pytest.mark.parametrize("threads", [2, 5])
+def test_eight_python_threads_may_share_a_pool(threads: int) -> None:
+    def work(_: int) -> None:
+        chain = Mirror(units=40, phases=6, threads=threads)
+        for _ in range(400):
+            assert chain.run(shared(threads)) in (1, threads)
+
+    with ThreadPoolExecutor(8) as callers:
+        list(callers.map(work, range(8)))
+
+
+# -- forks and ends -----------------------------------------------------------------------------------------------
+def in_child(check: Callable[[], bool]) -> int:
+    """The exit code of a forked child that runs `check`; one that hangs is killed."""
+    child = os.fork()
+    if child == 0:
+        code = 2
+        try:
+            code = 0 if check() else 1
+        finally:
+            os._exit(code)
+    for _ in range(2000):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return -9
+
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+may_fork = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+@needs_fork
+@may_fork
+@within(60)
+@pytest.mark.parametrize("threads", [2, 5])
+def test_child_and_parent_run_after_a_fork(threads: int) -> None:
+    chain, used = Mirror(units=64, phases=5, threads=threads), shared(threads)
+    for _ in range(3):
+        assert chain.run(used) == threads
+        assert in_child(lambda: all(chain.run(used) == threads for _ in range(50)) and used is shared(threads)) == 0
+        assert chain.run(used) == threads
+
+
+@needs_fork
+@may_fork
+@within(60)
+def test_a_child_runs_although_the_parent_forked_in_the_middle_of_a_run() -> None:
+    chain, used = Mirror(units=64, phases=5, threads=2), shared(2)
+    with Holder(used):
+        assert in_child(lambda: all(chain.run(used) == 2 for _ in range(50))) == 0
+    assert chain.run(used) == 2
+
+
+@needs_fork
+@may_fork
+@within(60)
+def test_a_child_of_a_child_runs() -> None:
+    chain, used = Mirror(units=64, phases=5, threads=2), shared(2)
+    assert chain.run(used) == 2
+    assert in_child(lambda: chain.run(used) == 2 and in_child(lambda: chain.run(used) == 2) == 0) == 0
+
+
+PROGRAM = """
+import atexit, sys, threading, time
+sys.path.insert(0, {folder!r})
+from test_pool import *
+chain = Mirror(units=64, phases=5, threads=2)
+assert chain.run(shared(2)) == 2
+"""
+
+ENDINGS = {
+    "at once": "",
+    "with sleeping workers": "time.sleep(0.05)",
+    "with another run at exit": "atexit.register(lambda: print('later', chain.run(shared(2))))",
+    "with a first run at exit": "atexit.register(lambda: print('late', Mirror(9, 3, 4).run(shared(4)) >= 1))",
+    "with a daemon thread inside run": "holder = Holder(shared(2)).__enter__()",
+    "with daemon threads in a loop": """
+def loop():
+    mine = Mirror(units=64, phases=5, threads=2)
+    while True:
+        mine.run(shared(2))
+for _ in range(3):
+    threading.Thread(target=loop, daemon=True).start()
+time.sleep(0.1)
+""",
+    "with an error": "raise SystemExit(0)",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_interpreter_ends(ending: str) -> None:
+    program = PROGRAM.format(folder=os.path.dirname(__file__)) + ENDINGS[ending]
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@within(60)
+def test_a_closed_pool_runs_on_the_calling_thread() -> None:
+    own = Pool(3, pool.compiled_driver())
+    chain = Mirror(units=20, phases=3, threads=3)
+    assert chain.run(own) == 3
+    own.close()
+    own.close()
+    assert chain.run(own) == 1
+
+
+@within(60)
+def test_the_workers_of_a_forgotten_pool_end() -> None:
+    before = set(threading.enumerate())
+    own = Pool(3, pool.compiled_driver())
+    Mirror(units=20, phases=3, threads=3).run(own)
+    workers = set(threading.enumerate()) - before
+    assert len(workers) == 2
+    del own
+    gc.collect()
+    assert not any(worker.is_alive() for worker in workers)
+
+
+# -- what else the driver promises --------------------------------------------------------------------------------
+@within(60)
+@pytest.mark.skipif(host().arch != "x86_64", reason="MXCSR is x86's")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_kernels_see_the_default_mxcsr_and_the_caller_keeps_its_own(threads: int) -> None:
+    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+    control, set_control = call(kernels()["control"]), call(kernels()["set_control"])
+    flushing = 0x1F80 | 0x8040  # flush results and operands that are denormal
+    here, seen, value = np.zeros(1, np.int64), np.zeros(8, np.int64), np.array([flushing], np.int64)
+    records, scratch = records_of(("control", seen, 8, 0)), scratch_for(threads)
+    shared(threads).run(records, scratch, STRIDE)  # starts the workers with an unchanged MXCSR
+    set_control(value.ctypes.data, 0, 1, None)
+    try:
+        shared(threads).run(records, scratch, STRIDE)
+        control(here.ctypes.data, 0, 1, None)
+    finally:
+        value[0] = 0x1F80
+        set_control(value.ctypes.data, 0, 1, None)
+    assert here[0] & 0xFFC0 == flushing
+    assert (seen & 0xFFC0 == 0x1F80).all()
+
+
+@within(60)
+@pytest.mark.parametrize("threads", THREADS)
+def test_time_stamps_rise_from_record_to_record(threads: int) -> None:
+    chain = Mirror(units=64, phases=9, threads=threads)
+    trace = np.zeros((9, threads, 2), np.int64)
+    shared(threads).run(chain.records, chain.scratch, STRIDE, trace)
+    walks = trace.transpose(1, 0, 2).reshape(threads, -1)
+    assert (trace > 0).all() and (np.diff(walks, axis=1) >= 0).all()
+
+
+@within(60)
+def test_waiting_at_a_barrier_is_not_counted() -> None:
+    late = np.array([0, 20_000_000], np.int64)
+    records = records_of(("delay", late, 1, driver.BARRIER_AFTER), ("delay", late, 0, 0))
+
+    def waiting_is_apart() -> bool:
+        trace = np.zeros((2, 2, 2), np.int64)
+        shared(2).run(records, scratch_for(2), STRIDE, trace)
+        idle, busy = trace[0, :, 1] - trace[0, :, 0]
+        waited = trace[1, 0, 0] - trace[0, 0, 1]
+        return bool(idle < busy / 100 and waited > busy / 2)
+
+    assert any(waiting_is_apart() for _ in range(10))  # the system may interrupt a thread between its two stamps
+
+
+@within(60)
+def test_a_run_alone_traces_into_the_first_thread_of_the_same_layout() -> None:
+    chain = Mirror(units=8, phases=3, threads=2)
+    trace = np.zeros((3, 2, 2), np.int64)
+    with Holder(shared(2)):
+        shared(2).run(chain.records, chain.scratch, STRIDE, trace)
+    assert (trace[:, 0] > 0).all() and (trace[:, 1] == 0).all()
+
+
+@within(60)
+def test_a_run_costs_a_few_microseconds() -> None:
+    records, scratch = records_of(), scratch_for(1)
+    times = []
+    for _ in range(2000):
+        begin = time.perf_counter()
+        shared(1).run(records, scratch, STRIDE)
+        times.append(time.perf_counter() - begin)
+    assert min(times) < 50e-6  # measured: 2 µs; the bound only catches a mistake of kind
+
+
+# -- thread counts ------------------------------------------------------------------------------------------------
+def test_there_is_one_pool_for_a_thread_count() -> None:
+    assert shared(2) is shared(2) and shared(2) is not shared(3)
+    assert shared() is shared(pool.default_threads())
+
+
+def test_the_default_thread_count_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RLX_THREADS", raising=False)
+    assert pool.default_threads() == pool.usable_cores() >= 1
+    monkeypatch.setenv("RLX_THREADS", "3")
+    assert pool.default_threads() == 3
+    for wrong in ("0", "-1", "two", "1.5"):
+        monkeypatch.setenv("RLX_THREADS", wrong)
+        with pytest.raises(CapabilityError, match="RLX_THREADS"):
+            pool.default_threads()
+
+
+def test_a_pool_of_no_threads_is_refused() -> None:
+    with pytest.raises(CapabilityError, match="at least one thread"):
+        Pool(0, pool.compiled_driver())
+
+
+def test_a_pool_says_why_it_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Pool(2, pool.compiled_driver()).why_single is None
+    assert Pool(1, pool.compiled_driver()).why_single == "one thread was asked for"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    elsewhere = Pool(4, pool.compiled_driver())
+    assert elsewhere.threads == 1 and "darwin" in str(elsewhere.why_single)
+
+
+@within(60)
+@pytest.mark.parametrize("possible", [0, 1])
+def test_a_pool_does_with_the_workers_that_could_be_started(monkeypatch: pytest.MonkeyPatch, possible: int) -> None:
+    own, left = Pool(4, pool.compiled_driver()), [possible]
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if left[0] == 0:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    assert Mirror(units=20, phases=3, threads=4).run(own) == 1 + possible
+    assert (own.why_single is None) == (possible > 0)
+
+
+def test_first_runs_of_many_threads_start_the_workers_once() -> None:
+    own = Pool(2, pool.compiled_driver())
+    before = threading.active_count()
+    chains = [Mirror(units=20, phases=3, threads=2) for _ in range(8)]
+    with ThreadPoolExecutor(8) as callers:
+        list(callers.map(lambda chain: chain.run(own), chains))
+    assert threading.active_count() == before + 1
