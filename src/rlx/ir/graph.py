@@ -132,7 +132,7 @@ class Value:
         raise GraphError(f"value {self!r}: cannot be iterated", hint="slice it, or use split along an axis")
 
     def _no_number(self, what: str) -> NoReturn:
-        hint = "it has a value only when the graph runs; use g.where(...) to choose, rlx.equal(a, b) to compare"
+        hint = "it has a value only when the graph runs; use g.where(...) to choose, g.equal(a, b) to compare"
         raise GraphError(f"value {self!r}: has no {what} while the graph is built", hint=hint)
 
     # -- operators ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from types import FrameType
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -53,9 +54,9 @@ def stage(name: str) -> Iterator[None]:
 
 def here() -> Origin:
     """The nearest frame outside rlx, with the current stage path."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        if frame.f_back is None:
-            break
         frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith("<frozen"):  # rlx itself is the program
+        return Origin(stage=_stage.get())
     return Origin(frame.f_code.co_filename, frame.f_lineno, _stage.get())

@@ -75,7 +75,8 @@ class MatmulKernel:
         inside = list(statements(self.epilogue.root))
         lets = {s.name: s.value for s in inside if isinstance(s, Let)}
         texts = (expr_text(s.value, self.epilogue.params, lets) for s in inside if isinstance(s, Store))
-        return "; ".join(re.sub(r"\[[^]]*\]", "", text) for text in texts)
+        named = (re.sub(r"sums\[[^]]* \+ \d+\]", "sums1", text) for text in texts)  # of the second weight
+        return "; ".join(re.sub(r"\[[^]]*\]", "", text) for text in named)
 
     def text(self) -> str:
         b = "panels" if self.packed else "rows"

@@ -142,7 +142,7 @@ def _epilogue(
     inner = For("j", Arg("columns"), (*lets, *stores), vector=True)
     args = ("columns", *(f"row{i}" for i in range(len(tile))))
     name = "_".join(n.op for n in body.nodes if n.op not in ("input", "const"))[:40]
-    return LoopKernel(name, params, args, For("r", Arg("columns"), (inner,)))
+    return LoopKernel(name, params, args, For("r", Arg("rows"), (inner,)))
 
 
 def _integer_matmul(s: Scheduler, a: View, b: View, out: View) -> None:

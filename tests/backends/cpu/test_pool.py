@@ -401,7 +401,8 @@ def test_a_closed_pool_runs_on_the_calling_thread() -> None:
     assert chain.run(own) == 3
     own.close()
     own.close()
-    assert chain.run(own) == 1
+    for _ in range(100):
+        assert chain.run(own) == 1
 
 
 @within(60)

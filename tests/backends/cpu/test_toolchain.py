@@ -80,7 +80,7 @@ def test_an_object_serves_another_process(tmp_path: Path) -> None:
         "address = library.load(open(sys.argv[1], 'rb').read(), ['f'])['f'];"
         "print(ctypes.CFUNCTYPE(ctypes.c_int64)(address)())"
     )
-    command = [sys.executable, "-c", program, path]
+    command = [sys.executable, "-c", program, str(path)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.returncode) == ("7\n", 0), done.stderr
 

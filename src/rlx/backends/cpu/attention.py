@@ -620,7 +620,7 @@ def _define_pack_keys(module: Module, plan: Plan) -> None:
     square = 16 // plan.size  # columns that go together: 128 bits of a row, the unit in which x86 moves them for free
 
     def emit(b: Builder, scratch: Value, count: Value, stride: Value) -> None:
-        ahead = b.mul(stride, lanes * kernel.dtype.size)
+        ahead = b.mul(stride, KEY_BLOCK * kernel.dtype.size)
 
         def several(key: Value) -> None:
             where = plan.region(b, scratch, "key_rows", key, "ptr")
@@ -646,7 +646,7 @@ def _define_pack_keys(module: Module, plan: Plan) -> None:
                 for n, step in enumerate(steps):
                     here = b.add(at, step)
                     for row in rows[n * share : (n + 1) * share]:
-                        b.prefetch(b.offset(b.offset(row, b.mul(at, kernel.dtype.size)), ahead))
+                        b.prefetch(b.offset(b.offset(row, b.mul(at, kernel.dtype.size)), ahead), locality=2)
                     columns(here, min(square, live - step))
 
             _sweep(b, kernel.head_dim, LINE // kernel.dtype.size, line, unroll=1)

@@ -74,6 +74,11 @@ class Instance:
         self.guards: list[Guarded] = []
         self.frame: Frame | None = None
         self.version = -1
+        self.inputs: list[tuple[int, int, int]] = []
+        self.outputs: list[tuple[int, int, int]] = []
+        self.status = memoryview(b"")
+        self.headers: list[int] = []
+        self.call: tuple[int, ...] = ()
 
 
 class Executable:
@@ -192,7 +197,7 @@ class Executable:
         self, key: tuple[int, ...], inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None = None
     ) -> list[Array]:
         """The outputs for contiguous inputs of the declared types, with symbol values `key`."""
-        frame = self.frame(key)
+        frame = self._frames.get(key) or self.frame(key)
         try:
             instance = self._instances.pop()
         except IndexError:
@@ -203,23 +208,23 @@ class Executable:
             outputs = self._run_checked(instance, frame, inputs)
         else:
             outputs = [np.empty(s, d) for s, d in zip(frame.shapes, self._output_types, strict=True)]
-            self._point(instance, INPUT, [address(a) for a in inputs])
-            self._point(instance, OUTPUT, [address(a) for a in outputs])
-            self.pool.run(instance.records, instance.scratch, frame.scratch, trace)
-        faults = instance.scratch.view(np.int64)[:: frame.scratch // 8]
-        failed = bool(faults[0]) or (len(faults) > 1 and bool(faults.any()))
-        if failed:
-            self._instances.append(instance)
-            self._raise(instance, frame)
+            self._execute(instance, [address(a) for a in inputs], [address(a) for a in outputs], trace)
+        for header in instance.headers:
+            if instance.status[header]:
+                self._raise(instance)
         self._instances.append(instance)
         return outputs
 
-    def _point(self, instance: Instance, kind: str, addresses: Sequence[int]) -> None:
-        found, words, template = self._pointers[kind], instance.view, instance.frame
-        assert template is not None
-        base = template.words
-        for position, buffer in zip(found.positions, found.buffers, strict=True):
-            words[position] = addresses[buffer] + int(base[position])
+    def _execute(
+        self, instance: Instance, inputs: Sequence[int], outputs: Sequence[int],
+        trace: np.ndarray[Any, np.dtype[np.int64]] | None = None,
+    ) -> None:
+        words = instance.view
+        for position, buffer, offset in instance.inputs:
+            words[position] = inputs[buffer] + offset
+        for position, buffer, offset in instance.outputs:
+            words[position] = outputs[buffer] + offset
+        self.pool.execute(*instance.call, 0 if trace is None else address(trace), self.threads)
 
     def _fill(self, instance: Instance, frame: Frame) -> None:
         """Write all words that do not change from run to run."""
@@ -235,7 +240,17 @@ class Executable:
         self._add(instance, ARENA, [bases.get(n, 0) for n in self._order[ARENA]])
         self._add(instance, CONST, [address(self._constants[n]) for n in self._order[CONST]])
         self._add(instance, WEIGHT, [address(weights[n]) for n in self._order[WEIGHT]])
+        instance.inputs = self._moving(INPUT, frame)
+        instance.outputs = self._moving(OUTPUT, frame)
+        instance.status = memoryview(instance.scratch.view(np.int64))  # type: ignore[arg-type]
+        instance.headers = [t * frame.scratch // 8 for t in range(self.threads)]
+        instance.call = (address(instance.records), len(instance.records), address(instance.scratch), frame.scratch)
         instance.frame, instance.version = frame, version
+
+    def _moving(self, kind: str, frame: Frame) -> list[tuple[int, int, int]]:
+        """Position, buffer number and byte offset of the words that hold addresses of inputs or outputs."""
+        found = self._pointers[kind]
+        return [(p, b, int(frame.words[p])) for p, b in zip(found.positions, found.buffers, strict=True)]
 
     def _add(self, instance: Instance, kind: str, addresses: Sequence[int]) -> None:
         found = self._pointers[kind]
@@ -259,16 +274,16 @@ class Executable:
         empty = [np.empty(s, d) for s, d in zip(frame.shapes, self._output_types, strict=True)]
         guarded_outputs = [Guarded(a.nbytes) for a in empty]
         instance.scratch[:] = 0xFF
-        self._point(instance, INPUT, [g.address for g in guarded_inputs])
-        self._point(instance, OUTPUT, [g.address for g in guarded_outputs])
-        self.pool.run(instance.records, instance.scratch, frame.scratch)
+        self._execute(instance, [g.address for g in guarded_inputs], [g.address for g in guarded_outputs])
         for array, guard in zip(empty, guarded_outputs, strict=True):
             array.reshape(-1).view(np.uint8)[:] = guard.bytes
         return empty
 
-    def _raise(self, instance: Instance, frame: Frame) -> None:
-        headers = instance.scratch.reshape(self.threads, frame.scratch)[:, :16].copy().view(np.int64)
-        code, record = next((int(h[0]), int(h[1])) for h in headers if h[0])
+    def _raise(self, instance: Instance) -> None:
+        """The first fault that a thread has left in its scratch header: a code, and the record that it belongs to."""
+        at = next(h for h in instance.headers if instance.status[h])
+        code, record = instance.status[at], instance.status[at + 1]
+        self._instances.append(instance)
         launch = self.program.launches[record - 1] if 0 < record <= len(self.program.launches) else None
         where = launch.kernel.symbol if launch else "a kernel"
         notes = [f"built at: {launch.where}"] if launch and launch.where else []

@@ -117,8 +117,8 @@ class KernelLibrary:
             home = store.read("routines", self._key(symbol))
             if home is not None:
                 wanted.setdefault(home.decode(), []).append(symbol)
-        for home, symbols in wanted.items():
-            data = store.read("objects", home)
+        for place, symbols in wanted.items():
+            data = store.read("objects", place)
             if data is not None:
                 self._addresses |= self._code.load(data, symbols)
                 for symbol in symbols:

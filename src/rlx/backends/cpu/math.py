@@ -287,32 +287,35 @@ _HALF_LN2_PARTS = {
     "float": (0.3465728759765625, 7.143034101547086e-07),
     "double": (0.3465735902799665, 6.17333302073885e-15),
 }
-# ((1 - e^-2w)/2 - w) / w² for |w| <= ln(2)/4: the whole within 2^-26 and 2^-61.7.
+# ((e^2w - 1)/2 - w) / w² for |w| <= ln(2)/4: the whole within 2^-26 and 2^-61.7.
 _HALF_EXPM1 = {
-    "float": (-1.0, 0.666661739, -0.333338827, 0.133866027, -0.0444233231),
+    "float": (1.0, 0.666661739, 0.333338827, 0.133866027, 0.0444233231),
     "double": (
-        -1.0, 0.6666666666666671, -0.3333333333333321, 0.1333333333331469, -0.0444444444446796, 0.012698412727036333,
-        -0.003174603158086659, 0.000705465455175878, -0.0001410939013564531, 2.5711606509721527e-05,
-        -4.27527135784548e-06,
+        1.0, 0.6666666666666671, 0.3333333333333321, 0.1333333333331469, 0.0444444444446796, 0.012698412727036333,
+        0.003174603158086659, 0.000705465455175878, 0.0001410939013564531, 2.5711606509721527e-05,
+        4.27527135784548e-06,
     ),
 }  # fmt: skip
 
 
 def tanh(b: Builder, x: Value, target: Target) -> Value:
-    """tanh x = h / (1 - h) with h = (1 - e^-2|x|)/2, which loses nothing near 0."""
+    """tanh x = h / (h + 1) with h = (e^2|x| - 1)/2, which loses nothing near 0."""
     v = _Lanes(b, x.type, target)
     size = v.at_most(v.magnitude(x), _TANH_ONE[v.scalar])
     rounder = v.rounder(v.format.bias)
-    rounded = v.fma(size, -2 * _LOG2_E, rounder)
+    rounded = v.fma(size, 2 * _LOG2_E, rounder)
     n = v.sub(rounded, rounder)
-    # One rounded ln(2)/2 is enough with FMA: n is small, and where it is not the quotient hides the error.
-    w = size  # -2|x| = n ln 2 - 2w
-    for part in (_LN2 / 2,) if target.has_fma else _HALF_LN2_PARTS[v.scalar]:
-        w = v.less_product(w, n, -part)
+    # For float, ln(2)/2 as one number is enough with FMA: n is small, and where it is not the quotient hides the error.
+    w = size
+    for part in (_LN2 / 2,) if target.has_fma and v.scalar == "float" else _HALF_LN2_PARTS[v.scalar]:
+        w = v.less_product(w, n, part)
     e = v.fma(v.mul(w, w), v.polynomial(w, _HALF_EXPM1[v.scalar]), w)
     power = v.into_exponent(v.bits(rounded))
-    h = v.fma(power, e, v.fma(power, -0.5, 0.5))
-    return v.with_sign_of(v.div(h, v.sub(1.0, h)), x)
+    h = v.fma(power, e, v.fma(power, 0.5, -0.5))
+    # The quotient as c - c²/(h + 1), c = min(h, 1): its rounding errors then only touch the smaller term.
+    c = v.at_most(h, 1.0)
+    quotient = v.div(b.fneg(c), v.add(h, 1.0))
+    return v.with_sign_of(v.fma(c, quotient, c), x)
 
 
 # -- the error function -------------------------------------------------------------------------------------------
@@ -325,26 +328,27 @@ _ERF_SMALL = {
         -1.6350024560759464e-07, 1.4657875679145678e-08, -1.1365650818706664e-09, 5.945237520751989e-11,
     ),
 }  # fmt: skip
-# The 4th (float; in |x|) and 8th (double; in |x| - 3) root of 1 - erf|x| from 1 to where erf rounds to 1, fitted so
-# that the absolute error of the power is within 2^-25.3 and 2^-54.5.
+# The 4th root of 1 - erf|x| in |x| (float) or |x| - 3 (double) from 1 to where erf rounds to 1, fitted so that the
+# absolute error of its 4th power is within 2^-25.3 and 2^-58.5.
 _ERFC_ROOT = {
     "float": (
         1.00397706, -0.302571982, -0.0740855038, -0.0405305363, 0.0606696084, -0.02045995, 0.00292793405,
         -0.00015709248,
     ),
     "double": (
-        0.2618337862286639, -0.20631696198053698, 0.049950937733690845, 0.0030980364227540134, -0.003411555313305559,
-        0.00032560828885135827, 0.0001042186835650214, -2.3491899298006142e-05, -8.680882989241305e-07,
-        6.988068135691105e-07, -2.977283363326529e-08, -1.3469622532343453e-08, 1.3817481908973852e-09,
-        1.9835227501541466e-10, -5.0193430504229804e-11, -2.530021493787503e-12, 1.2484075883069296e-12,
-        5.188165868269862e-13, 8.125429306190627e-14,
+        0.06855693161083354, -0.10804150263715351, 0.06872437510598253, -0.018989110228451685,
+        -0.0005697796331424309, 0.001887733601007516, -0.0004110040387797218, -4.391547606709337e-05,
+        3.330683658530091e-05, -3.198632968540182e-06, -1.1413131413683004e-06, 2.977951067333742e-07,
+        9.11869610098389e-09, -1.2215185937104439e-08, 9.818796999317922e-10, 3.055136004222976e-10,
+        -6.044418580333466e-11, -4.159761003359269e-12, 2.0726811429735687e-12, 4.0987327991188076e-14,
+        -4.169519803864035e-14, -2.54878930721063e-15,
     ),
 }  # fmt: skip
 _ERF_ONE = {"float": 3.93, "double": 5.95}
 
 
 def erf(b: Builder, x: Value, target: Target) -> Value:
-    """The error function: an odd polynomial up to 1, beyond that 1 - p(|x|)^k, which needs no exponential."""
+    """The error function: an odd polynomial up to 1, beyond that 1 - p(|x|)⁴, which needs no exponential."""
     v = _Lanes(b, x.type, target)
     size = v.magnitude(x)
     small = v.fma(size, v.polynomial(v.mul(size, size), _ERF_SMALL[v.scalar]), size)
@@ -353,9 +357,7 @@ def erf(b: Builder, x: Value, target: Target) -> Value:
         capped = v.sub(capped, 3.0)
     root = v.polynomial(capped, _ERFC_ROOT[v.scalar])
     square = v.mul(root, root)
-    if v.scalar == "double":
-        square = v.mul(square, square)
-    large = v.sub(1.0, v.mul(square, square)) if not target.has_fma else v.fma(b.fneg(square), square, 1.0)
+    large = v.fma(b.fneg(square), square, 1.0)
     return v.with_sign_of(v.choose(v.compare("olt", size, 1.0), small, large), x)
 
 
@@ -398,7 +400,7 @@ _PI_SHORT_PARTS: tuple[float, ...] = (
 )  # fmt: skip
 # (sin(r)/r - 1) / r² in r² for |r| <= π/2: the whole within 2^-27.2 and 2^-61.6.
 _SIN = {
-    "float": (-0.166666597, 0.00833306834, -0.000198096604, 2.60575621e-06),
+    "float": (-0.166666597, 0.00833307579, -0.000198096968, 2.60452134e-06),
     "double": (
         -0.16666666666666666, 0.008333333333333194, -0.00019841269841209218, 2.755731921113728e-06,
         -2.5052106872802296e-08, 1.6058939705891092e-10, -7.642991488999756e-13, 2.7211749579096234e-15,
@@ -445,10 +447,13 @@ def _less_multiple_of_pi(v: _Lanes, x: Value, n: Value, *, exact: bool) -> tuple
     middle, *last = parts[exact_parts:]
     for part in parts[:exact_parts]:  # these differences are exact
         x = v.less_product(x, n, part)
-    r = v.less_product(x, n, middle)
     if not exact:
-        return r, None
-    rest = v.less_product(v.sub(x, r), n, middle)
+        return v.less_product(x, n, middle), None
+    product = v.mul(n, middle)
+    r = v.sub(x, product)
+    rest = v.sub(v.sub(x, r), product)  # exact, x being a multiple of the last bit of the product
+    if v.target.has_fma:
+        rest = v.sub(rest, v.fma(n, middle, v.b.fneg(product)))
     for part in last:
         rest = v.less_product(rest, n, part)
     return r, rest

@@ -85,7 +85,9 @@ class Pool:
         self.threads = 1 if self._why_single else threads
         self._functions = {name: make(addresses[name]) for name, make in _SIGNATURES.items()}
         self._start_lock = threading.Lock()
-        self._run: _Run = self._start_and_run
+        # The driver's `run` for addresses instead of arrays; look it up anew each time, a fork replaces it.
+        self.execute: _Run = self._start_and_run
+        self._job: npt.NDArray[np.uint8] | None = None  # kept: `_run` has its address
         self._end: weakref.finalize[..., Pool] | None = None
         _alive.add(self)
 
@@ -113,7 +115,7 @@ class Pool:
         assert (base | scratch_stride) % 64 == 0 and scratch.nbytes >= count * scratch_stride > 0
         assert trace is None or trace.nbytes >= len(records) * count * 16
         stamps = 0 if trace is None else _address(trace)
-        return self._run(_address(records), len(records), base, scratch_stride, stamps, count)
+        return self.execute(_address(records), len(records), base, scratch_stride, stamps, count)
 
     def close(self) -> None:
         """End the workers, unless a run is going on. Later runs use the thread that calls."""
@@ -122,13 +124,12 @@ class Pool:
 
     def _start_and_run(self, *arguments: int) -> int:
         with self._start_lock:
-            if self._run == self._start_and_run:  # else another thread was faster
+            if self.execute == self._start_and_run:  # else another thread was faster
                 self._start()
-        return self._run(*arguments)
+        return self.execute(*arguments)
 
     def _start(self) -> None:
-        job = _zeros(driver.job_bytes(self.threads))
-        address = _address(job)
+        job = self._job = _zeros(driver.job_bytes(self.threads))
         workers: list[threading.Thread] = []
         words = job.view(np.int64)
         words[driver.SPIN // 8] = self._pauses()
@@ -146,7 +147,7 @@ class Pool:
             workers.append(worker)
         words[driver.POOL_THREADS // 8] = 1 + len(workers)
         self._end = weakref.finalize(self, _stop, self._functions["stop"], job, workers)
-        self._run = functools.partial(self._functions["run"], address)
+        self.execute = functools.partial(self._functions["run"], _address(job))
 
     def _pauses(self) -> int:
         """Pauses that take `SPIN_SECONDS` here: one is 10 to 150 cycles. None where threads must share cores."""
@@ -166,7 +167,7 @@ class Pool:
             self._end.detach()
         self._end = None
         self._start_lock = threading.Lock()
-        self._run = self._start_and_run
+        self.execute = self._start_and_run
 
 
 def _work(worker: Callable[[int, int], None], job: npt.NDArray[np.uint8], tid: int) -> None:

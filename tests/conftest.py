@@ -1,0 +1,22 @@
+"""Shared by all tests: the `--update` option, and a cache folder of their own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+
+# Kernels compiled by one test are good for the next, but nothing of the user's cache is used or changed.
+_cache = tempfile.TemporaryDirectory(prefix="rlx-test-cache-")
+os.environ.setdefault("RLX_CACHE", _cache.name)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update", action="store_true", help="rewrite expected outputs of fixtures and docs")
+
+
+@pytest.fixture
+def update(request: pytest.FixtureRequest) -> bool:
+    """Whether expected outputs are rewritten instead of compared."""
+    return bool(request.config.getoption("--update"))

@@ -1,0 +1,60 @@
+"""The layering of the package: a layer imports only lower ones."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rlx
+
+ROOT = Path(rlx.__file__).parent
+# Lowest first; layers of one row do not import each other.
+ROWS = [
+    ["errors"], ["dtypes"], ["types"], ["profile", "target"], ["ir", "formats"], ["ops"], ["hir"], ["mir", "transforms"],
+    ["lir"], ["module"], ["backends"], ["runtime"], ["functional"], ["flow", "hub"], ["models"], ["engine", "train"],
+    ["server"], ["cli"],
+]  # fmt: skip
+RANK = {layer: rank for rank, row in enumerate(ROWS) for layer in row}
+FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
+
+
+def layer_of(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[0] == "rlx" else None
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(["rlx", *path.relative_to(ROOT).with_suffix("").parts])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_layer_imports_only_lower_ones(path: Path) -> None:
+    own = layer_of(module_name(path))
+    assert own in RANK, f"{own} is not a known layer"
+    for name in imports(path):
+        other = layer_of(name)
+        if other is not None and other in RANK and other != own:
+            assert RANK[other] < RANK[own], f"{path.name} ({own}) imports {name}"
+
+
+def test_llvmlite_is_imported_only_in_the_cpu_backend() -> None:
+    users = [p for p in FILES if any(n.split(".")[0] == "llvmlite" for n in imports(p))]
+    assert {p.relative_to(ROOT).parts[:2] for p in users} == {("backends", "cpu")}
+
+
+def test_a_backend_sees_no_op() -> None:
+    for path in FILES:
+        if path.relative_to(ROOT).parts[0] == "backends":
+            named = [n for n in imports(path) if n.startswith(("rlx.ops", "rlx.ir.registry", "rlx.hir", "rlx.mir"))]
+            assert not named, f"{path.name} imports {named}"
