@@ -112,7 +112,7 @@ def fma_ir(isa: Isa) -> str:
 
 
 def read_ir(isa: Isa, pattern: Pattern) -> str:
-    """`read(base, stride, reps, sink)`: reps passes over `streams` runs of `stride` bytes that lie end to end at base."""
+    """`read(base, stride, reps, sink)`: reps passes over `streams` runs of `stride` bytes, end to end from base."""
     vec, size = f"<{isa.lanes} x i32>", isa.lanes * 4
     block = read_block(isa, pattern)
     places = [(s, offset) for s in range(pattern.streams) for offset in range(0, block, size)]

@@ -133,7 +133,13 @@ def main() -> int:
         import harness  # here, because a measuring process must start without NumPy
 
         machine = harness.describe_machine() | {"date": harness.timestamp(), "command": harness.command()}
-        harness.write_json(args.json, {"machine": machine, "graph": args.graph, "size": GRAPHS[args.graph]} | measured)
+        machine["rlx"] = harness.installed(harness.Library("rlx", "", ("rlx",)))
+        medians = {
+            state: {step: statistics.median(r[step] for r in rounds) for step in STEPS}
+            for state, rounds in measured["rounds"].items()
+        }
+        what = {"graph": args.graph, "size": GRAPHS[args.graph], "threads": args.threads, "median_seconds": medians}
+        harness.write_json(args.json, {"machine": machine} | what | measured)
     return 0
 
 

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-
 from ceilings import timed
 from harness import (
     Case,
@@ -94,7 +93,7 @@ def torch_mm(case: Case, threads: int) -> Prepared:
 
 
 def torch_onednn(case: Case, threads: int) -> Prepared:
-    """oneDNN's inner product on a weight packed beforehand for this number of rows, as torch.compile's freezing does."""
+    """oneDNN's inner product on a weight packed for this number of rows, as torch.compile's freezing does."""
     import torch
 
     torch.set_num_threads(threads)
@@ -154,6 +153,8 @@ def print_table(result: Result) -> None:
 
 def summary(result: Result) -> list[str]:
     """Geometric mean against the best peer of each shape, and the worst shape."""
+    if result.busy():
+        return ["no summary: other programs had the processor in most rounds"]
     judged = [(c, peer) for c in result.cases if c.ok(OURS) and (peer := c.best_peer(PEERS))]
     if not judged:
         return [f"no shape has a valid number of both {OURS} and a peer"]

@@ -51,7 +51,8 @@ def bert_encoder(layers: int, hidden: int, heads: int, ffn: int, *, mask: bool =
         return g.reshape(value, (BATCH, SEQ, heads, head_dim))
 
     def norm(value: rlx.Value, name: str) -> rlx.Value:
-        return g.layer_norm(value, p[f"{name}.weight"], p[f"{name}.bias"], eps=eps)
+        normed: rlx.Value = g.layer_norm(value, p[f"{name}.weight"], p[f"{name}.bias"], eps=eps)
+        return normed
 
     for i in range(layers):
         at = f"layer.{i}"
@@ -106,7 +107,8 @@ def llama(
         return g.reshape(value @ p[name], (BATCH, SEQ, count, head_dim))
 
     def turn(value: rlx.Value) -> rlx.Value:
-        return g.rope(value, p["rope.cos"], p["rope.sin"], positions, style="halves")
+        turned: rlx.Value = g.rope(value, p["rope.cos"], p["rope.sin"], positions, style="halves")
+        return turned
 
     for i in range(layers):
         at = f"layer.{i}"

@@ -39,11 +39,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import ceilings
 import numpy as np
 
-import ceilings
-
 TOLERANCE = 0.03  # how far above its ceiling a number may be before it is refused: the spread of the probes themselves
+REFUSED = "refused"
 SLICE_SECONDS = 0.02  # a timed stretch is at least this long; its mean is one round's number
 SETUP_SECONDS = 300.0  # a library that has not answered by then has failed
 QUIET_PERCENT = 8.0  # of the machine's time may go elsewhere in a quiet round; the counters tick in 10 ms
@@ -90,6 +90,10 @@ class Timing:
     problem: str = ""
 
     @property
+    def refused(self) -> bool:
+        return self.problem.startswith(REFUSED)
+
+    @property
     def median(self) -> float:
         return statistics.median(self.seconds)
 
@@ -120,7 +124,9 @@ class CaseResult:
         return statistics.median(rounds), theirs.best / ours.best
 
     def best_peer(self, peers: Sequence[str]) -> str | None:
-        """The peer with the lowest median among those with a valid number."""
+        """The peer with the lowest median. None where one was refused: it may be the best one."""
+        if any(p in self.timings and self.timings[p].refused for p in peers):
+            return None
         valid = [p for p in peers if self.ok(p)]
         return min(valid, key=lambda p: self.timings[p].median) if valid else None
 
@@ -161,12 +167,17 @@ class Result:
         elsewhere = [percent for case in self.cases for percent in case.elsewhere_percent]
         return sum(percent > QUIET_PERCENT for percent in elsewhere), len(elsewhere)
 
+    def busy(self) -> bool:
+        """Whether most rounds were disturbed, so that neither the times nor the ceilings mean much."""
+        disturbed, rounds = self.disturbed()
+        return disturbed > rounds / 2
+
     def problems(self) -> list[str]:
         found = [
             f"{c.case.name}: {name}: {t.problem}" for c in self.cases for name, t in c.timings.items() if t.problem
         ]
-        disturbed, rounds = self.disturbed()
-        if disturbed > rounds / 2:
+        if self.busy():
+            disturbed, rounds = self.disturbed()
             found.append(f"the whole run: other programs had the processor in {disturbed} of {rounds} rounds")
         return found
 
@@ -266,7 +277,7 @@ def serve(connection: Connection, factory: str, threads: int) -> None:
             else:
                 assert prepared is not None
                 connection.send(("time", time_calls(prepared.call, inner)))
-        except Exception as error:  # noqa: BLE001 - whatever a library raises is a line in the result, not its end
+        except Exception as error:  # whatever a library raises is a line in the result, not the end of the run
             connection.send(("failed", f"{type(error).__name__}: {error}".splitlines()[0][:300]))
 
 
@@ -494,7 +505,7 @@ def refuse(result: Result) -> None:
                 continue
             best = case.gflops(name)[1]
             if best > roof * (1 + TOLERANCE):
-                timing.problem = f"refused: {best:.1f} GFLOPS is above the ceiling of {roof:.1f}"
+                timing.problem = f"{REFUSED}: {best:.1f} GFLOPS is above the ceiling of {roof:.1f}"
 
 
 def installed(library: Library) -> str:
@@ -524,6 +535,7 @@ def describe_machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "numpy": np.__version__,
+        "llvmlite": importlib.metadata.version("llvmlite"),
     }
 
 
