@@ -1,19 +1,20 @@
-"""Whole layers for tests: a BERT encoder and a Llama decoder built by hand, random weights, and the same in NumPy float64.
+"""Whole layers for tests: a BERT encoder and a Llama decoder built by hand, random weights, and both in NumPy float64.
 
 The NumPy versions share no code with rlx: they are what the layers mean. `relative` is how far two arrays are apart.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.special import erf
 
 import rlx
 
+erf = np.vectorize(math.erf, otypes=[np.float64])
 Array = np.ndarray[Any, Any]
 Weights = dict[str, Array]
 BERT_EPS, LLAMA_EPS = 1e-12, 1e-5
@@ -44,6 +45,8 @@ class Llama:
 
 MINILM = Bert(hidden=384, heads=12, ffn=1536)
 SMOLLM = Llama(hidden=576, heads=9, kv_heads=3, head_dim=64, ffn=1536)
+TINY_BERT = Bert(hidden=12, heads=1, ffn=20)
+TINY_LLAMA = Llama(hidden=12, heads=2, kv_heads=1, head_dim=6, ffn=20)
 
 
 def relative(a: Array, b: Array) -> float:
@@ -171,8 +174,13 @@ def _attention(q: Array, k: Array, v: Array, seen: Array) -> Array:
     group = q.shape[2] // k.shape[2]
     q = q.transpose(0, 2, 1, 3)
     k, v = (np.repeat(t, group, axis=2).transpose(0, 2, 1, 3) for t in (k, v))
-    scores = q @ k.transpose(0, 1, 3, 2) / np.sqrt(q.shape[-1])
-    return (_softmax(scores, np.broadcast_to(seen, scores.shape)) @ v).transpose(0, 2, 1, 3)
+    found = np.empty((*q.shape[:3], v.shape[3]))
+    seen = np.broadcast_to(seen, (*q.shape[:3], k.shape[2]))
+    for at in range(0, q.shape[2], 256):  # some rows at a time, or long sequences would not fit into memory
+        rows = np.s_[:, :, at : at + 256]
+        scores = q[rows] @ k.transpose(0, 1, 3, 2) / np.sqrt(q.shape[-1])
+        found[rows] = _softmax(scores, seen[rows]) @ v
+    return found.transpose(0, 2, 1, 3)
 
 
 def bert_numpy(sizes: Bert, params: Mapping[str, Array], x: Array, mask: Array) -> list[Array]:

@@ -6,6 +6,7 @@ same one. Promotion follows JAX: an int never widens a float, Python scalars are
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,7 @@ ALL = (F64, F32, F16, BF16, I64, I32, I16, I8, U32, U8, BOOL)
 BY_NAME = {d.name: d for d in ALL}
 _BY_NUMPY = {d.numpy: d for d in ALL}
 _LONG_NAMES = {d.numpy.name: d for d in ALL} | {"float": F32, "int": I32}
+_BY_PYTHON = {float: F32, int: I32, bool: BOOL}  # what Python's own numbers become
 
 DTypeLike = Any  # a DType, "f32", "float32", np.float32, np.dtype(...)
 
@@ -77,10 +79,12 @@ def dtype(like: DTypeLike) -> DType:
         if found is None:
             raise DTypeError(f"dtype: no element type is called {like!r}", hint=nearest(like, BY_NAME))
         return found
-    try:
-        found = _BY_NUMPY.get(np.dtype(like))
-    except TypeError:
-        found = None
+    found = None
+    if isinstance(like, type) and like in _BY_PYTHON:
+        found = _BY_PYTHON[like]
+    elif like is not None:  # NumPy takes None for float64
+        with contextlib.suppress(TypeError, ValueError):
+            found = _BY_NUMPY.get(np.dtype(like))
     if found is None:
         raise DTypeError(f"dtype: {like!r} has no counterpart in rlx", hint="known: " + ", ".join(BY_NAME))
     return found

@@ -8,6 +8,7 @@
     ├── VerifyError           a pass broke a graph: a defect of rlx itself
     ├── LowerError            no rule takes this node one level down
     ├── FormatError           a broken file
+    ├── NotFoundError         a model that is not here and could not be had
     ├── CapabilityError       the device or this machine cannot do it
     ├── BindError             weights, inputs or dims given to a compiled graph do not fit it
     ├── KernelError           machine code reported a fault, such as an index out of range
@@ -65,6 +66,10 @@ class LowerError(RlxError):
 
 class FormatError(RlxError):
     """A file that breaks its format."""
+
+
+class NotFoundError(RlxError):
+    """A model that is not here and could not be had: an unknown name, no network, terms not accepted."""
 
 
 class CapabilityError(RlxError):

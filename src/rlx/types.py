@@ -1,20 +1,20 @@
 """Sizes and tensor types: `Dim` expressions over named symbols, `TensorType`, broadcasting, bindings of symbols.
 
-A size is a Python int or a `Dim`: a polynomial over symbols and over `//`, `min`, `max` of sizes, kept in a normal form,
-so that equal sizes are equal objects. Zero is legal everywhere; a symbol never broadcasts as 1.
+A size is a Python int or a `Dim`: a polynomial over symbols and over `//`, `min`, `max` of sizes, kept in a normal
+form, so that equal sizes are equal objects. Zero is legal everywhere; a symbol never broadcasts as 1.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
-import math
+import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Union
 
-from rlx.dtypes import DType, DTypeLike, dtype
-from rlx.errors import BindError, GraphError, ParseError, ShapeError
+from rlx.dtypes import BY_NAME, DType, DTypeLike, dtype
+from rlx.errors import BindError, GraphError, ParseError, ShapeError, nearest
 
 Size = Union[int, "Dim"]
 ShapeLike = Iterable[Any]  # ints, Dims or strings
@@ -37,7 +37,7 @@ class Composite:
     b: Size
 
 
-Atom = Union[Symbol, Composite]
+Atom = Symbol | Composite
 Monomial = tuple[Atom, ...]
 
 
@@ -45,6 +45,7 @@ class Dim:
     """A size known only at run time. Build with `rlx.dim("n")`, combine with + - * // and `dim_min`, `dim_max`."""
 
     __slots__ = ("_hash", "terms")
+    __array_ufunc__ = None  # NumPy hands `np.int64(2) * dim` to us
 
     def __init__(self, terms: tuple[tuple[Monomial, int], ...]) -> None:
         self.terms = terms
@@ -71,11 +72,9 @@ class Dim:
         return _combine((other, 1), (self, -1))
 
     def __mul__(self, other: Size) -> Size:
-        if isinstance(other, int):
-            return _combine((self, other))
         total: dict[Monomial, int] = {}
         for m, c in self.terms:
-            for n, d in other.terms:
+            for n, d in _terms(other):
                 key = tuple(sorted(m + n, key=_atom_key))
                 total[key] = total.get(key, 0) + c * d
         return _normal(total)
@@ -116,7 +115,12 @@ def _atom_key(atom: Atom) -> tuple[int, str]:
 
 
 def _terms(size: Size) -> tuple[tuple[Monomial, int], ...]:
-    return size.terms if isinstance(size, Dim) else (((), int(size)),)
+    if isinstance(size, Dim):
+        return size.terms
+    try:
+        return (((), operator.index(size)),)
+    except TypeError:
+        raise ShapeError(f"dim: {size!r} is not a size", hint="sizes are integers and dims") from None
 
 
 def _combine(*weighted: tuple[Size, int]) -> Size:
@@ -141,42 +145,51 @@ def _atom(atom: Atom) -> Dim:
     return Dim((((atom,), 1),))
 
 
+# Words of the text form: a symbol of that name could not be told from an attribute that means something else.
+_RESERVED = {"none", "true", "false", "inf", "nan", *BY_NAME}
+
+
 def dim(name: str, *, max: int | None = None) -> Dim:
     """A named run-time size; every use of the name in one graph is the same size."""
-    if not name.isidentifier():
+    if not (name.isidentifier() and re.fullmatch(r"\w+", name)):
         raise GraphError(f"dim: {name!r} is not a name", hint="letters, digits and _ only")
+    if name in _RESERVED:
+        raise GraphError(f"dim: {name!r} means something else in the text of graphs", hint="choose another name")
     return _atom(Symbol(name, max))
 
 
 def dim_floordiv(a: Size, b: Size) -> Size:
-    """`a // b`, exact where every term divides."""
+    """`a // b`, without the division where it is exact; terms that a plain number divides come out of it."""
     if b == 0:
         raise ShapeError(f"dim: {a} // 0")
     if isinstance(a, int) and isinstance(b, int):
         return a // b
-    if b == 1:
-        return a
-    if isinstance(b, int) and all(c % b == 0 for _, c in _terms(a)):
-        return _normal({m: c // b for m, c in _terms(a)})
-    if isinstance(b, Dim) and len(b.terms) == 1:
-        exact = _divide_by_monomial(a, *b.terms[0])
-        if exact is not None:
-            return exact
-    return _atom(Composite("//", a, b))
+    exact = _exact_quotient(a, b)
+    if exact is not None:
+        return exact
+    whole: Size = 0
+    if isinstance(b, int):
+        whole = _normal({m: c // b for m, c in _terms(a) if c % b == 0})
+        a = a - whole * b
+    return whole + (a // b if isinstance(a, int) and isinstance(b, int) else _atom(Composite("//", a, b)))
 
 
-def _divide_by_monomial(a: Size, divisor: Monomial, coefficient: int) -> Size | None:
-    total: dict[Monomial, int] = {}
-    for monomial, c in _terms(a):
-        rest = list(monomial)
-        for atom in divisor:
-            if atom not in rest:
+def _exact_quotient(a: Size, b: Size) -> Size | None:
+    """The size q with q * b == a as polynomials, by long division; None if there is none."""
+    lead, scale = _terms(b)[0]
+    quotient: Size = 0
+    while a != 0:
+        monomial, coefficient = _terms(a)[0]
+        left = list(monomial)
+        for atom in lead:
+            if atom not in left:
                 return None
-            rest.remove(atom)
-        if c % coefficient:
+            left.remove(atom)
+        if coefficient % scale:
             return None
-        total[tuple(rest)] = c // coefficient
-    return _normal(total)
+        step = _normal({tuple(left): coefficient // scale})
+        quotient, a = quotient + step, a - step * b
+    return quotient
 
 
 def dim_min(a: Size, b: Size) -> Size:
@@ -194,13 +207,8 @@ def _extreme(op: str, a: Size, b: Size) -> Size:
     if isinstance(difference, int):
         smaller, larger = (a, b) if difference <= 0 else (b, a)
         return smaller if op == "min" else larger
-    if _atom_key_of(b) < _atom_key_of(a):
-        a, b = b, a
-    return _atom(Composite(op, a, b))
-
-
-def _atom_key_of(size: Size) -> str:
-    return str(size)
+    first, second = sorted((a, b), key=str)
+    return _atom(Composite(op, first, second))
 
 
 def symbols_of(size: Size) -> Iterator[Symbol]:
@@ -216,18 +224,14 @@ def known_equal(a: Size, b: Size) -> bool | None:
 
 
 def is_monotone(size: Size) -> bool:
-    """Whether the size can only grow when any symbol grows."""
+    """Whether the size is never negative and only grows when a symbol grows; False where that is not plain to see."""
     if isinstance(size, int):
-        return True
-    return all(
-        c > 0
-        and all(
-            isinstance(a, Symbol)
-            or (is_monotone(a.a) and (isinstance(a.b, int) if a.op == "//" else is_monotone(a.b)))
-            for a in m
-        )
-        for m, c in size.terms
-    )
+        return size >= 0
+    return all(c > 0 and all(isinstance(atom, Symbol) or _is_monotone_atom(atom) for atom in m) for m, c in size.terms)
+
+
+def _is_monotone_atom(atom: Composite) -> bool:
+    return is_monotone(atom.a) and is_monotone(atom.b) and (atom.op != "//" or isinstance(atom.b, int))
 
 
 # -- text -----------------------------------------------------------------------------------------------------------
@@ -246,7 +250,7 @@ def _dim_text(size: Size, names: Mapping[str, str] | None = None) -> str:
 
 def _atom_text(atom: Atom, names: Mapping[str, str] | None) -> str:
     if isinstance(atom, Symbol):
-        return names[atom.name] if names else atom.name
+        return atom.name if names is None else names[atom.name]
     a, b = _dim_text(atom.a, names), _dim_text(atom.b, names)
     return f"(({a}) // ({b}))" if atom.op == "//" else f"{atom.op}({a}, {b})"
 
@@ -255,42 +259,79 @@ def _atom_text(atom: Atom, names: Mapping[str, str] | None) -> str:
 def parse_dim(text: str) -> Size:
     """The size that an expression says: `4`, `batch*seq`, `(seq + 63) // 64`, `min(a, b)`."""
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError as error:
-        raise ParseError(f"dim: {text!r} is not a size") from error
-    return _dim_from_ast(tree, text)
+        return _DimParser(text).whole()
+    except (GraphError, SyntaxError, RecursionError) as error:
+        hint = "sizes use names, integers, + - * // min max"
+        raise ParseError(f"dim: {text[:80]!r} is not a size", hint=hint) from error
 
 
-def _dim_from_ast(tree: ast.expr, text: str) -> Size:
-    match tree:
-        case ast.Constant(value=int() as value) if not isinstance(value, bool):
-            return value
-        case ast.Name(id=name):
-            return dim(name)
-        case ast.UnaryOp(op=ast.USub(), operand=inner):
-            return 0 - _dim_from_ast(inner, text)
-        case ast.BinOp(left=left, op=operator, right=right):
-            a, b = _dim_from_ast(left, text), _dim_from_ast(right, text)
-            match operator:
-                case ast.Add():
-                    return a + b
-                case ast.Sub():
-                    return a - b
-                case ast.Mult():
-                    return a * b
-                case ast.FloorDiv():
-                    return dim_floordiv(a, b)
-        case ast.Call(func=ast.Name(id="min" | "max" as name), args=[x, y]):
-            return _extreme(name, _dim_from_ast(x, text), _dim_from_ast(y, text))
-    raise ParseError(f"dim: {text!r} is not a size", hint="sizes use names, integers, + - * // min max")
+class _DimParser:
+    """Recursive descent over words, numbers and signs. Python's own parser would not take `in` or `lambda` as names."""
+
+    def __init__(self, text: str) -> None:
+        self.tokens: list[str] = [*re.findall(r"\w+|//|[^\s\w]", text), ""]
+        self.at = 0
+
+    def take(self, *wanted: str) -> str:
+        """The next token if it is one of those wanted, else an empty string."""
+        token = self.tokens[self.at]
+        if token not in wanted or not token:
+            return ""
+        self.at += 1
+        return token
+
+    def need(self, token: str) -> None:
+        if not self.take(token):
+            raise SyntaxError
+
+    def whole(self) -> Size:
+        size = self.sum()
+        if self.tokens[self.at]:
+            raise SyntaxError
+        return size
+
+    def sum(self) -> Size:
+        size = self.product()
+        while sign := self.take("+", "-"):
+            other = self.product()
+            size = size + other if sign == "+" else size - other
+        return size
+
+    def product(self) -> Size:
+        size = self.factor()
+        while sign := self.take("*", "//"):
+            other = self.factor()
+            size = size * other if sign == "*" else dim_floordiv(size, other)
+        return size
+
+    def factor(self) -> Size:
+        if self.take("-"):
+            return 0 - self.factor()
+        if self.take("("):
+            size = self.sum()
+            self.need(")")
+            return size
+        word = self.tokens[self.at]
+        self.at += bool(word)
+        if word in ("min", "max") and self.take("("):
+            a = self.sum()
+            self.need(",")
+            b = self.sum()
+            self.need(")")
+            return _extreme(word, a, b)
+        if re.fullmatch(r"[0-9]{1,999}", word):
+            return int(word)
+        if not word.isidentifier():
+            raise SyntaxError
+        return dim(word)
 
 
 def as_size(like: Any) -> Size:
     """A size from an int, a Dim, a NumPy integer or text."""
+    if isinstance(like, str):
+        like = parse_dim(like)
     if isinstance(like, Dim):
         return like
-    if isinstance(like, str):
-        return parse_dim(like)
     if isinstance(like, bool) or not hasattr(like, "__index__"):
         raise ShapeError(f"shape: {like!r} is not a size", hint="use an int, a name or rlx.dim(...)")
     value = int(like)
@@ -367,6 +408,8 @@ def evaluate(size: Size, binding: Mapping[str, int]) -> int:
                 coefficient *= binding[atom.name]
             else:
                 a, b = evaluate(atom.a, binding), evaluate(atom.b, binding)
+                if atom.op == "//" and b == 0:
+                    raise BindError(f"dim {size}: {atom.b} is 0")
                 coefficient *= a // b if atom.op == "//" else min(a, b) if atom.op == "min" else max(a, b)
         total += coefficient
     return total
@@ -375,9 +418,21 @@ def evaluate(size: Size, binding: Mapping[str, int]) -> int:
 def compile_sizes(symbols: Sequence[str], sizes: Sequence[Size]) -> Callable[..., tuple[int, ...]]:
     """A function of the symbols' values, in order, that evaluates all sizes at once: far faster than one by one."""
     names = {symbol: f"s{i}" for i, symbol in enumerate(symbols)}
+    for symbol in (s for size in sizes for s in symbols_of(size) if s.name not in names):
+        raise BindError(f"dim: symbol {symbol.name!r} is not among {', '.join(symbols) or 'none'}")
     body = ", ".join(_dim_text(size, names) for size in sizes)
     text = f"lambda {', '.join(names.values())}: ({body}{',' if sizes else ''})"
-    return eval(text, {"__builtins__": {}, "min": min, "max": max})  # type: ignore[no-any-return]
+    run: Callable[..., tuple[int, ...]] = eval(text, {"__builtins__": {}, "min": min, "max": max})
+
+    def values(*given: int) -> tuple[int, ...]:
+        try:
+            return run(*given)
+        except ZeroDivisionError:
+            for size in sizes:
+                evaluate(size, dict(zip(symbols, given, strict=True)))  # says which
+            raise
+
+    return values
 
 
 class sym:
@@ -424,32 +479,37 @@ def tensor(shape: ShapeLike, like: DTypeLike = "f32") -> TensorType:
     return TensorType(as_shape(shape), dtype(like))
 
 
+@functools.lru_cache(maxsize=4096)
 def parse_type(text: str) -> TensorType:
     """The type that text such as `f32[batch, 4]` says."""
-    name, _, rest = text.strip().partition("[")
-    if not rest.endswith("]"):
+    name, bracket, rest = text.strip().partition("[")
+    if not bracket or not rest.endswith("]"):
         raise ParseError(f"type: {text!r} has no [shape]")
-    inner = rest[:-1].strip()
-    return TensorType(tuple(parse_dim(d) for d in split_top(inner)) if inner else (), dtype(name))
+    if name not in BY_NAME:
+        raise ParseError(f"type: {name!r} is not an element type", hint=nearest(name, BY_NAME))
+    shape = tuple(parse_dim(d) for d in split_top(rest[:-1]))
+    if any(isinstance(d, int) and d < 0 for d in shape):
+        raise ParseError(f"type: {text!r} has a negative size")
+    return TensorType(shape, BY_NAME[name])
+
+
+_MARKS = {c: re.compile(r'"(?:[^"\\]|\\.)*"|[][(){}]|' + c, re.S) for c in ",;"}
 
 
 def split_top(text: str, separator: str = ",") -> list[str]:
-    """Split at separators that stand outside brackets and quotes."""
-    parts, depth, start, quoted = [], 0, 0, False
-    for i, c in enumerate(text):
-        if c == '"' and (i == 0 or text[i - 1] != "\\"):
-            quoted = not quoted
-        elif quoted:
-            continue
-        elif c in "([{":
+    """The parts between separators that stand outside brackets and quotes; nothing for empty text."""
+    parts, depth, start = [], 0, 0
+    for mark in _MARKS[separator].finditer(text):
+        c = mark[0]
+        if c in "([{":
             depth += 1
         elif c in ")]}":
             depth -= 1
         elif c == separator and depth == 0:
-            parts.append(text[start:i].strip())
-            start = i + 1
-    parts.append(text[start:].strip())
-    return parts
+            parts.append(text[start : mark.start()].strip())
+            start = mark.end()
+    last = text[start:].strip()
+    return [*parts, last] if parts or last else []
 
 
 def product(sizes: Iterable[Size]) -> Size:
@@ -500,7 +560,7 @@ def axis_index(axis: int, rank: int, where: str) -> int:
     """A non-negative axis; negative ones count from the end."""
     if not -rank <= axis < rank:
         raise ShapeError(f"{where}: axis {axis} is outside a rank-{rank} tensor")
-    return axis % rank if rank else 0
+    return axis % rank
 
 
 def contiguous_strides(shape: Sequence[Size]) -> tuple[Size, ...]:
@@ -515,4 +575,4 @@ def contiguous_strides(shape: Sequence[Size]) -> tuple[Size, ...]:
 
 def round_up_power_of_two(n: int) -> int:
     """The least power of two that is not below n; 0 stays 0."""
-    return 0 if n <= 0 else 1 << math.ceil(math.log2(n)) if n > 1 else 1
+    return 0 if n <= 0 else 1 << (n - 1).bit_length()

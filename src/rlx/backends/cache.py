@@ -1,11 +1,13 @@
 """The cache folder: compiled programs and kernels on disk.
 
-What lies there is executed, so the folder is ours alone (mode 0700, our owner), files are written to a temporary name and
-renamed, and every file carries a digest that is checked when it is read. `RLX_CACHE` is `off`, `readonly` or a folder.
+What lies there is executed, so the folder is ours alone (mode 0700, our owner), files are written to a temporary name
+and renamed, and every file carries a digest that is checked when it is read. `RLX_CACHE` is `off`, `readonly` or a
+folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -38,7 +40,8 @@ class Cache:
         payload = data[_DIGEST:]
         if hashlib.blake2b(payload, digest_size=_DIGEST).digest() != data[:_DIGEST]:
             if self.writable:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # another process may have been faster, or the disk may refuse
+                    path.unlink()
             return None
         return payload
 
@@ -88,21 +91,25 @@ def _open(setting: str) -> Cache:
         return Cache(None, False, "RLX_CACHE is off")
     readonly = setting == "readonly"
     try:
-        folder = Path(setting).expanduser() if setting and not readonly else _default_folder()
+        folder = Path(setting).expanduser().absolute() if setting and not readonly else _default_folder()
         if not readonly:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         return Cache(None, False, f"the folder cannot be used: {error}")
-    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022):
-        return Cache(None, False, f"{folder} is not ours alone (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o})")
+    mode = stat.S_IMODE(found.st_mode)
+    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or mode & 0o022):
+        return Cache(None, False, f"{folder} is not ours alone (owner {found.st_uid}, mode {mode:o})")
     return Cache(folder, not readonly and os.access(folder, os.W_OK))
 
 
 def _default_folder() -> Path:
     import platformdirs
 
-    return Path(platformdirs.user_cache_dir("rlx", appauthor=False))
+    folder = Path(platformdirs.user_cache_dir("rlx", appauthor=False))
+    if not folder.is_absolute():  # a user without a home keeps "~", which is no folder of the working directory
+        raise RuntimeError(f"no home folder, {folder} leads nowhere")
+    return folder
 
 
 @functools.cache

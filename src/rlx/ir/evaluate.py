@@ -1,4 +1,4 @@
-"""The evaluator: runs a graph node by node with each op's NumPy reference. The `reference` device, the oracle of tests."""
+"""The evaluator: runs a graph node by node with each op's NumPy reference. It is the `reference` device, the oracle."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from rlx.errors import LowerError
+from rlx.errors import BindError, LowerError
 from rlx.ir import registry
 from rlx.ir.graph import Graph, Node, Value
-from rlx.types import Dim, evaluate
+from rlx.types import Dim, concrete, evaluate
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
@@ -26,8 +26,17 @@ def run(graph: Graph, leaves: Arrays, binding: Mapping[str, int]) -> list[np.nda
                 results = (node.attrs["value"].data,)
             case _:
                 results = apply(node, [None if o is None else values[o] for o in node.operands], binding)
-        values.update(zip(node.results, results, strict=True))
+        for value, result in zip(node.results, results, strict=True):
+            _check_shape(value, result.shape, binding)
+            values[value] = result
     return [values[o] for o in graph.outputs]
+
+
+def _check_shape(value: Value, found: tuple[int, ...], binding: Mapping[str, int]) -> None:
+    """The declared shape, or an error: the oracle may not be wrong about sizes."""
+    wanted = concrete(value.shape, binding)
+    if found != wanted:
+        raise BindError(f"%{value.node.id} {value.node.op}: shape is {found}, its type {value.type} says {wanted}")
 
 
 def apply(node: Node, operands: list[Any], binding: Mapping[str, int]) -> tuple[np.ndarray[Any, Any], ...]:
@@ -35,6 +44,8 @@ def apply(node: Node, operands: list[Any], binding: Mapping[str, int]) -> tuple[
     definition = registry.get(node.op)
     if definition.reference is None:
         raise LowerError(f"{node.op}: has no NumPy reference", hint=f"add reference= in {definition.place}")
+    if node.op == "assume_equal":
+        _check_assumption(node, operands[0].shape, binding)
     wide = [None if a is None else widen(a) for a in operands]
     attrs = {k: bind_attr(v, binding) for k, v in node.attrs.items() if k not in ("num_heads", "head_dim")}
     if definition.takes_binding:
@@ -43,6 +54,15 @@ def apply(node: Node, operands: list[Any], binding: Mapping[str, int]) -> tuple[
         given = definition.reference(*wide, **attrs)
         results = given if isinstance(given, tuple) else (given,)
         return tuple(_round(np.asarray(r), t.dtype) for r, t in zip(results, node.types, strict=True))
+
+
+def _check_assumption(node: Node, found: tuple[int, ...], binding: Mapping[str, int]) -> None:
+    """What the graph assumes about sizes, as compiled programs check it."""
+    assert node.operands[0] is not None
+    for have, want, size in zip(node.operands[0].shape, node.types[0].shape, found, strict=True):
+        if size != evaluate(want, binding):
+            where = [str(node.origin)]
+            raise BindError(f"assume_equal: {have} is {size}, {want} is {evaluate(want, binding)}", notes=where)
 
 
 def _round(array: np.ndarray[Any, Any], to: Any) -> np.ndarray[Any, Any]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
+import json
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -16,22 +18,23 @@ from typing import Any, NoReturn
 import numpy as np
 
 from rlx.dtypes import BOOL, DType, DTypeLike, WeakScalar, dtype, promote
-from rlx.errors import GraphError, RlxError, ShapeError, nearest
+from rlx.errors import DTypeError, GraphError, RlxError, ShapeError, nearest
 from rlx.ir import registry
 from rlx.ir.provenance import Origin, here
-from rlx.types import Dim, ShapeLike, Size, Symbol, TensorType, as_shape, symbols_of
+from rlx.types import Dim, ShapeLike, Size, Symbol, TensorType, as_shape, as_size, symbols_of
 
 
 class Array:
-    """A constant's data: a read-only NumPy array that compares and hashes by content."""
+    """A constant's data: a read-only copy of a NumPy array that compares and hashes by content."""
 
     __slots__ = ("data", "digest")
 
     def __init__(self, data: np.ndarray[Any, Any]) -> None:
-        self.data = np.ascontiguousarray(data).reshape(np.shape(data))
+        self.data = np.array(data, order="C")
         self.data.flags.writeable = False
-        head = f"{self.data.dtype.name}{self.data.shape}".encode()
-        self.digest = hashlib.blake2b(head + self.data.tobytes(), digest_size=16).hexdigest()
+        digest = hashlib.blake2b(f"{self.data.dtype.name}{self.data.shape}".encode(), digest_size=16)
+        digest.update(self.data.reshape(-1).view(np.uint8).data)
+        self.digest = digest.hexdigest()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Array) and self.digest == other.digest
@@ -57,14 +60,13 @@ class Node:
     types: tuple[TensorType, ...]
     origin: Origin
     graph: Graph
-    name: str = ""
 
     def __getitem__(self, index: int) -> Value:
-        return Value(self, index)
+        return self.results[index]
 
-    @property
+    @functools.cached_property
     def results(self) -> tuple[Value, ...]:
-        return tuple(Value(self, i) for i in range(len(self.types)))
+        return tuple([Value(self, i) for i in range(len(self.types))])
 
     @property
     def definition(self) -> registry.OpDef:
@@ -117,7 +119,7 @@ class Value:
         return isinstance(other, Value) and self.node is other.node and self.index == other.index
 
     def __hash__(self) -> int:
-        return hash((id(self.node), self.index))
+        return id(self.node) + self.index
 
     def __bool__(self) -> bool:
         self._no_number("bool")
@@ -138,7 +140,7 @@ class Value:
     # -- operators ----------------------------------------------------------------------------------------------------
     def _binary(self, name: str, other: Any, swapped: bool = False) -> Value:
         a, b = (other, self) if swapped else (self, other)
-        return self.graph.apply(name, a, b)
+        return self.graph.one(name, a, b)
 
     def __add__(self, other: Any) -> Value:
         return self._binary("add", other)
@@ -201,13 +203,13 @@ class Value:
         return self._binary("greater_equal", other)
 
     def __neg__(self) -> Value:
-        return self.graph.apply("neg", self)
+        return self.graph.one("neg", self)
 
     def __abs__(self) -> Value:
-        return self.graph.apply("abs", self)
+        return self.graph.one("abs", self)
 
     def __invert__(self) -> Value:
-        return self.graph.apply("logical_not", self)
+        return self.graph.one("logical_not", self)
 
     def __getitem__(self, key: Any) -> Value:
         return _index(self, key)
@@ -218,11 +220,15 @@ class Value:
         if self.rank < 2:
             raise ShapeError(f"mT: needs two axes, found {self.type}")
         axes = (*range(self.rank - 2), self.rank - 1, self.rank - 2)
-        return self.graph.apply("transpose", self, axes=axes)
+        return self.graph.one("transpose", self, axes=axes)
 
     def astype(self, like: DTypeLike) -> Value:
         """The value cast to another element type."""
-        return self.graph.apply("cast", self, dtype=dtype(like))
+        return self.graph.one("cast", self, dtype=like)
+
+    def cast(self, dtype: DTypeLike) -> Value:
+        """The same as `astype`."""
+        return self.astype(dtype)
 
     def reshape(self, *shape: Any) -> Value:
         """The value with another shape; one size may be -1."""
@@ -237,39 +243,53 @@ class Value:
 
 
 def _index(value: Value, key: Any) -> Value:
-    keys = key if isinstance(key, tuple) else (key,)
-    if any(k is Ellipsis for k in keys):
-        at = next(i for i, k in enumerate(keys) if k is Ellipsis)
-        keys = keys[:at] + (slice(None),) * (value.rank - len(keys) + 1) + keys[at + 1 :]
-    if len(keys) > value.rank:
-        raise ShapeError(f"index: {len(keys)} indices for {value.type}")
-    starts, stops, steps, dropped = [], [], [], []
-    for axis, size in enumerate(value.shape):
-        k = keys[axis] if axis < len(keys) else slice(None)
+    keys = list(key) if isinstance(key, tuple) else [key]
+    gap = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
+    rest = keys[gap + 1 :]
+    if gap + len(rest) > value.rank:
+        raise ShapeError(f"index: {gap + len(rest)} indices for {value.type}")
+    keys = keys[:gap] + [slice(None)] * (value.rank - gap - len(rest)) + rest
+    starts: list[Size] = []
+    stops: list[Size] = []
+    steps: list[int] = []
+    kept: list[int] = []
+    for axis, (k, size) in enumerate(zip(keys, value.shape, strict=True)):
         if isinstance(k, slice):
-            starts.append(0 if k.start is None else _from_end(k.start, size))
-            stops.append(size if k.stop is None else _from_end(k.stop, size))
-            steps.append(1 if k.step is None else k.step)
+            kept.append(axis)
+            starts.append(0 if k.start is None else _bound(k.start, size))
+            stops.append(size if k.stop is None else _bound(k.stop, size))
+            steps.append(1 if k.step is None else operator.index(k.step))
         else:
-            at = _from_end(k, size)
+            at = _position(k, size)
             starts.append(at)
             stops.append(at + 1)
             steps.append(1)
-            dropped.append(axis)
-    result = value.graph.apply("slice", value, start=tuple(starts), stop=tuple(stops), step=tuple(steps))
-    if dropped:
-        result = result.reshape(tuple(d for i, d in enumerate(result.shape) if i not in dropped))
-    return result
+    result = value.graph.one("slice", value, start=tuple(starts), stop=tuple(stops), step=tuple(steps))
+    return result if len(kept) == value.rank else result.reshape(tuple(result.shape[a] for a in kept))
 
 
 def _from_end(k: Any, size: Size) -> Size:
+    """An index from the start of the axis; a negative one counts from its end."""
     if isinstance(k, Dim):
         return k
-    if not hasattr(k, "__index__"):
+    if isinstance(k, (bool, np.bool_)) or not hasattr(k, "__index__"):
         raise GraphError(f"index: {k!r} is not an integer or a slice", hint="use x.gather(indices, axis=...) for data")
-    n = int(k)
-    at = size + n if n < 0 else n
-    return at if isinstance(at, Dim) or not isinstance(size, int) else min(max(at, 0), size) if n < 0 else at
+    n = operator.index(k)
+    return size + n if n < 0 else n
+
+
+def _bound(k: Any, size: Size) -> Size:
+    """A bound of a slice; as in NumPy, one that lies before the start is the start."""
+    at = _from_end(k, size)
+    return max(at, 0) if isinstance(at, int) else at
+
+
+def _position(k: Any, size: Size) -> Size:
+    """The place of a single index."""
+    at = _from_end(k, size)
+    if isinstance(at, int) and (at < 0 or (isinstance(size, int) and at >= size)):
+        raise ShapeError(f"index: {k} lies outside an axis of size {size}")
+    return at
 
 
 class Graph:
@@ -308,14 +328,9 @@ class Graph:
         if symbol.max is not None:
             self.limits[symbol.name] = min(symbol.max, self.limits.get(symbol.name, symbol.max))
 
-    def constant(self, data: Any, dtype_: DTypeLike | None = None) -> Value:
-        """Numbers that are part of the graph. Python floats are f32, Python ints i32."""
-        array = np.asarray(data)
-        if dtype_ is not None:
-            array = array.astype(dtype(dtype_).numpy)
-        elif not isinstance(data, (np.ndarray, np.generic)):
-            array = array.astype(promote(_weak(data if not isinstance(data, (list, tuple)) else array.flat[0].item())).numpy)
-        return self._constant(Array(array))
+    def constant(self, data: Any, dtype: DTypeLike | None = None) -> Value:
+        """Numbers that are part of the graph. Python floats are f32, Python ints i32, unless `dtype` says otherwise."""
+        return self._constant(Array(_numbers(data, dtype)))
 
     def _constant(self, array: Array) -> Value:
         type_ = TensorType(tuple(array.data.shape), dtype(array.data.dtype))
@@ -324,6 +339,15 @@ class Graph:
     # -- building -----------------------------------------------------------------------------------------------------
     def apply(self, op: str, *operands: Any, **attrs: Any) -> Any:
         """Append one op. Python numbers and arrays among the operands become constants; the result type is inferred."""
+        node = self.build(op, operands, attrs)
+        return node.results if len(node.types) != 1 else node.results[0]
+
+    def one(self, op: str, *operands: Any, **attrs: Any) -> Value:
+        """`apply` for an op of one result."""
+        return self.build(op, operands, attrs).results[0]
+
+    def build(self, op: str, operands: Sequence[Any], attrs: dict[str, Any], origin: Origin | None = None) -> Node:
+        """The node that `apply` appends; a pass gives the origin."""
         definition = registry.get(op)
         schema = definition.schema
         values = self._operands(definition, operands, attrs)
@@ -335,38 +359,39 @@ class Graph:
             given = attrs.get(key, default)
             if given is registry.REQUIRED:
                 raise GraphError(f"{op}: attribute {key!r} is missing", hint=f"{op}(..., {key}=...)")
-            full[key] = _canonical(given)
+            full[key] = _canonical(op, key, given)
         try:
-            inferred = definition.rule(*(None if v is None else v.type for v in values), **full)
+            types = registry.result_types(definition, [None if v is None else v.type for v in values], full)
         except RlxError as error:
             shown = ", ".join("none" if v is None else str(v.type) for v in values)
             error.add_note(f"  operands: {shown}")
-            error.add_note(f"  built at: {here()}")
+            error.add_note(f"  built at: {origin or here()}")
             raise
-        types = inferred if isinstance(inferred, tuple) else (inferred,)
-        node = self.append(op, tuple(values), full, types)
-        return node.results if isinstance(inferred, tuple) else node[0]
+        return self.append(op, tuple(values), full, types, origin)
 
     def _operands(self, definition: registry.OpDef, given: Sequence[Any], attrs: dict[str, Any]) -> list[Value | None]:
         schema, name = definition.schema, definition.name
         operands = list(given)
-        for position, key in enumerate(schema.operands):
-            if key in attrs and not schema.variadic:
-                if position < len(operands):
-                    raise GraphError(f"{name}: operand {key!r} is given twice")
-                operands += [None] * (position - len(operands))
-                operands.append(attrs.pop(key))
         if schema.variadic:
             if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
                 operands = list(operands[0])
         else:
+            for position, key in enumerate(schema.operands):
+                if key in attrs:
+                    if position < len(operands):
+                        raise GraphError(f"{name}: operand {key!r} is given twice")
+                    operands += [None] * (position - len(operands))
+                    operands.append(attrs.pop(key))
             least, most = len(schema.operands) - schema.optional, len(schema.operands)
             if not least <= len(operands) <= most:
                 wanted = str(most) if least == most else f"{least} to {most}"
                 raise GraphError(f"{name}: takes {wanted} operands ({', '.join(schema.operands)}), got {len(operands)}")
             operands += [None] * (most - len(operands))
+            for key, operand in zip(schema.operands[:least], operands, strict=False):
+                if operand is None:
+                    raise GraphError(f"{name}: operand {key!r} is missing")
         promoted = _scalar_type(operands) if registry.ELEMENTWISE in definition.traits else None
-        return [None if v is None else self._value(name, v, promoted) for v in operands]
+        return [v if v is None else self._value(name, v, promoted) for v in operands]
 
     def _value(self, where: str, operand: Any, scalar_type: DType | None) -> Value:
         if isinstance(operand, Value):
@@ -377,7 +402,7 @@ class Graph:
                 )
             return operand
         if isinstance(operand, (bool, int, float)) and scalar_type is not None:
-            return self.constant(np.asarray(operand).astype(scalar_type.numpy))
+            return self.constant(operand, scalar_type)
         if isinstance(operand, (bool, int, float, np.ndarray, np.generic, list, tuple)):
             return self.constant(operand)
         raise GraphError(f"{where}: {type(operand).__name__} is not an operand", hint="use values, numbers or arrays")
@@ -404,7 +429,7 @@ class Graph:
 
     def reshape(self, x: Value, shape: ShapeLike) -> Value:
         """`x` with another shape of as many elements; one size may be -1."""
-        return self.apply("reshape", x, shape=_reshape_target(x, shape))  # type: ignore[no-any-return]
+        return self.one("reshape", x, shape=_reshape_target(x, shape))
 
     def cast(self, x: Value, dtype: DTypeLike) -> Value:
         """`x` with another element type."""
@@ -428,6 +453,10 @@ class Graph:
     @property
     def params(self) -> list[Node]:
         return [n for n in self.nodes if n.op == "param"]
+
+    def has(self, name: str) -> bool:
+        """Whether an input or a param is called `name`."""
+        return name in self._named
 
     def named(self, name: str) -> Value:
         """The input or param called `name`."""
@@ -460,7 +489,7 @@ class Graph:
         leaves = [n for n in self.nodes if n.op in ("input", "param")]
         return sorted({s.name for n in leaves for d in n.types[0].shape for s in symbols_of(d)})
 
-    # -- comparing ------------------------------------------------------------------------------------------------------
+    # -- comparing ----------------------------------------------------------------------------------------------------
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Graph) and (self is other or self.fingerprint() == other.fingerprint())
 
@@ -468,7 +497,7 @@ class Graph:
         return hash(self.fingerprint())
 
     def fingerprint(self) -> str:
-        """A digest of the structure: level, ops, attributes, types, edges, outputs, leaf names. The same in every process."""
+        """A digest of level, ops, attributes, types, edges, outputs and leaf names, the same in every process."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{self.level}|{sorted(self.limits.items())}".encode())
         for node in self.nodes:
@@ -478,7 +507,7 @@ class Graph:
         digest.update(("\n" + ",".join(f"{o.node.id}.{o.index}" for o in self.outputs)).encode())
         return digest.hexdigest()
 
-    # -- text -------------------------------------------------------------------------------------------------------------
+    # -- text ---------------------------------------------------------------------------------------------------------
     def text(self, *, full: bool = False, origins: bool = False) -> str:
         """The graph as text that `Graph.parse` reads back; `full` writes large constants out."""
         from rlx.ir.text import graph_text
@@ -499,7 +528,7 @@ class Graph:
         return f"<graph {self.name!r} {self.level}: {len(self.nodes)} nodes, {len(self.outputs)} outputs>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Graph.parse, (self.text(full=True),))
+        return (_unpickle, (self.text(full=True),))
 
     def verify(self) -> Graph:
         """Raise VerifyError if anything is inconsistent; returns the graph."""
@@ -507,6 +536,35 @@ class Graph:
 
         verify(self)
         return self
+
+
+def _unpickle(text: str) -> Graph:
+    import rlx  # its Graph comes with all ops declared, which a fresh process may not have yet
+
+    return rlx.Graph.parse(text)
+
+
+def _numbers(data: Any, like: DTypeLike | None) -> np.ndarray[Any, Any]:
+    """`data` as an array of a type that rlx has; numbers that the type cannot hold are an error."""
+    try:
+        array = np.asarray(data)
+    except ValueError as error:
+        raise DTypeError(f"constant: {error}") from error
+    if like is not None:
+        wanted = dtype(like)
+    elif isinstance(data, (np.ndarray, np.generic)):
+        wanted = dtype(data.dtype)
+    elif array.dtype.kind in "biuf":
+        wanted = promote(WeakScalar({"b": "bool", "f": "float"}.get(array.dtype.kind, "int")))
+    else:
+        raise DTypeError(f"constant: {data!r} is not made of numbers that rlx has")
+    if wanted.is_integer and array.size and array.dtype.kind in "iuf":
+        limits = np.iinfo(wanted.numpy)
+        for number in (array.min(), array.max()):
+            if not limits.min <= number <= limits.max:
+                raise DTypeError(f"constant: {number} does not fit {wanted}", hint='give a wider type: dtype="i64"')
+    with np.errstate(over="ignore"):  # as in any float arithmetic, what is too large is inf
+        return array.astype(wanted.numpy)
 
 
 def _weak(number: Any) -> WeakScalar:
@@ -518,14 +576,14 @@ def _scalar_type(operands: Sequence[Any]) -> DType | None:
     strong = [o.dtype for o in operands if isinstance(o, Value)]
     strong += [dtype(o.dtype) for o in operands if isinstance(o, (np.ndarray, np.generic))]
     if operands and isinstance(operands[0], Value) and operands[0].dtype is BOOL and len(operands) == 3:
-        strong = [d for d in strong[1:]]  # where(condition, a, b): the condition does not take part
+        strong = strong[1:]  # where(condition, a, b): the condition does not take part
     weak = [_weak(o) for o in operands if isinstance(o, (bool, int, float)) and not isinstance(o, np.generic)]
     return promote(*strong, *weak) if weak else None
 
 
 def _reshape_target(x: Value, shape: ShapeLike) -> tuple[Size, ...]:
-    sizes = [d if isinstance(d, int) and not isinstance(d, bool) and d == -1 else as_shape((d,))[0] for d in shape]
-    holes = [i for i, d in enumerate(sizes) if isinstance(d, int) and d == -1]
+    sizes: list[Size] = [-1 if not isinstance(d, Dim) and d == -1 else as_size(d) for d in shape]
+    holes = [i for i, d in enumerate(sizes) if d == -1]
     if len(holes) > 1:
         raise ShapeError(f"reshape: only one size may be -1, found {len(holes)}")
     if holes:
@@ -542,27 +600,39 @@ def _reshape_target(x: Value, shape: ShapeLike) -> tuple[Size, ...]:
     return tuple(sizes)
 
 
-def _canonical(value: Any) -> Any:
-    """An attribute in the form that nodes keep: hashable, and the same for equal meanings."""
-    if isinstance(value, (list, tuple)):
-        return tuple(_canonical(v) for v in value)
+def _canonical(op: str, key: str, value: Any) -> Any:
+    """An attribute in the form that nodes keep: it has a text, and equal meanings have one form."""
+    if key == "dtype":
+        return dtype(value)
+    if value is None or isinstance(value, (bool, int, float, str, Dim, DType, Array, Graph)):
+        return value.item() if isinstance(value, np.generic) else value  # np.float64 is a float
+    if isinstance(value, (list, tuple)):  # words in a tuple are sizes: shape=("batch", 4)
+        return tuple([as_size(v) if isinstance(v, str) else _canonical(op, key, v) for v in value])
     if isinstance(value, enum.Enum):
-        return value.value
+        return _canonical(op, key, value.value)
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
         return Array(value)
-    return value
+    raise GraphError(f"{op}: attribute {key!r} cannot be a {type(value).__name__}")
 
 
 def attr_key(value: Any) -> str:
     """Text that tells attribute values apart, for fingerprints."""
-    if isinstance(value, Graph):
-        return value.fingerprint()
-    if isinstance(value, Array):
-        return value.digest
-    if isinstance(value, tuple):
-        return "(" + ",".join(attr_key(v) for v in value) + ")"
-    if isinstance(value, float):
-        return value.hex()
-    return str(value)
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return json.dumps(value)
+        case float():
+            return value.hex()
+        case tuple():
+            return "(" + ",".join([attr_key(v) for v in value]) + ")"
+        case Graph():
+            return value.fingerprint()
+        case Array():
+            return value.digest
+        case _:
+            return str(value)

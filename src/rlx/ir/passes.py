@@ -1,12 +1,13 @@
 """The pass runner: runs passes in order, verifies, times and dumps after each.
 
-A pass is a function from graph to graph. `RLX_DUMP=dir` writes the graph after each pass to `dir/NN-name.pass.rlx`.
+A pass is a function from graph to graph. `RLX_DUMP=dir` writes the graph after each pass to `dir/NNN-graph.pass.rlx`.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -55,4 +56,5 @@ def dump(graph: Graph, name: str) -> None:
     if folder:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        (path / f"{next(_serial):03}-{graph.name}.{name}.rlx").write_text(graph.text(origins=True) + "\n")
+        plain = re.sub(r"[^\w.+-]", "_", graph.name)
+        (path / f"{next(_serial):03}-{plain}.{name}.rlx").write_text(graph.text(origins=True) + "\n")

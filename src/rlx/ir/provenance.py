@@ -1,4 +1,4 @@
-"""Where a node came from: the user's source line, the stage path, the node it was lowered from, the pass that made it."""
+"""Where a node came from: the user's source line, the stage path, the node one level up, the pass that made it."""
 
 from __future__ import annotations
 

@@ -7,14 +7,14 @@ attributes), its docstring is the documentation. Passes and transforms look rule
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from rlx.dtypes import DType, dtype
-from rlx.errors import GraphError, LowerError, nearest
+from rlx.errors import GraphError, LowerError, RlxError, nearest
 from rlx.types import TensorType
 
 HIR, MIR = "hir", "mir"
@@ -117,6 +117,19 @@ def get(name: str) -> OpDef:
     if found is None:
         raise GraphError(f"op: no op is called {name!r}", hint=nearest(name, OPS))
     return found
+
+
+def result_types(
+    definition: OpDef, operands: Sequence[TensorType | None], attrs: Mapping[str, Any]
+) -> tuple[TensorType, ...]:
+    """What the type rule gives. Whatever it stumbles over, such as text where it wants a number, is a GraphError."""
+    try:
+        given = definition.rule(*operands, **attrs)
+    except RlxError:
+        raise
+    except Exception as error:
+        raise GraphError(f"{definition.name}: cannot be typed, {error}") from error
+    return given if isinstance(given, tuple) else (given,)
 
 
 def _schema(rule: Callable[..., Any]) -> Schema:

@@ -6,12 +6,14 @@ expressions are equal; `match` finds the first in a graph, the second replaces i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from rlx.dtypes import dtype
 from rlx.ir.graph import Array, Graph, Node, Value
 from rlx.types import TensorType
 
@@ -41,19 +43,16 @@ class Rewriter:
 
     def make(self, like: Node, op: str, *operands: Value | None, **attrs: Any) -> tuple[Value, ...]:
         """A new node that stands for `like`: types inferred, origin kept and marked with the pass."""
-        results = self.graph.apply(op, *operands, **attrs)
-        node = (results[0] if isinstance(results, tuple) else results).node
-        object.__setattr__(node, "origin", like.origin.by(self.made_by))
-        return results if isinstance(results, tuple) else (results,)
+        return self.graph.build(op, operands, attrs, like.origin.by(self.made_by)).results
 
     def one(self, like: Node, op: str, *operands: Value | None, **attrs: Any) -> Value:
         """`make` for an op of one result."""
         return self.make(like, op, *operands, **attrs)[0]
 
     def constant(self, like: Node, data: np.ndarray[Any, Any]) -> Value:
-        array = Array(data)
-        type_ = TensorType(tuple(data.shape), like.types[0].dtype)
-        return self.graph.append("const", (), {"value": array}, (type_,), like.origin.by(self.made_by))[0]
+        """Numbers that stand for a result of `like`."""
+        type_ = TensorType(tuple(data.shape), dtype(data.dtype))
+        return self.graph.append("const", (), {"value": Array(data)}, (type_,), like.origin.by(self.made_by))[0]
 
 
 DROPPED: tuple[Value, ...] = ()  # what a visitor returns for a node that another one has taken in
@@ -120,12 +119,11 @@ def match(pattern: Value, value: Value, places: Sequence[Value], found: dict[Val
 
 
 def _same_number(a: Array, b: Array) -> bool:
-    """A scalar of the pattern against a constant with that number everywhere, the sign of zero included."""
-    if a.data.size != 1 or b.data.size == 0:
+    """A scalar of the pattern against a constant of one element with that number, the sign of zero included."""
+    if b.data.size != 1:
         return False
-    wanted = a.data.reshape(()).astype(np.float64)
-    have = np.asarray(b.data, dtype=np.float64)
-    return bool(np.all(have == wanted) and np.all(np.signbit(have) == np.signbit(wanted)))
+    wanted, have = a.data.astype(np.float64).item(), b.data.astype(np.float64).item()
+    return wanted == have and math.copysign(1, wanted) == math.copysign(1, have)
 
 
 def substitute(rewriter: Rewriter, like: Node, pattern: Value, found: dict[Value, Value]) -> Value:

@@ -3,42 +3,51 @@
     graph @mlp mir {
       %0 = input(name="x") : f32[seq, 4]
       %1 = param(name="w") : f32[4, 2]
-      %2 = matmul(%0, %1) : f32[seq, 2]
+      %2 = fused_matmul(%0, %1, body=graph @body mir {
+        %0 = input(name="acc0") : f32[seq, 2]
+        %1 = tanh(%0) : f32[seq, 2]
+        return %1
+      }, weights=1, columns=2, packed=false) : f32[seq, 2]
       return %2
     }
 
-Constants of more than 64 elements print as `const(@digest)`, or in full as base64 with `full=True`.
+Constants of more than 64 elements print as `const(value=@digest)`, or in full as base64 with `full=True`. The parser
+takes any white space, and comments from `#` to the end of a line; its errors tell the line.
 """
 
 from __future__ import annotations
 
 import base64
+import binascii
 import json
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import numpy as np
 
 from rlx.dtypes import BY_NAME, DType, dtype
-from rlx.errors import ParseError, RlxError, nearest
+from rlx.errors import GraphError, ParseError, RlxError, nearest
 from rlx.ir import registry
 from rlx.ir.graph import Array, Graph, Node, Value
-from rlx.types import Dim, parse_dim, parse_type, split_top, tensor
+from rlx.ir.provenance import here
+from rlx.types import Dim, TensorType, parse_dim, parse_type, split_top
 
 INLINE = 64  # constants up to this many elements print their numbers
 
 
-def graph_text(graph: Graph, *, full: bool = False, origins: bool = False) -> str:
-    """The graph as text."""
-    head = f"graph @{graph.name} {graph.level} {{"
-    if graph.limits:
-        head = f"graph @{graph.name} {graph.level} max({', '.join(f'{k}={v}' for k, v in sorted(graph.limits.items()))}) {{"
-    lines = [head]
+# -- printing ---------------------------------------------------------------------------------------------------------
+def graph_text(graph: Graph, *, full: bool = False, origins: bool = False, pad: str = "") -> str:
+    """The graph as text; `pad` stands before every line but the first."""
+    name = graph.name if re.fullmatch(_PLAIN_NAME, graph.name) else json.dumps(graph.name)
+    limits = ", ".join(f"{k}={v}" for k, v in sorted(graph.limits.items()))
+    lines = [f"graph @{name} {graph.level} {f'max({limits}) ' if limits else ''}{{"]
     for node in graph.nodes:
-        line = "  " + node_text(node, full=full)
-        lines.append(f"{line}  # {node.origin}" if origins and str(node.origin) else line)
-    lines.append("  return " + ", ".join(value_text(v) for v in graph.outputs))
-    return "\n".join(lines) + "\n}"
+        line = f"{pad}  {node_text(node, full=full, pad=pad + '  ')}"
+        origin = str(node.origin) if origins else ""
+        lines.append(f"{line}  # {origin}" if origin else line)
+    lines.append(f"{pad}  return " + ", ".join([value_text(v) for v in graph.outputs]))
+    return "\n".join(lines) + f"\n{pad}}}"
 
 
 def value_text(value: Value | None) -> str:
@@ -47,14 +56,14 @@ def value_text(value: Value | None) -> str:
     return f"%{value.node.id}" if len(value.node.types) == 1 else f"%{value.node.id}.{value.index}"
 
 
-def node_text(node: Node, *, full: bool = False) -> str:
-    """One node as a line."""
+def node_text(node: Node, *, full: bool = False, pad: str = "") -> str:
+    """One node; the lines of a body stand between the first and the last."""
     parts = [value_text(o) for o in node.operands]
-    parts += [f"{k}={attr_text(v, full)}" for k, v in node.attrs.items()]
-    return f"%{node.id} = {node.op}({', '.join(parts)}) : {'; '.join(map(str, node.types))}"
+    parts += [f"{k}={attr_text(v, full=full, pad=pad)}" for k, v in node.attrs.items()]
+    return f"%{node.id} = {node.op}({', '.join(parts)}) : {'; '.join([str(t) for t in node.types])}"
 
 
-def attr_text(value: Any, full: bool = False) -> str:
+def attr_text(value: Any, *, full: bool = False, pad: str = "") -> str:
     match value:
         case None:
             return "none"
@@ -63,189 +72,303 @@ def attr_text(value: Any, full: bool = False) -> str:
         case str():
             return json.dumps(value)
         case tuple():
-            return "(" + ", ".join(attr_text(v, full) for v in value) + ("," if len(value) == 1 else "") + ")"
+            inside = ", ".join([attr_text(v, full=full, pad=pad) for v in value])
+            return f"({inside},)" if len(value) == 1 else f"({inside})"
         case Array():
             return _array_text(value, full)
         case Graph():
-            return " ".join(graph_text(value, full=full).split("\n"))
+            return graph_text(value, full=full, pad=pad)
         case int() | float() | DType() | Dim():
             return str(value)
         case _:
-            raise TypeError(f"attribute {value!r} has no text")
+            raise GraphError(f"attribute {value!r}: has no text")
 
 
 def _array_text(array: Array, full: bool) -> str:
-    data = array.data
-    if data.size > INLINE:
-        if not full:
-            return f"@{array.digest}"
-        return f"{dtype(data.dtype)}{list(data.shape)}:{base64.b64encode(data.tobytes()).decode()}"
-    if dtype(data.dtype).is_float:
-        data = data.astype(np.float64)
-        if np.isnan(data).any() and full:
-            return f"{dtype(array.data.dtype)}{list(data.shape)}:{base64.b64encode(array.data.tobytes()).decode()}"
-    return json.dumps(data.tolist())
+    data, kind = array.data, dtype(array.data.dtype)
+    if data.size > INLINE and not full:
+        return f"@{array.digest}"
+    if data.size > INLINE or (full and kind.is_float and _has_nan(data)):  # numbers as text have one NaN only
+        return f"{kind}{list(data.shape)}:{base64.b64encode(data.tobytes()).decode()}"
+    return json.dumps((data.astype(np.float64) if kind.is_float else data).tolist())
 
 
-_NODE = re.compile(r"%(\d+) = (\w+)\((.*)\) : (.*)", re.S)
-_HEAD = re.compile(r"graph @(\S*) (\w+)(?: max\((.*?)\))? \{")
+def _has_nan(data: np.ndarray[Any, Any]) -> bool:
+    with np.errstate(invalid="ignore"):  # bfloat16 complains about signalling ones
+        return bool(np.isnan(data).any())
+
+
+# -- parsing ----------------------------------------------------------------------------------------------------------
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_PLAIN_NAME = r"[\w.+-]*"
+_HEAD = re.compile(rf"\s*graph\s+@({_STRING}|{_PLAIN_NAME})\s+(\w+)\s*(?:max\(([^()]*)\)\s*)?\{{")
+_COMMENT = re.compile(rf"({_STRING})|#[^\n]*")
+_MARK = re.compile(rf"{_STRING}|[(\[{{]|[)\]}}]|%[0-9]+\s*=|\breturn\b")
+_NODE = re.compile(r"%([0-9]{1,9})\s*=\s*(\w+)\s*\((.*)\)\s*:([^:]*)", re.S)
+_VALUE = re.compile(r"%([0-9]{1,9})(?:\.([0-9]{1,9}))?")
+_INTEGER = re.compile(r"-?[0-9]{1,999}")
+_FLOAT = re.compile(r"-?(?:inf|nan|[0-9]+(?:\.[0-9]*)?(?:e[-+]?[0-9]+)?)")
+_ENCODED = re.compile(r"(\w+)\[([0-9, ]*)\]:([A-Za-z0-9+/=\s]*)")
+_PARENTHESIS = re.compile(rf"{_STRING}|[()]")
+_WORDS = {"none": None, "true": True, "false": False}
 
 
 def parse_graph(text: str) -> Graph:
-    """The graph that `text` says; names in it are checked against the registry, types against the rules."""
-    graph, rest = _parse_block(text.strip(), text)
-    if rest.strip():
-        raise ParseError(f"graph text: {rest.strip()[:40]!r} follows the closing brace")
+    """The graph that `text` says; op names are checked against the registry, types against the rules."""
+    plain = _COMMENT.sub(lambda m: m[1] or "", text)  # lines keep their numbers
+    try:
+        graph, end = _Parser(plain).graph(0)
+    except RecursionError:
+        raise ParseError("graph text: bodies or lists are nested too deeply") from None
+    if plain[end:].strip():
+        raise ParseError(f"graph text: {plain[end:].strip()[:40]!r} follows the closing brace")
     return graph
 
 
-def _parse_block(text: str, whole: str) -> tuple[Graph, str]:
-    head = _HEAD.match(text)
-    if head is None:
-        raise ParseError(f"graph text: expected 'graph @name level {{', found {text[:40]!r}")
-    name, level, limits = head.groups()
-    if level not in (registry.HIR, registry.MIR):
-        raise ParseError(f"graph text: level {level!r} is not hir or mir")
-    graph = Graph(name, level=level)
-    for part in split_top(limits) if limits else ():
-        symbol, _, size = part.partition("=")
-        graph.limits[symbol.strip()] = int(size)
-    body, rest = _to_closing_brace(text[head.end() :])
-    returned = False
-    for number, line in enumerate(_lines(body), start=2):
-        if line.startswith("return"):
-            inside = line[len("return") :].strip()
-            graph.outputs = tuple(_value(graph, v, line) for v in split_top(inside)) if inside else ()
-            returned = True
-            continue
+class _Parser:
+    """Reads graphs out of one text; places in it are offsets, so that errors can tell the line."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.origin = here()
+
+    def graph(self, at: int) -> tuple[Graph, int]:
+        """The graph that starts at an offset, and where it ends."""
+        head = _HEAD.match(self.text, at)
+        if head is None:
+            self.fail(at, f"expected 'graph @name level {{', found {self.text[at : at + 40].strip()!r}")
+        name, level, limits = head.groups()
+        if level not in (registry.HIR, registry.MIR):
+            self.fail(at, f"level {level!r} is not hir or mir")
         try:
-            _parse_node(graph, line)
-        except RlxError as error:
-            error.add_note(f"  in line {number}: {line[:100]}")
-            raise
-    if not returned:
-        raise ParseError(f"graph text: @{name} has no return")
-    return graph, rest
+            graph = Graph(_string(name) if name.startswith('"') else name, level=level)
+        except ParseError as error:
+            self.fail(at, str(error), error)
+        for part in split_top(limits or ""):
+            limit = re.fullmatch(r"(\w+)\s*=\s*([0-9]{1,18})", part)
+            if limit is None:
+                self.fail(at, f"{part!r} is not a limit such as n=4")
+            graph.limits[limit[1]] = int(limit[2])
+        starts, end = self.statements(head.end())
+        if not starts:
+            self.fail(at, f"@{name} has no return")
+        for start, stop in zip(starts, [*starts[1:], end], strict=True):
+            self.statement(graph, start, stop, last=stop == end)
+        return graph, end + 1
 
-
-def _to_closing_brace(text: str) -> tuple[str, str]:
-    depth, quoted = 1, False
-    for at, c in enumerate(text):
-        if c == '"':
-            quoted = not quoted
-        elif not quoted and c == "{":
-            depth += 1
-        elif not quoted and c == "}":
-            depth -= 1
-            if depth == 0:
-                return text[:at], text[at + 1 :]
-    raise ParseError("graph text: a closing brace is missing")
-
-
-def _lines(body: str) -> list[str]:
-    """Node lines: split at newlines, or before `%n =` and `return` outside braces where the text is one line."""
-    if "\n" in body.strip():
-        raw = body.split("\n")
-    else:
-        raw, depth, start = [], 0, 0
-        for token in re.finditer(r"[{}]|(?<= )%\d+ = |(?<= )return(?= |$)", body):
-            if token[0] == "{":
+    def statements(self, at: int) -> tuple[list[int], int]:
+        """Where the statements of a block start, and its closing brace."""
+        starts: list[int] = []
+        depth = 0
+        for mark in _MARK.finditer(self.text, at):
+            c = mark[0][0]
+            if c in "([{":
                 depth += 1
-            elif token[0] == "}":
+            elif c in ")]}":
+                if depth == 0 and c == "}":
+                    stray = self.text[at : starts[0] if starts else mark.start()].strip()
+                    if stray:
+                        self.fail(at, f"{stray[:40]!r} is not a node")
+                    return starts, mark.start()
                 depth -= 1
-            elif depth == 0:
-                raw.append(body[start : token.start()])
-                start = token.start()
-        raw.append(body[start:])
-    stripped = (_strip_comment(line).strip() for line in raw)
-    return [line for line in stripped if line]
+            elif depth == 0 and c != '"':
+                starts.append(mark.start())
+        return self.fail(len(self.text), "a closing brace is missing")
+
+    def statement(self, graph: Graph, start: int, stop: int, *, last: bool) -> None:
+        text = self.text[start:stop].strip()
+        try:
+            if text.startswith("return"):
+                if not last:
+                    raise ParseError("more follows the return")
+                graph.outputs = tuple(_value(graph, v) for v in split_top(text[len("return") :]))
+            elif last:
+                raise ParseError("a graph ends with its return")
+            else:
+                self.node(graph, start, text)
+        except RlxError as error:
+            if isinstance(error, ParseError) and str(error).startswith("graph text: line"):
+                raise  # from a body inside, which knows better
+            self.fail(start, str(error), error)
+
+    def node(self, graph: Graph, start: int, text: str) -> None:
+        match = _NODE.fullmatch(text)
+        if match is None:
+            raise ParseError("this is not a node", hint="%3 = add(%1, %2) : f32[4]")
+        number, op, inside, types_text = match.groups()
+        if int(number) != len(graph.nodes):
+            raise ParseError(f"node %{number} stands where %{len(graph.nodes)} is expected")
+        definition = registry.OPS.get(op)
+        if definition is None:
+            raise ParseError(f"no op is called {op!r}", hint=nearest(op, registry.OPS))
+        if graph.level == registry.MIR and definition.level == registry.HIR:
+            raise ParseError(f"{op} is an HIR op in an MIR graph")
+        types = tuple([parse_type(t) for t in split_top(types_text, ";")])
+        operands: list[Value | None] = []
+        attrs: dict[str, Any] = {}
+        for part in split_top(inside):
+            if part == "none":
+                operands.append(None)
+            elif part.startswith("%"):
+                operands.append(_value(graph, part))
+            else:
+                key, equals, value = part.partition("=")
+                key = key.strip()
+                if not equals or not key.isidentifier() or key in attrs:
+                    raise ParseError(f"{part[:40]!r} is neither an operand nor an attribute")
+                if op == "const":
+                    attrs[key] = _array(value.strip(), types)
+                elif value.lstrip().startswith("graph"):
+                    stop = self.text.index(part, start) + len(part)
+                    attrs[key], end = self.graph(stop - len(value))
+                    if end != stop:
+                        raise ParseError(f"{self.text[end:stop][:40]!r} follows the body")
+                else:
+                    attrs[key] = parse_attr(value)
+        _check(graph, definition, operands, attrs, types)
+        graph.append(op, tuple(operands), attrs, types, self.origin)
+
+    def fail(self, at: int, problem: str, cause: RlxError | None = None) -> NoReturn:
+        line = self.text.count("\n", 0, at) + 1
+        shown = (self.text[at:].lstrip().splitlines() or [""])[0]
+        error = ParseError(f"graph text: line {line}: {problem}", notes=[f"in: {shown[:100]}"])
+        for note in cause.notes if cause else ():
+            error.add_note(note)
+        error.hint = cause.hint if cause else None
+        raise error from cause
 
 
-def _strip_comment(line: str) -> str:
-    at = line.find("  # ")
-    return line[:at] if at >= 0 else "" if line.lstrip().startswith("#") else line
+def _check(
+    graph: Graph, definition: registry.OpDef, operands: list[Value | None], attrs: dict[str, Any],
+    types: tuple[TensorType, ...],
+) -> None:  # fmt: skip
+    """What a builder would have made sure of: attributes, leaf names, types."""
+    op = definition.name
+    for key in definition.schema.attrs:
+        if key not in attrs:
+            raise ParseError(f"{op}: attribute {key!r} is missing")
+    if registry.LEAF in definition.traits:
+        unknown = [k for k in attrs if k not in definition.schema.attrs]
+        if operands or unknown or len(types) != 1:
+            raise ParseError(f"{op}: takes {', '.join(definition.schema.attrs)} and has one type")
+        if op != "const" and (not isinstance(attrs["name"], str) or not attrs["name"] or graph.has(attrs["name"])):
+            raise ParseError(f"{op}: {attrs['name']!r} is not a new name")
+        return
+    inferred = registry.result_types(definition, [None if o is None else o.type for o in operands], attrs)
+    if inferred != types:
+        raise ParseError(f"{op}: has type {_types(types)}, its rule gives {_types(inferred)}")
 
 
-def _parse_node(graph: Graph, line: str) -> None:
-    match = _NODE.fullmatch(line)
+def _types(types: tuple[TensorType, ...]) -> str:
+    return "; ".join(map(str, types))
+
+
+def _value(graph: Graph, text: str) -> Value:
+    match = _VALUE.fullmatch(text)
     if match is None:
-        raise ParseError("graph text: not a node", hint="%3 = add(%1, %2) : f32[4]")
-    number, op, inside, types_text = match.groups()
-    if int(number) != len(graph.nodes):
-        raise ParseError(f"graph text: node %{number} stands where %{len(graph.nodes)} is expected")
-    if op not in registry.OPS:
-        raise ParseError(f"graph text: no op is called {op!r}", hint=nearest(op, registry.OPS))
-    types = tuple(parse_type(t) for t in split_top(types_text, ";"))
-    operands: list[Value | None] = []
-    attrs: dict[str, Any] = {}
-    for part in split_top(inside) if inside.strip() else ():
-        key, equals, value = part.partition("=")
-        if part == "none":
-            operands.append(None)
-        elif part.startswith("%"):
-            operands.append(_value(graph, part, line))
-        elif op == "const":
-            attrs["value"] = _parse_array(part, types[0])
-        elif equals and key.isidentifier():
-            attrs[key] = parse_attr(value)
-        else:
-            raise ParseError(f"graph text: {part!r} is neither an operand nor an attribute")
-    if op == "const" and "value" not in attrs:
-        raise ParseError("graph text: a constant has no data")
-    graph.append(op, tuple(operands), attrs, types)
-
-
-def _value(graph: Graph, text: str, line: str) -> Value:
-    number, _, index = text.strip()[1:].partition(".")
-    if not number.isdigit() or int(number) >= len(graph.nodes):
-        raise ParseError(f"graph text: {text} is not defined before it is used")
-    node = graph.nodes[int(number)]
-    at = int(index) if index else 0
-    if at >= len(node.types):
-        raise ParseError(f"graph text: {text} but %{number} has {len(node.types)} results")
-    return node[at]
+        raise ParseError(f"{text[:40]!r} is not a value such as %3 or %3.1")
+    number, index = int(match[1]), int(match[2] or 0)
+    if number >= len(graph.nodes):
+        raise ParseError(f"{text} is not defined before it is used")
+    node = graph.nodes[number]
+    if index >= len(node.types):
+        raise ParseError(f"{text}: %{number} has {len(node.types)} results")
+    return node[index]
 
 
 def parse_attr(text: str) -> Any:
+    """The attribute that text says; bodies are read by the parser itself."""
     text = text.strip()
-    if text in ("none", "true", "false"):
-        return {"none": None, "true": True, "false": False}[text]
+    if text in _WORDS:
+        return _WORDS[text]
     if text.startswith('"'):
-        return json.loads(text)
-    if text.startswith("(") and text.endswith(")") and not text.startswith("(("):
-        return _parse_tuple(text)
-    if text.startswith("((") and text.endswith(")") and "//" not in text:
-        return _parse_tuple(text)
-    if text.startswith("graph @"):
-        graph, _ = _parse_block(text, text)
-        return graph
+        return _string(text)
     if text in BY_NAME:
         return BY_NAME[text]
-    if re.fullmatch(r"-?\d+", text):
+    if _INTEGER.fullmatch(text):
         return int(text)
-    try:
+    if _FLOAT.fullmatch(text):
         return float(text)
+    inside = _tuple_text(text)
+    if inside is not None:
+        return tuple([parse_attr(p) for p in inside])
+    return parse_dim(text)
+
+
+def _tuple_text(text: str) -> list[str] | None:
+    """The parts of a tuple, which is empty or has a comma; None for a size that merely starts with a bracket."""
+    if not text.startswith("(") or _closing(text) != len(text) - 1:
+        return None
+    parts = split_top(text[1:-1])
+    if len(parts) == 1:
+        return None
+    return parts[:-1] if len(parts) == 2 and not parts[1] else parts
+
+
+def _closing(text: str) -> int:
+    """Where the parenthesis that opens the text closes, or -1."""
+    depth = 0
+    for mark in _PARENTHESIS.finditer(text):
+        depth += {"(": 1, ")": -1}.get(mark[0], 0)
+        if depth == 0:
+            return mark.start()
+    return -1
+
+
+def _string(text: str) -> str:
+    try:
+        found = json.loads(text)
     except ValueError:
-        return parse_dim(text)
+        found = None
+    if not isinstance(found, str):
+        raise ParseError(f"{text[:40]!r} is not a string")
+    return found
 
 
-def _parse_tuple(text: str) -> tuple[Any, ...]:
-    inner = text[1:-1].strip().removesuffix(",")
-    return tuple(parse_attr(p) for p in split_top(inner)) if inner else ()
-
-
-def _parse_array(text: str, type_: Any) -> Array:
-    text = text.removeprefix("value=")
+def _array(text: str, types: tuple[TensorType, ...]) -> Array:
+    """A constant's data; it has exactly the declared type."""
+    if len(types) != 1 or not all(isinstance(d, int) for d in types[0].shape):
+        raise ParseError("a constant has one type of fixed sizes")
+    (want,) = types
     if text.startswith("@"):
-        raise ParseError(f"graph text: constant {text} has no data here", hint="print the graph with full=True")
-    encoded = re.fullmatch(r"(\w+)\[([\d, ]*)\]:([A-Za-z0-9+/=]*)", text)
-    if encoded:
-        kind, shape, data = encoded.groups()
-        dims = [int(d) for d in shape.split(",")] if shape.strip() else []
-        want = tensor(dims, kind)
-        raw = base64.b64decode(data)
-        if len(raw) != np.prod(dims, dtype=np.int64) * want.dtype.size:
-            raise ParseError(f"graph text: a constant {want} has {len(raw)} bytes")
-        return Array(np.frombuffer(raw, want.dtype.numpy).reshape(dims))
-    data = json.loads(text)
-    return Array(np.asarray(data, dtype=np.float64 if type_.dtype.is_float else None).astype(type_.dtype.numpy).reshape(type_.shape))
+        raise ParseError(f"constant {text} has no data here", hint="print the graph with full=True")
+    encoded = _ENCODED.fullmatch(text)
+    data = _decoded(encoded, want) if encoded else _listed(text, want)
+    if data.size != want.elements:
+        raise ParseError(f"a constant {want} has {data.size} elements")
+    return Array(data.reshape(want.shape))
+
+
+def _decoded(encoded: re.Match[str], want: TensorType) -> np.ndarray[Any, Any]:
+    if parse_type(f"{encoded[1]}[{encoded[2]}]") != want:
+        raise ParseError(f"a constant {want} has data of type {encoded[1]}[{encoded[2]}]")
+    try:
+        raw = base64.b64decode(encoded[3], validate=True)
+        return np.frombuffer(raw, want.dtype.numpy)
+    except (binascii.Error, ValueError) as error:
+        raise ParseError(f"a constant {want} has broken data, {error}") from error
+
+
+def _listed(text: str, want: TensorType) -> np.ndarray[Any, Any]:
+    try:
+        numbers = list(_flat(json.loads(text)))
+        wide = np.array(numbers, np.float64 if want.dtype.is_float else None)
+    except (ValueError, OverflowError) as error:
+        raise ParseError(f"a constant has broken data, {error}") from error
+    if numbers and wide.dtype.kind not in ("b" if want.dtype.is_bool else "iu" if want.dtype.is_integer else "f"):
+        raise ParseError(f"a constant {want} has data of another kind")
+    with np.errstate(over="ignore"):
+        narrow = wide.astype(want.dtype.numpy)
+    if want.dtype.is_integer and not np.array_equal(wide, narrow):
+        raise ParseError(f"a constant {want} has numbers that do not fit")
+    return narrow
+
+
+def _flat(data: Any) -> Iterator[bool | int | float]:
+    if isinstance(data, list):
+        for part in data:
+            yield from _flat(part)
+    elif isinstance(data, (bool, int, float)):
+        yield data
+    else:
+        raise ValueError(f"{data!r} is not a number")

@@ -2,47 +2,87 @@
 
 from __future__ import annotations
 
-from rlx.errors import RlxError, VerifyError
+from typing import NoReturn
+
+from rlx.dtypes import dtype
+from rlx.errors import GraphError, RlxError, VerifyError
 from rlx.ir import registry
-from rlx.ir.graph import Graph, Node
+from rlx.ir.graph import Array, Graph, Node, Value
 from rlx.ir.text import node_text
 
 
 def verify(graph: Graph) -> None:
     """Raise VerifyError at the first node that is inconsistent."""
-    seen: set[int] = set()
+    if graph.level not in (registry.HIR, registry.MIR):
+        raise VerifyError(f"graph {graph.name!r}: level {graph.level!r} is not hir or mir")
+    names: set[str] = set()
     for position, node in enumerate(graph.nodes):
         if node.id != position or node.graph is not graph:
-            _fail(graph, node, f"has number {node.id} at position {position}, or belongs to another graph")
+            _fail(graph, position, f"has number {node.id} at position {position}, or belongs to another graph")
         for operand in node.operands:
-            if operand is not None and (operand.node.graph is not graph or id(operand.node) not in seen):
-                _fail(graph, node, f"reads {operand!r}, which is not defined before it")
+            if operand is not None and not _is_defined(graph, operand, position):
+                _fail(graph, position, f"reads {_shown(operand)}, which is not defined before it")
         definition = registry.OPS.get(node.op)
         if definition is None:
-            _fail(graph, node, "uses an op that is not registered")
-            return
+            _fail(graph, position, "uses an op that is not registered")
         if graph.level == registry.MIR and definition.level == registry.HIR:
-            _fail(graph, node, "is an HIR op in an MIR graph")
-        if registry.LEAF not in definition.traits:
+            _fail(graph, position, "is an HIR op in an MIR graph")
+        if registry.LEAF in definition.traits:
+            _check_leaf(graph, node, names)
+        else:
             _check_types(graph, node, definition)
-        seen.add(id(node))
     for output in graph.outputs:
-        if id(output.node) not in seen:
-            raise VerifyError(f"graph {graph.name!r}: output {output!r} is not one of its values")
+        if not _is_defined(graph, output, len(graph.nodes)):
+            raise VerifyError(f"graph {graph.name!r}: output {_shown(output)} is not one of its values")
+
+
+def _is_defined(graph: Graph, value: Value, before: int) -> bool:
+    """Whether the value is a result of a node that stands in the graph before a position."""
+    node = value.node
+    return 0 <= node.id < before and graph.nodes[node.id] is node and 0 <= value.index < len(node.types)
+
+
+def _shown(value: Value) -> str:
+    return f"%{value.node.id}.{value.index} of graph {value.graph.name!r}"
+
+
+def _check_leaf(graph: Graph, node: Node, names: set[str]) -> None:
+    if node.operands or len(node.types) != 1:
+        _fail(graph, node.id, "is a leaf and takes no operands, gives one value")
+    (type_,) = node.types
+    if node.op == "const":
+        value = node.attrs.get("value")
+        if not isinstance(value, Array) or (value.data.shape, dtype(value.data.dtype)) != (type_.shape, type_.dtype):
+            _fail(graph, node.id, f"has type {type_}, its data are something else")
+        return
+    name = node.attrs.get("name")
+    if not isinstance(name, str) or not name or name in names:
+        _fail(graph, node.id, f"has the name {name!r}, which is taken or no name")
+    names.add(name)
 
 
 def _check_types(graph: Graph, node: Node, definition: registry.OpDef) -> None:
     try:
-        inferred = definition.rule(*(None if o is None else o.type for o in node.operands), **node.attrs)
-    except (RlxError, TypeError) as error:
-        _fail(graph, node, f"cannot be typed: {error}")
-        return
-    types = inferred if isinstance(inferred, tuple) else (inferred,)
+        types = registry.result_types(definition, [None if o is None else o.type for o in node.operands], node.attrs)
+    except RlxError as error:
+        _fail(graph, node.id, f"cannot be typed: {error}")
     if types != node.types:
-        _fail(graph, node, f"has type {'; '.join(map(str, node.types))}, its rule gives {'; '.join(map(str, types))}")
+        have, want = ("; ".join(map(str, t)) for t in (node.types, types))
+        _fail(graph, node.id, f"has type {have}, its rule gives {want}")
 
 
-def _fail(graph: Graph, node: Node, problem: str) -> None:
-    low = max(0, node.id - 5)
-    around = [("> " if n is node else "  ") + node_text(n) for n in graph.nodes[low : low + 10]]
+def _fail(graph: Graph, position: int, problem: str) -> NoReturn:
+    low = max(0, position - 5)
+    around = [
+        ("> " if i == position else "  ") + _line(graph.nodes[i]) for i in range(low, min(low + 10, len(graph.nodes)))
+    ]
+    node = graph.nodes[position]
     raise VerifyError(f"%{node.id} {node.op}: {problem}", notes=[f"made {node.origin}", *around])
+
+
+def _line(node: Node) -> str:
+    """A node on one line, whatever is wrong with it."""
+    try:
+        return " ".join(node_text(node).split())
+    except GraphError as error:
+        return f"%{node.id} = {node.op}(...)  # {error}"

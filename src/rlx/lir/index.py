@@ -9,7 +9,7 @@ from rlx.ir.graph import Node
 from rlx.lir.loops import Apply, Check, Choose, Const, Expr, For, Index, Let, Load, Ref, Stmt, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, cast, loop_form, map_elements
 from rlx.lir.views import View
-from rlx.types import Size, contiguous_strides, product
+from rlx.types import Size, TensorType, contiguous_strides, product
 
 OUT_OF_RANGE = 1  # fault code: an index lies outside the axis
 
@@ -47,22 +47,27 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 @loop_form("scatter_add")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """The table is copied, then each column walks all updates in order: threads share columns, never rows."""
+    """The table is copied, then each column walks all updates in order: threads share columns, never rows.
+
+    Narrow floats add up in a wide copy, so that they are rounded once and not with each update.
+    """
     x, indices, updates = (s.view(o) for o in node.operands)
     out = s.result(node)
-    s.copy_into(x, out)
+    kind = out.dtype.compute
+    total = out if out.dtype is kind else s.temporary(TensorType(x.shape, kind))
+    s.copy_into(x, total)
     indices, updates = s.contiguous(indices), s.contiguous(updates)
     columns = product(x.shape[1:])
     builder = LoopBuilder("scatter_add")
     builder.param(indices)
     builder.param(updates)
-    builder.param(out, written=True)
+    builder.param(total, written=True)
     n = builder.arg("n", columns)
     size = builder.arg("size", x.shape[0])
     stride = builder.arg("stride", contiguous_strides(x.shape)[0])
-    u, j, kind = Index("q"), Index("j"), out.dtype.compute
+    u, j = Index("q"), Index("j")
     place: tuple[tuple[Expr, object], ...] = ((Ref("at", I64), stride), (j, 1))
-    old = cast(Load(2, place, out.dtype), kind)  # type: ignore[arg-type]
+    old = Load(2, place, kind)  # type: ignore[arg-type]
     new = Apply("add", (old, cast(Load(1, ((u, n), (j, 1)), updates.dtype), kind)), kind)
     found = cast(Load(0, ((u, 1),), indices.dtype), I64)
     body: tuple[Stmt, ...] = (
@@ -76,4 +81,6 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     chunk = 256
     units = (columns + (chunk - 1)) // chunk
     builder.launch(s, For("j", n, (walk,), vector=True), units, chunk=chunk, split="columns", flops=product(updates.shape))
+    if total is not out:
+        s.copy_into(total, out)
     return [out]

@@ -1,13 +1,33 @@
-"""Neighbouring loop launches over the same units that do not depend on each other become one launch (keys and values of a cache)."""
+"""Neighbouring loop launches of one kind over the same units become one, if neither needs the other.
+
+So the keys and the values of a cache are concatenated by one launch.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from rlx.lir.loops import (
-    Apply, Arg, Assign, Check, Choose, Expr, For, Index, Let, Load, LoopKernel, Param, Reduce, Ref, Stmt, Store, Var,
-)  # fmt: skip
+    Apply,
+    Arg,
+    Assign,
+    Check,
+    Choose,
+    Expr,
+    For,
+    Index,
+    Let,
+    Load,
+    LoopKernel,
+    Param,
+    Reduce,
+    Ref,
+    Stmt,
+    Store,
+    Var,
+)
 from rlx.lir.program import Launch, Program
+from rlx.types import dim_max
 
 
 def merge_launches(program: Program) -> None:
@@ -26,7 +46,7 @@ def _join(a: Launch, b: Launch) -> Launch | None:
     if not isinstance(a.kernel, LoopKernel) or not isinstance(b.kernel, LoopKernel):
         return None
     same_loops = a.kernel.chunk == b.kernel.chunk == 0 and a.units == b.units and a.kernel.name == b.kernel.name
-    if not same_loops or a.kernel.root.index != b.kernel.root.index:
+    if not same_loops or a.kernel.root.index != b.kernel.root.index or a.kernel.lets or b.kernel.lets:
         return None
     writes_a, writes_b = ({v.buffer for v in x.views(written=True)} for x in (a, b))
     touches_a, touches_b = ({v.buffer for v in x.views()} for x in (a, b))
@@ -40,7 +60,7 @@ def _join(a: Launch, b: Launch) -> Launch | None:
     kernel = LoopKernel(f"{a.kernel.name}2", params, args, replace(a.kernel.root, body=body))
     cut_a, cut_b = len(a.kernel.params), len(second.params)
     words = a.words[:cut_a] + b.words[:cut_b] + a.words[cut_a:] + b.words[cut_b:]
-    return replace(a, kernel=kernel, words=words, flops=a.flops + b.flops)
+    return replace(a, kernel=kernel, words=words, scratch=dim_max(a.scratch, b.scratch), flops=a.flops + b.flops)
 
 
 class _Renamer:

@@ -9,6 +9,7 @@ from rlx.ir.graph import Node
 from rlx.lir.index import OUT_OF_RANGE, in_range
 from rlx.lir.loops import Apply, Check, Choose, Const, Expr, For, Index, Let, Load, Ref, Stmt, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_form, widened
+from rlx.lir.shape import require_at_most
 from rlx.lir.views import View
 from rlx.types import product
 
@@ -21,6 +22,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     cos, sin, positions = s.contiguous(cos), s.contiguous(sin), s.contiguous(positions)
     out = s.result(node)
     half = cos.shape[1]
+    require_at_most(s, half * 2, x.shape[3])
     pairs = node.attrs["style"] == "pairs"
     builder = LoopBuilder(f"rope_{node.attrs['style']}")
     for view in (x, cos, sin, positions):

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 
 from rlx.ir.graph import Array
 from rlx.lir.kernels import Kernel, MatmulKernel
+from rlx.lir.loops import Let, LoopKernel, Ref, statements, walk
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, contiguous_strides
 
+LONGEST_EPILOGUE = 200  # terms that a launch line shows
 INPUT, OUTPUT, WEIGHT, CONST, ARENA = "input", "output", "weight", "const", "buffer"
 
 
@@ -105,8 +107,13 @@ class Program:
         return {launch.kernel.symbol: launch.kernel for launch in self.launches}
 
     def fingerprint(self) -> str:
-        """A digest of the whole program."""
-        return hashlib.blake2b(self.text().encode(), digest_size=16).hexdigest()
+        """A digest of the whole program, with every size and number that its text leaves out."""
+        digest = hashlib.blake2b(self.text().encode(), digest_size=16)
+        for launch in self.launches:
+            digest.update(f"\n{launch.words}|{launch.scratch}".encode())
+        constants = {n: b.value.digest for n, b in self.buffers.items() if b.value is not None}
+        digest.update(f"\n{self.inputs}{self.weights}{self.outputs}{constants}".encode())
+        return digest.hexdigest()
 
     def manifest(self) -> dict[str, dict[str, str]]:
         """Names and types of inputs, weights and outputs."""
@@ -140,5 +147,14 @@ def launch_text(launch: Launch) -> str:
     writes = ", ".join(map(str, launch.views(written=True)))
     text = f"launch {launch.kernel.symbol}({reads}) -> {writes}  split {launch.split}({launch.units})"
     if isinstance(launch.kernel, MatmulKernel) and launch.kernel.epilogue is not None:
-        text += f"  epilogue {launch.kernel.epilogue_text()}"
+        text += f"  epilogue {_epilogue_text(launch.kernel, launch.kernel.epilogue)}"
     return text + ("  barrier" if launch.barrier else "")
+
+
+def _epilogue_text(kernel: MatmulKernel, epilogue: LoopKernel) -> str:
+    """The epilogue written out, or its name where lets that are used again and again would make it endless."""
+    terms: dict[str, int] = {}
+    for stmt in statements(epilogue.root):
+        if isinstance(stmt, Let):
+            terms[stmt.name] = sum(terms.get(e.name, 1) if isinstance(e, Ref) else 1 for e in walk(stmt.value))
+    return kernel.epilogue_text() if max(terms.values(), default=0) <= LONGEST_EPILOGUE else epilogue.name

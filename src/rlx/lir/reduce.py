@@ -15,6 +15,7 @@ from rlx.lir.loops import (
     Apply, Arg, Assign, Const, Expr, For, Index, Let, Load, Reduce, Ref, Stmt, Store, Var,
 )  # fmt: skip
 from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_form, widened
+from rlx.lir.shape import require_at_most
 from rlx.lir.views import View, collapse
 from rlx.ops.reduce import normal_axes
 from rlx.types import Size, product
@@ -197,6 +198,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     """k passes over a row, each finding the best element behind the one found before."""
     x = s.contiguous(s.view(node.operands[0]))
+    require_at_most(s, node.attrs["k"], x.shape[-1])
     values, indices = s.result(node, 0), s.result(node, 1)
     builder = LoopBuilder("topk")
     for view, written in ((x, False), (values, True), (indices, True)):

@@ -1,7 +1,7 @@
 """Scheduling: MIR nodes become launches of kernels on buffers, in order. Views become strides.
 
-Each op group has its loop forms in `lir/<group>.py`; a form is a function of the scheduler and a node that adds launches
-and gives the views of the node's results.
+Each op group has its loop forms in `lir/<group>.py`; a form is a function of the scheduler and a node that adds
+launches and gives the views of the node's results.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ class Scheduler:
         self.views: dict[Value, View] = {}
         self.node: Node | None = None
         self.notes = notes
+        self._taken = {n.attrs["name"] for n in (*graph.inputs, *graph.params)}
         self._outputs: dict[Value, str] = {}
 
     def run(self) -> Program:
-        for i, value in enumerate(self.graph.outputs):
-            self._outputs.setdefault(value, f"output{i}")
+        self.program.outputs = [self._fresh(f"output{i}") for i in range(len(self.graph.outputs))]
+        for value, name in zip(self.graph.outputs, self.program.outputs, strict=True):
+            self._outputs.setdefault(value, name)
         for node in self.graph.nodes:
             self.node = node
             self.views.update(zip(node.results, self._lower(node), strict=True))
@@ -54,9 +56,16 @@ class Scheduler:
                 (self.program.inputs if kind == INPUT else self.program.weights).append(name)
                 return [self._buffer(Buffer(name, node.types[0], kind, note=self.notes.get(name, "")))]
             case "const":
-                return [self._buffer(Buffer(f"const{node.id}", node.types[0], CONST, node.attrs["value"]))]
+                return [self._buffer(Buffer(self._fresh(f"const{node.id}"), node.types[0], CONST, node.attrs["value"]))]
             case _:
                 return loop_form[node.op](self, node)
+
+    def _fresh(self, name: str) -> str:
+        """A name for a buffer that no input, param or other buffer has."""
+        while name in self._taken:
+            name += "_"
+        self._taken.add(name)
+        return name
 
     def _buffer(self, buffer: Buffer) -> View:
         self.program.buffers[buffer.name] = buffer
@@ -64,14 +73,12 @@ class Scheduler:
 
     def _finish_outputs(self) -> None:
         """Every output is a buffer of its own; what is only a view, an input or given twice gets copied."""
-        for i, value in enumerate(self.graph.outputs):
-            name = f"output{i}"
+        for value, name in zip(self.graph.outputs, self.program.outputs, strict=True):
             view = self.views[value]
             if view.buffer != name:
                 self.node = value.node
                 out = self._buffer(Buffer(name, value.type, OUTPUT))
                 self.copy_into(view, out)
-            self.program.outputs.append(name)
         order = {b.name: b for b in self.program.buffers.values()}
         self.program.buffers = {n: b for n, b in order.items() if b.kind != OUTPUT}
         self.program.buffers |= {n: order[n] for n in self.program.outputs}
@@ -87,12 +94,13 @@ class Scheduler:
         value = node[index]
         suffix = f".{index}" if len(node.types) > 1 else ""
         name = self._outputs.get(value)
-        kind = ARENA if name is None else OUTPUT
-        return self._buffer(Buffer(name or f"t{node.id}{suffix}", value.type, kind))
+        if name is not None:
+            return self._buffer(Buffer(name, value.type, OUTPUT))
+        return self._buffer(Buffer(self._fresh(f"t{node.id}{suffix}"), value.type, ARENA))
 
     def temporary(self, type_: TensorType) -> View:
         """A fresh arena buffer."""
-        return self._buffer(Buffer(f"c{len(self.program.buffers)}", type_, ARENA))
+        return self._buffer(Buffer(self._fresh(f"c{len(self.program.buffers)}"), type_, ARENA))
 
     def contiguous(self, view: View) -> View:
         """The view itself, or a copy of it without gaps."""
@@ -122,7 +130,7 @@ class Scheduler:
         self.program.assertions.append(Assertion(a, b, str(self.node.origin)))
 
 
-# -- building loop kernels ----------------------------------------------------------------------------------------------
+# -- building loop kernels --------------------------------------------------------------------------------------------
 @dataclass
 class LoopBuilder:
     """Collects the parameters and run-time integers of a loop kernel while its statements are written."""
@@ -231,10 +239,10 @@ def map_elements(
     with_indices: bool = False,
     flops: int = 1,
 ) -> None:
-    """A kernel that computes every element of `writes` from elements of `reads` (broadcast to `shape`) at the same index.
+    """A kernel that computes every element of `writes` from those of `reads` (broadcast to `shape`) at the same index.
 
-    `body(load)` gives one expression a write, or statements and expressions; `load(i, *terms)` is an element of read i,
-    at further address terms if given. With `with_indices`, `body(load, index)` and `index(axis)` is an index of `shape`.
+    `body(load)` gives one expression a write, or statements and expressions; `load(i, *terms)` is an element of read
+    i, at further address terms if given. `with_indices`: `body(load, index)`, `index(axis)` is an index of `shape`.
     """
     builder = LoopBuilder(name)
     operands = [v.expand(tuple(shape)) if v.rank != len(shape) or v.shape != tuple(shape) else v for v in reads]
@@ -284,9 +292,9 @@ def cast(expr: Expr, to: DType) -> Expr:
     return expr if expr.dtype is to else Apply("cast", (expr,), to)
 
 
-# -- barriers -----------------------------------------------------------------------------------------------------------
+# -- barriers ---------------------------------------------------------------------------------------------------------
 def place_barriers(program: Program) -> None:
-    """A barrier after a launch wherever the next one touches what launches since the last barrier wrote, or writes what they read."""
+    """A barrier wherever the next launch touches what launches since the last one wrote, or writes what they read."""
     read: set[str] = set()
     written: set[str] = set()
     for i, launch in enumerate(program.launches):

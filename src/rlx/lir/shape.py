@@ -9,7 +9,7 @@ from rlx.ir.graph import Node
 from rlx.lir.loops import Apply, Arg, Choose, Const, Expr
 from rlx.lir.schedule import Scheduler, cast, loop_form, map_elements
 from rlx.lir.views import View
-from rlx.types import Size
+from rlx.types import Size, dim_min, evaluate, is_monotone, symbols_of
 
 
 @loop_form("reshape")
@@ -36,10 +36,22 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     return [s.view(node.operands[0]).transpose(node.attrs["axes"])]
 
 
+def require_at_most(s: Scheduler, a: Size, b: Size) -> None:
+    """Have run time check that a <= b, unless that holds whatever the symbols are."""
+    gap = b - a
+    if is_monotone(gap) and evaluate(gap, {symbol.name: 0 for symbol in symbols_of(gap)}) >= 0:
+        return
+    s.assume(dim_min(a, b), a)
+
+
 @loop_form("slice")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    a = node.attrs
-    return [s.view(node.operands[0]).slice(a["start"], a["stop"], a["step"], node.types[0].shape)]
+    view, start, stop = s.view(node.operands[0]), node.attrs["start"], node.attrs["stop"]
+    for low, high, size in zip(start, stop, view.shape, strict=True):
+        require_at_most(s, 0, low)
+        require_at_most(s, low, high)
+        require_at_most(s, high, size)
+    return [view.slice(start, stop, node.attrs["step"], node.types[0].shape)]
 
 
 @loop_form("expand")
@@ -82,6 +94,8 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     out = s.result(node)
     view = s.view(node.operands[0])
     low, high = node.attrs["low"], node.attrs["high"]
+    for size in (*low, *high):
+        require_at_most(s, 0, size)
     offset: Size = view.offset
     for size, stride in zip(low, view.strides, strict=True):
         offset = offset - size * stride

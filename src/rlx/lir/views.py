@@ -1,4 +1,7 @@
-"""Views: a buffer seen through an offset and strides. Reshape, transpose, slice and expand cost nothing where strides can say them."""
+"""Views: a buffer seen through an offset and strides.
+
+Reshape, transpose, slice and expand cost nothing where strides can say them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ class View:
         return len(self.shape)
 
     def is_contiguous(self) -> bool:
-        """Whether the elements lie in C order without gaps."""
+        """Whether the elements lie in C order without gaps; none always do."""
+        if 0 in self.shape:
+            return True
         wanted = contiguous_strides(self.shape)
         return all(d == 1 or s == w for d, s, w in zip(self.shape, self.strides, wanted, strict=True))
 

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from rlx.ir.graph import Graph, Node, Value
 
 
-def extract(nodes: Sequence[Node], outputs: Sequence[Value], accumulators: Sequence[Value] = ()) -> tuple[Graph, list[Value]]:
+def extract(
+    nodes: Sequence[Node], outputs: Sequence[Value], accumulators: Sequence[Value] = ()
+) -> tuple[Graph, list[Value]]:
     """The body that computes `outputs` by `nodes`, and the values it reads beside the accumulators.
 
     Scalar constants move into the body; everything else that comes from outside becomes an input.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import rlx.ops  # noqa: F401  identities are built from registered ops
 from rlx.ir.graph import Graph, Node, Value
-from rlx.ir.rewrite import IDENTITIES, Rewriter, identity, match, rebuild, substitute
+from rlx.ir.rewrite import IDENTITIES, Identity, Rewriter, identity, match, rebuild, substitute
 
 FLOATS = ("f32", "f64")
 INTS = ("i32", "i64")
@@ -46,7 +46,7 @@ def add_negative_zero(x):  # type: ignore[no-untyped-def]
 
 @identity(*FLOATS, *INTS)
 def neg_twice(x):  # type: ignore[no-untyped-def]
-    return -(-x), x
+    return x.neg().neg(), x
 
 
 @identity(*FLOATS, *INTS)
@@ -88,18 +88,26 @@ def _visit(rewriter: Rewriter, node: Node) -> Value | None:
     rule = _VIEWS.get(node.op)
     if rule is not None:
         return rule(rewriter, node)
-    if len(node.types) != 1:
+    candidates = _BY_OP.get(node.op)
+    if candidates is None:
         return None
-    for candidate in _BY_OP.get(node.op, ()):
-        if node.types[0].dtype.name not in candidate.dtypes:
-            continue
+    copied = _Preview(rewriter, node)
+    for candidate in candidates:
         found: dict[Value, Value] = {}
-        copied = _Preview(rewriter, node)
         if match(candidate.left, copied, candidate.places, found):
-            result = substitute(rewriter, node, candidate.right, found)
-            if result.type == node.types[0]:
+            result = _replacement(rewriter, node, candidate, found)
+            if result is not None:
                 return result
     return None
+
+
+def _replacement(rewriter: Rewriter, node: Node, found_by: Identity, found: dict[Value, Value]) -> Value | None:
+    """The right side, if every operand has the type of the result: an i32 that becomes a float rounds and wraps."""
+    (type_,) = node.types
+    if type_.dtype.name not in found_by.dtypes or any(v.dtype is not type_.dtype for v in found.values()):
+        return None
+    result = substitute(rewriter, node, found_by.right, found)
+    return result if result.type == type_ else None
 
 
 class _Preview(Value):
@@ -110,7 +118,7 @@ class _Preview(Value):
         super().__init__(Node(-1, node.op, operands, node.attrs, node.types, node.origin, rewriter.graph), 0)
 
 
-_BY_OP: dict[str, list] = {}  # type: ignore[type-arg]
+_BY_OP: dict[str, list[Identity]] = {}
 for _identity in IDENTITIES:
     _BY_OP.setdefault(_identity.left.node.op, []).append(_identity)
 
@@ -146,8 +154,8 @@ def _transpose(rewriter: Rewriter, node: Node) -> Value | None:
 def _whole(rewriter: Rewriter, node: Node) -> Value | None:
     """slice or expand that changes nothing -> x."""
     x = _operand(rewriter, node)
-    steps = node.attrs.get("step", ())
-    return x if x.shape == node.types[0].shape and all(s == 1 for s in steps) else None
+    moves = any(s != 0 for s in node.attrs.get("start", ())) or any(s != 1 for s in node.attrs.get("step", ()))
+    return x if x.shape == node.types[0].shape and not moves else None
 
 
 def _cast(rewriter: Rewriter, node: Node) -> Value | None:

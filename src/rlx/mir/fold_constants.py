@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlx.errors import BindError, KernelError
 from rlx.ir import evaluate, registry
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, rebuild
@@ -22,7 +23,10 @@ def fold_constants(graph: Graph) -> Graph:
         if any(not isinstance(t.elements, int) or t.elements > LARGEST for t in node.types):
             return None
         arrays = [o.node.attrs["value"].data for o in operands if o is not None]
-        results = evaluate.apply(node, arrays, {})
-        return [rewriter.graph.constant(r) for r in results]
+        try:
+            results = evaluate.apply(node, arrays, {})
+        except (BindError, KernelError):  # a size or a fault that only run time knows
+            return None
+        return [rewriter.constant(node, r) for r in results]
 
     return rebuild(graph, visit, made_by="fold_constants")

@@ -75,5 +75,3 @@ def _rides_on_matmul(value: Value, users: dict[Value, list[Node]], outputs: set[
             return False
         value = matmuls[0]
     return False
-
-

@@ -1,4 +1,4 @@
-"""Elementwise regions: connected elementwise nodes of one shape become one node; afterwards no bare elementwise op is left."""
+"""Elementwise regions: connected elementwise nodes of one shape become one node; no bare elementwise op is left."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Weight hoisting: what depends on weights alone moves into the bind program, which runs once when weights are set.
 
-In: one MIR graph. Out: the main graph, in which derived weights are params called `@0`, `@1`, ..., and the bind graph that
-computes them. Right sides of matmuls are packed into panels there.
+In: one MIR graph. Out: the main graph, in which derived weights are params called `@0`, `@1`, ..., and the bind graph
+that computes them. Right sides of matmuls are packed into panels there.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 from rlx.ir.graph import Graph, Node, Value
@@ -38,6 +39,7 @@ class _Hoister:
         self.bind = Rewriter(graph, "hoist_weights")
         self.bind.graph.name = f"{graph.name}.bind"
         self.derived: list[str] = []
+        self.names = (f"@{i}" for i in itertools.count())
         self.outputs: list[Value] = []
         self.panels: dict[tuple[Value, ...], Value] = {}
 
@@ -69,7 +71,7 @@ class _Hoister:
         return self.main.values[value]
 
     def _derive(self, like: Node, value: Value) -> Value:
-        name = f"@{len(self.derived)}"
+        name = next(n for n in self.names if not self.graph.has(n))
         self.derived.append(name)
         self.outputs.append(value)
         return self.main.graph.append(

@@ -85,7 +85,7 @@ def _find_gate(node: Node, weights: set[Node], users: dict[Value, list[Node]], o
         sides.append(side)
     (m0, chain0), (m1, chain1) = sides
     (x0, w0), (x1, w1) = _pair(m0), _pair(m1)
-    if m0 is m1 or x0 != x1 or w0.type != w1.type or node.types != m0.types:
+    if m0 is m1 or x0 != x1 or w0.type != w1.type or node.types != m0.types or x0.node in weights:
         return None
     ordered = sorted([*chain0, *chain1], key=lambda n: n.id)
     return Gate(node, (*ordered, node), (m0, m1))
@@ -103,7 +103,7 @@ def _strip(
         if node.op == "matmul":
             w = _pair(node)[1]
             return (node, chain) if is_matrix(w, weights) and value.dtype.is_float else None
-        if registry.ELEMENTWISE not in registry.get(node.op).traits or value.dtype != node.types[0].dtype:
+        if registry.ELEMENTWISE not in registry.get(node.op).traits:
             return None
         moving = [o for o in node.operands if o is not None and o.node not in weights]
         if len(moving) != 1 or moving[0].type != value.type:

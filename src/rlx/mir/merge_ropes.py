@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ def merge_ropes(graph: Graph, *, report: FusionReport | None = None) -> Graph:
     first: dict[Node, list[Cut]] = {}
     for cuts in groups.values():
         ordered = sorted(cuts, key=lambda c: c.start)
-        adjacent = all(a.stop == b.start for a, b in zip(ordered, ordered[1:], strict=False))
+        adjacent = all(a.stop == b.start for a, b in itertools.pairwise(ordered))
         if len(cuts) > 1 and adjacent:
             first[min((c.rope for c in cuts), key=lambda n: n.id)] = ordered
     parts: dict[Node, Value] = {}
@@ -61,12 +62,13 @@ def _cut(rope: Node) -> Cut | None:
     piece = reshape.operands[0].node
     source = piece.operands[0]
     assert source is not None
-    start, stop = piece.attrs["start"], piece.attrs["stop"]
+    start, stop, head_dim = piece.attrs["start"], piece.attrs["stop"], x.shape[3]
     whole = all(a == 0 and b == d for a, b, d in zip(start[:-1], stop[:-1], source.shape[:-1], strict=True))
-    ints = isinstance(start[-1], int) and isinstance(stop[-1], int) and isinstance(x.shape[3], int)
-    if not (whole and ints and source.rank == 3 and piece.attrs["step"][-1] == 1 and x.shape[:2] == source.shape[:2]):
+    if not (whole and source.rank == 3 and piece.attrs["step"] == (1, 1, 1) and x.shape[:2] == source.shape[:2]):
         return None
-    return Cut(rope, source, start[-1], stop[-1], x.shape[3])
+    if not (isinstance(start[-1], int) and isinstance(stop[-1], int) and isinstance(head_dim, int)):
+        return None
+    return Cut(rope, source, start[-1], stop[-1], head_dim)
 
 
 def _merge(rewriter: Rewriter, like: Node, cuts: Sequence[Cut]) -> dict[Node, Value]:

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter
+from rlx.types import Dim, TensorType
 
 
 def weight_nodes(graph: Graph) -> set[Node]:
-    """Params, constants and every node that depends on nothing else."""
+    """Params, constants and every node that depends on nothing else, run-time sizes included."""
     found: set[Node] = set()
+    known: set[str] = set()  # symbols that the weights themselves bind
+    for node in graph.params:
+        known |= _symbols(node.types)
     for node in graph.nodes:
         leaf = node.op in ("param", "const")
-        if leaf or (node.operands and all(o is None or o.node in found for o in node.operands)):
-            found.add(node)
+        if leaf or (node.operands and all([o is None or o.node in found for o in node.operands])):
+            if leaf or _symbols((*node.types, *node.attrs.values())) <= known:
+                found.add(node)
+    return found
+
+
+def _symbols(parts: Iterable[Any]) -> set[str]:
+    """Names of the symbols in types, sizes and tuples of sizes."""
+    found: set[str] = set()
+    for part in parts:
+        if isinstance(part, TensorType):
+            found |= _symbols(part.shape)
+        elif isinstance(part, tuple):
+            found |= _symbols(part)
+        elif isinstance(part, Dim):
+            found |= {s.name for s in part.symbols()}
     return found
 
 

@@ -31,7 +31,7 @@ class MaskKind:
 
 def split_mask(kind: str) -> tuple[str, int]:
     """The name of a mask kind and its window (0 where it has none)."""
-    sliding = re.fullmatch(r"sliding\((\d+)\)", kind)
+    sliding = re.fullmatch(r"sliding\(0*([1-9]\d*)\)", kind)
     if sliding:
         return "sliding", int(sliding[1])
     if kind not in ("none", "causal", "custom", "bias"):
@@ -105,8 +105,8 @@ def attention(
             raise ShapeError(f"attention: {name} is [batch, seq, heads, head_dim], found {t}")
         if not t.dtype.is_float or t.dtype is not q.dtype:
             raise DTypeError(f"attention: q, k, v have one float type, found {q.dtype} and {t.dtype}")
-        if not (isinstance(t.shape[2], int) and isinstance(t.shape[3], int)):
-            raise ShapeError(f"attention: heads and head_dim of {name} are fixed numbers, found {t}")
+        if not all(isinstance(d, int) and d > 0 for d in t.shape[2:]):
+            raise ShapeError(f"attention: heads and head_dim of {name} are fixed numbers above 0, found {t}")
     batch, seq, heads, dim = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
     require_equal(dim, k.shape[3], f"attention: head_dim of q is {dim}, of k {k.shape[3]}")
@@ -115,10 +115,12 @@ def attention(
     for t in (k, v):
         require_equal(batch, t.shape[0], f"attention: batch sizes differ, {batch} and {t.shape[0]}")
     assert isinstance(heads, int) and isinstance(kv_heads, int)
-    if kv_heads == 0 or heads % kv_heads:
+    if heads % kv_heads:
         raise ShapeError(f"attention: {heads} query heads are no multiple of {kv_heads} key heads")
     if num_heads not in (None, heads) or head_dim not in (None, dim):
         raise ShapeError(f"attention: num_heads {num_heads} and head_dim {head_dim} do not fit q {q}")
+    if softcap is not None and not softcap > 0:
+        raise GraphError(f"attention: softcap is {softcap}, it has to be above 0")
     _check_mask(split_mask(mask_kind)[0], q, keys, mask)
     return q.with_shape(batch, seq, heads, v.shape[3])
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.dtypes import BOOL, DType, promote
+from rlx.dtypes import BF16, BOOL, DType, promote
 from rlx.dtypes import dtype as dtype_of
 from rlx.errors import DTypeError
 from rlx.ir.registry import ELEMENTWISE, OpDef, Sample, boolean, f32, i32, op, sample
@@ -122,8 +122,10 @@ pow = binary(
 maximum = binary("maximum", np.maximum, scalar="max", doc="The larger; NaN if either is NaN.", samples=_BOTH)
 minimum = binary("minimum", np.minimum, scalar="min", doc="The smaller; NaN if either is NaN.", samples=_BOTH)
 
-equal = binary("equal", np.equal, scalar="eq", kind=is_any, result=BOOL, doc="Whether equal.", samples=_BOTH)
-not_equal = binary("not_equal", np.not_equal, scalar="ne", kind=is_any, result=BOOL, doc="Whether different.", samples=_BOTH)
+equal = binary("equal", np.equal, scalar="eq", kind=is_any, result=BOOL, doc="Whether equal.", samples=_BOTH + _BOOLS)
+not_equal = binary(
+    "not_equal", np.not_equal, scalar="ne", kind=is_any, result=BOOL, doc="Whether different.", samples=_BOTH + _BOOLS
+)
 less = binary("less", np.less, scalar="lt", result=BOOL, doc="Whether a < b.", samples=_BOTH)
 less_equal = binary("less_equal", np.less_equal, scalar="le", result=BOOL, doc="Whether a <= b.", samples=_BOTH)
 greater = binary("greater", np.greater, scalar="gt", result=BOOL, doc="Whether a > b.", samples=_BOTH)
@@ -182,7 +184,8 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     "where", reference=_where, traits=[ELEMENTWISE], scalar="select",
     samples=[
         sample(boolean(4, 5), f32(4, 5), f32(4, 5)), sample(boolean(3, 1, 65), f32(2, 1), f32()),
-        sample(boolean(5), i32(5), f32(3, 5)),
+        sample(boolean(5), i32(5), f32(3, 5)), sample(boolean(3, 1), i32(17), i32(3, 17)),
+        sample(boolean(4), boolean(3, 4), boolean()),
     ],
 )
 def where(condition: TensorType, a: TensorType, b: TensorType) -> TensorType:
@@ -201,7 +204,17 @@ def cast_array(x: Any, dtype: DType) -> Any:
         return np.where(wide >= float(limits.max), limits.max, result).astype(dtype.numpy)
     if dtype.is_bool:
         return x != 0
+    if dtype is BF16 and x.dtype == np.float64:
+        x = _rounded_to_odd(x)
     return x.astype(dtype.numpy)
+
+
+def _rounded_to_odd(x: Any) -> Any:
+    """f64 as f32 such that one more rounding (ml_dtypes makes bf16 from f32) sees what the first has lost."""
+    near = x.astype(np.float32)
+    back = near.astype(np.float64)
+    bits = near.view(np.uint32) - (np.abs(back) > np.abs(x)).astype(np.uint32)  # toward zero
+    return np.where(np.isfinite(x), bits | (back != x), near.view(np.uint32)).astype(np.uint32).view(np.float32)
 
 
 @op(
@@ -215,5 +228,8 @@ def cast_array(x: Any, dtype: DType) -> Any:
     ],
 )
 def cast(x: TensorType, *, dtype: DType) -> TensorType:
-    """`x` with another element type. Float to integer truncates and saturates, NaN becomes 0."""
+    """`x` with another element type, rounded to nearest even; integers reach narrow floats by way of f32.
+
+    Float to integer truncates and saturates, NaN becomes 0; integer to integer wraps; to bool is `!= 0`.
+    """
     return x.with_dtype(dtype)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rlx.errors import DTypeError, KernelError
-from rlx.ir.registry import f32, i32, op, sample
+from rlx.errors import DTypeError, KernelError, ShapeError
+from rlx.ir.registry import boolean, f32, i32, op, sample
 from rlx.types import TensorType, axis_index, require_equal
 
 
@@ -17,6 +17,10 @@ def _check_range(where: str, indices: Any, size: int) -> None:
 
 
 def _gather(table: Any, indices: Any, *, axis: int) -> Any:
+    at = axis % table.ndim
+    shape = (*table.shape[:at], *indices.shape, *table.shape[at + 1 :])
+    if 0 in shape:  # nothing is looked up, whatever the indices are
+        return np.empty(shape, table.dtype)
     _check_range("gather", indices, table.shape[axis])
     return np.take(table, indices, axis=axis)
 
@@ -31,6 +35,7 @@ def _integers(where: str, indices: TensorType) -> None:
     samples=[
         sample(f32(7, 5), i32(4, low=0, high=7)), sample(f32(7, 65), i32(2, 3, low=0, high=7)),
         sample(f32(3, 7, 5), i32(4, low=0, high=7), axis=1), sample(f32(3, 70), i32(2, 2, low=0, high=70), axis=-1),
+        sample(i32(7, 3), i32(low=0, high=7)), sample(boolean(5, 33), i32(4, low=0, high=5)),
     ],
 )  # fmt: skip
 def gather(table: TensorType, indices: TensorType, *, axis: int = 0) -> TensorType:
@@ -41,6 +46,8 @@ def gather(table: TensorType, indices: TensorType, *, axis: int = 0) -> TensorTy
 
 
 def _scatter_add(x: Any, indices: Any, updates: Any) -> Any:
+    if updates.size == 0:
+        return x.copy()
     _check_range("scatter_add", indices, x.shape[0])
     result = x.copy()
     np.add.at(result, indices, updates.astype(x.dtype))
@@ -51,15 +58,17 @@ def _scatter_add(x: Any, indices: Any, updates: Any) -> Any:
     "scatter_add", reference=_scatter_add, tolerance=5e-6,
     samples=[
         sample(f32(7, 5), i32(4, low=0, high=7), f32(4, 5)), sample(f32(3, 65), i32(20, low=0, high=3), f32(20, 65)),
-        sample(f32(6), i32(9, low=0, high=6), f32(9)),
+        sample(f32(6), i32(9, low=0, high=6), f32(9)), sample(i32(5, 3), i32(2, 4, low=0, high=5), i32(2, 4, 3)),
     ],
 )  # fmt: skip
 def scatter_add(x: TensorType, indices: TensorType, updates: TensorType) -> TensorType:
     """`x` with row `updates[i]` added to row `indices[i]` of its first axis; equal indices add up, in order."""
     _integers("scatter_add", indices)
+    if x.rank == 0:
+        raise ShapeError(f"scatter_add: the table needs an axis, found {x}")
     wanted = (*indices.shape, *x.shape[1:])
     if updates.rank != len(wanted):
-        raise DTypeError(f"scatter_add: updates {updates} should have shape [{', '.join(map(str, wanted))}]")
+        raise ShapeError(f"scatter_add: updates {updates} should have shape [{', '.join(map(str, wanted))}]")
     for have, want in zip(updates.shape, wanted, strict=True):
         require_equal(have, want, f"scatter_add: updates {updates} should have shape [{', '.join(map(str, wanted))}]")
     if updates.dtype is not x.dtype:

@@ -23,7 +23,7 @@ def _matmul(a: Any, b: Any) -> Any:
     samples=[
         sample(f32(3, 4), f32(4, 5)), sample(f32(7, 65), f32(65, 130)), sample(f32(2, 3, 4), f32(4, 5)),
         sample(f32(2, 1, 3, 17), f32(5, 17, 6)), sample(f32(1, 64), f32(64, 64)), sample(i32(3, 4), i32(4, 5)),
-        sample(f32(13, 0), f32(0, 5)),
+        sample(f32(13, 0), f32(0, 5)), sample(i32(2, 3, 5), f32(5, 4)),
     ],
 )  # fmt: skip
 def matmul(a: TensorType, b: TensorType) -> TensorType:

@@ -20,6 +20,8 @@ def check_scale(where: str, x: TensorType, vectors: dict[str, TensorType | None]
     for name, vector in vectors.items():
         if vector is None:
             continue
+        if not vector.dtype.is_float:
+            raise DTypeError(f"{where}: {name} is {vector.dtype}, x is {x.dtype}; both are floats")
         if vector.rank != 1:
             raise ShapeError(f"{where}: {name} has {vector.rank} axes, expected 1")
         require_equal(vector.shape[0], x.shape[-1], f"{where}: {name} has {vector.shape[0]} elements, x has {x.shape[-1]}")
@@ -30,14 +32,19 @@ def _scaled(y: Any, gamma: Any, beta: Any) -> Any:
     return y if beta is None else y + beta
 
 
+def _mean(x: Any) -> Any:
+    """Over the last axis; unlike np.mean it does not warn where that is empty."""
+    return np.sum(x, axis=-1, keepdims=True) / x.dtype.type(x.shape[-1])
+
+
 def layer_norm_array(x: Any, gamma: Any = None, beta: Any = None, *, eps: float) -> Any:
-    centred = x - np.mean(x, axis=-1, keepdims=True)
-    variance = np.mean(centred * centred, axis=-1, keepdims=True)
+    centred = x - _mean(x)
+    variance = _mean(centred * centred)
     return _scaled(centred / np.sqrt(variance + x.dtype.type(eps)), gamma, beta)
 
 
 def rms_norm_array(x: Any, gamma: Any = None, beta: Any = None, *, eps: float) -> Any:
-    square = np.mean(x * x, axis=-1, keepdims=True)
+    square = _mean(x * x)
     return _scaled(x / np.sqrt(square + x.dtype.type(eps)), gamma, beta)
 
 

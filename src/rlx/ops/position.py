@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.errors import DTypeError, GraphError, KernelError, ShapeError
+from rlx.errors import BindError, DTypeError, GraphError, KernelError, ShapeError
 from rlx.ir.registry import f32, i32, op, sample
 from rlx.types import TensorType, require_equal
 
@@ -17,6 +17,8 @@ def _rope(x: Any, cos: Any, sin: Any, positions: Any, *, style: str) -> Any:
     if positions.size and (positions.min() < 0 or positions.max() >= cos.shape[0]):
         raise KernelError(f"rope: a position lies outside 0:{cos.shape[0]}")
     half = cos.shape[-1]
+    if 2 * half > x.shape[-1]:
+        raise BindError(f"rope: tables turn {2 * half} elements, a head has {x.shape[-1]}")
     c, s = cos[positions][:, :, None, :], sin[positions][:, :, None, :]  # [batch, seq, 1, half]
     turned, rest = x[..., : 2 * half], x[..., 2 * half :]
     if style == "halves":
@@ -50,8 +52,10 @@ def rope(x: TensorType, cos: TensorType, sin: TensorType, positions: TensorType,
         raise ShapeError(f"rope: x is [batch, seq, heads, head_dim], found {x}")
     if cos.rank != 2 or cos.shape != sin.shape:
         raise ShapeError(f"rope: cos and sin are [positions, n], found {cos} and {sin}")
-    if positions.rank != 2 or not positions.dtype.is_integer:
-        raise DTypeError(f"rope: positions are integers [batch, seq], found {positions}")
+    if positions.rank != 2:
+        raise ShapeError(f"rope: positions are [batch, seq], found {positions}")
+    if not positions.dtype.is_integer:
+        raise DTypeError(f"rope: positions are integers, found {positions}")
     for axis in (0, 1):
         require_equal(positions.shape[axis], x.shape[axis], f"rope: positions {positions} do not fit x {x}")
     n, head_dim = cos.shape[1], x.shape[3]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from rlx.dtypes import BOOL, I32
-from rlx.errors import DTypeError, ShapeError
+from rlx.errors import BindError, DTypeError, ShapeError
 from rlx.ir.registry import f32, i32, op, sample
 from rlx.types import Size, TensorType, axis_index
 
@@ -30,7 +31,8 @@ def _reduced(x: TensorType, axis: Axes, keepdims: bool, where: str) -> tuple[Siz
 
 _SAMPLES = [
     sample(f32(4, 5), axis=-1), sample(f32(4, 5, 33), axis=1), sample(f32(3, 65)), sample(f32(2, 3, 4, 5), axis=(0, 2)),
-    sample(f32(4, 130), axis=1, keepdims=True), sample(i32(4, 5), axis=0),
+    sample(f32(4, 130), axis=1, keepdims=True), sample(i32(4, 5), axis=0), sample(f32(3, 5), axis=()),
+    sample(f32()),
 ]  # fmt: skip
 _FLOATS = [s for s in _SAMPLES if s.operands[0] is not None and s.operands[0].dtype == "f32"]
 
@@ -40,31 +42,41 @@ def _number(x: TensorType, where: str) -> None:
         raise DTypeError(f"{where}: takes numbers, found {x.dtype}", hint="cast with x.astype('i32')")
 
 
-def _keep(name: str, reference: Any) -> Any:
-    def run(x: Any, *, axis: Axes, keepdims: bool) -> Any:
-        wide = x.astype(np.float64) if x.dtype == np.float32 and name in ("sum", "mean", "prod") else x
-        return reference(wide, axis=axis, keepdims=keepdims).astype(x.dtype)
-
-    return run
+def _wide(x: Any) -> Any:
+    return x.astype(np.float64) if x.dtype == np.float32 else x
 
 
-@op("sum", reference=_keep("sum", np.sum), samples=_SAMPLES)
+def _sum(x: Any, *, axis: Axes, keepdims: bool) -> Any:
+    return np.sum(_wide(x), axis=axis, keepdims=keepdims).astype(x.dtype)
+
+
+@op("sum", reference=_sum, samples=_SAMPLES)
 def sum_(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
     """Sum over axes, in the element type of `x`."""
     _number(x, "sum")
     return x.with_shape(*_reduced(x, axis, keepdims, "sum"))
 
 
-@op("prod", reference=_keep("prod", np.prod), samples=_SAMPLES)
+def _prod(x: Any, *, axis: Axes, keepdims: bool) -> Any:
+    return np.prod(_wide(x), axis=axis, keepdims=keepdims).astype(x.dtype)
+
+
+@op("prod", reference=_prod, samples=_SAMPLES)
 def prod(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
     """Product over axes."""
     _number(x, "prod")
     return x.with_shape(*_reduced(x, axis, keepdims, "prod"))
 
 
-@op("mean", reference=_keep("mean", np.mean), samples=_FLOATS)
+def _mean(x: Any, *, axis: Axes, keepdims: bool) -> Any:
+    total = np.sum(_wide(x), axis=axis, keepdims=keepdims)
+    count = math.prod(x.shape[a] for a in normal_axes(axis, x.ndim, "mean"))
+    return (total / np.float64(count)).astype(x.dtype)
+
+
+@op("mean", reference=_mean, samples=_FLOATS)
 def mean(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
-    """Mean over axes, of floats."""
+    """Mean over axes, of floats; NaN over none."""
     if not x.dtype.is_float:
         raise DTypeError(f"mean: takes floats, found {x.dtype}", hint="cast with x.astype('f32')")
     return x.with_shape(*_reduced(x, axis, keepdims, "mean"))
@@ -73,23 +85,41 @@ def mean(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorT
 def _extreme(x: TensorType, axis: Axes, keepdims: bool, where: str) -> TensorType:
     _number(x, where)
     if any(x.shape[a] == 0 for a in normal_axes(axis, x.rank, where)):
-        raise ShapeError(f"{where}: an axis of size 0 has no {where}")
+        raise ShapeError(f"{where}: axis of size 0 in {x} has no {where}")
     return x.with_shape(*_reduced(x, axis, keepdims, where))
 
 
-@op("max", reference=_keep("max", np.max), samples=_SAMPLES)
+def _least(dtype: np.dtype[Any]) -> Any:
+    return np.iinfo(dtype).min if dtype.kind in "iu" else -np.inf
+
+
+def _largest(dtype: np.dtype[Any]) -> Any:
+    return np.iinfo(dtype).max if dtype.kind in "iu" else np.inf
+
+
+def _max(x: Any, *, axis: Axes, keepdims: bool) -> Any:
+    return np.max(x, axis=axis, keepdims=keepdims, initial=_least(x.dtype))
+
+
+def _min(x: Any, *, axis: Axes, keepdims: bool) -> Any:
+    return np.min(x, axis=axis, keepdims=keepdims, initial=_largest(x.dtype))
+
+
+@op("max", reference=_max, samples=_SAMPLES)
 def max_(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
-    """Largest element over axes; NaN if there is one."""
+    """Largest element over axes; NaN if there is one. Over an axis that run time finds empty it is the least of the type."""
     return _extreme(x, axis, keepdims, "max")
 
 
-@op("min", reference=_keep("min", np.min), samples=_SAMPLES)
+@op("min", reference=_min, samples=_SAMPLES)
 def min_(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
-    """Smallest element over axes; NaN if there is one."""
+    """Smallest element over axes; NaN if there is one. Over an axis that run time finds empty it is the largest of the type."""
     return _extreme(x, axis, keepdims, "min")
 
 
 def _argmax(x: Any, *, axis: int, keepdims: bool) -> Any:
+    if x.shape[axis] == 0:
+        return np.zeros_like(_sum(x, axis=axis, keepdims=keepdims), np.int32)
     return np.argmax(x, axis=axis, keepdims=keepdims).astype(np.int32)
 
 
@@ -98,17 +128,24 @@ def _argmax(x: Any, *, axis: int, keepdims: bool) -> Any:
     samples=[sample(f32(4, 65)), sample(f32(4, 5, 6), axis=1), sample(i32(4, 50), keepdims=True)],
 )
 def argmax(x: TensorType, *, axis: int = -1, keepdims: bool = False) -> TensorType:
-    """Index of the largest element along an axis, as i32; the first of equals; a NaN counts as largest."""
+    """Index of the largest element along an axis, as i32; the first of equals; a NaN counts as largest.
+
+    Along an axis that run time finds empty it is 0.
+    """
     if x.dtype is BOOL:
         raise DTypeError("argmax: takes numbers, found bool")
     return _extreme(x, axis, keepdims, "argmax").with_dtype(I32)
 
 
 def _topk(x: Any, *, k: int) -> Any:
-    # A stable sort of the negated order puts the first of equals first; NaN counts as largest.
-    key = np.where(np.isnan(x), np.inf, x) if x.dtype.kind not in "iub" else x.astype(np.int64)
-    nan_first = ~np.isnan(x) if x.dtype.kind not in "iub" else np.zeros(x.shape, bool)
-    order = np.lexsort((-key, nan_first), axis=-1)[..., :k]
+    if k > x.shape[-1]:
+        raise BindError(f"topk: k is {k}, the last axis has {x.shape[-1]} elements")
+    # A stable sort of the reversed order puts the first of equals first; NaN counts as largest.
+    if x.dtype.kind in "iu":
+        keys = (~x.astype(np.int64),)  # unlike -x it cannot overflow
+    else:
+        keys = (np.where(np.isnan(x), 0, -x), ~np.isnan(x))
+    order = np.lexsort(keys, axis=-1)[..., :k]
     return np.take_along_axis(x, order, -1), order.astype(np.int32)
 
 
@@ -147,7 +184,7 @@ def _cumsum(x: Any, *, axis: int, exclusive: bool) -> Any:
     if not exclusive:
         return total
     shifted = np.roll(total, 1, axis=axis)
-    shifted[tuple(0 if i == axis % x.ndim else slice(None) for i in range(x.ndim))] = 0
+    shifted[tuple(slice(0, 1) if i == axis % x.ndim else slice(None) for i in range(x.ndim))] = 0
     return shifted
 
 

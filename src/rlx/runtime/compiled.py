@@ -5,25 +5,28 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlx.backends.cpu.executable import Executable
-from rlx.errors import BindError, nearest
+from rlx.errors import BindError, CapabilityError, nearest
 from rlx.ir import evaluate
 from rlx.ir.graph import Graph
-from rlx.runtime.inputs import as_array, check_fixed, check_names, solve_symbols
+from rlx.runtime.inputs import Leaf, as_array, check_fixed, check_names, has_symbols, solve_symbols
 from rlx.runtime.plan import CompiledPlan
 from rlx.runtime.profiler import Report, profile, write_trace
 from rlx.target import Target
 from rlx.types import TensorType, concrete
 
 Array = np.ndarray[Any, Any]
+_alive: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
 
 
 class CompiledGraph(ABC):
@@ -37,12 +40,13 @@ class CompiledGraph(ABC):
         self._params: dict[str, Array] = {}
         self._lock = threading.Lock()
         self._stale = True
+        _alive.add(self)
 
-    # -- weights --------------------------------------------------------------------------------------------------------
+    # -- weights -------------------------------------------------------------------------------------------------------
     def set_param(self, name: str, value: Any) -> None:
         """Set one weight. C-contiguous arrays are used in place: do not change them afterwards."""
         if name not in self.param_types:
-            raise BindError(f"param: nothing is called {name!r}", hint=nearest(name, self.param_types))
+            raise BindError(f"param: nothing is called {name!r}", hint=nearest(str(name), self.param_types))
         type_ = self.param_types[name]
         array = as_array("param", name, value, type_)
         check_fixed("param", name, array, type_)
@@ -52,6 +56,8 @@ class CompiledGraph(ABC):
 
     def set_params(self, values: Mapping[str, Any]) -> None:
         """Set several weights."""
+        if not isinstance(values, Mapping):
+            raise BindError(f"params: expected a mapping from names to arrays, found {type(values).__name__}")
         for name, value in values.items():
             self.set_param(name, value)
 
@@ -71,7 +77,7 @@ class CompiledGraph(ABC):
     @abstractmethod
     def _bind(self) -> None: ...
 
-    # -- running --------------------------------------------------------------------------------------------------------
+    # -- running -------------------------------------------------------------------------------------------------------
     @abstractmethod
     def run(self, inputs: Mapping[str, Any] | None = None, *, trace: str | Path | None = None) -> list[Array]:
         """The outputs for named inputs; they belong to the caller. `trace` writes a timeline for chrome://tracing."""
@@ -82,7 +88,14 @@ class CompiledGraph(ABC):
     def _check_inputs(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, int]]:
         check_names("input", inputs, list(self.input_types))
         arrays = {n: as_array("input", n, inputs[n], t) for n, t in self.input_types.items()}
-        return arrays, solve_symbols("input", arrays, self.input_types, self.graph.limits)
+        leaves = self._param_leaves(self.param_types)
+        leaves += [Leaf(f"input {n!r}", arrays[n], t) for n, t in self.input_types.items()]
+        return arrays, solve_symbols(leaves, self.graph.limits)
+
+    def _param_leaves(self, names: Iterable[str]) -> list[Leaf]:
+        """The weights among `names` that have run-time sizes: these must agree with each other and with the inputs."""
+        types = {n: self.param_types[n] for n in names}
+        return [Leaf(f"param {n!r}", self._params[n], t) for n, t in types.items() if has_symbols(t)]
 
     @abstractmethod
     def report(self, inputs: Mapping[str, Any] | None = None) -> Report:
@@ -99,9 +112,11 @@ class ReferenceGraph(CompiledGraph):
         pass
 
     def run(self, inputs: Mapping[str, Any] | None = None, *, trace: str | Path | None = None) -> list[Array]:
+        if trace is not None:
+            raise CapabilityError("trace: the reference device has no launches to show", hint="compile for device cpu")
         self._bound()
-        arrays, sizes = self._check_inputs(inputs or {})
-        return [np.array(r) for r in evaluate.run(self.graph, {**self._params, **arrays}, sizes)]
+        arrays, sizes = self._check_inputs({} if inputs is None else inputs)
+        return [np.array(r, order="C") for r in evaluate.run(self.graph, {**self._params, **arrays}, sizes)]
 
     def report(self, inputs: Mapping[str, Any] | None = None) -> Report:
         return Report(self.graph.name, self.device, threads=1)
@@ -130,39 +145,46 @@ class CpuGraph(CompiledGraph):
         weights: dict[str, Array] = dict(self._params)
         if self._binder is not None:
             self._binder.bind({n: self._params[n] for n in self.plan.bind.weights})
-            weights |= zip(self.plan.derived, self._binder.run((), []), strict=True)
+            sizes = solve_symbols(self._param_leaves(self.plan.bind.weights), self.graph.limits)
+            key = tuple(sizes[s] for s in self.plan.bind.symbols)
+            weights |= zip(self.plan.derived, self._binder.run(key, []), strict=True)
+            self._binder.bind({})  # lets go of the sources and of its arena
+        self._known = {}  # sizes may depend on weights
         self.executable.bind({n: weights[n] for n in self.plan.main.weights})
 
     def run(self, inputs: Mapping[str, Any] | None = None, *, trace: str | Path | None = None) -> list[Array]:
         if self._stale:
             self._bound()
-        arrays, key = self._prepare(inputs or {})
-        self._last = key
+        arrays, key = self._prepare({} if inputs is None else inputs)
         if trace is None:
-            return self.executable.run(key, arrays)
-        outputs, stamps = self.executable.trace_run(key, arrays)
-        write_trace(Path(trace), self.executable, stamps)
+            outputs = self.executable.run(key, arrays)
+        else:
+            outputs, stamps = self.executable.trace_run(key, arrays)
+            write_trace(Path(trace), self.executable, stamps)
+        self._last = key
         return outputs
 
     def _prepare(self, inputs: Mapping[str, Any]) -> tuple[list[Array], tuple[int, ...]]:
         """Arrays in order and the sizes of the symbols: the quick way for shapes seen before, else all checks."""
-        if len(inputs) == len(self._names):
-            try:
+        known = self._known
+        try:
+            if len(inputs) == len(self._names):
                 arrays = [inputs[n] for n in self._names]
-                key = self._known[tuple([a.shape for a in arrays])]
+                key = known[tuple([a.shape for a in arrays])]
                 for array, wanted in zip(arrays, self._dtypes, strict=True):
-                    if array.dtype is not wanted or not array.flags.c_contiguous:
+                    # NumPy's scalars look like arrays, but have no memory of their own.
+                    if array.__class__ is not np.ndarray or array.dtype is not wanted or not array.flags.c_contiguous:
                         break
                 else:
                     return arrays, key
-            except (KeyError, AttributeError):
-                pass
+        except (LookupError, AttributeError, TypeError):
+            pass
         checked, sizes = self._check_inputs(inputs)
         found = tuple(sizes[s] for s in self._symbols)
         arrays = [checked[n] for n in self._names]
-        if len(self._known) > 4096:
-            self._known.clear()
-        self._known[tuple([a.shape for a in arrays])] = found
+        if len(known) > 4096:
+            known.clear()
+        known[tuple([a.shape for a in arrays])] = found
         return arrays, found
 
     def report(self, inputs: Mapping[str, Any] | None = None) -> Report:
@@ -172,7 +194,23 @@ class CpuGraph(CompiledGraph):
             return profile(self, key, arrays)
         if self._last is not None and not self._stale:
             sizes = dict(zip(self._symbols, self._last, strict=True))
-            arrays = [np.zeros(concrete(t.shape, sizes), t.dtype.numpy) for t in self.input_types.values()]
+            arrays = [_stand_in(t, sizes) for t in self.input_types.values()]
             return profile(self, self._last, arrays)
         return profile(self, None, [])
 
+
+
+def _stand_in(type_: TensorType, sizes: Mapping[str, int]) -> Array:
+    """An input to time a run with: masks of ones keep every key, indices of zero lie inside every table."""
+    shape = concrete(type_.shape, sizes)
+    return np.zeros(shape, type_.dtype.numpy) if type_.dtype.is_integer else np.ones(shape, type_.dtype.numpy)
+
+
+def _after_fork() -> None:
+    """In a forked child: another thread of the parent may have held a lock, and it is not there to release it."""
+    for compiled in _alive:
+        compiled._lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

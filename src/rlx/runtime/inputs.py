@@ -5,8 +5,8 @@ Everything that does not fit is an error with the name, what was wanted, what wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,21 +17,37 @@ from rlx.types import Dim, TensorType, evaluate, symbols_of
 Array = np.ndarray[Any, Any]
 
 
-def check_names(what: str, given: Mapping[str, Any], wanted: Sequence[str]) -> None:
-    """Exactly the wanted names, no others."""
+class Leaf(NamedTuple):
+    """An array and what it is given for; `label` is such as `input 'x'`."""
+
+    label: str
+    array: Array
+    type: TensorType
+
+
+def check_names(what: str, given: Any, wanted: Sequence[str]) -> None:
+    """A mapping of exactly the wanted names."""
+    if not isinstance(given, Mapping):
+        raise BindError(
+            f"{what}s: expected a mapping from names to arrays, found {type(given).__name__}",
+            hint=f"give {{{', '.join(f'{n!r}: ...' for n in wanted[:4])}{', ...' if wanted[4:] else ''}}}",
+        )
     known = set(wanted)
     for name in given:
         if name not in known:
-            raise BindError(f"{what}: nothing is called {name!r}", hint=nearest(name, wanted))
+            raise BindError(f"{what}: nothing is called {name!r}", hint=nearest(str(name), wanted))
     missing = [n for n in wanted if n not in given]
     if missing:
         raise BindError(f"{what}: {', '.join(map(repr, missing))} not given", notes=[f"wanted: {', '.join(wanted)}"])
 
 
 def as_array(what: str, name: str, value: Any, type_: TensorType) -> Array:
-    """A contiguous array of the declared element type and rank. Arrays are never cast; Python numbers and lists are."""
-    if not isinstance(value, np.ndarray):
-        value = np.asarray(value) if hasattr(value, "dtype") else np.asarray(value, type_.dtype.numpy)
+    """A contiguous array of the declared element type and rank.
+
+    Arrays are never cast; Python numbers and lists are, where the declared type can hold them.
+    """
+    if type(value) is not np.ndarray:  # a subclass may give operators another meaning
+        value = np.asarray(value) if isinstance(value, np.ndarray) else _converted(f"{what} {name!r}", value, type_)
     if value.dtype != type_.dtype.numpy:
         try:
             found = str(dtype(value.dtype))
@@ -44,6 +60,31 @@ def as_array(what: str, name: str, value: Any, type_: TensorType) -> Array:
     if value.ndim != type_.rank:
         raise BindError(f"{what} {name!r}: shape is {_shape(value)}, wanted {type_}")
     return value if value.flags.c_contiguous else np.ascontiguousarray(value)
+
+
+_PYTHON_TYPES = {"f": "float", "i": "int", "u": "int", "c": "complex", "U": "str", "S": "bytes"}
+# Kinds of arrays that NumPy makes of Python numbers, by the kind of element type that can hold them.
+_HOLDS = {"float": "fiub", "int": "iub", "uint": "iub", "bool": "b"}
+
+
+def _converted(label: str, value: Any, type_: TensorType) -> Array:
+    """An array of something that is none: a NumPy scalar, another library's array, Python numbers and lists."""
+    wanted = type_.dtype
+    try:
+        found = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors that do not give up their data
+        raise BindError(f"{label}: {type(value).__name__} is no array of {wanted}: {error}") from error
+    if hasattr(value, "dtype"):
+        return found
+    if found.size and found.dtype.kind not in _HOLDS[wanted.kind]:
+        kind = _PYTHON_TYPES.get(found.dtype.kind, "object")
+        raise BindError(f"{label}: Python values of type {kind} are no {wanted}")
+    with np.errstate(over="ignore"):  # a float beyond the range is an infinity, as in NumPy
+        array = found.astype(wanted.numpy)
+    if wanted.is_integer and (array != found).any():
+        outside = found[array != found].flat[0]
+        raise BindError(f"{label}: {outside} does not fit into {wanted}")
+    return array
 
 
 def check_fixed(what: str, name: str, value: Array, type_: TensorType) -> None:
@@ -60,36 +101,39 @@ def _shape(value: Array) -> str:
     return "[" + ", ".join(map(str, value.shape)) + "]"
 
 
-def solve_symbols(
-    what: str, arrays: Mapping[str, Array], types: Mapping[str, TensorType], limits: Mapping[str, int]
-) -> dict[str, int]:
+def has_symbols(type_: TensorType) -> bool:
+    """Whether a size of the type is known only at run time."""
+    return any(isinstance(d, Dim) for d in type_.shape)
+
+
+def solve_symbols(leaves: Iterable[Leaf], limits: Mapping[str, int]) -> dict[str, int]:
     """The size of every symbol; plain sizes and expressions are checked against what the arrays have."""
     sizes: dict[str, int] = {}
     source: dict[str, str] = {}
     later: list[tuple[str, int, Dim, int]] = []
-    for name, type_ in types.items():
+    for label, array, type_ in leaves:
         for axis, want in enumerate(type_.shape):
-            have = arrays[name].shape[axis]
+            have = array.shape[axis]
             if isinstance(want, int):
                 if have != want:
-                    raise BindError(f"{what} {name!r}: shape is {_shape(arrays[name])}, wanted {type_}")
+                    raise BindError(f"{label}: shape is {_shape(array)}, wanted {type_}")
             elif str(want).isidentifier():
                 symbol = str(want)
                 if sizes.setdefault(symbol, have) != have:
                     raise BindError(
-                        f"{what} {name!r}: {symbol} is {have} on axis {axis}, but {sizes[symbol]} in {source[symbol]!r}",
-                        notes=[f"shape is {_shape(arrays[name])}, wanted {type_}"],
+                        f"{label}: {symbol} is {have} on axis {axis}, but {sizes[symbol]} in {source[symbol]}",
+                        notes=[f"shape is {_shape(array)}, wanted {type_}"],
                     )
-                source.setdefault(symbol, name)
+                source.setdefault(symbol, label)
             else:
-                later.append((name, axis, want, have))
-    for name, axis, want, have in later:
+                later.append((label, axis, want, have))
+    for label, axis, want, have in later:
         unknown = {s.name for s in symbols_of(want)} - set(sizes)
         if unknown:
-            raise BindError(f"{what} {name!r}: cannot tell {', '.join(sorted(unknown))} from a size of {want}")
+            raise BindError(f"{label}: cannot tell {', '.join(sorted(unknown))} from a size of {want}")
         if evaluate(want, sizes) != have:
-            raise BindError(f"{what} {name!r}: axis {axis} has {have}, {want} is {evaluate(want, sizes)}")
+            raise BindError(f"{label}: axis {axis} has {have}, {want} is {evaluate(want, sizes)}")
     for symbol, limit in limits.items():
         if sizes.get(symbol, 0) > limit:
-            raise BindError(f"{what}: {symbol} is {sizes[symbol]}, its limit is {limit}")
+            raise BindError(f"{source[symbol]}: {symbol} is {sizes[symbol]}, its limit is {limit}")
     return sizes

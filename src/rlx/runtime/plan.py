@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from rlx.backends import cache
 from rlx.hir.lower import lower
@@ -26,19 +28,22 @@ class CompiledPlan:
     fusion: FusionReport
     main_text: str  # optimised MIR, for people
     bind_text: str
+    origins: tuple[str, ...]  # where the nodes of the graph were built
 
 
 def make_plan(graph: Graph, target: Target) -> CompiledPlan:
     """Compile a graph to programs, without the cache."""
     result = optimise(lower(graph), target)
-    panels = {n: f"panels({o.shape[-1]})" for n, o in zip(result.derived, result.bind.outputs, strict=True) if _packed(o)}
+    derived = zip(result.derived, result.bind.outputs, strict=True)
+    panels = {n: f"panels({o.shape[-1]})" for n, o in derived if o.node.op == "pack_panels"}
     main = schedule(result.main, target, notes=panels)
     bind = schedule(result.bind, target)
-    return CompiledPlan(main, bind, result.derived, result.report, result.main.text(), result.bind.text())
+    texts = result.main.text(), result.bind.text()
+    return CompiledPlan(main, bind, result.derived, result.report, *texts, _origins(graph))
 
 
-def _packed(output: object) -> bool:
-    return output.node.op == "pack_panels"  # type: ignore[attr-defined, no-any-return]
+def _origins(graph: Graph) -> tuple[str, ...]:
+    return tuple(str(node.origin) for node in graph.nodes)
 
 
 def cached_plan(graph: Graph, target: Target) -> CompiledPlan:
@@ -46,16 +51,52 @@ def cached_plan(graph: Graph, target: Target) -> CompiledPlan:
     store = cache.current()
     if store.folder is None:
         return make_plan(graph, target)
-    text = f"{graph.fingerprint()}|{graph.name}|{target.name}|{cache.source_digest()}"
+    text = f"{graph.fingerprint()}|{graph.name}|{target}|{cache.source_digest()}"
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     data = store.read("programs", key)
     if data is not None:
         try:
             found = pickle.loads(data)
-            if isinstance(found, CompiledPlan):
-                return found
-        except (pickle.UnpicklingError, AttributeError, ImportError, EOFError, TypeError):
+            moved = relocated(found, _origins(graph)) if isinstance(found, CompiledPlan) else None
+            if moved is not None:
+                return moved
+        except (pickle.UnpicklingError, AttributeError, ImportError, EOFError, LookupError, TypeError, ValueError):
             pass  # written by something else: make it again
     plan = make_plan(graph, target)
     store.write("programs", key, pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL))
     return plan
+
+
+def relocated(plan: CompiledPlan, origins: tuple[str, ...]) -> CompiledPlan | None:
+    """The plan of an equal graph that was built on other lines; None where what was one line now is several.
+
+    Launches carry source lines to errors and reports, and those should be the lines of the graph at hand.
+    """
+    if plan.origins == origins:
+        return plan
+    places: dict[str, str] = {}
+    for old, new in zip(map(_line, plan.origins), map(_line, origins), strict=True):
+        if places.setdefault(old, new) != new:
+            return None
+    fusion = FusionReport(
+        [replace(f, where=_moved(f.where, places)) for f in plan.fusion.fused],
+        [replace(m, where=_moved(m.where, places)) for m in plan.fusion.missed],
+    )
+    main, bind = (_moved_program(p, places) for p in (plan.main, plan.bind))
+    return replace(plan, main=main, bind=bind, fusion=fusion, origins=origins)
+
+
+def _moved_program(program: Program, places: Mapping[str, str]) -> Program:
+    launches = [replace(x, where=_moved(x.where, places)) for x in program.launches]
+    assertions = [replace(a, where=_moved(a.where, places)) for a in program.assertions]
+    return replace(program, launches=launches, assertions=assertions)
+
+
+def _moved(where: str, places: Mapping[str, str]) -> str:
+    line = _line(where)
+    return places.get(line, line) + where[len(line) :]
+
+
+def _line(origin: str) -> str:
+    """The part that the user's source decides, without what lowering and passes have added."""
+    return re.split(r", (?=from |by )", origin, maxsplit=1)[0]

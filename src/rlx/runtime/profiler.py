@@ -1,4 +1,4 @@
-"""Reports and traces: what a compiled graph does, launch by launch, and how close it comes to what the machine can do."""
+"""Reports and traces: what a compiled graph does, launch by launch, and how close it comes to what the machine can."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlx.backends.cpu.ceilings import Ceilings, ceilings
+from rlx.backends.cpu.ceilings import Ceilings, ceilings, ticks_per_second
 from rlx.backends.cpu.executable import Executable
 from rlx.types import evaluate
 
@@ -103,7 +103,8 @@ def profile(compiled: CpuGraph, key: tuple[int, ...] | None, inputs: Sequence[Ar
     program = executable.program
     sizes = dict(zip(program.symbols, key, strict=True)) if key is not None else dict.fromkeys(program.symbols, 1)
     report = Report(
-        compiled.graph.name, compiled.device, executable.threads, executable.target.name, kernels=len(program.kernels()),
+        compiled.graph.name, compiled.device, executable.threads, executable.target.name,
+        kernels=len(program.kernels()),
         weight_bytes=sum(evaluate(program.buffers[n].type.bytes, sizes) for n in program.weights),
         dispatch={f"{i} {x.kernel.symbol}": "native" for i, x in enumerate(program.launches)},
         fusion=str(compiled.plan.fusion),
@@ -115,48 +116,36 @@ def profile(compiled: CpuGraph, key: tuple[int, ...] | None, inputs: Sequence[Ar
         report.ceilings = ceilings(executable.target, executable.threads)
         seconds, report.seconds = _time(executable, key, inputs)
     for launch, taken in zip(program.launches, seconds, strict=True):
-        report.launches.append(
-            LaunchReport(
-                launch.kernel.symbol, launch.kernel.kind, launch.where, evaluate(launch.bytes, sizes),
-                evaluate(launch.flops, sizes), taken,
-            )  # fmt: skip
-        )
+        moved, flops = evaluate(launch.bytes, sizes), evaluate(launch.flops, sizes)
+        kernel = launch.kernel
+        report.launches.append(LaunchReport(kernel.symbol, kernel.kind, launch.where, moved, flops, taken))
     return report
 
 
 def _time(executable: Executable, key: tuple[int, ...], inputs: Sequence[Array]) -> tuple[list[float], float]:
     """Seconds of each launch (the slowest thread, best of some runs) and of a whole run."""
     executable.run(key, inputs)
-    first, stamps = 0.0, np.zeros(0, np.int64)
+    ticks = ticks_per_second(executable.target)
     best = np.full(len(executable.program.launches), np.inf)
     whole = np.inf
-    traces = []
-    begin = time.perf_counter()
     for _ in range(RUNS):
         start = time.perf_counter()
         _, stamps = executable.trace_run(key, inputs)
         whole = min(whole, time.perf_counter() - start)
-        traces.append(stamps)
-    time.sleep(0.01)  # makes the span that ticks are measured against long enough
-    _, stamps = executable.trace_run(key, inputs)
-    first = time.perf_counter() - begin
-    if not stamps.size:
-        return [], float(whole)
-    ticks = float(stamps.max() - traces[0][traces[0] > 0].min()) / first
-    for trace in traces:
-        best = np.minimum(best, (trace[:, :, 1] - trace[:, :, 0]).max(axis=1) / ticks)
+        best = np.minimum(best, (stamps[:, :, 1] - stamps[:, :, 0]).max(axis=1) / ticks)
     return [float(b) for b in best], float(whole)
 
 
 def write_trace(path: Path, executable: Executable, stamps: Array) -> None:
-    """A timeline that chrome://tracing and Perfetto read; one row a thread. Ticks are shown as nanoseconds."""
+    """A timeline that chrome://tracing and Perfetto read, in microseconds; one row a thread."""
     events = []
+    ticks = ticks_per_second(executable.target) / 1e6
     start = int(stamps[stamps > 0].min()) if (stamps > 0).any() else 0
     for launch, row in zip(executable.program.launches, stamps, strict=True):
         for thread, (begin, end) in enumerate(row):
             if end > begin:
                 events.append({
                     "name": launch.kernel.symbol, "cat": launch.kernel.kind, "ph": "X", "pid": 0, "tid": thread,
-                    "ts": (int(begin) - start) / 1e3, "dur": int(end - begin) / 1e3, "args": {"where": launch.where},
+                    "ts": int(begin - start) / ticks, "dur": int(end - begin) / ticks, "args": {"where": launch.where},
                 })  # fmt: skip
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))

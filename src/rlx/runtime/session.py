@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 from rlx import target as targets
 from rlx.backends.base import device as find_device
-from rlx.errors import GraphError
+from rlx.errors import CapabilityError, GraphError
 from rlx.hir.lower import lower
 from rlx.ir.graph import Graph
 from rlx.runtime.compiled import CompiledGraph, CpuGraph, ReferenceGraph
 from rlx.runtime.plan import cached_plan
 from rlx.target import Target
+
+# One thread compiles at a time: Python and LLVM are serial, so more would only take turns. A fork waits for it, because
+# a child could never release what another thread of its parent holds half-way (`cached_property` of Python 3.11 locks).
+_guard = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_guard.release)
 
 
 class Session:
@@ -17,8 +26,8 @@ class Session:
 
     def __init__(self, device: str = "cpu", *, threads: int | None = None, target: str | Target | None = None) -> None:
         self.device = find_device(device)
-        self.threads = threads
-        self.target = targets.named(target) if isinstance(target, str) else target or targets.host()
+        self.threads = _checked_threads(threads)
+        self.target = _checked_target(target)
 
     def compile(self, graph: Graph) -> CompiledGraph:
         """A graph ready to run on this session's device."""
@@ -26,10 +35,27 @@ class Session:
             raise GraphError(f"compile: takes a Graph, found {type(graph).__name__}")
         if not graph.outputs:
             raise GraphError(f"compile: graph {graph.name!r} has no outputs", hint="call g.set_outputs([...])")
-        graph.verify()
-        if self.device.name == "reference":
-            return ReferenceGraph(lower(graph), "reference")
-        return CpuGraph(graph, cached_plan(graph, self.target), self.target, self.threads)
+        with _guard:
+            graph.verify()
+            if self.device.name == "reference":
+                return ReferenceGraph(lower(graph), "reference")
+            return CpuGraph(graph, cached_plan(graph, self.target), self.target, self.threads)
+
+
+def _checked_threads(threads: int | None) -> int | None:
+    if threads is None or (isinstance(threads, int) and not isinstance(threads, bool) and threads >= 1):
+        return threads
+    raise CapabilityError(f"threads: expected a number from 1, or None for all cores, found {threads!r}")
+
+
+def _checked_target(target: str | Target | None) -> Target:
+    if target is None:
+        return targets.host()
+    if isinstance(target, str):
+        return targets.named(target)
+    if isinstance(target, Target) and target.arch == targets.best().arch:
+        return target
+    raise CapabilityError(f"target: expected one for {targets.best().arch} or its name, found {target!r}")
 
 
 def compile(

@@ -73,7 +73,8 @@ class Compiled:
 
     def run(
         self, a: Array, b: Array, n: int, operands: Sequence[Array], *, row_blocks: int | None = None,
-        splits: Sequence[int] = (), scratch: Array | None = None, batch: tuple[int, int] = (1, 1),
+        splits: Sequence[int] = (), calls: Sequence[tuple[int, int]] = (), scratch: Array | None = None,
+        batch: tuple[int, int] = (1, 1),
     ) -> None:  # fmt: skip
         """`a` and operands are [batch0, batch1, m, columns], `b` is [batch0, batch1, k, n] or panels after two axes."""
         k, m = a.shape[3], a.shape[2]
@@ -96,8 +97,7 @@ class Compiled:
         if scratch is None:
             scratch = aligned(matmul.scratch_bytes(self.kernel, self.target, k))
         units = batch[0] * batch[1] * blocks * -(-n // matmul.panel_columns(self.kernel, self.target))
-        cuts = [0, *splits, units]
-        for lo, hi in itertools.pairwise(cuts):
+        for lo, hi in calls or itertools.pairwise([0, *splits, units]):
             scratch[matmul.HEADER_BYTES :] = 0xFF  # NaN: nothing may depend on what an earlier call left there
             self.function(args.ctypes.data, lo, hi, scratch.ctypes.data)
         self.units = units
@@ -157,7 +157,7 @@ def epilogue_record(name: str, dtype: DType, operands: Sequence[TileOperand]) ->
 
 
 def compile_by_hand(kernel: LoopKernel, target: Target) -> Routine:
-    """What the loops emitter would make of the two epilogues here, element by element."""
+    """What the loops emitter would make of the epilogues here, element by element."""
     name, dtype = kernel.name.rsplit("_", 1)
     scalar = {"f32": "float", "f64": "double"}[dtype]
     size = kernel.params[0].dtype.size
@@ -180,6 +180,10 @@ def compile_by_hand(kernel: LoopKernel, target: Target) -> Routine:
                 residual = b.load(scalar, at(3, strides[2]), align=size)
                 b.store(b.op("fadd", b.op("fadd", tile(0), bias), residual), at(1, strides[0]), align=size)
                 return
+            if name == "row_scale":
+                scale = b.load(scalar, b.offset(pointers[2], b.mul(row, strides[1]), scalar), align=size)
+                b.store(b.op("fmul", tile(0), scale), at(1, strides[0]), align=size)
+                return
             gate, up = tile(0), tile(panel // 2)
             one = const(scalar, 1.0)
             gated = b.op("fdiv", gate, b.op("fadd", one, b.intrinsic("fabs", gate)))
@@ -196,6 +200,13 @@ def bias_residual(dtype: DType, packed: bool, target: Target) -> Compiled:
     """out = a @ b + bias + residual."""
     operands = (TileOperand("out", dtype, 1, True), TileOperand("bias", dtype, 1), TileOperand("residual", dtype, 1))
     return Compiled(MatmulKernel(dtype, packed, 1, epilogue_record("bias_residual", dtype, operands), operands), target)
+
+
+@functools.cache
+def row_scale(target: Target) -> Compiled:
+    """out = (a @ b) * scale, one number a row."""
+    operands = (TileOperand("out", F32, 1, True), TileOperand("scale", F32, 0))
+    return Compiled(MatmulKernel(F32, True, 1, epilogue_record("row_scale", F32, operands), operands), target)
 
 
 @functools.cache
@@ -286,6 +297,19 @@ def test_batches_may_share_a_side(target: Target, packed: bool, shared: str) -> 
         assert np.array_equal(c[i, j], multiply(compiled, one_a, one_b))
 
 
+@EVERY_TARGET
+def test_batches_of_the_right_side_may_overlap(target: Target) -> None:
+    """The second slab of one batch starts where the first of the next one does, but they differ in length."""
+    m, n, k, shift = 13, 5, 600, 304
+    base = random((k + shift, n), F32, 1)
+    right = np.lib.stride_tricks.as_strided(base, (1, 2, k, n), (0, shift * base.strides[0], *base.strides))
+    a = random((1, 2, m, k), F32)
+    c = np.full((1, 2, m, n), np.nan, np.float32)
+    plain(F32, False, target).run(a, right, n, [c], batch=(1, 2))
+    for j in range(2):
+        assert np.array_equal(c[0, j], multiply(plain(F32, False, target), a[0, j], right[0, j]))
+
+
 # -- epilogues --------------------------------------------------------------------------------------------------------
 @EVERY_TARGET
 @EVERY_DTYPE
@@ -309,6 +333,14 @@ def test_epilogue_operands_move_with_the_batch(target: Target) -> None:
     bias_residual(F32, False, target).run(a, b, 70, [out, bias, residual], batch=(2, 2))
     products = [[multiply(plain(F32, False, target), a[i, j], b[i, j]) for j in range(2)] for i in range(2)]
     assert np.array_equal(out, np.array(products) + bias + residual)
+
+
+@EVERY_TARGET
+def test_an_operand_without_columns_stays_at_its_row(target: Target) -> None:
+    a, b, scale = random((13, 20), F32), random((20, 200), F32, 1), random((1, 1, 13, 1), F32, 2)
+    out = np.full((1, 1, 13, 200), np.nan, np.float32)
+    row_scale(target).run(a[None, None], to_panels([b], target)[None, None], 200, [out, scale])
+    assert np.array_equal(out[0, 0], multiply(plain(F32, True, target), a, b) * scale[0, 0])
 
 
 @EVERY_TARGET
@@ -337,6 +369,26 @@ def test_bits_do_not_depend_on_the_split(target: Target, dtype: DType, packed: b
             for splits in (range(1, compiled.units), [compiled.units // 2], range(2, compiled.units, 5)):
                 cuts = sorted(set(splits) - {0, compiled.units})
                 assert np.array_equal(whole, multiply(compiled, a, b, row_blocks=row_blocks, splits=cuts))
+
+
+@EVERY_TARGET
+def test_a_split_may_fall_between_panels_of_equal_columns(target: Target) -> None:
+    b = np.broadcast_to(random((30, 1), F32, 1), (30, target.panel(4) + 6))  # both panels start at the same address
+    a = random((400, 30), F32)
+    assert_product(multiply(plain(F32, False, target), a, b, splits=[1]), a, b)
+
+
+@EVERY_TARGET
+@EITHER_LAYOUT
+def test_a_call_writes_its_own_units_only(target: Target, packed: bool) -> None:
+    panel = target.panel(4)
+    a, b = random((24, 30), F32), random((30, 5 * panel), F32, 1)
+    c = np.full((1, 1, 24, 5 * panel), np.nan, np.float32)
+    compiled = plain(F32, packed, target)
+    right = to_panels([b], target) if packed else b
+    compiled.run(a[None, None], right[None, None], 5 * panel, [c], row_blocks=2, calls=[(3, 7)])
+    written = ~np.isnan(c[0, 0]).reshape(2, 12, 5, panel).any(axis=(1, 3))
+    assert np.array_equal(written.ravel().nonzero()[0], range(3, 7))
 
 
 @EVERY_TARGET
@@ -406,7 +458,17 @@ def guarded_copy(array: Array, *, at_end: bool) -> Array:
 @pytest.mark.parametrize("right", ("panels", "rows", "columns"))
 @pytest.mark.parametrize("at_end", (True, False), ids=("end", "start"))
 def test_nothing_outside_a_buffer_is_touched(target: Target, dtype: DType, right: str, at_end: bool) -> None:
-    for m, n, k in ((1, 1, 1), (1, 300, 530), (6, 65, 7), (7, 63, 65), (13, 5, 600), (200, 130, 33), (2, 64, 0)):
+    shapes = [
+        (1, 1, 1),
+        (1, 300, 530),
+        (6, 65, 7),
+        (7, 63, 65),
+        (13, 5, 512),
+        (14, 70, 1000),
+        (200, 130, 33),
+        (2, 64, 0),
+    ]
+    for m, n, k in shapes:
         a, b = random((m, k), dtype), random((k, n), dtype, 1)
         compiled = plain(dtype, right == "panels", target)
         match right:

@@ -18,7 +18,7 @@ from rlx.backends.cpu.builder import NULL, Builder, Int, Module, Value, const, i
 from rlx.backends.cpu.math import bfloat_to_float, exp2, float_to_bfloat, float_to_half, fma, half_to_float, tanh
 from rlx.backends.cpu.matmul import HEADER_BYTES, micro_kernel
 from rlx.backends.cpu.routine import Entry, Routine
-from rlx.dtypes import BF16, BOOL, F16, F32, F64, DType
+from rlx.dtypes import BF16, F16, F32, F64, DType
 from rlx.errors import LowerError
 from rlx.lir.kernels import KEY_BLOCK, AttentionKernel
 from rlx.target import Target
@@ -26,14 +26,12 @@ from rlx.target import Target
 MASKS = ("none", "causal", "sliding", "custom", "bias")
 SLACK = 8.0  # a row's reference moves only for a score 2**8 times heavier: weights stay small, rescaling is rare
 CHUNK = 4  # vectors of scores that the softmax holds in registers
-DIRECT_TILES = 1  # tiles of a unit up to which V is used where it lies: packing would not pay
-LINE = 64  # bytes; regions of scratch start on one
+LINE = 64  # bytes of a cache line
 LOG2_E = math.log2(math.e)
 
 _SCALAR = {F32: "float", F64: "double"}
 _ENTRY_ARGUMENTS = (("ptr noalias", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr noalias", "scratch"))
 _POINTER_WORDS = ("parts", "q", "k", "v", "out", "mask")
-_TRUE = Value("i1", "true")
 
 
 def entry(kernel: AttentionKernel, target: Target) -> Entry:
@@ -135,10 +133,10 @@ class Plan:
         return self.kernel.mask in ("causal", "sliding")
 
     @property
-    def values_usable_in_place(self) -> bool:
-        """V is read where it lies if it needs no widening, no padding, and none of its rows has to be left out."""
-        whole = self.kernel.value_dim % self.lanes == 0
-        return whole and self.compute is self.kernel.dtype and self.kernel.mask not in ("custom", "bias")
+    def packs_values(self) -> bool:
+        """V is read where it lies unless it needs widening or padding, or some of its rows have to be left out."""
+        ready = self.compute is self.kernel.dtype and self.kernel.value_dim % self.lanes == 0
+        return not ready or self.kernel.mask in ("custom", "bias")
 
     def padded(self, extent: int) -> int:
         return -(-extent // self.lanes) * self.lanes
@@ -152,12 +150,6 @@ class Plan:
         cut = (Strips(0, wider, width + 1), Strips(wider * (width + 1), count - wider, width))
         return tuple(s for s in cut if s.count)
 
-    @functools.cached_property
-    def widths(self) -> tuple[int, ...]:
-        """Widths of the micro-kernels in `parts`: those of the spans of keys and of the strips of V."""
-        scored = (min(span, self.panel) // self.lanes for span in self.spans)
-        return tuple(dict.fromkeys((*scored, *(s.vectors for s in self.strips))))
-
     @property
     def spans(self) -> tuple[int, ...]:
         """How many keys of a block one step can score: half a block is for short prompts and causal diagonals."""
@@ -166,11 +158,17 @@ class Plan:
         return KEY_BLOCK // 2, KEY_BLOCK
 
     @functools.cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Widths of the micro-kernels in `parts`: those of the spans of keys and of the strips of V."""
+        scored = (min(span, self.panel) // self.lanes for span in self.spans)
+        return tuple(dict.fromkeys((*scored, *(s.vectors for s in self.strips))))
+
+    @functools.cached_property
     def regions(self) -> dict[str, int]:
         """Byte offsets in scratch, each on a cache line; `end` is its size."""
         sizes = {
             "keys": KEY_BLOCK * self.head_stride * self.size,  # [panel][head_dim][keys of a panel]
-            "values": KEY_BLOCK * self.value_stride * self.size,  # [strip][key][columns of a strip]
+            "values": KEY_BLOCK * self.value_stride * self.size * self.packs_values,  # [strip][key][columns]
             "scores": self.target.tile_rows * KEY_BLOCK * self.size,  # [row of a tile][key], later their weights
             "queries": self.rows * self.head_stride * self.size,
             "outputs": self.rows * self.value_stride * self.size,
@@ -200,8 +198,7 @@ class Plan:
 
 # -- the nest ---------------------------------------------------------------------------------------------------------
 def _define_entry(module: Module, plan: Plan) -> None:
-    for define in (_define_start, _define_keep, _define_addresses, _define_pack_keys, _define_pack_values,
-                   _define_finite, _define_softmax, _define_weigh, _define_finish):  # fmt: skip
+    for define in _PARTS:
         define(module, plan)
 
     def body(b: Builder, args: Value, low: Value, high: Value, scratch: Value) -> None:
@@ -223,15 +220,6 @@ def _define_entry(module: Module, plan: Plan) -> None:
         b.loop(low, high, 1, unit)
 
     module.define(plan.symbol, _ENTRY_ARGUMENTS, body)
-
-
-@dataclass(frozen=True, slots=True)
-class Values:
-    """V of one key block: row stride 0 means packed; `finite` is known false where a masked weight would do harm."""
-
-    address: Value
-    stride: Value
-    finite: Value = _TRUE
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +298,11 @@ class Unit:
         b, plan = self.b, self.plan
         self.addresses("key_rows", "k", base, count)
         self.call("pack_keys", self.scratch, self.covering(count), self.words["k_seq"])
-        values = self.values(base, count)
+        if plan.packs_values:
+            self.addresses("value_rows", "v", base, count)
+            # A bias looks for inf and NaN in all 64 rows, so all have to be there.
+            self.call("pack_values", self.scratch, i64(KEY_BLOCK) if plan.kernel.mask == "bias" else count)
+        finite = self.call("finite", self.scratch, result="i1") if plan.kernel.mask == "bias" else None
 
         def tile(row: Value) -> None:
             height = b.min(b.sub(self.rows, row), plan.target.tile_rows)
@@ -326,7 +318,7 @@ class Unit:
                     weights(KEY_BLOCK)
                 else:
                     b.when(b.icmp("sle", reach, plan.spans[0]), *(functools.partial(weights, s) for s in plan.spans))
-                self.outputs(row, height, base, count, values)
+                Outputs(self, row, height, base, count).emit(finite)
 
             if plan.limited:
                 b.when(self.sees(row, height, base), attend)
@@ -335,8 +327,13 @@ class Unit:
 
         b.loop(0, self.rows, plan.target.tile_rows, tile)
 
+    def addresses(self, region: str, operand: str, base: Value, count: Value) -> None:
+        """Note where the rows of the block lie; zeros stand in for those past `count` and those not kept."""
+        rows, source = self.plan.region(self.b, self.scratch, region), self.place(operand, self.key_head, base)
+        self.call("addresses", self.scratch, rows, source, self.words[f"{operand}_seq"], count)
+
     def covering(self, count: Value) -> Value:
-        """The keys that get packed, so that whatever scores `count` keys finds numbers: the rest are zeros."""
+        """How many keys to pack, so that a step that scores `count` keys reads nothing stale."""
         b, least = self.b, self.plan.spans[0]
         if self.plan.panel < KEY_BLOCK:
             return b.mul(b.ceil_div(count, self.plan.panel), self.plan.panel)
@@ -358,29 +355,6 @@ class Unit:
         oldest = b.sub(self.limit(row), self.plan.kernel.window)
         return b.op("and", newest, b.icmp("slt", oldest, b.add(base, KEY_BLOCK)))
 
-    def addresses(self, region: str, operand: str, base: Value, count: Value) -> None:
-        """Note where the rows of the block lie; zeros stand in for those past `count` and those not kept."""
-        rows, source = self.plan.region(self.b, self.scratch, region), self.place(operand, self.key_head, base)
-        self.call("addresses", self.scratch, rows, source, self.words[f"{operand}_seq"], count)
-
-    def values(self, base: Value, count: Value) -> Values:
-        b, plan = self.b, self.plan
-        packed = plan.region(b, self.scratch, "values")
-
-        def pack() -> list[Value]:
-            self.addresses("value_rows", "v", base, count)
-            self.call("pack_values", self.scratch, i64(KEY_BLOCK) if plan.kernel.mask == "bias" else count)
-            return [packed, i64(0)]
-
-        if plan.values_usable_in_place:
-            few = b.icmp("sle", self.rows, DIRECT_TILES * plan.target.tile_rows)
-            in_place = [self.place("v", self.key_head, base), self.words["v_seq"]]
-            return Values(*b.when(few, lambda: in_place, pack))
-        pack()
-        if plan.kernel.mask == "bias":
-            return Values(packed, i64(0), self.call("finite", self.scratch, result="i1"))
-        return Values(packed, i64(0))
-
     def scores(self, row: Value, height: Value, reach: Value, span: int) -> None:
         """scores[height][keys] = queries · keys, for as many keys as are in reach."""
         b, plan, scratch = self.b, self.plan, self.scratch
@@ -401,67 +375,82 @@ class Unit:
         else:
             b.loop(0, b.ceil_div(reach, plan.panel), 1, panel)
 
-    def outputs(self, row: Value, height: Value, base: Value, count: Value, values: Values) -> None:
-        """outputs[height] += weights · values. A key that a row does not see is not multiplied: 0 · inf is no zero."""
-        b, plan = self.b, self.plan
 
-        def weigh(first: Int, rows: Int, begin: Int, end: Int) -> None:
-            scores = plan.region(b, self.scratch, "scores", b.mul(i64(first), KEY_BLOCK))
-            sums = plan.region(b, self.scratch, "outputs", b.mul(b.add(row, first), plan.value_stride))
-            keys = i64(begin), i64(end)
-            self.call("weigh", self.words["parts"], scores, i64(rows), *keys, values.address, values.stride, sums)
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """outputs[height] += weights · values, for one tile. A key that a row does not see is not multiplied: 0 · inf
+    is no zero. Whatever goes together, each row adds its keys in order."""
 
-        if plan.limited:
-            self.limited_outputs(row, height, base, count, weigh)
-        elif plan.kernel.mask == "bias":
-            whole = values.finite
-            b.when(whole, lambda: weigh(0, height, 0, count), lambda: self.sparse_outputs(height, count, weigh))
+    unit: Unit
+    row: Value
+    height: Value
+    base: Value
+    count: Value
+
+    def emit(self, finite: Value | None) -> None:
+        """`finite`, for a bias: whether V has no inf and no NaN, so that it does not matter which keys are masked."""
+        if self.unit.plan.limited:
+            self.limited()
+        elif finite is None:
+            self.weigh(0, self.height, 0, self.count)
         else:
-            weigh(0, height, 0, count)
+            self.unit.b.when(finite, lambda: self.weigh(0, self.height, 0, self.count), self.sparse)
 
-    def limited_outputs(self, row: Value, height: Value, base: Value, count: Value, weigh: Callable[..., None]) -> None:
-        """Keys that all rows of the tile see, together; those before and after, row by row. Each row's order stays."""
-        b, sliding = self.b, self.plan.kernel.mask == "sliding"
+    def weigh(self, first: Int, height: Int, begin: Int, end: Int) -> None:
+        """Rows `first` .. of the tile and keys `begin` .. `end` of the block."""
+        unit, plan, b = self.unit, self.unit.plan, self.unit.b
+        weights = plan.region(b, unit.scratch, "scores", b.mul(i64(first), KEY_BLOCK))
+        outputs = plan.region(b, unit.scratch, "outputs", b.mul(b.add(self.row, first), plan.value_stride))
+        if plan.packs_values:
+            values, stride = plan.region(b, unit.scratch, "values"), i64(0)
+        else:
+            values, stride = unit.place("v", unit.key_head, self.base), unit.words["v_seq"]
+        keys = i64(begin), i64(end)
+        unit.call("weigh", unit.words["parts"], weights, i64(height), *keys, values, stride, outputs)
 
-        def seen(i: Int) -> tuple[Value, Value]:
-            """The keys of the block that a row of the tile sees."""
-            limit = b.sub(self.limit(b.add(row, i)), base)
-            oldest = b.max(b.sub(limit, self.plan.kernel.window), 0) if sliding else i64(0)
-            return b.min(oldest, count), b.max(b.min(limit, count), 0)
+    def limited(self) -> None:
+        """Keys that all rows of the tile see go together, those before and after them row by row."""
+        b, sliding = self.unit.b, self.unit.plan.kernel.mask == "sliding"
+        begin = self.seen(b.sub(self.height, 1))[0]
+        end = b.max(self.seen(0)[1], begin)
 
-        def alone(i: Value, begin: Value, end: Value) -> None:
-            b.when(b.icmp("slt", begin, end), lambda: weigh(i, 1, begin, end))
-
-        begin = seen(b.sub(height, 1))[0]
-        end = b.max(seen(0)[1], begin)
-        if sliding:
-            def before(i: Value) -> None:
-                own_begin, own_end = seen(i)
-                alone(i, own_begin, b.min(own_end, begin))
-
-            b.when(b.icmp("sgt", begin, 0), lambda: b.loop(0, b.sub(height, 1), 1, before))
-        b.when(b.icmp("slt", begin, end), lambda: weigh(0, height, begin, end))
+        def before(i: Value) -> None:
+            own_begin, own_end = self.seen(i)
+            self.alone(i, own_begin, b.min(own_end, begin))
 
         def after(i: Value) -> None:
-            own_begin, own_end = seen(i)
-            alone(i, b.max(own_begin, end), own_end)
+            self.alone(i, end, self.seen(i)[1])
 
-        b.when(b.icmp("slt", end, count), lambda: b.loop(1, height, 1, after))
+        if sliding:
+            b.when(b.icmp("sgt", begin, 0), lambda: b.loop(0, b.sub(self.height, 1), 1, before))
+        b.when(b.icmp("slt", begin, end), lambda: self.weigh(0, self.height, begin, end))
+        b.when(b.icmp("slt", end, self.count), lambda: b.loop(1, self.height, 1, after))
 
-    def sparse_outputs(self, height: Value, count: Value, weigh: Callable[..., None]) -> None:
+    def seen(self, i: Int) -> tuple[Value, Value]:
+        """The keys of the block that a row of the tile sees."""
+        b, kernel = self.unit.b, self.unit.plan.kernel
+        limit = b.sub(self.unit.limit(b.add(self.row, i)), self.base)
+        oldest = b.max(b.sub(limit, kernel.window), 0) if kernel.mask == "sliding" else i64(0)
+        return b.min(oldest, self.count), b.max(b.min(limit, self.count), 0)
+
+    def alone(self, i: Value, begin: Value, end: Value) -> None:
+        b = self.unit.b
+        b.when(b.icmp("slt", begin, end), lambda: self.weigh(i, 1, begin, end))
+
+    def sparse(self) -> None:
         """The slow way for a block with an inf or NaN in V that a bias may hide: keys of weight 0 are left out."""
-        b, plan = self.b, self.plan
+        unit, plan, b = self.unit, self.unit.plan, self.unit.b
 
         def row(i: Value) -> None:
             def key(j: Value) -> None:
-                place = plan.region(b, self.scratch, "scores", b.add(b.mul(i, KEY_BLOCK), j))
+                place = plan.region(b, unit.scratch, "scores", b.add(b.mul(i, KEY_BLOCK), j))
                 weight = b.load(plan.scalar, place, align=plan.size)
                 heavy = b.fcmp("une", weight, const(plan.scalar, 0.0))
-                b.when(heavy, lambda: weigh(i, 1, j, b.add(j, 1)))
+                b.when(heavy, lambda: self.weigh(i, 1, j, b.add(j, 1)))
 
-            b.loop(0, count, 1, key)
+            b.loop(0, self.count, 1, key)
 
-        b.loop(0, height, 1, row)
+        b.loop(0, self.height, 1, row)
 
 
 def _micro_kernel(b: Builder, plan: Plan, parts: Value, width: int, height: Value) -> Value:
@@ -474,8 +463,45 @@ def _micro_kernel(b: Builder, plan: Plan, parts: Value, width: int, height: Valu
 def _define(
     module: Module, plan: Plan, part: str, signature: str, emit: Callable[..., Value | None], result: str = "void"
 ) -> None:
-    arguments = [(type_, name) for type_, name in (argument.rsplit(" ", 1) for argument in signature.split(", "))]
+    arguments = [(type_, name) for type_, name in (argument.split() for argument in signature.split(", "))]
     module.define(f"{plan.symbol}.{part}", arguments, emit, result=result, internal=True, noinline=True)
+
+
+def _define_start(module: Module, plan: Plan) -> None:
+    """Queries into scratch, widened; outputs and sums at 0; references, limits and places of the bias per row."""
+    kernel = plan.kernel
+
+    def emit(
+        b: Builder, scratch: Value, positions: Value, queries: Value, mask: Value, q_seq: Value, q_head: Value,
+        mask_query: Value, mask_head: Value, limit: Value,
+    ) -> None:  # fmt: skip
+        rows = b.mul(positions, kernel.group)
+        _clear(b, plan.region(b, scratch, "outputs"), b.mul(rows, plan.value_stride * plan.size))
+        _clear(b, plan.region(b, scratch, "sums"), b.mul(rows, plan.lanes * plan.size))
+
+        def row(index: Value, i: Value, g: Value) -> None:
+            source = b.offset(queries, b.mul(b.add(b.mul(i, q_seq), b.mul(g, q_head)), kernel.dtype.size))
+            place = plan.region(b, scratch, "queries", b.mul(index, plan.head_stride))
+
+            def piece(at: Value, live: int) -> None:
+                loaded = _load(b, plan, kernel.dtype, b.offset(source, b.mul(at, kernel.dtype.size)), live)
+                b.store(loaded, b.offset(place, at, plan.scalar), align=plan.size)
+
+            _sweep(b, kernel.head_dim, plan.lanes, piece)
+            reference = plan.region(b, scratch, "references", index)
+            b.store(const(plan.scalar, -math.inf), reference, align=plan.size)
+            if plan.limited:
+                b.store(b.add(limit, i), plan.region(b, scratch, "limits", index, "i64"), align=8)
+            if kernel.mask == "bias":
+                offset = b.mul(b.add(b.mul(i, mask_query), b.mul(g, mask_head)), plan.mask_dtype.size)
+                b.store(b.offset(mask, offset), plan.region(b, scratch, "biases", index, "ptr"), align=8)
+
+        _each_row(b, plan, positions, row)
+
+    _define(
+        module, plan, "start", "ptr scratch, i64 positions, ptr queries, ptr mask, i64 q_seq, i64 q_head, "
+        "i64 mask_query, i64 mask_head, i64 limit", emit,
+    )  # fmt: skip
 
 
 def _each_row(b: Builder, plan: Plan, positions: Value, body: Callable[[Value, Value, Value], None]) -> None:
@@ -493,52 +519,11 @@ def _each_row(b: Builder, plan: Plan, positions: Value, body: Callable[[Value, V
     b.loop(0, positions, 1, position)
 
 
-def _define_start(module: Module, plan: Plan) -> None:
-    """Queries into scratch, widened; outputs and sums at 0; references, limits and addresses of the bias per row."""
-    kernel = plan.kernel
-
-    def emit(
-        b: Builder, scratch: Value, positions: Value, queries: Value, mask: Value, q_seq: Value, q_head: Value,
-        mask_query: Value, mask_head: Value, limit: Value,
-    ) -> None:  # fmt: skip
-        rows = b.mul(positions, kernel.group)
-        _clear(b, plan.region(b, scratch, "outputs"), b.mul(rows, plan.value_stride * plan.size))
-        _clear(b, plan.region(b, scratch, "sums"), b.mul(rows, plan.lanes * plan.size))
-
-        def row(index: Value, i: Value, g: Value) -> None:
-            source = b.offset(queries, b.mul(b.add(b.mul(i, q_seq), b.mul(g, q_head)), kernel.dtype.size))
-            place = plan.region(b, scratch, "queries", b.mul(index, plan.head_stride))
-            _copy(b, plan, source, place, kernel.head_dim)
-            reference = plan.region(b, scratch, "references", index)
-            b.store(const(plan.scalar, -math.inf), reference, align=plan.size)
-            if plan.limited:
-                b.store(b.add(limit, i), plan.region(b, scratch, "limits", index, "i64"), align=8)
-            if kernel.mask == "bias":
-                offset = b.mul(b.add(b.mul(i, mask_query), b.mul(g, mask_head)), plan.mask_dtype.size)
-                b.store(b.offset(mask, offset), plan.region(b, scratch, "biases", index, "ptr"), align=8)
-
-        _each_row(b, plan, positions, row)
-
-    _define(
-        module, plan, "start", "ptr scratch, i64 positions, ptr queries, ptr mask, i64 q_seq, i64 q_head, "
-        "i64 mask_query, i64 mask_head, i64 limit", emit,
-    )  # fmt: skip
-
-
-def _copy(b: Builder, plan: Plan, source: Value, place: Value, extent: int) -> None:
-    """`extent` stored elements to scratch, widened and padded with zeros to whole vectors."""
-
-    def piece(at: Value, live: int) -> None:
-        loaded = _load(b, plan, plan.kernel.dtype, b.offset(source, b.mul(at, plan.kernel.dtype.size)), live)
-        b.store(loaded, b.offset(place, at, plan.scalar), align=plan.size)
-
-    _sweep(b, extent, plan.lanes, piece)
-
-
 def _sweep(b: Builder, extent: int, step: int, body: Callable[[Value, int], None], unroll: int = 4) -> None:
     """`body(start, live)` for each `step` elements of a constant extent; the last ones may be fewer."""
     whole = extent // step
-    unroll = next(n for n in (unroll, 2, 1) if whole % n == 0)
+    while whole % unroll:
+        unroll //= 2
 
     def several(start: Value) -> None:
         for n in range(unroll):
@@ -577,8 +562,7 @@ def _define_keep(module: Module, plan: Plan) -> None:
 
 def _is_kept(b: Builder, dtype: DType, place: Value) -> Value:
     """Whether a mask element is true or at least 0.5. Floats compare as integers: positive ones have the same order."""
-    word = f"i{8 * dtype.size}"
-    bits = b.load(word, place, align=dtype.size)
+    bits = b.load(f"i{8 * dtype.size}", place, align=dtype.size)
     if not dtype.is_float:
         return b.icmp("sgt" if dtype.kind == "int" else "ne", bits, 0)
     half, infinity = (int(np.array(x, dtype.numpy).view(f"i{dtype.size}")) for x in (0.5, np.inf))
@@ -588,16 +572,14 @@ def _is_kept(b: Builder, dtype: DType, place: Value) -> Value:
 def _define_addresses(module: Module, plan: Plan) -> None:
     """Where the 64 rows of a block lie, for the packing parts; rows that do not count lie in the zeros."""
     lanes = plan.target.lanes(8)
-    wide = vector(lanes, "i64")
 
     def emit(b: Builder, scratch: Value, rows: Value, source: Value, stride: Value, count: Value) -> None:
-        zeros = b.splat(b.assign("i64", f"ptrtoint {plan.region(b, scratch, 'zeros')} to i64"), lanes)
-        bytes_apart = b.mul(stride, plan.kernel.dtype.size)
-        first = b.splat(b.assign("i64", f"ptrtoint {source} to i64"), lanes)
+        zeros = b.splat(b.convert("ptrtoint", plan.region(b, scratch, "zeros"), "i64"), lanes)
+        first, apart = b.convert("ptrtoint", source, "i64"), b.mul(stride, plan.kernel.dtype.size)
+        places = b.splat(first, lanes)
         for lane in range(1, lanes):
-            place = b.add(b.extract(first, 0), b.mul(bytes_apart, lane))
-            first = b.insert(first, place, lane)
-        step = b.splat(b.mul(bytes_apart, lanes), lanes)
+            places = b.insert(places, b.add(first, b.mul(apart, lane)), lane)
+        step = b.splat(b.mul(apart, lanes), lanes)
 
         def several(j: Value, places: Value) -> list[Value]:
             if plan.kernel.mask == "custom":
@@ -608,35 +590,32 @@ def _define_addresses(module: Module, plan: Plan) -> None:
             b.store(b.select(counts, places, zeros), b.offset(rows, j, "i64"), align=8)
             return [b.op("add", places, step)]
 
-        b.loop(0, KEY_BLOCK, lanes, several, [first])
+        b.loop(0, KEY_BLOCK, lanes, several, [places])
 
-    assert wide
     _define(module, plan, "addresses", "ptr scratch, ptr rows, ptr source, i64 stride, i64 count", emit)
 
 
 def _define_pack_keys(module: Module, plan: Plan) -> None:
     """K of the block into panels [head_dim][keys of a panel], `lanes` keys at a time."""
-    kernel, lanes = plan.kernel, plan.lanes
-    square = 16 // plan.size  # columns that go together: 128 bits of a row, the unit in which x86 moves them for free
+    dtype, lanes = plan.kernel.dtype, plan.lanes
+    square = 16 // plan.size  # keys and columns of one transposition: 128 bits, which x86 inserts while it loads
 
     def emit(b: Builder, scratch: Value, count: Value, stride: Value) -> None:
-        ahead = b.mul(stride, KEY_BLOCK * kernel.dtype.size)
+        next_block = b.mul(stride, KEY_BLOCK * dtype.size)
 
         def several(key: Value) -> None:
             where = plan.region(b, scratch, "key_rows", key, "ptr")
             rows = [b.load("ptr", b.offset(where, 8 * i), align=8) for i in range(lanes)]
             panel, column = b.sdiv(key, plan.panel), b.srem(key, plan.panel)
-            index = b.add(b.mul(panel, plan.head_stride * plan.panel), column)
-            place = plan.region(b, scratch, "keys", index)
+            place = plan.region(b, scratch, "keys", b.add(b.mul(panel, plan.head_stride * plan.panel), column))
 
-            def columns(at: Value, live: int) -> None:
-                offset = b.mul(at, kernel.dtype.size)
-                sides = []
+            def squares(at: Value, live: int) -> None:
+                offset, sides = b.mul(at, dtype.size), []
                 for i in range(square):
-                    pieces = [_load_stored(b, kernel.dtype, b.offset(r, offset), square, live) for r in rows[i::square]]
-                    sides.append(_widen(b, plan, _join(b, pieces), kernel.dtype))
-                # All lines, also those past head_dim: the padding takes them, and LLVM 22 moves interleavings of which
-                # only the low halves are used across the widening of f16, and gets them wrong.
+                    pieces = [_load_stored(b, dtype, b.offset(r, offset), square, live) for r in rows[i::square]]
+                    sides.append(_widen(b, plan, _join(b, pieces), dtype))
+                # Also the lines past head_dim, for which there is padding: LLVM 22 moves interleavings of which only
+                # the low halves are used to before the widening of f16, and gets them wrong.
                 for i, line in enumerate(_transpose(b, sides, square)):
                     b.store(line, b.offset(place, b.mul(b.add(at, i), plan.panel), plan.scalar), align=plan.size)
 
@@ -644,12 +623,12 @@ def _define_pack_keys(module: Module, plan: Plan) -> None:
                 steps = range(0, live, square)
                 share = -(-lanes // len(steps))
                 for n, step in enumerate(steps):
-                    here = b.add(at, step)
                     for row in rows[n * share : (n + 1) * share]:
-                        b.prefetch(b.offset(b.offset(row, b.mul(at, kernel.dtype.size)), ahead), locality=2)
-                    columns(here, min(square, live - step))
+                        # Into L2, which can have more lines under way than L1: 1.3 times as fast from memory.
+                        b.prefetch(b.offset(b.offset(row, b.mul(at, dtype.size)), next_block), locality=2)
+                    squares(b.add(at, step), min(square, live - step))
 
-            _sweep(b, kernel.head_dim, LINE // kernel.dtype.size, line, unroll=1)
+            _sweep(b, plan.kernel.head_dim, LINE // dtype.size, line, unroll=1)
 
         b.loop(0, count, lanes, several)
 
@@ -680,7 +659,9 @@ def _transpose(b: Builder, rows: list[Value], square: int) -> list[Value]:
 
 def _define_pack_values(module: Module, plan: Plan) -> None:
     """V of the block into strips [key][columns of a strip], as the micro-kernels of the strips read them."""
-    kernel, lanes = plan.kernel, plan.lanes
+    if not plan.packs_values:
+        return
+    dtype, lanes = plan.kernel.dtype, plan.lanes
 
     def emit(b: Builder, scratch: Value, count: Value) -> None:
         def key(j: Value) -> None:
@@ -690,8 +671,8 @@ def _define_pack_values(module: Module, plan: Plan) -> None:
                 index = b.add(b.mul(first, KEY_BLOCK * lanes), b.mul(j, vectors * lanes))
                 place = plan.region(b, scratch, "values", index)
                 for v in range(vectors):
-                    at = b.mul(b.add(first, v), lanes * kernel.dtype.size)
-                    loaded = _load(b, plan, kernel.dtype, b.offset(row, at), live if v == vectors - 1 else lanes)
+                    at = b.mul(b.add(first, v), lanes * dtype.size)
+                    loaded = _load(b, plan, dtype, b.offset(row, at), live if v == vectors - 1 else lanes)
                     b.store(loaded, b.offset(place, v * lanes, plan.scalar), align=plan.size)
 
             _each_strip(b, plan, strip)
@@ -704,7 +685,6 @@ def _define_pack_values(module: Module, plan: Plan) -> None:
 def _each_strip(b: Builder, plan: Plan, body: Callable[[Value, int, int], None]) -> None:
     """`body(first vector, vectors, live lanes of the last vector)` for each strip of V."""
     final = plan.strips[-1]
-    live = plan.kernel.value_dim - (plan.value_stride - plan.lanes)
     for strips in plan.strips:
 
         def strip(index: Value, strips: Strips = strips) -> None:
@@ -715,6 +695,7 @@ def _each_strip(b: Builder, plan: Plan, body: Callable[[Value, int, int], None])
             strip(i64(0))
         elif whole:
             b.loop(0, whole, 1, strip)
+    live = plan.kernel.value_dim - (plan.value_stride - plan.lanes)
     body(i64(final.first + (final.count - 1) * final.vectors), final.vectors, live)
 
 
@@ -724,11 +705,12 @@ def _define_finite(module: Module, plan: Plan) -> None:
         return
 
     def emit(b: Builder, scratch: Value) -> Value:
+        zero = const(plan.vector, 0.0)
+
         def piece(at: Value, total: Value) -> list[Value]:
             loaded = b.load(plan.vector, plan.region(b, scratch, "values", at), align=plan.size)
-            return [b.op("fadd", total, b.op("fmul", loaded, const(plan.vector, 0.0)))]
+            return [b.op("fadd", total, b.op("fmul", loaded, zero))]
 
-        zero = const(plan.vector, 0.0)
         total = b.loop(0, KEY_BLOCK * plan.value_stride, plan.lanes, piece, [zero])[0]
         folded = b.fold(total, lambda x, y: b.op("fadd", x, y))
         return b.fcmp("ord", folded, folded)
@@ -743,18 +725,20 @@ def _define_weigh(module: Module, plan: Plan) -> None:
         b: Builder, parts: Value, weights: Value, height: Value, begin: Value, end: Value, values: Value,
         stride: Value, outputs: Value,
     ) -> None:  # fmt: skip
-        packed = b.icmp("eq", stride, 0)
-        depth = b.select(packed, i64(KEY_BLOCK), i64(1))
-        left = b.offset(weights, begin, plan.scalar)
-        keys = b.sub(end, begin)
+        left, keys = b.offset(weights, begin, plan.scalar), b.sub(end, begin)
 
-        def strip(first: Value, vectors: int, live: int) -> None:
+        def strip(first: Value, vectors: int, _: int) -> None:
             column = b.mul(first, plan.lanes)
-            apart = b.select(packed, i64(vectors * plan.lanes), stride)
-            right = b.offset(values, b.add(b.mul(column, depth), b.mul(begin, apart)), plan.scalar)
+            apart, start = stride, column
+            if plan.packs_values:
+                apart, start = i64(vectors * plan.lanes), b.mul(column, KEY_BLOCK)
+            right = b.offset(values, b.add(start, b.mul(begin, apart)), plan.scalar)
+            ahead, step = b.offset(right, b.mul(apart, KEY_BLOCK), plan.scalar), b.mul(apart, plan.size)
+            if plan.packs_values:
+                ahead, step = right, i64(0)
             b.call_pointer(
                 _micro_kernel(b, plan, parts, vectors, height), left, i64(KEY_BLOCK), right, apart, keys,
-                b.offset(outputs, column, plan.scalar), i64(plan.value_stride), b.offset(right, b.mul(apart, KEY_BLOCK), plan.scalar), b.select(packed, i64(0), b.mul(stride, plan.size)), i64(1),
+                b.offset(outputs, column, plan.scalar), i64(plan.value_stride), ahead, step, i64(1),
             )  # fmt: skip
 
         _each_strip(b, plan, strip)
@@ -774,15 +758,14 @@ def _define_finish(module: Module, plan: Plan) -> None:
             sums = b.load(plan.vector, plan.region(b, scratch, "sums", b.mul(index, plan.lanes)), align=plan.size)
             total = b.fold(sums, lambda x, y: b.op("fadd", x, y))
             zero, one = const(plan.scalar, 0.0), const(plan.scalar, 1.0)
-            share = b.select(b.fcmp("oeq", total, zero), zero, b.op("fdiv", one, total))
-            shares = b.splat(share, plan.lanes)
+            share = b.splat(b.select(b.fcmp("oeq", total, zero), zero, b.op("fdiv", one, total)), plan.lanes)
             source = plan.region(b, scratch, "outputs", b.mul(index, plan.value_stride))
             place = b.offset(out, b.mul(b.add(b.mul(i, out_seq), b.mul(g, out_head)), kernel.dtype.size))
 
             def piece(at: Value, live: int) -> None:
                 loaded = b.load(plan.vector, b.offset(source, at, plan.scalar), align=plan.size)
                 # Adding 0 makes -0 a 0: which of them an underflow leaves depends on how many keys were multiplied.
-                result = b.op("fadd", b.op("fmul", loaded, shares), const(plan.vector, 0.0))
+                result = b.op("fadd", b.op("fmul", loaded, share), const(plan.vector, 0.0))
                 _store(b, plan, result, b.offset(place, b.mul(at, kernel.dtype.size)), live)
 
             _sweep(b, kernel.value_dim, plan.lanes, piece)
@@ -808,6 +791,12 @@ def _define_softmax(module: Module, plan: Plan) -> None:
 
         signature = "ptr scratch, i64 first, i64 height, i64 base, i64 count, i64 kept"
         _define(module, plan, f"softmax{span}", signature, emit)
+
+
+_PARTS = (
+    _define_start, _define_keep, _define_addresses, _define_pack_keys, _define_pack_values, _define_finite,
+    _define_softmax, _define_weigh, _define_finish,
+)  # fmt: skip
 
 
 def _softmax_row(scorer: Scorer, i: Value) -> None:
@@ -861,8 +850,7 @@ def _softmax_row(scorer: Scorer, i: Value) -> None:
     if in_registers:
         fresh = weigh(i64(0), held)
     else:
-        zero = const(plan.vector, 0.0)
-        end = scorer.end_within_block()
+        end, zero = scorer.end_within_block(), const(plan.vector, 0.0)
         fresh = b.loop(0, end, step, lambda j, total: [scorer.plus(total, weigh(j, load(j)))], [zero])[0]
     sums = plan.region(b, scratch, "sums", b.mul(row, plan.lanes))
     before = b.load(plan.vector, sums, align=plan.size)
@@ -903,7 +891,7 @@ class Scorer:
         # A score times `exponent` is the logarithm of its weight in base 2. Scores stay in the unit in which they come
         # as long as a greater one is a heavier one, because then there is nothing to compute.
         cap = abs(kernel.softcap)
-        natural = kernel.mask == "bias" or not cap and kernel.scale <= 0
+        natural = kernel.mask == "bias" or (not cap and kernel.scale <= 0)
         self.exponent = LOG2_E * (1.0 if natural else cap or kernel.scale)
 
     @property
@@ -925,28 +913,26 @@ class Scorer:
     def scores(self, products: list[Value], j: Value, whole: bool) -> list[Value]:
         """The scores of the keys from j on, -inf for those that the row does not see; `whole`: it sees all."""
         seen: Sequence[Value | None] = [None] * len(products) if whole else self._seen(j, len(products))
-        lanes = self.plan.lanes
-        pairs = zip(products, seen, strict=True)
-        return [self._score(x, self.b.add(j, n * lanes), mask) for n, (x, mask) in enumerate(pairs)]
+        places = [self.b.add(j, n * self.plan.lanes) for n in range(len(products))]
+        return [self._score(*each) for each in zip(products, places, seen, strict=True)]
 
     def _score(self, product: Value, j: Value, seen: Value | None) -> Value:
         b, plan, kernel = self.b, self.plan, self.plan.kernel
-        type_, cap = plan.vector, abs(kernel.softcap)
+        masked, cap = const(plan.vector, -math.inf), abs(kernel.softcap)
         score, scale = product, kernel.scale
         if cap:
-            score = tanh(b, b.op("fmul", score, const(type_, scale / cap)), plan.target)
+            score = tanh(b, b.op("fmul", score, const(plan.vector, scale / cap)), plan.target)
             scale = cap
         if kernel.mask == "bias":
             bias = self._bias(j, seen)
-            score = fma(b, score, const(type_, scale), bias, plan.target)
-            hidden = const(type_, -math.inf)
-            score = b.select(b.fcmp("oeq", bias, hidden), hidden, score)
-        elif not cap and scale <= 0:
-            score = b.op("fmul", score, const(type_, scale))
-        return score if seen is None else b.select(seen, score, const(type_, -math.inf))
+            score = fma(b, score, const(plan.vector, scale), bias, plan.target)
+            score = b.select(b.fcmp("oeq", bias, masked), masked, score)
+        elif scale <= 0:
+            score = b.op("fmul", score, const(plan.vector, scale))
+        return score if seen is None else b.select(seen, score, masked)
 
     def _bias(self, j: Value, seen: Value | None) -> Value:
-        """The bias of keys from j on; where only some are seen, only those are read."""
+        """The bias of the keys from j on; where the row does not see all of them, only those are read."""
         b, plan, dtype = self.b, self.plan, self.plan.mask_dtype
         place = b.offset(self.bias, b.mul(j, dtype.size))
         if seen is None:
@@ -963,7 +949,7 @@ class Scorer:
             kept = plan.region(b, self.scratch, "kept", j, plan.word)
             flags = [b.load(type_, b.offset(kept, n * lanes, plan.word), align=plan.size) for n in range(vectors)]
             return [b.icmp("ne", flag, const(type_, 0)) for flag in flags]
-        numbers = [_numbers(n * lanes, lanes, plan.word) for n in range(vectors)]
+        numbers = [b.op("add", b.iota(lanes, plan.word), const(type_, n * lanes)) for n in range(vectors)]
         end = self._in_lanes(b.sub(self.end, j))
         seen = [b.icmp("slt", number, end) for number in numbers]
         if plan.kernel.mask == "sliding":
@@ -982,18 +968,12 @@ class Scorer:
         scaled = self.b.op("fmul", difference, const(self.plan.vector, self.exponent))
         return exp2(self.b, scaled, self.plan.target)
 
-
     def greater(self, x: Value, y: Value) -> Value:
         """One instruction on x86. A NaN may get lost here, but not its weight, which makes the row's sum NaN."""
         return self.b.select(self.b.fcmp("ogt", x, y), x, y)
 
     def plus(self, x: Value, y: Value) -> Value:
         return self.b.op("fadd", x, y)
-
-
-def _numbers(first: int, lanes: int, word: str) -> Value:
-    """first, first + 1, ... as a vector constant."""
-    return Value(vector(lanes, word), "<" + ", ".join(f"{word} {first + i}" for i in range(lanes)) + ">")
 
 
 def _tree(values: Sequence[Value], combine: Callable[[Value, Value], Value]) -> Value:
@@ -1005,29 +985,38 @@ def _tree(values: Sequence[Value], combine: Callable[[Value, Value], Value]) -> 
 
 
 # -- elements ---------------------------------------------------------------------------------------------------------
-def _load(b: Builder, plan: Plan, dtype: DType, pointer: Value, live: int) -> Value:
-    """`live` stored elements as a vector of the compute type, zeros in the other lanes."""
-    return _widen(b, plan, _load_stored(b, dtype, pointer, plan.lanes, live), dtype)
-
-
+# Partial vectors are moved lane by lane, not under a mask: LLVM joins neighbouring lanes by itself, also where the
+# target has no masks, and LLVM 22 turns a masked store of one narrowed lane into a store of its wide original.
 def _stored(dtype: DType) -> str:
+    """The LLVM type in which an element is moved."""
     return f"i{8 * dtype.size}" if dtype.size < 4 else _SCALAR[dtype]
 
 
-def _load_stored(b: Builder, dtype: DType, pointer: Value, lanes: int, live: int | None = None) -> Value:
-    """A vector as it is stored, zeros in the lanes past `live`, which are not read.
+def _load(b: Builder, plan: Plan, dtype: DType, pointer: Value, live: int) -> Value:
+    """`live` stored elements as a vector of the compute type, zeros in the other lanes, which are not read."""
+    return _widen(b, plan, _load_stored(b, dtype, pointer, plan.lanes, live), dtype)
 
-    Lane by lane, not by a mask: LLVM joins neighbouring lanes by itself, also where the target has no masks, and
-    LLVM 22 makes a masked store of one narrowed lane a store of its wide original.
-    """
+
+def _load_stored(b: Builder, dtype: DType, pointer: Value, lanes: int, live: int) -> Value:
     type_ = vector(lanes, _stored(dtype))
-    if live is None or live >= lanes:
+    if live >= lanes:
         return b.load(type_, pointer, align=dtype.size)
     loaded = const(type_, 0)
     for lane in range(live):
         element = b.load(_stored(dtype), b.offset(pointer, lane * dtype.size), align=dtype.size)
         loaded = b.insert(loaded, element, lane)
     return loaded
+
+
+def _widen(b: Builder, plan: Plan, stored: Value, dtype: DType) -> Value:
+    """A stored vector in the compute type of the kernel."""
+    if dtype is F16:
+        stored = half_to_float(b, stored, plan.target)
+    elif dtype is BF16:
+        stored = bfloat_to_float(b, stored, plan.target)
+    if dtype.compute is plan.compute:
+        return stored
+    return b.convert("fpext" if plan.compute is F64 else "fptrunc", stored, vector(lanes_of(stored.type), plan.scalar))
 
 
 def _store(b: Builder, plan: Plan, value: Value, pointer: Value, live: int) -> None:
@@ -1042,14 +1031,3 @@ def _store(b: Builder, plan: Plan, value: Value, pointer: Value, live: int) -> N
         return
     for lane in range(live):
         b.store(b.extract(value, lane), b.offset(pointer, lane * dtype.size), align=dtype.size)
-
-
-def _widen(b: Builder, plan: Plan, stored: Value, dtype: DType) -> Value:
-    """A stored vector in the compute type of the kernel."""
-    if dtype is F16:
-        stored = half_to_float(b, stored, plan.target)
-    elif dtype is BF16:
-        stored = bfloat_to_float(b, stored, plan.target)
-    if dtype.compute is plan.compute:
-        return stored
-    return b.convert("fpext" if plan.compute is F64 else "fptrunc", stored, vector(lanes_of(stored.type), plan.scalar))

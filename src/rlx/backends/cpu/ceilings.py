@@ -1,6 +1,5 @@
-"""What this machine can do at most, measured by kernels that do nothing else: f32 multiply-adds, reads from cache and memory.
-
-Takes a quarter of a second, once a process, target and thread count; reports use it as their yardstick.
+"""What this machine can do at most, measured by kernels that do nothing else: f32 multiply-adds, reads from cache and
+from memory. Takes a quarter of a second, once a process, target and thread count; reports use it as their yardstick.
 """
 
 from __future__ import annotations
@@ -42,14 +41,15 @@ def ceilings(target: Target, threads: int) -> Ceilings:
     scratch[:] = 0
 
     def seconds(function: int, words: list[int], repeats: int) -> float:
+        """The slowest thread of the best run, as reports count: without the time that workers need to wake up."""
         args = np.array(words, np.int64)
         records = np.array([[function, args.ctypes.data, threads, 0]], np.int64)
+        stamps = np.zeros((1, workers.threads, 2), np.int64)
         best = float("inf")
         for _ in range(repeats):
-            begin = time.perf_counter()
-            workers.run(records, scratch, 4096)
-            best = min(best, time.perf_counter() - begin)
-        return best
+            workers.run(records, scratch, 4096, stamps)
+            best = min(best, float((stamps[0, :, 1] - stamps[0, :, 0]).max()))
+        return best / ticks_per_second(target)
 
     lanes = target.lanes(4)
     flops = 2.0 * lanes * target.tile_rows * target.tile_vectors * ROUNDS * threads
@@ -60,9 +60,24 @@ def ceilings(target: Target, threads: int) -> Ceilings:
     cached = seconds(code["read"], [address(memory), CACHE_BYTES, passes], 10)
     share = MEMORY_BYTES // threads // 4096 * 4096
     whole = seconds(code["read"], [address(memory), share, 1], 4)
-    return Ceilings(
-        gflops, CACHE_BYTES * passes * threads / cached / 1e9, share * threads / whole / 1e9
-    )
+    return Ceilings(gflops, CACHE_BYTES * passes * threads / cached / 1e9, share * threads / whole / 1e9)
+
+
+@functools.cache
+def ticks_per_second(target: Target) -> float:
+    """The rate of the counter that the driver stamps traces with."""
+    alone, scratch = pool.shared(1, library(target).driver), aligned(64)
+    record, stamps = np.zeros((1, 4), np.int64), np.zeros((1, 1, 2), np.int64)  # a launch of no units
+
+    def now() -> tuple[int, float]:
+        alone.run(record, scratch, 64, stamps)
+        return int(stamps[0, 0, 1]), time.perf_counter()
+
+    now()  # the first call is slow
+    first, begin = now()
+    time.sleep(0.02)
+    last, end = now()
+    return (last - first) / (end - begin)
 
 
 def _text(target: Target) -> str:

@@ -25,6 +25,10 @@ SYMBOLS = ("execute", "run", "worker", "stop", "spin")
 RECORD_WORDS = 4
 BARRIER_AFTER = 1  # flag: no thread starts the next record before all have finished this one
 
+# The head of each thread's scratch: what went wrong (kernels set it), and the number, from 1, of the first record that
+# did.
+STATUS, FAILED = 0, 8
+
 # A job block. Words that different threads write lie 128 bytes apart, because x86 fetches cache lines in pairs.
 LINE = 128
 RECORDS, COUNT, SCRATCH, STRIDE, TRACE, SLOTS, THREADS = range(0, 56, 8)  # the current run
@@ -206,14 +210,25 @@ class _Driver:
         stride, slots = (b.load("i64", b.offset(job, field), align=8) for field in (STRIDE, SLOTS))
         records, base, trace = (b.load("ptr", b.offset(job, field), align=8) for field in (RECORDS, SCRATCH, TRACE))
         count = b.load("i64", b.offset(job, COUNT), align=8)
-        # The status words of slots that no thread has today are cleared too, so that a reader may look at all.
-        b.loop(tid, slots, threads, lambda slot: b.store(i64(0), b.offset(base, b.mul(slot, stride)), align=8))
         scratch = b.offset(base, b.mul(tid, stride))
+
+        def clear(slot: Value) -> None:
+            for field in (STATUS, FAILED):
+                b.store(i64(0), b.offset(b.offset(base, b.mul(slot, stride)), field), align=8)
+
+        # The status words of slots that no thread has today are cleared too, so that a reader may look at all.
+        b.loop(tid, slots, threads, clear)
         traced, several = b.icmp("ne", trace, NULL), b.icmp("ne", threads, 1)
 
         def stamp(record: Value, end: int) -> None:
             cell = b.add(b.mul(b.add(b.mul(record, slots), tid), 2), end)  # trace[record][tid][end]
             b.store(b.call("i64", "llvm.readcyclecounter"), b.offset(trace, cell, "i64"), align=8)
+
+        def call(record: Value, function: Value, arguments: Value, low: Value, high: Value) -> None:
+            b.call_pointer(function, arguments, low, high, scratch)
+            status, failed = (b.load("i64", b.offset(scratch, field), align=8) for field in (STATUS, FAILED))
+            first = b.op("and", b.icmp("ne", status, 0), b.icmp("eq", failed, 0))
+            b.when(first, lambda: b.store(b.add(record, 1), b.offset(scratch, FAILED), align=8))
 
         def launch(record: Value) -> None:
             at = b.offset(records, b.mul(record, RECORD_WORDS), "i64")
@@ -222,7 +237,7 @@ class _Driver:
             low = b.sdiv(b.mul(units, tid), threads)
             high = b.sdiv(b.mul(units, b.add(tid, 1)), threads)
             b.when(traced, lambda: stamp(record, 0))
-            b.when(b.icmp("slt", low, high), lambda: b.call_pointer(function, arguments, low, high, scratch))
+            b.when(b.icmp("slt", low, high), lambda: call(record, function, arguments, low, high))
             b.when(traced, lambda: stamp(record, 1))
             meet = b.op("and", several, _has_bit(b, flags, BARRIER_AFTER))
             b.when(meet, lambda: b.line(f"call void @barrier({job}, {threads})"))

@@ -6,7 +6,6 @@ instance that a run checks out. A run with known sizes only writes the addresses
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,12 +72,12 @@ class Instance:
         self.scratch: Bytes = aligned(0)
         self.guards: list[Guarded] = []
         self.frame: Frame | None = None
-        self.version = -1
+        self.weights: Mapping[str, Array] | None = None  # the words hold their addresses
         self.inputs: list[tuple[int, int, int]] = []
         self.outputs: list[tuple[int, int, int]] = []
         self.status = memoryview(b"")
         self.headers: list[int] = []
-        self.call: tuple[int, ...] = ()
+        self.call = (0, 0, 0, 0)
 
 
 class Executable:
@@ -92,16 +91,14 @@ class Executable:
         self.pool = pools.shared(threads, code.driver)
         self.threads = self.pool.threads
         self.entries = [self._linked[launch.kernel.symbol].address for launch in program.launches]
-        self._weights: dict[str, Array] = {}
+        self._weights: Mapping[str, Array] = {}  # replaced, never changed: a run that has begun keeps its own
         self._constants = {n: b.value.data for n, b in program.buffers.items() if b.value is not None}
         self._instances: list[Instance] = []
         self._frames: dict[tuple[int, ...], Frame] = {}
-        self._version = 0
-        self._lock = threading.Lock()
         self._check = checking()
         self._lay_out()
 
-    # -- layout, once ---------------------------------------------------------------------------------------------------
+    # -- layout, once --------------------------------------------------------------------------------------------------
     def _lay_out(self) -> None:
         """Give every word of every launch a position in one block, and sort words by where their value comes from."""
         program = self.program
@@ -147,21 +144,20 @@ class Executable:
         found.buffers.append(self._order[buffer.kind][buffer.name])
         found.offsets.append(self._table.add(view.offset * view.dtype.size))
 
-    # -- weights ----------------------------------------------------------------------------------------------------------
+    # -- weights -------------------------------------------------------------------------------------------------------
     def bind(self, weights: Mapping[str, Array]) -> None:
         """Use these arrays as weights; they are contiguous and of the declared types."""
-        with self._lock:
-            self._weights = dict(weights)
-            self._version += 1
+        self._weights = dict(weights)
+        self._instances = []
 
-    # -- frames -----------------------------------------------------------------------------------------------------------
+    # -- frames --------------------------------------------------------------------------------------------------------
     def frame(self, key: tuple[int, ...]) -> Frame:
         """The sizes of everything for these values of the symbols."""
         found = self._frames.get(key)
         if found is None:
             found = self._make_frame(key)
             if len(self._frames) >= FRAMES:
-                self._frames.pop(next(iter(self._frames)), None)
+                self._frames.clear()
             self._frames[key] = found
         return found
 
@@ -192,7 +188,7 @@ class Executable:
         shapes = [tuple(values[i] for i in shape) for shape in self._shapes]
         return Frame(words, numbers[self._units], memory, -(-scratch // 64) * 64, shapes, values)
 
-    # -- running ------------------------------------------------------------------------------------------------------------
+    # -- running -------------------------------------------------------------------------------------------------------
     def run(
         self, key: tuple[int, ...], inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None = None
     ) -> list[Array]:
@@ -202,17 +198,18 @@ class Executable:
             instance = self._instances.pop()
         except IndexError:
             instance = Instance(self)
-        if instance.frame is not frame or instance.version != self._version or self._check:
+        if instance.frame is not frame or instance.weights is not self._weights or self._check:
             self._fill(instance, frame)
         if self._check:
-            outputs = self._run_checked(instance, frame, inputs)
+            outputs = self._run_checked(instance, frame, inputs, trace)
         else:
             outputs = [np.empty(s, d) for s, d in zip(frame.shapes, self._output_types, strict=True)]
             self._execute(instance, [address(a) for a in inputs], [address(a) for a in outputs], trace)
         for header in instance.headers:
             if instance.status[header]:
-                self._raise(instance)
-        self._instances.append(instance)
+                raise self._fault(instance)
+        if instance.weights is self._weights:  # else they are old, and an idle instance would keep them
+            self._instances.append(instance)
         return outputs
 
     def _execute(
@@ -228,8 +225,7 @@ class Executable:
 
     def _fill(self, instance: Instance, frame: Frame) -> None:
         """Write all words that do not change from run to run."""
-        with self._lock:
-            weights, version = self._weights, self._version
+        weights = self._weights
         instance.words[:] = frame.words
         if instance.arena.nbytes < frame.plan.size:
             instance.arena = aligned(frame.plan.size)
@@ -245,7 +241,7 @@ class Executable:
         instance.status = memoryview(instance.scratch.view(np.int64))  # type: ignore[arg-type]
         instance.headers = [t * frame.scratch // 8 for t in range(self.threads)]
         instance.call = (address(instance.records), len(instance.records), address(instance.scratch), frame.scratch)
-        instance.frame, instance.version = frame, version
+        instance.frame, instance.weights = frame, weights
 
     def _moving(self, kind: str, frame: Frame) -> list[tuple[int, int, int]]:
         """Position, buffer number and byte offset of the words that hold addresses of inputs or outputs."""
@@ -264,7 +260,10 @@ class Executable:
         instance.guards = [Guarded(frame.values[i]) for i in self._arena_bytes]
         return {b.name: g.address for b, g in zip(self._arena, instance.guards, strict=True)}
 
-    def _run_checked(self, instance: Instance, frame: Frame, inputs: Sequence[Array]) -> list[Array]:
+    def _run_checked(
+        self, instance: Instance, frame: Frame, inputs: Sequence[Array],
+        trace: np.ndarray[Any, np.dtype[np.int64]] | None,
+    ) -> list[Array]:
         """Every array between inaccessible pages, outputs and scratch full of NaN before the run."""
         guarded_inputs = []
         for array in inputs:
@@ -274,20 +273,19 @@ class Executable:
         empty = [np.empty(s, d) for s, d in zip(frame.shapes, self._output_types, strict=True)]
         guarded_outputs = [Guarded(a.nbytes) for a in empty]
         instance.scratch[:] = 0xFF
-        self._execute(instance, [g.address for g in guarded_inputs], [g.address for g in guarded_outputs])
+        self._execute(instance, [g.address for g in guarded_inputs], [g.address for g in guarded_outputs], trace)
         for array, guard in zip(empty, guarded_outputs, strict=True):
             array.reshape(-1).view(np.uint8)[:] = guard.bytes
         return empty
 
-    def _raise(self, instance: Instance) -> None:
-        """The first fault that a thread has left in its scratch header: a code, and the record that it belongs to."""
-        at = next(h for h in instance.headers if instance.status[h])
-        code, record = instance.status[at], instance.status[at + 1]
-        self._instances.append(instance)
+    def _fault(self, instance: Instance) -> KernelError:
+        """What the threads have left in their scratch headers: a code, and the number of the first record to fail."""
+        status = instance.status
+        record, code = min((status[at + 1], status[at]) for at in instance.headers if status[at])
         launch = self.program.launches[record - 1] if 0 < record <= len(self.program.launches) else None
         where = launch.kernel.symbol if launch else "a kernel"
         notes = [f"built at: {launch.where}"] if launch and launch.where else []
-        raise KernelError(f"{where}: {FAULTS.get(code, f'fault {code}')}", notes=notes)
+        return KernelError(f"{where}: {FAULTS.get(code, f'fault {code}')}", notes=notes)
 
     def trace_run(self, key: tuple[int, ...], inputs: Sequence[Array]) -> tuple[list[Array], Array]:
         """A run, and the time stamps [launch, thread, start/end] of each record."""

@@ -7,6 +7,7 @@ routine to object. `kernels_compiled()` counts what LLVM has had to compile in t
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,12 @@ from rlx.lir.kernels import AttentionKernel, Kernel, MatmulKernel
 from rlx.lir.loops import LoopKernel
 from rlx.target import Target
 from rlx.types import Size
+
+# One thread at a time finds, loads or compiles, and a fork waits for it: a child inherits whole libraries, and no lock
+# of a thread that it does not have. Registered after the tool chain's, this guard is taken first, here as in a compile.
+_guard = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_guard.release)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +77,11 @@ class KernelLibrary:
         self._code = CodeLibrary()
         self._addresses: dict[str, int] = {}
         self._tables: dict[tuple[str, ...], np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
-        self._lock = threading.Lock()
 
     def link(self, kernels: Iterable[Kernel]) -> dict[str, Linked]:
         """Machine code for all kernels, by kernel symbol."""
         entries = {kernel.symbol: entry(kernel, self.target) for kernel in kernels}
-        with self._lock:
+        with _guard:
             self._need([r for e in entries.values() for r in e.routines()])
             return {symbol: self._linked(e) for symbol, e in entries.items()}
 
@@ -83,7 +89,7 @@ class KernelLibrary:
         """The addresses of the driver's functions."""
         text = driver.driver_text(self.target)
         names = [f"driver.{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"]
-        with self._lock:
+        with _guard:
             key = self._key(names[0])
             stored = cache.current().read("objects", key)
             if stored is None:
@@ -138,7 +144,7 @@ class KernelLibrary:
             store.write("routines", self._key(symbol), home.encode())
 
     def _key(self, text: str) -> str:
-        whole = f"{cpu_identity(self.target)}|{cache.source_digest()}|{text}"
+        whole = f"{cpu_identity(self.target)}|{self.target}|{cache.source_digest()}|{text}"
         return hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
 
 
@@ -157,14 +163,15 @@ def kernel_text(kernels: Iterable[Kernel], target: Target, *, level: str) -> str
     return text if level == "llvm" else assembly(text, target)
 
 
-_libraries: dict[str, KernelLibrary] = {}
-_guard = threading.Lock()
+_libraries: dict[Target, KernelLibrary] = {}
 
 
 def library(target: Target) -> KernelLibrary:
     """The process's library for a target."""
     with _guard:
-        return _libraries.setdefault(target.name, KernelLibrary(target))
+        if target not in _libraries:
+            _libraries[target] = KernelLibrary(target)
+        return _libraries[target]
 
 
 def kernels_compiled() -> int:

@@ -549,7 +549,7 @@ class _Emitter:
             return self.cast(widen(b, x, self.target), F32, want)
         if want.is_float and want.size == 2:
             narrow = math.float_to_half if want.name == "f16" else math.float_to_bfloat
-            return narrow(b, self.cast(x, have, F32), self.target)
+            return narrow(b, x if have is F64 else self.cast(x, have, F32), self.target)
         if want is BOOL:
             return b.fcmp("une", x, const(x.type, 0.0)) if have.is_float else b.icmp("ne", x, const(x.type, 0))
         if have.is_float and want.is_float:

@@ -1,4 +1,4 @@
-"""Memory for runs: aligned blocks, and for `RLX_CHECK=1` blocks that end at a page nobody may touch, filled with NaN."""
+"""Memory for runs: aligned blocks, and for `RLX_CHECK=1` blocks full of NaN that end at a page nobody may touch."""
 
 from __future__ import annotations
 

@@ -1,0 +1,156 @@
+"""The samples of an op in one element type as one graph: its inputs, and what each output should be.
+
+One graph for all samples compiles once, which is what makes the product of ops, types and targets affordable.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from oracles import EXACT, FLOATS, INTEGERS, NUMPY, Array, assert_matches, expected, magnitude, tolerance
+
+import rlx
+from rlx.ir import registry
+from rlx.ir.registry import OpDef, Sample, Spec, f32, sample
+
+# Blocks of HIR are declared without samples; these stand for them.
+BLOCK_SAMPLES: dict[str, list[Sample]] = {
+    "linear": [
+        sample(f32(3, 17), f32(17, 70), f32(70)), sample(f32(2, 5, 8), f32(8, 9)),
+        sample(f32(4, 6), f32(6, 5), f32(5), activation="gelu"),
+    ],
+    "swiglu_ffn": [sample(f32(3, 16, low=-1, high=1), f32(16, 40), f32(16, 40), f32(40, 16))],
+    "residual_rms_norm": [
+        sample(f32(3, 33), f32(3, 33), f32(33), eps=1e-6), sample(f32(2, 3, 8), f32(2, 3, 8), f32(8), f32(8), eps=0.1),
+    ],
+}  # fmt: skip
+BLOCK_TOLERANCE = 1e-5  # that of matmul
+BLOCK_ROUNDINGS = {"linear": 3, "swiglu_ffn": 5, "residual_rms_norm": 2}  # one for each op inside, in narrow floats
+
+
+def user_ops() -> list[OpDef]:
+    """Every op that a user may call: all but leaves and what passes make."""
+    rlx.Graph("any")  # declares the ops
+    return [o for o in registry.OPS.values() if not o.traits & {registry.LEAF, registry.FUSED}]
+
+
+def samples_of(op: OpDef) -> list[Sample]:
+    return list(op.samples) or BLOCK_SAMPLES.get(op.name, [])
+
+
+def kinds(s: Sample) -> set[str]:
+    """What a sample's operands are: float, int, bool."""
+    return {"float" if o.dtype == "f32" else "int" if o.dtype == "i32" else "bool" for o in s.operands if o is not None}
+
+
+def element_types(op: OpDef) -> list[str]:
+    """The element types that the samples of an op can be run in."""
+    found = set().union(*map(kinds, samples_of(op)))
+    types: list[str] = []
+    types += FLOATS if "float" in found else ()
+    types += INTEGERS if "int" in found else ()
+    return types or ["bool"]
+
+
+def _in_type(spec: Spec, name: str) -> Spec:
+    """The operand in an element type of its own kind, with numbers that the type has."""
+    if spec.dtype == "f32" and name in FLOATS:
+        return replace(spec, dtype=name)
+    if spec.dtype == "i32" and name in INTEGERS:
+        limits = np.iinfo(NUMPY[name])
+        return replace(spec, dtype=name, low=max(spec.low, limits.min), high=min(spec.high, limits.max))
+    return spec
+
+
+def _wanted(s: Sample, name: str) -> bool:
+    kind = "float" if name in FLOATS else "int" if name in INTEGERS else "bool"
+    return kind in kinds(s) or (name in ("f32", "i32") and kinds(s) == {"bool"})
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the oracle says of one output, and how near an implementation has to come (see `assert_matches`)."""
+
+    exact: Array
+    relative: float
+    least: float
+    where: str
+
+
+def limit(op: OpDef, element_type: str) -> float:
+    """The tolerance of an op's float results."""
+    if op.name in EXACT:
+        return 0.0
+    if op.level == registry.HIR:
+        return tolerance(element_type, BLOCK_TOLERANCE) * (BLOCK_ROUNDINGS[op.name] if "16" in element_type else 1)
+    return tolerance(element_type, op.tolerance)
+
+
+@dataclass(frozen=True)
+class SampleGraph:
+    """A graph of all samples, their numbers, and the oracle's answer to each output."""
+
+    graph: rlx.Graph
+    inputs: dict[str, Array]
+    answers: tuple[Answer, ...]
+
+    def check(self, outputs: list[Array]) -> None:
+        for output, value, answer in zip(outputs, self.graph.outputs, self.answers, strict=True):
+            assert output.dtype == value.dtype.numpy, answer.where
+            assert_matches(output, answer.exact, relative=answer.relative, least=answer.least, where=answer.where)
+
+
+@functools.cache
+def sample_graph(name: str, element_type: str, leaf: str = "input") -> SampleGraph:
+    """All samples of an op that have operands of the kind of `element_type`, in that type.
+
+    Operands are inputs, params or constants (`leaf`), or an input first and then params (`first input`).
+    """
+    op = registry.get(name)
+    rng = np.random.default_rng(zlib.crc32(f"{name} {element_type}".encode()))
+    graph = rlx.Graph(name, level=op.level)
+    inputs: dict[str, Array] = {}
+    outputs: list[rlx.Value] = []
+    answers: list[Answer] = []
+    for number, s in enumerate(samples_of(op)):
+        if not _wanted(s, element_type):
+            continue
+        arrays: list[Array | None] = []
+        values: list[Any] = []
+        for position, spec in enumerate(s.operands):
+            if spec is None:
+                arrays.append(None)
+                values.append(None)
+                continue
+            with np.errstate(over="ignore"):  # numbers that f16 does not have become inf
+                array = _in_type(spec, element_type).array(rng)
+            label = f"x{number}_{position}"
+            values.append(_leaf(graph, leaf, label, position, array))
+            arrays.append(array)
+            inputs[label] = array
+        result = graph.apply(name, *values, **s.attrs)
+        results = result if isinstance(result, tuple) else (result,)
+        outputs += results
+        for value, exact in zip(results, expected(name, arrays, s.attrs), strict=True):
+            relative = limit(op, str(value.dtype)) if value.dtype.is_float else 0.0
+            where = f"{name} sample {number} in {element_type}: {s}"
+            answers.append(Answer(exact, relative, magnitude(name, arrays, s.attrs), where))
+    return SampleGraph(graph.set_outputs(outputs), inputs, tuple(answers))
+
+
+def _leaf(graph: rlx.Graph, leaf: str, label: str, position: int, array: Array) -> rlx.Value:
+    if leaf == "constant":
+        return graph.constant(array)
+    is_input = leaf == "input" or (leaf == "first input" and position == 0)
+    return (graph.input if is_input else graph.param)(label, array.shape, array.dtype)
+
+
+def compile_sample(name: str, element_type: str, where: str, **options: Any) -> rlx.CompiledGraph:
+    """The sample graph on the reference device, or on the CPU as a target."""
+    graph = sample_graph(name, element_type).graph
+    return rlx.compile(graph, "reference") if where == "reference" else rlx.compile(graph, target=where, **options)
+

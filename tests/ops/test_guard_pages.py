@@ -1,0 +1,68 @@
+"""Every op under `RLX_CHECK=1`: arrays end at pages nobody may touch, and start out full of NaN.
+
+A kernel that reads or writes past an array dies there, so this runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlx
+from rlx.target import supported
+
+HERE = Path(__file__).resolve().parent
+
+DRIVER = """
+import sys
+import numpy as np
+from sample_graphs import compile_sample, element_types, sample_graph, user_ops
+
+target = sys.argv[1]
+for op in user_ops():
+    for element_type in element_types(op):
+        if element_type in ("f32", "bf16", "i32", "i8", "bool"):
+            print(op.name, element_type, flush=True)  # the last line names what died
+            case = sample_graph(op.name, element_type)
+            found = compile_sample(op.name, element_type, target).run(case.inputs)
+            case.check(found)
+            for x, y in zip(found, compile_sample(op.name, element_type, "reference").run(case.inputs), strict=True):
+                assert x.shape == y.shape and x.dtype == y.dtype
+                assert np.array_equal(np.isnan(x.astype(np.float64)), np.isnan(y.astype(np.float64)))
+print("all ops")
+"""
+
+SHAPES_DRIVER = """
+import sys
+from test_shapes import CASES, check_every_size
+
+for case in CASES:
+    print(case.op, case.name, flush=True)
+    check_every_size(case, sys.argv[1], "f32")
+print("all shapes")
+"""
+
+
+def run(driver: str, target: str) -> str:
+    """What a driver prints in a process that checks its memory."""
+    package = Path(rlx.__file__).resolve().parent.parent
+    paths = os.pathsep.join(map(str, (package, HERE, HERE.parent)))
+    done = subprocess.run(
+        [sys.executable, "-c", driver, target], env={**os.environ, "RLX_CHECK": "1", "PYTHONPATH": paths},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-200:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("target", [t.name for t in supported()])
+def test_no_op_leaves_its_arrays(target: str) -> None:
+    assert run(DRIVER, target).endswith("all ops\n")
+
+
+def test_no_size_makes_an_op_leave_its_arrays() -> None:
+    assert run(SHAPES_DRIVER, supported()[0].name).endswith("all shapes\n")

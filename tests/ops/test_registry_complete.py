@@ -1,0 +1,297 @@
+"""No op lacks a part: documentation, reference, samples, loop form, oracle; and every type rule says what is wrong."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from oracles import ORACLES
+from sample_graphs import samples_of, user_ops
+
+import rlx
+import rlx.lir.forms  # noqa: F401  fills the table of loop forms
+from rlx.errors import DTypeError, GraphError, LowerError, ShapeError
+from rlx.hir.lower import lowering
+from rlx.ir import registry
+from rlx.ir.registry import ELEMENTWISE, FUSED, HIR, LEAF, MIR, OpDef
+from rlx.lir.elementwise import COMPARISONS, scalar_form
+from rlx.lir.loops import SCALAR_OPS
+from rlx.lir.schedule import loop_form
+from rlx.types import parse_type
+
+rlx.Graph("any")  # declares the ops
+ALL_OPS = list(registry.OPS.values())
+EVERY_OP = pytest.mark.parametrize("op", ALL_OPS, ids=str)
+EVERY_USER_OP = pytest.mark.parametrize("op", user_ops(), ids=str)
+
+
+# -- completeness -------------------------------------------------------------------------------------------------------
+@EVERY_OP
+def test_an_op_is_documented(op: OpDef) -> None:
+    assert op.doc.endswith("."), f"{op.name}: its documentation is no sentence"
+    file, line = op.place.rsplit(":", 1)
+    assert file.endswith(f"{op.group}.py") and line.isdigit()
+
+
+@EVERY_OP
+def test_an_op_can_be_evaluated_and_lowered(op: OpDef) -> None:
+    """Leaves aside: MIR ops have a reference and a loop form or scalar form, HIR blocks a lowering."""
+    if LEAF in op.traits:
+        return
+    if op.level == HIR:
+        assert op.name in lowering
+        return
+    assert op.level == MIR and op.reference is not None
+    if ELEMENTWISE in op.traits:
+        assert op.scalar in SCALAR_OPS or op.name in scalar_form, f"{op.name}: no scalar form"
+    else:
+        assert op.name in loop_form or op.decompose is not None, f"{op.name}: no loop form"
+
+
+@EVERY_USER_OP
+def test_a_user_facing_op_has_samples_and_an_oracle(op: OpDef) -> None:
+    assert op.name in ORACLES, f"{op.name}: add its oracle to tests/oracles.py"
+    samples = samples_of(op)
+    assert samples, f"{op.name}: add samples= at {op.place}"
+    for s in samples:
+        operands = len(op.schema.operands)
+        assert op.schema.variadic or operands - op.schema.optional <= len(s.operands) <= operands
+        assert set(s.attrs) <= set(op.schema.attrs)
+
+
+@EVERY_USER_OP
+def test_samples_reach_every_operand_and_attribute(op: OpDef) -> None:
+    samples = samples_of(op)
+    for position, name in enumerate(op.schema.operands):
+        assert any(len(s.operands) > position and s.operands[position] for s in samples), f"{op.name}: no sample gives {name}"
+    only_checked = {"num_heads", "head_dim"}  # attributes that change nothing
+    for name in set(op.schema.attrs) - only_checked:
+        assert any(name in s.attrs for s in samples), f"{op.name}: no sample gives {name}"
+
+
+def test_oracles_are_for_ops_that_exist() -> None:
+    assert set(ORACLES) == {op.name for op in user_ops()}
+
+
+def test_oracles_take_the_attributes_of_their_ops() -> None:
+    for op in user_ops():
+        if isinstance(ORACLES[op.name], np.ufunc) or not op.schema.attrs:
+            continue
+        parameters = inspect.signature(ORACLES[op.name]).parameters.values()
+        found = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        assert set(op.schema.attrs) == found, op.name
+
+
+def test_forms_are_for_ops_that_exist() -> None:
+    for table in (loop_form, scalar_form, lowering):
+        assert set(table) <= set(registry.OPS)
+    assert set(COMPARISONS) <= set(SCALAR_OPS)
+
+
+def test_every_group_has_a_file_of_meanings_and_a_file_of_loops() -> None:
+    """The grid: `ops/<group>.py` and `lir/<group>.py`."""
+    groups = {op.group for op in ALL_OPS if op.level == MIR and LEAF not in op.traits}
+    for group in groups:
+        for package in ("ops", "lir"):
+            assert __import__(f"rlx.{package}.{group}", fromlist=["_"])
+
+
+@EVERY_USER_OP
+def test_an_op_is_a_method_of_graphs_and_values(op: OpDef) -> None:
+    graph = rlx.Graph("methods", level=op.level)
+    x = graph.input("x", (2,))
+    assert callable(getattr(graph, op.name))
+    assert callable(getattr(x, op.name))
+
+
+# -- names ----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("sofmax", "softmax"), ("matmull", "matmul"), ("layernorm", "layer_norm"), ("top_k", "topk"), ("concat", "concatenate")],
+)
+def test_an_unknown_op_names_the_nearest(wrong: str, right: str) -> None:
+    with pytest.raises(GraphError, match=f"no op is called '{wrong}'") as caught:
+        registry.get(wrong)
+    assert caught.value.hint is not None and repr(right) in caught.value.hint
+    graph = rlx.Graph("g")
+    for holder in (graph, graph.input("x", (2,))):
+        with pytest.raises(AttributeError, match=right):
+            getattr(holder, wrong)
+
+
+def test_an_op_is_declared_once() -> None:
+    with pytest.raises(GraphError, match=r"op exp: declared twice, first at .*elementwise.py:\d+"):
+        registry.op("exp")(lambda x: x)
+    with pytest.raises(GraphError, match="op sum: has a loop form already"):
+        loop_form("sum")(lambda s, node: [])
+
+
+def test_a_missing_rule_says_where_it_belongs() -> None:
+    with pytest.raises(LowerError, match="op input: has no loop form") as caught:
+        loop_form["input"]
+    assert caught.value.hint == "add it in src/rlx/lir/leaf.py"
+
+
+# -- type rules -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Bad:
+    """A call that a type rule refuses: operands as types, the error, and what its message has to name."""
+
+    op: str
+    operands: str
+    error: type[GraphError]
+    says: str
+    attrs: dict[str, Any]
+
+    def __str__(self) -> str:
+        attrs = "".join(f" {k}={v}" for k, v in self.attrs.items())
+        return f"{self.op}({self.operands}){attrs}"
+
+
+def bad(op: str, operands: str, error: type[GraphError], says: str, **attrs: Any) -> Bad:
+    return Bad(op, operands, error, says, attrs)
+
+
+FLOAT_UNARY = "exp log sqrt rsqrt sin cos tanh relu erf sigmoid silu gelu gelu_tanh".split()
+NUMBER_BINARY = "add sub mul maximum minimum less less_equal greater greater_equal".split()
+QKV = "f32[2, 5, 4, 8]; f32[2, 7, 2, 8]; f32[2, 7, 2, 8]"
+ROPE = "f32[2, 3, 2, 8]; f32[9, 4]; f32[9, 4]; i32[2, 3]"
+
+BAD_CALLS = [
+    # -- elementwise
+    *(bad(op, "i32[3]", DTypeError, f"{op}: takes floats; i32") for op in FLOAT_UNARY),
+    *(bad(op, "bool[3]", DTypeError, f"{op}: takes floats and integers; bool") for op in ("neg", "abs")),
+    bad("logical_not", "f32[3]", DTypeError, "logical_not: takes booleans; f32"),
+    *(bad(op, "bool[3]; bool[3]", DTypeError, f"{op}: takes floats and integers; bool") for op in NUMBER_BINARY),
+    *(bad(op, "f32[2, 3]; f32[2, 4]", ShapeError, f"{op}: ; 3 and 4") for op in NUMBER_BINARY),
+    *(bad(op, "i32[3]; i32[3]", DTypeError, f"{op}: takes floats; i32") for op in ("div", "pow")),
+    *(bad(op, "f32[4]; f32[n]", ShapeError, f"{op}: ; 4 and n") for op in ("div", "pow", "equal", "not_equal")),
+    *(bad(op, "f32[3]; i32[3]", DTypeError, f"{op}: takes integers; f32") for op in ("floor_divide", "mod")),
+    *(bad(op, "i32[2]; i32[3]", ShapeError, f"{op}: ; 2 and 3") for op in ("floor_divide", "mod")),
+    *(bad(op, "bool[3]; i32[3]", DTypeError, f"{op}: takes booleans; i32") for op in ("logical_and", "logical_or")),
+    *(bad(op, "bool[3]; bool[2]", ShapeError, f"{op}: ; 3 and 2") for op in ("logical_and", "logical_or")),
+    bad("where", "f32[3]; f32[3]; f32[3]", DTypeError, "where: takes booleans; f32"),
+    bad("where", "bool[3]; f32[3]; f32[5]", ShapeError, "where: ; 3 and 5"),
+    bad("cast", "f32[3]", DTypeError, "no element type is called 'f33'", dtype="f33"),
+    # -- reductions
+    *(bad(op, "f32[2, 3]", ShapeError, f"{op}: ; axis 2; rank-2", axis=2)
+      for op in "sum prod mean max min argmax softmax cumsum".split()),
+    *(bad(op, "f32[2, 3]", ShapeError, f"{op}: ; twice; (0, -2)", axis=(0, -2)) for op in "sum prod mean max min".split()),
+    *(bad(op, "bool[3]", DTypeError, f"{op}: takes numbers; bool") for op in "sum prod max min argmax cumsum".split()),
+    *(bad(op, "i32[3]", DTypeError, f"{op}: takes floats; i32") for op in ("mean", "softmax")),
+    *(bad(op, "f32[3, 0]", ShapeError, f"{op}: ; size 0; f32[3, 0]", axis=1) for op in ("max", "min", "argmax")),
+    bad("topk", "f32[2, 5]", ShapeError, "topk: k is 6; 5 elements", k=6),
+    bad("topk", "f32[2, 5]", ShapeError, "topk: k is 0; 5 elements", k=0),
+    bad("topk", "f32[]", ShapeError, "topk: needs an axis; scalar", k=1),
+    bad("topk", "bool[5]", DTypeError, "topk: takes numbers; bool", k=1),
+    bad("topk", "f32[5]", GraphError, "topk: attribute 'k' is missing"),
+    # -- shapes
+    bad("reshape", "f32[2, 3]", ShapeError, "reshape: 6 elements; [4, 2]", shape=(4, 2)),
+    bad("transpose", "f32[2, 3]", ShapeError, "transpose: axes (0, 0); 2 axes", axes=(0, 0)),
+    bad("transpose", "f32[2, 3]", ShapeError, "transpose: axes (0,); 2 axes", axes=(0,)),
+    bad("slice", "f32[4]", ShapeError, "slice: 0:5 on axis 0; 0:4", start=(0,), stop=(5,), step=(1,)),
+    bad("slice", "f32[4]", ShapeError, "slice: 3:2 on axis 0; 0:4", start=(3,), stop=(2,), step=(1,)),
+    bad("slice", "f32[4]", ShapeError, "slice: -1:2 on axis 0; 0:4", start=(-1,), stop=(2,), step=(1,)),
+    bad("slice", "f32[4]", ShapeError, "slice: step 0 on axis 0", start=(0,), stop=(2,), step=(0,)),
+    bad("slice", "f32[4, 2]", ShapeError, "slice: 1 starts; rank 2", start=(0,), stop=(2,), step=(1,)),
+    bad("expand", "f32[3]", ShapeError, "expand: ; 3; 4", shape=(2, 4)),
+    bad("expand", "f32[2, 3]", ShapeError, "expand: f32[2, 3] has 2 axes; 1", shape=(3,)),
+    bad("assume_equal", "f32[2, 3]", ShapeError, "assume_equal: 3 and 4", shape=(2, 4)),
+    bad("assume_equal", "f32[2, 3]", ShapeError, "assume_equal: ; 2 axes; 1", shape=(2,)),
+    bad("concatenate", "f32[2, 3]; f32[2, 4]", ShapeError, "concatenate: sizes 3 and 4; axis 1"),
+    bad("concatenate", "f32[2]; f32[2, 4]", ShapeError, "concatenate: ranks differ, 1 and 2"),
+    bad("concatenate", "f32[2]; f32[2]", ShapeError, "concatenate: axis 1; rank-1", axis=1),
+    bad("concatenate", "", ShapeError, "concatenate: needs at least one operand"),
+    bad("pad", "f32[2]", ShapeError, "pad: size -1 is negative", low=(-1,), high=(0,)),
+    bad("pad", "f32[2, 3]", ShapeError, "pad: 1 and 2 sizes; rank 2", low=(1,), high=(1, 1)),
+    bad("pad", "i32[2]", DTypeError, "pad: value 0.5; i32", low=(1,), high=(0,), value=0.5),
+    bad("pad", "i8[2]", DTypeError, "pad: value 128; i8", low=(1,), high=(0,), value=128),
+    bad("pad", "bool[2]", DTypeError, "pad: value 2; bool", low=(1,), high=(0,), value=2),
+    # -- indices
+    bad("gather", "f32[3, 4]; f32[2]", DTypeError, "gather: indices are integers; f32"),
+    bad("gather", "f32[3, 4]; i32[2]", ShapeError, "gather: axis 2; rank-2", axis=2),
+    bad("scatter_add", "f32[3, 4]; f32[2]; f32[2, 4]", DTypeError, "scatter_add: indices are integers; f32"),
+    bad("scatter_add", "f32[3, 4]; i32[2]; f32[2, 5]", ShapeError, "scatter_add: ; f32[2, 5]; [2, 4]"),
+    bad("scatter_add", "f32[3, 4]; i32[2]; f32[2]", ShapeError, "scatter_add: ; f32[2]; [2, 4]"),
+    bad("scatter_add", "f32[3, 4]; i32[2]; f16[2, 4]", DTypeError, "scatter_add: ; f16; f32"),
+    bad("scatter_add", "f32[]; i32[2]; f32[2]", ShapeError, "scatter_add: ; axis; f32[]"),
+    # -- products and norms
+    bad("matmul", "f32[2, 4]; f32[3, 5]", ShapeError, "matmul: inner sizes differ, 4 and 3"),
+    bad("matmul", "f32[4]; f32[4, 5]", ShapeError, "matmul: ; f32[4]; f32[4, 5]"),
+    bad("matmul", "f32[2, 3, 4]; f32[5, 4, 6]", ShapeError, "matmul: ; 2 and 5"),
+    bad("matmul", "bool[2, 3]; bool[3, 2]", DTypeError, "matmul: takes numbers; bool"),
+    bad("matmul", "f32[2, n]; f32[m, 5]", ShapeError, "matmul: inner sizes differ, n and m"),
+    *(bad(op, "f32[2, 4]; f32[5]", ShapeError, f"{op}: gamma has 5; 4") for op in ("layer_norm", "rms_norm")),
+    *(bad(op, "f32[2, 4]; f32[4]; f32[5]", ShapeError, f"{op}: beta has 5; 4") for op in ("layer_norm", "rms_norm")),
+    *(bad(op, "f32[2, 4]; f32[1, 4]", ShapeError, f"{op}: gamma has 2 axes; 1") for op in ("layer_norm", "rms_norm")),
+    *(bad(op, "i32[2, 4]", DTypeError, f"{op}: takes floats; i32") for op in ("layer_norm", "rms_norm")),
+    *(bad(op, "f32[2, 4]; i32[4]", DTypeError, f"{op}: gamma is i32; f32") for op in ("layer_norm", "rms_norm")),
+    *(bad(op, "f32[]", ShapeError, f"{op}: needs an axis; scalar") for op in ("layer_norm", "rms_norm")),
+    # -- positions
+    bad("rope", ROPE, GraphError, "rope: style 'spiral'; halves, pairs", style="spiral"),
+    bad("rope", "f32[2, 3, 8]; f32[9, 4]; f32[9, 4]; i32[2, 3]", ShapeError, "rope: x is [batch, seq, heads, head_dim]; f32[2, 3, 8]"),
+    bad("rope", "f32[2, 3, 2, 8]; f32[9, 4]; f32[9, 3]; i32[2, 3]", ShapeError, "rope: ; f32[9, 4]; f32[9, 3]"),
+    bad("rope", "f32[2, 3, 2, 8]; f32[9, 5]; f32[9, 5]; i32[2, 3]", ShapeError, "rope: tables turn 10; 8"),
+    bad("rope", "f32[2, 3, 2, 8]; f32[9, 4]; f32[9, 4]; i32[2, 4]", ShapeError, "rope: ; i32[2, 4]; f32[2, 3, 2, 8]"),
+    bad("rope", "f32[2, 3, 2, 8]; f32[9, 4]; f32[9, 4]; i32[6]", ShapeError, "rope: positions; i32[6]"),
+    bad("rope", "f32[2, 3, 2, 8]; f32[9, 4]; f32[9, 4]; f32[2, 3]", DTypeError, "rope: positions are integers; f32[2, 3]"),
+    bad("rope", "i32[2, 3, 2, 8]; f32[9, 4]; f32[9, 4]; i32[2, 3]", DTypeError, "rope: takes floats; i32"),
+    # -- attention
+    bad("attention", "f32[2, 5, 32]; f32[2, 7, 2, 8]; f32[2, 7, 2, 8]", ShapeError, "attention: q is; f32[2, 5, 32]"),
+    bad("attention", "f32[2, 5, 4, 8]; f32[2, 7, 2, 9]; f32[2, 7, 2, 8]", ShapeError, "attention: head_dim of q is 8; 9"),
+    bad("attention", "f32[2, 5, 4, 8]; f32[2, 7, 2, 8]; f32[2, 6, 2, 8]", ShapeError, "attention: k has 7 keys; 6"),
+    bad("attention", "f32[2, 5, 4, 8]; f32[2, 7, 2, 8]; f32[2, 7, 4, 8]", ShapeError, "attention: k has 2 heads; 4"),
+    bad("attention", "f32[2, 5, 4, 8]; f32[3, 7, 2, 8]; f32[3, 7, 2, 8]", ShapeError, "attention: batch sizes differ, 2 and 3"),
+    bad("attention", "f32[2, 5, 4, 8]; f32[2, 7, 3, 8]; f32[2, 7, 3, 8]", ShapeError, "attention: 4 query heads; 3 key heads"),
+    bad("attention", "f32[2, 5, 4, 8]; f16[2, 7, 2, 8]; f32[2, 7, 2, 8]", DTypeError, "attention: ; f32 and f16"),
+    bad("attention", "f32[2, 5, n, 8]; f32[2, 7, 2, 8]; f32[2, 7, 2, 8]", ShapeError, "attention: heads; f32[2, 5, n, 8]"),
+    bad("attention", "f32[2, 5, 4, 0]; f32[2, 7, 2, 0]; f32[2, 7, 2, 8]", ShapeError, "attention: ; above 0; f32[2, 5, 4, 0]"),
+    bad("attention", QKV, GraphError, "attention: mask kind 'casual'", mask_kind="casual"),
+    bad("attention", QKV, GraphError, "attention: mask kind 'sliding(0)'", mask_kind="sliding(0)"),
+    bad("attention", QKV, GraphError, "attention: mask kind 'bias' needs a mask operand", mask_kind="bias"),
+    bad("attention", f"{QKV}; bool[2, 7]", GraphError, "attention: mask kind 'causal' takes no mask operand", mask_kind="causal"),
+    bad("attention", f"{QKV}; bool[2, 5]", ShapeError, "attention: a custom mask; [2, 7]; bool[2, 5]", mask_kind="custom"),
+    bad("attention", f"{QKV}; f32[2, 7]", ShapeError, "attention: a bias mask; [2, 4, 5, 7]; f32[2, 7]", mask_kind="bias"),
+    bad("attention", f"{QKV}; f32[2, 3, 5, 7]", ShapeError, "attention: a bias mask; [2, 4, 5, 7]; f32[2, 3, 5, 7]", mask_kind="bias"),
+    bad("attention", f"{QKV}; i32[2, 4, 5, 7]", DTypeError, "attention: a bias is a float tensor; i32", mask_kind="bias"),
+    bad("attention", QKV, ShapeError, "attention: num_heads 3; f32[2, 5, 4, 8]", num_heads=3),
+    bad("attention", QKV, GraphError, "attention: softcap is 0.0", softcap=0.0),
+    # -- blocks
+    bad("linear", "f32[2, 4]; f32[3, 5]", ShapeError, "matmul: inner sizes differ, 4 and 3"),
+    bad("linear", "f32[2, 4]; f32[4, 5]; f32[4]", ShapeError, "linear: bias f32[4]; 5 columns"),
+    bad("linear", "f32[2, 4]; f32[4, 5]", GraphError, "linear: activation 'exp'; gelu", activation="exp"),
+    bad("swiglu_ffn", "f32[2, 4]; f32[4, 8]; f32[4, 9]; f32[8, 4]", ShapeError, "swiglu_ffn: up f32[4, 8]; gate f32[4, 9]"),
+    bad("residual_rms_norm", "f32[2, 4]; f32[2, 5]; f32[4]", ShapeError, "residual_rms_norm: ; f32[2, 4]; f32[2, 5]", eps=1e-6),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", BAD_CALLS, ids=str)
+def test_a_type_rule_says_what_does_not_fit(call: Bad) -> None:
+    graph = rlx.Graph("bad", level=registry.get(call.op).level)
+    types = [parse_type(t) for t in call.operands.split(";") if t.strip()]
+    operands = [graph.input(f"x{i}", t.shape, t.dtype) for i, t in enumerate(types)]
+    with pytest.raises(GraphError) as caught:
+        graph.apply(call.op, *operands, **call.attrs)
+    assert type(caught.value) is call.error, f"{type(caught.value).__name__}: {caught.value}"
+    for fragment in call.says.split(";"):
+        assert fragment.strip() in str(caught.value), f"{fragment.strip()!r} is not in: {caught.value}"
+
+
+def test_every_user_facing_op_refuses_something() -> None:
+    assert {op.name for op in user_ops()} == {call.op for call in BAD_CALLS}
+
+
+@EVERY_USER_OP
+def test_an_op_counts_its_operands(op: OpDef) -> None:
+    graph = rlx.Graph("count", level=op.level)
+    if op.schema.variadic:
+        return
+    x = graph.input("x", (2,))
+    attrs = {k: 1 for k, default in op.schema.attrs.items() if default is registry.REQUIRED}
+    with pytest.raises(GraphError, match=rf"{op.name}: takes .*operands \(.*\), got {len(op.schema.operands) + 1}"):
+        graph.apply(op.name, *[x] * (len(op.schema.operands) + 1), **attrs)
+    with pytest.raises(GraphError, match=f"{op.name}: has no attribute 'colour'"):
+        graph.apply(op.name, *[x] * len(op.schema.operands), colour="red", **attrs)

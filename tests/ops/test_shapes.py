@@ -1,0 +1,196 @@
+"""Awkward sizes: one compiled graph with symbolic sizes, run at nothing, one, primes and the neighbours of vector widths.
+
+Machine code takes sizes at run time, so after the first run nothing may be compiled again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from oracles import NUMPY, Array, assert_matches, expected, magnitude
+from sample_graphs import limit
+
+import rlx
+from rlx.backends.cpu.library import kernels_compiled
+from rlx.ir import registry
+from rlx.target import supported
+
+SIZES = (0, 1, 2, 3, 5, 7, 15, 16, 17, 31, 37, 63, 64, 65, 127, 131, 257)
+FEW = (0, 1, 2, 5, 16, 17, 33, 65)
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An input: its sizes (numbers, symbols or expressions), its type, and its range (a symbol as `high` bounds indices)."""
+
+    shape: tuple[int | str, ...]
+    dtype: str = ""  # the type under test unless said
+    low: float = -3.0
+    high: float | str = 3.0
+
+    def array(self, rng: np.random.Generator, sizes: Sizes, default: str) -> Array:
+        shape = tuple(_size(d, sizes) for d in self.shape)
+        name = self.dtype or default
+        high = _size(self.high, sizes) if isinstance(self.high, str) else self.high
+        if name == "bool":
+            return rng.random(shape) < 0.5
+        if name[0] in "iu":
+            return rng.integers(int(self.low), max(int(high), int(self.low) + 1), shape).astype(NUMPY[name])
+        return rng.uniform(self.low, high, shape).astype(NUMPY[name])
+
+
+def _size(size: int | str, sizes: Sizes) -> int:
+    return size if isinstance(size, int) else int(eval(size, {}, dict(sizes)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op over symbolic sizes. `view` changes operands on the way in, in the graph and in NumPy alike."""
+
+    name: str
+    op: str
+    operands: tuple[Operand, ...]
+    sizes: tuple[Sizes, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    view: Callable[..., Any] | None = None
+
+    def seen(self, operands: Iterable[Any]) -> list[Any]:
+        return list(operands) if self.view is None else list(self.view(*operands))
+
+
+def each_axis(**usual: int) -> tuple[Sizes, ...]:
+    """Every size on each axis in turn, the others as given; and every pair of a few sizes for the first two."""
+    alone = [{**usual, axis: size} for axis in usual for size in SIZES]
+    first, *more = usual
+    pairs = [{**usual, first: a, more[0]: b} for a, b in itertools.product(FEW, FEW)] if more else []
+    return tuple({tuple(s.items()): s for s in (*alone, *pairs)}.values())
+
+
+def turned(x: Any) -> Any:
+    """The last axis first, of a value or an array."""
+    return np.transpose(x, (2, 0, 1)) if isinstance(x, np.ndarray) else x.transpose(axes=(2, 0, 1))
+
+
+def idx(*shape: int | str, below: str) -> Operand:
+    return Operand(shape, "i32", 0, below)
+
+
+N, NM, NMK = Operand(("n",)), Operand(("n", "m")), Operand(("n", "m", "k"))
+TWO, THREE = each_axis(n=5, m=19), each_axis(n=3, m=5, k=18)
+ROPE = (Operand(("b", "s", 3, 24)), Operand(("p", 8)), Operand(("p", 8)), idx("b", "s", below="p"))
+HEADS = (Operand(("b", "s", 4, 16)), Operand(("b", "t", 2, 16)), Operand(("b", "t", 2, 16)))
+
+CASES = [
+    # -- broadcasting
+    Case("same", "add", (NM, NM), TWO),
+    Case("row", "add", (NM, Operand(("m",))), TWO),
+    Case("column", "add", (NM, Operand(("n", 1))), TWO),
+    Case("outer", "add", (Operand(("n", 1)), Operand((1, "m"))), TWO),
+    Case("scalar", "add", (Operand(()), NM), TWO),
+    Case("middle", "add", (NMK, Operand(("n", 1, "k"))), THREE),
+    Case("inner pair", "mul", (NMK, Operand(("m", "k"))), THREE),
+    Case("both sides", "sub", (Operand(("n", 1, "k")), Operand(("m", 1))), THREE),
+    Case("three ways", "where", (Operand(("n", 1), "bool"), Operand(("m",)), Operand((1, "m"))), TWO),
+    # -- reductions and scans
+    *(Case(f"axis {a}", op, (NMK,), THREE, {"axis": a}) for op in ("softmax", "sum", "max", "cumsum") for a in range(3)),
+    *(Case(f"axis {a}", "argmax", (NMK,), THREE, {"axis": a, "keepdims": True}) for a in range(3)),
+    Case("all axes", "sum", (NMK,), THREE),
+    Case("outer axes", "mean", (NMK,), THREE, {"axis": (0, 2)}),
+    Case("inner axes", "min", (NMK,), THREE, {"axis": (1, 2), "keepdims": True}),
+    Case("all axes", "prod", (Operand(("n", "m"), low=0.9, high=1.1),), TWO),
+    Case("transposed", "max", (NMK,), THREE, {"axis": -1}, view=lambda x: [turned(x)]),
+    Case("every other", "sum", (NM,), TWO, {"axis": 1}, view=lambda x: [x[:, ::2]]),
+    Case("exclusive", "cumsum", (NM,), TWO, {"axis": 0, "exclusive": True}),
+    Case("three", "topk", (NM,), tuple(s for s in TWO if s["m"] >= 3), {"k": 3}),
+    # -- norms
+    *(Case("scaled", op, (NM, Operand(("m",)), Operand(("m",))), TWO) for op in ("layer_norm", "rms_norm")),
+    *(Case("plain", op, (NMK,), THREE) for op in ("layer_norm", "rms_norm")),
+    Case("columns", "layer_norm", (NM,), TWO, view=lambda x: [x.mT]),
+    # -- products
+    Case("plain", "matmul", (Operand(("m", "k")), Operand(("k", "n"))), each_axis(m=7, k=19, n=33)),
+    Case("batched", "matmul", (Operand(("b", "m", 9)), Operand(("b", 9, "n"))), each_axis(b=2, m=3, n=17)),
+    Case("shared weight", "matmul", (Operand(("b", "m", "k")), Operand(("k", 70))), each_axis(b=2, m=3, k=17)),
+    Case("both transposed", "matmul", (Operand(("k", "m")), Operand(("n", "k"))), each_axis(m=7, k=19, n=33),
+         view=lambda a, b: [a.mT, b.mT]),
+    Case("outer batch", "matmul", (Operand(("b", 1, "m", 5)), Operand(("c", 5, 6))), each_axis(b=2, c=3, m=4)),
+    Case("integers", "matmul", (Operand(("m", "k"), "i32"), Operand(("k", "n"), "i32")), each_axis(m=3, k=5, n=17)),
+    # -- indexing
+    Case("rows", "gather", (Operand(("t", "m")), idx("n", below="t")), each_axis(n=5, m=19, t=7)),
+    Case("columns", "gather", (Operand(("m", "t")), idx("n", below="t")), each_axis(n=5, m=19, t=7), {"axis": 1}),
+    Case("middle", "gather", (Operand(("m", "t", 3)), idx("n", 2, below="t")), each_axis(n=5, m=3, t=7), {"axis": 1}),
+    Case("rows", "scatter_add", (Operand(("t", "m")), idx("n", below="t"), Operand(("n", "m"))), each_axis(n=5, m=19, t=7)),
+    Case("vector", "scatter_add", (Operand(("t",)), idx("n", below="t"), Operand(("n",))), each_axis(n=5, t=7)),
+    # -- moving elements
+    Case("rows", "concatenate", (NM, Operand((2, "m")), Operand(("k", "m"))), each_axis(n=3, m=5, k=4)),
+    Case("columns", "concatenate", (NM, Operand(("n", "k")), NM), each_axis(n=3, m=5, k=4), {"axis": 1}),
+    Case("views", "concatenate", (NM, Operand(("m", "n"))), TWO, view=lambda x, y: [x, y.mT]),
+    Case("both sides", "pad", (NM,), TWO, {"low": (1, 3), "high": (2, 0), "value": 2.5}),
+    Case("a view", "pad", (NM,), TWO, {"low": (0, 2), "high": (0, 1)}, view=lambda x: [x.mT]),
+    Case("plus transposed", "add", (NM, Operand(("m", "n"))), TWO, view=lambda x, y: [x, y.mT]),
+    Case("turned about", "mul", (NMK, NMK), THREE, view=lambda x, y: [turned(x), turned(y)]),
+    Case("steps", "neg", (NM,), TWO, view=lambda x: [x[::2, ::3]]),
+    Case("parts", "add", (NM,), tuple(s for s in TWO if s["m"] >= 2), view=lambda x: [x[:, 1:], x[:, :-1]]),
+    Case("a column", "exp", (NM,), tuple(s for s in TWO if s["m"] >= 1), view=lambda x: [x[:, 0]]),
+    Case("flat", "add", (NMK, Operand(("k",))), THREE, view=lambda x, y: [x.reshape(x.shape[0] * x.shape[1], x.shape[2]), y]),
+    # -- positions and attention
+    *(Case(style, "rope", ROPE, each_axis(b=2, s=5, p=9), {"style": style}) for style in ("halves", "pairs")),
+    Case("full", "attention", HEADS, each_axis(s=5, t=7, b=2)),
+    Case("causal", "attention", HEADS, each_axis(s=5, t=70, b=1), {"mask_kind": "causal"}),
+    Case("sliding", "attention", HEADS, each_axis(s=5, t=70, b=1), {"mask_kind": "sliding(6)"}),
+    Case("padding", "attention", (*HEADS, Operand(("b", "t"), "bool")), each_axis(s=5, t=7, b=2), {"mask_kind": "custom"}),
+    Case("bias", "attention", (*HEADS, Operand(("b", 4, "s", "t"))), each_axis(s=5, t=7, b=2), {"mask_kind": "bias"}),
+]  # fmt: skip
+
+# The attention oracle takes a query at a time: fewer sizes.
+ATTENTION_SIZES = (0, 1, 2, 17, 64, 65, 131)
+
+
+def cases() -> list[Any]:
+    return [pytest.param(c, id=f"{c.op}-{c.name}".replace(" ", "_")) for c in CASES]
+
+
+def _wanted(case: Case, sizes: Sizes) -> bool:
+    if case.op == "attention":
+        return all(v in (*ATTENTION_SIZES, 5, 7, 70) for v in sizes.values())
+    if "t" in sizes or "p" in sizes:  # an empty table has no index: nothing to look up then
+        return sizes.get("t", sizes.get("p")) != 0 or sizes.get("n", sizes.get("s")) == 0
+    return True
+
+
+BEST = supported()[0].name
+PLACES = [("reference", "f32"), *((t.name, "f32") for t in supported()), (BEST, "f64"), (BEST, "bf16")]
+
+
+@pytest.mark.parametrize(("place", "element_type"), PLACES)
+@pytest.mark.parametrize("case", cases())
+def test_one_compilation_is_right_at_every_size(case: Case, place: str, element_type: str) -> None:
+    check_every_size(case, place, element_type)
+
+
+def check_every_size(case: Case, place: str, element_type: str) -> None:
+    """Compile once, run at all sizes of the case, compare with the oracle; nothing else gets compiled."""
+    graph = rlx.Graph(case.op)
+    inputs = [graph.input(f"x{i}", o.shape, o.dtype or element_type) for i, o in enumerate(case.operands)]
+    result = graph.apply(case.op, *case.seen(inputs), **case.attrs)
+    outputs = result if isinstance(result, tuple) else (result,)
+    graph.set_outputs(outputs)
+    compiled = rlx.compile(graph, "reference") if place == "reference" else rlx.compile(graph, target=place)
+    count = kernels_compiled()
+    rng = np.random.default_rng(7)
+    for sizes in case.sizes:
+        if not _wanted(case, sizes):
+            continue
+        arrays = [o.array(rng, sizes, element_type) for o in case.operands]
+        found = compiled.run({f"x{i}": a for i, a in enumerate(arrays)})
+        seen = case.seen(arrays)
+        for array, exact in zip(found, expected(case.op, seen, case.attrs), strict=True):
+            relative = limit(registry.get(case.op), element_type)
+            least = magnitude(case.op, seen, case.attrs)
+            assert_matches(array, exact, relative=relative, least=least, where=f"{case.op} {case.name} at {sizes}")
+    assert kernels_compiled() == count

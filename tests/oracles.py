@@ -1,0 +1,424 @@
+"""Outside oracles: what every op means, in NumPy and SciPy alone, and how close an implementation has to come.
+
+`ORACLES[op]` takes float64, int64 and bool arrays (None where an operand is left out) and attributes, with element types
+as names, and gives one array or a tuple. Nothing here calls rlx: a test that uses it proves meaning, not plumbing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import scipy.special
+
+Array = np.ndarray[Any, Any]
+Oracle = Callable[..., Any]
+ORACLES: dict[str, Oracle] = {}
+
+NUMPY: dict[str, np.dtype[Any]] = {
+    "f64": np.dtype(np.float64), "f32": np.dtype(np.float32), "f16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16), "i64": np.dtype(np.int64), "i32": np.dtype(np.int32),
+    "i16": np.dtype(np.int16), "i8": np.dtype(np.int8), "u32": np.dtype(np.uint32), "u8": np.dtype(np.uint8),
+    "bool": np.dtype(np.bool_),
+}  # fmt: skip
+NAMES = {numpy: name for name, numpy in NUMPY.items()}
+FLOATS = ("f32", "f64", "f16", "bf16")
+INTEGERS = ("i8", "i16", "i32", "i64", "u8", "u32")
+
+# Ops whose result is one of their operands' numbers, or IEEE arithmetic rounded once: they have to be exact.
+EXACT = frozenset(
+    "add sub mul div sqrt neg abs relu maximum minimum max min where cast reshape transpose slice expand assume_equal "
+    "concatenate pad gather topk argmax".split()
+)
+
+
+def oracle(*names: str) -> Callable[[Oracle], Oracle]:
+    """Decorator: the meaning of one or several ops."""
+
+    def add(function: Oracle) -> Oracle:
+        ORACLES.update(dict.fromkeys(names, function))
+        return function
+
+    return add
+
+
+# -- numbers --------------------------------------------------------------------------------------------------------
+# Significant bits, least exponent of a normal number, largest number.
+_FORMATS = {
+    "f32": (24, -126, float(np.finfo(np.float32).max)), "f16": (11, -14, 65504.0),
+    "bf16": (8, -126, float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)),
+}  # fmt: skip
+_EPSILON = {"f64": 2.0**-52, "f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}
+
+
+def rounded(x: Array, name: str) -> Array:
+    """float64 numbers rounded once to a float type, ties to even: in float64 arithmetic, without any cast."""
+    if name == "f64":
+        return x
+    digits, least, largest = _FORMATS[name]
+    with np.errstate(all="ignore"):
+        _, exponent = np.frexp(np.where(np.isfinite(x), x, 1.0))
+        step = np.ldexp(1.0, np.maximum(exponent - 1, least) - (digits - 1))
+        near = np.rint(x / step) * step
+        near = np.where(np.abs(near) > largest, np.copysign(np.inf, x), near)
+        return np.where(np.isfinite(x), near, x)
+
+
+def saturated(x: Array, name: str) -> Array:
+    """Floats cut off toward zero, kept within an integer type; NaN is 0. Python integers, so nothing overflows."""
+    limits = np.iinfo(NUMPY[name])
+
+    def one(v: float) -> int:
+        if math.isnan(v):
+            return 0
+        if math.isinf(v):
+            return int(limits.max if v > 0 else limits.min)
+        return min(max(int(v), int(limits.min)), int(limits.max))
+
+    return np.array([one(float(v)) for v in np.ravel(x)], NUMPY[name]).reshape(np.shape(x))
+
+
+def wide(array: Array) -> Array:
+    """An array as oracles take it."""
+    if array.dtype == np.bool_:
+        return array
+    if array.dtype.kind in "iu":
+        return array.astype(np.int64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return array.astype(np.float64)
+
+
+def expected(op: str, operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> tuple[Array, ...]:
+    """The exact results of an op on arrays of any element type: float64, int64 or bool."""
+    plain = {k: str(v) if type(v).__name__ == "DType" else v for k, v in attrs.items()}
+    with np.errstate(all="ignore"):
+        given = ORACLES[op](*(None if o is None else wide(o) for o in operands), **plain)
+    return tuple(np.asarray(r) for r in (given if isinstance(given, tuple) else (given,)))
+
+
+def tolerance(name: str, f32: float) -> float:
+    """How far results of an element type may lie from the oracle's, relative to the largest, given what f32 may.
+
+    f64 computes as f32 does, with epsilon 2^-29 times as large; twice that is allowed, because the oracle rounds
+    as well. Narrow floats compute in f32 and round once more, by at most half their epsilon.
+    """
+    if name == "f64":
+        return 2 * f32 * _EPSILON["f64"] / _EPSILON["f32"]
+    return f32 if name == "f32" else f32 + _EPSILON[name] / 2
+
+
+def magnitude(op: str, operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> float:
+    """What errors are relative to where that is more than the largest result; 0 elsewhere."""
+    first = operands[0]
+    assert first is not None
+    x = wide(first)
+    with np.errstate(all="ignore"):
+        if op in ("sum", "mean", "cumsum", "matmul", "scatter_add", "linear"):  # terms that cancel leave their errors
+            sizes = [o if o is None or o.dtype.kind in "iu" else np.abs(wide(o)) for o in operands]
+            found = expected(op, sizes, {k: v for k, v in attrs.items() if k != "activation"})[0]
+        elif op == "prod":  # every factor rounds once: 16 of them are what the tolerance is made for
+            found = expected(op, operands, attrs)[0]
+            found = found * max(1.0, x.size / max(found.size, 1) / 16)
+        elif op == "layer_norm":  # the mean is rounded relative to x, not to the differences from it
+            gamma = 1.0 if len(operands) == 1 or operands[1] is None else wide(operands[1])
+            found = x / np.sqrt(np.var(x, -1, keepdims=True) + attrs.get("eps", 1e-5)) * gamma if x.size else x
+        else:
+            return 0.0
+    return float(np.max(np.abs(found), initial=0.0, where=np.isfinite(found)))
+
+
+def assert_matches(actual: Array, exact: Array, *, relative: float, least: float = 0.0, where: str = "") -> None:
+    """`actual` is `exact` in its own element type: integers and booleans to the bit, floats within `relative` of the
+    largest finite number (or of `least`); 0 means rounded once. NaN and infinities are where they should be."""
+    assert actual.shape == exact.shape, f"{where}: shape {actual.shape}, expected {exact.shape}"
+    name = NAMES[actual.dtype]
+    if name not in FLOATS:
+        np.testing.assert_array_equal(actual, exact.astype(actual.dtype), err_msg=where)
+        return
+    near = rounded(exact.astype(np.float64), name)
+    found = wide(actual)
+    finite = np.isfinite(near)
+    np.testing.assert_array_equal(found[~finite], near[~finite], err_msg=f"{where}: NaN and infinities")
+    if relative == 0:
+        np.testing.assert_array_equal(found[finite], near[finite], err_msg=f"{where}: rounded once")
+        return
+    largest = np.max(np.abs(near[finite]), initial=least)
+    error = np.max(np.abs(found[finite] - exact[finite]), initial=0.0)
+    allowed = relative * largest
+    assert error <= allowed, f"{where}: off by {error:.3g}, {allowed:.3g} allowed (largest {largest:.3g})"
+
+
+# -- elementwise ----------------------------------------------------------------------------------------------------
+def sigmoid(x: Array) -> Array:
+    return np.asarray(scipy.special.expit(x))
+
+
+ORACLES |= {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "pow": np.power,
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "equal": lambda a, b: a == b,
+    "not_equal": lambda a, b: a != b,
+    "less": lambda a, b: a < b,
+    "less_equal": lambda a, b: a <= b,
+    "greater": lambda a, b: a > b,
+    "greater_equal": lambda a, b: a >= b,
+    "logical_and": lambda a, b: a & b,
+    "logical_or": lambda a, b: a | b,
+    "logical_not": lambda a: ~a,
+    "where": np.where,
+    "neg": lambda x: -x,
+    "abs": np.abs,
+    "exp": np.exp,
+    "log": np.log,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "sin": np.sin,
+    "cos": np.cos,
+    "tanh": np.tanh,
+    "erf": scipy.special.erf,
+    "sigmoid": sigmoid,
+    "relu": lambda x: np.where(x < 0, 0.0, x),
+    "silu": lambda x: x * sigmoid(x),
+    "gelu": lambda x: x * scipy.special.ndtr(x),
+    # 1 + tanh(z) is 2 · sigmoid(2z).
+    "gelu_tanh": lambda x: x * sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x)),
+}
+
+
+def _python_division(a: Array, b: Array, part: int) -> Array:
+    """Python's own divmod, element by element: it floors. A zero divisor gives 0."""
+    x, y = np.broadcast_arrays(a, b)
+    pairs = [divmod(int(p), int(q))[part] if q else 0 for p, q in zip(x.ravel(), y.ravel(), strict=True)]
+    return np.array([(v + 2**63) % 2**64 - 2**63 for v in pairs], np.int64).reshape(x.shape)
+
+
+ORACLES["floor_divide"] = lambda a, b: _python_division(a, b, 0)
+ORACLES["mod"] = lambda a, b: _python_division(a, b, 1)
+
+
+@oracle("cast")
+def _cast(x: Array, *, dtype: str) -> Array:
+    """The result has the wanted type already: casts are exact."""
+    if dtype == "bool":
+        return x != 0
+    is_float = x.dtype == np.float64
+    if dtype in INTEGERS:
+        return saturated(x, dtype) if is_float else x.astype(NUMPY[dtype])
+    if is_float:
+        return rounded(x, dtype)
+    # Integers reach narrow floats by way of f32.
+    near = x.astype(np.float64 if dtype == "f64" else np.float32).astype(np.float64)
+    return rounded(near, dtype)
+
+
+# -- reductions -----------------------------------------------------------------------------------------------------
+def _axes(axis: Any, rank: int) -> tuple[int, ...]:
+    given = range(rank) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    return tuple(a % rank for a in given)
+
+
+def _fold(combine: np.ufunc, start: Callable[[Array], Any]) -> Oracle:
+    def run(x: Array, *, axis: Any = None, keepdims: bool = False) -> Array:
+        return np.asarray(combine.reduce(x, axis=_axes(axis, x.ndim), keepdims=keepdims, initial=start(x)))
+
+    return run
+
+
+def _least(x: Array) -> Any:
+    return -np.inf if x.dtype == np.float64 else np.iinfo(x.dtype).min
+
+
+def _largest(x: Array) -> Any:
+    return np.inf if x.dtype == np.float64 else np.iinfo(x.dtype).max
+
+
+ORACLES["sum"] = _fold(np.add, lambda x: 0)
+ORACLES["prod"] = _fold(np.multiply, lambda x: 1)
+ORACLES["max"] = _fold(np.maximum, _least)
+ORACLES["min"] = _fold(np.minimum, _largest)
+
+
+@oracle("mean")
+def _mean(x: Array, *, axis: Any = None, keepdims: bool = False) -> Array:
+    axes = _axes(axis, x.ndim)
+    count = math.prod(x.shape[a] for a in axes)
+    return np.asarray(np.add.reduce(x, axis=axes, keepdims=keepdims) / np.float64(count))
+
+
+def _ranking(row: Array) -> list[int]:
+    """Indices by falling value: NaN before everything, the first of equals first. Python's sort is stable."""
+    values = row.tolist()
+    return sorted(range(len(values)), key=lambda i: (values[i] == values[i], -values[i] if values[i] == values[i] else 0))
+
+
+@oracle("argmax")
+def _argmax(x: Array, *, axis: int = -1, keepdims: bool = False) -> Array:
+    moved = np.moveaxis(x, axis, -1)
+    rows = moved.reshape(math.prod(moved.shape[:-1]), moved.shape[-1])
+    best = [_ranking(row)[0] if len(row) else 0 for row in rows]
+    found = np.array(best, np.int64).reshape(moved.shape[:-1])
+    return np.expand_dims(found, axis) if keepdims else found
+
+
+@oracle("topk")
+def _topk(x: Array, *, k: int) -> tuple[Array, Array]:
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    at = np.array([_ranking(row)[:k] for row in rows], np.int64).reshape(*x.shape[:-1], k)
+    return np.take_along_axis(x, at, -1), at
+
+
+@oracle("softmax")
+def _softmax(x: Array, *, axis: int = -1) -> Array:
+    return np.asarray(scipy.special.softmax(x, axis=axis)) if x.size else x
+
+
+@oracle("cumsum")
+def _cumsum(x: Array, *, axis: int = -1, exclusive: bool = False) -> Array:
+    total = np.add.accumulate(x, axis=axis)
+    return _shifted(total, axis) if exclusive else total
+
+
+def _shifted(total: Array, axis: int) -> Array:
+    """One step later along the axis, 0 first."""
+    if total.shape[axis] == 0:
+        return total
+    before = np.zeros_like(np.take(total, [0], axis))
+    return np.concatenate([before, np.take(total, range(total.shape[axis] - 1), axis)], axis)
+
+
+# -- shapes and indices -----------------------------------------------------------------------------------------------
+@oracle("slice")
+def _slice(x: Array, *, start: Sequence[int], stop: Sequence[int], step: Sequence[int]) -> Array:
+    for axis, bounds in enumerate(zip(start, stop, step, strict=True)):
+        x = np.take(x, range(*bounds), axis)
+    return x
+
+
+@oracle("pad")
+def _pad(x: Array, *, low: Sequence[int], high: Sequence[int], value: float = 0.0) -> Array:
+    result = np.full([a + d + b for a, d, b in zip(low, x.shape, high, strict=True)], value, x.dtype)
+    result[tuple(slice(a, a + d) for a, d in zip(low, x.shape, strict=True))] = x
+    return result
+
+
+@oracle("concatenate")
+def _concatenate(*xs: Array, axis: int = 0) -> Array:
+    return np.concatenate(xs, axis)
+
+
+@oracle("gather")
+def _gather(table: Array, indices: Array, *, axis: int = 0) -> Array:
+    rows = np.moveaxis(table, axis, 0)[indices]  # the axes of `indices`, then the others of the table
+    return np.moveaxis(rows, range(indices.ndim), range(axis % table.ndim, axis % table.ndim + indices.ndim))
+
+
+@oracle("scatter_add")
+def _scatter_add(x: Array, indices: Array, updates: Array) -> Array:
+    result = x.copy()
+    for at in np.ndindex(indices.shape):
+        result[indices[at]] += updates[at]
+    return result
+
+
+ORACLES |= {
+    "reshape": lambda x, *, shape: np.reshape(x, shape),
+    "assume_equal": lambda x, *, shape: np.reshape(x, shape),
+    "transpose": lambda x, *, axes: np.transpose(x, axes),
+    "expand": lambda x, *, shape: np.broadcast_to(x, shape),
+}
+
+
+# -- linear algebra, norms, positions ---------------------------------------------------------------------------------
+@oracle("matmul")
+def _matmul(a: Array, b: Array) -> Array:
+    return np.einsum("...mk,...kn->...mn", a, b)
+
+
+def _scaled(y: Array, gamma: Array | None, beta: Array | None) -> Array:
+    return y * (1.0 if gamma is None else gamma) + (0.0 if beta is None else beta)
+
+
+@oracle("layer_norm")
+def _layer_norm(x: Array, gamma: Array | None = None, beta: Array | None = None, *, eps: float = 1e-5) -> Array:
+    count = np.float64(x.shape[-1])
+    mean = x.sum(-1, keepdims=True) / count
+    variance = ((x - mean) ** 2).sum(-1, keepdims=True) / count
+    return _scaled((x - mean) / np.sqrt(variance + eps), gamma, beta)
+
+
+@oracle("rms_norm")
+def _rms_norm(x: Array, gamma: Array | None = None, beta: Array | None = None, *, eps: float = 1e-6) -> Array:
+    square = (x**2).sum(-1, keepdims=True) / np.float64(x.shape[-1])
+    return _scaled(x / np.sqrt(square + eps), gamma, beta)
+
+
+@oracle("rope")
+def _rope(x: Array, cos: Array, sin: Array, positions: Array, *, style: str = "halves") -> Array:
+    """Each pair is a complex number, turned by multiplying with cos + i·sin of its position."""
+    n = cos.shape[1]
+    first, second = (slice(0, n), slice(n, 2 * n)) if style == "halves" else (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
+    result = x.copy()
+    for batch, seq in np.ndindex(positions.shape):
+        turn = cos[positions[batch, seq]] + 1j * sin[positions[batch, seq]]
+        turned = (x[batch, seq, :, first] + 1j * x[batch, seq, :, second]) * turn
+        result[batch, seq, :, first], result[batch, seq, :, second] = turned.real, turned.imag
+    return result
+
+
+@oracle("attention")
+def _attention(
+    q: Array, k: Array, v: Array, mask: Array | None = None, *, mask_kind: str = "none", scale: float | None = None,
+    softcap: float | None = None, num_heads: int | None = None, head_dim: int | None = None,
+) -> Array:
+    """One query at a time: the keys it sees are picked out first, so nothing has to be masked afterwards."""
+    batch, q_len, heads, dim = q.shape
+    keys, kv_heads = k.shape[1], k.shape[2]
+    result = np.zeros((batch, q_len, heads, v.shape[3]))
+    for b, i, h in np.ndindex(batch, q_len, heads):
+        bias = np.zeros(keys)
+        if mask_kind == "bias":
+            bias = np.broadcast_to(mask, (batch, heads, q_len, keys))[b, h, i]
+        at = keys - q_len + i  # the position of the query: both sequences end together
+        keep = mask[b] if mask is not None and mask_kind == "custom" else np.ones(keys)
+        seen = [j for j in range(keys) if _sees(mask_kind, at, j) and keep[j] >= 0.5 and bias[j] != -np.inf]
+        if not seen:
+            continue
+        own = h * kv_heads // heads
+        scores = k[b, seen, own] @ q[b, i, h] * (dim**-0.5 if scale is None else scale)
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        result[b, i, h] = scipy.special.softmax(scores + bias[seen]) @ v[b, seen, own]
+    return result
+
+
+def _sees(kind: str, query: int, key: int) -> bool:
+    window = re.fullmatch(r"sliding\((\d+)\)", kind)
+    if window:
+        return query - int(window[1]) < key <= query
+    return kind != "causal" or key <= query
+
+
+# -- blocks -------------------------------------------------------------------------------------------------------------
+@oracle("linear")
+def _linear(x: Array, weight: Array, bias: Array | None = None, *, activation: str | None = None) -> Array:
+    y = _scaled(_matmul(x, weight), None, bias)
+    return np.asarray(ORACLES[activation](y)) if activation else y
+
+
+@oracle("swiglu_ffn")
+def _swiglu_ffn(x: Array, up: Array, gate: Array, down: Array) -> Array:
+    return _matmul(ORACLES["silu"](_matmul(x, gate)) * _matmul(x, up), down)
+
+
+@oracle("residual_rms_norm")
+def _residual_rms_norm(x: Array, residual: Array, gamma: Array, beta: Array | None = None, *, eps: float) -> Array:
+    return _rms_norm(x + residual, gamma, beta, eps=eps)

@@ -1,0 +1,105 @@
+"""New batch, sequence and past lengths: nothing is compiled, planning anew takes no time, and results stay right."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+
+import numpy as np
+import pytest
+from layers import (
+    TINY_BERT,
+    TINY_LLAMA,
+    Bert,
+    Llama,
+    bert_graph,
+    bert_inputs,
+    bert_numpy,
+    compiled,
+    llama_graph,
+    llama_inputs,
+    llama_numpy,
+    relative,
+    weights,
+)
+
+import rlx
+from rlx.backends.cpu.library import kernels_compiled
+from rlx.runtime.compiled import CpuGraph
+
+TRIPLES = 50
+LENGTHS = (0, 1, 2, 3, 5, 7, 13, 16, 31, 61, 64, 65, 127, 4097)
+LONG = [(1, 4097, 0), (1, 1, 4097), (4097, 1, 1), (1, 4097, 1), (0, 4097, 4097), (4097, 0, 0), (1, 0, 4097)]
+WORK = 18_000_000  # pairs of a query and a key that NumPy works off in a fraction of a second
+PLAN_SECONDS = 2e-3
+SLACK = 5
+
+
+def triples() -> list[tuple[int, int, int]]:
+    """Different (batch, seq, past): the extreme ones, then random ones of a size that the oracle can follow."""
+    rng, found = random.Random(0), dict.fromkeys([(0, 0, 0), *LONG])
+    while len(found) < TRIPLES:
+        batch, seq, past = (rng.choice(LENGTHS) for _ in range(3))
+        if batch * max(seq, 8) * (seq + past) <= WORK // 20:
+            found[batch, seq, past] = None
+    return list(found)
+
+
+def cpu(f: rlx.CompiledGraph) -> CpuGraph:
+    assert isinstance(f, CpuGraph)
+    return f
+
+
+def test_fifty_sizes_compile_nothing_and_are_right() -> None:
+    params, encoder_params = weights(TINY_LLAMA), weights(TINY_BERT)
+    decoder = compiled(llama_graph(TINY_LLAMA, past=True), params)
+    encoder = compiled(bert_graph(TINY_BERT), encoder_params)
+    before = kernels_compiled()
+    for batch, seq, past in triples():
+        inputs = llama_inputs(TINY_LLAMA, batch, seq, past)
+        for have, want in zip(decoder.run(inputs), llama_numpy(TINY_LLAMA, params, **inputs), strict=True):
+            assert relative(have, want) <= 1e-5, (batch, seq, past)
+        if batch * seq * seq > WORK // 20:
+            continue
+        inputs = bert_inputs(TINY_BERT, batch, seq)
+        want = bert_numpy(TINY_BERT, encoder_params, **inputs)[0]
+        assert relative(encoder.run(inputs)[0], want) <= 1e-5, (batch, seq)
+        assert kernels_compiled() == before, (batch, seq, past)
+    assert kernels_compiled() == before
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [Bert(24, 2, 40, layers=6), Llama(24, 2, 1, 8, 40, layers=2), Llama(24, 2, 1, 8, 40, layers=30)],
+    ids=["bert, 6 layers", "llama, 2 layers", "llama, 30 layers"],
+)
+def test_planning_for_a_new_size_is_quick(sizes: Bert | Llama, capsys: pytest.CaptureFixture[str]) -> None:
+    graph = bert_graph(sizes) if isinstance(sizes, Bert) else llama_graph(sizes, past=True)
+    executable = cpu(compiled(graph, weights(sizes))).executable
+    taken = []
+    for batch, seq, past in triples():
+        key = {"batch": batch, "seq": seq, "past": past}
+        begin = time.thread_time()  # other programs on this machine do not count
+        executable.frame(tuple(key[s] for s in executable.program.symbols))
+        taken.append(time.thread_time() - begin)
+    with capsys.disabled():
+        most, typical, count = max(taken) * 1e3, statistics.median(taken) * 1e3, len(executable.program.launches)
+        print(f"\n  {count} launches: planned in {typical:.2f} ms, at most {most:.2f} ms ", end="")
+    assert max(taken) < PLAN_SECONDS * SLACK
+
+
+def test_a_size_class_shares_its_arena_plan() -> None:
+    executable = cpu(compiled(bert_graph(TINY_BERT), weights(TINY_BERT))).executable
+    order = executable.program.symbols
+    plans = [executable.plan_memory(tuple({"batch": 2, "seq": seq}[s] for s in order)) for seq in (17, 30, 32)]
+    assert plans[0] == plans[1] == plans[2]
+
+
+def test_more_sizes_than_are_remembered_stay_right() -> None:
+    g = rlx.Graph("double")
+    g.set_outputs([g.input("x", ("n",)) * 2.0])
+    f = rlx.compile(g)
+    for n in [*range(600), 3, 5, 599]:
+        x = np.arange(n, dtype=np.float32)
+        assert np.array_equal(f.run({"x": x})[0], x * 2), n

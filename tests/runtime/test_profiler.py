@@ -1,0 +1,152 @@
+"""Reports and traces: times that make sense, a table that can be read, a timeline that a browser loads."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from layers import MINILM, TINY_LLAMA, bert_graph, bert_inputs, compiled, llama_graph, llama_inputs, same_bits, weights
+
+import rlx
+from rlx.backends.cpu.ceilings import ceilings, ticks_per_second
+from rlx.errors import CapabilityError
+from rlx.target import host
+
+
+@pytest.fixture(scope="module")
+def encoder() -> rlx.CompiledGraph:
+    return compiled(bert_graph(MINILM), weights(MINILM), threads=1)  # one: other programs disturb it least
+
+
+@pytest.fixture(scope="module")
+def report(encoder: rlx.CompiledGraph) -> rlx.Report:
+    encoder.run(bert_inputs(MINILM, 1, 64))
+    return encoder.report()
+
+
+def test_before_a_run_there_are_bytes_but_no_times() -> None:
+    report = compiled(llama_graph(TINY_LLAMA), weights(TINY_LLAMA)).report()
+    assert len(report.launches) == 8 and report.seconds == 0 and report.ceilings is None
+    assert all(x.seconds == x.gflops == x.gb_per_second == 0 for x in report.launches)
+    assert all(x.bytes > 0 for x in report.launches)
+    assert str(report).count("\n") == 1 + 8
+
+
+def test_after_a_run_every_launch_has_a_time(report: rlx.Report) -> None:
+    assert len(report.launches) == 7 and report.kernels == 5
+    assert all(x.seconds > 0 and x.gb_per_second > 0 and x.gflops > 0 for x in report.launches)
+    assert sum(x.seconds for x in report.launches) <= report.seconds * 1.1
+    assert report.weight_bytes == sum(w.nbytes for w in weights(MINILM).values())
+    assert 0 < report.arena_bound <= report.arena_bytes
+
+
+def test_flops_and_bytes_are_those_of_the_layer(report: rlx.Report) -> None:
+    matmuls = [x for x in report.launches if x.kind == "matmul"]
+    wanted = [2 * 64 * k * n for k, n in ((384, 3 * 384), (384, 384), (384, 1536), (1536, 384))]
+    for launch, multiplies in zip(matmuls, wanted, strict=True):
+        assert multiplies <= launch.flops <= multiplies * 1.1  # and the epilogue
+    assert matmuls[0].bytes >= 4 * (64 * 384 + 384 * 3 * 384 + 64 * 3 * 384)
+
+
+def test_fractions_of_the_ceiling_are_fractions(report: rlx.Report) -> None:
+    assert report.ceilings is not None
+    for launch in report.launches:
+        share = launch.fraction(report.ceilings)
+        assert share > 0
+        if launch.kind == "matmul":
+            assert share <= 1.05, launch
+
+
+def test_ceilings_are_those_of_a_machine() -> None:
+    found = ceilings(host(), 1)
+    assert 1 < found.gflops < 1000
+    assert 1 < found.memory_gb_per_second < 2000 and found.cache_gb_per_second < 5000
+    assert ceilings(host(), 1) is found
+
+
+def test_the_counter_of_traces_runs_at_a_sane_rate() -> None:
+    assert 1e7 < ticks_per_second(host()) < 1e10
+
+
+def test_masks_of_a_report_hide_nothing(report: rlx.Report, encoder: rlx.CompiledGraph) -> None:
+    """Inputs that stand for the last ones keep every key, so attention takes its time."""
+    given = encoder.report(bert_inputs(MINILM, 1, 64) | {"mask": np.ones((1, 64), np.float32)})
+    stand_in, real = (next(x for x in r.launches if x.kind == "attention").seconds for r in (report, given))
+    assert stand_in > real / 5
+
+
+def test_a_report_is_a_table(report: rlx.Report) -> None:
+    head, machine, columns, *rows = str(report).splitlines()
+    assert "7 launches of 5 kernels" in head and "1 threads" in head and host().name in head
+    assert "GFLOPS" in machine and "GB/s" in machine
+    assert columns.split() == ["kernel", "kind", "µs", "GB/s", "GFLOPS", "ceiling", "where"]
+    assert len(rows) == 7 and all("layers.py:" in row and "%" in row for row in rows)
+    starts = {row.index("layers.0") for row in rows}
+    assert len(starts) == 1  # columns line up
+
+
+def test_a_report_with_inputs_needs_no_run_before() -> None:
+    f = compiled(llama_graph(TINY_LLAMA, past=True), weights(TINY_LLAMA))
+    report = f.report(llama_inputs(TINY_LLAMA, 2, 3, 5))
+    assert len(report.launches) == 9 and all(x.seconds > 0 for x in report.launches)
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 0), (1, 0, 3), (0, 3, 3)], ids=str)
+def test_a_report_of_a_run_of_nothing(sizes: tuple[int, int, int]) -> None:
+    f = compiled(llama_graph(TINY_LLAMA, past=True), weights(TINY_LLAMA))
+    f.run(llama_inputs(TINY_LLAMA, *sizes))
+    assert len(f.report().launches) == 9 and "9 launches" in str(f.report())
+
+
+def test_a_report_in_checked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLX_CHECK", "1")
+    f = compiled(llama_graph(TINY_LLAMA), weights(TINY_LLAMA))
+    f.run(llama_inputs(TINY_LLAMA, 1, 3))
+    assert all(x.seconds > 0 for x in f.report().launches)
+
+
+def test_a_report_after_new_weights_has_no_times_yet() -> None:
+    f = compiled(llama_graph(TINY_LLAMA), weights(TINY_LLAMA))
+    f.run(llama_inputs(TINY_LLAMA, 1, 3))
+    f.set_params(weights(TINY_LLAMA, seed=3))
+    assert f.report().seconds == 0
+
+
+# -- traces -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_trace_has_an_event_for_each_launch_and_thread(threads: int, tmp_path: Path) -> None:
+    f = compiled(llama_graph(TINY_LLAMA), weights(TINY_LLAMA), threads=threads)
+    inputs = llama_inputs(TINY_LLAMA, 2, 33)
+    begin = time.perf_counter()
+    outputs = f.run(inputs, trace=tmp_path / "trace.json")
+    wall = (time.perf_counter() - begin) * 1e6
+    assert same_bits(outputs, f.run(inputs))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert len(events) == 8 * threads
+    assert {e["tid"] for e in events} == set(range(threads))
+    for event in events:
+        assert event["ph"] == "X" and event["ts"] >= 0 and event["dur"] > 0 and "layers.py" in event["args"]["where"]
+        assert event["ts"] + event["dur"] <= wall  # microseconds, as the format wants them
+    for thread in range(threads):
+        mine = [e for e in events if e["tid"] == thread]
+        for before, after in itertools.pairwise(mine):
+            assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
+
+
+def test_a_trace_by_name(tmp_path: Path) -> None:
+    f = compiled(llama_graph(TINY_LLAMA), weights(TINY_LLAMA))
+    f.run(llama_inputs(TINY_LLAMA, 1, 1), trace=str(tmp_path / "trace.json"))
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_the_reference_has_no_trace_and_says_so(tmp_path: Path) -> None:
+    g = rlx.Graph("small")
+    g.set_outputs([g.input("x", (2,)) * 2.0])
+    f = rlx.compile(g, "reference")
+    with pytest.raises(CapabilityError, match="no launches"):
+        f.run({"x": np.ones(2, np.float32)}, trace=tmp_path / "trace.json")
+    assert f.report().launches == [] and "reference" in str(f.report())
