@@ -1,0 +1,59 @@
+"""Model files: GGUF, safetensors and llama2.c, each read into one `TensorFile`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rlx.formats.gguf import MAGIC as _GGUF_MAGIC
+from rlx.formats.gguf import is_later_part, open_gguf
+from rlx.formats.llama2c import open_llama2c
+from rlx.formats.quants import BlockType, Storage, dequantise
+from rlx.formats.safetensors import INDEX_NAME, open_safetensors
+from rlx.formats.tensors import PathLike, TensorEntry, TensorFile, broken, open_bytes
+
+__all__ = [
+    "BlockType",
+    "Storage",
+    "TensorEntry",
+    "TensorFile",
+    "dequantise",
+    "open_gguf",
+    "open_llama2c",
+    "open_safetensors",
+    "open_tensors",
+]
+
+
+def open_tensors(path: PathLike, *, mapped: bool = True) -> TensorFile:
+    """Open a GGUF or safetensors file, an index of shards, a llama2.c `.bin`, or a folder that holds one model."""
+    file = Path(path)
+    if os.path.isdir(file):
+        file = _model_of_folder(file)
+    if file.name.endswith((".safetensors", ".json")):
+        return open_safetensors(file, mapped=mapped)
+    start = bytes(open_bytes(file).view[:4])
+    if start == _GGUF_MAGIC:
+        return open_gguf(file, mapped=mapped)
+    if start.startswith((b"PK\x03\x04", b"\x80")) and file.suffix in (".bin", ".pt", ".pth"):
+        raise broken(
+            file, "a pickle of PyTorch, which can run code, so it is not read", hint="save the model as safetensors"
+        )
+    if file.suffix == ".bin":
+        return open_llama2c(file, mapped=mapped)
+    raise broken(file, "no known model file", at=0, expected="GGUF, safetensors or a llama2.c .bin", found=start)
+
+
+def _model_of_folder(folder: Path) -> Path:
+    for name in (INDEX_NAME, "model.safetensors"):
+        if os.path.exists(folder / name):
+            return folder / name
+    try:
+        inside = sorted(folder.iterdir())
+    except OSError as error:
+        raise broken(folder, f"the folder cannot be read: {error.strerror}") from error
+    found = [p for p in inside if p.suffix in (".safetensors", ".gguf") and not is_later_part(p)]
+    if len(found) != 1:
+        names = ", ".join(p.name for p in found[:8]) or "none"
+        raise broken(folder, "model files in the folder", expected=f"{INDEX_NAME} or one model file", found=names)
+    return found[0]

@@ -1,0 +1,388 @@
+"""GGUF: the model files of llama.cpp, versions 1 to 3, little endian, in one file or split in several.
+
+Layout (ggml/docs/gguf.md): magic, version, counts, metadata, tensor infos, padding, data. The header is walked once;
+arrays of numbers become views on the map, arrays of strings keep where each string begins and decode on demand.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Union, overload
+
+import numpy as np
+
+from rlx.formats.quants import GGUF_REMOVED, GGUF_TYPES, Array, BlockType
+from rlx.formats.tensors import (
+    MAX_RANK,
+    MAX_TENSORS,
+    FileBytes,
+    PathLike,
+    TensorEntry,
+    TensorFile,
+    broken,
+    check_overlap,
+    check_shape,
+    open_bytes,
+    quoted,
+    stored_bytes,
+)
+
+MAGIC = b"GGUF"
+VERSIONS = (1, 2, 3)
+DEFAULT_ALIGNMENT = 32
+# What no real file comes near; every count is bounded by the bytes that remain as well.
+MAX_KEYS = 1 << 16
+MAX_KEY_BYTES = (1 << 16) - 1
+MAX_STRING_BYTES = 1 << 26
+MAX_STRINGS = 1 << 23  # in all arrays of one file
+MAX_ARRAYS = 1 << 16  # inside of other arrays, in one file
+MAX_NESTING = 4
+
+Value = Union[bool, int, float, str, Array, "StringArray", tuple[Any, ...]]
+
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+BOOL, STRING, ARRAY = 7, 8, 9
+# Type number -> name, struct code, NumPy type.
+_NUMBERS: dict[int, tuple[str, struct.Struct, str]] = {
+    number: (name, struct.Struct("<" + code), view)
+    for number, name, code, view in (
+        (0, "uint8", "B", "<u1"), (1, "int8", "b", "<i1"), (2, "uint16", "H", "<u2"), (3, "int16", "h", "<i2"),
+        (4, "uint32", "I", "<u4"), (5, "int32", "i", "<i4"), (6, "float32", "f", "<f4"), (BOOL, "bool", "B", "?"),
+        (10, "uint64", "Q", "<u8"), (11, "int64", "q", "<i8"), (12, "float64", "d", "<f8"),
+    )
+}  # fmt: skip
+_VALUE_TYPES = ", ".join(f"{n} {name}" for n, (name, _, _) in _NUMBERS.items()) + ", 8 string, 9 array"
+_SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.S)
+
+
+class StringArray(Sequence[str]):
+    """Strings of a metadata array, decoded when asked for. `raw(i)` gives the bytes as stored."""
+
+    def __init__(self, file: FileBytes, starts: array[int], prefix: int) -> None:
+        self._file = file
+        self._starts = starts  # where each string's length field begins, and where the last string ends
+        self._prefix = prefix  # bytes of a length field
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} strings>"
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        begin, end = self._span(index)
+        return _decode(self._file, begin, end, "a string of an array")
+
+    def __iter__(self) -> Iterator[str]:
+        view, prefix, starts = self._file.view, self._prefix, self._starts
+        begin = starts[0]
+        for end in starts[1:]:
+            try:
+                text = str(view[begin + prefix : end], "utf-8")
+            except UnicodeDecodeError:
+                text = _decode(self._file, begin + prefix, end, "a string of an array")  # raises, with the place
+            yield text
+            begin = end
+
+    def raw(self, index: int) -> bytes:
+        """String `index` as it is stored, for vocabularies that are not text."""
+        begin, end = self._span(index)
+        return bytes(self._file.view[begin:end])
+
+    def _span(self, index: int) -> tuple[int, int]:
+        place = index + len(self) if index < 0 else index
+        if not 0 <= place < len(self):
+            raise IndexError(f"string {index} of {len(self)}")
+        return self._starts[place] + self._prefix, self._starts[place + 1]
+
+
+def open_gguf(path: PathLike, *, mapped: bool = True) -> TensorFile:
+    """Open a GGUF file; the first of a split model (`...-00001-of-0000N.gguf`) opens all of it.
+
+    `metadata` has the keys of the (first) file, and `GGUF.version`.
+    """
+    first = _read_part(open_bytes(path, mapped=mapped))
+    parts = [first]
+    count = _split_number(first, "split.count", default=1)
+    if count > 1:
+        parts += [_read_part(open_bytes(p, mapped=mapped)) for p in _other_parts(first, count)]
+        _check_parts(parts)
+    entries = [entry for part in parts for entry in part.entries]
+    return TensorFile(first.file.path, "gguf", entries, first.metadata, [part.file for part in parts])
+
+
+# -- split models ----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    file: FileBytes
+    metadata: dict[str, Value]
+    entries: list[TensorEntry]
+
+
+def _split_number(part: _Part, key: str, default: int | None = None) -> int:
+    found = part.metadata.get(key, default)
+    if type(found) is not int or found < 0:
+        raise broken(part.file.path, f"metadata {key}", expected="a count", found=quoted(found))
+    return found
+
+
+def _other_parts(first: _Part, count: int) -> list[Path]:
+    path = first.file.path
+    name = _SPLIT_NAME.fullmatch(path.name)
+    if name is None or int(name["count"]) != count:
+        expected = f"a name that ends in -00001-of-{count:05}.gguf"
+        raise broken(path, f"split.count is {count}", expected=expected, found=quoted(path.name))
+    if int(name["number"]) != 1:
+        start = f"{name['stem']}-00001-of-{count:05}.gguf"
+        raise broken(path, f"part {int(name['number'])} of a split model", hint=f"open {quoted(start)}")
+    return [path.with_name(f"{name['stem']}-{i:05}-of-{count:05}.gguf") for i in range(2, count + 1)]
+
+
+def _check_parts(parts: list[_Part]) -> None:
+    seen: dict[str, Path] = {}
+    for number, part in enumerate(parts):
+        for key, expected in (("split.count", len(parts)), ("split.no", number)):
+            found = _split_number(part, key)
+            if found != expected:
+                raise broken(part.file.path, f"metadata {key}", expected=expected, found=found)
+        for entry in part.entries:
+            if entry.name in seen:
+                raise broken(part.file.path, f"tensor {quoted(entry.name)} is in {seen[entry.name].name} too")
+            seen[entry.name] = part.file.path
+    total = _split_number(parts[0], "split.tensors.count", default=len(seen))
+    if total != len(seen):
+        raise broken(parts[0].file.path, "metadata split.tensors.count", expected=total, found=len(seen))
+
+
+def is_later_part(path: Path) -> bool:
+    """Whether the name is that of a part of a split model other than the first."""
+    name = _SPLIT_NAME.fullmatch(path.name)
+    return name is not None and int(name["number"]) > 1
+
+
+# -- one file --------------------------------------------------------------------------------------------------------
+def _read_part(file: FileBytes) -> _Part:
+    cursor = _Cursor(file)
+    magic = bytes(cursor.take(4, "magic"))
+    if magic != MAGIC:
+        raise broken(file.path, "not a GGUF file", at=0, expected=MAGIC, found=magic)
+    version = cursor.u32("version")
+    if version not in VERSIONS:
+        if version & 0xFFFF == 0 and version:
+            raise broken(
+                file.path, "the file is big endian", at=4, expected="little endian",
+                found=f"version bytes {version.to_bytes(4, 'little').hex(' ')}",
+            )  # fmt: skip
+        raise broken(file.path, "GGUF version", at=4, expected="1, 2 or 3", found=version)
+    cursor.wide = version > 1
+    # A tensor info has at least a name's length, a rank, a type and an offset; a key a length, a type and a byte.
+    tensors = cursor.count("tensor count", each=cursor.prefix + 16, most=MAX_TENSORS)
+    keys = cursor.count("key count", each=cursor.prefix + 5, most=MAX_KEYS)
+    metadata: dict[str, Value] = {"GGUF.version": version}
+    for _ in range(keys):
+        begin = cursor.at
+        key = cursor.string("a key", MAX_KEY_BYTES)
+        if key in metadata:
+            raise broken(file.path, f"key {quoted(key)} is there twice", at=begin)
+        metadata[key] = cursor.value(cursor.u32(f"type of {quoted(key)}"), f"value of {quoted(key)}")
+    return _Part(file, metadata, _read_tensors(cursor, tensors, _alignment(file.path, metadata)))
+
+
+def _alignment(file: Path, metadata: dict[str, Value]) -> int:
+    found = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if type(found) is not int or found < 1 or found & (found - 1):
+        raise broken(file, "metadata general.alignment", expected="a power of two", found=quoted(found))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Info:
+    at: int
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+
+
+def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> list[TensorEntry]:
+    infos = [_read_info(cursor) for _ in range(count)]
+    start = -(-cursor.at // alignment) * alignment
+    entries: dict[str, TensorEntry] = {}
+    for info in infos:
+        if info.name in entries:
+            raise broken(cursor.file.path, f"tensor {quoted(info.name)} is there twice", at=info.at)
+        entries[info.name] = _place(cursor.file, info, start, alignment)
+    check_overlap(entries.values())
+    return list(entries.values())
+
+
+def _read_info(cursor: _Cursor) -> _Info:
+    begin = cursor.at
+    name = cursor.string("a tensor's name", MAX_KEY_BYTES)
+    shown = quoted(name)
+    rank = cursor.u32(f"rank of {shown}")
+    if rank > MAX_RANK:
+        at = cursor.at - 4
+        raise broken(cursor.file.path, f"rank of {shown}", at=at, expected=f"at most {MAX_RANK}", found=rank)
+    dims = [cursor.size_field(f"shape of {shown}") for _ in range(rank)]
+    type_number = cursor.u32(f"type of {shown}")
+    offset = cursor.u64(f"offset of {shown}")
+    return _Info(begin, name, tuple(reversed(dims)), type_number, offset)  # the file has the fastest axis first
+
+
+def _place(file: FileBytes, info: _Info, start: int, alignment: int) -> TensorEntry:
+    what = f"tensor {quoted(info.name)}"
+    storage = GGUF_TYPES.get(info.type)
+    if storage is None:
+        removed = GGUF_REMOVED.get(info.type)
+        found = f"type {info.type}" + (f" ({removed}, which ggml removed)" if removed else ", which is unknown")
+        raise broken(file.path, what, at=info.at, expected="a type of ggml", found=found)
+    check_shape(file.path, info.name, info.shape, info.at)
+    if 0 in info.shape:
+        raise broken(file.path, f"{what}: shape", at=info.at, expected="no zero", found=info.shape)
+    nbytes = stored_bytes(info.shape, storage)
+    if nbytes is None:
+        assert isinstance(storage, BlockType)
+        expected = f"rows of whole blocks of {storage.elements}"
+        raise broken(file.path, f"{what} of {storage}", at=info.at, expected=expected, found=f"shape {info.shape}")
+    if info.offset % alignment:
+        raise broken(file.path, f"{what}: offset", at=info.at, expected=f"a multiple of {alignment}", found=info.offset)
+    begin = start + info.offset
+    if begin + nbytes > file.size:
+        expected = f"its {nbytes} bytes within the file of {file.size}"
+        raise broken(file.path, what, at=info.at, expected=expected, found=f"bytes {begin} to {begin + nbytes}")
+    return TensorEntry(info.name, info.shape, storage, begin, nbytes, file.path)
+
+
+def _decode(file: FileBytes, begin: int, end: int, what: str) -> str:
+    try:
+        return str(file.view[begin:end], "utf-8")
+    except UnicodeDecodeError as error:
+        at = begin + error.start
+        raise broken(file.path, f"{what} is not UTF-8", at=at, found=f"byte {file.view[at]:#04x}") from error
+
+
+class _Cursor:
+    """Reads a header front to back; every step is checked against the bytes that remain."""
+
+    def __init__(self, file: FileBytes) -> None:
+        self.file = file
+        self.at = 0
+        self.wide = True  # counts, lengths and sizes have 64 bits; in version 1 they have 32
+        self.arrays = 0  # inner ones, so far
+        self.strings = 0  # of arrays, so far
+
+    @property
+    def remaining(self) -> int:
+        return self.file.size - self.at
+
+    @property
+    def prefix(self) -> int:
+        """Bytes of a count, length or size."""
+        return 8 if self.wide else 4
+
+    def take(self, nbytes: int, what: str) -> memoryview:
+        if nbytes > self.remaining:
+            found = f"{self.remaining} before the end of the file"
+            raise broken(self.file.path, what, at=self.at, expected=f"{nbytes} bytes", found=found)
+        begin, self.at = self.at, self.at + nbytes
+        return self.file.view[begin : self.at]
+
+    def number(self, code: struct.Struct, what: str) -> int | float:
+        found: int | float = code.unpack(self.take(code.size, what))[0]
+        return found
+
+    def u32(self, what: str) -> int:
+        return int(self.number(_U32, what))
+
+    def u64(self, what: str) -> int:
+        return int(self.number(_U64, what))
+
+    def size_field(self, what: str) -> int:
+        return self.u64(what) if self.wide else self.u32(what)
+
+    def count(self, what: str, *, each: int, most: int | None = None) -> int:
+        """A count of things that take at least `each` bytes."""
+        begin = self.at
+        found = self.size_field(what)
+        if found * each > self.remaining:
+            expected = f"at most {self.remaining // each}, for {self.remaining} bytes remain"
+            raise broken(self.file.path, what, at=begin, expected=expected, found=found)
+        if most is not None and found > most:
+            raise broken(self.file.path, what, at=begin, expected=f"at most {most}", found=found)
+        return found
+
+    def string(self, what: str, most: int) -> str:
+        length = self.count(f"length of {what}", each=1, most=most)
+        self.at += length
+        return _decode(self.file, self.at - length, self.at, what)
+
+    def value(self, kind: int, what: str, depth: int = 0) -> Value:
+        if kind == STRING:
+            return self.string(what, MAX_STRING_BYTES)
+        if kind == ARRAY:
+            return self.array(what, depth)
+        if kind not in _NUMBERS:
+            raise broken(self.file.path, f"type of {what}", at=self.at - 4, expected=_VALUE_TYPES, found=kind)
+        found = self.number(_NUMBERS[kind][1], what)
+        if kind == BOOL:
+            if found > 1:
+                raise broken(self.file.path, what, at=self.at - 1, expected="0 or 1", found=found)
+            return bool(found)
+        return found
+
+    def array(self, what: str, depth: int) -> Value:
+        if depth:
+            self.arrays += 1
+        if depth >= MAX_NESTING or self.arrays > MAX_ARRAYS:
+            expected = f"at most {MAX_NESTING} levels and {MAX_ARRAYS} inner arrays"
+            raise broken(self.file.path, f"{what} is nested too much", at=self.at, expected=expected)
+        kind = self.u32(f"element type of {what}")
+        if kind == STRING:
+            return self.string_array(what)
+        if kind == ARRAY:
+            inner = self.count(f"length of {what}", each=4 + self.prefix, most=MAX_ARRAYS)
+            return tuple(self.array(what, depth + 1) for _ in range(inner))
+        if kind not in _NUMBERS:
+            raise broken(self.file.path, f"element type of {what}", at=self.at - 4, expected=_VALUE_TYPES, found=kind)
+        dtype = np.dtype(_NUMBERS[kind][2])
+        count = self.count(f"length of {what}", each=dtype.itemsize)
+        begin = self.at
+        self.at += count * dtype.itemsize
+        raw = self.file.array(begin, self.at)
+        if kind == BOOL and count and int(raw.max()) > 1:
+            at = int(np.argmax(raw > 1))
+            raise broken(self.file.path, what, at=begin + at, expected="0 or 1", found=int(raw[at]))
+        return raw.view(dtype)
+
+    def string_array(self, what: str) -> StringArray:
+        """Walk from length to length: the one loop whose speed decides how fast a file opens."""
+        count = self.count(f"length of {what}", each=self.prefix, most=MAX_STRINGS - self.strings)
+        self.strings += count
+        code = _U64 if self.wide else _U32
+        view, read, prefix, end, at = self.file.view, code.unpack_from, code.size, self.file.size, self.at
+        starts = array("q", (at,))
+        append = starts.append
+        for _ in range(count):
+            if at + prefix > end:
+                break
+            at += prefix + read(view, at)[0]
+            if at > end:
+                break
+            append(at)
+        if len(starts) <= count:
+            found = f"string {len(starts) - 1} of {count} beyond it"
+            raise broken(self.file.path, what, at=starts[-1], expected=f"strings that end by byte {end}", found=found)
+        self.at = at
+        return StringArray(self.file, starts, prefix)

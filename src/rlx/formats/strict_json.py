@@ -1,0 +1,73 @@
+"""JSON from outside: parsed only as far as it is small, plain and unambiguous.
+
+Takes bytes, gives Python data. Refused are too many bytes or values, deep nesting, bad UTF-8, two members of one name,
+NaN and Infinity, lone surrogates: things that other readers take in different ways, or that cost more than they weigh.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rlx.errors import FormatError
+from rlx.formats.tensors import broken, quoted
+
+MAX_BYTES = 100_000_000  # the bound that the safetensors library sets for its header
+MAX_VALUES = 1 << 22
+# Matches to the end of an unclosed string as well, so that the scan is linear whatever it meets.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.S)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def parse_json(source: bytes | memoryview, file: Path, *, at: int = 0, max_values: int = MAX_VALUES) -> Any:
+    """The value that `source` holds; `at` is where it begins in `file`."""
+    if len(source) > MAX_BYTES:
+        raise broken(file, "JSON", at=at, expected=f"at most {MAX_BYTES} bytes", found=len(source))
+    data = bytes(source)
+    _check_values(data, file, at, max_values)
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise broken(file, "JSON is not UTF-8", at=at + error.start, found=f"byte {data[error.start]:#04x}") from error
+
+    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+            raise broken(file, f"JSON has two members {quoted(twice)} in one object", at=at or None)
+        return found
+
+    def constant(name: str) -> NoReturn:
+        raise broken(file, "JSON", at=at or None, expected="a number", found=name)
+
+    try:
+        value = json.loads(text, object_pairs_hook=members, parse_constant=constant)
+        if _SURROGATE.search(data):
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except json.JSONDecodeError as error:
+        where = at + len(text[: error.pos].encode())
+        raise broken(file, f"not JSON, {error.msg[:80]}", at=where) from error
+    except RecursionError as error:
+        raise broken(file, "JSON is nested too deeply", at=at or None) from error
+    except UnicodeEncodeError as error:
+        raise broken(file, "JSON has half of a surrogate pair", at=at or None) from error
+    except FormatError:
+        raise
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise broken(file, "JSON has a number that is too long", at=at or None) from error
+
+
+def _check_values(data: bytes, file: Path, at: int, most: int) -> None:
+    def values(text: bytes) -> int:
+        return 1 + text.count(b",") + text.count(b"[") + text.count(b"{")
+
+    # Strings may hold commas and brackets too: only when the quick count is too high is it worth removing them.
+    found = values(data)
+    if found > most:
+        found = values(_STRING.sub(b"", data))
+    if found > most:
+        raise broken(file, "JSON", at=at or None, expected=f"at most {most} values", found=found)
