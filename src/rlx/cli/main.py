@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 
 import rlx
-from rlx.cli import cache, demo, env, inspect, ops
-from rlx.errors import FormatError, ParseError, RlxError
+from rlx.cli import cache, demo, env, inspect, models, ops, pull, rm, show
+from rlx.errors import FormatError, NotFoundError, ParseError, RlxError
 
-COMMANDS = (demo, inspect, ops, env, cache)
-OK, FAILED, USAGE, BAD_FILE, INTERRUPTED = 0, 1, 2, 4, 130
+COMMANDS = (pull, models, show, rm, demo, inspect, ops, env, cache)
+OK, FAILED, USAGE, NOT_FOUND, BAD_FILE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rlx: {error}", file=sys.stderr)
         for note in error.notes:
             print(note, file=sys.stderr)
+        if isinstance(error, NotFoundError):
+            return NOT_FOUND
         return BAD_FILE if isinstance(error, (FormatError, ParseError)) else FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

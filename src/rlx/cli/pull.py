@@ -1,0 +1,31 @@
+"""`rlx pull NAME`: fetch a model, so that it is there when it is wanted. Its path goes to stdout."""
+
+from __future__ import annotations
+
+import argparse
+
+from rlx import hub
+from rlx.hub.progress import say
+from rlx.hub.store import show_size
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser("pull", help="fetch a model")
+    command.add_argument("names", nargs="*", metavar="NAME", help=f"a name; {hub.DEFAULT} if none is given")
+    command.add_argument("--revision", help="a branch, tag or commit, of a model of the Hugging Face hub")
+    command.add_argument("--accept-licence", "--accept-license", action="store_true", help="accept the model's terms")
+    command.add_argument("-q", "--quiet", action="store_true", help="no progress")
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    for name in arguments.names or [hub.DEFAULT]:
+        files = hub.locate(name, revision=arguments.revision)
+        if files is None:
+            files = hub.resolve(
+                name, accept_licence=arguments.accept_licence, revision=arguments.revision, quiet=arguments.quiet
+            )
+        else:
+            say(f"{files.name}: already here, {show_size(files.size)}", quiet=arguments.quiet)
+        print(files.path)
+    return 0

