@@ -104,7 +104,8 @@ def bert_graph(sizes: Bert) -> rlx.Graph:
                 return value @ p[f"{at}.{name}"] + p[f"{at}.{name}.bias"]
 
             def norm(value: rlx.Value, name: str, at: int = i) -> rlx.Value:
-                return g.layer_norm(value, p[f"{at}.{name}"], p[f"{at}.{name}.bias"], eps=BERT_EPS)
+                normed: rlx.Value = g.layer_norm(value, p[f"{at}.{name}"], p[f"{at}.{name}.bias"], eps=BERT_EPS)
+                return normed
 
             q, k, v = (linear(x, n).reshape("batch", "seq", sizes.heads, head_dim) for n in "qkv")
             seen = g.attention(q, k, v, mask, mask_kind=rlx.MaskKind.CUSTOM).reshape("batch", "seq", sizes.hidden)

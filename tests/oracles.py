@@ -1,6 +1,7 @@
 """Outside oracles: what every op means, in NumPy and SciPy alone, and how close an implementation has to come.
 
-`ORACLES[op]` takes float64, int64 and bool arrays (None where an operand is left out) and attributes, with element types
+`ORACLES[op]` takes float64, int64 and bool arrays (None where an operand is left out) and attributes,
+     with element types
 as names, and gives one array or a tuple. Nothing here calls rlx: a test that uses it proves meaning, not plumbing.
 """
 
@@ -30,10 +31,10 @@ FLOATS = ("f32", "f64", "f16", "bf16")
 INTEGERS = ("i8", "i16", "i32", "i64", "u8", "u32")
 
 # Ops whose result is one of their operands' numbers, or IEEE arithmetic rounded once: they have to be exact.
-EXACT = frozenset(
-    "add sub mul div sqrt neg abs relu maximum minimum max min where cast reshape transpose slice expand assume_equal "
-    "concatenate pad gather topk argmax".split()
-)
+EXACT = frozenset((
+    "add", "sub", "mul", "div", "sqrt", "neg", "abs", "relu", "maximum", "minimum", "max", "min", "where", "cast",
+    "reshape", "transpose", "slice", "expand", "assume_equal", "concatenate", "pad", "gather", "topk", "argmax",
+))  # fmt: skip
 
 
 def oracle(*names: str) -> Callable[[Oracle], Oracle]:
@@ -257,7 +258,9 @@ def _mean(x: Array, *, axis: Any = None, keepdims: bool = False) -> Array:
 def _ranking(row: Array) -> list[int]:
     """Indices by falling value: NaN before everything, the first of equals first. Python's sort is stable."""
     values = row.tolist()
-    return sorted(range(len(values)), key=lambda i: (values[i] == values[i], -values[i] if values[i] == values[i] else 0))
+    return sorted(
+        range(len(values)), key=lambda i: (values[i] == values[i], -values[i] if values[i] == values[i] else 0)
+    )
 
 
 @oracle("argmax")
@@ -376,8 +379,16 @@ def _rope(x: Array, cos: Array, sin: Array, positions: Array, *, style: str = "h
 
 @oracle("attention")
 def _attention(
-    q: Array, k: Array, v: Array, mask: Array | None = None, *, mask_kind: str = "none", scale: float | None = None,
-    softcap: float | None = None, num_heads: int | None = None, head_dim: int | None = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None = None,
+    *,
+    mask_kind: str = "none",
+    scale: float | None = None,
+    softcap: float | None = None,
+    num_heads: int | None = None,
+    head_dim: int | None = None,
 ) -> Array:
     """One query at a time: the keys it sees are picked out first, so nothing has to be masked afterwards."""
     batch, q_len, heads, dim = q.shape
@@ -407,7 +418,7 @@ def _sees(kind: str, query: int, key: int) -> bool:
     return kind != "causal" or key <= query
 
 
-# -- blocks -------------------------------------------------------------------------------------------------------------
+# -- blocks ----------------------------------------------------------------------------------------------------------
 @oracle("linear")
 def _linear(x: Array, weight: Array, bias: Array | None = None, *, activation: str | None = None) -> Array:
     y = _scaled(_matmul(x, weight), None, bias)

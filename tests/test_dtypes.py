@@ -80,7 +80,9 @@ def test_every_spelling_names_one_record(like: Any, name: str | None) -> None:
         assert dtype(like) is dtypes.BY_NAME[name]
 
 
-@pytest.mark.parametrize("like", ["f31", "", "float128", None, np.complex64, np.dtype(">f4"), "U3", object, 3, [1], np.uint16])
+@pytest.mark.parametrize(
+    "like", ["f31", "", "float128", None, np.complex64, np.dtype(">f4"), "U3", object, 3, [1], np.uint16]
+)
 def test_what_is_no_element_type_is_an_error(like: Any) -> None:
     with pytest.raises(DTypeError, match="dtype: "):
         dtype(like)

@@ -16,9 +16,9 @@ import numpy as np
 from rlx.errors import DTypeError, nearest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """One element type. `kind` is 'float', 'int', 'uint' or 'bool'."""
+    """One element type, equal only to itself. `kind` is 'float', 'int', 'uint' or 'bool'."""
 
     name: str
     kind: str

@@ -44,12 +44,13 @@ Monomial = tuple[Atom, ...]
 class Dim:
     """A size known only at run time. Build with `rlx.dim("n")`, combine with + - * // and `dim_min`, `dim_max`."""
 
-    __slots__ = ("_hash", "terms")
+    __slots__ = ("_hash", "_text", "terms")
     __array_ufunc__ = None  # NumPy hands `np.int64(2) * dim` to us
 
     def __init__(self, terms: tuple[tuple[Monomial, int], ...]) -> None:
         self.terms = terms
         self._hash = hash(terms)
+        self._text = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Dim, (self.terms,))
@@ -61,17 +62,19 @@ class Dim:
         return self._hash
 
     def __add__(self, other: Size) -> Size:
-        return _combine((self, 1), (other, 1))
+        return self if other == 0 else _combine((self, 1), (other, 1))
 
     __radd__ = __add__
 
     def __sub__(self, other: Size) -> Size:
-        return _combine((self, 1), (other, -1))
+        return self if other == 0 else _combine((self, 1), (other, -1))
 
     def __rsub__(self, other: Size) -> Size:
         return _combine((other, 1), (self, -1))
 
     def __mul__(self, other: Size) -> Size:
+        if isinstance(other, int) and other != 0:
+            return self if other == 1 else Dim(tuple([(m, c * other) for m, c in self.terms]))
         total: dict[Monomial, int] = {}
         for m, c in self.terms:
             for n, d in _terms(other):
@@ -94,7 +97,8 @@ class Dim:
         raise ShapeError(f"dim {self}: its size is not known before run time", hint="bind it with a DimBinding")
 
     def __str__(self) -> str:
-        return _dim_text(self)
+        self._text = self._text or _dim_text(self)
+        return self._text
 
     def __repr__(self) -> str:
         return f"Dim({self})"
@@ -137,7 +141,8 @@ def _normal(total: Mapping[Monomial, int]) -> Size:
         return 0
     if len(kept) == 1 and not kept[0][0]:
         return kept[0][1]
-    kept.sort(key=lambda t: (-len(t[0]), [_atom_key(a) for a in t[0]]))
+    if len(kept) > 1:
+        kept.sort(key=lambda t: (-len(t[0]), [_atom_key(a) for a in t[0]]))
     return Dim(tuple(kept))
 
 
@@ -164,6 +169,8 @@ def dim_floordiv(a: Size, b: Size) -> Size:
         raise ShapeError(f"dim: {a} // 0")
     if isinstance(a, int) and isinstance(b, int):
         return a // b
+    if b == 1:
+        return a
     exact = _exact_quotient(a, b)
     if exact is not None:
         return exact
@@ -219,6 +226,8 @@ def symbols_of(size: Size) -> Iterator[Symbol]:
 
 def known_equal(a: Size, b: Size) -> bool | None:
     """True or False where it can be decided, None where it depends on run-time values."""
+    if a == b:
+        return True
     difference = _combine((a, 1), (b, -1))
     return difference == 0 if isinstance(difference, int) else None
 
@@ -366,14 +375,14 @@ class DimBinding:
         """BATCH and PAST_SEQ bound."""
         return cls({"batch": batch, "past_seq": past})
 
-    def get(self, symbol: str | Dim) -> int | None:
+    def get(self, symbol: str | Size) -> int | None:
         """The size of a symbol or of an expression over bound symbols; None if unbound."""
         size = parse_dim(symbol) if isinstance(symbol, str) else symbol
         if any(s.name not in self._sizes for s in symbols_of(size)):
             return None
         return evaluate(size, self._sizes)
 
-    def set(self, symbol: str | Dim, size: int) -> DimBinding:
+    def set(self, symbol: str | Size, size: int) -> DimBinding:
         """Bind one symbol; a later binding wins."""
         name = str(symbol)
         if not name.isidentifier():

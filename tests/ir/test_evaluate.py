@@ -5,7 +5,18 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from layers import Bert, Llama, bert_graph, bert_inputs, bert_numpy, llama_graph, llama_inputs, llama_numpy, relative, weights
+from layers import (
+    Bert,
+    Llama,
+    bert_graph,
+    bert_inputs,
+    bert_numpy,
+    llama_graph,
+    llama_inputs,
+    llama_numpy,
+    relative,
+    weights,
+)
 
 from rlx import Graph
 from rlx.errors import BindError, LowerError
@@ -21,7 +32,11 @@ def test_a_small_composite() -> None:
     top, where = h.topk(k=2)
     g.set_outputs([h.softmax(axis=-1), h.gather(idx)[:, ::2], top, where, (h > 0.5).astype("i32").sum(axis=0)])
     rng = np.random.default_rng(0)
-    a, b, i = rng.standard_normal((5, 4), np.float32), rng.standard_normal((4, 3), np.float32), np.array([4, 0], np.int32)
+    a, b, i = (
+        rng.standard_normal((5, 4), np.float32),
+        rng.standard_normal((4, 3), np.float32),
+        np.array([4, 0], np.int32),
+    )
     found = run(g, {"x": a, "w": b, "i": i}, {"n": 5})
     t = np.tanh(a @ b + 1)
     e = np.exp(t)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from graphs import any_graphs
-from hypothesis import given, settings
+from graphs import any_graphs, examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlx import Graph
@@ -22,7 +22,7 @@ from rlx.types import dim, parse_dim
 
 
 @given(any_graphs())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_a_printed_graph_reads_back(g: Graph) -> None:
     text = g.text(full=True)
     again = Graph.parse(text)
@@ -32,13 +32,27 @@ def test_a_printed_graph_reads_back(g: Graph) -> None:
 
 
 @given(any_graphs(max_steps=6), st.randoms(use_true_random=False))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_mutated_text_is_a_graph_or_a_parse_error(g: Graph, random: Any) -> None:
     """Whatever happens to the text, the parser gives a graph that verifies or says what is wrong, and where."""
     text = g.text(full=True)
     for _ in range(random.randint(1, 4)):
         at, size = random.randrange(len(text) + 1), random.choice([0, 1, 1, 3, 20])
-        new = random.choice(["", "", *'"\\%=:;,()[]{}#\n 7n-.', "none", "return", "f32[2]", "%0", "graph @g mir {", "\x00", "é", "1e999"])
+        new = random.choice(
+            [
+                "",
+                "",
+                *'"\\%=:;,()[]{}#\n 7n-.',
+                "none",
+                "return",
+                "f32[2]",
+                "%0",
+                "graph @g mir {",
+                "\x00",
+                "é",
+                "1e999",
+            ]
+        )
         new = text[(b := random.randrange(len(text) + 1)) : b + 20] if random.random() < 0.2 else new
         text = text[:at] + new + text[at + size :]
     try:
@@ -65,7 +79,9 @@ def test_text_may_be_laid_out_freely_and_commented() -> None:
     g = Graph.parse(VALID)
     assert g.text() == VALID
     assert Graph.parse(" ".join(VALID.split())) == g
-    assert Graph.parse("# a graph\n\n" + VALID.replace(" : ", "\n   :   ").replace("\n", "  # why\n") + "\n # end\n") == g
+    assert (
+        Graph.parse("# a graph\n\n" + VALID.replace(" : ", "\n   :   ").replace("\n", "  # why\n") + "\n # end\n") == g
+    )
     assert len(g.outputs) == 2 and g.outputs[1].dtype.name == "i32"
 
 
@@ -96,7 +112,7 @@ def test_origins_print_as_comments_and_read_back() -> None:
         ('name="x"', 'nom="x"', 2, "attribute 'name' is missing"),
         ('name="x"', 'name=""', 2, "'' is not a new name"),
         ('name="x"', "name=3", 2, "3 is not a new name"),
-        ('%1 = const(value=[1.0, 2.0, 3.0, 4.0]) : f32[4]', '%1 = param(name="x") : f32[4]', 3, "'x' is not a new name"),
+        ("const(value=[1.0, 2.0, 3.0, 4.0])", 'param(name="x")', 3, "'x' is not a new name"),
         ("[1.0, 2.0, 3.0, 4.0]", "[1.0, 2.0, 3.0]", 3, r"a constant f32\[4\] has 3 elements"),
         ("[1.0, 2.0, 3.0, 4.0]", "[1.0, 2.0, x]", 3, "broken data"),
         ("[1.0, 2.0, 3.0, 4.0]", '["1", 2, 3, 4]', 3, "is not a number"),
@@ -135,7 +151,7 @@ def test_text_around_a_graph_is_an_error() -> None:
 
 def test_nesting_without_end_is_an_error() -> None:
     body = '%0 = input(name="x") : f32[2] %1 = region(%0, body=graph @b mir {'
-    with pytest.raises(ParseError, match="nested too deeply|closing brace"):
+    with pytest.raises(ParseError, match=r"nested too deeply|closing brace"):
         Graph.parse("graph @g mir {" + body * 3000)
     deep = "[" * 100_000 + "]" * 100_000
     with pytest.raises(ParseError):
@@ -146,7 +162,8 @@ def test_nesting_without_end_is_an_error() -> None:
     "value",
     [
         None, True, False, 0, -7, 10**30, 0.0, -0.0, 1e-45, 1e300, 0.1, float("inf"), float("-inf"), "", "none", "1",
-        'say "hi"', "{}, (a) = [b]; # c", "\\", '\\"', "line\nbreak", "é\u2028\x00", (), (1,), ((),), ((1,), (2, 3)), (1, "a,b", None),
+        'say "hi"', "{}, (a) = [b]; # c", "\\", '\\"', "line\nbreak", "é\u2028\x00", (), (1,), ((),), ((1,), (2, 3)),
+        (1, "a,b", None),
         dim("n"), dim("n") * 2 - 1, dim("n") // 2, (dim("n") // 2 * dim("m"),), (parse_dim("(n // 2) // m"), 3),
         parse_dim("min(n, m // 3)"), (parse_dim("max(n, 3)"), -1), *ALL,
     ],
@@ -203,7 +220,9 @@ def test_a_body_prints_as_indented_lines() -> None:
     g = Graph("g")
     x, w = g.input("x", ("n", 4)), g.param("w", (4, 2))
     g.set_outputs([(x @ w).tanh() * 2.0])
-    assert optimise(g, AVX512).main.text() == """\
+    assert (
+        optimise(g, AVX512).main.text()
+        == """\
 graph @g mir {
   %0 = param(name="@0") : f32[1, 4, 64]
   %1 = input(name="x") : f32[n, 4]
@@ -216,3 +235,4 @@ graph @g mir {
   }, weights=1, columns=2, packed=true) : f32[n, 2]
   return %2
 }"""
+    )

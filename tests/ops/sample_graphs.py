@@ -153,4 +153,3 @@ def compile_sample(name: str, element_type: str, where: str, **options: Any) -> 
     """The sample graph on the reference device, or on the CPU as a target."""
     graph = sample_graph(name, element_type).graph
     return rlx.compile(graph, "reference") if where == "reference" else rlx.compile(graph, target=where, **options)
-

@@ -1,4 +1,4 @@
-"""Arrays as users have them: transposed, sliced, reversed, Fortran order, read-only, without axes. And params and constants."""
+"""Arrays as users have them: transposed, sliced, reversed, Fortran order, read-only, 0-d; and weights and constants."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def test_the_layout_of_an_input_does_not_matter(layout: str, place: str) -> None
     arrays = {n: LAYOUTS[layout](rng.uniform(-2, 2, s).astype(np.float32)) for n, s in shapes.items()}
     graph = rlx.Graph("layouts")
     a, b, c, d = (graph.input(n, s) for n, s in shapes.items())
-    graph.set_outputs([a @ b + c, a.softmax(), a.sum(axis=0), d.mT, d.layer_norm(), graph.concatenate([d, d * 2], axis=1)])
+    graph.set_outputs(
+        [a @ b + c, a.softmax(), a.sum(axis=0), d.mT, d.layer_norm(), graph.concatenate([d, d * 2], axis=1)]
+    )
     compiled = rlx.compile(graph, "reference") if place == "reference" else rlx.compile(graph, target=place)
     before = {n: x.copy() for n, x in arrays.items()}
     found = compiled.run(arrays)
@@ -82,7 +84,9 @@ def test_the_layout_of_an_input_does_not_matter(layout: str, place: str) -> None
 def test_arrays_without_axes(name: str, place: str) -> None:
     graph = rlx.Graph("scalar")
     x, y = graph.input("x", (), name), graph.input("y", (3,), name)
-    graph.set_outputs([x, graph.where(x.astype("bool"), y, x), x.reshape((1, 1)), graph.expand(x, shape=(2, 3)), x.astype("f32")])
+    graph.set_outputs(
+        [x, graph.where(x.astype("bool"), y, x), x.reshape((1, 1)), graph.expand(x, shape=(2, 3)), x.astype("f32")]
+    )
     compiled = rlx.compile(graph, "reference") if place == "reference" else rlx.compile(graph, target=place)
     one, some = np.array(1).astype(NUMPY[name]), np.array([0, 1, 1]).astype(NUMPY[name])
     same, chosen, square, wide, single = compiled.run({"x": one, "y": some})
@@ -104,11 +108,13 @@ def test_outputs_belong_to_the_caller() -> None:
     for array in first:
         assert array.flags.writeable and array.flags.c_contiguous and not np.shares_memory(array, given)
         array[...] = -1
-    for array, wanted in zip(compiled.run({"x": given}), [given, given + 1, given + 1, given.reshape(2, 2)], strict=True):
+    for array, wanted in zip(
+        compiled.run({"x": given}), [given, given + 1, given + 1, given.reshape(2, 2)], strict=True
+    ):
         np.testing.assert_array_equal(array, wanted)
 
 
-# -- the three kinds of leaves --------------------------------------------------------------------------------------------
+# -- the three kinds of leaves ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("op", [o.name for o in user_ops()])
 def test_weights_give_what_inputs_give(op: str) -> None:
     """All operands are params: the whole op runs in the bind program."""
@@ -134,4 +140,3 @@ def test_constants_fold_to_what_inputs_give(op: str) -> None:
     element_type = element_types(registry.get(op))[0]
     case = sample_graph(op, element_type, "constant")
     case.check(rlx.compile(case.graph, target=BEST).run({}))
-

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from sample_graphs import compile_sample, element_types, sample_graph, user_ops
 
-import rlx
 from rlx.target import supported
 
 PLACES = ["reference", *(t.name for t in supported())]

@@ -127,11 +127,14 @@ def test_reductions(torch: Any, axis: int, dtype: Any, place: str) -> None:
     t = torch.from_numpy(x)
 
     def build(g: Any, v: Any) -> list[Any]:
-        simple = [g.apply(op, v, axis=axis) for op in ("sum", "mean", "prod", "max", "min", "argmax", "softmax", "cumsum")]
+        simple = [
+            g.apply(op, v, axis=axis) for op in ("sum", "mean", "prod", "max", "min", "argmax", "softmax", "cumsum")
+        ]
         return [*simple, g.sum(v, axis=(0, 2), keepdims=True)]
 
     wanted = [
-        t.sum(axis), t.mean(axis), t.prod(axis), t.amax(axis), t.amin(axis), t.argmax(axis), t.softmax(axis), t.cumsum(axis),
+        t.sum(axis), t.mean(axis), t.prod(axis), t.amax(axis), t.amin(axis), t.argmax(axis), t.softmax(axis),
+             t.cumsum(axis),
         t.sum((0, 2), keepdim=True),
     ]  # fmt: skip
     for array, exact in zip(run(place, build, x), wanted, strict=True):
@@ -140,7 +143,9 @@ def test_reductions(torch: Any, axis: int, dtype: Any, place: str) -> None:
 
 @EVERY_PLACE
 def test_topk(torch: Any, place: str) -> None:
-    x = np.random.default_rng(0).permutation(7 * 65).reshape(7, 65).astype(np.float32)  # no equals: torch breaks ties as it likes
+    x = (
+        np.random.default_rng(0).permutation(7 * 65).reshape(7, 65).astype(np.float32)
+    )  # no equals: torch breaks ties as it likes
     values, at = torch.topk(torch.from_numpy(x), 9)
     found = run(place, lambda g, v: v.topk(k=9), x)
     close(found[0], values)
@@ -150,10 +155,18 @@ def test_topk(torch: Any, place: str) -> None:
 @EVERY_PLACE
 @EVERY_TYPE
 def test_norms(torch: Any, dtype: Any, place: str) -> None:
-    x, gamma, beta = uniform(4, 3, 130, dtype=dtype), uniform(130, dtype=dtype, seed=1), uniform(130, dtype=dtype, seed=2)
+    x, gamma, beta = (
+        uniform(4, 3, 130, dtype=dtype),
+        uniform(130, dtype=dtype, seed=1),
+        uniform(130, dtype=dtype, seed=2),
+    )
     t, w, b = (torch.from_numpy(a) for a in (x, gamma, beta))
     layer, root, plain = run(
-        place, lambda g, v, p, q: [g.layer_norm(v, p, q, eps=1e-5), g.rms_norm(v, p, eps=1e-6), g.layer_norm(v)], x, gamma, beta
+        place,
+        lambda g, v, p, q: [g.layer_norm(v, p, q, eps=1e-5), g.rms_norm(v, p, eps=1e-6), g.layer_norm(v)],
+        x,
+        gamma,
+        beta,
     )
     close(layer, torch.nn.functional.layer_norm(t, (130,), w, b, 1e-5), 3e-6)
     close(root, torch.nn.functional.rms_norm(t, (130,), w, 1e-6), 3e-6)
@@ -163,7 +176,11 @@ def test_norms(torch: Any, dtype: Any, place: str) -> None:
 @EVERY_PLACE
 @EVERY_TYPE
 def test_products(torch: Any, dtype: Any, place: str) -> None:
-    a, b, c = uniform(13, 65, dtype=dtype), uniform(65, 70, dtype=dtype, seed=1), uniform(3, 1, 7, 13, dtype=dtype, seed=2)
+    a, b, c = (
+        uniform(13, 65, dtype=dtype),
+        uniform(65, 70, dtype=dtype, seed=1),
+        uniform(3, 1, 7, 13, dtype=dtype, seed=2),
+    )
     p, q, r = (torch.from_numpy(x) for x in (a, b, c))
     found = run(place, lambda g, x, y, z: [x @ y, z @ x, x.mT @ z.mT], a, b, c)
     for array, exact in zip(found, (p @ q, r @ p, p.mT @ r.mT), strict=True):
@@ -191,7 +208,8 @@ def test_moving_elements(torch: Any, place: str) -> None:
     t, s = torch.from_numpy(x), torch.from_numpy(y)
     found = run(
         place,
-        lambda g, a, b: [g.concatenate([a, b], axis=1), g.pad(a, low=(0, 1, 2), high=(0, 0, 3), value=1.5), a[:, 1:4:2, ::3]],
+        lambda g, a, b: [g.concatenate([a, b], axis=1), g.pad(a, low=(0, 1, 2), high=(0, 0, 3), value=1.5),
+             a[:, 1:4:2, ::3]],
         x, y,
     )  # fmt: skip
     close(found[0], torch.cat([t, s], 1))

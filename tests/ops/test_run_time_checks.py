@@ -1,4 +1,4 @@
-"""What only run time can know to be wrong: a typed error, on every device, before anything is read or written outside."""
+"""What only run time can know to be wrong: a typed error on every device, before anything outside is touched."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ INDEXING: dict[str, Callable[[Any, Any], Any]] = {
     "gather rows": lambda g, i: g.gather(g.input("x", ("n", 40)), i),
     "gather columns": lambda g, i: g.gather(g.input("x", (40, "n")), i, axis=1),
     "scatter_add": lambda g, i: g.scatter_add(g.input("x", ("n", 40)), i, g.input("u", (37, 40))),
-    "rope": lambda g, i: g.rope(g.input("x", (1, 37, 2, 8)), g.input("c", ("n", 4)), g.input("s", ("n", 4)), i.reshape(1, 37)),
+    "rope": lambda g, i: g.rope(g.input("x", (1, 37, 2, 8)), g.input("c", ("n", 4)), g.input("s", ("n", 4)),
+         i.reshape(1, 37)),
 }  # fmt: skip
 
 
@@ -65,7 +66,7 @@ def test_an_empty_table_has_no_rows(place: str) -> None:
         run.run({"x": ones(0, 4), "i": np.zeros(1, np.int32)})
 
 
-# -- sizes --------------------------------------------------------------------------------------------------------------
+# -- sizes -----------------------------------------------------------------------------------------------------------
 # A graph over x: f32[n], and the least n that it runs with.
 SIZES: dict[str, tuple[Callable[[Any, Any], Any], int]] = {
     "topk": (lambda g, x: x.topk(k=4)[0], 4),
@@ -106,7 +107,12 @@ def test_a_size_that_can_never_fit_is_an_error_at_once() -> None:
 @EVERY_PLACE
 def test_tables_wider_than_a_head_are_an_error(place: str) -> None:
     graph = rlx.Graph("rope")
-    operands = graph.input("x", (1, 2, 1, 8)), graph.input("c", (3, N)), graph.input("s", (3, N)), graph.input("p", (1, 2), "i32")
+    operands = (
+        graph.input("x", (1, 2, 1, 8)),
+        graph.input("c", (3, N)),
+        graph.input("s", (3, N)),
+        graph.input("p", (1, 2), "i32"),
+    )
     graph.set_outputs(graph.rope(*operands))
     run = compiled(place, graph)
     fixed = {"x": ones(1, 2, 1, 8), "p": np.zeros((1, 2), np.int32)}

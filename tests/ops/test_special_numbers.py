@@ -39,7 +39,8 @@ def specials(element_type: str) -> Array:
     info = ml_dtypes.finfo(NUMPY[element_type])
     tiny, least, largest = float(info.smallest_subnormal), float(info.smallest_normal), float(info.max)
     sizes = [
-        0.0, np.inf, np.nan, tiny, 3 * tiny, least, least - tiny, largest, 1.0, 1.0 + float(info.eps), 0.5, 1.5, 2.0, 2.5,
+        0.0, np.inf, np.nan, tiny, 3 * tiny, least, least - tiny, largest, 1.0, 1.0 + float(info.eps), 0.5, 1.5, 2.0,
+             2.5,
         3.0, 10.0, 30.0, 1e-3, 255.0,
     ]  # fmt: skip
     return np.array([s * v for v in sizes for s in (1, -1)]).astype(NUMPY[element_type])
@@ -74,7 +75,9 @@ def check_each(op: str, actual: Array, exact: Array, x: Array) -> None:
         np.testing.assert_array_equal(found[~finite], near[~finite], err_msg=f"{op}: NaN and infinities")
         info = ml_dtypes.finfo(NUMPY[name])
         scale = np.maximum(np.abs(exact), _SCALE.get(op, np.zeros_like)(x.astype(np.float64)))[finite]
-        relative = registry.get(op).tolerance * (2.0**-28 if name == "f64" else 1) + (float(info.eps) if "16" in name else 0)
+        relative = registry.get(op).tolerance * (2.0**-28 if name == "f64" else 1) + (
+            float(info.eps) if "16" in name else 0
+        )
         # Results below the normal numbers may be lost: sigmoid(-100) is 1 / inf in f32.
         allowed = relative * scale + float(info.smallest_normal)
         worst = np.max(np.abs(found[finite] - near[finite]) - allowed, initial=-np.inf)
@@ -147,7 +150,7 @@ def test_moving_elements_keeps_their_bits(element_type: str, place: str) -> None
         np.testing.assert_array_equal(array.view(np.uint8), np.ascontiguousarray(wanted).view(np.uint8))
 
 
-# -- reductions ---------------------------------------------------------------------------------------------------------
+# -- reductions ------------------------------------------------------------------------------------------------------
 def planted(value: float, element_type: str, n: int = 41) -> Array:
     """Row i has `value` at column i, and numbers from -2 to 2 elsewhere: every lane and every rest once."""
     x = np.random.default_rng(3).uniform(-2, 2, (n, n))
@@ -159,7 +162,9 @@ def planted(value: float, element_type: str, n: int = 41) -> Array:
 @EVERY_FLOAT
 @pytest.mark.parametrize("axis", (0, 1))
 @pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
-def test_a_special_number_anywhere_reaches_the_reduction(value: float, axis: int, element_type: str, place: str) -> None:
+def test_a_special_number_anywhere_reaches_the_reduction(
+    value: float, axis: int, element_type: str, place: str
+) -> None:
     x = planted(value, element_type)
 
     def build(g: Any, v: Any) -> list[Any]:
@@ -214,7 +219,14 @@ def test_denormals_are_numbers(element_type: str, place: str) -> None:
     x = np.full((3, 37), tiny)
     total, running, product, doubled, most, scaled = run(
         place,
-        lambda g, v: [v.sum(axis=1), v.cumsum(), v @ g.constant(np.ones((37, 5), info.dtype)), v + v, v.max(), v * 1e30],
+        lambda g, v: [
+            v.sum(axis=1),
+            v.cumsum(),
+            v @ g.constant(np.ones((37, 5), info.dtype)),
+            v + v,
+            v.max(),
+            v * 1e30,
+        ],
         x=x,
     )
     np.testing.assert_array_equal(total, np.full(3, 37 * tiny))
@@ -247,7 +259,7 @@ def test_norms_keep_rows_apart(op: str, place: str) -> None:
     assert_matches(found[[0, 3, 4]], exact[[0, 3, 4]], relative=3e-6)
 
 
-# -- products and attention ---------------------------------------------------------------------------------------------
+# -- products and attention ------------------------------------------------------------------------------------------
 @EVERY_PLACE
 @pytest.mark.parametrize("element_type", FLOATS)
 def test_a_product_spreads_special_numbers_along_rows_and_columns(element_type: str, place: str) -> None:
@@ -324,14 +336,22 @@ def test_later_keys_contribute_nothing_whatever_they_hold(kind: str, place: str)
     assert_matches(found, exact, relative=1e-5)
 
 
-# -- integers -------------------------------------------------------------------------------------------------------------
+# -- integers --------------------------------------------------------------------------------------------------------
 def integers(element_type: str) -> Array:
     """All numbers of an 8-bit type; of others the ends, zero and a few between."""
     info = np.iinfo(NUMPY[element_type])
     if info.bits == 8:
         return np.arange(info.min, int(info.max) + 1).astype(NUMPY[element_type])
     near = [0, 1, 2, 3, 5, 7, 8, 100, 2**15 - 1, 2**15]
-    found = {int(info.min), int(info.min) + 1, int(info.max), int(info.max) - 1, int(info.max) // 2, *near, *(-n for n in near)}
+    found = {
+        int(info.min),
+        int(info.min) + 1,
+        int(info.max),
+        int(info.max) - 1,
+        int(info.max) // 2,
+        *near,
+        *(-n for n in near),
+    }
     return np.array(sorted(n for n in found if info.min <= n <= info.max), NUMPY[element_type])
 
 

@@ -1,4 +1,4 @@
-"""The number of threads changes nothing: one thread and several give the same bits, for work large enough to be split."""
+"""The number of threads changes nothing: one and several give the same bits, for work large enough to be split."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def test_a_disk_that_takes_nothing_is_no_error(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "replace", full)
     store.write("objects", "key", b"payload")
     assert store.read("objects", "key") is None and files(folder) == []
-    monkeypatch.setattr(cache.tempfile, "mkstemp", full)
+    monkeypatch.setattr(tempfile, "mkstemp", full)
     store.write("objects", "key", b"payload")
     assert store.read("objects", "key") is None
 

@@ -156,7 +156,7 @@ def test_numpy_scalars_are_read_right_every_time(device: str) -> None:
         a, b = f.run({"a": f32(i), "b": i32(i)})
         assert a == 2 * i and b == i + 1
     a, b = f.run({"a": 3, "b": 4})
-    assert (a, b) == (6, 5) and a.shape == b.shape == ()
+    assert a == 6 and b == 5 and a.shape == b.shape == ()
 
 
 # -- ranks and sizes ----------------------------------------------------------------------------------------------

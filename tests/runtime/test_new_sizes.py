@@ -93,7 +93,7 @@ def test_a_size_class_shares_its_arena_plan() -> None:
     executable = cpu(compiled(bert_graph(TINY_BERT), weights(TINY_BERT))).executable
     order = executable.program.symbols
     plans = [executable.plan_memory(tuple({"batch": 2, "seq": seq}[s] for s in order)) for seq in (17, 30, 32)]
-    assert plans[0] == plans[1] == plans[2]
+    assert plans[0] is plans[1] is plans[2]
 
 
 def test_more_sizes_than_are_remembered_stay_right() -> None:

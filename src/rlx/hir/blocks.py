@@ -1,13 +1,13 @@
-"""HIR blocks: the pieces models are assembled from, one level above tensor ops. Each has a type rule here and a lowering in `lower.py`.
+"""HIR blocks: the pieces models are assembled from, one level above tensor ops.
 
-An HIR graph may use any MIR op beside them.
+Each has a type rule here and a lowering in `lower.py`. An HIR graph may use any MIR op beside them.
 """
 
 from __future__ import annotations
 
 from rlx.errors import GraphError, ShapeError
 from rlx.ir.registry import HIR, op
-from rlx.ops.elementwise import gelu, gelu_tanh, relu, sigmoid, silu, tanh
+from rlx.ops.elementwise import add, gelu, gelu_tanh, relu, sigmoid, silu, tanh
 from rlx.ops.linear import matmul
 from rlx.ops.norm import rms_norm
 from rlx.types import TensorType
@@ -23,10 +23,11 @@ def linear(
     if activation is not None and activation not in ACTIVATIONS:
         raise GraphError(f"linear: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
     result = matmul.rule(x, weight)
-    assert isinstance(result, TensorType)
-    if bias is not None and bias.shape != (weight.shape[-1],):
-        raise ShapeError(f"linear: bias {bias} does not fit {weight.shape[-1]} columns")
-    return result
+    if bias is not None:
+        if bias.shape != (weight.shape[-1],):
+            raise ShapeError(f"linear: bias {bias} does not fit {weight.shape[-1]} columns")
+        result = add.rule(result, bias)
+    return _one(result if activation is None else ACTIVATIONS[activation].rule(result))
 
 
 @op("swiglu_ffn", level=HIR)
@@ -34,11 +35,7 @@ def swiglu_ffn(x: TensorType, up: TensorType, gate: TensorType, down: TensorType
     """(silu(x @ gate) * (x @ up)) @ down."""
     if up != gate:
         raise ShapeError(f"swiglu_ffn: up {up} and gate {gate} differ")
-    inner = matmul.rule(x, gate)
-    assert isinstance(inner, TensorType)
-    result = matmul.rule(inner, down)
-    assert isinstance(result, TensorType)
-    return result
+    return _one(matmul.rule(silu.rule(matmul.rule(x, gate)), down))
 
 
 @op("residual_rms_norm", level=HIR)
@@ -48,6 +45,9 @@ def residual_rms_norm(
     """rms_norm(x + residual)."""
     if x != residual:
         raise ShapeError(f"residual_rms_norm: types differ, {x} and {residual}")
-    result = rms_norm.rule(x, gamma, beta, eps=eps)
-    assert isinstance(result, TensorType)
-    return result
+    return _one(rms_norm.rule(x, gamma, beta, eps=eps))
+
+
+def _one(types: TensorType | tuple[TensorType, ...]) -> TensorType:
+    assert isinstance(types, TensorType)
+    return types

@@ -20,7 +20,7 @@ def run(graph: Graph, leaves: Arrays, binding: Mapping[str, int]) -> list[np.nda
     values: dict[Value, np.ndarray[Any, Any]] = {}
     for node in graph.nodes:
         match node.op:
-            case "input" | "param":
+            case "input" | "state" | "param":
                 results: tuple[Any, ...] = (leaves[node.attrs["name"]],)
             case "const":
                 results = (node.attrs["value"].data,)

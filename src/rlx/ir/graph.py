@@ -12,7 +12,7 @@ import hashlib
 import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import numpy as np
@@ -49,7 +49,7 @@ class Array:
         return f"@{self.digest[:12]}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Node:
     """One application of an op. Nodes compare by identity; graphs compare by structure."""
 
@@ -60,13 +60,13 @@ class Node:
     types: tuple[TensorType, ...]
     origin: Origin
     graph: Graph
+    results: tuple[Value, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "results", tuple([Value(self, i) for i in range(len(self.types))]))
 
     def __getitem__(self, index: int) -> Value:
         return self.results[index]
-
-    @functools.cached_property
-    def results(self) -> tuple[Value, ...]:
-        return tuple([Value(self, i) for i in range(len(self.types))])
 
     @property
     def definition(self) -> registry.OpDef:
@@ -80,7 +80,7 @@ class Node:
 
 
 class Value:
-    """One result of a node."""
+    """One result of a node. `==` is identity: a node has one value for each of its results."""
 
     __slots__ = ("index", "node")
     __array_ufunc__ = None  # NumPy hands `array + value` to us instead of looping over elements
@@ -114,13 +114,7 @@ class Value:
         suffix = f".{self.index}" if len(self.node.types) > 1 else ""
         return f"<value %{self.node.id}{suffix}: {self.type}>"
 
-    # -- identity ---------------------------------------------------------------------------------------------------
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Value) and self.node is other.node and self.index == other.index
-
-    def __hash__(self) -> int:
-        return id(self.node) + self.index
-
+    # -- manners ------------------------------------------------------------------------------------------------------
     def __bool__(self) -> bool:
         self._no_number("bool")
 
@@ -308,6 +302,10 @@ class Graph:
         """A tensor given at each run."""
         return self._leaf("input", name, shape, dtype)
 
+    def state(self, name: str, shape: ShapeLike, dtype: DTypeLike = "f32") -> Value:
+        """Memory given at each run that the graph changes in place, such as a KV cache."""
+        return self._leaf("state", name, shape, dtype)
+
     def param(self, name: str, shape: ShapeLike, dtype: DTypeLike = "f32") -> Value:
         """A weight: given once, kept for all runs."""
         return self._leaf("param", name, shape, dtype)
@@ -414,7 +412,7 @@ class Graph:
         """Append a node whose types are known: for passes and parsers. Users call the ops."""
         node = Node(len(self.nodes), op, operands, attrs, types, origin or here(), self)
         self.nodes.append(node)
-        if op in ("input", "param"):
+        if op in ("input", "state", "param"):
             self._named[attrs["name"]] = node
         return node
 
@@ -448,7 +446,7 @@ class Graph:
 
     @property
     def inputs(self) -> list[Node]:
-        return [n for n in self.nodes if n.op == "input"]
+        return [n for n in self.nodes if n.op in ("input", "state")]
 
     @property
     def params(self) -> list[Node]:
@@ -486,7 +484,7 @@ class Graph:
 
     def symbols(self) -> list[str]:
         """Names of all symbols in the types of inputs and params, sorted."""
-        leaves = [n for n in self.nodes if n.op in ("input", "param")]
+        leaves = [n for n in self.nodes if n.op in ("input", "state", "param")]
         return sorted({s.name for n in leaves for d in n.types[0].shape for s in symbols_of(d)})
 
     # -- comparing ----------------------------------------------------------------------------------------------------
@@ -564,7 +562,7 @@ def _numbers(data: Any, like: DTypeLike | None) -> np.ndarray[Any, Any]:
             if not limits.min <= number <= limits.max:
                 raise DTypeError(f"constant: {number} does not fit {wanted}", hint='give a wider type: dtype="i64"')
     with np.errstate(over="ignore"):  # as in any float arithmetic, what is too large is inf
-        return array.astype(wanted.numpy)
+        return array.astype(wanted.numpy, copy=False)
 
 
 def _weak(number: Any) -> WeakScalar:

@@ -35,7 +35,8 @@ class Rewriter:
 
     def operands(self, node: Node) -> tuple[Value | None, ...]:
         """The new values of a node's operands."""
-        return tuple(None if o is None else self.values[o] for o in node.operands)
+        values = self.values
+        return tuple([None if o is None else values[o] for o in node.operands])
 
     def copy(self, node: Node) -> tuple[Value, ...]:
         """The node again, on new operands."""

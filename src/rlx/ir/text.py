@@ -102,6 +102,7 @@ def _has_nan(data: np.ndarray[Any, Any]) -> bool:
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _PLAIN_NAME = r"[\w.+-]*"
 _HEAD = re.compile(rf"\s*graph\s+@({_STRING}|{_PLAIN_NAME})\s+(\w+)\s*(?:max\(([^()]*)\)\s*)?\{{")
+_BODY = re.compile(r"\s*graph\s+@")
 _COMMENT = re.compile(rf"({_STRING})|#[^\n]*")
 _MARK = re.compile(rf"{_STRING}|[(\[{{]|[)\]}}]|%[0-9]+\s*=|\breturn\b")
 _NODE = re.compile(r"%([0-9]{1,9})\s*=\s*(\w+)\s*\((.*)\)\s*:([^:]*)", re.S)
@@ -218,7 +219,7 @@ class _Parser:
                     raise ParseError(f"{part[:40]!r} is neither an operand nor an attribute")
                 if op == "const":
                     attrs[key] = _array(value.strip(), types)
-                elif value.lstrip().startswith("graph"):
+                elif _BODY.match(value):
                     stop = self.text.index(part, start) + len(part)
                     attrs[key], end = self.graph(stop - len(value))
                     if end != stop:

@@ -1,4 +1,4 @@
-"""Attention as a launch: strides of the four tensors and of the mask, one unit a block of query positions of a key head."""
+"""Attention as a launch: strides of the tensors and the mask; a unit is a block of query positions of a key head."""
 
 from __future__ import annotations
 

@@ -80,7 +80,8 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     walk = For("q", builder.arg("updates", product(indices.shape)), body)
     chunk = 256
     units = (columns + (chunk - 1)) // chunk
-    builder.launch(s, For("j", n, (walk,), vector=True), units, chunk=chunk, split="columns", flops=product(updates.shape))
+    root = For("j", n, (walk,), vector=True)
+    builder.launch(s, root, units, chunk=chunk, split="columns", flops=product(updates.shape))
     if total is not out:
         s.copy_into(total, out)
     return [out]

@@ -56,9 +56,9 @@ def _launch(
         operands = [s.copied(v) if v.rank == outs[0].rank and not v.is_contiguous() else v for v in operands]
         plan = _collapse(a, b, operands, outs, packed)
         if plan is None:
-            whole = View(b.buffer, b.dtype, (*outs[0].shape[:-2], *b.shape[-2:]), b.expand((*outs[0].shape[:-2], *b.shape[-2:])).strides, b.offset)
-            b = s.copied(whole)
-            a = s.copied(a.expand((*outs[0].shape[:-2], *a.shape[-2:])))
+            leading = outs[0].shape[:-2]
+            b = s.copied(b.expand((*leading, *b.shape[-2:])))
+            a = s.copied(a.expand((*leading, *a.shape[-2:])))
             operands = [s.copied(v.expand(outs[0].shape)) if v.rank > 2 else v for v in operands]
             plan = _collapse(a, b, operands, outs, packed)
     assert plan is not None
@@ -92,7 +92,7 @@ def _launch(
 def _collapse(
     a: View, b: View, operands: Sequence[View], outs: Sequence[View], packed: bool
 ) -> tuple[list[Size], list[list[Size]]] | None:
-    """Sizes and strides of [batch0, batch1, rows] for a, b, each operand and each output; None if that is not enough."""
+    """Sizes and strides of [batch0, batch1, rows] for a, b, each operand and each output; None if that does not do."""
     out = outs[0]
     lead = (*out.shape[:-2], out.shape[-2])
     rows: list[list[Size]] = [list(a.expand((*lead, a.shape[-1])).strides[:-1])]
@@ -174,6 +174,7 @@ def _integer_matmul(s: Scheduler, a: View, b: View, out: View) -> None:
     store = Store(2, place(2, out, rows, (j, 1, True)), total)
     units = product(out.shape[:-1])
     inner = For("j", builder.arg("n", out.shape[-1]), (store,), vector=True)
-    builder.launch(s, For("u", builder.arg("units", units), (*lets, inner)), units, flops=product(out.shape) * a.shape[-1] * 2)
+    root = For("u", builder.arg("units", units), (*lets, inner))
+    builder.launch(s, root, units, flops=product(out.shape) * a.shape[-1] * 2)
 
 

@@ -53,9 +53,8 @@ def plan(lives: Sequence[Lifetime], sizes: Mapping[str, int]) -> Plan:
     rounded = {x.name: -(-sizes[x.name] // ALIGNMENT) * ALIGNMENT for x in lives}
     bound = liveness_bound(lives, rounded)
     best = _in_time_order(lives, rounded)
-    if best[1] > bound and len(lives) <= 64:  # the second plan is quadratic; small graphs are where it pays
-        other = _largest_first(lives, rounded)
-        best = min(best, other, key=lambda p: p[1])
+    if best[1] > bound:
+        best = min(best, _largest_first(lives, rounded), key=lambda p: p[1])
     return Plan(best[0], best[1], bound, rounded)
 
 
@@ -113,16 +112,18 @@ def _release(free: list[tuple[int, int]], at: int, size: int) -> None:
 
 def _largest_first(lives: Sequence[Lifetime], sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
     """Each buffer at the lowest place where it meets no buffer of its time."""
-    placed: list[tuple[int, int, Lifetime]] = []  # (offset, end, life), sorted by offset
     offsets: dict[str, int] = {}
+    taken: list[list[tuple[int, int]]] = [[] for _ in range(max((x.last + 1 for x in lives), default=0))]  # by phase
+    top = 0
     for life in sorted(lives, key=lambda x: (-sizes[x.name], x.first)):
+        phases = taken[life.first : life.last + 1]
         size, at = sizes[life.name], 0
-        for start, end, other in placed:
-            if other.last < life.first or life.last < other.first:
-                continue
+        for start, end in sorted({span for phase in phases for span in phase}):
             if start - at >= size:
                 break
             at = max(at, end)
         offsets[life.name] = at
-        bisect.insort(placed, (at, at + size, life), key=lambda p: (p[0], p[1], p[2].name))
-    return offsets, max((end for _, end, _ in placed), default=0)
+        top = max(top, at + size)
+        for phase in phases:
+            phase.append((at, at + size))
+    return offsets, top

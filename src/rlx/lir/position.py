@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
 from rlx.lir.index import OUT_OF_RANGE, in_range
-from rlx.lir.loops import Apply, Check, Choose, Const, Expr, For, Index, Let, Load, Ref, Stmt, Store
+from rlx.lir.loops import Apply, Arg, Check, Choose, Const, Expr, For, Index, Let, Load, Ref, Stmt, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_form, widened
 from rlx.lir.shape import require_at_most
 from rlx.lir.views import View
 from rlx.types import product
+
+Terms = tuple[tuple[Expr, int | Arg], ...]  # of an address
 
 
 @loop_form("rope")
@@ -34,20 +36,18 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     n = builder.arg("half", half)
     seq = builder.arg("seq", x.shape[1])
     table = builder.arg("table", cos.shape[0])
-    outer: list[tuple[Expr, int | object]] = [(Ref(i, I64), builder.arg(f"x_{i}", x.strides[a])) for a, i in enumerate("bth")]
-    target: list[tuple[Expr, int | object]] = [
-        (Ref(i, I64), builder.arg(f"y_{i}", out.strides[a])) for a, i in enumerate("bth")
-    ]
+    outer: Terms = tuple((Ref(i, I64), builder.arg(f"x_{i}", x.strides[a])) for a, i in enumerate("bth"))
+    target: Terms = tuple((Ref(i, I64), builder.arg(f"y_{i}", out.strides[a])) for a, i in enumerate("bth"))
     j = Index("j")
-    first: tuple[tuple[Expr, int | object], ...] = ((j, 2),) if pairs else ((j, 1),)
-    second = (*first, (Const(1, I64), 1)) if pairs else (*first, (n, 1))
+    first: Terms = ((j, 2),) if pairs else ((j, 1),)
+    second: Terms = (*first, (Const(1, I64), 1)) if pairs else (*first, (n, 1))
 
-    def element(param: int, base: list[tuple[Expr, int | object]], place: tuple[tuple[Expr, int | object], ...]) -> Expr:
-        return widened(Load(param, (*base, *place), builder.params[param].dtype))  # type: ignore[arg-type]
+    def element(param: int, base: Terms, place: Terms) -> Expr:
+        return widened(Load(param, (*base, *place), builder.params[param].dtype))
 
     def angle(param: int) -> Expr:
-        safe = Choose(Ref("ok", BOOL), widened(Load(param, ((Ref("p", I64), n), (j, 1)), cos.dtype)), Const(0.0, cos.dtype.compute))
-        return cast(safe, kind)
+        value = widened(Load(param, ((Ref("p", I64), n), (j, 1)), builder.params[param].dtype))
+        return cast(Choose(Ref("ok", BOOL), value, Const(0.0, value.dtype)), kind)
 
     def binary(op: str, a: Expr, b: Expr) -> Expr:
         return Apply(op, (a, b), kind)
@@ -58,8 +58,8 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         Let("second", element(0, outer, second)),
         Let("cosine", angle(1)),
         Let("sine", angle(2)),
-        Store(4, (*target, *first), binary("sub", binary("mul", a, c), binary("mul", b, d))),  # type: ignore[arg-type]
-        Store(4, (*target, *second), binary("add", binary("mul", b, c), binary("mul", a, d))),  # type: ignore[arg-type]
+        Store(4, (*target, *first), binary("sub", binary("mul", a, c), binary("mul", b, d))),
+        Store(4, (*target, *second), binary("add", binary("mul", b, c), binary("mul", a, d))),
     )
     body: list[Stmt] = [
         *lets,
@@ -69,9 +69,10 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         For("j", n, turn, vector=True),
     ]
     if half * 2 != x.shape[3]:
-        rest: tuple[tuple[Expr, int | object], ...] = ((j, 1), (n, 2))
-        copy = Store(4, (*target, *rest), element(0, outer, rest))  # type: ignore[arg-type]
+        rest: Terms = ((j, 1), (n, 2))
+        copy = Store(4, (*target, *rest), element(0, outer, rest))
         body.append(For("j", builder.arg("rest", x.shape[3] - half * 2), (copy,), vector=True))
     units = tokens * heads
-    builder.launch(s, For("u", builder.arg("units", units), tuple(body)), units, split="heads", flops=product(x.shape) * 3)
+    root = For("u", builder.arg("units", units), tuple(body))
+    builder.launch(s, root, units, split="heads", flops=product(x.shape) * 3)
     return [out]

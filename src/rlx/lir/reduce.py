@@ -12,14 +12,26 @@ from dataclasses import dataclass
 from rlx.dtypes import BOOL, F32, F64, I32, I64, DType
 from rlx.ir.graph import Node
 from rlx.lir.loops import (
-    Apply, Arg, Assign, Const, Expr, For, Index, Let, Load, Reduce, Ref, Stmt, Store, Var,
-)  # fmt: skip
+    Apply,
+    Arg,
+    Assign,
+    Const,
+    Expr,
+    For,
+    Index,
+    Let,
+    Load,
+    Reduce,
+    Ref,
+    Stmt,
+    Store,
+    Var,
+)
 from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_form, widened
 from rlx.lir.shape import require_at_most
 from rlx.lir.views import View, collapse
 from rlx.ops.reduce import normal_axes
 from rlx.types import Size, product
-
 
 
 @dataclass
@@ -75,11 +87,12 @@ class Rows:
 
 
 def rows_over(builder: LoopBuilder, views: Sequence[View], shape: Sequence[Size], axes: Sequence[int]) -> Rows:
-    """Plan the loops of a reduction of `views` (all of `shape`, stride 0 where an operand lacks an axis) over `axes`."""
+    """Plan the loops of a reduction of `views` (all of `shape`, stride 0 where one lacks an axis) over `axes`."""
     kept = [a for a in range(len(shape)) if a not in axes]
     strides = [[v.strides[a] for a in kept] for v in views]
     kept_sizes, kept_strides, _ = collapse([shape[a] for a in kept], strides)
-    reduced_sizes, reduced_strides, _ = collapse([shape[a] for a in axes], [[v.strides[a] for a in axes] for v in views])
+    strides = [[v.strides[a] for a in axes] for v in views]
+    reduced_sizes, reduced_strides, _ = collapse([shape[a] for a in axes], strides)
     if not reduced_sizes:
         reduced_sizes, reduced_strides = [1], [[0] for _ in views]
     first = views[0]
@@ -218,7 +231,8 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         both("and", both("eq", ref("key"), ref("last")), both("gt", j, ref("last_at"))),
     )  # fmt: skip
     first = both("lt", ref("last_at"), Const(0, I64))
-    better = both("and", both("or", first, behind), both("or", both("gt", ref("key"), ref("best")), both("lt", ref("at"), Const(0, I64))))
+    ahead = both("or", both("gt", ref("key"), ref("best")), both("lt", ref("at"), Const(0, I64)))
+    better = both("and", both("or", first, behind), ahead)
     scan: tuple[Stmt, ...] = (
         Let("key", _key(widened(element))),
         Let("better", better),

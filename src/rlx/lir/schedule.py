@@ -51,8 +51,8 @@ class Scheduler:
 
     def _lower(self, node: Node) -> Sequence[View]:
         match node.op:
-            case "input" | "param":
-                kind, name = (INPUT, node.attrs["name"]) if node.op == "input" else (WEIGHT, node.attrs["name"])
+            case "input" | "state" | "param":
+                kind, name = (WEIGHT if node.op == "param" else INPUT), node.attrs["name"]
                 (self.program.inputs if kind == INPUT else self.program.weights).append(name)
                 return [self._buffer(Buffer(name, node.types[0], kind, note=self.notes.get(name, "")))]
             case "const":

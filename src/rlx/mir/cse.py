@@ -13,7 +13,7 @@ def cse(graph: Graph) -> Graph:
     seen: dict[Any, tuple[Value, ...]] = {}
 
     def visit(rewriter: Rewriter, node: Node) -> tuple[Value, ...] | None:
-        if node.op in ("input", "param"):
+        if node.op in ("input", "state", "param"):
             return None
         operands = rewriter.operands(node)
         attrs = tuple((k, attr_key(v)) for k, v in sorted(node.attrs.items()))

@@ -11,7 +11,7 @@ def dce(graph: Graph) -> Graph:
     live = graph.reachable(graph.outputs)
     rewriter = Rewriter(graph, "dce")
     for node in graph.nodes:
-        if node in live or node.op in ("input", "param"):
+        if node in live or node.op in ("input", "state", "param"):
             rewriter.values.update(zip(node.results, rewriter.copy(node), strict=True))
     rewriter.graph.outputs = tuple(rewriter.values[o] for o in graph.outputs)
     return rewriter.graph

@@ -56,8 +56,8 @@ def _why_not(
         return ""
     if any(_rides_on_matmul(v, users, outputs) for v in (a, b)):
         return ""
-    if any(o is not None and o.node.id > add.id for o in norm.operands[1:]):
-        return "its scale is computed after the addition"
+    if any(o is not None and o.node.id >= add.id for o in norm.operands[1:]):
+        return "its scale depends on the sum, or comes after it"
     return None
 
 

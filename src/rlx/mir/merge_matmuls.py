@@ -151,7 +151,7 @@ def _merge(rewriter: Rewriter, members: list[Member]) -> dict[Node, Value]:
     wide = rewriter.one(like, "concatenate", *(rewriter[_pair(m.matmul)[1]] for m in members), axis=1)
     result = rewriter.one(like, "matmul", x, wide)
     if any(m.bias is not None for m in members):
-        biases = [rewriter[m.bias] if m.bias is not None else _zeros(rewriter, m.matmul) for m in members]
+        biases = [rewriter[m.bias] if m.bias is not None else _nothing(rewriter, m.matmul) for m in members]
         result = rewriter.one(like, "add", result, rewriter.one(like, "concatenate", *biases, axis=0))
     found: dict[Node, Value] = {}
     at: Any = 0
@@ -165,7 +165,8 @@ def _merge(rewriter: Rewriter, members: list[Member]) -> dict[Node, Value]:
     return found
 
 
-def _zeros(rewriter: Rewriter, matmul: Node) -> Value:
+def _nothing(rewriter: Rewriter, matmul: Node) -> Value:
+    """A bias that changes no bit: -0.0, since 0.0 would turn sums of -0.0 into 0.0."""
     type_ = matmul.types[0]
-    zero = rewriter.constant(matmul, np.zeros((), type_.dtype.numpy))
+    zero = rewriter.constant(matmul, np.array(-0.0, type_.dtype.numpy))
     return rewriter.one(matmul, "expand", zero, shape=(type_.shape[-1],))

@@ -38,9 +38,12 @@ def merge_ropes(graph: Graph, *, report: FusionReport | None = None) -> Graph:
     first: dict[Node, list[Cut]] = {}
     for cuts in groups.values():
         ordered = sorted(cuts, key=lambda c: c.start)
-        adjacent = all(a.stop == b.start for a, b in itertools.pairwise(ordered))
-        if len(cuts) > 1 and adjacent:
+        if len(cuts) == 1:
+            continue
+        if all(a.stop == b.start for a, b in itertools.pairwise(ordered)):
             first[min((c.rope for c in cuts), key=lambda n: n.id)] = ordered
+        elif report is not None:
+            report.miss("ropes of neighbouring heads", ordered[-1].rope, "the heads do not lie side by side")
     parts: dict[Node, Value] = {}
 
     def visit(rewriter: Rewriter, node: Node) -> Value | None:

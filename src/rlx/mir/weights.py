@@ -17,11 +17,15 @@ def weight_nodes(graph: Graph) -> set[Node]:
     for node in graph.params:
         known |= _symbols(node.types)
     for node in graph.nodes:
-        leaf = node.op in ("param", "const")
-        if leaf or (node.operands and all([o is None or o.node in found for o in node.operands])):
-            if leaf or _symbols((*node.types, *node.attrs.values())) <= known:
-                found.add(node)
+        if node.op in ("param", "const") or _is_derived(node, found, known):
+            found.add(node)
     return found
+
+
+def _is_derived(node: Node, weights: set[Node], known: set[str]) -> bool:
+    if not node.operands or not all([o is None or o.node in weights for o in node.operands]):
+        return False
+    return _symbols((*node.types, *node.attrs.values())) <= known
 
 
 def _symbols(parts: Iterable[Any]) -> set[str]:

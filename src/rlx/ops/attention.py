@@ -14,7 +14,7 @@ from rlx.types import TensorType, require_equal
 
 
 class MaskKind:
-    """Which keys a query sees: NONE (all), CAUSAL, sliding(w), CUSTOM (a [batch, keys] mask), BIAS (added to scores)."""
+    """Which keys a query sees: NONE (all), CAUSAL, sliding(w), CUSTOM ([batch, keys] mask), BIAS (added to scores)."""
 
     NONE = "none"
     CAUSAL = "causal"
@@ -35,7 +35,8 @@ def split_mask(kind: str) -> tuple[str, int]:
     if sliding:
         return "sliding", int(sliding[1])
     if kind not in ("none", "causal", "custom", "bias"):
-        raise GraphError(f"attention: mask kind {kind!r} is not known", hint="use MaskKind.NONE, CAUSAL, CUSTOM, BIAS, sliding(w)")
+        hint = "use MaskKind.NONE, CAUSAL, CUSTOM, BIAS, sliding(w)"
+        raise GraphError(f"attention: mask kind {kind!r} is not known", hint=hint)
     return kind, 0
 
 
@@ -70,7 +71,8 @@ def _attention(q: Any, k: Any, v: Any, mask: Any, *, mask_kind: str, scale: floa
     weights = np.where(seen, np.exp(scores - np.where(np.isneginf(top), 0, top)), 0)
     total = weights.sum(-1, keepdims=True)
     weights = weights / np.where(total == 0, 1, total)
-    masked = np.where(weights[..., None] == 0, 0, v.transpose(0, 2, 1, 3)[:, :, None])  # a masked key adds exactly nothing
+    # A masked key adds exactly nothing, whatever its value is.
+    masked = np.where(weights[..., None] == 0, 0, v.transpose(0, 2, 1, 3)[:, :, None])
     return np.einsum("bhqk,bhqkd->bqhd", weights, masked)
 
 
@@ -82,7 +84,8 @@ def _heads(batch: int, q: int, k: int, heads: int, kv: int, dim: int) -> tuple[S
     "attention", reference=_attention, tolerance=1e-5,
     samples=[
         sample(*_heads(2, 5, 5, 4, 4, 8)), sample(*_heads(1, 70, 70, 4, 2, 16), mask_kind="causal"),
-        sample(*_heads(2, 1, 67, 6, 2, 32), mask_kind="causal"), sample(*_heads(1, 20, 70, 2, 1, 20), mask_kind="sliding(7)"),
+        sample(*_heads(2, 1, 67, 6, 2, 32), mask_kind="causal"),
+        sample(*_heads(1, 20, 70, 2, 1, 20), mask_kind="sliding(7)"),
         sample(*_heads(2, 9, 66, 2, 2, 64), boolean(2, 66), mask_kind="custom"),
         sample(*_heads(2, 9, 66, 4, 2, 16), f32(2, 4, 9, 66), mask_kind="bias"),
         sample(*_heads(2, 5, 7, 4, 2, 16), f32(1, 1, 5, 7), mask_kind="bias", softcap=2.0),
@@ -95,7 +98,7 @@ def attention(
 ) -> TensorType:
     """softmax(scale · q kᵀ, softcapped and masked) v for each head.
 
-    `q` is [batch, seq, heads, head_dim], `k` and `v` are [batch, keys, kv_heads, ...] with heads a multiple of kv_heads.
+    `q` is [batch, seq, heads, head_dim], `k` and `v` are [batch, keys, kv_heads, ...], heads a multiple of kv_heads.
     Queries and keys end at the same position. A `custom` mask is [batch, keys]: true or >= 0.5 keeps a key; a `bias`
     [batch, heads, seq, keys] (1 broadcasts) is added to the scores. The scale is 1/√head_dim unless given. A query
     that sees no key gets zeros. `num_heads` and `head_dim` only check the shapes.

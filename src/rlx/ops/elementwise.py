@@ -129,7 +129,9 @@ not_equal = binary(
 less = binary("less", np.less, scalar="lt", result=BOOL, doc="Whether a < b.", samples=_BOTH)
 less_equal = binary("less_equal", np.less_equal, scalar="le", result=BOOL, doc="Whether a <= b.", samples=_BOTH)
 greater = binary("greater", np.greater, scalar="gt", result=BOOL, doc="Whether a > b.", samples=_BOTH)
-greater_equal = binary("greater_equal", np.greater_equal, scalar="ge", result=BOOL, doc="Whether a >= b.", samples=_BOTH)
+greater_equal = binary(
+    "greater_equal", np.greater_equal, scalar="ge", result=BOOL, doc="Whether a >= b.", samples=_BOTH
+)
 logical_and = binary("logical_and", np.logical_and, scalar="and", kind=is_bool, doc="Both.", samples=_BOOLS)
 logical_or = binary("logical_or", np.logical_or, scalar="or", kind=is_bool, doc="Either.", samples=_BOOLS)
 logical_not = unary(
@@ -195,7 +197,7 @@ def where(condition: TensorType, a: TensorType, b: TensorType) -> TensorType:
 
 
 def cast_array(x: Any, dtype: DType) -> Any:
-    """NumPy cast with our rules: float to integer truncates, saturates and turns NaN into 0; anything to bool is `!= 0`."""
+    """NumPy cast with our rules: float to integer truncates, saturates and makes NaN 0; anything to bool is `!= 0`."""
     if dtype.is_integer and x.dtype.kind not in "iub":
         limits = np.iinfo(dtype.numpy)
         wide = np.trunc(np.nan_to_num(x.astype(np.float64), nan=0.0, posinf=np.inf, neginf=-np.inf))

@@ -76,7 +76,7 @@ def _fused_matmul(
     x: Any, *rest: Any, body: Graph, weights: int, columns: Size, packed: bool, binding: Mapping[str, int]
 ) -> Any:
     if packed:
-        matrices, others = unpack_panels(rest[0], int(columns), weights), rest[1:]  # type: ignore[arg-type]
+        matrices, others = unpack_panels(rest[0], int(columns), weights), rest[1:]
     else:
         matrices, others = list(rest[:weights]), rest[weights:]
     return _run_body(body, [np.matmul(x, w) for w in matrices] + list(others), binding)

@@ -39,7 +39,7 @@ def _integers(where: str, indices: TensorType) -> None:
     ],
 )  # fmt: skip
 def gather(table: TensorType, indices: TensorType, *, axis: int = 0) -> TensorType:
-    """Slices of `table` along an axis, one an index (as `np.take`). An index outside the axis is an error at run time."""
+    """Slices of `table` along an axis, one an index, as `np.take`. An index outside it is an error at run time."""
     _integers("gather", indices)
     at = axis_index(axis, table.rank, "gather")
     return table.with_shape(*table.shape[:at], *indices.shape, *table.shape[at + 1 :])

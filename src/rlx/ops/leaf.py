@@ -14,6 +14,12 @@ def input_(*, name: str) -> TensorType:
     return tensor(())
 
 
+@op("state", traits=[LEAF])
+def state(*, name: str) -> TensorType:
+    """Memory that the caller owns and kernels change in place, such as a KV cache. Its type is part of the node."""
+    return tensor(())
+
+
 @op("param", traits=[LEAF])
 def param(*, name: str) -> TensorType:
     """A weight: given once, kept for all runs. Its type is part of the node."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rlx.dtypes import promote
 from rlx.dtypes import dtype as dtype_of
+from rlx.dtypes import promote
 from rlx.errors import DTypeError, ShapeError
 from rlx.ir.registry import f32, i32, op, sample
 from rlx.types import TensorType, broadcast, require_equal

@@ -24,7 +24,8 @@ def check_scale(where: str, x: TensorType, vectors: dict[str, TensorType | None]
             raise DTypeError(f"{where}: {name} is {vector.dtype}, x is {x.dtype}; both are floats")
         if vector.rank != 1:
             raise ShapeError(f"{where}: {name} has {vector.rank} axes, expected 1")
-        require_equal(vector.shape[0], x.shape[-1], f"{where}: {name} has {vector.shape[0]} elements, x has {x.shape[-1]}")
+        have, want = vector.shape[0], x.shape[-1]
+        require_equal(have, want, f"{where}: {name} has {have} elements, x has {want}")
 
 
 def _scaled(y: Any, gamma: Any, beta: Any) -> Any:

@@ -40,11 +40,14 @@ _TABLE = (f32(11, 4), f32(11, 4), i32(2, 3, low=0, high=11))
         sample(f32(2, 3, 1, 13), *_TABLE), sample(f32(1, 5, 3, 64), f32(9, 32), f32(9, 32), i32(1, 5, low=0, high=9)),
     ],
 )  # fmt: skip
-def rope(x: TensorType, cos: TensorType, sin: TensorType, positions: TensorType, *, style: str = "halves") -> TensorType:
+def rope(
+    x: TensorType, cos: TensorType, sin: TensorType, positions: TensorType, *, style: str = "halves"
+) -> TensorType:
     """Rotate pairs of each head by the angle of its position.
 
     `x` is [batch, seq, heads, head_dim], `cos` and `sin` are [positions, n] tables, `positions` is [batch, seq]. The
-    first 2n elements of a head turn, the rest is copied. Pairs are (i, i + n) in style `halves`, (2i, 2i + 1) in `pairs`.
+    first 2n elements of a head turn, the rest is copied. Pairs are (i, i + n) in style `halves` and (2i, 2i + 1) in
+    style `pairs`.
     """
     if style not in STYLES:
         raise GraphError(f"rope: style {style!r} is not one of {', '.join(STYLES)}")

@@ -107,13 +107,19 @@ def _min(x: Any, *, axis: Axes, keepdims: bool) -> Any:
 
 @op("max", reference=_max, samples=_SAMPLES)
 def max_(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
-    """Largest element over axes; NaN if there is one. Over an axis that run time finds empty it is the least of the type."""
+    """Largest element over axes; NaN if there is one.
+
+    Over an axis that run time finds empty it is the least number of the type.
+    """
     return _extreme(x, axis, keepdims, "max")
 
 
 @op("min", reference=_min, samples=_SAMPLES)
 def min_(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
-    """Smallest element over axes; NaN if there is one. Over an axis that run time finds empty it is the largest of the type."""
+    """Smallest element over axes; NaN if there is one.
+
+    Over an axis that run time finds empty it is the largest number of the type.
+    """
     return _extreme(x, axis, keepdims, "min")
 
 
@@ -142,7 +148,7 @@ def _topk(x: Any, *, k: int) -> Any:
         raise BindError(f"topk: k is {k}, the last axis has {x.shape[-1]} elements")
     # A stable sort of the reversed order puts the first of equals first; NaN counts as largest.
     if x.dtype.kind in "iu":
-        keys = (~x.astype(np.int64),)  # unlike -x it cannot overflow
+        keys: tuple[Any, ...] = (~x.astype(np.int64),)  # unlike -x it cannot overflow
     else:
         keys = (np.where(np.isnan(x), 0, -x), ~np.isnan(x))
     order = np.lexsort(keys, axis=-1)[..., :k]

@@ -27,7 +27,8 @@ def reshape(x: TensorType, *, shape: Sizes) -> TensorType:
 
 
 @op("transpose", reference=lambda x, *, axes: np.transpose(x, axes), traits=[VIEW],
-    samples=[sample(f32(4, 6), axes=(1, 0)), sample(f32(2, 3, 4), axes=(2, 0, 1)), sample(i32(2, 3, 4, 5), axes=(0, 2, 1, 3))])  # fmt: skip
+    samples=[sample(f32(4, 6), axes=(1, 0)), sample(f32(2, 3, 4), axes=(2, 0, 1)),
+             sample(i32(2, 3, 4, 5), axes=(0, 2, 1, 3))])  # fmt: skip
 def transpose(x: TensorType, *, axes: tuple[int, ...]) -> TensorType:
     """Axes in another order: axis i of the result is axis `axes[i]` of `x`."""
     if sorted(axes) != list(range(x.rank)):
@@ -49,7 +50,8 @@ def _exceeds(a: Size, b: Size) -> bool:
 
 
 @op("slice", reference=_slice, traits=[VIEW],
-    samples=[sample(f32(4, 6), start=(1, 0), stop=(3, 6), step=(1, 2)), sample(f32(9), start=(4,), stop=(4,), step=(1,)),
+    samples=[sample(f32(4, 6), start=(1, 0), stop=(3, 6), step=(1, 2)),
+             sample(f32(9), start=(4,), stop=(4,), step=(1,)),
              sample(i32(3, 40), start=(0, 5), stop=(3, 38), step=(2, 3))])  # fmt: skip
 def slice_(x: TensorType, *, start: Sizes, stop: Sizes, step: tuple[int, ...]) -> TensorType:
     """Elements start, start + step, ... below stop on each axis; bounds lie inside the axis, which run time checks."""
@@ -67,7 +69,8 @@ def slice_(x: TensorType, *, start: Sizes, stop: Sizes, step: tuple[int, ...]) -
 
 
 @op("expand", reference=lambda x, *, shape: np.broadcast_to(x, shape), traits=[VIEW],
-    samples=[sample(f32(1, 6), shape=(4, 6)), sample(f32(3, 1), shape=(2, 3, 5)), sample(i32(), shape=(3, 4))])  # fmt: skip
+    samples=[sample(f32(1, 6), shape=(4, 6)), sample(f32(3, 1), shape=(2, 3, 5)),
+             sample(i32(), shape=(3, 4))])  # fmt: skip
 def expand(x: TensorType, *, shape: Sizes) -> TensorType:
     """`x` repeated along its size-1 axes (and new leading ones) to a shape; no data is copied."""
     if len(shape) < x.rank:
@@ -98,8 +101,8 @@ def assume_equal(x: TensorType, *, shape: Sizes) -> TensorType:
 
 @op("concatenate", reference=lambda *xs, axis: np.concatenate(xs, axis),
     samples=[sample(f32(2, 3), f32(2, 5), axis=1), sample(f32(1, 4), f32(3, 4), f32(2, 4), axis=0),
-             sample(f32(2, 0, 65), f32(2, 3, 65), axis=1), sample(i32(3, 2), i32(3, 17), axis=-1), sample(i32(3), f32(4)),
-             sample(boolean(2, 3), boolean(1, 3))])  # fmt: skip
+             sample(f32(2, 0, 65), f32(2, 3, 65), axis=1), sample(i32(3, 2), i32(3, 17), axis=-1),
+             sample(i32(3), f32(4)), sample(boolean(2, 3), boolean(1, 3))])  # fmt: skip
 def concatenate(*xs: TensorType, axis: int = 0) -> TensorType:
     """Tensors joined along an axis; their other sizes are equal."""
     if not xs:

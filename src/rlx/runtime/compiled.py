@@ -199,7 +199,6 @@ class CpuGraph(CompiledGraph):
         return profile(self, None, [])
 
 
-
 def _stand_in(type_: TensorType, sizes: Mapping[str, int]) -> Array:
     """An input to time a run with: masks of ones keep every key, indices of zero lie inside every table."""
     shape = concrete(type_.shape, sizes)

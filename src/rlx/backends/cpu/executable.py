@@ -95,6 +95,7 @@ class Executable:
         self._constants = {n: b.value.data for n, b in program.buffers.items() if b.value is not None}
         self._instances: list[Instance] = []
         self._frames: dict[tuple[int, ...], Frame] = {}
+        self._plans: dict[tuple[int, ...], Plan] = {}
         self._check = checking()
         self._lay_out()
 
@@ -104,7 +105,7 @@ class Executable:
         program = self.program
         self._table = _SizeTable()
         self._numbers: tuple[list[int], list[int]] = ([], [])  # positions, size numbers
-        self._fixed: list[tuple[int, int]] = []
+        fixed: list[tuple[int, int]] = []
         self._pointers: dict[str, Pointers] = {k: Pointers() for k in (INPUT, OUTPUT, WEIGHT, CONST, ARENA)}
         self._order = {
             kind: {b.name: i for i, b in enumerate(b for b in program.buffers.values() if b.kind == kind)}
@@ -124,11 +125,15 @@ class Executable:
                     self._numbers[0].append(position)
                     self._numbers[1].append(self._table.add(value))
                 else:
-                    self._fixed.append((position, addresses.get(name, 0)))
+                    fixed.append((position, addresses.get(name, 0)))
                 position += 1
         self.word_count = position
+        self._template = np.zeros(position, np.int64)  # the words that no size changes
+        for position, value in fixed:
+            self._template[position] = value
         self._units = [self._table.add(launch.units) for launch in program.launches]
-        self._inner = [self._table.add(inner_size(x.kernel, x.words)) for x in program.launches]
+        inner = [(x.kernel, self._table.add(inner_size(x.kernel, x.words))) for x in program.launches]
+        self._inner = list({(kernel.symbol, number): (kernel, number) for kernel, number in inner}.values())
         self._lives = lifetimes(program)
         self._arena = [program.buffers[x.name] for x in self._lives]
         self._arena_bytes = [self._table.add(b.type.bytes) for b in self._arena]
@@ -164,8 +169,14 @@ class Executable:
     def plan_memory(self, key: tuple[int, ...]) -> Plan:
         """The arena for a size class: each symbol rounded up to a power of two, where sizes can only grow with it."""
         rounded = tuple(round_up_power_of_two(v) for v in key) if self._rounds else key
-        values = self._evaluate(*rounded)
-        return plan(self._lives, {b.name: values[i] for b, i in zip(self._arena, self._arena_bytes, strict=True)})
+        found = self._plans.get(rounded)
+        if found is None:
+            values = self._evaluate(*rounded)
+            found = plan(self._lives, {b.name: values[i] for b, i in zip(self._arena, self._arena_bytes, strict=True)})
+            if len(self._plans) >= FRAMES:
+                self._plans.clear()
+            self._plans[rounded] = found
+        return found
 
     def _make_frame(self, key: tuple[int, ...]) -> Frame:
         values = self._evaluate(*key)
@@ -175,16 +186,14 @@ class Executable:
                     f"assume_equal: {assertion.a} is {values[a]}, {assertion.b} is {values[b]}", notes=[assertion.where]
                 )
         numbers = np.array(values, np.int64)
-        words = np.zeros(self.word_count, np.int64)
+        words = self._template.copy()
         words[self._numbers[0]] = numbers[self._numbers[1]]
-        for position, fixed in self._fixed:
-            words[position] = fixed
         for found in self._pointers.values():
             words[found.positions] = numbers[found.offsets]
         memory = self.plan_memory(key)
         scratch = 64
-        for launch, inner in zip(self.program.launches, self._inner, strict=True):
-            scratch = max(scratch, scratch_bytes(launch.kernel, self.target, values[inner]))
+        for kernel, inner in self._inner:
+            scratch = max(scratch, scratch_bytes(kernel, self.target, values[inner]))
         shapes = [tuple(values[i] for i in shape) for shape in self._shapes]
         return Frame(words, numbers[self._units], memory, -(-scratch // 64) * 64, shapes, values)
 

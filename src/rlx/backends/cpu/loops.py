@@ -17,9 +17,26 @@ from rlx.backends.cpu.routine import Routine
 from rlx.dtypes import BOOL, F32, F64, I32, I64, U8, U32, DType
 from rlx.errors import LowerError
 from rlx.lir.loops import (
-    Apply, Arg, Assign, Check, Choose, Const, Expr, For, Index, Let, Load, LoopKernel, Reduce, Ref, Stmt, Store, Var,
-    statements, walk,
-)  # fmt: skip
+    Apply,
+    Arg,
+    Assign,
+    Check,
+    Choose,
+    Const,
+    Expr,
+    For,
+    Index,
+    Let,
+    Load,
+    LoopKernel,
+    Reduce,
+    Ref,
+    Stmt,
+    Store,
+    Var,
+    statements,
+    walk,
+)
 from rlx.target import Target
 
 # How elements lie in memory, and how values are held in registers. Narrow floats are bit patterns until they are cast.
@@ -186,7 +203,8 @@ class _Emitter:
             else:
                 suffix = intrinsic_suffix(value.type)
                 place = Value("ptr", f"align {param.dtype.size} {address.pointer.text}")
-                self._call_void(f"llvm.masked.store.{suffix}.p0", value, place, mask, declared=[value.type, "ptr", mask.type])
+                declared = [value.type, "ptr", mask.type]
+                self._call_void(f"llvm.masked.store.{suffix}.p0", value, place, mask, declared=declared)
         else:
             places = self.lane_pointers(address, unit)
             live = mask or const(vector(count, "i1"), True)
@@ -342,7 +360,7 @@ class _Emitter:
         same = address.varying is None and address.step == 0
         if mask is None and (same or count == 1):
             loaded = b.splat(b.load(unit, address.pointer, align=align), count)
-        elif address.varying is None and address.step == 1 or count == 1:
+        elif (address.varying is None and address.step == 1) or count == 1:
             loaded = self._vector_load(type_, address.pointer, align, mask)
         else:
             loaded = self._gather(type_, self.lane_pointers(address, unit), align, mask)
@@ -361,8 +379,8 @@ class _Emitter:
         live = mask or const(vector(count, "i1"), True)
         name = f"llvm.masked.gather.{intrinsic_suffix(type_)}.v{count}p0"
         self.b.module.declare(name, type_, [pointers.type, live.type, type_])
-        zero = f"{type_} zeroinitializer"
-        return self.b.assign(type_, f"call {type_} @{name}({pointers.type} align {align} {pointers.text}, {live}, {zero})")
+        places = f"{pointers.type} align {align} {pointers.text}"
+        return self.b.assign(type_, f"call {type_} @{name}({places}, {live}, {type_} zeroinitializer)")
 
     def choose(self, expr: Choose) -> Value:
         """Each side is evaluated under its own mask, so that what is not taken is not loaded."""
@@ -426,7 +444,6 @@ class _Emitter:
     def identity(self, expr: Reduce) -> Value:
         type_ = vector(self.lanes.count, REGISTER[expr.dtype.name])
         if expr.op in ("sum", "prod"):
-
             return const(type_, 0 if expr.op == "sum" else 1)
         if expr.dtype.is_float:
             return const(type_, float("-inf") if expr.op == "max" else float("inf"))
@@ -438,7 +455,7 @@ class _Emitter:
     def combine(self, op: str, a: Value, c: Value, dtype: DType) -> Value:
         return self.arithmetic({"sum": "add", "prod": "mul"}.get(op, op), [a, c], dtype)
 
-    # -- scalar operations ----------------------------------------------------------------------------------------------
+    # -- scalar operations ------------------------------------------------------------------------------------------
     def apply(self, expr: Apply) -> Value:
         args = [self.value(a) for a in expr.args]
         kind = expr.args[0].dtype
@@ -484,7 +501,7 @@ class _Emitter:
             case "min":
                 return math.min(b, args[0], args[1])
             case "fma":
-                return math.fma(b, *args, target)
+                return math.fma(b, args[0], args[1], args[2], target)
             case "exp" | "log" | "tanh" | "erf" | "sin" | "cos" | "pow":
                 return getattr(math, op)(b, *args, target)  # type: ignore[no-any-return]
         raise LowerError(f"loops: no float operation {op!r}")
@@ -538,7 +555,7 @@ class _Emitter:
         key = b.op("xor", raw, b.op("and", sign, const(type_, 2 ** (bits - 1) - 1)))
         return b.select(b.fcmp("uno", x, x), const(type_, 2 ** (bits - 1) - 1), key)
 
-    # -- casts ------------------------------------------------------------------------------------------------------------
+    # -- casts ------------------------------------------------------------------------------------------------------
     def cast(self, x: Value, have: DType, want: DType) -> Value:
         if have is want:
             return x

@@ -1,0 +1,115 @@
+"""Blocks: their types are those of what they become, and lowering keeps what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from rlx import Graph, Value
+from rlx.errors import DTypeError, GraphError, LowerError, ShapeError
+from rlx.hir.blocks import ACTIVATIONS
+from rlx.hir.lower import lower, lowering
+from rlx.ir.evaluate import run
+from rlx.ir.registry import OPS
+from rlx.types import concrete
+
+BLOCKS = sorted(name for name, d in OPS.items() if d.level == "hir")
+
+
+def hir() -> Graph:
+    return Graph("g", level="hir")
+
+
+def test_every_block_has_a_lowering() -> None:
+    assert sorted(lowering) == BLOCKS
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear(activation: str | None, bias: bool) -> None:
+    g, rng = hir(), np.random.default_rng(0)
+    x, w = g.input("x", ("n", 4)), g.param("w", (4, 3))
+    b = g.param("b", (3,)) if bias else None
+    low = lower(g.set_outputs([g.linear(x, w, b, activation=activation)])).verify()
+    assert low.level == "mir" and low.outputs[0].type == g.outputs[0].type
+    X, W, B = (rng.standard_normal(s).astype(np.float32) for s in ((5, 4), (4, 3), (3,)))
+    (have,) = run(low, {"x": X, "w": W, "b": B}, {"n": 5})
+    want = X @ W + (B if bias else 0)
+    if activation is not None:
+        plain = Graph("p")
+        p = plain.input("x", (5, 3))
+        (want,) = run(plain.set_outputs([getattr(p, activation)()]), {"x": want.astype(np.float32)}, {})
+    np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-6)
+
+
+def test_swiglu_ffn_and_residual_rms_norm() -> None:
+    g, rng = hir(), np.random.default_rng(0)
+    x, r = g.input("x", ("n", 4)), g.input("r", ("n", 4))
+    up, gate, down, gamma = g.param("up", (4, 6)), g.param("gate", (4, 6)), g.param("down", (6, 4)), g.param("s", (4,))
+    g.set_outputs([g.swiglu_ffn(x, up, gate, down), g.residual_rms_norm(x, r, gamma, eps=1e-3)])
+    low = lower(g).verify()
+    assert [o.type for o in low.outputs] == [o.type for o in g.outputs]
+    leaves = {n.attrs["name"]: concrete(n.types[0].shape, {"n": 3}) for n in (*g.inputs, *g.params)}
+    a = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in leaves.items()}
+    ffn, norm = run(low, a, {"n": 3})
+    z, s = a["x"] @ a["gate"], a["x"] + a["r"]
+    np.testing.assert_allclose(ffn, (z / (1 + np.exp(-z)) * (a["x"] @ a["up"])) @ a["down"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(norm, s / np.sqrt((s * s).mean(-1, keepdims=True) + 1e-3) * a["s"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "b"), [("bf16", "bf16", "f32"), ("f32", "f64", "f32"), ("i32", "f32", "f16"), ("f16", "f16", "f16")]
+)
+def test_a_block_has_the_type_of_what_it_becomes(x: str, w: str, b: str) -> None:
+    g = hir()
+    y = g.linear(g.input("x", (2, 4), x), g.param("w", (4, 3), w), g.param("b", (3,), b), activation="tanh")
+    low = lower(g.set_outputs([y * 2.0])).verify()
+    assert low.outputs[0].type == g.outputs[0].type
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "problem"),
+    [
+        (lambda g, x, w: g.linear(x, w, activation="relu6"), GraphError, "'relu6' is not one of gelu, "),
+        (lambda g, x, w: g.linear(x, w, x), ShapeError, "bias .* does not fit 3 columns"),
+        (lambda g, x, w: g.linear(w, x), ShapeError, "inner sizes differ"),
+        (lambda g, x, w: g.swiglu_ffn(x, w, x, x), ShapeError, "up .* and gate .* differ"),
+        (lambda g, x, w: g.swiglu_ffn(x.astype("i32"), *[w.astype("i32")] * 3), DTypeError, "silu: takes floats"),
+        (lambda g, x, w: g.residual_rms_norm(x, w, w, eps=0.1), ShapeError, "types differ"),
+        (
+            lambda g, x, w: g.linear(x.astype("i32"), w.astype("i32"), activation="silu"),
+            DTypeError,
+            "silu: takes floats",
+        ),
+    ],
+)
+def test_blocks_refuse_what_does_not_fit(
+    build: Callable[[Graph, Value, Value], Value], error: type, problem: str
+) -> None:
+    g = hir()
+    with pytest.raises(error, match=problem):
+        build(g, g.input("x", (2, 4)), g.param("w", (4, 3)))
+
+
+def test_tensor_ops_pass_through_and_mir_stays_itself() -> None:
+    g = hir()
+    x = g.input("x", ("n", 4))
+    a, b = x.topk(k=2)
+    low = lower(g.set_outputs([a, b]))
+    assert low.text() == g.text().replace(" hir {", " mir {")
+    assert lower(low) is low
+
+
+def test_limits_survive_lowering() -> None:
+    g = hir()
+    g.limits["n"] = 7
+    g.set_outputs([g.linear(g.input("x", ("n", 4)), g.param("w", (4, 3)))])
+    assert lower(g).limits == {"n": 7}
+
+
+def test_a_block_without_lowering_says_where_it_belongs() -> None:
+    with pytest.raises(LowerError, match="op nothing: has no lowering") as caught:
+        lowering["nothing"]
+    assert caught.value.hint == "add it in src/rlx/hir/lower.py"

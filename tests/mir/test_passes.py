@@ -1,0 +1,119 @@
+"""Every pass on the cases of `tests/fixtures/mir/<pass>.ir`: title, graph before, `---`, what the pass makes of it.
+
+`pytest --update tests/mir` rewrites what comes after. Both sides are also evaluated on the same random numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlx import Graph
+from rlx.dtypes import DType
+from rlx.errors import KernelError
+from rlx.ir.evaluate import run
+from rlx.mir.canonicalize import canonicalize
+from rlx.mir.cse import cse
+from rlx.mir.dce import dce
+from rlx.mir.fold_constants import fold_constants
+from rlx.mir.fuse_epilogues import fuse_epilogues
+from rlx.mir.fuse_norms import fuse_norms
+from rlx.mir.fuse_regions import fuse_regions
+from rlx.mir.hoist_weights import Hoisted, hoist_weights
+from rlx.mir.legalize import legalize
+from rlx.mir.merge_matmuls import merge_gates, merge_matmuls
+from rlx.mir.merge_ropes import merge_ropes
+from rlx.mir.report import FusionReport
+from rlx.target import AVX512
+from rlx.types import concrete
+
+FIXTURES = Path(__file__).parent.parent / "fixtures" / "mir"
+BINDING = {"n": 3, "b": 2, "s": 5}
+
+
+def after_regions(graph: Graph, *, report: FusionReport) -> Graph:
+    """Epilogues are made of regions."""
+    return fuse_epilogues(fuse_regions(graph), report=report)
+
+
+PASSES: dict[str, Callable[..., Graph | Hoisted]] = {
+    "canonicalize": canonicalize, "fold_constants": fold_constants, "cse": cse, "dce": dce, "legalize": legalize,
+    "merge_gates": merge_gates, "merge_matmuls": merge_matmuls, "merge_ropes": merge_ropes, "fuse_norms": fuse_norms,
+    "fuse_regions": fuse_regions, "fuse_epilogues": after_regions,
+    "hoist_weights": functools.partial(hoist_weights, target=AVX512),
+}  # fmt: skip
+REPORTS = {"merge_gates", "merge_matmuls", "merge_ropes", "fuse_norms", "fuse_regions", "fuse_epilogues"}
+
+
+@dataclass(frozen=True)
+class Case:
+    title: str
+    before: str
+    after: str
+
+
+def cases(name: str) -> Iterator[Case]:
+    for part in (FIXTURES / f"{name}.ir").read_text().split("=== ")[1:]:
+        title, _, rest = part.partition("\n")
+        before, _, after = rest.partition("\n---\n")
+        yield Case(title, before, after.strip("\n"))
+
+
+def apply(name: str, graph: Graph) -> tuple[str, Graph | Hoisted]:
+    """What the pass prints, with its report as comments, and what it gives."""
+    report = FusionReport()
+    result = PASSES[name](graph, report=report) if name in REPORTS else PASSES[name](graph)
+    parts = [result.main, result.bind] if isinstance(result, Hoisted) else [result]
+    lines = [part.verify().text(full=True) for part in parts]
+    lines += [f"# fused {f.kind}: {' + '.join(f.ops)}" for f in report.fused]
+    lines += [f"# missed {m.kind}: {m.op}: {m.why}" for m in report.missed]
+    return "\n".join(lines), result
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_does_what_its_fixture_says(name: str, update: bool) -> None:
+    found = [Case(c.title, c.before, apply(name, Graph.parse(c.before))[0]) for c in cases(name)]
+    if update:
+        text = "\n".join(f"=== {c.title}\n{c.before}\n---\n{c.after}\n" for c in found)
+        (FIXTURES / f"{name}.ir").write_text(text)
+    for have, want in zip(found, cases(name), strict=True):
+        assert have == want, have.title
+        assert Graph.parse(have.before).text(full=True) == have.before, "before is printed as the printer does"
+
+
+def numbers(rng: np.random.Generator, shape: tuple[int, ...], d: DType) -> np.ndarray[Any, Any]:
+    if d.is_float:
+        return rng.uniform(-2, 2, shape).astype(d.numpy)
+    return rng.integers(0, 2 if d.is_bool else 5, shape).astype(d.numpy)
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [(n, c) for n in PASSES for c in cases(n)], ids=lambda x: getattr(x, "title", x)
+)
+def test_a_pass_keeps_what_the_graph_means(name: str, case: Case) -> None:
+    graph = Graph.parse(case.before)
+    rng = np.random.default_rng(0)
+    leaves = {
+        n.attrs["name"]: numbers(rng, concrete(n.types[0].shape, BINDING), n.types[0].dtype)
+        for n in (*graph.inputs, *graph.params)
+    }
+    try:
+        before = run(graph, leaves, BINDING)
+    except KernelError:
+        return  # the graph has a fault on purpose
+    result = apply(name, graph)[1]
+    if isinstance(result, Hoisted):
+        leaves |= zip(result.derived, run(result.bind, leaves, BINDING), strict=True)
+        result = result.main
+    exact = name not in ("merge_gates", "merge_matmuls", "hoist_weights")  # NumPy's products depend on their widths
+    for have, want in zip(run(result, leaves, BINDING), before, strict=True):
+        assert have.dtype == want.dtype
+        np.testing.assert_allclose(
+            have.astype(float), want.astype(float), rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6
+        )

@@ -1,0 +1,215 @@
+"""The whole pipeline: it keeps what a graph means, says what it did, and writes down each step if asked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from graphs import examples, float_graphs, random_leaves
+from hypothesis import given
+from hypothesis import strategies as st
+from layers import Bert, Llama, bert_graph, llama_graph
+
+import rlx
+from rlx import Graph
+from rlx.ir.evaluate import run
+from rlx.mir.pipeline import Optimised, optimise
+from rlx.mir.report import FusionReport
+from rlx.target import AVX2, AVX512, BASELINE
+from rlx.types import concrete
+
+Array = np.ndarray[Any, Any]
+
+
+def evaluate(done: Optimised, leaves: dict[str, Array], binding: dict[str, int]) -> list[Array]:
+    """The optimised graph by the reference, its derived weights first."""
+    derived = run(done.bind, leaves, binding)
+    return run(done.main, leaves | dict(zip(done.derived, derived, strict=True)), binding)
+
+
+def close(have: list[Array], want: list[Array], tolerance: float) -> None:
+    for a, b in zip(have, want, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        scale = np.abs(b).max() if b.size else 0
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * (scale or 1))
+
+
+# -- meaning ----------------------------------------------------------------------------------------------------------
+@given(float_graphs(), st.sampled_from([AVX512, AVX2, BASELINE]), st.integers(0, 3))
+@examples(150)
+def test_optimising_keeps_what_a_graph_means(g: Graph, target: Any, n: int) -> None:
+    binding = {"n": n}
+    leaves = random_leaves(g, binding)
+    done = optimise(g, target)
+    close(evaluate(done, leaves, binding), run(g, leaves, binding), 1e-12)
+    bare = {op.op for part in (done.main, done.bind) for op in part.nodes} & {"tanh", "add", "mul", "silu"}
+    assert not bare, "elementwise work is in regions and epilogues"
+
+
+LAYERS = {
+    "bert": (bert_graph(Bert(16, 2, 24, layers=2)), {"batch": 2, "seq": 5}),
+    "llama": (llama_graph(Llama(16, 4, 2, 4, 24, layers=2)), {"batch": 2, "seq": 5}),
+    "llama with a past": (llama_graph(Llama(16, 4, 2, 4, 24), past=True), {"batch": 1, "seq": 1, "past": 6}),
+    "llama without one yet": (llama_graph(Llama(16, 4, 2, 4, 24), past=True), {"batch": 2, "seq": 3, "past": 0}),
+}
+
+
+def in_f64(g: Graph) -> Graph:
+    return Graph.parse(g.text(full=True).replace("f32[", "f64["))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_mean_the_same_in_float64(name: str) -> None:
+    g, binding = LAYERS[name]
+    wide = in_f64(g)
+    leaves = random_leaves(wide, binding)
+    close(evaluate(optimise(wide, AVX512), leaves, binding), run(wide, leaves, binding), 1e-12)
+
+
+def test_outputs_may_be_inputs_params_constants_and_repeated() -> None:
+    g = Graph("g")
+    x, w = g.input("x", ("n", 4)), g.param("w", (4, 4))
+    g.set_outputs([x, w, g.constant([1.0]), x @ w, x @ w, w + 1.0, x])
+    leaves = random_leaves(g, {"n": 2})
+    close(evaluate(optimise(g, AVX512), leaves, {"n": 2}), run(g, leaves, {"n": 2}), 1e-6)
+
+
+def test_interfaces_stay() -> None:
+    g = Graph("g")
+    x = g.input("x", (rlx.dim("n", max=9), 4))
+    g.input("unused", (2,))
+    g.param("idle", (2,))
+    done = optimise(g.set_outputs([x * 2.0]), AVX512)
+    assert [n.attrs["name"] for n in done.main.inputs] == ["x", "unused"]
+    assert done.main.limits == {"n": 9} and done.main.name == "g" and done.bind.name == "g.bind"
+    assert done.derived == []
+
+
+def test_what_was_optimised_optimises_again() -> None:
+    for g, _ in LAYERS.values():
+        once = optimise(g, AVX512).main
+        twice = optimise(once, AVX512)
+        assert twice.main == once and not twice.derived
+
+
+def test_no_pass_changes_its_input() -> None:
+    for g, _ in LAYERS.values():
+        before = g.text(full=True, origins=True)
+        optimise(g, AVX512)
+        assert g.text(full=True, origins=True) == before
+
+
+# -- fused ops against their parts ------------------------------------------------------------------------------------
+def fused_op(done: Optimised, op: str) -> Any:
+    (node,) = (n for n in done.main.nodes if n.op == op)
+    return node
+
+
+@pytest.mark.parametrize("op", ["region", "fused_matmul", "gated", "residual_norm layer", "residual_norm rms"])
+def test_a_fused_op_is_the_chain_it_came_from(op: str) -> None:
+    g = Graph("g")
+    x, y = g.input("x", ("n", 6), "f64"), g.input("y", ("n", 6), "f64")
+    w, v, b = g.param("w", (6, 70), "f64"), g.param("v", (6, 70), "f64"), g.param("b", (70,), "f64")
+    rng = np.random.default_rng(0)
+    leaves = {n.attrs["name"]: rng.standard_normal(concrete(n.types[0].shape, {"n": 3})) for n in g.nodes}
+    X, Y, W, V, B = (leaves[k] for k in "xywvb")
+    sigmoid = 1 / (1 + np.exp(-(X @ W)))
+    total = X + Y
+    centred = total - total.mean(-1, keepdims=True)
+
+    def over_root_mean(a: Array) -> Array:
+        return np.asarray(a / np.sqrt((a**2).mean(-1, keepdims=True) + 1e-3))
+
+    table: dict[str, tuple[rlx.Value, Array]] = {
+        "region": (g.where(x > y, x.tanh() * 2.0, y - 1.0), np.where(X > Y, np.tanh(X) * 2, Y - 1)),
+        "fused_matmul": ((x @ w + b).tanh(), np.tanh(X @ W + B)),
+        "gated": ((x @ w).silu() * (x @ v), X @ W * sigmoid * (X @ V)),
+        "residual_norm layer": (g.layer_norm(x + y, eps=1e-3), over_root_mean(centred)),
+        "residual_norm rms": (g.rms_norm(x + y, eps=1e-3), over_root_mean(total)),
+    }  # fmt: skip
+    value, want = table[op]
+    done = optimise(g.set_outputs([value]), AVX512)
+    assert fused_op(done, "fused_matmul" if op == "gated" else op.split()[0]).origin.made_by
+    (have,) = evaluate(done, leaves, {"n": 3})
+    np.testing.assert_allclose(have, want, rtol=1e-12)
+
+
+# -- reports ----------------------------------------------------------------------------------------------------------
+def counts(report: FusionReport) -> dict[str, int]:
+    kinds = [f.kind for f in report.fused]
+    return {k: kinds.count(k) for k in sorted(set(kinds))}
+
+
+def test_the_report_says_what_fused() -> None:
+    report = optimise(LAYERS["llama"][0], AVX512).report
+    assert counts(report) == {
+        "gated matmul pair": 2, "matmul epilogue": 4, "matmuls that share an input": 2, "ropes of neighbouring heads": 2
+    }  # fmt: skip
+    assert report.missed == []
+    gate = next(f for f in report.fused if f.kind == "gated matmul pair")
+    assert gate.ops == ("matmul", "matmul", "silu", "mul")
+    assert gate.where.startswith("layers.0, layers.py:")
+    assert str(gate).startswith("gated matmul pair: matmul + matmul + silu + mul  (layers.0, ")
+
+
+def test_bert_fuses_into_five_kinds_of_work() -> None:
+    done = optimise(LAYERS["bert"][0], AVX512)
+    assert counts(done.report) == {"elementwise region": 6, "matmul epilogue": 8, "matmuls that share an input": 2}
+    ops = [n.op for n in done.main.nodes if n.op not in ("input", "param", "reshape", "slice")]
+    assert (
+        ops
+        == ["fused_matmul", "attention", "fused_matmul", "layer_norm", "fused_matmul", "fused_matmul", "layer_norm"] * 2
+    )
+
+
+def test_the_report_says_what_was_missed_and_why() -> None:
+    g = Graph("g")
+    x, y = g.input("x", ("n", 4)), g.input("y", (2, "n", 4))
+    with rlx.stage("ffn"):
+        p = x @ g.param("w", (4, 4))
+        q = (y @ g.param("v", (4, 4))) * x
+    report = optimise(g.set_outputs([p.tanh(), p, q]), AVX512).report
+    assert [(m.kind, m.op, m.why) for m in report.missed] == [
+        ("epilogue", "region", "operand f32[n, 4] cannot follow the tiles of f32[2, n, 4]"),
+        ("epilogue", "region", "the product is an output of the graph"),
+    ]
+    text = str(report)
+    assert text.startswith("fused 0\nmissed 2\n  epilogue: region: operand f32[n, 4]")
+    assert re.search(r"\(ffn, test_pipeline\.py:\d+, by fuse_regions\)", text)
+
+
+def test_the_log_lists_every_pass_with_its_time() -> None:
+    log = optimise(LAYERS["bert"][0], AVX512).log
+    names = [e[0] for e in log.entries]
+    assert names[:4] == ["canonicalize", "fold_constants", "cse", "dce"] and "fuse_epilogues" in names
+    assert all(seconds >= 0 and before > 0 and after > 0 for _, seconds, before, after in log.entries)
+    assert re.match(r"canonicalize +\d+\.\d\d ms +\d+ -> +\d+ nodes", log.text())
+
+
+# -- dumps ------------------------------------------------------------------------------------------------------------
+def test_rlx_dump_writes_a_file_after_each_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLX_DUMP", str(tmp_path / "dumps"))
+    g = Graph("my/graph")
+    x = g.input("x", ("n", 4))
+    done = optimise(g.set_outputs([(x @ g.param("w", (4, 4))).tanh() + 0.5]), AVX512)
+    files = sorted((tmp_path / "dumps").iterdir())
+    steps = [f.name.split(".")[-2] for f in files]
+    assert steps[0] == "built" and steps.count("hoist_weights") == 2
+    assert steps[1:5] == ["canonicalize", "fold_constants", "cse", "dce"]
+    assert len(files) == 3 + len(done.log.entries)
+    assert all(re.fullmatch(r"\d{3,}-my_graph(\.bind)?\.\w+\.rlx", f.name) for f in files)
+    assert all(Graph.parse(f.read_text()) for f in files), "every dump reads back"
+    assert Graph.parse(files[0].read_text()) == g
+    assert "test_pipeline.py:" in files[0].read_text()
+    main = [f for f in files if ".bind." not in f.name][-1]
+    assert Graph.parse(main.read_text()) == done.main
+
+
+def test_nothing_is_written_without_being_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RLX_DUMP", raising=False)
+    monkeypatch.chdir(tmp_path)
+    optimise(LAYERS["bert"][0], AVX512)
+    assert list(tmp_path.iterdir()) == []
