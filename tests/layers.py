@@ -207,9 +207,7 @@ def bert_numpy(sizes: Bert, params: Mapping[str, Array], x: Array, mask: Array) 
     return [x]
 
 
-def llama_numpy(
-    sizes: Llama, params: Mapping[str, Array], x: Array, positions: Array, **past: Array
-) -> list[Array]:
+def llama_numpy(sizes: Llama, params: Mapping[str, Array], x: Array, positions: Array, **past: Array) -> list[Array]:
     """The decoder in float64; with a past, its keys and values too."""
     p = {n: w.astype(np.float64) for n, w in params.items()}
     x = x.astype(np.float64)

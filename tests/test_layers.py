@@ -13,9 +13,9 @@ import rlx
 ROOT = Path(rlx.__file__).parent
 # Lowest first; layers of one row do not import each other.
 ROWS = [
-    ["errors"], ["dtypes"], ["types"], ["profile", "target"], ["ir", "formats"], ["ops"], ["hir"], ["mir", "transforms"],
-    ["lir"], ["module"], ["backends"], ["runtime"], ["functional"], ["flow", "hub"], ["models"], ["engine", "train"],
-    ["server"], ["cli"],
+    ["errors"], ["dtypes"], ["types"], ["profile", "target"], ["ir", "formats"], ["ops"], ["hir"],
+    ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["runtime"], ["functional"], ["flow", "hub"], ["models"],
+    ["engine", "train"], ["server"], ["cli"],
 ]  # fmt: skip
 RANK = {layer: rank for rank, row in enumerate(ROWS) for layer in row}
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")

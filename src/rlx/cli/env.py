@@ -27,9 +27,12 @@ def run(arguments: argparse.Namespace) -> int:
         "numpy": version("numpy"),
         "llvmlite": f"{version('llvmlite')} (LLVM {llvm_version()})",
         "processor": _processor(),
-        "target": f"{chosen.name} ({chosen.vector_bytes * 8}-bit vectors); runs {', '.join(t.name for t in target.supported())}",
+        "target": f"{chosen.name} ({chosen.vector_bytes * 8}-bit vectors)",
+        "runs": ", ".join(t.name for t in target.supported()),
         "threads": f"{threads.threads}" + (f" ({threads.why_single})" if threads.why_single else ""),
-        "cache": f"{store.folder}" + ("" if store.writable else " (read only)") if store.folder else f"none: {store.why}",
+        "cache": f"{store.folder}" + ("" if store.writable else " (read only)")
+        if store.folder
+        else f"none: {store.why}",
     }
     for name, value in rows.items():
         print(f"{name:10} {value}")

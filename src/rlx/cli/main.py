@@ -1,4 +1,4 @@
-"""The command line: one file a command. Errors are messages without tracebacks; exit codes say what kind of failure it was."""
+"""The command line: one file a command. Errors are messages without tracebacks; exit codes tell failures apart."""
 
 from __future__ import annotations
 

@@ -406,7 +406,11 @@ class Graph:
         raise GraphError(f"{where}: {type(operand).__name__} is not an operand", hint="use values, numbers or arrays")
 
     def append(
-        self, op: str, operands: tuple[Value | None, ...], attrs: dict[str, Any], types: tuple[TensorType, ...],
+        self,
+        op: str,
+        operands: tuple[Value | None, ...],
+        attrs: dict[str, Any],
+        types: tuple[TensorType, ...],
         origin: Origin | None = None,
     ) -> Node:
         """Append a node whose types are known: for passes and parsers. Users call the ops."""

@@ -239,4 +239,3 @@ def place_of(function: Callable[..., Any]) -> str:
     """`file:line` of a rule, for `rlx ops NAME`."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else "built in"
-

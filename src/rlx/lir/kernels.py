@@ -10,7 +10,6 @@ import functools
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import Union
 
 from rlx.dtypes import DType
 from rlx.lir.loops import Let, LoopKernel, Store, expr_text, statements
@@ -132,9 +131,10 @@ class AttentionKernel:
         cap = f", softcap {self.softcap}" if self.softcap else ""
         window = f" {self.window}" if self.mask == "sliding" else ""
         return (
-            f"kernel {self.symbol}(q, k, v: {self.dtype}) head_dim {self.head_dim}, {self.group} query heads a key head, "
+            f"kernel {self.symbol}(q, k, v: {self.dtype}) head_dim {self.head_dim}, "
+            f"{self.group} query heads a key head, "
             f"mask {self.mask}{window}, scale {self.scale:.6g}{cap}, keys in blocks of {KEY_BLOCK}"
         )
 
 
-Kernel = Union[LoopKernel, MatmulKernel, AttentionKernel]
+Kernel = LoopKernel | MatmulKernel | AttentionKernel

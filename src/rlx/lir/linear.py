@@ -44,8 +44,16 @@ def _is_plain(body: Graph | None) -> bool:
 
 
 def _launch(
-    s: Scheduler, a: View, b: View, operands: Sequence[View], outs: Sequence[View], body: Graph | None, *, weights: int,
-    packed: bool, columns: Size,
+    s: Scheduler,
+    a: View,
+    b: View,
+    operands: Sequence[View],
+    outs: Sequence[View],
+    body: Graph | None,
+    *,
+    weights: int,
+    packed: bool,
+    columns: Size,
 ) -> None:
     """One matmul launch. Leading axes and rows collapse into at most two batch axes and one row axis."""
     if a.strides[-1] != 1 and a.shape[-1] != 1:
@@ -176,5 +184,3 @@ def _integer_matmul(s: Scheduler, a: View, b: View, out: View) -> None:
     inner = For("j", builder.arg("n", out.shape[-1]), (store,), vector=True)
     root = For("u", builder.arg("units", units), (*lets, inner))
     builder.launch(s, root, units, flops=product(out.shape) * a.shape[-1] * 2)
-
-

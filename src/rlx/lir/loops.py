@@ -11,7 +11,6 @@ import functools
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Union
 
 from rlx.dtypes import BOOL, I64, DType
 
@@ -64,7 +63,7 @@ class Load:
     """
 
     param: int
-    at: tuple[tuple["Expr", "int | Arg"], ...]
+    at: tuple[tuple[Expr, int | Arg], ...]
     dtype: DType  # of the parameter
 
 
@@ -73,7 +72,7 @@ class Apply:
     """A scalar operation by name; see `SCALAR_OPS`."""
 
     op: str
-    args: tuple["Expr", ...]
+    args: tuple[Expr, ...]
     dtype: DType
 
 
@@ -81,9 +80,9 @@ class Apply:
 class Choose:
     """`then` where `condition`, else `other`; the side that is not taken is not loaded."""
 
-    condition: "Expr"
-    then: "Expr"
-    other: "Expr"
+    condition: Expr
+    then: Expr
+    other: Expr
 
     @property
     def dtype(self) -> DType:
@@ -96,15 +95,15 @@ class Reduce:
 
     op: str
     index: str
-    extent: "int | Arg"
-    value: "Expr"
+    extent: int | Arg
+    value: Expr
 
     @property
     def dtype(self) -> DType:
         return self.value.dtype
 
 
-Expr = Union[Index, Arg, Const, Ref, Load, Apply, Choose, Reduce]
+Expr = Index | Arg | Const | Ref | Load | Apply | Choose | Reduce
 
 # Names an emitter must know. Float arguments are f32 or f64 (narrow floats are widened on load).
 SCALAR_OPS = {
@@ -146,7 +145,7 @@ class Store:
     """Write one element of a parameter; `value` is cast to the parameter's type."""
 
     param: int
-    at: tuple[tuple[Expr, "int | Arg"], ...]
+    at: tuple[tuple[Expr, int | Arg], ...]
     value: Expr
 
 
@@ -163,12 +162,12 @@ class For:
     """A loop over [0, extent). `vector` loops run several iterations at once and may not carry variables."""
 
     index: str
-    extent: "int | Arg"
-    body: tuple["Stmt", ...]
+    extent: int | Arg
+    body: tuple[Stmt, ...]
     vector: bool = False
 
 
-Stmt = Union[Let, Var, Assign, Store, Check, For]
+Stmt = Let | Var | Assign | Store | Check | For
 
 
 @dataclass(frozen=True, slots=True)

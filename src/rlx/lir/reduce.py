@@ -252,5 +252,3 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     units = product(x.shape[:-1])
     builder.launch(s, For("u", builder.arg("units", units), body), units, flops=product(x.shape) * node.attrs["k"])
     return [values, indices]
-
-

@@ -115,7 +115,13 @@ class Scheduler:
         map_elements(self, "copy", out.shape, [view], [out], lambda load: [load(0)])
 
     def launch(
-        self, kernel: Kernel, words: Mapping[str, View | Size | None], units: Size, split: str, *, scratch: Size = 0,
+        self,
+        kernel: Kernel,
+        words: Mapping[str, View | Size | None],
+        units: Size,
+        split: str,
+        *,
+        scratch: Size = 0,
         flops: Size = 0,
     ) -> None:
         """Add a launch; `words` has a value for each word of the kernel that the backend does not fill in."""

@@ -116,5 +116,3 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
     map_elements(s, "pad", out.shape, [inner], [out], body, keep=padded, with_indices=True)
     return [out]
-
-

@@ -74,9 +74,7 @@ class _Hoister:
         name = next(n for n in self.names if not self.graph.has(n))
         self.derived.append(name)
         self.outputs.append(value)
-        return self.main.graph.append(
-            "param", (), {"name": name}, (value.type,), like.origin.by("hoist_weights")
-        )[0]
+        return self.main.graph.append("param", (), {"name": name}, (value.type,), like.origin.by("hoist_weights"))[0]
 
     def _packed_matmul(self, node: Node) -> tuple[Value, ...] | None:
         if node.op == "matmul":
@@ -94,8 +92,15 @@ class _Hoister:
         panels = self._pack(node, tuple(matrices))
         others = [self._operand(o) for o in rest[weights:]]
         return self.main.make(
-            node, "fused_matmul", self._operand(x), panels, *others, body=body, weights=weights,
-            columns=matrices[0].shape[1], packed=True,
+            node,
+            "fused_matmul",
+            self._operand(x),
+            panels,
+            *others,
+            body=body,
+            weights=weights,
+            columns=matrices[0].shape[1],
+            packed=True,
         )
 
     def _pack(self, like: Node, matrices: tuple[Value, ...]) -> Value:

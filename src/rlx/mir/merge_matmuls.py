@@ -62,8 +62,16 @@ def merge_gates(graph: Graph, *, report: FusionReport | None = None) -> Graph:
         if report is not None:
             report.add("gated matmul pair", [*gate.matmuls, *gate.nodes])
         return rewriter.make(
-            node, "fused_matmul", rewriter[x], rewriter[first], rewriter[second], *(rewriter[o] for o in operands),
-            body=body, weights=2, columns=first.shape[1], packed=False,
+            node,
+            "fused_matmul",
+            rewriter[x],
+            rewriter[first],
+            rewriter[second],
+            *(rewriter[o] for o in operands),
+            body=body,
+            weights=2,
+            columns=first.shape[1],
+            packed=False,
         )
 
     return rebuild(graph, visit, made_by="merge_gates")

@@ -93,8 +93,16 @@ def _heads(batch: int, q: int, k: int, heads: int, kv: int, dim: int) -> tuple[S
     ],
 )  # fmt: skip
 def attention(
-    q: TensorType, k: TensorType, v: TensorType, mask: TensorType | None = None, *, mask_kind: str = "none",
-    scale: float | None = None, softcap: float | None = None, num_heads: int | None = None, head_dim: int | None = None,
+    q: TensorType,
+    k: TensorType,
+    v: TensorType,
+    mask: TensorType | None = None,
+    *,
+    mask_kind: str = "none",
+    scale: float | None = None,
+    softcap: float | None = None,
+    num_heads: int | None = None,
+    head_dim: int | None = None,
 ) -> TensorType:
     """softmax(scale · q kᵀ, softcapped and masked) v for each head.
 

@@ -52,8 +52,14 @@ def _require(name: str, kind: Kind, d: DType) -> None:
 
 
 def unary(
-    name: str, reference: Callable[..., Any], *, doc: str, scalar: str = "", kind: Kind = is_float,
-    samples: tuple[Sample, ...] = (sample(f32(5, 7)), sample(f32(3, 1, 65))), tolerance: float = 1e-6,
+    name: str,
+    reference: Callable[..., Any],
+    *,
+    doc: str,
+    scalar: str = "",
+    kind: Kind = is_float,
+    samples: tuple[Sample, ...] = (sample(f32(5, 7)), sample(f32(3, 1, 65))),
+    tolerance: float = 1e-6,
 ) -> OpDef:
     """Declare an op of one operand whose result has the operand's type."""
 
@@ -62,14 +68,26 @@ def unary(
         return x
 
     return op(
-        name, reference=reference, traits=[ELEMENTWISE], scalar=scalar or name, doc=doc, samples=samples,
+        name,
+        reference=reference,
+        traits=[ELEMENTWISE],
+        scalar=scalar or name,
+        doc=doc,
+        samples=samples,
         tolerance=tolerance,
     )(rule)
 
 
 def binary(
-    name: str, reference: Callable[..., Any], *, doc: str, scalar: str = "", kind: Kind = is_number,
-    result: DType | None = None, samples: tuple[Sample, ...] = (), tolerance: float = 1e-6,
+    name: str,
+    reference: Callable[..., Any],
+    *,
+    doc: str,
+    scalar: str = "",
+    kind: Kind = is_number,
+    result: DType | None = None,
+    samples: tuple[Sample, ...] = (),
+    tolerance: float = 1e-6,
 ) -> OpDef:
     """Declare an op of two operands that broadcast and promote to one type."""
 
@@ -84,7 +102,12 @@ def binary(
 
     default = (sample(f32(4, 5), f32(4, 5)), sample(f32(3, 1, 65), f32(2, 1)), sample(f32(7), f32()))
     return op(
-        name, reference=promoted, traits=[ELEMENTWISE], scalar=scalar or name, doc=doc, samples=samples or default,
+        name,
+        reference=promoted,
+        traits=[ELEMENTWISE],
+        scalar=scalar or name,
+        doc=doc,
+        samples=samples or default,
         tolerance=tolerance,
     )(rule)
 
@@ -108,16 +131,33 @@ sub = binary("sub", np.subtract, doc="Difference.", samples=_BOTH)
 mul = binary("mul", np.multiply, doc="Product.", samples=_BOTH)
 div = binary("div", np.divide, kind=is_float, doc="Quotient of floats; integers use `floor_divide`.")
 floor_divide = binary(
-    "floor_divide", _floor_divide, scalar="floordiv", kind=is_integer, samples=_INTS,
+    "floor_divide",
+    _floor_divide,
+    scalar="floordiv",
+    kind=is_integer,
+    samples=_INTS,
     doc="Quotient of integers, rounded down; a zero divisor gives 0.",
 )
 mod = binary(
-    "mod", _mod, kind=is_integer, samples=_INTS,
+    "mod",
+    _mod,
+    kind=is_integer,
+    samples=_INTS,
     doc="Remainder of integers with the sign of the divisor; a zero divisor gives 0.",
 )
 pow = binary(
-    "pow", np.power, kind=is_float, doc="`a` to the power `b`, for floats.",
-    samples=(sample(f32(4, 5, low=0.01), f32(4, 5)), sample(f32(3, 33), f32(), ), sample(f32(5, low=0.1), f32(4, 1))),
+    "pow",
+    np.power,
+    kind=is_float,
+    doc="`a` to the power `b`, for floats.",
+    samples=(
+        sample(f32(4, 5, low=0.01), f32(4, 5)),
+        sample(
+            f32(3, 33),
+            f32(),
+        ),
+        sample(f32(5, low=0.1), f32(4, 1)),
+    ),
 )
 maximum = binary("maximum", np.maximum, scalar="max", doc="The larger; NaN if either is NaN.", samples=_BOTH)
 minimum = binary("minimum", np.minimum, scalar="min", doc="The smaller; NaN if either is NaN.", samples=_BOTH)
@@ -168,11 +208,15 @@ erf = unary("erf", _erf, doc="Error function.")
 sigmoid = unary("sigmoid", _sigmoid, doc="1 / (1 + e^-x).")
 silu = unary("silu", lambda x: x * _sigmoid(x), doc="x · sigmoid(x), also called swish.")
 gelu = unary(
-    "gelu", lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))), tolerance=2e-6,
+    "gelu",
+    lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
+    tolerance=2e-6,
     doc="Gaussian error linear unit by the error function: x · (1 + erf(x / √2)) / 2.",
 )
 gelu_tanh = unary(
-    "gelu_tanh", _gelu_tanh, tolerance=2e-6,
+    "gelu_tanh",
+    _gelu_tanh,
+    tolerance=2e-6,
     doc="Gaussian error linear unit by its tanh form: x · (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2.",
 )
 
@@ -183,10 +227,15 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
 
 
 @op(
-    "where", reference=_where, traits=[ELEMENTWISE], scalar="select",
+    "where",
+    reference=_where,
+    traits=[ELEMENTWISE],
+    scalar="select",
     samples=[
-        sample(boolean(4, 5), f32(4, 5), f32(4, 5)), sample(boolean(3, 1, 65), f32(2, 1), f32()),
-        sample(boolean(5), i32(5), f32(3, 5)), sample(boolean(3, 1), i32(17), i32(3, 17)),
+        sample(boolean(4, 5), f32(4, 5), f32(4, 5)),
+        sample(boolean(3, 1, 65), f32(2, 1), f32()),
+        sample(boolean(5), i32(5), f32(3, 5)),
+        sample(boolean(3, 1), i32(17), i32(3, 17)),
         sample(boolean(4), boolean(3, 4), boolean()),
     ],
 )
@@ -220,13 +269,21 @@ def _rounded_to_odd(x: Any) -> Any:
 
 
 @op(
-    "cast", reference=cast_array, traits=[ELEMENTWISE], scalar="cast",
+    "cast",
+    reference=cast_array,
+    traits=[ELEMENTWISE],
+    scalar="cast",
     samples=[
-        sample(f32(5, 7), dtype=dtype_of("i32")), sample(i32(5, 7), dtype=dtype_of("f32")),
-        sample(f32(3, 65, low=-1e12, high=1e12), dtype=dtype_of("i8")), sample(boolean(9), dtype=dtype_of("f32")),
-        sample(f32(65), dtype=dtype_of("f16")), sample(f32(65), dtype=dtype_of("bf16")),
-        sample(f32(17), dtype=dtype_of("f64")), sample(i32(33, high=300), dtype=dtype_of("u8")),
-        sample(f32(33), dtype=dtype_of("bool")), sample(i32(21), dtype=dtype_of("i64")),
+        sample(f32(5, 7), dtype=dtype_of("i32")),
+        sample(i32(5, 7), dtype=dtype_of("f32")),
+        sample(f32(3, 65, low=-1e12, high=1e12), dtype=dtype_of("i8")),
+        sample(boolean(9), dtype=dtype_of("f32")),
+        sample(f32(65), dtype=dtype_of("f16")),
+        sample(f32(65), dtype=dtype_of("bf16")),
+        sample(f32(17), dtype=dtype_of("f64")),
+        sample(i32(33, high=300), dtype=dtype_of("u8")),
+        sample(f32(33), dtype=dtype_of("bool")),
+        sample(i32(21), dtype=dtype_of("i64")),
     ],
 )
 def cast(x: TensorType, *, dtype: DType) -> TensorType:

@@ -108,7 +108,12 @@ def _residual_norm(x: Any, residual: Any, gamma: Any, beta: Any, *, kind: str, e
 
 @op("residual_norm", reference=_residual_norm, traits=[FUSED])
 def residual_norm(
-    x: TensorType, residual: TensorType, gamma: TensorType | None = None, beta: TensorType | None = None, *, kind: str,
+    x: TensorType,
+    residual: TensorType,
+    gamma: TensorType | None = None,
+    beta: TensorType | None = None,
+    *,
+    kind: str,
     eps: float,
 ) -> tuple[TensorType, TensorType]:
     """x + residual, normalised (`kind` is layer or rms), and the sum itself."""

@@ -31,7 +31,9 @@ def matmul(a: TensorType, b: TensorType) -> TensorType:
     if a.rank < 2 or b.rank < 2:
         raise ShapeError(f"matmul: operands need two axes each, found {a} and {b}", hint="reshape a vector to one row")
     require_equal(
-        a.shape[-1], b.shape[-2], f"matmul: inner sizes differ, {a.shape[-1]} and {b.shape[-2]}",
+        a.shape[-1],
+        b.shape[-2],
+        f"matmul: inner sizes differ, {a.shape[-1]} and {b.shape[-2]}",
         hint="transpose one operand? weights are [in, out]",
     )
     common = promote(a.dtype, b.dtype)

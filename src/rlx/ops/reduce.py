@@ -130,7 +130,8 @@ def _argmax(x: Any, *, axis: int, keepdims: bool) -> Any:
 
 
 @op(
-    "argmax", reference=_argmax,
+    "argmax",
+    reference=_argmax,
     samples=[sample(f32(4, 65)), sample(f32(4, 5, 6), axis=1), sample(i32(4, 50), keepdims=True)],
 )
 def argmax(x: TensorType, *, axis: int = -1, keepdims: bool = False) -> TensorType:
@@ -174,7 +175,9 @@ def _softmax(x: Any, *, axis: int) -> Any:
 
 
 @op(
-    "softmax", reference=_softmax, tolerance=2e-6,
+    "softmax",
+    reference=_softmax,
+    tolerance=2e-6,
     samples=[sample(f32(4, 5)), sample(f32(3, 130)), sample(f32(2, 17, 5), axis=1), sample(f32(6, 3), axis=0)],
 )
 def softmax(x: TensorType, *, axis: int = -1) -> TensorType:
@@ -195,9 +198,14 @@ def _cumsum(x: Any, *, axis: int, exclusive: bool) -> Any:
 
 
 @op(
-    "cumsum", reference=_cumsum, tolerance=5e-6,
+    "cumsum",
+    reference=_cumsum,
+    tolerance=5e-6,
     samples=[
-        sample(f32(4, 65)), sample(f32(4, 5, 6), axis=1), sample(i32(7, 3), axis=0, exclusive=True), sample(f32(130)),
+        sample(f32(4, 65)),
+        sample(f32(4, 5, 6), axis=1),
+        sample(i32(7, 3), axis=0, exclusive=True),
+        sample(f32(130)),
     ],
 )
 def cumsum(x: TensorType, *, axis: int = -1, exclusive: bool = False) -> TensorType:

@@ -151,5 +151,3 @@ def pad(x: TensorType, *, low: Sizes, high: Sizes, value: float = 0.0) -> Tensor
     if not x.dtype.is_float and not _has(x.dtype, value):
         raise DTypeError(f"pad: value {value} is no {x.dtype}")
     return x.with_shape(*(a + d + b for a, d, b in zip(low, x.shape, high, strict=True)))
-
-

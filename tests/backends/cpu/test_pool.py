@@ -42,7 +42,7 @@ def within(seconds: float) -> Callable[[Callable[..., None]], Callable[..., None
             def call() -> None:
                 try:
                     test(*args, **kwargs)
-                except BaseException as error:  # noqa: BLE001 - raised again below
+                except BaseException as error:
                     raised.append(error)
 
             thread = threading.Thread(target=call, daemon=True)
@@ -118,7 +118,11 @@ def emit_set_control(b: Builder, args: Value, lo: Value, hi: Value, scratch: Val
 
 
 EMITTERS = {
-    "mark": emit_mark, "mirror": emit_mirror, "hold": emit_hold, "delay": emit_delay, "fault": emit_fault,
+    "mark": emit_mark,
+    "mirror": emit_mirror,
+    "hold": emit_hold,
+    "delay": emit_delay,
+    "fault": emit_fault,
 } | ({"control": emit_control, "set_control": emit_set_control} if host().arch == "x86_64" else {})
 
 
@@ -150,9 +154,7 @@ class Mirror:
         self.buffers = np.zeros((2, units), np.int64)
         address = [b.ctypes.data for b in self.buffers]
         self.args = [np.array([address[i], address[1 - i], units], np.int64) for i in range(2)]
-        self.records = records_of(
-            *(("mirror", self.args[i % 2], units, driver.BARRIER_AFTER) for i in range(phases))
-        )
+        self.records = records_of(*(("mirror", self.args[i % 2], units, driver.BARRIER_AFTER) for i in range(phases)))
         self.scratch = scratch_for(threads)
         self.round = 0
 

@@ -66,9 +66,7 @@ def test_constants_of_a_loaded_object_are_found() -> None:
 
 def test_equal_names_in_two_objects_do_not_meet() -> None:
     library = toolchain.CodeLibrary()
-    one, two = (
-        library.load(toolchain.compile_text(constant_text("f", value), host()), ["f"])["f"] for value in (1, 2)
-    )
+    one, two = (library.load(toolchain.compile_text(constant_text("f", value), host()), ["f"])["f"] for value in (1, 2))
     assert (value_at(one), value_at(two)) == (1, 2)
 
 

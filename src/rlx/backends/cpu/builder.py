@@ -26,7 +26,7 @@ class Value:
     @property
     def constant(self) -> int | None:
         """The integer this value is, where that is known while building."""
-        if self.type[0] == "i" and (self.text.isdigit() or self.text[0] == "-" and self.text[1:].isdigit()):
+        if self.type[0] == "i" and (self.text.isdigit() or (self.text[0] == "-" and self.text[1:].isdigit())):
             return int(self.text)
         return None
 
@@ -100,8 +100,14 @@ class Module:
         self.declarations[name] = f"declare {result} @{name}({', '.join(arguments)})"
 
     def define(
-        self, name: str, arguments: Sequence[tuple[str, str]], emit: Callable[..., Value | None], *, result: str = "void",
-        internal: bool = False, noinline: bool = False,
+        self,
+        name: str,
+        arguments: Sequence[tuple[str, str]],
+        emit: Callable[..., Value | None],
+        *,
+        result: str = "void",
+        internal: bool = False,
+        noinline: bool = False,
     ) -> None:
         """Add a function; `emit(builder, *arguments)` writes its body and returns the result value."""
         if name in self.functions:
@@ -316,7 +322,12 @@ class Builder:
 
     # -- control --------------------------------------------------------------------------------------------------
     def loop(
-        self, low: Int, high: Int, step: Int, body: Body, carry: Sequence[Value] = (),
+        self,
+        low: Int,
+        high: Int,
+        step: Int,
+        body: Body,
+        carry: Sequence[Value] = (),
     ) -> list[Value]:
         """`for i in range(low, high, step)` with carried values; zero trips are fine.
 

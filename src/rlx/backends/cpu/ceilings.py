@@ -110,9 +110,7 @@ def _emit_read(b: Builder, target: Target, args: Value, lo: Value, hi: Value, sc
 
     def read(at: Value, *sums: Value) -> list[Value]:
         here = b.offset(mine, at)
-        return [
-            b.op("or", s, b.load(type_, b.offset(here, i * target.vector_bytes))) for i, s in enumerate(sums)
-        ]
+        return [b.op("or", s, b.load(type_, b.offset(here, i * target.vector_bytes))) for i, s in enumerate(sums)]
 
     zero = const(type_, 0)
     sums = b.loop(0, passes, 1, lambda i, *x: b.loop(0, share, step, read, x), [zero] * UNROLL)

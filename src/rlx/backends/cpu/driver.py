@@ -73,13 +73,21 @@ class _Machine:
 
 _MACHINES = {
     "x86_64": _Machine(
-        "syscall", "={rax},{rax},{rdi},{rsi},{rdx},{r10},~{rcx},~{r11},~{memory},~{dirflag},~{fpsr},~{flags}", 202,
-        "llvm.x86.sse2.pause", (), has_mxcsr=True,
+        "syscall",
+        "={rax},{rax},{rdi},{rsi},{rdx},{r10},~{rcx},~{r11},~{memory},~{dirflag},~{fpsr},~{flags}",
+        202,
+        "llvm.x86.sse2.pause",
+        (),
+        has_mxcsr=True,
     ),
     # `isb` really waits; `yield` is nothing on most cores.
     "aarch64": _Machine(
-        "svc #0", "={x0},{x8},{x0},{x1},{x2},{x3},~{memory}", 98,
-        "llvm.aarch64.isb", (const("i32", 15),), has_mxcsr=False,
+        "svc #0",
+        "={x0},{x8},{x0},{x1},{x2},{x3},~{memory}",
+        98,
+        "llvm.aarch64.isb",
+        (const("i32", 15),),
+        has_mxcsr=False,
     ),
 }
 
@@ -145,7 +153,12 @@ class _Driver:
         b.call("void", self.machine.pause, *self.machine.pause_arguments)
 
     def wait(
-        self, b: Builder, job: Value, address: Value, done: Callable[[Value], Value], announce: Callable[[], object],
+        self,
+        b: Builder,
+        job: Value,
+        address: Value,
+        done: Callable[[Value], Value],
+        announce: Callable[[], object],
     ) -> None:
         """Wait until `done(word)` of the word at `address`: spin, then `announce` the sleep in that word, and sleep.
 
@@ -195,7 +208,9 @@ class _Driver:
 
         def wait_for_it() -> None:
             self.wait(
-                b, job, phase_word,
+                b,
+                job,
+                phase_word,
                 done=lambda word: b.icmp("ne", b.op("and", word, _i32(-2)), phase),
                 announce=lambda: _replace(b, phase_word, phase, b.op("or", phase, _i32(1))),
             )
@@ -255,7 +270,14 @@ class _Driver:
 
     # -- all threads ----------------------------------------------------------------------------------------------
     def run(
-        self, b: Builder, job: Value, records: Value, count: Value, scratch: Value, stride: Value, trace: Value,
+        self,
+        b: Builder,
+        job: Value,
+        records: Value,
+        count: Value,
+        scratch: Value,
+        stride: Value,
+        trace: Value,
         slots: Value,
     ) -> Value:
         """Execute the records on the pool, or on this thread alone where the pool is busy or has but one."""
@@ -274,7 +296,9 @@ class _Driver:
             b.loop(1, threads, 1, lambda tid: self.call_worker(b, job, tid, CALLED))
             b.line(f"call void @execute({job}, i64 0, {threads})")
             self.wait(
-                b, job, pending,
+                b,
+                job,
+                pending,
                 done=lambda word: b.icmp("eq", b.op("and", word, _i32(EVERYONE)), 0),
                 announce=lambda: _exchange(b, "or", pending, ASLEEP_BIT),
             )
@@ -304,7 +328,9 @@ class _Driver:
         b.line("br label %again")
         b.label("again")
         self.wait(
-            b, job, seat,
+            b,
+            job,
+            seat,
             done=lambda word: b.icmp("ugt", word, ASLEEP),
             announce=lambda: _replace(b, seat, IDLE, ASLEEP),
         )

@@ -222,7 +222,10 @@ class Executable:
         return outputs
 
     def _execute(
-        self, instance: Instance, inputs: Sequence[int], outputs: Sequence[int],
+        self,
+        instance: Instance,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
         trace: np.ndarray[Any, np.dtype[np.int64]] | None = None,
     ) -> None:
         words = instance.view
@@ -270,7 +273,10 @@ class Executable:
         return {b.name: g.address for b, g in zip(self._arena, instance.guards, strict=True)}
 
     def _run_checked(
-        self, instance: Instance, frame: Frame, inputs: Sequence[Array],
+        self,
+        instance: Instance,
+        frame: Frame,
+        inputs: Sequence[Array],
         trace: np.ndarray[Any, np.dtype[np.int64]] | None,
     ) -> list[Array]:
         """Every array between inaccessible pages, outputs and scratch full of NaN before the run."""

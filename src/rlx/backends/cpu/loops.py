@@ -596,5 +596,3 @@ class _Emitter:
 
     def to_memory(self, x: Value, dtype: DType) -> Value:
         return self.b.convert("zext", x, vector(lanes_of(x.type), "i8")) if dtype is BOOL else x
-
-

@@ -36,7 +36,7 @@ if hasattr(os, "register_at_fork"):
 @functools.cache
 def _llvm() -> ModuleType:
     """llvmlite's binding, able to make code for this machine."""
-    from llvmlite import binding  # type: ignore[import-untyped]
+    from llvmlite import binding
 
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
