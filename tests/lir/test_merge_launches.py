@@ -35,7 +35,7 @@ def launch(
         name, (Param("x0", F32), Param("y1", F32, True)), ("step",), For("u", Arg("units"), body), chunk,
         (Let("z", Arg("step")),) if lets else (),
     )  # fmt: skip
-    return Launch(kernel, (view(source), view(target), 1), units, "rows", scratch=64, flops=units)
+    return Launch(kernel, (view(source), view(target), 1), units, "rows", flops=units)
 
 
 def merged(*launches: Launch) -> list[Launch]:

@@ -5,11 +5,13 @@ A pass is a function from graph to graph. `RLX_DUMP=dir` writes the graph after 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,20 +36,33 @@ class PassLog:
 
 def run_passes(graph: Graph, passes: Sequence[Pass], log: PassLog | None = None) -> Graph:
     """The graph after all passes."""
-    for apply in passes:
-        name = getattr(apply, "func", apply).__name__
-        before = len(graph)
-        started = time.perf_counter()
-        graph = apply(graph)
-        if log is not None:
-            log.entries.append((name, time.perf_counter() - started, before, len(graph)))
-        try:
-            verify(graph)
-        except VerifyError as error:
-            error.add_note(f"  after pass: {name}")
-            raise
-        dump(graph, name)
+    with _no_garbage_collection():
+        for apply in passes:
+            name = getattr(apply, "func", apply).__name__
+            before = len(graph)
+            started = time.perf_counter()
+            graph = apply(graph)
+            if log is not None:
+                log.entries.append((name, time.perf_counter() - started, before, len(graph)))
+            try:
+                verify(graph)
+            except VerifyError as error:
+                error.add_note(f"  after pass: {name}")
+                raise
+            dump(graph, name)
     return graph
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Every pass leaves a dead graph full of cycles: looking for them meanwhile can take longer than the passes."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def dump(graph: Graph, name: str) -> None:

@@ -8,7 +8,7 @@ from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
 from rlx.lir.elementwise import body_lets
 from rlx.lir.loops import Apply, Choose, Const, Expr, For, Index, Load, Ref, Stmt, Store
-from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit, loop_form, map_elements
+from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, decode_unit, loop_form, map_elements
 from rlx.lir.views import View
 from rlx.types import product
 
@@ -20,8 +20,8 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     outs = [s.result(node, i) for i in range(len(node.types))]
     ops = [n.op for n in body.nodes if n.op not in ("input", "const")]
 
-    def emit(load):  # type: ignore[no-untyped-def]
-        return body_lets(body, [load(i) for i in range(len(reads))])
+    def emit(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
+        return body_lets(body, [e.load(i) for i in range(len(reads))])
 
     map_elements(s, "_".join(ops)[:40], outs[0].shape, reads, outs, emit, flops=len(ops))
     return outs

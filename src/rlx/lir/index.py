@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
 from rlx.lir.loops import Apply, Check, Choose, Const, Expr, For, Index, Let, Load, Ref, Stmt, Store
-from rlx.lir.schedule import LoopBuilder, Scheduler, cast, loop_form, map_elements
+from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, cast, loop_form, map_elements
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, contiguous_strides, product
 
@@ -30,15 +30,15 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     before, after = (0,) * axis, (0,) * (table.rank - axis - 1)
     which = View(indices.buffer, indices.dtype, out.shape, (*before, *indices.strides, *after), indices.offset)
 
-    def body(load):  # type: ignore[no-untyped-def]
-        size = load.builder.arg("size", table.shape[axis])
-        step = load.builder.arg("step", table.strides[axis])
+    def body(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
+        size = e.arg("size", table.shape[axis])
+        step = e.arg("step", table.strides[axis])
         stmts: list[Stmt] = [
-            Let("at", cast(load(1), I64)),
+            Let("at", cast(e.load(1), I64)),
             Let("ok", in_range(Ref("at", I64), size)),
             Check(Ref("ok", BOOL), OUT_OF_RANGE),
         ]
-        value = Choose(Ref("ok", BOOL), load(0, (Ref("at", I64), step)), Const(0, out.dtype.compute))
+        value = Choose(Ref("ok", BOOL), e.load(0, (Ref("at", I64), step)), Const(0, out.dtype.compute))
         return stmts, [value]
 
     map_elements(s, "gather", out.shape, [rows, which], [out], body)

@@ -27,7 +27,6 @@ from rlx.lir.loops import (
     Var,
 )
 from rlx.lir.program import Launch, Program
-from rlx.types import dim_max
 
 
 def merge_launches(program: Program) -> None:
@@ -60,7 +59,7 @@ def _join(a: Launch, b: Launch) -> Launch | None:
     kernel = LoopKernel(f"{a.kernel.name}2", params, args, replace(a.kernel.root, body=body))
     cut_a, cut_b = len(a.kernel.params), len(second.params)
     words = a.words[:cut_a] + b.words[:cut_b] + a.words[cut_a:] + b.words[cut_b:]
-    return replace(a, kernel=kernel, words=words, scratch=dim_max(a.scratch, b.scratch), flops=a.flops + b.flops)
+    return replace(a, kernel=kernel, words=words, flops=a.flops + b.flops)
 
 
 class _Renamer:

@@ -41,7 +41,6 @@ class Launch:
     words: tuple[View | Size | None, ...]  # None: an address that the backend fills in
     units: Size
     split: str
-    scratch: Size = 0  # bytes a thread needs
     barrier: bool = False
     where: str = ""  # stage path and source line
     node: int = -1
@@ -80,11 +79,22 @@ def operand_words(kernel: Kernel) -> dict[str, bool]:
 
 @dataclass(frozen=True, slots=True)
 class Assertion:
-    """Two sizes that must be equal at run time, because the graph says so."""
+    """How two sizes must relate at run time, because an op says so."""
 
     a: Size
     b: Size
+    relation: str  # == or <=
+    op: str
     where: str
+
+    def holds(self, a: int, b: int) -> bool:
+        return a == b if self.relation == "==" else a <= b
+
+    def message(self, a: int, b: int) -> str:
+        """What to say when it does not hold for these sizes."""
+        if self.relation == "==":
+            return f"{self.op}: {self.a} is {a}, {self.b} is {b}"
+        return f"{self.op}: {self.a} is {a}, more than {self.b}, which is {b}"
 
 
 @dataclass
@@ -110,7 +120,7 @@ class Program:
         """A digest of the whole program, with every size and number that its text leaves out."""
         digest = hashlib.blake2b(self.text().encode(), digest_size=16)
         for launch in self.launches:
-            digest.update(f"\n{launch.words}|{launch.scratch}".encode())
+            digest.update(f"\n{launch.words}".encode())
         constants = {n: b.value.digest for n, b in self.buffers.items() if b.value is not None}
         digest.update(f"\n{self.inputs}{self.weights}{self.outputs}{constants}".encode())
         return digest.hexdigest()
@@ -132,7 +142,7 @@ class Program:
             value = f" = {buffer.value!r}" if buffer.value is not None else ""
             lines.append(f"  {buffer.kind} {buffer.name}: {buffer.type}{note}{value}")
         for a in self.assertions:
-            lines.append(f"  assert {a.a} == {a.b}  # {a.where}")
+            lines.append(f"  assert {a.a} {a.relation} {a.b}  # {a.where}")
         for launch in self.launches:
             lines.append("  " + launch_text(launch))
         if kernels:

@@ -112,7 +112,7 @@ class Scheduler:
         return out
 
     def copy_into(self, view: View, out: View) -> None:
-        map_elements(self, "copy", out.shape, [view], [out], lambda load: [load(0)])
+        map_elements(self, "copy", out.shape, [view], [out], lambda e: ((), [e.load(0)]))
 
     def launch(
         self,
@@ -121,19 +121,19 @@ class Scheduler:
         units: Size,
         split: str,
         *,
-        scratch: Size = 0,
         flops: Size = 0,
     ) -> None:
         """Add a launch; `words` has a value for each word of the kernel that the backend does not fill in."""
         assert self.node is not None
         values = tuple(words.get(w) for w in kernel.words)
         self.program.launches.append(
-            Launch(kernel, values, units, split, scratch, False, str(self.node.origin), self.node.id, flops)
+            Launch(kernel, values, units, split, False, str(self.node.origin), self.node.id, flops)
         )
 
-    def assume(self, a: Size, b: Size) -> None:
+    def assume(self, a: Size, b: Size, relation: str = "==") -> None:
+        """Have run time check how two sizes relate: `==` or `<=`."""
         assert self.node is not None
-        self.program.assertions.append(Assertion(a, b, str(self.node.origin)))
+        self.program.assertions.append(Assertion(a, b, relation, self.node.op, str(self.node.origin)))
 
 
 # -- building loop kernels --------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class LoopBuilder:
         kernel = LoopKernel(self.name, tuple(self.params), tuple(self.args), root, chunk)
         words: dict[str, View | Size | None] = {p.name: v for p, v in zip(self.params, self.views, strict=True)}
         words |= self.args
-        scheduler.launch(kernel, words, units, split, scratch=64, flops=flops)
+        scheduler.launch(kernel, words, units, split, flops=flops)
 
 
 CHUNK = 4096  # elements of a one-dimensional loop that are one unit
@@ -230,7 +230,29 @@ def places(builder: LoopBuilder, nest: Nest, count: int) -> list[tuple[tuple[Exp
     return found
 
 
-Loader = Callable[..., Expr]
+@dataclass(frozen=True)
+class Elements:
+    """What the body of `map_elements` sees: the element at hand of each operand, and its indices."""
+
+    builder: LoopBuilder
+    nest: Nest
+    at: list[tuple[tuple[Expr, int | Arg], ...]]
+
+    def load(self, i: int, *terms: tuple[Expr, int | Arg]) -> Expr:
+        """The element of read i, moved by further address terms if given."""
+        return widened(Load(i, self.at[i] + terms, self.builder.params[i].dtype))
+
+    def index(self, axis: int) -> Expr:
+        """The index on an axis of the shape; the axis must be kept."""
+        where = next(i for i, merged in enumerate(self.nest.axes) if axis in merged)
+        return Index("j") if where == len(self.nest.sizes) - 1 else Ref(self.nest.names[where], I64)
+
+    def arg(self, name: str, size: Size) -> Arg:
+        """A run-time integer."""
+        return self.builder.arg(name, size)
+
+
+Body = Callable[[Elements], tuple[Sequence[Stmt], Sequence[Expr]]]
 
 
 def map_elements(
@@ -239,16 +261,14 @@ def map_elements(
     shape: Sequence[Size],
     reads: Sequence[View],
     writes: Sequence[View],
-    body: Callable[..., Sequence[Expr] | tuple[Sequence[Stmt], Sequence[Expr]]],
+    body: Body,
     *,
     keep: Sequence[int] = (),
-    with_indices: bool = False,
     flops: int = 1,
 ) -> None:
     """A kernel that computes every element of `writes` from those of `reads` (broadcast to `shape`) at the same index.
 
-    `body(load)` gives one expression a write, or statements and expressions; `load(i, *terms)` is an element of read
-    i, at further address terms if given. `with_indices`: `body(load, index)`, `index(axis)` is an index of `shape`.
+    `body` gives statements, and one expression a write; axes in `keep` are not merged with others.
     """
     builder = LoopBuilder(name)
     operands = [v.expand(tuple(shape)) if v.rank != len(shape) or v.shape != tuple(shape) else v for v in reads]
@@ -263,18 +283,7 @@ def map_elements(
         builder.param(v, written=True)
     lets = [] if len(sizes) == 1 else decode_unit(builder, sizes[:-1], nest.names[:-1])
     at = places(builder, nest, len(operands))
-
-    def load(i: int, *terms: tuple[Expr, int | Arg]) -> Expr:
-        return widened(Load(i, at[i] + tuple(terms), reads[i].dtype))
-
-    load.builder = builder  # type: ignore[attr-defined]
-
-    def index(axis: int) -> Expr:
-        where = next(i for i, merged in enumerate(axes) if axis in merged)
-        return Index("j") if where == len(sizes) - 1 else Ref(nest.names[where], I64)
-
-    given = body(load, index) if with_indices else body(load)
-    stmts, values = given if isinstance(given, tuple) else ((), given)
+    stmts, values = body(Elements(builder, nest, at))
     stores = [Store(len(reads) + i, at[len(reads) + i], value) for i, value in enumerate(values)]
     inner = For("j", builder.arg("n", sizes[-1]), (*stmts, *stores), vector=True)
     elements: Size = flops

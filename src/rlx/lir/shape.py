@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from rlx.dtypes import BOOL
 from rlx.ir.graph import Node
-from rlx.lir.loops import Apply, Arg, Choose, Const, Expr
-from rlx.lir.schedule import Scheduler, cast, loop_form, map_elements
+from rlx.lir.loops import Apply, Choose, Const, Expr, Stmt
+from rlx.lir.schedule import Elements, Scheduler, cast, loop_form, map_elements
 from rlx.lir.views import View
-from rlx.types import Size, dim_min, evaluate, is_monotone, symbols_of
+from rlx.types import Size, evaluate, is_monotone, symbols_of
 
 
 @loop_form("reshape")
@@ -41,7 +41,7 @@ def require_at_most(s: Scheduler, a: Size, b: Size) -> None:
     gap = b - a
     if is_monotone(gap) and evaluate(gap, {symbol.name: 0 for symbol in symbols_of(gap)}) >= 0:
         return
-    s.assume(dim_min(a, b), a)
+    s.assume(a, b, "<=")
 
 
 @loop_form("slice")
@@ -78,14 +78,14 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         at = at + view.shape[axis]
         ends.append(at)
 
-    def body(load, index):  # type: ignore[no-untyped-def]
-        value = cast(load(len(reads) - 1), out.dtype.compute)
+    def body(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
+        value = cast(e.load(len(reads) - 1), out.dtype.compute)
         for i in range(len(reads) - 2, -1, -1):
-            end: Arg = load.builder.arg(f"end{i}", ends[i])
-            value = Choose(compare("lt", index(axis), end), cast(load(i), out.dtype.compute), value)
-        return [value]
+            end = e.arg(f"end{i}", ends[i])
+            value = Choose(compare("lt", e.index(axis), end), cast(e.load(i), out.dtype.compute), value)
+        return (), [value]
 
-    map_elements(s, "concatenate", out.shape, reads, [out], body, keep=(axis,), with_indices=True)
+    map_elements(s, "concatenate", out.shape, reads, [out], body, keep=(axis,))
     return [out]
 
 
@@ -102,17 +102,17 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     inner = View(view.buffer, view.dtype, out.shape, view.strides, offset)
     padded = [a for a in range(len(low)) if not (low[a] == 0 and high[a] == 0)]
 
-    def body(load, index):  # type: ignore[no-untyped-def]
+    def body(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
         inside: Expr | None = None
         for axis in padded:
-            start = load.builder.arg(f"low{axis}", low[axis])
-            stop = load.builder.arg(f"stop{axis}", low[axis] + view.shape[axis])
-            here = Apply("and", (compare("ge", index(axis), start), compare("lt", index(axis), stop)), BOOL)
+            start = e.arg(f"low{axis}", low[axis])
+            stop = e.arg(f"stop{axis}", low[axis] + view.shape[axis])
+            here = Apply("and", (compare("ge", e.index(axis), start), compare("lt", e.index(axis), stop)), BOOL)
             inside = here if inside is None else Apply("and", (inside, here), BOOL)
-        value = load(0)
+        value = e.load(0)
         kind = out.dtype.compute
         fill = Const(kind.numpy.type(node.attrs["value"]).item(), kind)
-        return [value if inside is None else Choose(inside, value, fill)]
+        return (), [value if inside is None else Choose(inside, value, fill)]
 
-    map_elements(s, "pad", out.shape, [inner], [out], body, keep=padded, with_indices=True)
+    map_elements(s, "pad", out.shape, [inner], [out], body, keep=padded)
     return [out]

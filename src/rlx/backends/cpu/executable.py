@@ -181,10 +181,8 @@ class Executable:
     def _make_frame(self, key: tuple[int, ...]) -> Frame:
         values = self._evaluate(*key)
         for a, b, assertion in self._asserted:
-            if values[a] != values[b]:
-                raise BindError(
-                    f"assume_equal: {assertion.a} is {values[a]}, {assertion.b} is {values[b]}", notes=[assertion.where]
-                )
+            if not assertion.holds(values[a], values[b]):
+                raise BindError(assertion.message(values[a], values[b]), notes=[assertion.where])
         numbers = np.array(values, np.int64)
         words = self._template.copy()
         words[self._numbers[0]] = numbers[self._numbers[1]]
