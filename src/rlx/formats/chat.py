@@ -1,0 +1,104 @@
+"""Chat messages to the text that a model was trained on: the one renderer of chat templates.
+
+In comes the template as a GGUF file or tokenizer_config.json has it, and messages as the OpenAI API has them; out comes
+the prompt, to be encoded with `parse_special=True` and `add_special=False`. The template runs in `jinja_sandbox.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlx.errors import RequestError, nearest
+from rlx.formats.jinja_sandbox import Program
+from rlx.formats.tensors import quoted
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_MESSAGES = 1 << 14
+_MAX_NESTING = 32
+
+
+class ChatTemplate:
+    """A template with the tokens that it may write. Rendering is safe from many threads."""
+
+    def __init__(
+        self, source: str, *, bos_token: str | None = None, eos_token: str | None = None, where: str = "chat template"
+    ) -> None:
+        self._program = Program(source, where)
+        self._tokens = {k: v for k, v in (("bos_token", bos_token), ("eos_token", eos_token)) if v is not None}
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any,
+    ) -> str:  # fmt: skip
+        """The prompt for these messages; with `add_generation_prompt` it ends where the assistant begins to speak.
+
+        A message has a role and a content: a string, a list of text parts, or nothing beside `tool_calls`. Parts are
+        joined by newlines unless the template itself takes them apart. Other members (`name`, `tool_calls`) and
+        `variables` (`enable_thinking=False`) reach the template as they are, if they are plain data.
+        Raises RequestError for messages that cannot be, or that the template refuses, and FormatError for a template
+        that fails or goes beyond its bounds.
+        """
+        given: dict[str, Any] = {
+            **{name: _plain(value, name) for name, value in variables.items()},
+            **self._tokens,
+            "messages": self._checked(messages),
+            "tools": None if tools is None else _plain(list(tools), "tools"),
+            "add_generation_prompt": bool(add_generation_prompt),
+        }
+        return self._program.render(given)
+
+    def _checked(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+            raise RequestError(f"messages: expected a list, found {type(messages).__name__}")
+        if not 0 < len(messages) <= MAX_MESSAGES:
+            raise RequestError(f"messages: expected 1 to {MAX_MESSAGES}, found {len(messages)}")
+        return [self._checked_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+    def _checked_message(self, message: Mapping[str, Any], where: str) -> dict[str, Any]:
+        if not isinstance(message, Mapping):
+            raise RequestError(f"{where}: expected an object, found {type(message).__name__}")
+        role = message.get("role")
+        if not isinstance(role, str) or role not in ROLES:
+            hint = nearest(role[:80], ROLES) if isinstance(role, str) else None
+            raise RequestError(f"{where}.role: expected one of {', '.join(ROLES)}, found {quoted(role)}", hint=hint)
+        checked: dict[str, Any] = _plain(message, where)
+        if "content" not in message and not message.get("tool_calls"):
+            raise RequestError(f"{where}.content: missing")
+        content = checked.get("content")
+        if isinstance(content, list):
+            texts = [_text_of_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+            parts = [{"type": "text", "text": text} for text in texts]
+            checked["content"] = parts if self._program.reads_parts else "\n".join(texts)
+        elif content is None:
+            if not message.get("tool_calls"):
+                raise RequestError(f"{where}.content: expected text, found null")
+        elif not isinstance(content, str):
+            raise RequestError(f"{where}.content: expected a string or a list of text parts, found {quoted(content)}")
+        return checked
+
+
+def _text_of_part(part: Any, where: str) -> str:
+    if not isinstance(part, dict):
+        raise RequestError(f"{where}: expected an object, found {quoted(part)}")
+    if part.get("type") != "text":
+        raise RequestError(f"{where}.type: expected 'text', found {quoted(part.get('type'))}")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise RequestError(f"{where}.text: expected a string, found {quoted(text)}")
+    return text
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy out of dicts, lists, strings, numbers, true, false and null: nothing else may reach a template."""
+    if depth > _MAX_NESTING:
+        raise RequestError(f"{where}: nested more than {_MAX_NESTING} deep")
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        if not all(type(key) is str for key in value):
+            raise RequestError(f"{where}: expected names that are strings")
+        return {key: _plain(inner, f"{where}.{key[:40]}", depth + 1) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner, f"{where}[{i}]", depth + 1) for i, inner in enumerate(value)]
+    raise RequestError(f"{where}: expected plain data, found {type(value).__name__}")

@@ -1,0 +1,262 @@
+"""The tokenizer inside a GGUF file: its `tokenizer.*` keys become a Rust tokenizer and the ids of special tokens.
+
+Takes metadata as a plain mapping. Defaults and the meaning of keys are llama.cpp's (`llama_vocab::impl::load`); unlike
+it, an id of bos or eos outside the vocabulary is an error here, not a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer as RustTokenizer
+
+from rlx.errors import FormatError, nearest
+from rlx.formats import token_models
+from rlx.formats.pretokenize import PRE_TOKENIZERS, PreTokenizer
+from rlx.formats.special_tokens import STOP_NAMES, SpecialIds, is_marker
+from rlx.formats.tensors import quoted
+from rlx.formats.token_models import CONTROL, MAX_TOKENS, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, add_special_tokens
+
+MAX_MERGES = 1 << 23
+MAX_CHARSMAP_BYTES = 1 << 24
+_NO_ID = (-1, 0xFFFFFFFF)  # how converters write "there is none"
+_PREFIX = "tokenizer.ggml."
+_MODELS = ("gpt2", "gemma4", "llama", "t5", "bert")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufVocab:
+    """What `read_vocab` makes of a file."""
+
+    rust: RustTokenizer
+    size: int
+    special: SpecialIds
+    chat_template: str | None
+
+
+def read_vocab(metadata: Mapping[str, Any], source: str) -> GgufVocab:
+    """Build the tokenizer that the metadata describes; `source` names the file in messages."""
+    keys = _Keys(metadata, source)
+    model = keys.text("model")
+    if model not in _MODELS:
+        hint = nearest(model or "", _MODELS)
+        raise FormatError(f"{keys.where('model')}: no such tokenizer: {quoted(model)}", hint=hint)
+    vocabulary = _vocabulary(keys)
+    special = _special_ids(keys, vocabulary)
+    if model in ("gpt2", "gemma4"):
+        rust = _bpe(keys, vocabulary, special, model)
+    elif model == "llama":
+        rust = _sentencepiece(keys, vocabulary, special)
+    elif model == "t5":
+        rust = _unigram(keys, vocabulary, special)
+    else:
+        rust = _word_piece(keys, vocabulary, special)
+    return GgufVocab(rust, len(vocabulary.tokens), special, _chat_template(metadata, source))
+
+
+# -- keys ------------------------------------------------------------------------------------------------------------
+class _Keys:
+    """The `tokenizer.ggml.*` keys, each read as the type it must have."""
+
+    def __init__(self, metadata: Mapping[str, Any], source: str) -> None:
+        self._metadata = metadata
+        self._source = source
+
+    def where(self, key: str) -> str:
+        return f"{self._source}: metadata {_PREFIX}{key}"
+
+    def wrong(self, key: str, expected: str, found: object) -> FormatError:
+        shown = quoted(found) if isinstance(found, (str, int, float, type(None))) else type(found).__name__
+        return FormatError(f"{self.where(key)}: expected {expected}, found {shown}")
+
+    def _get(self, key: str) -> Any:
+        return self._metadata.get(_PREFIX + key)
+
+    def text(self, key: str, default: str | None = None) -> str | None:
+        found = self._get(key)
+        if found is None:
+            return default
+        if not isinstance(found, str):
+            raise self.wrong(key, "a string", found)
+        return found
+
+    def flag(self, key: str, default: bool) -> bool:
+        found = self._get(key)
+        if found is None:
+            return default
+        if not isinstance(found, (bool, int, np.bool_)) or found not in (0, 1):
+            raise self.wrong(key, "true or false", found)
+        return bool(found)
+
+    def token(self, key: str, vocabulary: Vocabulary, *, strict: bool = False) -> int | None:
+        found = self._get(key)
+        if found is None or (isinstance(found, (int, np.integer)) and int(found) in _NO_ID):
+            return None
+        if isinstance(found, (bool, np.bool_)) or not isinstance(found, (int, np.integer)):
+            raise self.wrong(key, "a token id", found)
+        if 0 <= found < len(vocabulary.tokens):
+            return int(found)
+        if strict:
+            raise self.wrong(key, f"a token id below {len(vocabulary.tokens)}", int(found))
+        return None  # converters write a pad id one beyond the end; nothing depends on it
+
+    def strings(self, key: str, most: int) -> list[str] | None:
+        found = self._get(key)
+        if found is None:
+            return None
+        if isinstance(found, (str, bytes)) or not isinstance(found, Sequence):
+            raise self.wrong(key, "strings", found)
+        if len(found) > most:
+            raise self.wrong(key, f"at most {most} strings", len(found))
+        strings = list(found)
+        if not all(isinstance(s, str) for s in strings):
+            raise self.wrong(key, "strings", next(s for s in strings if not isinstance(s, str)))
+        return strings
+
+    def numbers(self, key: str, kinds: str, *, most: int = MAX_TOKENS) -> NDArray[Any] | None:
+        """An array of numbers whose NumPy kind is among `kinds`."""
+        found = self._get(key)
+        if found is None:
+            return None
+        if not isinstance(found, (Sequence, np.ndarray)) or isinstance(found, (str, bytes)):
+            raise self.wrong(key, "numbers", found)
+        if np.size(found) > most if isinstance(found, np.ndarray) else len(found) > most:
+            raise self.wrong(key, f"at most {most} numbers", len(found))
+        try:
+            numbers = np.asarray(found)
+        except (ValueError, OverflowError, TypeError) as error:  # ragged, or beyond 64 bits
+            raise self.wrong(key, "numbers", found) from error
+        if numbers.ndim != 1 or numbers.dtype.kind not in kinds:
+            raise self.wrong(key, "numbers", f"{numbers.dtype} of shape {numbers.shape}")
+        return numbers
+
+    def number_each(self, key: str, kinds: str, vocabulary: Sequence[str]) -> NDArray[Any] | None:
+        """A number for each token."""
+        found = self.numbers(key, kinds)
+        if found is not None and len(found) != len(vocabulary):
+            raise self.wrong(key, f"{len(vocabulary)} numbers, one a token", len(found))
+        return found
+
+
+def _vocabulary(keys: _Keys) -> Vocabulary:
+    tokens = keys.strings("tokens", MAX_TOKENS)
+    if not tokens:
+        raise keys.wrong("tokens", "the vocabulary", None if tokens is None else "nothing")
+    for i in (i for i, token in enumerate(tokens) if not token):
+        tokens[i] = f"[EMPTY_{i}]"  # llama.cpp's name for a hole
+    kinds = keys.number_each("token_type", "iu", tokens)
+    kinds = np.full(len(tokens), NORMAL) if kinds is None else kinds.astype(np.int64)
+    vocabulary = Vocabulary(tokens, kinds, keys.where("tokens"))
+    for name in STOP_NAMES & vocabulary.ids.keys():
+        i = vocabulary.ids[name]
+        if is_marker(name) and kinds[i] in (NORMAL, USER_DEFINED):  # converters mark some of them as text
+            kinds[i] = CONTROL
+    return vocabulary
+
+
+def _special_ids(keys: _Keys, vocabulary: Vocabulary) -> SpecialIds:
+    sep = keys.token("seperator_token_id", vocabulary)  # as GGUF spells it
+    given = SpecialIds(
+        bos=keys.token("bos_token_id", vocabulary, strict=True),
+        eos=keys.token("eos_token_id", vocabulary, strict=True),
+        eot=keys.token("eot_token_id", vocabulary),
+        unk=keys.token("unknown_token_id", vocabulary),
+        pad=keys.token("padding_token_id", vocabulary),
+        sep=keys.token("separator_token_id", vocabulary) if sep is None else sep,
+        cls=keys.token("cls_token_id", vocabulary),
+        mask=keys.token("mask_token_id", vocabulary),
+    )
+    return given.completed({vocabulary.tokens[i]: i for i in vocabulary.of_kind(CONTROL, UNKNOWN)})
+
+
+def _chat_template(metadata: Mapping[str, Any], source: str) -> str | None:
+    key = "tokenizer.chat_template"
+    found = metadata.get(key)
+    if found is None:
+        return None
+    if not isinstance(found, str):
+        raise FormatError(f"{source}: metadata {key}: expected a string, found {type(found).__name__}")
+    return found
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+def _bpe(keys: _Keys, vocabulary: Vocabulary, special: SpecialIds, model: str) -> RustTokenizer:
+    pre = _pre_tokenizer(keys, model)
+    merges = keys.strings("merges", MAX_MERGES)
+    if merges is None:
+        raise keys.wrong("merges", "the merges of the vocabulary", None)
+    build = token_models.raw_bpe if pre.raw else token_models.byte_level_bpe
+    rust = build(vocabulary, merges, pre)
+    return _with_ends(rust, keys, vocabulary, special, add_bos=pre.add_bos, add_eos=False)
+
+
+def _pre_tokenizer(keys: _Keys, model: str) -> PreTokenizer:
+    name = "gemma4" if model == "gemma4" else keys.text("pre", "default") or "default"
+    found = PRE_TOKENIZERS.get(name)
+    if found is None:
+        hint = nearest(name[:80], PRE_TOKENIZERS)
+        raise FormatError(f"{keys.where('pre')}: no such pre-tokenizer: {quoted(name)}", hint=hint)
+    return found
+
+
+def _sentencepiece(keys: _Keys, vocabulary: Vocabulary, special: SpecialIds) -> RustTokenizer:
+    scores = _scores(keys, vocabulary)
+    rust = token_models.sentencepiece_bpe(vocabulary, scores, add_prefix=keys.flag("add_space_prefix", True))
+    return _with_ends(rust, keys, vocabulary, special, add_bos=True, add_eos=False)
+
+
+def _unigram(keys: _Keys, vocabulary: Vocabulary, special: SpecialIds) -> RustTokenizer:
+    charsmap = keys.numbers("precompiled_charsmap", "iu", most=MAX_CHARSMAP_BYTES)
+    rust = token_models.unigram(
+        vocabulary,
+        _scores(keys, vocabulary),
+        unknown=special.unk,
+        charsmap=None if charsmap is None else charsmap.astype(np.uint8).tobytes(),
+        add_prefix=keys.flag("add_space_prefix", False),
+        merge_spaces=keys.flag("remove_extra_whitespaces", False),
+    )
+    return _with_ends(rust, keys, vocabulary, special, add_bos=False, add_eos=True)
+
+
+def _word_piece(keys: _Keys, vocabulary: Vocabulary, special: SpecialIds) -> RustTokenizer:
+    if special.unk is None:
+        raise keys.wrong("unknown_token_id", "the id of [UNK]", None)
+    lowercase = keys.flag("normalizer.lowercase", True)
+    rust = token_models.word_piece(
+        vocabulary, unknown=special.unk, lowercase=lowercase,
+        strip_accents=keys.flag("normalizer.strip_accents", lowercase),
+    )  # fmt: skip
+    first = special.bos if special.cls is None else special.cls
+    if first is None or special.sep is None:
+        key = "cls_token_id" if first is None else "seperator_token_id"
+        raise keys.wrong(key, "a token id", None)
+    return add_special_tokens(rust, vocabulary, (first,), (special.sep,))
+
+
+def _scores(keys: _Keys, vocabulary: Vocabulary) -> NDArray[Any]:
+    scores = keys.number_each("scores", "fiu", vocabulary.tokens)
+    if scores is None:
+        raise keys.wrong("scores", "a score for each token", None)
+    if not np.isfinite(scores).all():
+        raise keys.wrong("scores", "finite numbers", float(scores[~np.isfinite(scores)][0]))
+    return scores
+
+
+def _with_ends(
+    rust: RustTokenizer, keys: _Keys, vocabulary: Vocabulary, special: SpecialIds, *, add_bos: bool, add_eos: bool
+) -> RustTokenizer:
+    """Special ids before and after every text, as the file's flags say, else by the model's default."""
+    ends: list[tuple[int, ...]] = []
+    for key, default, role, token in (
+        ("add_bos_token", add_bos, "bos_token_id", special.bos),
+        ("add_eos_token", add_eos, "eos_token_id", special.eos),
+    ):
+        add = keys.flag(key, default)
+        if add and token is None:
+            raise FormatError(f"{keys.where(key)}: expected {_PREFIX}{role} as well, found none")
+        ends.append((token,) if add and token is not None else ())
+    return add_special_tokens(rust, vocabulary, *ends)

@@ -1,0 +1,82 @@
+"""Special tokens by name: which ids begin and end a text, and at which a model has finished.
+
+Files say some of it (`tokenizer.ggml.eos_token_id`, `tokenizer_config.json`); what they leave out is known by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialIds:
+    """Ids of the tokens that have a role; None where a model has no such token."""
+
+    bos: int | None = None  # begins a text
+    eos: int | None = None  # ends a text
+    eot: int | None = None  # ends a turn of a chat
+    unk: int | None = None
+    pad: int | None = None
+    sep: int | None = None
+    cls: int | None = None
+    mask: int | None = None
+
+    def items(self) -> Iterable[tuple[str, int | None]]:
+        return ((f.name, getattr(self, f.name)) for f in fields(self))
+
+    def completed(self, ids: Mapping[str, int]) -> SpecialIds:
+        """With the roles that are still open filled by name; `ids` are the special tokens."""
+        found = {
+            role: next((ids[name] for name in NAMES[role] if name in ids), None)
+            for role, known in self.items()
+            if known is None
+        }
+        return replace(self, **found)
+
+
+# In the order in which they are tried.
+NAMES: dict[str, tuple[str, ...]] = {
+    "bos": ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", "<BOS_TOKEN>"),
+    "eos": (
+        "</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>",
+        "<|im_end|>",
+    ),
+    "eot": (
+        "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|eot|>", "<EOT>", "_<EOT>", "[EOT]",
+        "<end_of_utterance>", "<|END_OF_TURN_TOKEN|>",
+    ),
+    "unk": ("<unk>", "[UNK]", "<|unk|>"),
+    "pad": ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>"),
+    "sep": ("[SEP]",),
+    "cls": ("[CLS]",),
+    "mask": ("[MASK]", "<mask>"),
+}  # fmt: skip
+
+# Tokens after which there is nothing to generate, whatever the file says of them: llama.cpp's list, with the ends of a
+# file and of a repository that code models write.
+STOP_NAMES = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<reponame>",
+    "<|file_sep|>",
+})  # fmt: skip
+
+
+def is_marker(name: str) -> bool:
+    """Whether a name cannot be meant as text. `</s>` can: Gemma and Qwen have it as a tag of HTML."""
+    return "|" in name or "｜" in name or "_of_" in name
+
+
+def stop_ids(special: SpecialIds, ids: Mapping[str, int]) -> frozenset[int]:
+    """The ids at which generation ends: eos, end of turn, and special tokens (`ids`) that are such by name."""
+    names = {name for name in STOP_NAMES if name in ids}
+    if "<|end|>" in names and names & {"<|call|>", "<|calls|>"} and names & {"<|return|>", "<|flush|>"}:
+        names.remove("<|end|>")  # harmony: it ends a message, and the turn goes on
+    if "<|tool_response>" in names:
+        names.discard("</s>")  # Gemma 4: an HTML tag
+    known = {i for i in (special.eos, special.eot) if i is not None}
+    if "<|end|>" in ids and "<|end|>" not in names and special.eos != ids["<|end|>"]:
+        known.discard(ids["<|end|>"])
+    return frozenset(known | {ids[name] for name in names})

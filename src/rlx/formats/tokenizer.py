@@ -1,0 +1,456 @@
+"""Text to token ids and back: one `Tokenizer`, whatever file it comes from, over the Rust `tokenizers` library.
+
+In comes a tokenizer.json, the metadata of a GGUF file or llama2.c's tokenizer.bin; each becomes a Rust tokenizer, which
+encodes. Decoding is done here, byte by byte (`pieces.py`), so that a stream of tokens reads as the whole does.
+A file is hostile until checked: whatever is wrong with it, the Rust library's panics included, is a `FormatError`.
+"""
+
+from __future__ import annotations
+
+import base64
+import codecs
+import json
+import math
+import operator
+import os
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RustTokenizer
+
+from rlx.errors import FormatError, RequestError
+from rlx.formats.gguf_vocab import read_vocab
+from rlx.formats.pieces import Pieces, rule_of
+from rlx.formats.rust_calls import rust_call
+from rlx.formats.special_tokens import SpecialIds, is_marker, stop_ids
+from rlx.formats.strict_json import parse_json
+from rlx.formats.tensors import PathLike, broken, open_bytes, quoted
+from rlx.formats.token_models import (
+    BYTE,
+    CONTROL,
+    MAX_TOKENS,
+    NORMAL,
+    UNKNOWN,
+    Vocabulary,
+    add_special_tokens,
+    check_charsmap,
+    sentencepiece_bpe,
+)
+
+MAX_JSON_BYTES = 1 << 27
+MAX_GROWTH = 256  # how many times longer a normalizer may make a text
+MAX_ENDS = 64  # special tokens around a text
+
+
+class Tokenizer:
+    """Text to ids and back. Made by `from_json`, `from_gguf` or `from_tok512`; safe to share between threads.
+
+    `bos_id`, `eos_id`, `eot_id`, `unk_id`, `pad_id`, `sep_id`, `cls_id` and `mask_id` are None where there is no such
+    token. `prefix` and `suffix` are the ids that `add_special` puts around a text. `chat_template` is the file's.
+    """
+
+    def __init__(
+        self, rust: RustTokenizer, *, source: str, special: SpecialIds, vocab_size: int,
+        chat_template: str | None = None,
+    ) -> None:  # fmt: skip
+        self.source = source
+        self.vocab_size = vocab_size
+        self.chat_template = chat_template
+        with rust_call(source):
+            rust.no_padding()  # tokenizer.json may ask for rows of one length; callers pad as they need
+            rust.no_truncation()
+            added = rust.get_added_tokens_decoder()
+            if getattr(rust.model, "dropout", None) is not None:
+                rust.model.dropout = None  # a means of training: the same text must give the same ids
+            decoder, normalizer, processor = (
+                _description(part) for part in (rust.decoder, rust.normalizer, rust.post_processor)
+            )
+        if (growth := _growth(normalizer)) > MAX_GROWTH:
+            raise FormatError(
+                f"{source}: normalizer: expected texts at most {MAX_GROWTH} times as long, found {growth:g}"
+            )
+        _check_added(rust, added, source)
+        self.prefix, self.suffix = _ends(processor, source)
+        if max((*self.prefix, *self.suffix), default=0) >= vocab_size:
+            raise FormatError(f"{source}: post_processor: expected ids below {vocab_size}")
+
+        named = {t.content: i for i, t in added.items() if t.special or is_marker(t.content)}
+        special = special.completed(named)
+        self.bos_id, self.eos_id, self.eot_id = special.bos, special.eos, special.eot
+        self.unk_id, self.pad_id, self.mask_id = special.unk, special.pad, special.mask
+        self.sep_id, self.cls_id = special.sep, special.cls
+        self.stop_ids = stop_ids(special, named)
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._control = self.special_ids - {self.unk_id}
+        self._pieces = Pieces(rule_of(decoder), rust.id_to_token, {i: t.content for i, t in added.items()}, source)
+        self._parsing = rust
+        self._plain = self._sibling(rust, added) if self.special_ids else rust
+
+    # -- constructors --
+    @classmethod
+    def from_json(cls, source: PathLike | bytes, *, config: Mapping[str, Any] | None = None) -> Tokenizer:
+        """From a tokenizer.json, its path or its bytes.
+
+        `config` is the content of tokenizer_config.json, which names bos, eos and the rest and may have the chat
+        template; with a path, the files that lie beside it are read. Without any, tokens are known by their names.
+        """
+        if isinstance(source, bytes):
+            where, data = "tokenizer.json", source
+        else:
+            file = open_bytes(source)
+            where, data = str(file.path), bytes(file.view[: MAX_JSON_BYTES + 1])
+            config = _config_beside(file.path) if config is None else config
+        if len(data) > MAX_JSON_BYTES:
+            raise FormatError(f"{where}: expected at most {MAX_JSON_BYTES} bytes, found more")
+        _check_charsmaps(data, where)
+        with rust_call(where):
+            rust = RustTokenizer.from_buffer(data)
+            special = _special_of_config(rust, config or {}, where)
+            vocab_size = max(rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if not 0 < vocab_size <= MAX_TOKENS:
+            raise FormatError(f"{where}: expected 1 to {MAX_TOKENS} token ids, found {vocab_size}")
+        template = _template_of_config(config or {}, where)
+        return cls(rust, source=where, special=special, vocab_size=vocab_size, chat_template=template)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], *, source: PathLike = "GGUF") -> Tokenizer:
+        """From the metadata of a GGUF file; `source` names the file in messages."""
+        vocab = read_vocab(metadata, str(source))
+        return cls(
+            vocab.rust, source=str(source), special=vocab.special, vocab_size=vocab.size,
+            chat_template=vocab.chat_template,
+        )  # fmt: skip
+
+    @classmethod
+    def from_tok512(cls, path: PathLike, vocab_size: int) -> Tokenizer:
+        """From llama2.c's tokenizer.bin; the file does not say how many tokens it has, so the model's size is given."""
+        file = open_bytes(path)
+        tokens, scores = _read_tokenizer_bin(bytes(file.view), vocab_size, file.path)
+        kinds = np.full(vocab_size, NORMAL)
+        kinds[0], kinds[1:3], kinds[3:259] = UNKNOWN, CONTROL, BYTE
+        vocabulary = Vocabulary(tokens, kinds, f"{file.path}: tokens")
+        rust = sentencepiece_bpe(vocabulary, np.asarray(scores), add_prefix=True, space=" ")
+        add_special_tokens(rust, vocabulary, prefix=(1,))
+        special = SpecialIds(bos=1, eos=2, unk=0)
+        return cls(rust, source=str(file.path), special=special, vocab_size=vocab_size)
+
+    # -- text to ids --
+    def encode(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False, limit: int | None = None
+    ) -> list[int]:
+        """The ids of a text.
+
+        `add_special` puts bos, eos, [CLS] or [SEP] around it where the file says so. With `parse_special` the text of a
+        special token (`<|im_end|>`) becomes that token, as a rendered chat needs; without, it is text like any other,
+        and no text can make such a token. `limit` cuts the text so that at most so many ids come out.
+        """
+        return self.encode_batch((text,), add_special=add_special, parse_special=parse_special, limit=limit)[0]
+
+    def encode_batch(
+        self, texts: Iterable[str], *, add_special: bool = True, parse_special: bool = False, limit: int | None = None
+    ) -> list[list[int]]:
+        """The ids of each text, as `encode` gives them; many short texts go to all cores."""
+        batch = _checked_texts(texts)
+        rust = self._parsing if parse_special else self._plain
+        with rust_call(self.source):
+            rows = [e.ids for e in rust.encode_batch_fast(batch, add_special_tokens=add_special)]
+        before, after = (len(self.prefix), len(self.suffix)) if add_special else (0, 0)
+        if not parse_special and self._control:
+            for i, ids in enumerate(rows):
+                if not self._control.isdisjoint(ids[before : len(ids) - after]):
+                    rows[i] = [*ids[:before], *self._without_control(batch[i]), *ids[len(ids) - after :]]
+        return rows if limit is None else [_cut(ids, limit, before, after) for ids in rows]
+
+    # -- ids to text --
+    def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
+        """The text of ids; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves special tokens out."""
+        stream = Stream(self, skip_special=skip_special)
+        return b"".join(map(stream.take, ids)).decode("utf-8", "replace")
+
+    def stream(self, *, skip_special: bool = False, continues: bool = False) -> Stream:
+        """A reader of ids that come one at a time; `continues` when the text before them was shown already."""
+        return Stream(self, skip_special=skip_special, continues=continues)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for. A space that begins a word is there: b" the"."""
+        return self._pieces[self._checked_id(token)]
+
+    def __repr__(self) -> str:
+        return f"<Tokenizer {self.source!r}: {self.vocab_size} tokens>"
+
+    # -- inside --
+    def _checked_id(self, token: int) -> int:
+        try:
+            found = operator.index(token)
+        except TypeError as error:
+            raise RequestError(f"a token id is an integer, not {quoted(token)}") from error
+        if not 0 <= found < self.vocab_size:
+            raise RequestError(f"token id {found} is outside the vocabulary of {self.vocab_size} tokens")
+        return found
+
+    def _sibling(self, rust: RustTokenizer, added: Mapping[int, AddedToken]) -> RustTokenizer:
+        """A second tokenizer over the same parts, to which special tokens are text."""
+        with rust_call(self.source):
+            other = RustTokenizer(rust.model)  # shared, not copied
+            other.normalizer, other.pre_tokenizer = rust.normalizer, rust.pre_tokenizer
+            other.post_processor = rust.post_processor
+            other.add_tokens([added[i] for i in sorted(added)])
+            if other.get_added_tokens_decoder().keys() != added.keys():
+                other = RustTokenizer.from_str(rust.to_str())  # ids with gaps, which only a file can give
+            other.encode_special_tokens = True
+        return other
+
+    def _without_control(self, text: str) -> list[int]:
+        """The ids of a text whose own characters make up a special token: cut inside each until none comes out.
+
+        Needed where the model itself matches such text, as unigram does with `</s>`. A piece after a cut is a text of
+        its own, so it may get a leading space.
+        """
+        out: list[int] = []
+        todo = [text]  # last first
+        while todo:
+            piece = todo.pop()
+            with rust_call(self.source):
+                encoding = self._plain.encode(piece, add_special_tokens=False)
+            cuts = [
+                start + 1
+                for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+                if token in self._control and end - start > 1
+            ]
+            if cuts:
+                bounds = [0, *sorted(cuts), len(piece)]
+                todo += [piece[a:b] for a, b in pairwise(bounds)][::-1]
+            else:
+                out += [i for i in encoding.ids if i not in self._control]
+        return out
+
+
+class Stream:
+    """Tokens that come one at a time, read as text; never half a character. The pieces join to what `decode` gives."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False, continues: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._skip = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at_start = tokenizer._pieces.rule.strip and not continues
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, often empty inside a character of several tokens."""
+        return self._utf8.decode(self.take(token))
+
+    def flush(self) -> str:
+        """What is left at the end: nothing, or U+FFFD for a character that was never completed."""
+        return self._utf8.decode(b"", final=True)
+
+    def take(self, token: int) -> bytes:
+        """The bytes of the next token, without the space that encoding put before the first word."""
+        piece = self._tokenizer.token_bytes(token)
+        if token in self._skip:
+            return b""
+        if not self._at_start or not piece:
+            return piece
+        if token in self._tokenizer.special_ids and self._tokenizer._pieces.rule.word_prefix is None:
+            return piece  # <s>: the text begins after it
+        self._at_start = False
+        return piece.removeprefix(b" ")
+
+
+# -- texts -----------------------------------------------------------------------------------------------------------
+def _checked_texts(texts: Iterable[str]) -> list[str]:
+    if isinstance(texts, (str, bytes)):
+        raise RequestError("expected texts, found one; encode takes a single text")
+    batch = list(texts)
+    for i, text in enumerate(batch):
+        if not isinstance(text, str):
+            raise RequestError(f"text {i}: expected str, found {type(text).__name__}")
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                found = f"{ord(text[error.start]):#06x} at {error.start}"
+                hint = "the text was decoded with errors='surrogateescape' or cut inside a UTF-16 pair"
+                raise RequestError(f"text {i}: half of a surrogate pair, {found}", hint=hint) from error
+    return batch
+
+
+def _cut(ids: list[int], limit: int, before: int, after: int) -> list[int]:
+    if limit < before + after:
+        raise RequestError(f"limit: expected room for {before + after} special tokens, found {limit}")
+    return ids if len(ids) <= limit else [*ids[: limit - after], *ids[len(ids) - after :]]
+
+
+# -- tokenizer.json --------------------------------------------------------------------------------------------------
+_CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*("(?:[^"\\]|\\.)*+")')
+_HIDDEN = re.compile(rb"\\u00[2-7]")  # an escape where the character itself would do, so that a name is not found
+
+
+def _check_charsmaps(data: bytes, where: str) -> None:
+    """Check tables inside a tokenizer.json before the library sees them."""
+    if _HIDDEN.search(data):
+        data = json.dumps(parse_json(data, Path(where)), ensure_ascii=False).encode()
+    for found in _CHARSMAP.finditer(data):
+        try:
+            charsmap = base64.b64decode(json.loads(found[1]), validate=True)
+        except ValueError as error:
+            raise FormatError(f"{where}: precompiled_charsmap: not base64") from error
+        check_charsmap(charsmap, f"{where}: precompiled_charsmap")
+
+
+# -- parts of a Rust tokenizer ---------------------------------------------------------------------------------------
+def _description(part: Any) -> Any:
+    """A part as tokenizer.json has it. The library pickles parts so; asking for the whole file would cost a second."""
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _growth(normalizer: Any) -> float:
+    """How many times longer a text may become; a file of a few lines could otherwise double it a hundred times."""
+    match normalizer:
+        case {"type": "Sequence", "normalizers": list(parts)}:
+            return math.prod(map(_growth, parts))
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
+            return max(1.0, len(new) / len(old))
+        case {"type": "Replace", "content": str(new)}:
+            return 1.0 + len(new)  # a pattern may match nothing, between any two characters
+        case {"type": "Prepend", "prepend": str(text)} | {"type": "Append", "append": str(text)}:
+            return 1.0 + len(text) // 64
+    return 1.0
+
+
+def _check_added(rust: RustTokenizer, added: Mapping[int, AddedToken], source: str) -> None:
+    """Refuse an added token that the normalizer makes empty: the library would find it without end."""
+    for i, token in added.items():
+        with rust_call(f"{source}: added token {i}"):
+            text = (
+                rust.normalizer.normalize_str(token.content) if token.normalized and rust.normalizer else token.content
+            )
+        if not text:
+            raise FormatError(f"{source}: added token {i}: nothing is left of {quoted(token.content)}")
+
+
+def _ends(processor: Any, source: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that a post-processor puts before and after a text."""
+    match processor:
+        case None | {"type": "ByteLevel"}:
+            return (), ()
+        case {"type": "Sequence", "processors": list(parts)}:
+            before: tuple[int, ...] = ()
+            after: tuple[int, ...] = ()
+            for part in parts:
+                first, last = _ends(part, source)
+                before, after = first + before, after + last
+            found = before, after
+        case {"type": "BertProcessing" | "RobertaProcessing", "sep": [_, int(sep)], "cls": [_, int(cls)]}:
+            found = (cls,), (sep,)
+        case {"type": "TemplateProcessing", "single": list(single), "special_tokens": dict(tokens)}:
+            sides: list[tuple[int, ...]] = [()]
+            for item in single:
+                match item:
+                    case {"SpecialToken": {"id": str(name)}} if name in tokens:
+                        sides[-1] += tuple(tokens[name]["ids"])
+                    case {"Sequence": {"id": "A"}} if len(sides) == 1:
+                        sides.append(())
+                    case _:
+                        raise FormatError(f"{source}: post_processor: {quoted(item)} in the template of one text")
+            if len(sides) != 2:
+                raise FormatError(f"{source}: post_processor: a template without the text")
+            found = sides[0], sides[1]
+        case _:
+            raise FormatError(f"{source}: post_processor {quoted(processor)} is not supported")
+    if len(found[0]) + len(found[1]) > MAX_ENDS:
+        raise FormatError(f"{source}: post_processor: expected at most {MAX_ENDS} special tokens around a text")
+    return found
+
+
+# -- tokenizer_config.json -------------------------------------------------------------------------------------------
+def _config_beside(path: Path) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    beside = path.with_name("tokenizer_config.json")
+    if os.path.exists(beside):
+        found = parse_json(open_bytes(beside).view, beside)
+        if not isinstance(found, dict):
+            raise broken(beside, "tokenizer_config.json", expected="an object", found=type(found).__name__)
+        config = found
+    template = path.with_name("chat_template.jinja")
+    if os.path.exists(template):
+        try:
+            config["chat_template"] = str(open_bytes(template).view, "utf-8")
+        except UnicodeDecodeError as error:
+            raise broken(template, "not UTF-8", at=error.start) from error
+    return config
+
+
+def _special_of_config(rust: RustTokenizer, config: Mapping[str, Any], where: str) -> SpecialIds:
+    found: dict[str, int | None] = {}
+    for role, _ in SpecialIds().items():
+        key = f"{role}_token"
+        named = config.get(key)
+        if isinstance(named, Mapping):
+            named = named.get("content")
+        if named is None:
+            continue
+        if not isinstance(named, str):
+            raise FormatError(f"{where}: {key}: expected a token, found {quoted(named)}")
+        found[role] = rust.token_to_id(named)
+        if found[role] is None and role in ("bos", "eos"):
+            raise FormatError(f"{where}: {key}: the vocabulary has no {quoted(named)}")
+    return SpecialIds(**found)
+
+
+def _template_of_config(config: Mapping[str, Any], where: str) -> str | None:
+    found = config.get("chat_template")
+    if isinstance(found, list):  # several by name; the others are for tools and retrieval
+        found = next((t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default"), None)
+    if found is not None and not isinstance(found, str):
+        raise FormatError(f"{where}: chat_template: expected a string, found {type(found).__name__}")
+    return found
+
+
+# -- llama2.c's tokenizer.bin ----------------------------------------------------------------------------------------
+def _read_tokenizer_bin(data: bytes, vocab_size: int, file: Path) -> tuple[list[str], list[float]]:
+    """Tokens and scores. Files differ in header and scores; the layout that fits the size of the file counts."""
+    if not 259 <= vocab_size <= MAX_TOKENS:
+        raise broken(file, "vocabulary size", expected=f"259 to {MAX_TOKENS}", found=vocab_size)
+    for header, scored in ((4, True), (0, True), (0, False), (4, False)):
+        found = _read_layout(data, vocab_size, header, scored)
+        if found is not None:
+            break
+    else:
+        raise broken(
+            file, f"not a tokenizer.bin of {vocab_size} tokens", expected="score, length and bytes for each",
+            found=f"{len(data)} bytes", hint="is the vocabulary size that of the model?",
+        )  # fmt: skip
+    tokens = []
+    for i, raw in enumerate(found[0]):
+        try:
+            tokens.append(_llama2c_name(raw.decode(), i))
+        except UnicodeDecodeError as error:
+            raise broken(file, f"token {i} is not UTF-8", found=quoted(raw)) from error
+    return tokens, found[1]
+
+
+def _read_layout(data: bytes, count: int, header: int, scored: bool) -> tuple[list[bytes], list[float]] | None:
+    head = struct.Struct("<fI" if scored else "<I")
+    tokens, scores, at = [], [], header
+    for i in range(count):
+        if at + head.size > len(data):
+            return None
+        *score, length = head.unpack_from(data, at)
+        at += head.size + length
+        if at > len(data):
+            return None
+        tokens.append(data[at - length : at])
+        scores.append(score[0] if scored else -float(i))  # without scores: ids are in the order of merging
+    return (tokens, scores) if at == len(data) and np.isfinite(scores).all() else None
+
+
+def _llama2c_name(token: str, i: int) -> str:
+    """The name in SentencePiece's manner: ids 3 to 258 are bytes, which early files hold as the character itself."""
+    if 3 <= i < 259:
+        return f"<0x{i - 3:02X}>"
+    return token.strip("\n") if i in (1, 2) else token
