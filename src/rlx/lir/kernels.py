@@ -16,6 +16,7 @@ from rlx.lir.loops import Let, LoopKernel, Store, expr_text, statements
 
 ROW_BLOCK = 192  # rows of A that one unit of a matmul covers at most
 KEY_BLOCK = 64  # keys of one attention block, cut at absolute positions
+BEYOND_CAPACITY = 2  # fault code: a position does not lie within the cache
 ATTENTION_ROWS = 96  # query rows (positions × heads of a group) of one attention unit, at least one position
 
 
@@ -92,9 +93,14 @@ class AttentionKernel:
 
     `group` query heads share one key head. `mask` is none, causal, sliding, custom or bias; rows and keys are aligned
     at the end (row i sits at position k_len - q_len + i). A unit is (batch, key head, block of query positions).
+
+    `cached`: k and v are caches that the runtime owns, k `[batch][kv_head][block][head_dim][KEY_BLOCK]`, v
+    `[batch][kv_head][capacity][value_dim]`, read where they lie. Row i of batch b sits at `positions[b][i]`, an i32,
+    and sees the keys up to there, all (causal) or the last `window` of them (sliding). A negative position is padding,
+    whose result is zeros; one that is not below `capacity` is a fault.
     """
 
-    dtype: DType  # of q, k, v and the result: f32, f16, bf16 or f64
+    dtype: DType  # of q and the result, and of k and v unless said: f32, f16, bf16 or f64
     head_dim: int
     value_dim: int
     group: int
@@ -103,6 +109,8 @@ class AttentionKernel:
     scale: float
     softcap: float
     mask_dtype: DType | None
+    cached: bool = False
+    cache_dtype: DType | None = None  # of k and v in a cache, where it is not `dtype`
 
     kind = "attention"
 
@@ -114,8 +122,11 @@ class AttentionKernel:
     @property
     def words(self) -> tuple[str, ...]:
         """`parts` is the address of the backend's table of routines; strides are in elements."""
-        head = ("parts", "q", "k", "v", "out", "mask", "batch", "q_len", "k_len", "kv_heads")
         strides = tuple(f"{t}_{axis}" for t in ("q", "k", "v", "out") for axis in ("batch", "seq", "head"))
+        if self.cached:
+            head = ("parts", "q", "k", "v", "out", "positions", "batch", "q_len", "capacity", "kv_heads")
+            return (*head, *(s for s in strides if s != "k_seq"), "positions_batch")
+        head = ("parts", "q", "k", "v", "out", "mask", "batch", "q_len", "k_len", "kv_heads")
         return head + strides + ("mask_batch", "mask_head", "mask_query")
 
     @functools.cached_property
@@ -130,8 +141,11 @@ class AttentionKernel:
     def text(self) -> str:
         cap = f", softcap {self.softcap}" if self.softcap else ""
         window = f" {self.window}" if self.mask == "sliding" else ""
+        operands = f"q, k, v: {self.dtype}"
+        if self.cached:
+            operands = f"q: {self.dtype}, k, v: cache of {self.cache_dtype or self.dtype}"
         return (
-            f"kernel {self.symbol}(q, k, v: {self.dtype}) head_dim {self.head_dim}, "
+            f"kernel {self.symbol}({operands}) head_dim {self.head_dim}, "
             f"{self.group} query heads a key head, "
             f"mask {self.mask}{window}, scale {self.scale:.6g}{cap}, keys in blocks of {KEY_BLOCK}"
         )
