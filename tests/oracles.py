@@ -34,6 +34,7 @@ INTEGERS = ("i8", "i16", "i32", "i64", "u8", "u32")
 EXACT = frozenset((
     "add", "sub", "mul", "div", "sqrt", "neg", "abs", "relu", "maximum", "minimum", "max", "min", "where", "cast",
     "reshape", "transpose", "slice", "expand", "assume_equal", "concatenate", "pad", "gather", "topk", "argmax",
+    "kv_append",
 ))  # fmt: skip
 
 
@@ -416,6 +417,35 @@ def _sees(kind: str, query: int, key: int) -> bool:
     if window:
         return query - int(window[1]) < key <= query
     return kind != "causal" or key <= query
+
+
+# -- the KV cache -----------------------------------------------------------------------------------------------------
+@oracle("kv_append")
+def _kv_append(cache: Array, new: Array, positions: Array, *, kind: str) -> Array:
+    """By way of the plain layout: one row a position."""
+    result = cache.copy()
+    rows = result.transpose(0, 2, 4, 1, 3) if kind == "keys" else result.transpose(0, 2, 1, 3)
+    for b, s in np.ndindex(positions.shape):
+        if (p := positions[b, s]) >= 0:
+            rows[(b, *divmod(p, 64)) if kind == "keys" else (b, p)] = new[b, s]
+    return result
+
+
+@oracle("cached_attention")
+def _cached_attention(
+    q: Array, keys: Array, values: Array, positions: Array, *, mask_kind: str = "causal", scale: float | None = None,
+    softcap: float | None = None,
+) -> Array:  # fmt: skip
+    """Attention of each query by itself, over the keys up to its position."""
+    result = np.zeros((*q.shape[:3], values.shape[3]))
+    for b, s in np.ndindex(positions.shape):
+        past = range(positions[b, s] + 1)
+        if past:
+            k = np.array([[keys[b, :, p // 64, :, p % 64] for p in past]])
+            v = values[b : b + 1, :, past].swapaxes(1, 2)
+            query = q[b : b + 1, s : s + 1]
+            result[b, s] = _attention(query, k, v, mask_kind=mask_kind, scale=scale, softcap=softcap)[0, 0]
+    return result
 
 
 # -- blocks ----------------------------------------------------------------------------------------------------------

@@ -167,6 +167,8 @@ FLOAT_UNARY = ["exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "relu", "erf
 NUMBER_BINARY = ["add", "sub", "mul", "maximum", "minimum", "less", "less_equal", "greater", "greater_equal"]
 FOLDS = ["sum", "prod", "mean", "max", "min"]
 NUMBER_FOLDS = ["sum", "prod", "max", "min", "argmax", "cumsum"]
+KEYS = "f32[2, 2, 3, 8, 64]; f32[2, 5, 2, 8]; i32[2, 5]"
+CACHED = "f32[2, 5, 4, 8]; f32[2, 2, 3, 8, 64]; f32[2, 2, 192, 8]; i32[2, 5]"
 QKV = "f32[2, 5, 4, 8]; f32[2, 7, 2, 8]; f32[2, 7, 2, 8]"
 ROPE = "f32[2, 3, 2, 8]; f32[9, 4]; f32[9, 4]; i32[2, 3]"
 
@@ -281,6 +283,18 @@ BAD_CALLS = [
          mask_kind="bias"),
     bad("attention", QKV, ShapeError, "attention: num_heads 3; f32[2, 5, 4, 8]", num_heads=3),
     bad("attention", QKV, GraphError, "attention: softcap is 0.0", softcap=0.0),
+    # -- caches
+    bad("kv_append", KEYS, GraphError, "kv_append: kind 'rows'; keys, values", kind="rows"),
+    bad("kv_append", KEYS, ShapeError, "kv_append: a cache of values is; f32[2, 2, 3, 8, 64]", kind="values"),
+    bad("kv_append", "f32[2, 2, 3, 8, 32]; f32[2, 5, 2, 8]; i32[2, 5]", ShapeError, "kv_append: ; 64]; f32[2, 2, 3, 8, 32]", kind="keys"),
+    bad("kv_append", "f32[2, 2, 9, 8]; f32[2, 5, 3, 8]; i32[2, 5]", ShapeError, "kv_append: ; f32[2, 5, 3, 8]; f32[2, 2, 9, 8]", kind="values"),
+    bad("kv_append", "f32[2, 2, 9, 8]; i32[2, 5, 2, 8]; i32[2, 5]", DTypeError, "kv_append: new values are floats; i32", kind="values"),
+    bad("kv_append", "f32[2, 2, 9, 8]; f32[2, 5, 2, 8]; i32[2, 4]", ShapeError, "kv_append: positions i32[2, 4]; [2, 5]", kind="values"),
+    bad("cached_attention", CACHED, GraphError, "cached_attention: mask kind 'none'", mask_kind="none"),
+    bad("cached_attention", CACHED, GraphError, "cached_attention: softcap is -1.0", softcap=-1.0),
+    bad("cached_attention", "f32[2, 5, 3, 8]; f32[2, 2, 3, 8, 64]; f32[2, 2, 192, 8]; i32[2, 5]", ShapeError, "cached_attention: 3 query heads; 2 key heads"),
+    bad("cached_attention", "f32[2, 5, 4, 8]; f16[2, 2, 3, 8, 64]; f32[2, 2, 192, 8]; i32[2, 5]", DTypeError, "cached_attention: ; f16; f32"),
+    bad("cached_attention", "f32[2, 5, 4, 8]; f32[2, 2, 3, 8, 64]; f32[2, 2, 192, 8]; f32[2, 5]", DTypeError, "cached_attention: positions are integers"),
     # -- blocks
     bad("linear", "f32[2, 4]; f32[3, 5]", ShapeError, "matmul: inner sizes differ, 4 and 3"),
     bad("linear", "f32[2, 4]; f32[4, 5]; f32[4]", ShapeError, "linear: bias f32[4]; 5 columns"),

@@ -1,6 +1,7 @@
 """All loop forms, by group. Importing this module fills the table."""
 
 from rlx.lir import attention as attention
+from rlx.lir import cache as cache
 from rlx.lir import elementwise as elementwise
 from rlx.lir import fused as fused
 from rlx.lir import index as index

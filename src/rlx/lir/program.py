@@ -74,7 +74,7 @@ def operand_words(kernel: Kernel) -> dict[str, bool]:
             assert isinstance(kernel, MatmulKernel)
             return {"a": False, "b": False} | {f"ptr{i}": o.written for i, o in enumerate(kernel.operands)}
         case _:
-            return {"q": False, "k": False, "v": False, "out": True, "mask": False}
+            return {"q": False, "k": False, "v": False, "out": True, "mask": False, "positions": False}
 
 
 @dataclass(frozen=True, slots=True)

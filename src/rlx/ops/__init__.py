@@ -1,6 +1,7 @@
 """The meaning of each op, by group. Importing this package fills the registry."""
 
 from rlx.ops import attention as attention
+from rlx.ops import cache as cache
 from rlx.ops import elementwise as elementwise
 from rlx.ops import fused as fused
 from rlx.ops import index as index

@@ -16,6 +16,7 @@ from rlx.backends.cpu import pool as pools
 from rlx.backends.cpu.library import inner_size, library, scratch_bytes
 from rlx.backends.cpu.memory import Bytes, Guarded, address, aligned, checking
 from rlx.errors import BindError, KernelError
+from rlx.lir.kernels import BEYOND_CAPACITY
 from rlx.lir.memory import Plan, lifetimes, plan
 from rlx.lir.program import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Buffer, Program
 from rlx.lir.views import View
@@ -24,7 +25,10 @@ from rlx.types import Size, compile_sizes, is_monotone, round_up_power_of_two
 
 Array = np.ndarray[Any, Any]
 FRAMES = 256  # bindings whose sizes are remembered
-FAULTS = {1: "an index lies outside the axis it selects from"}
+FAULTS = {
+    1: "an index lies outside the axis it selects from",
+    BEYOND_CAPACITY: "a position lies outside the capacity of a cache",
+}
 
 
 class _SizeTable:
@@ -287,6 +291,10 @@ class Executable:
         guarded_outputs = [Guarded(a.nbytes) for a in empty]
         instance.scratch[:] = 0xFF
         self._execute(instance, [g.address for g in guarded_inputs], [g.address for g in guarded_outputs], trace)
+        written = {v.buffer for launch in self.program.launches for v in launch.views(written=True)}
+        for name, array, guard in zip(self.program.inputs, inputs, guarded_inputs, strict=True):
+            if name in written:  # a state
+                array.reshape(-1).view(np.uint8)[:] = guard.bytes
         for array, guard in zip(empty, guarded_outputs, strict=True):
             array.reshape(-1).view(np.uint8)[:] = guard.bytes
         return empty

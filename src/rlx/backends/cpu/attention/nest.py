@@ -1,0 +1,431 @@
+"""The loops of attention: units, blocks of 64 keys, tiles of query rows, and the micro-kernels that they call."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from rlx.backends.cpu.attention import packing, rows, softmax
+from rlx.backends.cpu.attention.elements import clear
+from rlx.backends.cpu.attention.packing import each_strip
+from rlx.backends.cpu.attention.plan import LINE, Plan
+from rlx.backends.cpu.builder import NULL, Builder, Int, Module, Value, const, i64
+from rlx.backends.cpu.matmul import micro_kernel
+from rlx.backends.cpu.routine import Entry, Routine
+from rlx.lir.kernels import KEY_BLOCK, AttentionKernel
+from rlx.target import Target
+
+_ENTRY_ARGUMENTS = (("ptr noalias", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr noalias", "scratch"))
+_POINTER_WORDS = ("parts", "q", "k", "v", "out", "mask", "positions")
+
+
+def entry(kernel: AttentionKernel, target: Target) -> Entry:
+    """The loop nest of `kernel`, with the table of micro-kernels that it calls: by width, then by height from 1."""
+    plan = Plan(kernel, target)
+    heights = range(1, target.tile_rows + 1)
+    parts = tuple(micro_kernel(plan.compute, height, width, target) for width in plan.widths for height in heights)
+    return Entry(Routine(plan.symbol, lambda module: _define_entry(module, plan)), {"parts": parts})
+
+
+def _define_entry(module: Module, plan: Plan) -> None:
+    for define in _PARTS:
+        define(module, plan)
+
+    def body(b: Builder, args: Value, low: Value, high: Value, scratch: Value) -> None:
+        words = {
+            name: b.load("ptr" if name in _POINTER_WORDS else "i64", b.offset(args, 8 * i), align=8)
+            for i, name in enumerate(plan.kernel.words)
+        }
+        if plan.packs_keys or plan.packs_values:
+            clear(b, plan.region(b, scratch, "zeros"), i64(plan.zero_bytes))
+        blocks = b.ceil_div(words["q_len"], plan.kernel.positions)
+
+        def unit(index: Value) -> None:
+            head = b.sdiv(index, blocks)
+            batch, key_head = b.sdiv(head, words["kv_heads"]), b.srem(head, words["kv_heads"])
+            first = b.mul(b.srem(index, blocks), plan.kernel.positions)
+            positions = b.min(b.sub(words["q_len"], first), plan.kernel.positions)
+            rows = b.mul(positions, plan.kernel.group)
+            whole = Unit(b, plan, words, scratch, batch, key_head, first, positions, rows)
+            whole.emit_cached() if plan.kernel.cached else whole.emit()
+
+        b.loop(low, high, 1, unit)
+
+    module.define(plan.symbol, _ENTRY_ARGUMENTS, body)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """A block of K for the micro-kernel, in panels: `stride` elements between rows, `apart` elements between panels.
+
+    Each row that it reads prefetches at `ahead`, which moves by `ahead_step` bytes.
+    """
+
+    first: Value
+    stride: int
+    apart: int
+    ahead: Value
+    ahead_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The code of one unit: `positions` query positions from `first` on, in all query heads of a key head.
+
+    Over a cache, those of padding are left out: `positions` and `rows` count what is there.
+    """
+
+    b: Builder
+    plan: Plan
+    words: dict[str, Value]
+    scratch: Value
+    batch: Value
+    key_head: Value
+    first: Value
+    positions: Value
+    rows: Value
+
+    def emit(self) -> None:
+        b, kernel, words = self.b, self.plan.kernel, self.words
+        # The first key that the first row does not see, were there keys without end.
+        limit = b.add(b.add(b.sub(words["k_len"], words["q_len"]), self.first), 1)
+        mask = self.mask()
+        self.start(mask, words["mask_query"], words["mask_head"], limit)
+        begin, end = i64(0), words["k_len"]
+        if self.plan.limited:
+            end = b.max(b.sub(b.add(limit, self.positions), 1), 0)
+        if kernel.mask == "sliding":
+            begin = b.max(b.sub(limit, kernel.window), 0)
+        self.blocks(begin, end, mask)
+        self.call("finish", self.scratch, self.positions, *self.results())
+
+    def emit_cached(self) -> None:
+        b, words = self.b, self.words
+        index = b.add(b.mul(self.batch, words["positions_batch"]), self.first)
+        positions = b.offset(words["positions"], index, "i32")
+        arguments = positions, self.positions, words["capacity"], *self.results()
+        present = self.call("locate", self.scratch, *arguments, result="i64")
+        unit = replace(self, positions=present, rows=b.mul(present, self.plan.kernel.group))
+        b.when(b.icmp("sgt", present, 0), unit.emit_present)
+
+    def emit_present(self) -> None:
+        b, plan = self.b, self.plan
+        self.start(NULL, i64(0), i64(0), i64(0))
+        places = (plan.region(b, self.scratch, "extremes", i, "i64") for i in range(2))
+        lowest, highest = (b.load("i64", place, align=8) for place in places)
+        begin = b.max(b.sub(lowest, plan.kernel.window), 0) if plan.kernel.mask == "sliding" else i64(0)
+        self.blocks(begin, highest, NULL)
+        self.call("finish", self.scratch, self.positions, *self.results())
+
+    def start(self, mask: Value, mask_query: Value, mask_head: Value, limit: Value) -> None:
+        queries = self.place("q", self.query_head, self.first)
+        strides = self.words["q_seq"], self.words["q_head"], mask_query, mask_head
+        self.call("start", self.scratch, self.positions, queries, mask, *strides, limit)
+
+    def blocks(self, begin: Value, end: Value, mask: Value) -> None:
+        """All rows against the keys `begin` .. `end`, block by block."""
+        b = self.b
+
+        def block(index: Value) -> None:
+            base = b.mul(index, KEY_BLOCK)
+            self.block(base, b.min(b.sub(end, base), KEY_BLOCK), mask)
+
+        b.loop(b.sdiv(begin, KEY_BLOCK), b.ceil_div(end, KEY_BLOCK), 1, block)
+
+    @property
+    def query_head(self) -> Value:
+        """The first query head."""
+        return self.b.mul(self.key_head, self.plan.kernel.group)
+
+    def results(self) -> tuple[Value, Value, Value]:
+        """Where the result of the first row lies, and its strides along positions and heads."""
+        return self.place("out", self.query_head, self.first), self.words["out_seq"], self.words["out_head"]
+
+    def call(self, part: str, *arguments: Value, result: str = "void") -> Value:
+        return self.b.call(result, f"{self.plan.symbol}.{part}", *arguments)
+
+    def place(self, operand: str, head: Value, position: Value) -> Value:
+        """Where a row of q, k, v or out lies."""
+        b, index = self.b, i64(0)
+        for axis, at in (("batch", self.batch), ("head", head), ("seq", position)):
+            index = b.add(index, b.mul(at, self.words[f"{operand}_{axis}"]))
+        dtype = self.plan.stored if operand in ("k", "v") else self.plan.kernel.dtype
+        return b.offset(self.words[operand], b.mul(index, dtype.size))
+
+    def mask(self) -> Value:
+        """Where the mask of this batch row, or the bias of the first query row, lies."""
+        b, words, kind = self.b, self.words, self.plan.kernel.mask
+        if kind not in ("custom", "bias"):
+            return NULL
+        index = b.mul(self.batch, words["mask_batch"])
+        if kind == "bias":
+            index = b.add(index, b.mul(self.query_head, words["mask_head"]))
+            index = b.add(index, b.mul(self.first, words["mask_query"]))
+        return b.offset(words["mask"], b.mul(index, self.plan.mask_dtype.size))
+
+    def limit(self, row: Value) -> Value:
+        """The first key that a row does not see."""
+        return self.b.load("i64", self.plan.region(self.b, self.scratch, "limits", row, "i64"), align=8)
+
+    def block(self, base: Value, count: Value, mask: Value) -> None:
+        """All rows against the keys `base` .. `base + count`."""
+        b = self.b
+        if self.plan.kernel.mask != "custom":
+            self.visible_block(base, count, count)
+            return
+        flags = b.offset(mask, b.mul(base, self.plan.mask_dtype.size))
+        kept = self.call("keep", self.scratch, flags, count, result="i64")
+        b.when(b.icmp("sgt", kept, 0), lambda: self.visible_block(base, count, kept))
+
+    def visible_block(self, base: Value, count: Value, kept: Value) -> None:
+        b, plan = self.b, self.plan
+        keys = self.cached_keys(base) if plan.kernel.cached else self.packed_keys(base, count)
+        if plan.packs_values:
+            self.addresses("value_rows", "v", base, count)
+            # A bias looks for inf and NaN in all 64 rows, so all have to be there.
+            self.call("pack_values", self.scratch, i64(KEY_BLOCK) if plan.kernel.mask == "bias" else count)
+        finite = self.call("finite", self.scratch, result="i1") if plan.kernel.mask == "bias" else None
+
+        def tile(row: Value) -> None:
+            height = b.min(b.sub(self.rows, row), plan.target.tile_rows)
+
+            def attend() -> None:
+                reach = self.reach(row, height, base, count)
+
+                def weights(span: int) -> None:
+                    self.scores(keys, row, height, reach, span)
+                    self.call(f"softmax{span}", self.scratch, row, height, base, count, kept)
+
+                if len(plan.spans) == 1:
+                    weights(KEY_BLOCK)
+                else:
+                    b.when(b.icmp("sle", reach, plan.spans[0]), *(functools.partial(weights, s) for s in plan.spans))
+                Outputs(self, row, height, base, count).emit(finite)
+
+            if plan.limited:
+                b.when(self.sees(row, height, base), attend)
+            else:
+                attend()
+
+        b.loop(0, self.rows, plan.target.tile_rows, tile)
+
+    def packed_keys(self, base: Value, count: Value) -> Keys:
+        plan = self.plan
+        self.addresses("key_rows", "k", base, count)
+        self.call("pack_keys", self.scratch, self.covering(count), self.words["k_seq"])
+        packed = plan.region(self.b, self.scratch, "keys")
+        return Keys(packed, plan.panel, plan.head_stride * plan.panel, packed, 0)
+
+    def cached_keys(self, base: Value) -> Keys:
+        """A block of the cache is [head_dim][64]: strips of it are panels whose rows lie apart."""
+        b, plan = self.b, self.plan
+        head = b.add(b.mul(self.batch, self.words["k_batch"]), b.mul(self.key_head, self.words["k_head"]))
+        index = b.add(head, b.mul(base, plan.kernel.head_dim))
+        place = b.offset(self.words["k"], b.mul(index, plan.stored.size))
+        if not plan.widens_keys:
+            following = b.offset(place, plan.kernel.head_dim * KEY_BLOCK, plan.scalar)
+            return Keys(place, KEY_BLOCK, plan.panel, following, plan.panel * plan.size)
+        self.call("widen_keys", self.scratch, place)
+        widened = plan.region(b, self.scratch, "keys")
+        return Keys(widened, KEY_BLOCK, plan.panel, widened, 0)
+
+    def addresses(self, region: str, operand: str, base: Value, count: Value) -> None:
+        """Note where the rows of the block lie; zeros stand in for those past `count` and those not kept."""
+        rows, source = self.plan.region(self.b, self.scratch, region), self.place(operand, self.key_head, base)
+        self.call("addresses", self.scratch, rows, source, self.words[f"{operand}_seq"], count)
+
+    def covering(self, count: Value) -> Value:
+        """How many keys to pack, so that a step that scores `count` keys reads nothing stale."""
+        b, least = self.b, self.plan.spans[0]
+        if self.plan.panel < KEY_BLOCK:
+            return b.mul(b.ceil_div(count, self.plan.panel), self.plan.panel)
+        return b.select(b.icmp("sle", count, least), i64(least), i64(KEY_BLOCK))
+
+    def lowest(self, row: Value) -> Value:
+        """The lowest limit of the rows of a tile. Only over a cache may it be another one than the first."""
+        return self.extreme("lowest", row) if self.plan.kernel.cached else self.limit(row)
+
+    def highest(self, row: Value, height: Value) -> Value:
+        last = self.b.sub(self.b.add(row, height), 1)
+        return self.extreme("highest", row) if self.plan.kernel.cached else self.limit(last)
+
+    def extreme(self, region: str, row: Value) -> Value:
+        return self.b.load("i64", self.plan.region(self.b, self.scratch, region, row, "i64"), align=8)
+
+    def reach(self, row: Value, height: Value, base: Value, count: Value) -> Value:
+        """How far into the block the rows of a tile see."""
+        if not self.plan.limited:
+            return count
+        return self.b.min(count, self.b.sub(self.highest(row, height), base))
+
+    def sees(self, row: Value, height: Value, base: Value) -> Value:
+        """Whether any row of a tile may see any key of the block."""
+        b = self.b
+        newest = b.icmp("sgt", self.highest(row, height), base)
+        if self.plan.kernel.mask == "causal":
+            return newest
+        oldest = b.sub(self.lowest(row), self.plan.kernel.window)
+        return b.op("and", newest, b.icmp("slt", oldest, b.add(base, KEY_BLOCK)))
+
+    def scores(self, keys: Keys, row: Value, height: Value, reach: Value, span: int) -> None:
+        """scores[height][keys] = queries · keys, for as many keys as are in reach."""
+        b, plan, scratch = self.b, self.plan, self.scratch
+        queries = plan.region(b, scratch, "queries", b.mul(row, plan.head_stride))
+        vectors = min(span, plan.panel) // plan.lanes
+        tile = _micro_kernel(b, plan, self.words["parts"], vectors, height)
+        step = _ahead_step(b, plan, height, vectors, i64(keys.ahead_step))
+
+        def panel(index: Value) -> None:
+            right = b.offset(keys.first, b.mul(index, keys.apart), plan.scalar)
+            ahead = b.offset(keys.ahead, b.mul(index, keys.ahead_step * plan.kernel.head_dim))
+            scores = plan.region(b, scratch, "scores", b.mul(index, plan.panel))
+            b.call_pointer(
+                tile, queries, i64(plan.head_stride), right, i64(keys.stride), i64(plan.kernel.head_dim),
+                scores, i64(KEY_BLOCK), ahead, step, i64(0),
+            )  # fmt: skip
+
+        if plan.panel == KEY_BLOCK:
+            panel(i64(0))
+        else:
+            b.loop(0, b.ceil_div(reach, plan.panel), 1, panel)
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """outputs[height] += weights · values, for one tile. A key that a row does not see is not multiplied: 0 · inf
+    is no zero. Whatever goes together, each row adds its keys in order."""
+
+    unit: Unit
+    row: Value
+    height: Value
+    base: Value
+    count: Value
+
+    def emit(self, finite: Value | None) -> None:
+        """`finite`, for a bias: whether V has no inf and no NaN, so that it does not matter which keys are masked."""
+        if self.unit.plan.limited:
+            self.limited()
+        elif finite is None:
+            self.weigh(0, self.height, 0, self.count)
+        else:
+            self.unit.b.when(finite, lambda: self.weigh(0, self.height, 0, self.count), self.sparse)
+
+    def weigh(self, first: Int, height: Int, begin: Int, end: Int) -> None:
+        """Rows `first` .. of the tile and keys `begin` .. `end` of the block."""
+        unit, plan, b = self.unit, self.unit.plan, self.unit.b
+        weights = plan.region(b, unit.scratch, "scores", b.mul(i64(first), KEY_BLOCK))
+        outputs = plan.region(b, unit.scratch, "outputs", b.mul(b.add(self.row, first), plan.value_stride))
+        if plan.packs_values:
+            values, stride = plan.region(b, unit.scratch, "values"), i64(0)
+        else:
+            values, stride = unit.place("v", unit.key_head, self.base), unit.words["v_seq"]
+        keys = i64(begin), i64(end)
+        unit.call("weigh", unit.words["parts"], weights, i64(height), *keys, values, stride, outputs)
+
+    def limited(self) -> None:
+        """Keys that all rows of the tile see go together, those before and after them row by row."""
+        b, sliding = self.unit.b, self.unit.plan.kernel.mask == "sliding"
+        begin = self.range(self.unit.highest(self.row, self.height))[0]
+        end = b.max(self.range(self.unit.lowest(self.row))[1], begin)
+
+        def before(i: Value) -> None:
+            own_begin, own_end = self.seen(i)
+            self.alone(i, own_begin, b.min(own_end, begin))
+
+        def after(i: Value) -> None:
+            self.alone(i, end, self.seen(i)[1])
+
+        if sliding:
+            b.when(b.icmp("sgt", begin, 0), lambda: b.loop(0, self.height, 1, before))
+        b.when(b.icmp("slt", begin, end), lambda: self.weigh(0, self.height, begin, end))
+        b.when(b.icmp("slt", end, self.count), lambda: b.loop(0, self.height, 1, after))
+
+    def seen(self, i: Value) -> tuple[Value, Value]:
+        """The keys of the block that a row of the tile sees."""
+        return self.range(self.unit.limit(self.unit.b.add(self.row, i)))
+
+    def range(self, limit: Value) -> tuple[Value, Value]:
+        """The keys of the block that a row with this limit sees."""
+        b, kernel = self.unit.b, self.unit.plan.kernel
+        end = b.sub(limit, self.base)
+        oldest = b.max(b.sub(end, kernel.window), 0) if kernel.mask == "sliding" else i64(0)
+        return b.min(oldest, self.count), b.max(b.min(end, self.count), 0)
+
+    def alone(self, i: Value, begin: Value, end: Value) -> None:
+        b = self.unit.b
+        b.when(b.icmp("slt", begin, end), lambda: self.weigh(i, 1, begin, end))
+
+    def sparse(self) -> None:
+        """The slow way for a block with an inf or NaN in V that a bias may hide: keys of weight 0 are left out."""
+        unit, plan, b = self.unit, self.unit.plan, self.unit.b
+
+        def row(i: Value) -> None:
+            def key(j: Value) -> None:
+                place = plan.region(b, unit.scratch, "scores", b.add(b.mul(i, KEY_BLOCK), j))
+                weight = b.load(plan.scalar, place, align=plan.size)
+                heavy = b.fcmp("une", weight, const(plan.scalar, 0.0))
+                b.when(heavy, lambda: self.weigh(i, 1, j, b.add(j, 1)))
+
+            b.loop(0, self.count, 1, key)
+
+        b.loop(0, self.height, 1, row)
+
+
+def _micro_kernel(b: Builder, plan: Plan, parts: Value, width: int, height: Value) -> Value:
+    """The address of the micro-kernel of `width` vectors and `height` rows."""
+    index = b.add(height, plan.widths.index(width) * plan.target.tile_rows - 1)
+    return b.load("ptr", b.offset(parts, index, "ptr"), align=8)
+
+
+def _ahead_step(b: Builder, plan: Plan, height: Value, vectors: int, step: Value) -> Value:
+    """How many bytes a prefetch moves on with each row of K or V that a tile reads, if the rows are `step` bytes apart.
+
+    Where nothing is packed, rows that follow each other are a stream, which the hardware fetches by itself unless
+    prefetches of some of its lines get in the way. A tile of several rows would make half of those that it needs:
+    1.4 times as fast without.
+    """
+    width = vectors * plan.lanes * plan.size
+    if width <= LINE or plan.packs_keys or plan.packs_values:
+        return step
+    stream = b.op("and", b.icmp("eq", step, width), b.icmp("sgt", height, 1))
+    return b.select(stream, i64(0), step)
+
+
+def _define_weigh(module: Module, plan: Plan) -> None:
+    """outputs[height] += weights[height][begin..end] · values[begin..end], strip by strip."""
+
+    def emit(
+        b: Builder, parts: Value, weights: Value, height: Value, begin: Value, end: Value, values: Value,
+        stride: Value, outputs: Value,
+    ) -> None:  # fmt: skip
+        left, keys = b.offset(weights, begin, plan.scalar), b.sub(end, begin)
+
+        def strip(first: Value, vectors: int, _: int) -> None:
+            column = b.mul(first, plan.lanes)
+            apart, start = stride, column
+            if plan.packs_values:
+                apart, start = i64(vectors * plan.lanes), b.mul(column, KEY_BLOCK)
+            right = b.offset(values, b.add(start, b.mul(begin, apart)), plan.scalar)
+            if plan.packs_values:
+                ahead, step = right, i64(0)
+            else:
+                ahead = b.offset(right, b.mul(apart, KEY_BLOCK), plan.scalar)
+                step = _ahead_step(b, plan, height, vectors, b.mul(apart, plan.size))
+            b.call_pointer(
+                _micro_kernel(b, plan, parts, vectors, height), left, i64(KEY_BLOCK), right, apart, keys,
+                b.offset(outputs, column, plan.scalar), i64(plan.value_stride), ahead, step, i64(1),
+            )  # fmt: skip
+
+        each_strip(b, plan, strip)
+
+    plan.define(
+        module, "weigh", "ptr parts, ptr weights, i64 height, i64 begin, i64 end, ptr values, i64 stride, "
+        "ptr outputs", emit,
+    )  # fmt: skip
+
+
+_PARTS = (
+    rows.define_locate, rows.define_start, packing.define_keep, packing.define_addresses, packing.define_pack_keys,
+    packing.define_widen_keys, packing.define_pack_values, packing.define_finite, softmax.define_softmax, _define_weigh,
+    rows.define_finish,
+)  # fmt: skip

@@ -1,0 +1,206 @@
+"""What a target makes of an attention kernel: register sizes, padded extents, the map of scratch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlx.backends.cpu.builder import Builder, Int, Module, Value, vector
+from rlx.backends.cpu.matmul import HEADER_BYTES
+from rlx.dtypes import F32, F64, DType
+from rlx.errors import LowerError
+from rlx.lir.kernels import KEY_BLOCK, AttentionKernel
+from rlx.target import Target
+
+MASKS = ("none", "causal", "sliding", "custom", "bias")
+CACHED_MASKS = ("causal", "sliding")
+LINE = 64  # bytes of a cache line
+SCALAR = {F32: "float", F64: "double"}
+
+
+def scratch_bytes(kernel: AttentionKernel, target: Target) -> int:
+    """Scratch that a launch needs, the driver's header included."""
+    return Plan(kernel, target).regions["end"]
+
+
+@dataclass(frozen=True, slots=True)
+class Strips:
+    """Strips of V's columns: `count` of them side by side from vector `first` on, each `vectors` wide."""
+
+    first: int
+    count: int
+    vectors: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes and offsets, all known when the kernel is emitted."""
+
+    kernel: AttentionKernel
+    target: Target
+
+    def __post_init__(self) -> None:
+        kernel = self.kernel
+        if not kernel.dtype.is_float:
+            raise LowerError(f"cpu attention: no kernel for {kernel.dtype}", hint="convert the operands to f32 first")
+        if kernel.mask not in MASKS:
+            raise LowerError(f"cpu attention: mask {kernel.mask!r} is not one of {', '.join(MASKS)}")
+        if kernel.mask in ("custom", "bias") and kernel.mask_dtype is None:
+            raise LowerError(f"cpu attention: a {kernel.mask} mask needs its element type")
+        if kernel.mask == "bias" and not self.mask_dtype.is_float:
+            raise LowerError(f"cpu attention: a bias is of a float type, not {kernel.mask_dtype}")
+        if kernel.cached and kernel.mask not in CACHED_MASKS:
+            raise LowerError(f"cpu attention: a cache goes with masks {', '.join(CACHED_MASKS)}, not {kernel.mask!r}")
+        if kernel.cache_dtype is not None and not kernel.cached:
+            raise LowerError(f"cpu attention: without a cache, there is none of {kernel.cache_dtype}")
+        if not self.stored.is_float or self.stored.compute is not self.compute:
+            raise LowerError(f"cpu attention: queries of {kernel.dtype} over a cache of {self.stored}")
+
+    @property
+    def symbol(self) -> str:
+        return f"attention.{self.kernel.fingerprint}"
+
+    @property
+    def mask_dtype(self) -> DType:
+        assert self.kernel.mask_dtype is not None, "asked for only where the kernel has a mask operand"
+        return self.kernel.mask_dtype
+
+    @property
+    def stored(self) -> DType:
+        """The element type of k and v in memory."""
+        return self.kernel.cache_dtype or self.kernel.dtype
+
+    @property
+    def compute(self) -> DType:
+        return self.kernel.dtype.compute
+
+    @property
+    def scalar(self) -> str:
+        return SCALAR[self.compute]
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element of scratch."""
+        return self.compute.size
+
+    @property
+    def word(self) -> str:
+        """An integer as wide as an element: compares of key numbers then give masks of the right width."""
+        return f"i{8 * self.size}"
+
+    @property
+    def lanes(self) -> int:
+        return self.target.lanes(self.size)
+
+    @property
+    def vector(self) -> str:
+        return vector(self.lanes, self.scalar)
+
+    @property
+    def panel(self) -> int:
+        """Keys that one call of the micro-kernel scores at most."""
+        return self.target.panel(self.size)
+
+    @property
+    def head_stride(self) -> int:
+        return self.padded(self.kernel.head_dim)
+
+    @property
+    def value_stride(self) -> int:
+        return self.padded(self.kernel.value_dim)
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a unit at most."""
+        return self.kernel.positions * self.kernel.group
+
+    @property
+    def limited(self) -> bool:
+        """Whether rows of a unit see different ranges of keys."""
+        return self.kernel.mask in ("causal", "sliding")
+
+    @property
+    def packs_keys(self) -> bool:
+        """Only the blocks of a cache lie as the micro-kernel reads them."""
+        return not self.kernel.cached
+
+    @property
+    def widens_keys(self) -> bool:
+        return self.kernel.cached and self.stored is not self.compute
+
+    @property
+    def packs_values(self) -> bool:
+        """V is read where it lies unless it needs widening or padding, or some of its rows have to be left out."""
+        ready = self.compute is self.stored and self.kernel.value_dim % self.lanes == 0
+        return not ready or self.kernel.mask in ("custom", "bias")
+
+    def padded(self, extent: int) -> int:
+        return -(-extent // self.lanes) * self.lanes
+
+    @functools.cached_property
+    def strips(self) -> tuple[Strips, ...]:
+        """V's columns cut evenly: the widest strips first, then those one vector narrower."""
+        vectors = self.value_stride // self.lanes
+        count = -(-vectors // self.target.tile_vectors)
+        width, wider = divmod(vectors, count)
+        cut = (Strips(0, wider, width + 1), Strips(wider * (width + 1), count - wider, width))
+        return tuple(s for s in cut if s.count)
+
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """How many keys of a block one step can score: half a block is for short prompts and causal diagonals."""
+        if self.panel < KEY_BLOCK:
+            return (KEY_BLOCK,)  # in panels, as many as are needed
+        return KEY_BLOCK // 2, KEY_BLOCK
+
+    @functools.cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Widths of the micro-kernels in `parts`: those of the spans of keys and of the strips of V."""
+        scored = (min(span, self.panel) // self.lanes for span in self.spans)
+        return tuple(dict.fromkeys((*scored, *(s.vectors for s in self.strips))))
+
+    @functools.cached_property
+    def regions(self) -> dict[str, int]:
+        """Byte offsets in scratch, each on a cache line; `end` is its size."""
+        packs, cached = self.packs_keys or self.packs_values, self.kernel.cached
+        sizes = {
+            # [panel][head_dim][keys of a panel], or as in a cache: [head_dim][keys]
+            "keys": KEY_BLOCK * self.head_stride * self.size * (self.packs_keys or self.widens_keys),
+            "values": KEY_BLOCK * self.value_stride * self.size * self.packs_values,  # [strip][key][columns]
+            "scores": self.target.tile_rows * KEY_BLOCK * self.size,  # [row of a tile][key], later their weights
+            "queries": self.rows * self.head_stride * self.size,
+            "outputs": self.rows * self.value_stride * self.size,
+            "sums": self.rows * self.lanes * self.size,  # a row's sum of weights stays in lanes until the end
+            "references": self.rows * self.size,  # per row: the score whose weight is 1; -inf before the first
+            "limits": self.rows * 8,  # per row: the first key that it does not see
+            "lowest": self.rows * 8 * cached,  # of the limits of a tile, where its first row would be
+            "highest": self.rows * 8 * cached,
+            "extremes": 16 * cached,  # the lowest and the highest limit of all
+            "present": self.kernel.positions * 8 * cached,  # query positions of the unit without those of padding
+            "biases": self.rows * 8,  # per row: where its bias lies
+            "key_rows": KEY_BLOCK * 8 * self.packs_keys,  # per key of the block: where it lies
+            "value_rows": KEY_BLOCK * 8 * self.packs_values,
+            "kept": KEY_BLOCK * self.size,  # per key of the block, for a custom mask: all ones, or 0
+            "zeros": self.zero_bytes * packs,  # stands in for keys that do not count
+        }
+        offsets, end = {}, HEADER_BYTES
+        for name, size in sizes.items():
+            offsets[name] = end
+            end += -(-size // LINE) * LINE
+        return offsets | {"end": end}
+
+    @property
+    def zero_bytes(self) -> int:
+        return max(self.kernel.head_dim, self.kernel.value_dim) * self.stored.size
+
+    def region(self, b: Builder, scratch: Value, name: str, index: Int = 0, unit: str | None = None) -> Value:
+        """The address of element `index` of a region of scratch."""
+        return b.offset(b.offset(scratch, self.regions[name]), index, unit or self.scalar)
+
+    def define(
+        self, module: Module, part: str, signature: str, emit: Callable[..., Value | None], result: str = "void"
+    ) -> None:
+        """Add one of the functions that the nest calls: `signature` is such as `ptr scratch, i64 count`."""
+        arguments = [(type_, name) for type_, name in (argument.split() for argument in signature.split(", "))]
+        module.define(f"{self.symbol}.{part}", arguments, emit, result=result, internal=True, noinline=True)

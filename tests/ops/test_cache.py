@@ -1,0 +1,399 @@
+"""The KV cache: appending and attending step by step, in place, against the plain attention op and NumPy."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from oracles import NUMPY, Array
+
+import rlx
+from rlx.backends.cpu.executable import Executable
+from rlx.errors import DTypeError, GraphError, KernelError, LowerError, ShapeError
+from rlx.lir.kernels import AttentionKernel
+from rlx.target import supported
+
+TARGETS = [t.name for t in supported()]
+BEST = TARGETS[0]
+EVERY_TARGET = pytest.mark.parametrize("target", TARGETS)
+EVERY_PLACE = pytest.mark.parametrize("place", ["reference", *TARGETS])
+CAPACITY = 192
+
+
+def compiled(graph: rlx.Graph, place: str, **options: Any) -> Any:
+    return rlx.compile(graph, "reference") if place == "reference" else rlx.compile(graph, target=place, **options)
+
+
+def step_graph(
+    heads: int, kv_heads: int, dim: int, dtype: str = "f32", mask_kind: str = "causal", batch: Any = "batch"
+) -> rlx.Graph:
+    """One step of a model's attention: new keys and values are appended, then queries look at the cache."""
+    graph = rlx.Graph("step")
+    q = graph.input("q", (batch, "seq", heads, dim))
+    k, v = (graph.input(n, (batch, "seq", kv_heads, dim)) for n in "kv")
+    positions = graph.input("positions", (batch, "seq"), "i32")
+    keys = graph.state("keys", (batch, kv_heads, "blocks", dim, 64), dtype)
+    values = graph.state("values", (batch, kv_heads, "capacity", dim), dtype)
+    keys = graph.kv_append(keys, k, positions, kind="keys")
+    values = graph.kv_append(values, v, positions, kind="values")
+    return graph.set_outputs(graph.cached_attention(q, keys, values, positions, mask_kind=mask_kind))
+
+
+@functools.cache
+def step(*shape: Any, place: str = BEST, threads: int | None = None) -> Any:
+    options = {} if threads is None else {"threads": threads}
+    return compiled(step_graph(*shape), place, **options)
+
+
+@functools.cache
+def plain(heads: int, kv_heads: int, dim: int, mask_kind: str, place: str) -> Any:
+    graph = rlx.Graph("plain")
+    q = graph.input("q", ("batch", "seq", heads, dim))
+    k, v = (graph.input(n, ("batch", "seq", kv_heads, dim)) for n in "kv")
+    return compiled(graph.set_outputs(graph.attention(q, k, v, mask_kind=mask_kind)), place)
+
+
+class Cache:
+    """Arrays that the steps write to, full of NaN at first."""
+
+    def __init__(self, batch: int, kv_heads: int, dim: int, dtype: str = "f32") -> None:
+        self.keys = np.full((batch, kv_heads, CAPACITY // 64, dim, 64), np.nan, NUMPY[dtype])
+        self.values = np.full((batch, kv_heads, CAPACITY, dim), np.nan, NUMPY[dtype])
+
+    def step(self, run: Any, prompt: dict[str, Array], chunk: Any, positions: Array) -> Array:
+        inputs = {name: array[:, chunk] for name, array in prompt.items()}
+        found: Array = run.run({**inputs, "positions": positions, "keys": self.keys, "values": self.values})[0]
+        return found
+
+
+def a_prompt(batch: int, seq: int, heads: int, kv_heads: int, dim: int) -> dict[str, Array]:
+    rng = np.random.default_rng([batch, seq, heads, dim])
+    sizes = {"q": heads, "k": kv_heads, "v": kv_heads}
+    return {n: rng.standard_normal((batch, seq, h, dim)).astype(np.float32) for n, h in sizes.items()}
+
+
+def at(begin: int, end: int, batch: int = 1) -> Array:
+    return np.tile(np.arange(begin, end, dtype=np.int32), (batch, 1))
+
+
+def assert_same_bits(found: Array, expected: Array) -> None:
+    assert np.ascontiguousarray(found).tobytes() == np.ascontiguousarray(expected).tobytes()
+
+
+# -- step by step -----------------------------------------------------------------------------------------------------
+@EVERY_TARGET
+@pytest.mark.parametrize("mask_kind", ("causal", "sliding(50)"))
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), ((4, 4, 16), (6, 2, 20), (2, 1, 32), (3, 3, 64), (2, 2, 80), (8, 2, 128))
+)
+def test_steps_of_any_size_have_the_bits_of_plain_attention(
+    heads: int, kv_heads: int, dim: int, mask_kind: str, target: str
+) -> None:
+    length = 130
+    prompt = a_prompt(1, length, heads, kv_heads, dim)
+    expected = plain(heads, kv_heads, dim, mask_kind, target).run(prompt)[0]
+    run = step(heads, kv_heads, dim, "f32", mask_kind, place=target)
+    for size in (1, 7, 64, length):
+        cache = Cache(1, kv_heads, dim)
+        chunks = [(i, min(i + size, length)) for i in range(0, length, size)]
+        found = [cache.step(run, prompt, slice(*chunk), at(*chunk)) for chunk in chunks]
+        assert_same_bits(np.concatenate(found, axis=1), expected)
+
+
+@EVERY_TARGET
+def test_a_batch_of_unequal_prompts_has_the_bits_of_each_alone(target: str) -> None:
+    """Prompts are padded at the end, then every row goes on from where its own prompt ended."""
+    lengths, heads, kv_heads, dim, more = (70, 1, 33, 64), 4, 2, 20, 5
+    prompt = a_prompt(4, 80, heads, kv_heads, dim)
+    run, cache = step(heads, kv_heads, dim, place=target), Cache(4, kv_heads, dim)
+    positions = np.where(at(0, 70, 4) < np.array(lengths)[:, None], at(0, 70, 4), -1).astype(np.int32)
+    first = cache.step(run, prompt, slice(0, 70), positions)
+    later = []
+    for i in range(more):
+        now = np.array([[n + i] for n in lengths], np.int32)
+        token = {name: np.take_along_axis(x, now[:, :, None, None], 1) for name, x in prompt.items()}
+        later.append(cache.step(run, token, slice(None), now))
+    for b, n in enumerate(lengths):
+        own = {name: x[b : b + 1, : n + more] for name, x in prompt.items()}
+        found = np.concatenate([first[b : b + 1, :n], *(x[b : b + 1] for x in later)], axis=1)
+        assert_same_bits(found, plain(heads, kv_heads, dim, "causal", target).run(own)[0])
+        assert not first[b, n:].any()
+
+
+@EVERY_TARGET
+def test_a_cache_of_f16_gives_prefill_and_decode_the_same_bits(target: str) -> None:
+    heads, kv_heads, dim, length = 4, 2, 64, 100
+    prompt = a_prompt(1, length, heads, kv_heads, dim)
+    run = step(heads, kv_heads, dim, "f16", place=target)
+    whole = Cache(1, kv_heads, dim, "f16").step(run, prompt, slice(None), at(0, length))
+    cache = Cache(1, kv_heads, dim, "f16")
+    tokens = [cache.step(run, prompt, slice(i, i + 1), at(i, i + 1)) for i in range(length)]
+    assert_same_bits(np.concatenate(tokens, axis=1), whole)
+    rounded = {n: x if n == "q" else x.astype(np.float16).astype(np.float32) for n, x in prompt.items()}
+    assert_same_bits(whole, plain(heads, kv_heads, dim, "causal", target).run(rounded)[0])
+
+
+@EVERY_TARGET
+def test_the_number_of_threads_changes_nothing(target: str) -> None:
+    heads, kv_heads, dim, length = 6, 3, 64, 190
+    prompt, results = a_prompt(2, length, heads, kv_heads, dim), []
+    for threads in (1, 2, 3):
+        run, cache = step(heads, kv_heads, dim, place=target, threads=threads), Cache(2, kv_heads, dim)
+        results.append((cache.step(run, prompt, slice(None), at(0, length, 2)), cache.keys, cache.values))
+    for result in results[1:]:
+        for found, expected in zip(result, results[0], strict=True):
+            assert_same_bits(found, expected)
+
+
+@EVERY_TARGET
+def test_the_reference_agrees(target: str) -> None:
+    heads, kv_heads, dim = 4, 2, 20
+    prompt = a_prompt(2, 9, heads, kv_heads, dim)
+    positions = np.array([[5, 6, 7, 8, -1, 0, 1, 2, 3], [100, 0, 50, -1, -1, 99, 100, 2, 191]], np.int32)
+    results = []
+    for place in ("reference", target):
+        cache = Cache(2, kv_heads, dim)
+        for array in (cache.keys, cache.values):
+            array[...] = np.sin(np.arange(array.size)).reshape(array.shape)
+        results.append(cache.step(step(heads, kv_heads, dim, place=place), prompt, slice(None), positions))
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-5, atol=1e-5)
+
+
+# -- appending --------------------------------------------------------------------------------------------------------
+def append_graph(kind: str, dtype: str = "f32", new: str = "f32", index: str = "i32", leaf: str = "state") -> rlx.Graph:
+    graph = rlx.Graph("append")
+    shape: tuple[Any, ...] = ("batch", 2, "room", 20, 64) if kind == "keys" else ("batch", 2, "room", 20)
+    cache = getattr(graph, leaf)("cache", shape, dtype)
+    tokens = graph.input("new", ("batch", "seq", 2, 20), new)
+    positions = graph.input("positions", ("batch", "seq"), index)
+    return graph.set_outputs(graph.kv_append(cache, tokens, positions, kind=kind))
+
+
+def rows(cache: Array) -> Array:
+    """A cache as [batch, positions, kv_heads, dim]."""
+    if cache.ndim == 4:
+        return cache.transpose(0, 2, 1, 3)
+    return cache.transpose(0, 2, 4, 1, 3).reshape(cache.shape[0], -1, cache.shape[1], cache.shape[3])
+
+
+def empty(kind: str, batch: int, positions: int, dtype: str = "f32") -> Array:
+    shape = (batch, 2, positions // 64, 20, 64) if kind == "keys" else (batch, 2, positions, 20)
+    return np.full(shape, 7, NUMPY[dtype])
+
+
+@EVERY_PLACE
+@pytest.mark.parametrize("kind", ("keys", "values"))
+@pytest.mark.parametrize(
+    ("dtype", "new"), (("f32", "f32"), ("f16", "f32"), ("bf16", "f16"), ("f16", "f64"), ("f64", "f32"))
+)
+def test_tokens_lie_at_their_positions(dtype: str, new: str, kind: str, place: str) -> None:
+    run = compiled(append_graph(kind, dtype, new), place)
+    positions = np.array([[3, 127, -1, 64, 0], [-5, 63, 62, 63, 100]], np.int32)
+    tokens = np.random.default_rng(1).standard_normal((2, 5, 2, 20)).astype(NUMPY[new])
+    (found,) = run.run({"cache": empty(kind, 2, 128, dtype), "new": tokens, "positions": positions})
+    expected = np.full((2, 128, 2, 20), 7, NUMPY[dtype])
+    for b, s in np.ndindex(2, 5):
+        if positions[b, s] >= 0:
+            expected[b, positions[b, s]] = tokens[b, s].astype(NUMPY[dtype])  # of two at 63 the last one
+    assert_same_bits(rows(found), expected)
+
+
+@EVERY_PLACE
+@pytest.mark.parametrize("index", ("i64", "i8", "u8", "u32"))
+def test_positions_may_be_of_any_integer_type(index: str, place: str) -> None:
+    """Also of those that hold numbers far beyond what a cache can have."""
+    graph = append_graph("keys", index=index)
+    positions = graph.named("positions")
+    q, values = graph.input("q", ("batch", "seq", 2, 20)), graph.input("values", ("batch", 2, "room2", 20))
+    attended = graph.cached_attention(q, graph.outputs[0], values, positions)
+    run = compiled(graph.set_outputs(attended), place)
+    arrays = {"q": np.ones((1, 2, 2, 20), np.float32), "new": np.ones((1, 2, 2, 20), np.float32)}
+    arrays |= {"cache": empty("keys", 1, 128), "values": empty("values", 1, 128)}
+    found = run.run({**arrays, "positions": np.array([[0, 100]], NUMPY[index])})[0]
+    np.testing.assert_allclose(found, 7, rtol=1e-6)
+    for bad in {"i64": (2**32, 2**63 - 1), "u32": (2**31, 2**32 - 1)}.get(index, ()):
+        with pytest.raises(KernelError):
+            run.run({**arrays, "positions": np.array([[0, bad]], NUMPY[index])})
+    if index == "i64":
+        found = run.run({**arrays, "positions": np.array([[-(2**63), -(2**32)]], np.int64)})[0]
+        assert not found.any()
+
+
+@EVERY_TARGET
+@pytest.mark.parametrize("kind", ("keys", "values"))
+def test_a_state_is_written_in_place_and_an_input_is_not(kind: str, target: str) -> None:
+    tokens, positions = np.arange(80, dtype=np.float32).reshape(1, 2, 2, 20), np.array([[9, 5]], np.int32)
+    for leaf in ("state", "input"):
+        run, cache = compiled(append_graph(kind, leaf=leaf), target), empty(kind, 1, 64)
+        (found,) = run.run({"cache": cache, "new": tokens, "positions": positions})
+        assert_same_bits(rows(found)[:, [9, 5]], tokens)
+        assert (np.delete(rows(found), [9, 5], axis=1) == 7).all()
+        assert_same_bits(cache, found if leaf == "state" else empty(kind, 1, 64))
+
+
+@EVERY_PLACE
+@pytest.mark.parametrize("kind", ("keys", "values"))
+def test_a_position_beyond_the_capacity_is_an_error(kind: str, place: str) -> None:
+    run = compiled(append_graph(kind), place)
+    for room, bad in ((128, 128), (64, 100), (64, 2**31 - 1), (0, 0)):
+        for where in (0, 20, 36):
+            positions = np.full((1, 37), -1, np.int32)
+            positions[0, where] = bad
+            cache = empty(kind, 1, room)
+            with pytest.raises(KernelError, match="kv_append"):
+                run.run({"cache": cache, "new": np.ones((1, 37, 2, 20), np.float32), "positions": positions})
+            assert (cache == 7).all()
+
+
+@EVERY_PLACE
+@pytest.mark.parametrize("kind", ("keys", "values"))
+def test_sizes_may_be_zero(kind: str, place: str) -> None:
+    run = compiled(append_graph(kind), place)
+    for batch, seq, room in ((0, 3, 64), (2, 0, 64), (2, 3, 0)):
+        arrays = {"new": np.ones((batch, seq, 2, 20), np.float32), "positions": np.full((batch, seq), -1, np.int32)}
+        (found,) = run.run({**arrays, "cache": empty(kind, batch, room)})
+        assert_same_bits(found, empty(kind, batch, room))
+
+
+@EVERY_PLACE
+def test_a_query_beyond_the_capacity_is_an_error(place: str) -> None:
+    """Of either cache: the smaller one counts."""
+    graph = rlx.Graph("attend")
+    q, positions = graph.input("q", (1, "seq", 2, 16)), graph.input("positions", (1, "seq"), "i32")
+    caches = graph.input("keys", (1, 1, "blocks", 16, 64)), graph.input("values", (1, 1, "capacity", 16))
+    run = compiled(graph.set_outputs(graph.cached_attention(q, *caches, positions)), place)
+    for blocks, capacity in ((2, 100), (1, 500), (2, 128), (0, 0)):
+        room = min(64 * blocks, capacity)
+        arrays = {
+            "q": np.ones((1, 3, 2, 16), np.float32), "keys": np.ones((1, 1, blocks, 16, 64), np.float32),
+            "values": np.ones((1, 1, capacity, 16), np.float32),
+        }  # fmt: skip
+        good = run.run({**arrays, "positions": np.array([[-1, room - 1, -1]], np.int32)})[0]
+        np.testing.assert_allclose(good[:, 1], 1 if room else 0, rtol=1e-6)
+        with pytest.raises(KernelError, match=r"attention"):
+            run.run({**arrays, "positions": np.array([[-1, room, -1]], np.int32)})
+
+
+# -- who else has the cache -------------------------------------------------------------------------------------------
+@EVERY_TARGET
+def test_what_is_read_again_is_copied_first(target: str) -> None:
+    """Values are values: an operand that the graph still needs keeps its numbers, also seen through a reshape."""
+    graph = rlx.Graph("again")
+    cache, new = graph.input("x", (1, 2, 64, 20)) * 2.0, graph.input("new", (1, 1, 2, 20))
+    first, second = (graph.constant(np.full((1, 1), p, np.int32)) for p in (3, 4))
+    before = cache.reshape(2, 64, 20)
+    once = graph.kv_append(cache, new, first, kind="values")
+    twice = graph.kv_append(once, new, second, kind="values")
+    graph.set_outputs([before.sum(), once.sum(), twice.sum()])
+    given = np.zeros((1, 2, 64, 20), np.float32)
+    sums = rlx.compile(graph, target=target).run({"x": given, "new": np.ones((1, 1, 2, 20), np.float32)})
+    assert [float(x) for x in sums] == [0, 40, 80]
+
+
+def test_a_state_cannot_be_read_again_as_it_was() -> None:
+    graph = append_graph("values")
+    state = graph.named("cache")
+    graph.set_outputs([graph.outputs[0], state.sum()])
+    with pytest.raises(LowerError, match="state 'cache' is read again"):
+        rlx.compile(graph)
+    graph = append_graph("values")
+    before = graph.named("cache").sum() * 1.0  # of a state that nothing appends to, or before that, anyone may read
+    rlx.compile(graph.set_outputs(before))
+
+
+def test_weights_and_constants_are_not_written() -> None:
+    for leaf in ("param", "constant"):
+        graph = rlx.Graph("leaf")
+        given = np.zeros((1, 2, 64, 20), np.float32)
+        cache = graph.param("cache", given.shape) if leaf == "param" else graph.constant(given)
+        new = graph.input("new", (1, 1, 2, 20))
+        position = graph.constant(np.full((1, 1), 3, np.int32))
+        run = rlx.compile(graph.set_outputs(graph.kv_append(cache, new, position, kind="values")))
+        if leaf == "param":
+            run.set_param("cache", given)
+        for value in (1, 2):
+            (found,) = run.run({"new": np.full((1, 1, 2, 20), value, np.float32)})
+            assert found.sum() == 40 * value
+        assert not given.any()
+
+
+def test_a_step_is_two_launches_and_the_same_ones_for_all_sizes() -> None:
+    """Keys and values are appended together; nothing is copied, and nothing depends on how long the cache is."""
+    graph = step_graph(6, 2, 64)
+    run = compiled(graph, BEST)
+    executable: Executable = run.executable
+    assert [x.kernel.kind for x in executable.program.launches] == ["loops", "attention"]
+    assert executable.program.launches[0].barrier
+    kernel = executable.program.launches[1].kernel
+    assert isinstance(kernel, AttentionKernel) and kernel.cached and kernel.cache_dtype is None
+    assert "cache of f32" in run.plan.main.text()
+
+
+# -- types ------------------------------------------------------------------------------------------------------------
+def leaves(graph: rlx.Graph, **shapes: tuple[Any, ...]) -> list[rlx.Value]:
+    return [graph.input(n, s, "i32" if n == "positions" else "f32") for n, s in shapes.items()]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "kind", "error", "message"),
+    (
+        (((1, 2, 3, 4, 64), (1, 5, 2, 4), (1, 5)), "rows", GraphError, "kind 'rows' is not one of keys, values"),
+        (((1, 2, 3, 4, 32), (1, 5, 2, 4), (1, 5)), "keys", ShapeError, "blocks, head_dim, 64], found"),
+        (((1, 2, 3, 4, 64), (1, 5, 2, 4), (1, 5)), "values", ShapeError, "capacity, value_dim], found"),
+        (((1, 2, 64, 4), (1, 5, 3, 4), (1, 5)), "values", ShapeError, "do not fit the cache"),
+        (((1, 2, 64, 4), (2, 5, 2, 4), (2, 5)), "values", ShapeError, "do not fit the cache"),
+        (((1, 2, 64, 4), (1, 5, 2, 4), (1, 4)), "values", ShapeError, r"should have shape \[1, 5\]"),
+        (((1, 2, 64, 4), (1, 5, 2, 4), (5,)), "values", ShapeError, r"positions are \[batch, seq\]"),
+        (((1, "n", 64, 4), (1, 5, "n", 4), (1, 5)), "values", ShapeError, "fixed numbers above 0"),
+    ),
+)
+def test_what_does_not_fit_cannot_be_appended(
+    shapes: tuple[Any, ...], kind: str, error: type[Exception], message: str
+) -> None:
+    graph = rlx.Graph("types")
+    cache, new, positions = shapes
+    with pytest.raises(error, match=message):
+        graph.kv_append(*leaves(graph, cache=cache, new=new, positions=positions), kind=kind)
+
+
+GOOD = {"q": (1, 5, 6, 8), "keys": (1, 2, 3, 8, 64), "values": (1, 2, 100, 9), "positions": (1, 5)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "attrs", "error", "message"),
+    (
+        ({}, {"mask_kind": "none"}, GraphError, "neither causal nor sliding"),
+        ({}, {"mask_kind": "bias"}, GraphError, "neither causal nor sliding"),
+        ({}, {"softcap": 0.0}, GraphError, "softcap is 0.0"),
+        ({"q": (1, 5, 5, 8)}, {}, ShapeError, "5 query heads are no multiple of 2"),
+        ({"q": (1, 5, 6, 9)}, {}, ShapeError, "head_dim of q is 9, of keys 8"),
+        ({"q": (2, 5, 6, 8), "positions": (2, 5)}, {}, ShapeError, "batch sizes differ, 2 and 1"),
+        ({"values": (1, 3, 100, 9)}, {}, ShapeError, "keys have 2 heads, values 3"),
+        ({"positions": (1, 6)}, {}, ShapeError, r"should have shape \[1, 5\]"),
+    ),
+)
+def test_what_does_not_fit_cannot_be_attended_to(
+    changed: dict[str, Any], attrs: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    graph = rlx.Graph("types")
+    assert graph.cached_attention(*leaves(graph, **GOOD)).shape == (1, 5, 6, 9)
+    other = rlx.Graph("types")
+    with pytest.raises(error, match=message):
+        other.cached_attention(*leaves(other, **{**GOOD, **changed}), **attrs)
+
+
+def test_element_types_have_to_go_together() -> None:
+    graph = rlx.Graph("types")
+    q, positions = graph.input("q", GOOD["q"]), graph.input("positions", GOOD["positions"], "i32")
+    names = ("f32", "f16", "f64", "i32")
+    keys, values = ({t: graph.input(f"{n}_{t}", GOOD[n], t) for t in names} for n in ("keys", "values"))
+    for types in (("f32", "f16"), ("f64", "f64")):
+        with pytest.raises(DTypeError, match="both caches have one float type"):
+            graph.cached_attention(q, keys[types[0]], values[types[1]], positions)
+    with pytest.raises(DTypeError, match="a cache of keys holds floats"):
+        graph.cached_attention(q, keys["i32"], values["f32"], positions)
+    with pytest.raises(DTypeError, match="positions are integers"):
+        graph.cached_attention(q, keys["f16"], values["f16"], graph.input("floats", (1, 5)))
+    assert graph.cached_attention(q, keys["f16"], values["f16"], positions).dtype == q.dtype
