@@ -132,9 +132,8 @@ class CpuGraph(CompiledGraph):
         self.executable = Executable(plan.main, target, threads)
         self._binder = Executable(plan.bind, target, threads) if plan.derived else None
         self._symbols = plan.main.symbols
-        self._names = list(self.input_types)
+        self._leaves = [(n, t.dtype.numpy) for n, t in self.input_types.items()]
         self._known: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}  # input shapes -> symbol sizes
-        self._dtypes = [t.dtype.numpy for t in self.input_types.values()]
         self._last: tuple[int, ...] | None = None
 
     @property
@@ -166,25 +165,25 @@ class CpuGraph(CompiledGraph):
 
     def _prepare(self, inputs: Mapping[str, Any]) -> tuple[list[Array], tuple[int, ...]]:
         """Arrays in order and the sizes of the symbols: the quick way for shapes seen before, else all checks."""
-        known = self._known
         try:
-            if len(inputs) == len(self._names):
-                arrays = [inputs[n] for n in self._names]
-                key = known[tuple([a.shape for a in arrays])]
-                for array, wanted in zip(arrays, self._dtypes, strict=True):
+            if len(inputs) == len(self._leaves):
+                arrays, shapes = [], []
+                for name, wanted in self._leaves:
+                    array = inputs[name]
                     # NumPy's scalars look like arrays, but have no memory of their own.
                     if array.__class__ is not np.ndarray or array.dtype is not wanted or not array.flags.c_contiguous:
-                        break
-                else:
-                    return arrays, key
+                        raise LookupError
+                    arrays.append(array)
+                    shapes.append(array.shape)
+                return arrays, self._known[tuple(shapes)]
         except (LookupError, AttributeError, TypeError):
             pass
         checked, sizes = self._check_inputs(inputs)
         found = tuple(sizes[s] for s in self._symbols)
-        arrays = [checked[n] for n in self._names]
-        if len(known) > 4096:
-            known.clear()
-        known[tuple([a.shape for a in arrays])] = found
+        arrays = [checked[n] for n in self.input_types]
+        if len(self._known) > 4096:
+            self._known.clear()
+        self._known[tuple([a.shape for a in arrays])] = found
         return arrays, found
 
     def report(self, inputs: Mapping[str, Any] | None = None) -> Report:

@@ -58,7 +58,7 @@ class Frame:
     units: np.ndarray[Any, np.dtype[np.int64]]
     plan: Plan
     scratch: int
-    shapes: list[tuple[int, ...]]
+    outputs: list[tuple[tuple[int, ...], np.dtype[Any]]]  # shape and element type of each
     values: tuple[int, ...]
 
 
@@ -197,7 +197,8 @@ class Executable:
         for kernel, inner in self._inner:
             scratch = max(scratch, scratch_bytes(kernel, self.target, values[inner]))
         shapes = [tuple(values[i] for i in shape) for shape in self._shapes]
-        return Frame(words, numbers[self._units], memory, -(-scratch // 64) * 64, shapes, values)
+        outputs = list(zip(shapes, self._output_types, strict=True))
+        return Frame(words, numbers[self._units], memory, -(-scratch // 64) * 64, outputs, values)
 
     # -- running -------------------------------------------------------------------------------------------------------
     def run(
@@ -214,10 +215,11 @@ class Executable:
         if self._check:
             outputs = self._run_checked(instance, frame, inputs, trace)
         else:
-            outputs = [np.empty(s, d) for s, d in zip(frame.shapes, self._output_types, strict=True)]
-            self._execute(instance, [address(a) for a in inputs], [address(a) for a in outputs], trace)
+            outputs = [np.empty(shape, dtype) for shape, dtype in frame.outputs]
+            self._execute(instance, inputs, outputs, trace)
+        status = instance.status
         for header in instance.headers:
-            if instance.status[header]:
+            if status[header]:
                 raise self._fault(instance)
         if instance.weights is self._weights:  # else they are old, and an idle instance would keep them
             self._instances.append(instance)
@@ -226,15 +228,15 @@ class Executable:
     def _execute(
         self,
         instance: Instance,
-        inputs: Sequence[int],
-        outputs: Sequence[int],
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
         trace: np.ndarray[Any, np.dtype[np.int64]] | None = None,
     ) -> None:
         words = instance.view
         for position, buffer, offset in instance.inputs:
-            words[position] = inputs[buffer] + offset
+            words[position] = address(inputs[buffer]) + offset
         for position, buffer, offset in instance.outputs:
-            words[position] = outputs[buffer] + offset
+            words[position] = address(outputs[buffer]) + offset
         self.pool.execute(*instance.call, 0 if trace is None else address(trace), self.threads)
 
     def _fill(self, instance: Instance, frame: Frame) -> None:
@@ -287,17 +289,17 @@ class Executable:
             guard = Guarded(array.nbytes)
             guard.bytes[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             guarded_inputs.append(guard)
-        empty = [np.empty(s, d) for s, d in zip(frame.shapes, self._output_types, strict=True)]
-        guarded_outputs = [Guarded(a.nbytes) for a in empty]
+        outputs = [np.empty(shape, dtype) for shape, dtype in frame.outputs]
+        guarded_outputs = [Guarded(a.nbytes) for a in outputs]
         instance.scratch[:] = 0xFF
-        self._execute(instance, [g.address for g in guarded_inputs], [g.address for g in guarded_outputs], trace)
+        self._execute(instance, [g.bytes for g in guarded_inputs], [g.bytes for g in guarded_outputs], trace)
         written = {v.buffer for launch in self.program.launches for v in launch.views(written=True)}
         for name, array, guard in zip(self.program.inputs, inputs, guarded_inputs, strict=True):
             if name in written:  # a state
                 array.reshape(-1).view(np.uint8)[:] = guard.bytes
-        for array, guard in zip(empty, guarded_outputs, strict=True):
+        for array, guard in zip(outputs, guarded_outputs, strict=True):
             array.reshape(-1).view(np.uint8)[:] = guard.bytes
-        return empty
+        return outputs
 
     def _fault(self, instance: Instance) -> KernelError:
         """What the threads have left in their scratch headers: a code, and the number of the first record to fail."""
