@@ -16,10 +16,13 @@ from rlx.target import Target
 # The functions of the object:
 #   execute(job, tid, threads)   walk all records as thread `tid` of `threads`
 #   run(job, records, count, scratch, stride, trace, slots) -> how many threads took part
+#   call(job, request)           `run` with its other arguments in memory: two words cross over from Python, not seven
 #   worker(job, tid)             the life of a pool thread, until `stop`
 #   stop(job) -> 1, or 0 where a run is going on; after it, every run stays on the thread that calls
 #   spin(count)                  that many pauses, to measure how long one is
-SYMBOLS = ("execute", "run", "worker", "stop", "spin")
+SYMBOLS = ("execute", "run", "call", "worker", "stop", "spin")
+
+REQUEST_WORDS = 6  # of `call`: records, count, scratch, stride, trace, slots
 
 # A launch record: the function's address, the address of its arguments, its units, flags.
 RECORD_WORDS = 4
@@ -134,6 +137,7 @@ class _Driver:
         module.define("barrier", [job, threads], self.barrier, internal=True, noinline=True)
         module.define("execute", [job, tid, threads], self.execute)
         module.define("run", [job, *given, ("i64", "slots")], self.run, result="i64")
+        module.define("call", [job, ("ptr", "request")], self.call, result="i64")
         module.define("worker", [job, tid], self.worker)
         module.define("stop", [job], self.stop, result="i64")
         module.define("spin", [("i64", "count")], self.spin)
@@ -269,6 +273,11 @@ class _Driver:
             b.call("void", "llvm.x86.sse.ldmxcsr", b.offset(control, 1, "i32"))
 
     # -- all threads ----------------------------------------------------------------------------------------------
+    def call(self, b: Builder, job: Value, request: Value) -> Value:
+        kinds = ("ptr", "i64", "ptr", "i64", "ptr", "i64")  # records, count, scratch, stride, trace, slots
+        given = [b.load(kind, b.offset(request, 8 * i), align=8) for i, kind in enumerate(kinds)]
+        return b.call("i64", "run", job, *given)
+
     def run(
         self,
         b: Builder,

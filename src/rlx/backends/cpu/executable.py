@@ -6,12 +6,16 @@ instance that a run checks out. A run with known sizes only writes the addresses
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from sys import getrefcount
 from typing import Any
 
 import numpy as np
 
+from rlx.backends.cpu import driver
 from rlx.backends.cpu import pool as pools
 from rlx.backends.cpu.library import inner_size, library, scratch_bytes
 from rlx.backends.cpu.memory import Bytes, Guarded, address, aligned, checking
@@ -24,6 +28,9 @@ from rlx.target import Target
 from rlx.types import Size, compile_sizes, is_monotone, round_up_power_of_two
 
 Array = np.ndarray[Any, Any]
+KEPT_BYTES = 1 << 16  # outputs up to this size may be kept for the next run
+HELD_BY_US = 3  # references to a kept array that nobody else holds: our list, the loop, the question itself
+TRACE = 4  # word of a request that has the address of the time stamps
 FRAMES = 256  # bindings whose sizes are remembered
 FAULTS = {
     1: "an index lies outside the axis it selects from",
@@ -61,6 +68,11 @@ class Frame:
     outputs: list[tuple[tuple[int, ...], np.dtype[Any]]]  # shape and element type of each
     values: tuple[int, ...]
 
+    @functools.cached_property
+    def keeps_outputs(self) -> bool:
+        """Whether the outputs are small enough to be kept for the next run."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.outputs) <= KEPT_BYTES
+
 
 class Instance:
     """Memory for one run at a time."""
@@ -81,7 +93,9 @@ class Instance:
         self.outputs: list[tuple[int, int, int]] = []
         self.status = memoryview(b"")
         self.headers: list[int] = []
-        self.call = (0, 0, 0, 0)
+        self.kept: list[Array] = []  # outputs of the run before, where the words point
+        self.request = np.zeros(driver.REQUEST_WORDS, np.int64)  # what the driver's `call` reads
+        self.call = address(self.request)
 
 
 class Executable:
@@ -215,8 +229,8 @@ class Executable:
         if self._check:
             outputs = self._run_checked(instance, frame, inputs, trace)
         else:
-            outputs = [np.empty(shape, dtype) for shape, dtype in frame.outputs]
-            self._execute(instance, inputs, outputs, trace)
+            outputs = self._new_outputs(instance, frame)
+            self._execute(instance, inputs, trace)
         status = instance.status
         for header in instance.headers:
             if status[header]:
@@ -225,19 +239,39 @@ class Executable:
             self._instances.append(instance)
         return outputs
 
+    def _new_outputs(self, instance: Instance, frame: Frame) -> list[Array]:
+        """Memory for the outputs. Small arrays of the run before, if nobody holds them any more, are as good as new."""
+        kept = instance.kept
+        for array in kept:
+            if getrefcount(array) > HELD_BY_US:
+                break
+        else:
+            if kept:
+                return kept.copy()
+        outputs = [np.empty(shape, dtype) for shape, dtype in frame.outputs]
+        self._point_outputs(instance, outputs)
+        instance.kept = outputs.copy() if frame.keeps_outputs else []
+        return outputs
+
+    @staticmethod
+    def _point_outputs(instance: Instance, outputs: Sequence[Array]) -> None:
+        for position, buffer, offset in instance.outputs:
+            instance.view[position] = address(outputs[buffer]) + offset
+
     def _execute(
-        self,
-        instance: Instance,
-        inputs: Sequence[Array],
-        outputs: Sequence[Array],
-        trace: np.ndarray[Any, np.dtype[np.int64]] | None = None,
+        self, instance: Instance, inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None = None
     ) -> None:
         words = instance.view
         for position, buffer, offset in instance.inputs:
             words[position] = address(inputs[buffer]) + offset
-        for position, buffer, offset in instance.outputs:
-            words[position] = address(outputs[buffer]) + offset
-        self.pool.execute(*instance.call, 0 if trace is None else address(trace), self.threads)
+        if trace is None:
+            self.pool.execute(instance.call)
+            return
+        instance.request[TRACE] = address(trace)
+        try:
+            self.pool.execute(instance.call)
+        finally:
+            instance.request[TRACE] = 0
 
     def _fill(self, instance: Instance, frame: Frame) -> None:
         """Write all words that do not change from run to run."""
@@ -252,11 +286,13 @@ class Executable:
         self._add(instance, ARENA, [bases.get(n, 0) for n in self._order[ARENA]])
         self._add(instance, CONST, [address(self._constants[n]) for n in self._order[CONST]])
         self._add(instance, WEIGHT, [address(weights[n]) for n in self._order[WEIGHT]])
+        instance.kept = []
         instance.inputs = self._moving(INPUT, frame)
         instance.outputs = self._moving(OUTPUT, frame)
         instance.status = memoryview(instance.scratch.view(np.int64))  # type: ignore[arg-type]
         instance.headers = [t * frame.scratch // 8 for t in range(self.threads)]
-        instance.call = (address(instance.records), len(instance.records), address(instance.scratch), frame.scratch)
+        records, scratch = address(instance.records), address(instance.scratch)
+        instance.request[:] = [records, len(instance.records), scratch, frame.scratch, 0, self.threads]
         instance.frame, instance.weights = frame, weights
 
     def _moving(self, kind: str, frame: Frame) -> list[tuple[int, int, int]]:
@@ -292,7 +328,8 @@ class Executable:
         outputs = [np.empty(shape, dtype) for shape, dtype in frame.outputs]
         guarded_outputs = [Guarded(a.nbytes) for a in outputs]
         instance.scratch[:] = 0xFF
-        self._execute(instance, [g.bytes for g in guarded_inputs], [g.bytes for g in guarded_outputs], trace)
+        self._point_outputs(instance, [g.bytes for g in guarded_outputs])
+        self._execute(instance, [g.bytes for g in guarded_inputs], trace)
         written = {v.buffer for launch in self.program.launches for v in launch.views(written=True)}
         for name, array, guard in zip(self.program.inputs, inputs, guarded_inputs, strict=True):
             if name in written:  # a state

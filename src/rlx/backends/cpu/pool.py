@@ -27,10 +27,10 @@ from rlx.target import host
 SPIN_SECONDS = 30e-6  # how long a thread spins before it sleeps; waking a sleeper takes about as long
 EXIT_SECONDS = 1.0  # how long the interpreter's exit waits for a worker at most
 
-_Run = Callable[[int, int, int, int, int, int], int]
+_Run = Callable[[int], int]
 _WORD, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 _SIGNATURES = {
-    "run": ctypes.CFUNCTYPE(_WORD, _ADDRESS, _ADDRESS, _WORD, _ADDRESS, _WORD, _ADDRESS, _WORD),
+    "call": ctypes.CFUNCTYPE(_WORD, _ADDRESS, _ADDRESS),
     "worker": ctypes.CFUNCTYPE(None, _ADDRESS, _WORD),
     "stop": ctypes.CFUNCTYPE(_WORD, _ADDRESS),
     "spin": ctypes.CFUNCTYPE(None, _WORD),
@@ -85,7 +85,7 @@ class Pool:
         self.threads = 1 if self._why_single else threads
         self._functions = {name: make(addresses[name]) for name, make in _SIGNATURES.items()}
         self._start_lock = threading.Lock()
-        # The driver's `run` for addresses instead of arrays; look it up anew each time, a fork replaces it.
+        # The driver's `call` for the address of a request; look it up anew each time, a fork replaces it.
         self.execute: _Run = self._start_and_run
         self._job: npt.NDArray[np.uint8] | None = None  # kept: `_run` has its address
         self._end: weakref.finalize[..., Pool] | None = None
@@ -115,18 +115,19 @@ class Pool:
         assert (base | scratch_stride) % 64 == 0 and scratch.nbytes >= count * scratch_stride > 0
         assert trace is None or trace.nbytes >= len(records) * count * 16
         stamps = 0 if trace is None else _address(trace)
-        return self.execute(_address(records), len(records), base, scratch_stride, stamps, count)
+        request = np.array([_address(records), len(records), base, scratch_stride, stamps, count], np.int64)
+        return self.execute(_address(request))
 
     def close(self) -> None:
         """End the workers, unless a run is going on. Later runs use the thread that calls."""
         if self._end is not None:
             self._end()
 
-    def _start_and_run(self, *arguments: int) -> int:
+    def _start_and_run(self, request: int) -> int:
         with self._start_lock:
             if self.execute == self._start_and_run:  # else another thread was faster
                 self._start()
-        return self.execute(*arguments)
+        return self.execute(request)
 
     def _start(self) -> None:
         job = self._job = _zeros(driver.job_bytes(self.threads))
@@ -147,7 +148,7 @@ class Pool:
             workers.append(worker)
         words[driver.POOL_THREADS // 8] = 1 + len(workers)
         self._end = weakref.finalize(self, _stop, self._functions["stop"], job, workers)
-        self.execute = functools.partial(self._functions["run"], _address(job))
+        self.execute = functools.partial(self._functions["call"], _address(job))
 
     def _pauses(self) -> int:
         """Pauses that take `SPIN_SECONDS` here: one is 10 to 150 cycles. None where threads must share cores."""
