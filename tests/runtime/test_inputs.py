@@ -326,3 +326,24 @@ def test_what_cannot_be_compiled() -> None:
         rlx.compile(3)  # type: ignore[arg-type]
     with pytest.raises(GraphError, match="graph 'empty' has no outputs"):
         rlx.compile(rlx.Graph("empty"))
+
+
+@pytest.mark.parametrize("spoil", [lambda a: a.T.copy().T, lambda a: _read_only(a), lambda a: a.tolist()])
+def test_a_state_that_cannot_be_changed_in_place_is_refused(spoil: Callable[[Any], Any]) -> None:
+    g = rlx.Graph("state")
+    cache = g.state("cache", (1, 1, 64, 8))
+    new = g.input("new", (1, 1, 1, 8))
+    at = g.input("at", (1, 1), "i32")
+    f = rlx.compile(g.set_outputs([cache.kv_append(new, at, kind="values").sum()]))
+    inputs = {"new": np.ones((1, 1, 1, 8), np.float32), "at": np.array([[3]], np.int32)}
+    good = np.zeros((1, 1, 64, 8), np.float32)
+    f.run({**inputs, "cache": good})
+    assert good[0, 0, 3].tolist() == [1.0] * 8 and good.sum() == 8
+    with pytest.raises(BindError, match="state 'cache': is changed in place"):
+        f.run({**inputs, "cache": spoil(good)})
+
+
+def _read_only(array: Any) -> Any:
+    copy = array.copy()
+    copy.flags.writeable = False
+    return copy

@@ -36,6 +36,7 @@ class CompiledGraph(ABC):
         self.graph = graph
         self.device = device
         self.input_types: dict[str, TensorType] = {n.attrs["name"]: n.types[0] for n in graph.inputs}
+        self._states = [n.attrs["name"] for n in graph.inputs if n.op == "state"]
         self.param_types: dict[str, TensorType] = {n.attrs["name"]: n.types[0] for n in graph.params}
         self._params: dict[str, Array] = {}
         self._lock = threading.Lock()
@@ -88,6 +89,9 @@ class CompiledGraph(ABC):
     def _check_inputs(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, int]]:
         check_names("input", inputs, list(self.input_types))
         arrays = {n: as_array("input", n, inputs[n], t) for n, t in self.input_types.items()}
+        for name in self._states:
+            if arrays[name] is not inputs[name] or not arrays[name].flags.writeable:
+                raise BindError(f"state {name!r}: is changed in place, so it must be a contiguous, writable array")
         leaves = self._param_leaves(self.param_types)
         leaves += [Leaf(f"input {n!r}", arrays[n], t) for n, t in self.input_types.items()]
         return arrays, solve_symbols(leaves, self.graph.limits)
@@ -130,9 +134,9 @@ class CpuGraph(CompiledGraph):
         self.plan = plan
         self.target = target
         self.executable = Executable(plan.main, target, threads)
-        self._binder = Executable(plan.bind, target, threads) if plan.derived else None
+        self._binder = Executable(plan.bind, target, threads, aligned_outputs=True) if plan.derived else None
         self._symbols = plan.main.symbols
-        self._leaves = [(n, t.dtype.numpy) for n, t in self.input_types.items()]
+        self._leaves = [(n, t.dtype.numpy, n in self._states) for n, t in self.input_types.items()]
         self._known: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}  # input shapes -> symbol sizes
         self._last: tuple[int, ...] | None = None
 
@@ -168,10 +172,13 @@ class CpuGraph(CompiledGraph):
         try:
             if len(inputs) == len(self._leaves):
                 arrays, shapes = [], []
-                for name, wanted in self._leaves:
+                for name, wanted, written in self._leaves:
                     array = inputs[name]
                     # NumPy's scalars look like arrays, but have no memory of their own.
-                    if array.__class__ is not np.ndarray or array.dtype is not wanted or not array.flags.c_contiguous:
+                    if array.__class__ is not np.ndarray or array.dtype is not wanted:
+                        raise LookupError
+                    flags = array.flags
+                    if not flags.c_contiguous or (written and not flags.writeable):
                         raise LookupError
                     arrays.append(array)
                     shapes.append(array.shape)
