@@ -5,8 +5,9 @@ from __future__ import annotations
 import rlx
 
 NAMES = {
-    "CompiledGraph", "Dim", "DimBinding", "FusionReport", "Graph", "MaskKind", "Report", "Session", "TensorType",
-    "Value", "compile", "dim", "dim_max", "dim_min", "dtype", "errors", "stage", "sym", "__version__",
+    "CompiledGraph", "Completion", "Dim", "DimBinding", "FusionReport", "Graph", "MaskKind", "Model", "Report",
+    "Session", "TensorType", "Value", "compile", "dim", "dim_max", "dim_min", "dtype", "errors", "load",
+    "stage", "sym", "__version__",
 }  # fmt: skip
 
 

@@ -13,6 +13,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from rlx import errors as errors
     from rlx.dtypes import dtype as dtype
+    from rlx.engine.model import Completion as Completion
+    from rlx.engine.model import Model as Model
+    from rlx.engine.model import load as load
     from rlx.ir.graph import Graph as Graph
     from rlx.ir.graph import Value as Value
     from rlx.ir.provenance import stage as stage
@@ -32,12 +35,14 @@ if TYPE_CHECKING:
 
 # name -> (module, attribute); an empty attribute is the module itself
 _PUBLIC = {
+    "Completion": ("rlx.engine.model", "Completion"),
     "CompiledGraph": ("rlx.runtime.compiled", "CompiledGraph"),
     "Dim": ("rlx.types", "Dim"),
     "DimBinding": ("rlx.types", "DimBinding"),
     "FusionReport": ("rlx.mir.report", "FusionReport"),
     "Graph": ("rlx.ir.graph", "Graph"),
     "MaskKind": ("rlx.ops.attention", "MaskKind"),
+    "Model": ("rlx.engine.model", "Model"),
     "Report": ("rlx.runtime.profiler", "Report"),
     "Session": ("rlx.runtime.session", "Session"),
     "TensorType": ("rlx.types", "TensorType"),
@@ -48,6 +53,7 @@ _PUBLIC = {
     "dim_min": ("rlx.types", "dim_min"),
     "dtype": ("rlx.dtypes", "dtype"),
     "errors": ("rlx.errors", ""),
+    "load": ("rlx.engine.model", "load"),
     "stage": ("rlx.ir.provenance", "stage"),
     "sym": ("rlx.types", "sym"),
 }

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 import rlx
-from rlx.cli import cache, demo, env, inspect, models, ops, pull, rm, show
+from rlx.cli import cache, demo, embed, env, inspect, models, ops, pull, rm, run, show
 from rlx.errors import FormatError, NotFoundError, ParseError, RlxError
 
-COMMANDS = (pull, models, show, rm, demo, inspect, ops, env, cache)
+COMMANDS = (run, embed, pull, models, show, rm, inspect, ops, demo, env, cache)
 OK, FAILED, USAGE, NOT_FOUND, BAD_FILE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 

@@ -1,0 +1,1 @@
+"""Assembling models from stages."""

@@ -1,0 +1,21 @@
+"""Stages: frozen records that add their part of a model to the graph."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from rlx.flow.context import FlowCtx
+from rlx.flow.state import FlowValue
+
+
+class FlowStage(ABC):
+    """One stage of a model's assembly line. Subclasses are frozen dataclasses."""
+
+    @abstractmethod
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
+        """Add this stage to the graph; gives the value that flows on."""
+
+    @property
+    def path(self) -> str:
+        """The name of this stage in paths such as `layers.3.attn`; empty adds nothing."""
+        return ""

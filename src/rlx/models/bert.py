@@ -1,0 +1,58 @@
+"""BERT and MiniLM: encoder with learned positions, norms after residuals, GELU feed-forward. Gives hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlx.flow.flow import ModelFlow
+from rlx.flow.stages import BertEncoderLayer, FlowStage
+from rlx.models.config import key
+from rlx.models.family import family
+from rlx.types import sym
+
+
+@dataclass(frozen=True)
+class Config:
+    """BERT's configuration."""
+
+    dim: int = key(gguf="embedding_length", hf="hidden_size")
+    layers: int = key(gguf="block_count", hf="num_hidden_layers")
+    heads: int = key(gguf="attention.head_count", hf="num_attention_heads")
+    context: int = key(gguf="context_length", hf="max_position_embeddings")
+    eps: float = key(gguf="attention.layer_norm_epsilon", hf="layer_norm_eps", default=1e-12)
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+
+_LAYER = "encoder.layer.{i}"
+WEIGHTS = {
+    "embeddings.word_embeddings.weight": "token_embd.weight",
+    "embeddings.position_embeddings.weight": "position_embd.weight",
+    "embeddings.token_type_embeddings.weight": "token_types.weight",
+    "embeddings.LayerNorm.weight": "token_embd_norm.weight",
+    "embeddings.LayerNorm.bias": "token_embd_norm.bias",
+} | {
+    f"{_LAYER}.{hf}.{part}": f"blk.{{i}}.{gguf}.{part}"
+    for hf, gguf in {
+        "attention.self.query": "attn_q", "attention.self.key": "attn_k", "attention.self.value": "attn_v",
+        "attention.output.dense": "attn_output", "attention.output.LayerNorm": "attn_output_norm",
+        "intermediate.dense": "ffn_up", "output.dense": "ffn_down", "output.LayerNorm": "layer_output_norm",
+    }.items()
+    for part in ("weight", "bias")
+}  # fmt: skip
+
+
+@family("bert", kind="encoder", gguf=["bert"], hf=["bert"], config=Config, weights=WEIGHTS)
+def bert(c: Config) -> ModelFlow:
+    def layer(i: int) -> FlowStage:
+        return BertEncoderLayer(f"encoder.layer.{i}", c.dim, c.heads, c.head_dim, c.eps)
+
+    return (
+        ModelFlow("bert").input("tokens", (sym.BATCH, sym.SEQ), "i32")
+        .token_embed("embeddings.word_embeddings.weight")
+        .gather_add("token_types", "embeddings.token_type_embeddings.weight")
+        .gather_add("positions", "embeddings.position_embeddings.weight")
+        .layer_norm("embeddings.LayerNorm", c.eps).repeat_layers(c.layers, layer)
+    )  # fmt: skip
