@@ -6,7 +6,7 @@ The bits of a sequence do not depend on its neighbours in the batch, on chunking
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -66,10 +66,9 @@ class Decoder:
 class Growing:
     """One sequence while it grows."""
 
-    prompt: list[int]
+    seen: list[int]  # the prompt, then what was generated
+    prompt: int  # tokens of the prompt
     sampler: Sampler
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: str = ""
 
 
 def generate_tokens(
@@ -84,21 +83,20 @@ def generate_tokens(
                 f"generate: the prompt has {len(prompt)} tokens, the context holds {decoder.context}",
                 hint="shorten the prompt or load the model with a larger context=",
             )
-    rows = [Growing(list(p), Sampler(sampling)) for p in prompts]
-    logits = decoder.feed([r.prompt for r in rows], [0] * len(rows))
+    rows = [Growing(list(p), len(p), Sampler(sampling)) for p in prompts]
+    logits = decoder.feed(prompts, [0] * len(rows))
     live = set(range(len(rows)))
     while live:
         step = []
         for i in sorted(live):
             row = rows[i]
-            token = row.sampler.pick(logits[i], row.prompt + row.tokens)
-            row.tokens.append(token)
+            token = row.sampler.pick(logits[i], row.seen)
+            row.seen.append(token)
             step.append((i, token))
-            full = len(row.prompt) + len(row.tokens) >= decoder.context
-            if token in stop_ids or len(row.tokens) >= max_tokens or full:
-                row.finish_reason = "stop" if token in stop_ids else "length"
+            made = len(row.seen) - row.prompt
+            if token in stop_ids or made >= max_tokens or len(row.seen) >= decoder.context:
                 live.discard(i)
         yield step
         if live:
-            feed = [[r.tokens[-1]] if i in live else [] for i, r in enumerate(rows)]
-            logits = decoder.feed(feed, [len(r.prompt) + len(r.tokens) - 1 for r in rows])
+            feed = [row.seen[-1:] if i in live else [] for i, row in enumerate(rows)]
+            logits = decoder.feed(feed, [len(row.seen) - 1 for row in rows])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,7 +62,6 @@ class Model:
         made = self.built.params
         for name in self.compiled.param_types:
             self.compiled.set_param(name, made[name] if name in made else checkpoint.weights.array(name))
-        self._lock = threading.Lock()
 
     # -- parts --
     @property
@@ -73,7 +72,7 @@ class Model:
             )
         return self.checkpoint.tokenizer
 
-    @property
+    @functools.cached_property
     def template(self) -> ChatTemplate | None:
         """The chat template, where the model has one."""
         source = self.tokenizer.chat_template

@@ -37,8 +37,5 @@ class FlowState:
     rope_style: str = "halves"
     embed_weight: Value | None = None  # [vocab, hidden], for a tied head
     cache: CacheBindings | None = None
-    residual: list[FlowValue] = field(default_factory=list)  # a stack: skips nest
-    streams: dict[str, FlowValue] = field(default_factory=dict)
     inputs: dict[str, Value] = field(default_factory=dict)  # graph inputs beside the main tensor
-    named: dict[str, Value] = field(default_factory=dict)
     loaded_params: dict[str, Value] = field(default_factory=dict)

@@ -10,7 +10,6 @@ from rlx.errors import CapabilityError, nearest
 from rlx.flow.flow import ModelFlow
 from rlx.flow.weights import Array
 from rlx.formats import TensorFile
-from rlx.formats.quants import BlockType
 from rlx.types import TensorType
 
 
@@ -80,10 +79,6 @@ class FileWeights:
 
     def keys(self) -> Iterable[str]:
         return self._names.keys()
-
-    def packed(self) -> bool:
-        """Whether any tensor is stored in blocks."""
-        return any(isinstance(self.file.entry(n).storage, BlockType) for n in self._names.values())
 
 
 def _spellings(name: str) -> Iterable[str]:

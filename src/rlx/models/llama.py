@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlx.flow.flow import ModelFlow
@@ -42,9 +43,16 @@ def llama(c: Config, context: int, rope_factors: Array | None = None) -> ModelFl
     def layer(i: int) -> FlowStage:
         return LlamaDecoder(f"model.layers.{i}", c.heads, c.kv_heads, c.head_dim, c.eps, i)
 
+    return decoder("llama", c, context, rope_factors, layer)
+
+
+def decoder(
+    name: str, c: Config, context: int, rope_factors: Array | None, layer: Callable[[int], FlowStage]
+) -> ModelFlow:
+    """What Llama and its relatives share around their layers."""
     cos, sin = rope_tables(context, c.head_dim, c.rope_base, c.rope_scaling, rope_factors)
     return (
-        ModelFlow("llama").input("tokens", (sym.BATCH, sym.SEQ), "i32").kv_cache(c.layers, c.kv_heads, c.head_dim)
+        ModelFlow(name).input("tokens", (sym.BATCH, sym.SEQ), "i32").kv_cache(c.layers, c.kv_heads, c.head_dim)
         .rope_tables(cos, sin, "pairs" if c.pairs else "halves").token_embed().repeat_layers(c.layers, layer)
         .final_norm(c.eps).gather_last_token().lm_head(c.vocab, c.dim, tied=c.tied)
     )  # fmt: skip

@@ -7,8 +7,6 @@ from rlx.flow.stages import FlowStage, Qwen3Decoder
 from rlx.flow.weights import Array
 from rlx.models import llama
 from rlx.models.family import family
-from rlx.models.rope import rope_tables
-from rlx.types import sym
 
 Config = llama.Config
 WEIGHTS = llama.WEIGHTS | {
@@ -25,9 +23,4 @@ def qwen2(c: Config, context: int, rope_factors: Array | None = None) -> ModelFl
             f"model.layers.{i}", c.heads, c.kv_heads, c.head_dim, c.eps, i, attention_bias=True, qk_norm=False
         )
 
-    cos, sin = rope_tables(context, c.head_dim, c.rope_base, c.rope_scaling, rope_factors)
-    return (
-        ModelFlow("qwen2").input("tokens", (sym.BATCH, sym.SEQ), "i32").kv_cache(c.layers, c.kv_heads, c.head_dim)
-        .rope_tables(cos, sin).token_embed().repeat_layers(c.layers, layer)
-        .final_norm(c.eps).gather_last_token().lm_head(c.vocab, c.dim, tied=c.tied)
-    )  # fmt: skip
+    return llama.decoder("qwen2", c, context, rope_factors, layer)

@@ -13,6 +13,4 @@ from rlx.flow.stages.ffn import GeluFfn as GeluFfn
 from rlx.flow.stages.ffn import SwiGlu as SwiGlu
 from rlx.flow.stages.norm import LayerNorm as LayerNorm
 from rlx.flow.stages.norm import RmsNorm as RmsNorm
-from rlx.flow.stages.structure import Named as Named
 from rlx.flow.stages.structure import Repeat as Repeat
-from rlx.flow.stages.structure import Sequence as Sequence

@@ -1,4 +1,4 @@
-"""Stages that arrange other stages: sequences, repetitions, names."""
+"""Stages that arrange other stages."""
 
 from __future__ import annotations
 
@@ -26,18 +26,6 @@ def emit_stage(ctx: FlowCtx, stage: FlowStage, value: FlowValue | None, name: st
 
 
 @dataclass(frozen=True)
-class Sequence(FlowStage):
-    """Stages in order."""
-
-    stages: tuple[FlowStage, ...]
-
-    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        for stage in self.stages:
-            value = emit_stage(ctx, stage, value)
-        return value
-
-
-@dataclass(frozen=True)
 class Repeat(FlowStage):
     """Stages 0 .. count-1 in order, each under its number."""
 
@@ -49,16 +37,3 @@ class Repeat(FlowStage):
         for i in range(self.count):
             value = emit_stage(ctx, self.stage_for_index(i), value, f"{self.name}.{i}")
         return value
-
-
-@dataclass(frozen=True)
-class Named(FlowStage):
-    """Names the result of a stage: `FlowState.named`, and the path of its nodes."""
-
-    name: str
-    inner: FlowStage
-
-    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        result = emit_stage(ctx, self.inner, value, self.name)
-        ctx.state.named[self.name] = ctx.need(result, f"Named({self.name})")
-        return result
