@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import gguf
 import ml_dtypes
 import numpy as np
 import scipy.special
@@ -317,6 +318,16 @@ def _pad(x: Array, *, low: Sequence[int], high: Sequence[int], value: float = 0.
 @oracle("concatenate")
 def _concatenate(*xs: Array, axis: int = 0) -> Array:
     return np.concatenate(xs, axis)
+
+
+@oracle("dequantise")
+def _dequantise(x: Array) -> Array:
+    """The reader of the `gguf` package, on the bytes; types are told apart by the size of their blocks."""
+    sizes = {18: "Q4_0", 20: "Q4_1", 22: "Q5_0", 24: "Q5_1", 34: "Q8_0", 84: "Q2_K", 110: "Q3_K", 144: "Q4_K",
+             176: "Q5_K", 210: "Q6_K"}  # fmt: skip
+    raw = np.ascontiguousarray(x).view(np.uint8).reshape(*x.shape[:-1], -1)
+    with np.errstate(all="ignore"):
+        return np.asarray(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[sizes[x.dtype.itemsize]]))
 
 
 @oracle("gather")

@@ -2,6 +2,9 @@
 
 A `DType` is one of a fixed set of records; `dtype("f32")`, `dtype(np.float32)` and `dtype("float32")` all give the
 same one. Promotion follows JAX: an int never widens a float, Python scalars are weak, bf16 + f16 is f32.
+
+Packed types (`q4_k`, `q8_0`, ...) store runs of weights along the last axis as blocks of bytes, as GGUF files do. They
+are storage: `dequantise` makes numbers of them, or the kernel that reads them does.
 """
 
 from __future__ import annotations
@@ -18,12 +21,16 @@ from rlx.errors import DTypeError, nearest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """One element type, equal only to itself. `kind` is 'float', 'int', 'uint' or 'bool'."""
+    """One element type, equal only to itself. `kind` is 'float', 'int', 'uint', 'bool' or 'packed'.
+
+    `size` is the bytes of an element, or of a block of `block` elements where the type is packed.
+    """
 
     name: str
     kind: str
     size: int
     numpy: np.dtype[Any]
+    block: int = 1
 
     def __repr__(self) -> str:
         return self.name
@@ -44,6 +51,10 @@ class DType:
         return self.kind == "bool"
 
     @property
+    def is_packed(self) -> bool:
+        return self.kind == "packed"
+
+    @property
     def compute(self) -> DType:
         """The type that arithmetic on the CPU uses: narrow floats are storage only."""
         return F32 if self.kind == "float" and self.size < 4 else self
@@ -61,9 +72,32 @@ U32 = DType("u32", "uint", 4, np.dtype(np.uint32))
 U8 = DType("u8", "uint", 1, np.dtype(np.uint8))
 BOOL = DType("bool", "bool", 1, np.dtype(np.bool_))
 
-ALL = (F64, F32, F16, BF16, I64, I32, I16, I8, U32, U8, BOOL)
-BY_NAME = {d.name: d for d in ALL}
-_BY_NUMPY = {d.numpy: d for d in ALL}
+ALL = (F64, F32, F16, BF16, I64, I32, I16, I8, U32, U8, BOOL)  # the plain ones
+
+
+def packed_type(name: str, elements: int, fields: list[Any]) -> DType:
+    """A packed type from its C struct, which has no padding."""
+    layout = np.dtype(fields)
+    return DType(name, "packed", layout.itemsize, layout, elements)
+
+
+_F2 = "<f2"
+PACKED = (
+    packed_type("q4_0", 32, [("d", _F2), ("qs", "u1", 16)]),
+    packed_type("q4_1", 32, [("d", _F2), ("m", _F2), ("qs", "u1", 16)]),
+    packed_type("q5_0", 32, [("d", _F2), ("qh", "u1", 4), ("qs", "u1", 16)]),
+    packed_type("q5_1", 32, [("d", _F2), ("m", _F2), ("qh", "u1", 4), ("qs", "u1", 16)]),
+    packed_type("q8_0", 32, [("d", _F2), ("qs", "i1", 32)]),
+    packed_type("q2_k", 256, [("scales", "u1", 16), ("qs", "u1", (2, 32)), ("d", _F2), ("dmin", _F2)]),
+    packed_type("q3_k", 256, [("hmask", "u1", 32), ("qs", "u1", (2, 32)), ("scales", "u1", 12), ("d", _F2)]),
+    packed_type("q4_k", 256, [("d", _F2), ("dmin", _F2), ("scales", "u1", (3, 4)), ("qs", "u1", (4, 32))]),
+    packed_type(
+        "q5_k", 256, [("d", _F2), ("dmin", _F2), ("scales", "u1", (3, 4)), ("qh", "u1", 32), ("qs", "u1", (4, 32))]
+    ),
+    packed_type("q6_k", 256, [("ql", "u1", (2, 2, 32)), ("qh", "u1", (2, 32)), ("scales", "i1", 16), ("d", _F2)]),
+)
+BY_NAME = {d.name: d for d in (*ALL, *PACKED)}
+_BY_NUMPY = {d.numpy: d for d in (*ALL, *PACKED)}
 _LONG_NAMES = {d.numpy.name: d for d in ALL} | {"float": F32, "int": I32}
 _BY_PYTHON = {float: F32, int: I32, bool: BOOL}  # what Python's own numbers become
 
@@ -107,6 +141,10 @@ def promote(*operands: DType | WeakScalar) -> DType:
     (f32, f32, i16, f16)
     """
     strong = [d for d in operands if isinstance(d, DType)]
+    for packed in (d for d in strong if d.is_packed):
+        raise DTypeError(
+            f"dtype: {packed} is packed, there is no arithmetic on it", hint="unpack it with x.dequantise()"
+        )
     weak = [d for d in operands if isinstance(d, WeakScalar)]
     result = _default(weak) if not strong else strong[0]
     for other in strong[1:]:

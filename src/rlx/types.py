@@ -461,6 +461,12 @@ class TensorType:
     shape: tuple[Size, ...]
     dtype: DType
 
+    def __post_init__(self) -> None:
+        if self.dtype.block != 1:
+            last = self.shape[-1] if self.shape else 1
+            if not isinstance(last, int) or last % self.dtype.block:
+                raise ShapeError(f"type {self}: its rows are not whole blocks of {self.dtype.block}")
+
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
@@ -473,8 +479,13 @@ class TensorType:
         return product(self.shape)
 
     @property
+    def array_shape(self) -> tuple[Size, ...]:
+        """The shape of an array of this type: an element of a packed one is a block."""
+        return self.shape if self.dtype.block == 1 else (*self.shape[:-1], self.shape[-1] // self.dtype.block)
+
+    @property
     def bytes(self) -> Size:
-        return product(self.shape) * self.dtype.size
+        return product(self.array_shape) * self.dtype.size
 
     def with_shape(self, *shape: Size) -> TensorType:
         return TensorType(tuple(shape), self.dtype)

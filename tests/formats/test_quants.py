@@ -10,7 +10,7 @@ import pytest
 
 from rlx.dtypes import BF16, F16, F32, F64, I8, I16, I32, I64, DType
 from rlx.errors import FormatError
-from rlx.formats.quants import BLOCK_TYPES, GGUF_TYPES, BlockType, block_bytes, block_elements, dequantise
+from rlx.formats.quants import BLOCK_TYPES, GGUF_TYPES, dequantise
 from rlx.formats.tensors import F8E4M3, F8E5M2
 
 DECODED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
@@ -22,9 +22,9 @@ SCALES = {
 NUMBER = {storage.name: number for number, storage in GGUF_TYPES.items()}
 
 
-def random_blocks(kind: BlockType, count: int, seed: int) -> np.ndarray[Any, Any]:
+def random_blocks(kind: DType, count: int, seed: int) -> np.ndarray[Any, Any]:
     rng = np.random.default_rng(seed)
-    blocks = rng.integers(0, 256, (count, kind.nbytes), dtype=np.uint8)
+    blocks = rng.integers(0, 256, (count, kind.size), dtype=np.uint8)
     for at in SCALES[kind.name]:
         scales = rng.standard_normal(count) * 10.0 ** rng.integers(-7, 4, count)  # denormals of f16 among them
         blocks[:, at : at + 2] = scales.astype(np.float16).view(np.uint8).reshape(count, 2)
@@ -37,7 +37,7 @@ def same_bits(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
 
 def test_block_sizes_are_those_of_ggml() -> None:
     gguf = pytest.importorskip("gguf")
-    ours = {number: (block_elements(s), block_bytes(s)) for number, s in GGUF_TYPES.items()}
+    ours = {number: (s.block, s.size) for number, s in GGUF_TYPES.items()}
     theirs = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
     assert {n: ours[n] for n in theirs if n in ours} == {n: theirs[n] for n in theirs if n in ours}
     names = {n: gguf.GGMLQuantizationType(n).name.lower() for n in theirs if n in ours}
@@ -51,7 +51,7 @@ def test_random_blocks_decode_to_the_bits_of_gguf(name: str, count: int) -> None
     kind = BLOCK_TYPES[name]
     blocks = random_blocks(kind, count, seed=count)
     theirs = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(NUMBER[name])).reshape(-1)
-    assert same_bits(dequantise(blocks, kind, count * kind.elements), theirs)
+    assert same_bits(dequantise(blocks, kind, count * kind.block), theirs)
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "bf16"])
@@ -68,8 +68,8 @@ def test_what_gguf_quantises_decodes_to_its_bits(name: str) -> None:
 def test_any_bytes_decode_without_a_warning(name: str) -> None:
     gguf = pytest.importorskip("gguf")
     kind = BLOCK_TYPES[name]
-    blocks = np.random.default_rng(2).integers(0, 256, (4096, kind.nbytes), dtype=np.uint8)
-    ours = dequantise(blocks, kind, blocks.shape[0] * kind.elements)
+    blocks = np.random.default_rng(2).integers(0, 256, (4096, kind.size), dtype=np.uint8)
+    ours = dequantise(blocks, kind, blocks.shape[0] * kind.block)
     with np.errstate(all="ignore"):
         theirs = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(NUMBER[name])).reshape(-1)
     assert np.isnan(ours).any()

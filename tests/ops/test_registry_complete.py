@@ -223,6 +223,7 @@ BAD_CALLS = [
     bad("pad", "i8[2]", DTypeError, "pad: value 128; i8", low=(1,), high=(0,), value=128),
     bad("pad", "bool[2]", DTypeError, "pad: value 2; bool", low=(1,), high=(0,), value=2),
     # -- indices
+    bad("dequantise", "f32[2, 32]", DTypeError, "dequantise: takes packed blocks; f32[2, 32]"),
     bad("gather", "f32[3, 4]; f32[2]", DTypeError, "gather: indices are integers; f32"),
     bad("gather", "f32[3, 4]; i32[2]", ShapeError, "gather: axis 2; rank-2", axis=2),
     bad("scatter_add", "f32[3, 4]; f32[2]; f32[2, 4]", DTypeError, "scatter_add: indices are integers; f32"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.dtypes import F32
 from rlx.errors import BindError, GraphError, ShapeError, nearest
 from rlx.flow.state import FlowState, FlowValue
 from rlx.flow.weights import WeightSource
@@ -31,7 +32,9 @@ class FlowCtx:
         return self.module
 
     def load_param(self, key: str, *, transpose: bool = False, shape: Sequence[Size] | None = None) -> Value:
-        """A weight by its key: one param node a tensor. `transpose` turns `[out, in]` into `[in, out]`, as a view.
+        """A weight by its key as f32: one param node a tensor, widened or unpacked where the file stores it otherwise.
+
+        `transpose` turns `[out, in]` into `[in, out]`, as a view.
 
         `shape`, if given, is what the value must have (after transposing).
         """
@@ -41,6 +44,10 @@ class FlowCtx:
                 raise BindError(f"weight {key!r} is not in the file", hint=nearest(key, self.weights.keys()))
             type_ = self.weights.type(key)
             value = self.module.param(key, type_.shape, type_.dtype)
+            if type_.dtype.is_packed:
+                value = value.dequantise()
+            elif type_.dtype is not F32:
+                value = value.astype(F32)
             self.state.loaded_params[key] = value
         if transpose:
             value = value.mT

@@ -8,13 +8,11 @@ from pathlib import Path
 from rlx.formats.gguf import MAGIC as _GGUF_MAGIC
 from rlx.formats.gguf import is_later_part, open_gguf
 from rlx.formats.llama2c import open_llama2c
-from rlx.formats.quants import BlockType, Storage, dequantise
+from rlx.formats.quants import dequantise
 from rlx.formats.safetensors import INDEX_NAME, open_safetensors
 from rlx.formats.tensors import PathLike, TensorEntry, TensorFile, broken, open_bytes
 
 __all__ = [
-    "BlockType",
-    "Storage",
     "TensorEntry",
     "TensorFile",
     "dequantise",

@@ -16,7 +16,7 @@ from typing import Any, Union, overload
 
 import numpy as np
 
-from rlx.formats.quants import GGUF_REMOVED, GGUF_TYPES, Array, BlockType
+from rlx.formats.quants import GGUF_REMOVED, GGUF_TYPES, Array
 from rlx.formats.tensors import (
     MAX_RANK,
     MAX_TENSORS,
@@ -253,8 +253,7 @@ def _place(file: FileBytes, info: _Info, start: int, alignment: int) -> TensorEn
         raise broken(file.path, f"{what}: shape", at=info.at, expected="no zero", found=info.shape)
     nbytes = stored_bytes(info.shape, storage)
     if nbytes is None:
-        assert isinstance(storage, BlockType)
-        expected = f"rows of whole blocks of {storage.elements}"
+        expected = f"rows of whole blocks of {storage.block}"
         raise broken(file.path, f"{what} of {storage}", at=info.at, expected=expected, found=f"shape {info.shape}")
     if info.offset % alignment:
         raise broken(file.path, f"{what}: offset", at=info.at, expected=f"a multiple of {alignment}", found=info.offset)

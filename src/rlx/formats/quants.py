@@ -1,54 +1,20 @@
 """Block formats of GGUF: how many elements and bytes a block has, and how its bytes become float32.
 
-A tensor's elements are stored as one `Storage`: a `DType`, or a `BlockType` that packs a run of elements of one row.
 `dequantise` gives the same bits as ggml's reference: widen to f32, then multiply and add in its order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rlx.dtypes import BF16, F16, F32, F64, I8, I16, I32, I64, DType
+from rlx.dtypes import BF16, F16, F32, F64, I8, I16, I32, I64, PACKED, DType, packed_type
 from rlx.errors import FormatError
 
 Array = np.ndarray[Any, Any]
 Buffer = bytes | bytearray | memoryview | Array
-
-
-@dataclass(frozen=True, slots=True)
-class BlockType:
-    """A packed type: `elements` consecutive values of a row lie in `nbytes` bytes."""
-
-    name: str
-    elements: int
-    nbytes: int
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-Storage = DType | BlockType
-
-# -- layouts: the C structs of ggml-common.h, which have no padding --------------------------------------------------
-_F2, _F4 = "<f2", "<f4"
-_LAYOUTS: dict[str, tuple[int, list[Any]]] = {
-    "q4_0": (32, [("d", _F2), ("qs", "u1", 16)]),
-    "q4_1": (32, [("d", _F2), ("m", _F2), ("qs", "u1", 16)]),
-    "q5_0": (32, [("d", _F2), ("qh", "u1", 4), ("qs", "u1", 16)]),
-    "q5_1": (32, [("d", _F2), ("m", _F2), ("qh", "u1", 4), ("qs", "u1", 16)]),
-    "q8_0": (32, [("d", _F2), ("qs", "i1", 32)]),
-    "q2_k": (256, [("scales", "u1", 16), ("qs", "u1", (2, 32)), ("d", _F2), ("dmin", _F2)]),
-    "q3_k": (256, [("hmask", "u1", 32), ("qs", "u1", (2, 32)), ("scales", "u1", 12), ("d", _F2)]),
-    "q4_k": (256, [("d", _F2), ("dmin", _F2), ("scales", "u1", (3, 4)), ("qs", "u1", (4, 32))]),
-    "q5_k": (256, [("d", _F2), ("dmin", _F2), ("scales", "u1", (3, 4)), ("qh", "u1", 32), ("qs", "u1", (4, 32))]),
-    "q6_k": (256, [("ql", "u1", (2, 2, 32)), ("qh", "u1", (2, 32)), ("scales", "i1", 16), ("d", _F2)]),
-    "q8_k": (256, [("d", _F4), ("qs", "i1", 256), ("bsums", "<i2", 16)]),
-}
-_STRUCT = {name: np.dtype(fields) for name, (_, fields) in _LAYOUTS.items()}
 
 # Known in files, not decoded here: their tensors can be listed and their bytes read.
 _UNDECODED = {
@@ -57,9 +23,9 @@ _UNDECODED = {
     "tq1_0": (256, 54), "tq2_0": (256, 66), "mxfp4": (32, 17), "nvfp4": (64, 36), "q1_0": (128, 18),
 }  # fmt: skip
 
-BLOCK_TYPES: dict[str, BlockType] = {
-    **{name: BlockType(name, elements, _STRUCT[name].itemsize) for name, (elements, _) in _LAYOUTS.items()},
-    **{name: BlockType(name, elements, nbytes) for name, (elements, nbytes) in _UNDECODED.items()},
+_Q8_K = packed_type("q8_k", 256, [("d", "<f4"), ("qs", "i1", 256), ("bsums", "<i2", 16)])  # no type of graphs
+BLOCK_TYPES: dict[str, DType] = {d.name: d for d in (*PACKED, _Q8_K)} | {
+    name: packed_type(name, elements, [("bytes", "u1", nbytes)]) for name, (elements, nbytes) in _UNDECODED.items()
 }
 
 _GGUF_NAMES = {
@@ -67,7 +33,7 @@ _GGUF_NAMES = {
     14: "q6_k", 15: "q8_k", 16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s", 20: "iq4_nl", 21: "iq3_s",
     22: "iq2_s", 23: "iq4_xs", 29: "iq1_m", 34: "tq1_0", 35: "tq2_0", 39: "mxfp4", 40: "nvfp4", 41: "q1_0",
 }  # fmt: skip
-GGUF_TYPES: dict[int, Storage] = {
+GGUF_TYPES: dict[int, DType] = {
     0: F32, 1: F16, 24: I8, 25: I16, 26: I32, 27: I64, 28: F64, 30: BF16,
     **{number: BLOCK_TYPES[name] for number, name in _GGUF_NAMES.items()},
 }  # fmt: skip
@@ -77,24 +43,14 @@ GGUF_REMOVED = {
 }  # fmt: skip
 
 
-def block_elements(storage: Storage) -> int:
-    """How many elements one block has; 1 for a plain type."""
-    return storage.elements if isinstance(storage, BlockType) else 1
-
-
-def block_bytes(storage: Storage) -> int:
-    """How many bytes one block has; the element's size for a plain type."""
-    return storage.nbytes if isinstance(storage, BlockType) else storage.size
-
-
-def dequantise(data: Buffer, storage: Storage, count: int) -> Array:
+def dequantise(data: Buffer, storage: DType, count: int) -> Array:
     """The `count` elements stored in `data` as a flat float32 array; stored float32 comes back as a view.
 
     >>> dequantise(bytes.fromhex("003c") + bytes(range(32)), BLOCK_TYPES["q8_0"], 32)[:4].tolist()
     [0.0, 1.0, 2.0, 3.0]
     """
     raw = np.asarray(data).reshape(-1).view(np.uint8) if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
-    elements, nbytes = block_elements(storage), block_bytes(storage)
+    elements, nbytes = storage.block, storage.size
     if count < 0 or count % elements:
         raise FormatError(f"dequantise: {count} elements of {storage} are not whole blocks of {elements}")
     if raw.size != count // elements * nbytes:
@@ -102,7 +58,7 @@ def dequantise(data: Buffer, storage: Storage, count: int) -> Array:
             f"dequantise: {count} elements of {storage} are {count // elements * nbytes} bytes, found {raw.size}"
         )
     with np.errstate(all="ignore"):  # a file may hold infinities, NaN and values beyond f32
-        if isinstance(storage, DType):
+        if not storage.is_packed:
             return raw.view(storage.numpy).astype(np.float32, copy=False)
         return _dequantise_blocks(raw, storage, count)
 
@@ -110,15 +66,15 @@ def dequantise(data: Buffer, storage: Storage, count: int) -> Array:
 _CHUNK = 1 << 17  # elements a step: temporaries stay in the cache
 
 
-def _dequantise_blocks(raw: Array, storage: BlockType, count: int) -> Array:
+def _dequantise_blocks(raw: Array, storage: DType, count: int) -> Array:
     decode = _DECODERS.get(storage.name)
     if decode is None:
         raise FormatError(
             f"dequantise: no decoder for blocks of {storage}", hint="decoded are " + ", ".join(sorted(_DECODERS))
         )
-    blocks = raw.view(_STRUCT[storage.name])
-    out = np.empty((blocks.size, storage.elements), np.float32)
-    step = _CHUNK // storage.elements
+    blocks = raw.view(storage.numpy)
+    out = np.empty((blocks.size, storage.block), np.float32)
+    step = _CHUNK // storage.block
     for first in range(0, blocks.size, step):
         decode(blocks[first : first + step], out[first : first + step])
     return out.reshape(count)

@@ -25,7 +25,7 @@ import numpy as np
 
 from rlx.dtypes import BOOL, DType
 from rlx.errors import FormatError, nearest
-from rlx.formats.quants import Array, BlockType, Storage, block_bytes, block_elements, dequantise
+from rlx.formats.quants import Array, dequantise
 
 PathLike = str | os.PathLike[str]
 
@@ -70,7 +70,7 @@ class TensorEntry:
 
     name: str
     shape: tuple[int, ...]
-    storage: Storage
+    storage: DType
     offset: int
     nbytes: int
     file: Path
@@ -85,12 +85,11 @@ class TensorEntry:
         return self.offset + self.nbytes
 
 
-def stored_bytes(shape: tuple[int, ...], storage: Storage) -> int | None:
+def stored_bytes(shape: tuple[int, ...], storage: DType) -> int | None:
     """How many bytes a tensor of this shape takes, or None when its rows are not whole blocks."""
-    elements = block_elements(storage)
-    if elements > 1 and (not shape or shape[-1] % elements):
+    if storage.is_packed and (not shape or shape[-1] % storage.block):
         return None
-    return math.prod(shape) // elements * block_bytes(storage)
+    return math.prod(shape) // storage.block * storage.size
 
 
 def check_shape(file: Path, name: str, shape: tuple[int, ...], at: int | None = None) -> None:
@@ -199,14 +198,14 @@ class TensorFile:
         return found
 
     def array(self, name: str) -> Array:
-        """The stored elements as a read-only view; of a packed tensor its bytes, [..., bytes of a row]."""
+        """The stored elements as a read-only view; those of a packed tensor are blocks, [..., blocks of a row]."""
         entry = self.entry(name)
         if self._bytes is None:
             raise FormatError(f"{self.path}: closed, so tensor {quoted(name)} cannot be read")
         raw = self._bytes[entry.file].array(entry.offset, entry.end)
         storage = entry.storage
-        if isinstance(storage, BlockType):
-            return raw.reshape(*entry.shape[:-1], entry.shape[-1] // storage.elements * storage.nbytes)
+        if storage.is_packed:
+            return raw.view(storage.numpy).reshape(*entry.shape[:-1], entry.shape[-1] // storage.block)
         if storage is BOOL and raw.size and int(raw.max()) > 1:
             at = int(np.argmax(raw > 1))
             where = entry.offset + at

@@ -34,7 +34,7 @@ def run(graph: Graph, leaves: Arrays, binding: Mapping[str, int]) -> list[np.nda
 
 def _check_shape(value: Value, found: tuple[int, ...], binding: Mapping[str, int]) -> None:
     """The declared shape, or an error: the oracle may not be wrong about sizes."""
-    wanted = concrete(value.shape, binding)
+    wanted = concrete(value.type.array_shape, binding)
     if found != wanted:
         raise BindError(f"%{value.node.id} {value.node.op}: shape is {found}, its type {value.type} says {wanted}")
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from rlx.dtypes import DType, dtype
-from rlx.errors import GraphError, LowerError, RlxError, nearest
+from rlx.errors import DTypeError, GraphError, LowerError, RlxError, nearest
 from rlx.types import TensorType
 
 HIR, MIR = "hir", "mir"
@@ -24,6 +24,7 @@ VIEW = "view"  # the result is the operand seen with other strides, wherever str
 LEAF = "leaf"  # input, param, const
 REQUIRED = inspect.Parameter.empty  # the default of an attribute that must be given
 FUSED = "fused"  # made by passes, not by users
+TAKES_PACKED = "packed"  # operands may be blocks of quantised weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,24 @@ class Spec:
         wanted = dtype(self.dtype)
         if wanted.is_float and dtype_ is not None:
             wanted = dtype_
+        if wanted.is_packed:
+            return _random_blocks(rng, wanted, self.shape)
         if wanted.is_bool:
             return rng.random(self.shape) < 0.5
         if wanted.is_integer:
             return rng.integers(int(self.low), int(self.high), self.shape).astype(wanted.numpy)
         return rng.uniform(self.low, self.high, self.shape).astype(wanted.numpy)
+
+
+def _random_blocks(rng: np.random.Generator, storage: DType, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    blocks = np.zeros((*shape[:-1], shape[-1] // storage.block), storage.numpy)
+    for name in storage.numpy.names or ():
+        part = blocks[name]
+        if part.dtype.kind == "f":
+            part[...] = rng.uniform(-1, 1, part.shape)
+        else:
+            part[...] = rng.integers(0, 256, part.shape).astype(np.uint8).view(part.dtype)
+    return blocks
 
 
 def f32(*shape: int, low: float = -3.0, high: float = 3.0) -> Spec:
@@ -60,6 +74,11 @@ def i32(*shape: int, low: int = -9, high: int = 9) -> Spec:
 def boolean(*shape: int) -> Spec:
     """Random truth values."""
     return Spec(shape, "bool")
+
+
+def packed(storage: str, *shape: int) -> Spec:
+    """Random blocks of quantised numbers; the shape counts the numbers."""
+    return Spec(shape, storage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +142,9 @@ def result_types(
     definition: OpDef, operands: Sequence[TensorType | None], attrs: Mapping[str, Any]
 ) -> tuple[TensorType, ...]:
     """What the type rule gives. Whatever it stumbles over, such as text where it wants a number, is a GraphError."""
+    for t in operands:
+        if t is not None and t.dtype.is_packed and TAKES_PACKED not in definition.traits:
+            raise DTypeError(f"{definition.name}: {t} is packed", hint="unpack it with x.dequantise()")
     try:
         given = definition.rule(*operands, **attrs)
     except RlxError:

@@ -8,5 +8,6 @@ from rlx.lir import index as index
 from rlx.lir import linear as linear
 from rlx.lir import norm as norm
 from rlx.lir import position as position
+from rlx.lir import quant as quant
 from rlx.lir import reduce as reduce
 from rlx.lir import shape as shape

@@ -27,6 +27,34 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     return outs
 
 
+@loop_form("interleave_blocks")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    """Units move as they are. A unit of work is one row of units of one panel, zeros beyond the last column."""
+    matrices, out = [s.view(o) for o in node.operands], s.result(node)
+    builder = LoopBuilder("interleave_blocks")
+    width = node.attrs["width"]
+    part = width // len(matrices)
+    for view in matrices:
+        builder.param(view)
+    target = builder.param(out, written=True)
+    n, units = matrices[0].shape
+    lets = decode_unit(builder, [out.shape[0], units], ["p", "t"])
+    rows, length = builder.arg("rows", n), builder.arg("length", units)
+    j = Index("j")
+    body: list[Stmt] = []
+    for i, view in enumerate(matrices):
+        at: Expr = Apply("add", (Apply("mul", (Ref("p", I64), Const(part, I64)), I64), j), I64)
+        inside = Apply("lt", (at, rows), BOOL)
+        step = builder.stride(i, "n", view.strides[0])
+        value = Choose(inside, Load(i, ((at, step), (Ref("t", I64), 1)), view.dtype), Const(0, view.dtype))
+        panel: Expr = Apply("mul", (Ref("p", I64), length), I64)
+        place = ((panel, width), (Ref("t", I64), width), (j, 1), (Const(part * i, I64), 1))
+        body.append(For("j", part, (Store(target, place, value),), vector=True))
+    launches = out.shape[0] * units
+    builder.launch(s, For("u", builder.arg("units", launches), (*lets, *body)), launches, flops=product(out.shape))
+    return [out]
+
+
 @loop_form("pack_panels")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     """A unit is one row of one panel: an equal part of each matrix, zeros beyond the last column."""

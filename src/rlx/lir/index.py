@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
 from rlx.lir.loops import Apply, Check, Choose, Const, Expr, For, Index, Let, Load, Ref, Stmt, Store
+from rlx.lir.quant import element, packed_reads
 from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, cast, loop_form, map_elements
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, contiguous_strides, product
@@ -24,6 +25,8 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     table, indices, out = s.view(node.operands[0]), s.view(node.operands[1]), s.result(node)
     axis = node.attrs["axis"] % table.rank
     count = indices.rank
+    assert node.operands[0] is not None
+    storage = node.operands[0].dtype
     none: tuple[Size, ...] = (0,) * count
     table_strides = (*table.strides[:axis], *none, *table.strides[axis + 1 :])
     rows = View(table.buffer, table.dtype, out.shape, table_strides, table.offset)
@@ -38,10 +41,18 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
             Let("ok", in_range(Ref("at", I64), size)),
             Check(Ref("ok", BOOL), OUT_OF_RANGE),
         ]
-        value = Choose(Ref("ok", BOOL), e.load(0, (Ref("at", I64), step)), Const(0, out.dtype.compute))
-        return stmts, [value]
+        row = (Ref("at", I64), step)
+        if storage.is_packed:
+            found = element(e, storage, e.index(count), row, halves=2)
+        else:
+            found = e.load(0, row)
+        return stmts, [Choose(Ref("ok", BOOL), found, Const(0, out.dtype.compute))]
 
-    map_elements(s, "gather", out.shape, [rows, which], [out], body)
+    if storage.is_packed:
+        units, halves = packed_reads(table, out.shape, table_strides)
+        map_elements(s, f"gather_{storage}", out.shape, [units, which, halves], [out], body, keep=(count,))
+    else:
+        map_elements(s, "gather", out.shape, [rows, which], [out], body)
     return [out]
 
 

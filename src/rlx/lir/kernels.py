@@ -31,15 +31,25 @@ class TileOperand:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Packed weights of a matmul: what they are, and the kernels (see `lir/blocks.py`) that read them."""
+
+    storage: DType
+    unpack: LoopKernel
+    dot: LoopKernel
+
+
+@dataclass(frozen=True)
 class MatmulKernel:
     """C[batch, m, n] = epilogue(A[batch, m, k] B[batch, k, n]).
 
     `packed`: B is panels from the weight store, `[panels][k][panel]`, zero-padded to whole panels; else B is any
-    strided matrix and each panel is packed into scratch by the call that uses it. With `weights` 2, each panel holds
-    half a panel of each of two matrices, and the epilogue sees both sums. `epilogue` is a loop kernel over
-    (rows, columns) of a tile: its first parameter is the tile (rows `panel` apart), the others are `operands`; its
-    arguments are `columns` and one row stride an operand. Without one, the only operand is C of the same dtype.
-    A unit is (batch, row block, panel), panel fastest.
+    strided matrix and each panel is packed into scratch by the call that uses it. With `blocks`, panels hold packed
+    weights, `[panels][block][unit][panel]`: `unpack` makes numbers of them in scratch, `dot` uses them up at once where
+    m is 1. With `weights` 2, each panel holds half a panel of each of two matrices, and the epilogue sees both sums.
+    `epilogue` is a loop kernel over (rows, columns) of a tile: its first parameter is the tile (rows `panel` apart),
+    the others are `operands`; its arguments are `columns` and one row stride an operand. Without one, the only operand
+    is C of the same dtype. A unit is (batch, row block, panel), panel fastest.
     """
 
     dtype: DType
@@ -47,13 +57,26 @@ class MatmulKernel:
     weights: int
     epilogue: LoopKernel | None
     operands: tuple[TileOperand, ...]
+    blocks: Blocks | None = None
 
     kind = "matmul"
 
     @property
     def words(self) -> tuple[str, ...]:
-        """`tiles` and `epilogue` are addresses that the backend fills in; the rest comes from the launch."""
-        head = ("tiles", "epilogue", "a", "b", "m", "n", "k", "row_blocks", "batch0", "batch1")
+        """`tiles`, `epilogue` and `blocks` are addresses that the backend fills in; the rest comes from the launch."""
+        head = (
+            "tiles",
+            "epilogue",
+            *(("blocks",) if self.blocks else ()),
+            "a",
+            "b",
+            "m",
+            "n",
+            "k",
+            "row_blocks",
+            "batch0",
+            "batch1",
+        )
         strides = ("a_row", "a_batch0", "a_batch1", "b_k", "b_n", "b_batch0", "b_batch1")
         tail = tuple(f"{p}{i}" for i in range(len(self.operands)) for p in ("ptr", "row", "outer", "inner"))
         return head + strides + tail
@@ -62,6 +85,8 @@ class MatmulKernel:
     def fingerprint(self) -> str:
         inner = self.epilogue.fingerprint if self.epilogue else "-"
         text = f"matmul|{self.dtype}|{self.packed}|{self.weights}|{inner}|{self.operands}"
+        if self.blocks:
+            text += f"|{self.blocks.unpack.fingerprint}|{self.blocks.dot.fingerprint}"
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
@@ -79,9 +104,13 @@ class MatmulKernel:
         return "; ".join(re.sub(r"\[[^]]*\]", "", text) for text in named)
 
     def text(self) -> str:
-        b = "panels" if self.packed else "rows"
+        b = f"panels of {self.blocks.storage}" if self.blocks else "panels" if self.packed else "rows"
         pair = ", 2 weights interleaved" if self.weights == 2 else ""
         lines = [f"kernel {self.symbol}(a: {self.dtype}, b: {self.dtype} {b}{pair})"]
+        if self.blocks is not None:
+            lines.append(
+                f"  blocks become rows by {self.blocks.unpack.symbol}, sums of one row by {self.blocks.dot.symbol}"
+            )
         if self.epilogue is not None:
             lines += ["  epilogue:"] + ["  " + line for line in self.epilogue.text().splitlines()]
         return "\n".join(lines)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
-from rlx.dtypes import I64
+from rlx.dtypes import F32, I64, DType
 from rlx.ir.graph import Graph, Node
+from rlx.lir.blocks import dot_kernel, unpack_kernel
 from rlx.lir.elementwise import body_lets
-from rlx.lir.kernels import ROW_BLOCK, MatmulKernel, TileOperand
+from rlx.lir.kernels import ROW_BLOCK, Blocks, MatmulKernel, TileOperand
 from rlx.lir.loops import Apply, Arg, Const, Expr, For, Index, Let, Load, LoopKernel, Param, Reduce, Ref, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_form, widened
 from rlx.lir.views import View, collapse
+from rlx.target import Target
 from rlx.types import Size, product
 
 
@@ -34,7 +37,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     outs = [s.result(node, i) for i in range(len(node.types))]
     _launch(
         s, a, rest[0], rest[used:], outs, attrs["body"], weights=attrs["weights"], packed=attrs["packed"],
-        columns=attrs["columns"],
+        columns=attrs["columns"], storage=attrs["blocks"],
     )  # fmt: skip
     return outs
 
@@ -54,6 +57,7 @@ def _launch(
     weights: int,
     packed: bool,
     columns: Size,
+    storage: DType | None = None,
 ) -> None:
     """One matmul launch. Leading axes and rows collapse into at most two batch axes and one row axis."""
     if a.strides[-1] != 1 and a.shape[-1] != 1:
@@ -80,7 +84,7 @@ def _launch(
 
     tile = _tile_operands(operands, outs)
     epilogue = None if _is_plain(body) else _epilogue(s, body, tile, outs[0].dtype.compute, a, weights)
-    kernel = MatmulKernel(a.dtype, packed, weights, epilogue, tuple(tile))
+    kernel = MatmulKernel(a.dtype, packed, weights, epilogue, tuple(tile), _blocks(storage, s.target))
     panel = s.target.panel(a.dtype.size) // weights
     row_blocks = (m + (ROW_BLOCK - 1)) // ROW_BLOCK
     words: dict[str, View | Size | None] = {
@@ -95,6 +99,15 @@ def _launch(
     units = batch0 * batch1 * panels * row_blocks
     flops = product(outs[0].shape[:-1]) * columns * k * (2 * weights)
     s.launch(kernel, words, units, "panels", flops=flops)
+
+
+@functools.cache
+def _blocks(storage: DType | None, target: Target) -> Blocks | None:
+    """The kernels for packed weights; made once, since every layer asks."""
+    if storage is None:
+        return None
+    width = target.panel(F32.size)
+    return Blocks(storage, unpack_kernel(storage, width), dot_kernel(storage, width, target))
 
 
 def _collapse(

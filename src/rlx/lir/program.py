@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
+from rlx.dtypes import I16
 from rlx.ir.graph import Array
+from rlx.lir.blocks import units_of
 from rlx.lir.kernels import Kernel, MatmulKernel
 from rlx.lir.loops import Let, LoopKernel, Ref, statements, walk
 from rlx.lir.views import View
@@ -30,6 +32,11 @@ class Buffer:
     note: str = ""  # how a weight is laid out
 
     def view(self) -> View:
+        """All of it, without gaps; packed blocks are seen as the 16-bit units they are made of."""
+        if self.type.dtype.is_packed:
+            *lead, blocks = self.type.array_shape
+            shape = (*lead, blocks * units_of(self.type.dtype))
+            return View(self.name, I16, shape, contiguous_strides(shape))
         return View(self.name, self.type.dtype, self.type.shape, contiguous_strides(self.type.shape))
 
 

@@ -170,7 +170,19 @@ def _concatenate(rewriter: Rewriter, node: Node) -> Value | None:
     return x if len(node.operands) == 1 and x.type == node.types[0] else None
 
 
+def _gather(rewriter: Rewriter, node: Node) -> Value | None:
+    """Rows are taken first and widened or unpacked then, so that no table is."""
+    table, indices = (rewriter[o] for o in node.operands if o is not None)
+    inner = table.node.operands[0] if table.node.op in ("cast", "dequantise") else None
+    if inner is None or (table.node.op == "cast" and inner.dtype.size >= table.dtype.size):
+        return None
+    if inner.dtype.is_packed:
+        whole = node.attrs["axis"] == 0 and inner.rank == 2
+        return rewriter.one(node, "gather", inner, indices, axis=0) if whole else None
+    return rewriter.one(node, "cast", rewriter.one(node, "gather", inner, indices, **node.attrs), dtype=table.dtype)
+
+
 _VIEWS = {
     "reshape": _reshape, "transpose": _transpose, "slice": _whole, "expand": _whole, "cast": _cast,
-    "concatenate": _concatenate,
+    "concatenate": _concatenate, "gather": _gather,
 }  # fmt: skip

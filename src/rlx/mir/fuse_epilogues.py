@@ -94,7 +94,7 @@ def _fuse(rewriter: Rewriter, region: Node, value: Value, report: FusionReport |
         attrs = {"weights": 1, "columns": w.shape[-1], "packed": False}
         head, inner = [x, w], identity(value)
     else:
-        attrs = {k: matmul.attrs[k] for k in ("weights", "columns", "packed")}
+        attrs = {k: v for k, v in matmul.attrs.items() if k != "body"}
         head, inner = [o for o in matmul.operands if o is not None], matmul.attrs["body"]
     others = [o for i, o in enumerate(region.operands) if o is not None and i != position]
     if report is not None:

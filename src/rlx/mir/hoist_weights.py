@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+from rlx.dtypes import F32
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter
 from rlx.mir.bodies import identity
-from rlx.mir.weights import weight_nodes
+from rlx.mir.weights import packed_rows, weight_nodes
 from rlx.target import Target
 
 
@@ -89,7 +90,13 @@ class _Hoister:
             m.node in self.weights and m.rank == 2 and m.dtype.is_float for m in matrices
         ):
             return None
-        panels = self._pack(node, tuple(matrices))
+        rows = [packed_rows(m) for m in matrices]
+        blocks = None
+        if rows[0] is not None and x.dtype is F32:
+            blocks = rows[0].dtype
+            panels = self._interleave(node, tuple(r for r in rows if r is not None))
+        else:
+            panels = self._pack(node, tuple(matrices))
         others = [self._operand(o) for o in rest[weights:]]
         return self.main.make(
             node,
@@ -101,6 +108,7 @@ class _Hoister:
             weights=weights,
             columns=matrices[0].shape[1],
             packed=True,
+            blocks=blocks,
         )
 
     def _pack(self, like: Node, matrices: tuple[Value, ...]) -> Value:
@@ -109,6 +117,13 @@ class _Hoister:
             packed = self.bind.one(like, "pack_panels", *(self.bind.values[m] for m in matrices), width=width)
             self.panels[matrices] = self._derive(like, packed)
         return self.panels[matrices]
+
+    def _interleave(self, like: Node, rows: tuple[Value, ...]) -> Value:
+        if rows not in self.panels:
+            width = self.target.panel(F32.size)
+            packed = self.bind.one(like, "interleave_blocks", *(self.bind.values[r] for r in rows), width=width)
+            self.panels[rows] = self._derive(like, packed)
+        return self.panels[rows]
 
 
 def _only_needed(graph: Graph) -> Graph:

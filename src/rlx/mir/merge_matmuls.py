@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from rlx.dtypes import DType
 from rlx.ir import registry
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import DROPPED, Rewriter, rebuild
 from rlx.mir.bodies import extract
 from rlx.mir.report import FusionReport
-from rlx.mir.weights import is_matrix, weight_nodes, weights_first
+from rlx.mir.weights import is_matrix, packed_rows, weight_nodes, weights_first
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,17 @@ def _find_gate(node: Node, weights: set[Node], users: dict[Value, list[Node]], o
         sides.append(side)
     (m0, chain0), (m1, chain1) = sides
     (x0, w0), (x1, w1) = _pair(m0), _pair(m1)
+    if _storage(w0) is not _storage(w1):
+        return None
     if m0 is m1 or x0 != x1 or w0.type != w1.type or node.types != m0.types or x0.node in weights:
         return None
     ordered = sorted([*chain0, *chain1], key=lambda n: n.id)
     return Gate(node, (*ordered, node), (m0, m1))
+
+
+def _storage(weight: Value) -> DType:
+    rows = packed_rows(weight)
+    return weight.dtype if rows is None else rows.dtype
 
 
 def _strip(
@@ -124,10 +132,11 @@ def merge_matmuls(graph: Graph, *, report: FusionReport | None = None) -> Graph:
     """x @ a, x @ b, ... (each perhaps plus a bias) -> slices of x @ concatenate(a, b, ...)."""
     graph = weights_first(graph)
     weights, users, outputs = weight_nodes(graph), graph.users(), set(graph.outputs)
-    groups: dict[Value, list[Member]] = {}
+    groups: dict[tuple[Value, DType], list[Member]] = {}
     for node in graph.nodes:
         if node.op == "matmul" and node.types[0].dtype.is_float and is_matrix(_pair(node)[1], weights):
-            groups.setdefault(_pair(node)[0], []).append(_member(node, weights, users, outputs))
+            x, w = _pair(node)
+            groups.setdefault((x, _storage(w)), []).append(_member(node, weights, users, outputs))
     merged = [members for members in groups.values() if len(members) > 1]
     first = {members[0].matmul: members for members in merged}
     parts: dict[Node, Value] = {}
@@ -156,7 +165,7 @@ def _member(matmul: Node, weights: set[Node], users: dict[Value, list[Node]], ou
 def _merge(rewriter: Rewriter, members: list[Member]) -> dict[Node, Value]:
     like = members[0].matmul
     x = rewriter[_pair(like)[0]]
-    wide = rewriter.one(like, "concatenate", *(rewriter[_pair(m.matmul)[1]] for m in members), axis=1)
+    wide = _side_by_side(rewriter, like, [rewriter[_pair(m.matmul)[1]] for m in members])
     result = rewriter.one(like, "matmul", x, wide)
     if any(m.bias is not None for m in members):
         biases = [rewriter[m.bias] if m.bias is not None else _nothing(rewriter, m.matmul) for m in members]
@@ -171,6 +180,15 @@ def _merge(rewriter: Rewriter, members: list[Member]) -> dict[Node, Value]:
         found[m.matmul] = found[m.result] = part
         at = at + columns
     return found
+
+
+def _side_by_side(rewriter: Rewriter, like: Node, matrices: list[Value]) -> Value:
+    """The columns of all matrices; packed rows are joined as they are."""
+    rows = [r for m in matrices if (r := packed_rows(m)) is not None]
+    if len(rows) < len(matrices):
+        return rewriter.one(like, "concatenate", *matrices, axis=1)
+    joined = rewriter.one(like, "concatenate", *rows, axis=0)
+    return rewriter.one(like, "transpose", rewriter.one(like, "dequantise", joined), axes=(1, 0))
 
 
 def _nothing(rewriter: Rewriter, matmul: Node) -> Value:

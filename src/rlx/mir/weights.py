@@ -53,6 +53,15 @@ def weights_first(graph: Graph) -> Graph:
     return rewriter.graph
 
 
+def packed_rows(value: Value) -> Value | None:
+    """The packed [n, k] tensor that a weight [k, n] is the unpacked transpose of, if it is one."""
+    if value.node.op != "transpose" or value.rank != 2:
+        return None
+    (inner,) = value.node.operands
+    assert inner is not None
+    return inner.node.operands[0] if inner.node.op == "dequantise" else None
+
+
 def is_matrix(value: Value, weights: set[Node]) -> bool:
     """A two-dimensional weight."""
     return value.node in weights and value.rank == 2

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from rlx.dtypes import F32
+from rlx.dtypes import BF16, F16, F32, PACKED
 from rlx.errors import CapabilityError, nearest
 from rlx.flow.flow import ModelFlow
 from rlx.flow.weights import Array
-from rlx.formats import TensorFile
+from rlx.formats import TensorEntry, TensorFile
 from rlx.types import TensorType
 
 
@@ -26,6 +26,7 @@ class Family:
     flow: Callable[..., ModelFlow]
 
 
+STORED = (F32, F16, BF16, *PACKED)  # what a weight may be stored as in a graph
 FAMILIES: dict[str, Family] = {}
 
 
@@ -55,7 +56,7 @@ def find(architecture: str, style: str) -> Family:
 
 
 class FileWeights:
-    """Weights of a file under Hugging Face names, as float32; GGUF names are translated."""
+    """Weights of a file under Hugging Face names, as they are stored; GGUF names are translated."""
 
     def __init__(self, file: TensorFile, names: Mapping[str, str], layers: int) -> None:
         self.file = file
@@ -72,10 +73,16 @@ class FileWeights:
         return key in self._names
 
     def type(self, key: str) -> TensorType:
-        return TensorType(tuple(self.file.entry(self._names[key]).shape), F32)
+        entry = self.file.entry(self._names[key])
+        return TensorType(tuple(entry.shape), entry.storage if self._kept(entry) else F32)
 
     def array(self, key: str) -> Array:
-        return self.file.dequantised(self._names[key])
+        name = self._names[key]
+        return self.file.array(name) if self._kept(self.file.entry(name)) else self.file.dequantised(name)
+
+    def _kept(self, entry: TensorEntry) -> bool:
+        """Whether graphs know the type; other blocks and 8-bit floats become f32 here."""
+        return entry.storage in STORED and (len(entry.shape) == 2 or not entry.storage.is_packed)
 
     def keys(self) -> Iterable[str]:
         return self._names.keys()

@@ -9,5 +9,6 @@ from rlx.ops import leaf as leaf
 from rlx.ops import linear as linear
 from rlx.ops import norm as norm
 from rlx.ops import position as position
+from rlx.ops import quant as quant
 from rlx.ops import reduce as reduce
 from rlx.ops import shape as shape

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from rlx.dtypes import I16, DType
 from rlx.errors import GraphError, ShapeError
 from rlx.ir import evaluate
 from rlx.ir.graph import Graph
-from rlx.ir.registry import FUSED, op
+from rlx.ir.registry import FUSED, TAKES_PACKED, op
 from rlx.ops.norm import check_scale, layer_norm_array, rms_norm_array
+from rlx.ops.quant import unpacked
 from rlx.types import Size, TensorType, broadcast, require_equal
 
 
@@ -72,10 +74,40 @@ def pack_panels(*ws: TensorType, width: int) -> TensorType:
     return ws[0].with_shape((n + (part - 1)) // part, k, width)
 
 
+def interleave_array(*ws: Any, width: int) -> Any:
+    """Packed rows [n, blocks] as panels of `width` columns, unit by unit: [panels, blocks, units, width]."""
+    n, blocks = ws[0].shape
+    part, units = width // len(ws), ws[0].dtype.itemsize // 2
+    count = -(-n // part)
+    rows = [np.ascontiguousarray(w).view(np.int16).reshape(n, blocks, units) for w in ws]
+    padded = [np.pad(r, ((0, count * part - n), (0, 0), (0, 0))).reshape(count, part, blocks, units) for r in rows]
+    return np.ascontiguousarray(np.concatenate(padded, axis=1).transpose(0, 2, 3, 1))
+
+
+def deinterleave_array(panels: Any, storage: DType, columns: int, weights: int) -> list[Any]:
+    """The matrices [k, n] in f32 that `interleave_blocks` was given the packed rows of."""
+    count, blocks, units, width = panels.shape
+    part = width // weights
+    rows = np.ascontiguousarray(panels.transpose(0, 3, 1, 2)).reshape(count, weights, part, blocks * units)
+    packed = [np.ascontiguousarray(rows[:, i]).reshape(count * part, -1)[:columns] for i in range(weights)]
+    return [unpacked(p.view(storage.numpy)).T for p in packed]
+
+
+@op("interleave_blocks", reference=interleave_array, traits=[FUSED, TAKES_PACKED])
+def interleave_blocks(*ws: TensorType, width: int) -> TensorType:
+    """Packed weights [n, k] in the order that the matmul kernel unpacks them: [panels, blocks, units, width]."""
+    n, blocks = ws[0].array_shape
+    part = width // len(ws)
+    return TensorType(((n + (part - 1)) // part, blocks, ws[0].dtype.size // 2, width), I16)
+
+
 def _fused_matmul(
-    x: Any, *rest: Any, body: Graph, weights: int, columns: Size, packed: bool, binding: Mapping[str, int]
-) -> Any:
-    if packed:
+    x: Any, *rest: Any, body: Graph, weights: int, columns: Size, packed: bool, blocks: DType | None,
+    binding: Mapping[str, int],
+) -> Any:  # fmt: skip
+    if blocks is not None:
+        matrices, others = deinterleave_array(rest[0], blocks, int(columns), weights), rest[1:]
+    elif packed:
         matrices, others = unpack_panels(rest[0], int(columns), weights), rest[1:]
     else:
         matrices, others = list(rest[:weights]), rest[weights:]
@@ -84,16 +116,22 @@ def _fused_matmul(
 
 @op("fused_matmul", reference=_fused_matmul, traits=[FUSED])
 def fused_matmul(
-    x: TensorType, *rest: TensorType, body: Graph, weights: int, columns: Size, packed: bool
+    x: TensorType,
+    *rest: TensorType,
+    body: Graph,
+    weights: int,
+    columns: Size,
+    packed: bool,
+    blocks: DType | None = None,
 ) -> TensorType | tuple[TensorType, ...]:
     """x times one or two weights, and elementwise work on the sums while they are in registers.
 
     Operands are x, the weights (one packed tensor, or `weights` matrices), then what the body reads beside the sums.
-    `columns` is the width of each product.
+    `columns` is the width of each product; `blocks` is what the packed tensor holds where that is not plain numbers.
     """
     used = 1 if packed else weights
     matrices = rest[:used]
-    k = matrices[0].shape[-2]
+    k = matrices[0].shape[-2] if blocks is None else matrices[0].shape[1] * blocks.block
     require_equal(x.shape[-1], k, f"fused_matmul: inner sizes differ, {x.shape[-1]} and {k}")
     leading = x.shape[:-2] if packed else broadcast(x.shape[:-2], matrices[0].shape[:-2], where="fused_matmul")
     acc = TensorType((*leading, x.shape[-2], columns), x.dtype)

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from rlx.dtypes import F32
 from rlx.errors import DTypeError, KernelError, ShapeError
-from rlx.ir.registry import boolean, f32, i32, op, sample
+from rlx.ir.registry import TAKES_PACKED, boolean, f32, i32, op, sample
+from rlx.ops.quant import unpacked
 from rlx.types import TensorType, axis_index, require_equal
 
 
@@ -20,9 +22,11 @@ def _gather(table: Any, indices: Any, *, axis: int) -> Any:
     at = axis % table.ndim
     shape = (*table.shape[:at], *indices.shape, *table.shape[at + 1 :])
     if 0 in shape:  # nothing is looked up, whatever the indices are
-        return np.empty(shape, table.dtype)
+        empty = np.empty(shape, table.dtype)
+        return unpacked(empty) if table.dtype.names else empty
     _check_range("gather", indices, table.shape[axis])
-    return np.take(table, indices, axis=axis)
+    rows = np.take(table, indices, axis=axis)
+    return unpacked(rows) if table.dtype.names else rows
 
 
 def _integers(where: str, indices: TensorType) -> None:
@@ -37,11 +41,19 @@ def _integers(where: str, indices: TensorType) -> None:
         sample(f32(3, 7, 5), i32(4, low=0, high=7), axis=1), sample(f32(3, 70), i32(2, 2, low=0, high=70), axis=-1),
         sample(i32(7, 3), i32(low=0, high=7)), sample(boolean(5, 33), i32(4, low=0, high=5)),
     ],
+    traits=[TAKES_PACKED],
 )  # fmt: skip
 def gather(table: TensorType, indices: TensorType, *, axis: int = 0) -> TensorType:
-    """Slices of `table` along an axis, one an index, as `np.take`. An index outside it is an error at run time."""
+    """Slices of `table` along an axis, one an index, as `np.take`. An index outside it is an error at run time.
+
+    Of a packed table only rows can be taken (axis 0 of two); they come out as f32.
+    """
     _integers("gather", indices)
     at = axis_index(axis, table.rank, "gather")
+    if table.dtype.is_packed:
+        if at != 0 or table.rank != 2:
+            raise ShapeError(f"gather: takes rows of a packed matrix, found {table} and axis {axis}")
+        return TensorType((*indices.shape, table.shape[1]), F32)
     return table.with_shape(*table.shape[:at], *indices.shape, *table.shape[at + 1 :])
 
 

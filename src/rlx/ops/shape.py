@@ -8,7 +8,7 @@ import numpy as np
 
 from rlx.dtypes import DType, promote
 from rlx.errors import BindError, DTypeError, ShapeError
-from rlx.ir.registry import VIEW, boolean, f32, i32, op, sample
+from rlx.ir.registry import TAKES_PACKED, VIEW, boolean, f32, i32, op, sample
 from rlx.types import Size, TensorType, axis_index, known_equal, product, require_equal
 
 Sizes = tuple[Size, ...]
@@ -102,7 +102,8 @@ def assume_equal(x: TensorType, *, shape: Sizes) -> TensorType:
 @op("concatenate", reference=lambda *xs, axis: np.concatenate(xs, axis),
     samples=[sample(f32(2, 3), f32(2, 5), axis=1), sample(f32(1, 4), f32(3, 4), f32(2, 4), axis=0),
              sample(f32(2, 0, 65), f32(2, 3, 65), axis=1), sample(i32(3, 2), i32(3, 17), axis=-1),
-             sample(i32(3), f32(4)), sample(boolean(2, 3), boolean(1, 3))])  # fmt: skip
+             sample(i32(3), f32(4)), sample(boolean(2, 3), boolean(1, 3))],
+    traits=[TAKES_PACKED])  # fmt: skip
 def concatenate(*xs: TensorType, axis: int = 0) -> TensorType:
     """Tensors joined along an axis; their other sizes are equal."""
     if not xs:
@@ -118,6 +119,10 @@ def concatenate(*xs: TensorType, axis: int = 0) -> TensorType:
                 require_equal(p, q, f"concatenate: sizes {p} and {q} differ on axis {i}")
         total = total + x.shape[at]
     shape = tuple(total if i == at else d for i, d in enumerate(first.shape))
+    if first.dtype.is_packed:
+        if at == first.rank - 1 or any(x.dtype is not first.dtype for x in xs):
+            raise DTypeError(f"concatenate: packed rows are joined with their like, found {', '.join(map(str, xs))}")
+        return TensorType(shape, first.dtype)
     return TensorType(shape, promote(*(x.dtype for x in xs)))
 
 

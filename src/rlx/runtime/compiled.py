@@ -22,6 +22,7 @@ from rlx.ir.graph import Graph
 from rlx.runtime.inputs import Leaf, as_array, check_fixed, check_names, has_symbols, solve_symbols
 from rlx.runtime.plan import CompiledPlan
 from rlx.runtime.profiler import Report, profile, write_trace
+from rlx.runtime.weights import WeightStore
 from rlx.target import Target
 from rlx.types import TensorType, concrete
 
@@ -61,6 +62,10 @@ class CompiledGraph(ABC):
             raise BindError(f"params: expected a mapping from names to arrays, found {type(values).__name__}")
         for name, value in values.items():
             self.set_param(name, value)
+
+    def prepare(self) -> None:
+        """Make what is derived from the weights now; otherwise the first run does it."""
+        self._bound()
 
     def _bound(self) -> None:
         """Bring derived weights up to date before a run."""
@@ -129,8 +134,11 @@ class ReferenceGraph(CompiledGraph):
 class CpuGraph(CompiledGraph):
     """Runs machine code."""
 
-    def __init__(self, graph: Graph, plan: CompiledPlan, target: Target, threads: int | None) -> None:
+    def __init__(
+        self, graph: Graph, plan: CompiledPlan, target: Target, threads: int | None, store: WeightStore
+    ) -> None:
         super().__init__(graph, "cpu")
+        self._store = store
         self.plan = plan
         self.target = target
         self.executable = Executable(plan.main, target, threads)
@@ -147,13 +155,19 @@ class CpuGraph(CompiledGraph):
     def _bind(self) -> None:
         weights: dict[str, Array] = dict(self._params)
         if self._binder is not None:
-            self._binder.bind({n: self._params[n] for n in self.plan.bind.weights})
-            sizes = solve_symbols(self._param_leaves(self.plan.bind.weights), self.graph.limits)
-            key = tuple(sizes[s] for s in self.plan.bind.symbols)
-            weights |= zip(self.plan.derived, self._binder.run(key, []), strict=True)
-            self._binder.bind({})  # lets go of the sources and of its arena
+            keys = [recipe.key(self._params) for recipe in self.plan.recipes]
+            found = self._store.find(keys) or self._store.share(keys, self._derived(self._binder))
+            weights |= zip(self.plan.derived, found, strict=True)
         self._known = {}  # sizes may depend on weights
         self.executable.bind({n: weights[n] for n in self.plan.main.weights})
+
+    def _derived(self, binder: Executable) -> list[Array]:
+        """What the bind program makes of the weights."""
+        binder.bind({n: self._params[n] for n in self.plan.bind.weights})
+        sizes = solve_symbols(self._param_leaves(self.plan.bind.weights), self.graph.limits)
+        made = binder.run(tuple(sizes[s] for s in self.plan.bind.symbols), [])
+        binder.bind({})  # lets go of the sources and of its arena
+        return made
 
     def run(self, inputs: Mapping[str, Any] | None = None, *, trace: str | Path | None = None) -> list[Array]:
         if self._stale:

@@ -48,6 +48,8 @@ def as_array(what: str, name: str, value: Any, type_: TensorType) -> Array:
     """
     if type(value) is not np.ndarray:  # a subclass may give operators another meaning
         value = np.asarray(value) if isinstance(value, np.ndarray) else _converted(f"{what} {name!r}", value, type_)
+    if type_.dtype.is_packed and value.dtype == np.uint8:
+        value = _as_blocks(what, name, value, type_)
     if value.dtype != type_.dtype.numpy:
         try:
             found = str(dtype(value.dtype))
@@ -57,9 +59,16 @@ def as_array(what: str, name: str, value: Any, type_: TensorType) -> Array:
             f"{what} {name!r}: element type is {found}, wanted {type_.dtype}",
             hint=f"cast it with .astype({type_.dtype.numpy.name!r})",
         )
-    if value.ndim != type_.rank:
+    if value.ndim != len(type_.array_shape):
         raise BindError(f"{what} {name!r}: shape is {_shape(value)}, wanted {type_}")
     return value if value.flags.c_contiguous else np.ascontiguousarray(value)
+
+
+def _as_blocks(what: str, name: str, value: Array, type_: TensorType) -> Array:
+    """The bytes of packed rows, [..., bytes of a row], as blocks."""
+    if value.ndim == 0 or value.shape[-1] % type_.dtype.size:
+        raise BindError(f"{what} {name!r}: rows of {_shape(value)} bytes are not whole blocks of {type_.dtype.size}")
+    return np.ascontiguousarray(value).view(type_.dtype.numpy)
 
 
 _PYTHON_TYPES = {"f": "float", "i": "int", "u": "int", "c": "complex", "U": "str", "S": "bytes"}
@@ -89,7 +98,7 @@ def _converted(label: str, value: Any, type_: TensorType) -> Array:
 
 def check_fixed(what: str, name: str, value: Array, type_: TensorType) -> None:
     """The sizes of a weight that are plain numbers."""
-    for have, want in zip(value.shape, type_.shape, strict=True):
+    for have, want in zip(value.shape, type_.array_shape, strict=True):
         if isinstance(want, int) and have != want:
             hint = None
             if type_.rank == 2 and value.shape == tuple(reversed(type_.shape)):
@@ -112,7 +121,7 @@ def solve_symbols(leaves: Iterable[Leaf], limits: Mapping[str, int]) -> dict[str
     source: dict[str, str] = {}
     later: list[tuple[str, int, Dim, int]] = []
     for label, array, type_ in leaves:
-        for axis, want in enumerate(type_.shape):
+        for axis, want in enumerate(type_.array_shape):
             have = array.shape[axis]
             if isinstance(want, int):
                 if have != want:

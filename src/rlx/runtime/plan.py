@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 
 from rlx.backends import cache
 from rlx.hir.lower import lower
-from rlx.ir.graph import Graph
+from rlx.ir.graph import Graph, Value
 from rlx.lir.program import Program
 from rlx.lir.schedule import schedule
 from rlx.mir.pipeline import optimise
 from rlx.mir.report import FusionReport
+from rlx.runtime.weights import Recipe, recipes
 from rlx.target import Target
 
 
@@ -25,6 +26,7 @@ class CompiledPlan:
     main: Program
     bind: Program
     derived: list[str]
+    recipes: list[Recipe]  # of the derived weights
     fusion: FusionReport
     main_text: str  # optimised MIR, for people
     bind_text: str
@@ -35,11 +37,19 @@ def make_plan(graph: Graph, target: Target) -> CompiledPlan:
     """Compile a graph to programs, without the cache."""
     result = optimise(lower(graph), target)
     derived = zip(result.derived, result.bind.outputs, strict=True)
-    panels = {n: f"panels({o.shape[-1]})" for n, o in derived if o.node.op == "pack_panels"}
+    panels = {n: _layout(o) for n, o in derived if o.node.op in ("pack_panels", "interleave_blocks")}
     main = schedule(result.main, target, notes=panels)
     bind = schedule(result.bind, target)
     texts = result.main.text(), result.bind.text()
-    return CompiledPlan(main, bind, result.derived, result.report, *texts, _origins(graph))
+    return CompiledPlan(main, bind, result.derived, recipes(result.bind), result.report, *texts, _origins(graph))
+
+
+def _layout(panels: Value) -> str:
+    """How a weight that a matmul kernel reads lies in memory."""
+    source = panels.node.operands[0]
+    assert source is not None
+    kind = f" of {source.dtype}" if source.dtype.is_packed else ""
+    return f"panels({panels.shape[-1]}){kind}"
 
 
 def _origins(graph: Graph) -> tuple[str, ...]:

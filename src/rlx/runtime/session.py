@@ -12,6 +12,7 @@ from rlx.hir.lower import lower
 from rlx.ir.graph import Graph
 from rlx.runtime.compiled import CompiledGraph, CpuGraph, ReferenceGraph
 from rlx.runtime.plan import cached_plan
+from rlx.runtime.weights import WeightStore
 from rlx.target import Target
 
 # One thread compiles at a time: Python and LLVM are serial, so more would only take turns. A fork waits for it, because
@@ -28,6 +29,7 @@ class Session:
         self.device = find_device(device)
         self.threads = _checked_threads(threads)
         self.target = _checked_target(target)
+        self.weights = WeightStore()  # shared by all graphs that this session compiles
 
     def compile(self, graph: Graph) -> CompiledGraph:
         """A graph ready to run on this session's device."""
@@ -39,7 +41,7 @@ class Session:
             graph.verify()
             if self.device.name == "reference":
                 return ReferenceGraph(lower(graph), "reference")
-            return CpuGraph(graph, cached_plan(graph, self.target), self.target, self.threads)
+            return CpuGraph(graph, cached_plan(graph, self.target), self.target, self.threads, self.weights)
 
 
 def _checked_threads(threads: int | None) -> int | None:

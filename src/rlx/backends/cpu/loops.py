@@ -247,11 +247,13 @@ class _Emitter:
                 if value.type == "i64":
                     return value
                 return b.extract(value, 0) if lanes_of(value.type) == 1 else None
-            case Apply(op="add" | "sub" | "mul" | "quot" | "rem" as op) if expr.dtype is I64:
+            case Apply(op="add" | "sub" | "mul" | "quot" | "rem" | "and" | "shl" | "shr" as op) if expr.dtype is I64:
                 sides = [self.uniform(a) for a in expr.args]
                 if sides[0] is None or sides[1] is None:
                     return None
-                method = {"add": b.add, "sub": b.sub, "mul": b.mul, "quot": b.sdiv, "rem": b.srem}[op]
+                method = {"add": b.add, "sub": b.sub, "mul": b.mul, "quot": b.sdiv, "rem": b.srem}.get(op)
+                if method is None:
+                    return b.op("ashr" if op == "shr" else op, sides[0], sides[1])
                 return method(sides[0], sides[1])
             case Apply(op="cast") if expr.dtype is I64 and self.lanes.count == 1:
                 return b.extract(self.value(expr), 0)
@@ -466,6 +468,8 @@ class _Emitter:
                 return self.b.select(args[0], args[1], args[2])
             case "and" | "or":
                 return self.b.op(expr.op, args[0], args[1])
+            case "shl" | "shr":
+                return self.b.op("shl" if expr.op == "shl" else "ashr", args[0], args[1])
             case "not":
                 return self.b.op("xor", args[0], const(args[0].type, True))
             case "eq" | "ne" | "lt" | "le" | "gt" | "ge":

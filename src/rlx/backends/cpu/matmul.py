@@ -14,7 +14,7 @@ from rlx.backends.cpu.builder import Body, Builder, Module, Value, const, i64, i
 from rlx.backends.cpu.routine import Entry, Routine
 from rlx.dtypes import DType
 from rlx.errors import LowerError
-from rlx.lir.kernels import ROW_BLOCK, MatmulKernel, TileOperand
+from rlx.lir.kernels import ROW_BLOCK, Blocks, MatmulKernel, TileOperand
 from rlx.lir.loops import LoopKernel
 from rlx.target import Target
 
@@ -87,6 +87,8 @@ def entry(kernel: MatmulKernel, target: Target, compile_loops: CompileLoops) -> 
     heights = range(1, target.tile_rows + 1)
     tiles = tuple(micro_kernel(kernel.dtype, h, target.tile_vectors, target) for h in heights)
     tables = {"tiles": tiles if kernel.packed else (*tiles, _packing(geometry(kernel.dtype, target)))}
+    if kernel.blocks is not None:
+        tables["blocks"] = (compile_loops(kernel.blocks.unpack, target), compile_loops(kernel.blocks.dot, target))
     if kernel.epilogue is not None:
         tables["epilogue"] = (compile_loops(kernel.epilogue, target),)
     return Entry(_nest(kernel, target), tables)
@@ -100,7 +102,9 @@ def panel_columns(kernel: MatmulKernel, target: Target) -> int:
 def scratch_bytes(kernel: MatmulKernel, target: Target, k: int) -> int:
     """Scratch that a launch with this `k` needs, the driver's header included."""
     form = geometry(kernel.dtype, target)
-    packed = 0 if kernel.packed else min(-(-k // form.lanes) * form.lanes, SLAB) * form.step_bytes
+    unit = kernel.blocks.storage.block if kernel.blocks else form.lanes
+    stored = kernel.packed and not kernel.blocks
+    packed = 0 if stored else min(-(-k // unit) * unit, SLAB) * form.step_bytes
     return _sums_end(form) + packed
 
 
@@ -192,7 +196,8 @@ def _nest(kernel: MatmulKernel, target: Target) -> Routine:
     form = geometry(kernel.dtype, target)
     operands = "".join(f".{o.dtype.size}{'c' if o.columns else 'r'}" for o in kernel.operands)
     finish = "epilogue" if kernel.epilogue else "copy"
-    symbol = f"matmul_nest.{kernel.dtype}.{'panels' if kernel.packed else 'rows'}.{kernel.weights}.{finish}{operands}"
+    right = f"{kernel.blocks.storage}" if kernel.blocks else "panels" if kernel.packed else "rows"
+    symbol = f"matmul_nest.{kernel.dtype}.{right}.{kernel.weights}.{finish}{operands}"
 
     def emit(module: Module) -> None:
         module.define(symbol, _ENTRY_ARGUMENTS, lambda b, *arguments: _Nest(b, kernel, form, *arguments).emit())
@@ -246,7 +251,7 @@ class _Nest:
     ) -> None:
         self.b, self.kernel, self.form = b, kernel, form
         self.lo, self.hi, self.scratch = lo, hi, scratch
-        pointers = {"tiles", "epilogue", "a", "b", *(f"ptr{i}" for i in range(len(kernel.operands)))}
+        pointers = {"tiles", "epilogue", "blocks", "a", "b", *(f"ptr{i}" for i in range(len(kernel.operands)))}
         self.word = {
             name: b.load("ptr" if name in pointers else "i64", b.offset(args, 8 * i), align=8)
             for i, name in enumerate(kernel.words)
@@ -262,6 +267,8 @@ class _Nest:
             self.epilogue_args = b.stack("i64", len(kernel.epilogue.words))
             for i in range(len(kernel.operands)):
                 self._store_arg(2 + len(kernel.operands) + i, self.word[f"row{i}"])
+        if kernel.blocks is not None:
+            self.block_args = b.stack("i64", 4)
         if not kernel.packed:
             self.memo = b.stack("i64", 2)  # address and columns of what the packed panel in scratch was made from
             b.store(i64(0), self.memo, align=8)
@@ -301,7 +308,8 @@ class _Nest:
         group, depth = self._cut(rows, b.sub(high, low))
         slabs = b.max(b.sdiv(b.add(word["k"], b.sub(depth, 1)), depth), 1)
         even = b.sdiv(b.add(word["k"], b.sub(slabs, 1)), slabs)
-        step = b.op("and", b.add(even, SLAB_UNIT - 1), i64(-SLAB_UNIT))
+        unit = self.kernel.blocks.storage.block if self.kernel.blocks else SLAB_UNIT
+        step = b.op("and", b.add(even, unit - 1), i64(-unit))
 
         def panels(first: Value) -> None:
             end = b.min(b.add(first, group), high)
@@ -319,8 +327,9 @@ class _Nest:
         panels take turns: going down a column touches a page a step, more than there are entries for.
         """
         b, word = self.b, self.word
-        if self.kernel.packed:  # a single tile would read nothing twice
-            return i64(1), b.select(b.icmp("eq", rows.count, 1), b.max(word["k"], 1), i64(SLAB))
+        if self.kernel.packed:  # a single tile would read nothing twice; of blocks that is so for a single row
+            alone = b.icmp("eq", word["m"], 1) if self.kernel.blocks else b.icmp("eq", rows.count, 1)
+            return i64(1), b.select(alone, b.max(word["k"], 1), i64(SLAB))
         large = b.op("and", b.icmp("sge", panels, WIDE_PANELS), b.icmp("sgt", word["k"], SLAB))
         wide = b.op("and", self._in_place(rows), large)
         return b.select(wide, i64(self._group()), i64(1)), b.select(wide, i64(WIDE_SLAB), i64(SLAB))
@@ -338,10 +347,13 @@ class _Nest:
         b, word, form = self.b, self.word, self.form
         column = b.mul(panel, self.columns)
         before = b.mul(panel, b.mul(word["k"], form.panel)) if self.kernel.packed else b.mul(column, word["b_n"])
+        here = b.offset(rows.b, before, form.scalar)
+        if self.kernel.blocks is not None:
+            here = b.offset(rows.b, b.mul(panel, self._block_bytes(self.kernel.blocks, word["k"])))
         start = b.mul(slab, step)
         stripe = _Stripe(
             columns=b.min(b.sub(word["n"], column), self.columns),
-            b=b.offset(rows.b, before, form.scalar),
+            b=here,
             operands=tuple(
                 b.offset(pointer, column, _unit(o)) if o.columns else pointer
                 for pointer, o in zip(rows.operands, self.kernel.operands, strict=True)
@@ -354,7 +366,44 @@ class _Nest:
         )
         if self.kernel.epilogue is not None:
             self._store_arg(1 + len(self.kernel.operands), stripe.columns)
-        self.each_tile(rows, stripe, self._panel(rows, stripe) if self.kernel.packed else self._rows(rows, stripe))
+        if self.kernel.blocks is not None:
+            blocks = self.kernel.blocks
+            b.when(
+                b.icmp("eq", word["m"], 1),
+                lambda: self.dot(rows, stripe),
+                lambda: self.each_tile(rows, stripe, self._unpacked(stripe, blocks)),
+            )
+        else:
+            self.each_tile(rows, stripe, self._panel(rows, stripe) if self.kernel.packed else self._rows(rows, stripe))
+
+    def _block_bytes(self, blocks: Blocks, k: Value) -> Value:
+        """Bytes of a panel over `k` steps."""
+        return self.b.mul(self.b.sdiv(k, blocks.storage.block), blocks.storage.size * self.form.panel)
+
+    def _call_blocks(self, which: int, count: Value, *pointers: Value) -> None:
+        """Unpack (0) or dot (1) over blocks; the first pointer is read as units and as halves."""
+        b = self.b
+        for i, pointer in enumerate((pointers[0], *pointers)):
+            b.store(pointer, b.offset(self.block_args, 8 * i), align=8)
+        kernel = b.load("ptr", b.offset(self.word["blocks"], 8 * which), align=8)
+        b.call_pointer(kernel, self.block_args, i64(0), count, self.scratch)
+
+    def _unpacked(self, stripe: _Stripe, blocks: Blocks) -> _Right:
+        """Packed weights: numbers in scratch, made anew for each slab."""
+        b, form = self.b, self.form
+        here = b.offset(stripe.b, self._block_bytes(blocks, stripe.start))
+        self._call_blocks(0, b.sdiv(stripe.length, blocks.storage.block), here, self.packed)
+        return _Right(self.packed, i64(form.panel), self.packed, i64(0), i64(0))
+
+    def dot(self, rows: _Block, stripe: _Stripe) -> None:
+        """One row times packed weights, with no way through memory: the same chain over k as a tile's."""
+        b, form = self.b, self.form
+        assert self.kernel.blocks is not None
+        for j in range(form.vectors):
+            b.store(const(form.vector, 0.0), b.offset(stripe.sums, j * form.lanes, form.scalar), align=form.dtype.size)
+        count = b.sdiv(self.word["k"], self.kernel.blocks.storage.block)
+        self._call_blocks(1, count, stripe.b, rows.a, stripe.sums)
+        self.finish(stripe, i64(0), i64(1), stripe.sums)
 
     def _panel(self, rows: _Block, stripe: _Stripe) -> _Right:
         """B in panels: the next slab, of this panel or the next one, follows in memory; all tiles prefetch a share."""
