@@ -43,7 +43,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         ]
         row = (Ref("at", I64), step)
         if storage.is_packed:
-            found = element(e, storage, e.index(count), row, halves=2)
+            found = element(e, storage, e.index(count), (row,), halves=2)
         else:
             found = e.load(0, row)
         return stmts, [Choose(Ref("ok", BOOL), found, Const(0, out.dtype.compute))]
