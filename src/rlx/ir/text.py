@@ -7,7 +7,7 @@
         %0 = input(name="acc0") : f32[seq, 2]
         %1 = tanh(%0) : f32[seq, 2]
         return %1
-      }, weights=1, columns=2, packed=false) : f32[seq, 2]
+      }, weights=1, columns=2, packed=false, blocks=none) : f32[seq, 2]
       return %2
     }
 

@@ -73,6 +73,8 @@ def cached_plan(graph: Graph, target: Target) -> CompiledPlan:
         except (pickle.UnpicklingError, AttributeError, ImportError, EOFError, LookupError, TypeError, ValueError):
             pass  # written by something else: make it again
     plan = make_plan(graph, target)
+    for program in (plan.main, plan.bind):
+        program.kernels()  # so that their digests are stored too
     store.write("programs", key, pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL))
     return plan
 
