@@ -15,6 +15,7 @@ from typing import Any
 import gguf
 import ml_dtypes
 import numpy as np
+import scipy.signal
 import scipy.special
 
 Array = np.ndarray[Any, Any]
@@ -320,6 +321,99 @@ def _concatenate(*xs: Array, axis: int = 0) -> Array:
     return np.concatenate(xs, axis)
 
 
+@oracle("selective_scan_carry")
+def _selective_scan_carry(
+    x: Array, delta: Array, a: Array, b: Array, c: Array, state: Array, d: Array | None = None, *, state_size: int
+) -> tuple[Array, Array]:
+    """One channel after the other, one number of state after the other."""
+    y, state = np.zeros_like(x), state.copy()
+    for batch, channel in np.ndindex(x.shape[0], x.shape[2]):
+        h = state[batch, channel]
+        for t in range(x.shape[1]):
+            for n in range(state_size):
+                step = delta[batch, t, channel]
+                h[n] = math.exp(step * a[channel, n]) * h[n] + step * b[batch, t, n] * x[batch, t, channel]
+            y[batch, t, channel] = h @ c[batch, t] + (0 if d is None else d[channel] * x[batch, t, channel])
+    return y, state
+
+
+@oracle("selective_scan")
+def _selective_scan(
+    x: Array, delta: Array, a: Array, b: Array, c: Array, d: Array | None = None, *, state_size: int
+) -> Array:
+    start = np.zeros((x.shape[0], x.shape[2], state_size))
+    return _selective_scan_carry(x, delta, a, b, c, start, d, state_size=state_size)[0]
+
+
+@oracle("gated_delta_net_carry")
+def _gated_delta_net_carry(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, *, state_size: int
+) -> tuple[Array, Array]:
+    """Householder-like form: S (I exp(g)) minus what the key recalls, plus what it is to recall."""
+    out, state = np.zeros_like(v), state.copy()
+    for batch, head in np.ndindex(q.shape[0], q.shape[2]):
+        s = state[batch, head]
+        for t in range(q.shape[1]):
+            key, rate = k[batch, t, head], beta[batch, t, head]
+            forget = (np.eye(state_size) - rate * np.outer(key, key)) * math.exp(g[batch, t, head])
+            s = forget @ s + rate * np.outer(key, v[batch, t, head])
+            out[batch, t, head] = q[batch, t, head] @ s / math.sqrt(state_size)
+        state[batch, head] = s
+    return out, state
+
+
+@oracle("gated_delta_net")
+def _gated_delta_net(q: Array, k: Array, v: Array, g: Array, beta: Array, *, state_size: int) -> Array:
+    start = np.zeros((q.shape[0], q.shape[2], state_size, state_size))
+    return _gated_delta_net_carry(q, k, v, g, beta, start, state_size=state_size)[0]
+
+
+@oracle("depthwise_conv1d_causal")
+def _depthwise_conv1d_causal(x: Array, weight: Array, left_pad: Array, *, kernel_size: int) -> Array:
+    taps, y = weight.reshape(len(weight), kernel_size), np.zeros_like(x)
+    for batch, channel in np.ndindex(x.shape[0], x.shape[2]):
+        line = np.concatenate([left_pad[batch, :, channel], x[batch, :, channel]])
+        y[batch, :, channel] = np.convolve(line, taps[channel][::-1], mode="valid")
+    return y
+
+
+def _two(value: Any) -> Any:
+    return (value, value) if isinstance(value, int) else value
+
+
+@oracle("conv2d")
+def _conv2d(
+    x: Array, weight: Array, bias: Array | None = None, *, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+    groups: int = 1,
+) -> Array:  # fmt: skip
+    """Spread the kernel out by its dilation, correlate every pair of planes, keep every stride-th result."""
+    (sy, sx), (py, px), (dy, dx) = map(_two, (stride, padding, dilation))
+    wide = np.zeros((*weight.shape[:2], dy * (weight.shape[2] - 1) + 1, dx * (weight.shape[3] - 1) + 1))
+    wide[:, :, ::dy, ::dx] = weight
+    padded = np.pad(x, ((0, 0), (0, 0), (py, py), (px, px)))
+    outs, inside = weight.shape[0], weight.shape[1]
+    planes = []
+    for image in padded:
+        for out in range(outs):
+            first = out // (outs // groups) * inside
+            total = sum(scipy.signal.correlate2d(image[first + i], wide[out, i], mode="valid") for i in range(inside))
+            planes.append(np.asarray(total)[::sy, ::sx] + (0 if bias is None else bias[out]))
+    return np.stack(planes).reshape(len(x), outs, *planes[0].shape)
+
+
+@oracle("pool2d")
+def _pool2d(x: Array, *, kind: str, kernel: Any, stride: Any = None, padding: Any = 0) -> Array:
+    (ky, kx), (py, px) = _two(kernel), _two(padding)
+    sy, sx = (ky, kx) if stride is None else _two(stride)
+    padded = np.pad(x, ((0, 0), (0, 0), (py, py), (px, px)), constant_values=-np.inf if kind == "max" else 0)
+    height, width = (padded.shape[2] - ky) // sy + 1, (padded.shape[3] - kx) // sx + 1
+    y = np.empty((*x.shape[:2], height, width))
+    for r, c in np.ndindex(height, width):
+        seen = padded[:, :, r * sy : r * sy + ky, c * sx : c * sx + kx]
+        y[:, :, r, c] = seen.max((2, 3)) if kind == "max" else seen.mean((2, 3))
+    return y
+
+
 @oracle("dequantise")
 def _dequantise(x: Array) -> Array:
     """The reader of the `gguf` package, on the bytes; types are told apart by the size of their blocks."""
@@ -474,3 +568,71 @@ def _swiglu_ffn(x: Array, up: Array, gate: Array, down: Array) -> Array:
 @oracle("residual_rms_norm")
 def _residual_rms_norm(x: Array, residual: Array, gamma: Array, beta: Array | None = None, *, eps: float) -> Array:
     return _rms_norm(x + residual, gamma, beta, eps=eps)
+
+
+@oracle("linear_fused")
+def _linear_fused(x: Array, weight: Array, bias: Array, *, activation: str | None = None) -> Array:
+    return _linear(x, weight, bias, activation=activation)
+
+
+@oracle("shared_linear_pair")
+def _shared_linear_pair(x: Array, first: Array, second: Array) -> tuple[Array, Array]:
+    return _matmul(x, first), _matmul(x, second)
+
+
+@oracle("attention_block")
+def _attention_block(
+    q: Array, k: Array, v: Array, mask: Array | None = None, *, num_heads: int, head_dim: int, mask_kind: str = "none",
+    scale: float | None = None, softcap: float | None = None,
+) -> Array:  # fmt: skip
+    swap = q.ndim == 4 and q.shape[2] != num_heads
+    if swap:
+        split = [t.swapaxes(1, 2) for t in (q, k, v)]
+    else:
+        split = [t.reshape(*t.shape[:2], -1, head_dim) for t in (q, k, v)]
+    seen = _attention(*split, mask, mask_kind=mask_kind, scale=scale, softcap=softcap)
+    return seen.swapaxes(1, 2) if swap else seen.reshape(q.shape)
+
+
+@oracle("rope_block")
+def _rope_block(
+    x: Array, cos: Array, sin: Array, positions: Array | None = None, *, head_dim: int, n_rot: int | None = None
+) -> Array:
+    half = (head_dim if n_rot is None else n_rot) // 2
+    at = np.tile(np.arange(x.shape[1]), (len(x), 1)) if positions is None else positions
+    return _rope(x.reshape(*x.shape[:2], -1, head_dim), cos[:, :half], sin[:, :half], at).reshape(x.shape)
+
+
+@oracle("llama_decoder_block")
+def _llama_decoder_block(
+    x: Array, input_norm: Array, q: Array, k: Array, v: Array, o: Array, post_norm: Array, gate: Array, up: Array,
+    down: Array, cos: Array, sin: Array, input_beta: Array | None = None, post_beta: Array | None = None,
+    mask: Array | None = None, *, num_heads: int, num_kv_heads: int, head_dim: int, eps: float,
+    mask_kind: str = "causal",
+) -> Array:  # fmt: skip
+    h = _rms_norm(x, input_norm, input_beta, eps=eps)
+    queries, keys = (_rope_block(h @ w, cos, sin, head_dim=head_dim) for w in (q, k))
+    seen = _attention_block(queries, keys, h @ v, mask, num_heads=num_heads, head_dim=head_dim, mask_kind=mask_kind)
+    x = x + seen @ o
+    return x + _swiglu_ffn(_rms_norm(x, post_norm, post_beta, eps=eps), up, gate, down)
+
+
+@oracle("qwen35_mtp_head")
+def _qwen35_mtp_head(
+    x: Array, ids: Array, last: Array, embed: Array, hidden_norm: Array, embed_norm: Array, eh_proj: Array,
+    input_norm: Array, q: Array, k: Array, v: Array, o: Array, q_norm: Array, k_norm: Array, cos: Array, sin: Array,
+    post_norm: Array, gate: Array, up: Array, down: Array, norm: Array, head: Array, *, num_heads: int,
+    num_kv_heads: int, head_dim: int, eps: float, n_rot: int | None = None,
+) -> Array:  # fmt: skip
+    x = np.concatenate([_rms_norm(embed[ids], embed_norm, eps=eps), _rms_norm(x, hidden_norm, eps=eps)], -1) @ eh_proj
+    h = _rms_norm(x, input_norm, eps=eps)
+    queries, gates = np.split((h @ q).reshape(*x.shape[:2], num_heads, -1), 2, axis=-1)
+    keys = _rms_norm((h @ k).reshape(*x.shape[:2], num_kv_heads, head_dim), k_norm, eps=eps)
+    queries = _rms_norm(queries, q_norm, eps=eps)
+    queries, keys = (_rope_block(t, cos, sin, head_dim=head_dim, n_rot=n_rot) for t in (queries, keys))
+    values = (h @ v).reshape(keys.shape)
+    seen = _attention(queries, keys, values, mask_kind="causal") * sigmoid(gates)
+    x = x + seen.reshape(*x.shape[:2], -1) @ o
+    x = x + _swiglu_ffn(_rms_norm(x, post_norm, eps=eps), up, gate, down)
+    chosen = np.stack([row[i] for row, i in zip(x, last, strict=True)])
+    return _rms_norm(chosen, norm, eps=eps) @ head

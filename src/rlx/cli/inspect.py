@@ -1,25 +1,49 @@
-"""`rlx inspect FILE`: a graph file at any level, from HIR down to assembly."""
+"""`rlx inspect MODEL_OR_FILE`: a model, or a graph as text, at any level from HIR down to assembly.
+
+One program serves every batch, length and past; `--phase`, `--batch`, `--seq` and `--past` say for which of them sizes,
+bytes and flops are shown. Weights are neither read nor packed.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import rlx.hir.blocks  # noqa: F401  declares the ops that files may use
-from rlx import target
+from rlx import hub, target
 from rlx.backends.cpu.library import kernel_text
-from rlx.errors import FormatError
+from rlx.cli.console import UsageError
+from rlx.engine.model import CONTEXT
+from rlx.errors import FormatError, NotFoundError
 from rlx.hir.lower import lower
-from rlx.ir.graph import Graph
-from rlx.runtime.plan import make_plan
+from rlx.hub.store import show_size
+from rlx.ir.graph import Graph, Node
+from rlx.ir.text import node_text
+from rlx.lir import memory
+from rlx.lir.program import Launch, Program, launch_text
+from rlx.lir.views import View
+from rlx.mir.pipeline import optimise
+from rlx.models.load import Checkpoint, open_checkpoint
+from rlx.runtime.plan import cached_plan
+from rlx.types import concrete, evaluate
 
 LEVELS = ("hir", "mir", "lir", "llvm", "asm")
+BLOCK = 64  # positions of a block of the cache
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser("inspect", help="show a graph file at a level")
-    command.add_argument("file", type=Path, help="a graph as text (.rlx)")
+    command = commands.add_parser("inspect", help="show a model or a graph file at a level")
+    command.add_argument("what", metavar="MODEL_OR_FILE", help="a model on this machine, or a graph as text (.rlx)")
     command.add_argument("--level", choices=LEVELS, default="mir")
+    command.add_argument("--stage", help="only this part, such as layers.0 or layers.*.attn")
+    command.add_argument("--phase", choices=("prefill", "decode"), default="prefill")
+    command.add_argument("--batch", type=int, default=1, help="sequences at once (1)")
+    command.add_argument("--seq", type=int, help="tokens of each (128; 1 in decode)")
+    command.add_argument("--past", type=int, help="tokens before them (0; 512 in decode)")
+    command.add_argument("--size", action="append", default=[], metavar="NAME=N", help="the size of another symbol")
     command.add_argument("--target", help="avx512, avx2 or baseline (default: the best here)")
     command.add_argument("--built", action="store_true", help="with --level mir: before the passes")
     command.add_argument("--bind", action="store_true", help="the bind program of the weights instead of the main one")
@@ -28,36 +52,172 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    graph = load(arguments.file)
     machine = target.named(arguments.target) if arguments.target else target.host()
-    print(show(graph, arguments.level, machine, built=arguments.built, bind=arguments.bind, fusion=arguments.fusion))
+    graph, about = _opened(arguments)
+    sizes = _sizes(arguments, graph)
+    print(f"# {about}, {machine.name}")
+    if sizes:
+        print(f"# {arguments.phase}: " + ", ".join(f"{name} = {size}" for name, size in sorted(sizes.items())))
+    for line in show(graph, arguments.level, machine, stage=arguments.stage, sizes=sizes, built=arguments.built,
+                     bind=arguments.bind, fusion=arguments.fusion):  # fmt: skip
+        print(line)
     return 0
+
+
+# -- what is looked at -----------------------------------------------------------------------------------------------
+def _opened(arguments: argparse.Namespace) -> tuple[Graph, str]:
+    if arguments.what.endswith(".rlx"):
+        graph = load(Path(arguments.what))
+        return graph, f"graph {graph.name}"
+    checkpoint = open_checkpoint(hub.resolve(arguments.what, offline=True).path)
+    family, config = checkpoint.family, checkpoint.config
+    with checkpoint.file:
+        if family.kind != "decoder" and (arguments.phase == "decode" or arguments.past):
+            raise UsageError(f"inspect: {arguments.what} is an encoder: it has neither decode nor a past")
+        return built_graph(checkpoint), f"{arguments.what}: {family.name} {family.kind}, {config.layers} layers"
+
+
+def built_graph(checkpoint: Checkpoint) -> Graph:
+    """The graph of a model, as it is when it is loaded; of its weights only types are looked at."""
+    family, config = checkpoint.family, checkpoint.config
+    if family.kind == "decoder":
+        context = min(CONTEXT, int(config.context))
+        return family.flow(config, context, checkpoint.rope_factors).build(checkpoint.weights).module
+    return family.flow(config).build(checkpoint.weights).module
 
 
 def load(path: Path) -> Graph:
     """The graph in a file, checked."""
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise NotFoundError(f"{path}: no such file") from error
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError(f"{path}: cannot be read: {error}") from error
     return Graph.parse(text).verify()
 
 
+def phase_sizes(batch: int, seq: int, past: int = 0) -> dict[str, int]:
+    """The sizes of the symbols that models use, for `seq` new tokens after `past` others."""
+    blocks = -(-(past + seq) // BLOCK)
+    return {"batch": batch, "seq": seq, "past_seq": past, "blocks": blocks, "picked": batch}
+
+
+def _sizes(arguments: argparse.Namespace, graph: Graph) -> dict[str, int]:
+    """The binding that was asked for, of the symbols that the graph has."""
+    decode = arguments.phase == "decode"
+    seq = arguments.seq if arguments.seq is not None else 1 if decode else 128
+    past = arguments.past if arguments.past is not None else 512 if decode else 0
+    if arguments.batch < 1 or seq < 1 or past < 0:
+        raise UsageError(f"inspect: batch {arguments.batch}, seq {seq}, past {past}: expected 1, 1 and 0 at least")
+    known = phase_sizes(arguments.batch, seq, past)
+    for text in arguments.size:
+        name, _, size = text.partition("=")
+        if name not in graph.symbols() or not size.isdecimal():
+            symbols = ", ".join(graph.symbols()) or "none"
+            raise UsageError(f"inspect: --size {text}: expected NAME=N of a symbol; there are: {symbols}")
+        known[name] = int(size)
+    return {name: known[name] for name in graph.symbols() if name in known}
+
+
+def matches(pattern: str | None, where: str) -> bool:
+    """Whether a stage path, or an origin that begins with one, lies in the part that a pattern names."""
+    if pattern is None:
+        return True
+    wanted, found = pattern.split("."), where.split(", ")[0].split(".")
+    return len(found) >= len(wanted) and all(fnmatchcase(f, w) for f, w in zip(found, wanted, strict=False))
+
+
+# -- levels ----------------------------------------------------------------------------------------------------------
 def show(
-    graph: Graph, level: str, machine: target.Target, *, built: bool = False, bind: bool = False, fusion: bool = False
-) -> str:
-    """The graph at a level, as text."""
-    if level == "hir":
-        return graph.text()
-    if level == "mir" and built:
-        return lower(graph).text()
-    plan = make_plan(graph, machine)
-    program = plan.bind if bind else plan.main
-    match level:
-        case "mir":
-            text = plan.bind_text if bind else plan.main_text
-        case "lir":
-            text = program.text()
-        case _:
-            text = kernel_text(program.kernels().values(), machine, level=level)
-    return f"{text}\n\n{plan.fusion}" if fusion else text
+    graph: Graph, level: str, machine: target.Target, *, stage: str | None = None,
+    sizes: Mapping[str, int] | None = None, built: bool = False, bind: bool = False, fusion: bool = False,
+) -> Iterator[str]:  # fmt: skip
+    """The graph at a level, line by line."""
+    if level == "hir" or (level == "mir" and built):
+        yield from _graph_lines(graph if level == "hir" else lower(graph), stage)
+        return
+    if level == "mir":
+        result = optimise(lower(graph), machine)
+        yield from _graph_lines(result.bind if bind else result.main, stage)
+        report = str(result.report)
+    else:
+        plan = cached_plan(graph, machine)
+        program = plan.bind if bind else plan.main
+        launches = [x for x in program.launches if matches(stage, x.where)]
+        _need(launches, stage, (x.where for x in program.launches))
+        if level == "lir":
+            yield from _program_lines(program, launches, sizes or {}, whole=stage is None)
+        else:
+            kernels = {x.kernel.symbol: x.kernel for x in launches}
+            yield from kernel_text(kernels.values(), machine, level=level).splitlines()
+        report = str(plan.fusion)
+    if fusion:
+        yield f"\n{report}"
+
+
+def _graph_lines(graph: Graph, stage: str | None) -> Iterator[str]:
+    if stage is None:
+        yield from graph.text(origins=True).splitlines()
+        return
+    nodes = [n for n in graph.nodes if matches(stage, str(n.origin))]
+    _need(nodes, stage, (str(n.origin) for n in graph.nodes))
+    for node in nodes:
+        yield f"{node_text(node)}  # {node.origin}"
+
+
+def _need(found: list[Launch] | list[Node], stage: str | None, places: Iterable[str]) -> None:
+    if not found and stage is not None:
+        known = dict.fromkeys(place.split(", ")[0].split(".")[0] for place in places)
+        named = ", ".join(name for name in known if name.isidentifier())
+        raise UsageError(f"inspect: nothing is in stage {stage}", hint=f"there are: {named or 'none'}")
+
+
+def _program_lines(program: Program, launches: list[Launch], sizes: Mapping[str, int], *, whole: bool) -> Iterator[str]:
+    """The program under a binding: interface, launches with concrete sizes, kernels, and the sum of it."""
+    if not set(program.symbols) <= set(sizes):
+        yield from program.text().splitlines() if whole else map(launch_text, launches)
+        return
+    text = program.text().splitlines()
+    first = next((i for i, line in enumerate(text) if line.startswith("  launch ")), len(text))
+    if whole:
+        yield from text[:first]
+    for launch in launches:
+        known = bound(launch, sizes)
+        shapes = " -> ".join(_shapes(known.views(written=side)) for side in (False, True))
+        work = f"{show_size(int(known.bytes))}, {evaluate(launch.flops, sizes) / 1e6:.3g} MFLOP"
+        yield f"  {launch_text(known)}  # {launch.where.split(', ')[0]}: {shapes}, {work}"
+    for kernel in {x.kernel.symbol: x.kernel for x in launches}.values():
+        yield from ("", *kernel.text().splitlines())
+    moved, flops = (sum(evaluate(getattr(x, name), sizes) for x in launches) for name in ("bytes", "flops"))
+    kernels = len({x.kernel.symbol for x in launches})
+    yield ""
+    yield f"# {len(launches)} launches of {kernels} kernels: {show_size(moved)} of operands, {flops / 1e6:.4g} MFLOP"
+    yield f"# arena of the whole program: {show_size(arena(program, sizes))}"
+
+
+def bound(launch: Launch, sizes: Mapping[str, int]) -> Launch:
+    """A launch with numbers in place of symbols."""
+
+    def number(word: object) -> object:
+        match word:
+            case View():
+                return replace(word, shape=concrete(word.shape, sizes), strides=concrete(word.strides, sizes),
+                               offset=evaluate(word.offset, sizes))  # fmt: skip
+            case None:
+                return None
+            case _:
+                return evaluate(word, sizes)  # type: ignore[arg-type]
+
+    words = tuple(number(w) for w in launch.words)
+    return replace(launch, words=words, units=evaluate(launch.units, sizes))  # type: ignore[arg-type]
+
+
+def _shapes(views: Iterable[View]) -> str:
+    return " ".join("×".join(map(str, v.shape)) or "1" for v in views)
+
+
+def arena(program: Program, sizes: Mapping[str, int]) -> int:
+    """Bytes of the temporary buffers together, as the planner lays them."""
+    lives = memory.lifetimes(program)
+    return memory.plan(lives, {x.name: evaluate(program.buffers[x.name].type.bytes, sizes) for x in lives}).size

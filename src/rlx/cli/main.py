@@ -3,48 +3,93 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 import rlx
-from rlx.cli import cache, demo, embed, env, inspect, models, ops, pull, rm, run, show
+from rlx.cli import console
+from rlx.cli.console import UsageError, note
 from rlx.errors import FormatError, NotFoundError, ParseError, RlxError
 
-COMMANDS = (run, embed, pull, models, show, rm, inspect, ops, demo, env, cache)
-OK, FAILED, USAGE, NOT_FOUND, BAD_FILE, INTERRUPTED = 0, 1, 2, 3, 4, 130
+COMMANDS = (
+    "run", "embed", "pull", "models", "show", "rm", "inspect", "ops", "verify", "bench", "demo", "env", "cache",
+)  # fmt: skip
+ALIASES = {"list": "models", "ls": "models"}
+OK, FAILED, USAGE, NOT_FOUND, BAD_FILE, NO_MEMORY, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
+CODES: dict[type[BaseException], int] = {
+    UsageError: USAGE,
+    NotFoundError: NOT_FOUND,
+    FormatError: BAD_FILE,
+    ParseError: BAD_FILE,
+    MemoryError: NO_MEMORY,
+}
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
-def parser() -> argparse.ArgumentParser:
-    """All commands and their options."""
+def parser(command: str | None = None) -> argparse.ArgumentParser:
+    """All commands and their options, or those of one: what another needs is not even imported."""
     top = argparse.ArgumentParser(prog="rlx", description="An ML compiler and runtime.")
     top.add_argument("--version", action="version", version=f"rlx {rlx.__version__}")
     top.add_argument("--debug", action="store_true", help="show tracebacks")
     commands = top.add_subparsers(dest="command", metavar="command", required=True)
-    for command in COMMANDS:
-        command.add(commands)
+    for name in COMMANDS if command is None else [command]:
+        importlib.import_module(f"rlx.cli.{name}").add(commands)
+    for inner in commands.choices.values():  # people write it at the end of the line that failed
+        inner.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the result is the exit code."""
-    arguments = parser().parse_args(argv)
+    console.prepare()
+    words = list(sys.argv[1:] if argv is None else argv)
+    first = next((w for w in words if not w.startswith("-")), "")
+    first = ALIASES.get(first, first)
     try:
-        return int(arguments.run(arguments))
-    except RlxError as error:
-        if arguments.debug:
-            raise
-        print(f"rlx: {error}", file=sys.stderr)
-        for note in error.notes:
-            print(note, file=sys.stderr)
-        if isinstance(error, NotFoundError):
-            return NOT_FOUND
-        return BAD_FILE if isinstance(error, (FormatError, ParseError)) else FAILED
+        arguments = parser(first if first in COMMANDS else None).parse_args(words)
+        code = int(arguments.run(arguments))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # what cannot be written is found here, not when Python ends
+        return code
+    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+        _drop_output()
+        return OK
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+    except Exception as error:
+        if "--debug" in words:
+            raise
+        _explain(error, first)
+        return next((code for kind, code in CODES.items() if isinstance(error, kind)), FAILED)
+
+
+def _explain(error: Exception, command: str) -> None:
+    match error:
+        case RlxError():
+            console.explain(error)
+        case MemoryError():
+            note(f"rlx: there is not enough memory{f': {error}' if str(error) else ''}")
+            note("  hint: a smaller model or quantisation, a smaller --context, or --cache f16")
+        case OSError() if error.filename is None and error.errno in _NO_ROOM:
+            note(f"rlx: the output cannot be written: {error.strerror}")
+            _drop_output()
+        case OSError():
+            note(f"rlx: {error}")
+            note(f"  hint: rlx {command} --debug ... shows where it happened")
+        case _:
+            note(f"rlx: {type(error).__name__}: {error}")
+            note("  hint: this is a defect of rlx; please report it, with what these print:")
+            note(f"    rlx {command} --debug ...    and    rlx env")
+
+
+def _drop_output() -> None:
+    """Let Python end in peace: what is left in the buffer of stdout goes nowhere."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
 
 
 if __name__ == "__main__":

@@ -4,95 +4,211 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import select
+import shlex
 import sys
-import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from rlx.engine.model import Model, load
+from rlx import hub
+from rlx.cli import chat, console
+from rlx.cli.console import UsageError
+from rlx.engine.language import Completion, LanguageModel
+from rlx.engine.model import load
 from rlx.engine.sampler import Sampling
-from rlx.errors import NotFoundError, RequestError, nearest
-from rlx.hub.catalogue import CATALOGUE, DEFAULT
+from rlx.errors import CapabilityError, NotFoundError, RequestError
 from rlx.hub.pull import names_a_model
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+PATIENCE_S = 3.0  # of silence on stdin, before it is said what is being waited for
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser("run", help="chat with a model")
+    command = commands.add_parser("run", help="chat with a model, or have it answer one prompt")
     command.add_argument("words", nargs="*", metavar="[MODEL] [PROMPT]", help="a model, a prompt, or both")
     command.add_argument("-m", "--model", help="catalogue name, file, folder or org/name[:quant]")
-    command.add_argument("-p", "--prompt", help="what to say to it")
+    command.add_argument("-p", "--prompt", help="what to say to it; what comes on stdin is added")
     command.add_argument("--system", help="a system message")
     command.add_argument("--raw", action="store_true", help="continue the text, without the chat template")
-    command.add_argument("--max-tokens", type=int, default=512)
-    command.add_argument("--temperature", type=float, default=0.0)
-    command.add_argument("--top-k", type=int, default=0)
-    command.add_argument("--top-p", type=float, default=1.0)
-    command.add_argument("--seed", type=int)
-    command.add_argument("--stop", action="append", default=[], help="end the answer before this text")
-    command.add_argument("--threads", type=int)
-    command.add_argument("--context", type=int)
+    command.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of the answer (512)")
+    command.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token")
+    command.add_argument("--top-k", type=int, metavar="K", help="of the k likeliest tokens")
+    command.add_argument("--top-p", type=float, metavar="P", help="of the likeliest tokens that make up this share")
+    command.add_argument(
+        "--min-p", type=float, metavar="P", help="of tokens at least this likely, as a share of the likeliest"
+    )
+    command.add_argument(
+        "--repetition-penalty", type=float, metavar="R", help="above 1: tokens that were there become less likely"
+    )
+    command.add_argument("--seed", type=int, help="the same seed, the same answer")
+    command.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text")
+    command.add_argument("--threads", type=int, metavar="N", help="of the pool; all usable cores if not given")
+    command.add_argument("--context", type=int, metavar="N", help="positions to make room for")
+    command.add_argument("--cache", choices=("f32", "f16"), default="f32", help="how keys and values are kept")
     command.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    command.add_argument("--stream", action="store_true", help="with --json: a line for each piece, then the object")
     command.set_defaults(run=run)
+
+
+@dataclass(frozen=True)
+class Request:
+    """How answers are to be made."""
+
+    options: Mapping[str, Any]  # for LanguageModel.stream
+    system: str | None = None
+    raw: bool = False
 
 
 def run(arguments: argparse.Namespace) -> int:
     name, prompt = split_words(arguments.words, arguments.model, arguments.prompt)
-    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
-    prompt = "\n\n".join(part for part in (prompt, piped.strip()) if part)
-    if not prompt:
-        raise RequestError("run: there is no prompt", hint='rlx run "Explain gravity to a child."')
-    model = load(name or DEFAULT, threads=arguments.threads, context=arguments.context)
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, seed=arguments.seed)
-    return answer(model, prompt, arguments, sampling)
+    request = _request(arguments)
+    prompt = _with_piped(prompt)
+    if prompt is None and console.is_terminal(sys.stdin) and console.is_terminal(sys.stdout):
+        if arguments.json:
+            raise UsageError("run: --json wants a prompt", hint="rlx run --json -p '...'")
+        with opened(name or hub.DEFAULT, arguments) as model:
+            return chat.loop(model, request.options, system=request.system, raw=request.raw)
+    if prompt is None or not prompt.strip():
+        raise UsageError(
+            "run: there is no prompt" if prompt is None else "run: the prompt is empty",
+            hint='rlx run "Explain gravity to a child."; on a terminal, rlx run without a prompt is a chat',
+        )
+    with opened(name or hub.DEFAULT, arguments) as model:
+        return answer(model, prompt, request, as_json=arguments.json, as_lines=arguments.stream)
 
 
+# -- arguments -------------------------------------------------------------------------------------------------------
 def split_words(words: list[str], model: str | None, prompt: str | None) -> tuple[str | None, str | None]:
     """One word is a model if it names one, a prompt if it has white space, else a mistake; two are both."""
-    if len(words) > 2:
-        raise RequestError(
-            f"run: {len(words)} arguments, at most a model and a prompt", hint="put the prompt in quotes"
-        )
-    if len(words) == 2:
-        return words[0], words[1]
-    if len(words) == 1:
-        if model is not None or any(c.isspace() for c in words[0]):
-            return model, words[0]
-        if prompt is not None or names_a_model(words[0]):
-            return words[0], prompt
-        raise NotFoundError(
-            f"run: {words[0]!r} is no model",
-            notes=[nearest(words[0], CATALOGUE) or "rlx models lists those that can be fetched"],
-            hint=f"to send it as a prompt: rlx run -p {words[0]}",
-        )
-    return model, prompt
-
-
-def answer(model: Model, prompt: str, arguments: argparse.Namespace, sampling: Sampling) -> int:
-    """Stream one answer and print the timings."""
-    chat = model.template is not None and not arguments.raw
-    if chat:
-        system = [{"role": "system", "content": arguments.system}] if arguments.system else []
-        tokens = model.chat_tokens([*system, {"role": "user", "content": prompt}])
-    else:
-        tokens = model.tokenizer.encode(prompt)
-        print("base model: continuing your text", file=sys.stderr)
-    begin = time.perf_counter()
-    first, count, text = begin, 0, ""
+    if len(words) + (model is not None) + (prompt is not None) > 2 or (len(words) == 2 and (model or prompt)):
+        raise UsageError("run: takes at most a model and a prompt", hint="put the prompt in quotes")
+    match words:
+        case []:
+            return model, prompt
+        case [first, second]:
+            return first, second
+        case [word] if model is not None:
+            return model, word
+        case [word] if prompt is not None or names_a_model(word):
+            return word, prompt
+        case [word] if not word or any(c.isspace() for c in word):
+            return None, word
     try:
-        for piece, token in model.pieces(tokens, arguments.max_tokens, sampling, arguments.stop):
-            first = time.perf_counter() if count == 0 else first
-            count += token >= 0
-            text += piece
-            if not arguments.json:
-                print(piece, end="", flush=True)
-    except KeyboardInterrupt:
+        hub.locate(words[0])  # says what is wrong with the name
+    except NotFoundError as error:
+        error.add_note(f"  to send it as a prompt: rlx run -p {shlex.quote(words[0])}")
+        raise
+    return words[0], None
+
+
+def _request(arguments: argparse.Namespace) -> Request:
+    """The settings, refused before anything is fetched or loaded if they cannot be."""
+    sampling = {n: v for n in SAMPLING if (v := getattr(arguments, n)) is not None}
+    try:
+        Sampling(**sampling)
+    except RequestError as error:
+        raise UsageError(f"run: {error}") from error
+    for option in ("max_tokens", "threads", "context"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise UsageError(f"run: --{option.replace('_', '-')} is {value}, expected a number from 1")
+    if arguments.system and arguments.raw:
+        raise UsageError("run: --system needs the chat template, and --raw leaves it out")
+    if not all(arguments.stop):
+        raise UsageError("run: --stop is an empty text")
+    options = {"max_tokens": arguments.max_tokens, "stop": arguments.stop, **sampling}
+    return Request(options, arguments.system, arguments.raw)
+
+
+def _with_piped(prompt: str | None) -> str | None:
+    """The prompt and what comes on stdin, where that is no terminal."""
+    if prompt is not None:
+        prompt = _utf8("the prompt", os.fsencode(prompt))  # whatever the locale made of it
+    if sys.stdin is None or console.is_terminal(sys.stdin):
+        return prompt
+    text = _read_stdin()
+    if not text.strip():
+        return prompt
+    return text if prompt is None else f"{prompt}\n\n{text}"
+
+
+def _read_stdin() -> str:
+    try:
+        if not select.select([sys.stdin], [], [], PATIENCE_S)[0]:
+            console.note("reading the rest of the prompt from stdin; `< /dev/null` if there is none")
+    except (OSError, ValueError):  # no file: nothing to wait for
         pass
-    spent = time.perf_counter() - first
-    if arguments.json:
-        print(json.dumps({"text": text, "prompt_tokens": len(tokens), "tokens": count}))
-    else:
-        print()
-    rate = (count - 1) / spent if spent > 0 and count > 1 else 0.0
-    target = model.compiled.target.name  # type: ignore[attr-defined]
-    read = len(tokens) / max(first - begin, 1e-9)
-    line = f"prompt {len(tokens)} tok {read:.0f}/s · answer {count} tok {rate:.0f}/s · {target}"
-    print(f"\033[90m{line}\033[0m" if sys.stderr.isatty() else line, file=sys.stderr)
+    source = getattr(sys.stdin, "buffer", sys.stdin)
+    try:
+        data = source.read()
+    except (OSError, ValueError):  # closed, or a folder
+        return ""
+    return data if isinstance(data, str) else _utf8("stdin", data)
+
+
+def _utf8(what: str, data: bytes) -> str:
+    try:
+        return str(data, "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"run: {what} is not UTF-8 text: byte {data[error.start]:#04x} at {error.start}",
+            hint="convert it first, for example with iconv",
+        ) from error
+
+
+# -- a model ---------------------------------------------------------------------------------------------------------
+def opened(name: str | Path, arguments: argparse.Namespace) -> LanguageModel:
+    """The model, fetched if it is absent, with a line while it loads."""
+    hub.resolve(name)  # draws a bar of its own
+    with console.status(f"loading {name}"):
+        model = load(name, threads=arguments.threads, context=arguments.context, cache=arguments.cache)
+    if not isinstance(model, LanguageModel):
+        model.close()
+        raise CapabilityError(f"run: {name} is an encoder: it gives vectors, not text", hint=f"rlx embed -m {name} ...")
+    return model
+
+
+def answer(
+    model: LanguageModel, prompt: str, request: Request, *, as_json: bool = False, as_lines: bool = False
+) -> int:
+    """Answer one prompt on stdout, then say on stderr how fast."""
+    said = prompt if chat.is_plain(model, request.system, request.raw) else chat.messages(request.system, prompt)
+    stream = chat.begin(model, said, request.options)
+    try:
+        for piece in stream:
+            if not as_json:
+                console.write(piece)
+            elif as_lines:
+                console.write(json.dumps({"delta": piece}, ensure_ascii=False) + "\n")
+    except KeyboardInterrupt:
+        stream.close()
+        if not as_json:
+            console.write("\n")
+        console.aside("interrupted")
+        raise
+    done = stream.completion
+    if as_json:
+        console.write(json.dumps(facts(done), ensure_ascii=False) + "\n")
+    elif not done.text.endswith("\n"):
+        console.write("\n")
+    chat.say_timings(model, done)
     return 0
+
+
+def facts(done: Completion) -> dict[str, Any]:
+    """A completion as plain data."""
+    usage, timings = done.usage, done.timings
+    return {
+        "text": done.text,
+        "finish_reason": done.finish_reason,
+        "usage": {n: getattr(usage, n) for n in ("prompt_tokens", "cached_tokens", "completion_tokens")},
+        "timings": {
+            n: getattr(timings, n)
+            for n in ("prompt_seconds", "answer_seconds", "prompt_per_second", "answer_per_second")
+        },
+        "seed": done.seed,
+        "fingerprint": done.fingerprint,
+    }

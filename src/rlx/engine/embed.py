@@ -1,50 +1,207 @@
-"""Embeddings: texts to vectors, pooled and normalised as the model's files say, in batches of similar length."""
+"""Embeddings: texts to vectors, pooled and normalised as the model's files say, in batches of similar length.
+
+The bits of a text's vector depend on the text alone: not on its neighbours, the batch size or the number of threads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from rlx.formats.tokenizer import Tokenizer
-from rlx.runtime.compiled import CompiledGraph
+from rlx.engine.model import Model
+from rlx.errors import CapabilityError, FormatError, RequestError, nearest
+from rlx.flow.flow import ModelFlow
+from rlx.models.pooling import EmbedSettings, Pool, read_settings
 
 Array = np.ndarray[Any, Any]
-TOKENS = 2048  # of one batch: enough to fill the matmuls, small enough for the caches
+TOKENS = 512  # of one batch: its activations stay in the caches, and threads seldom wait for each other
+WINDOW = 8192  # texts that are tokenised and sorted at a time
+LEAST = 1e-12  # what a length is divided by at least, as torch does it
+
+log = logging.getLogger("rlx.embed")
 
 
-def embed_texts(compiled: CompiledGraph, tokenizer: Tokenizer, texts: Sequence[str], limit: int) -> Array:
-    """[texts, hidden] mean-pooled, L2-normalised vectors. Texts are sorted by length, so that padding is rare."""
-    encoded = [row[:limit] for row in tokenizer.encode_batch(texts)]
-    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
-    result: Array | None = None
+class EmbeddingModel(Model):
+    """An encoder: `embed` makes vectors of texts. Safe from several threads at once."""
+
+    def _flow(self) -> ModelFlow:
+        return super()._flow().stage(Pool(self.settings.kind))
+
+    # -- parts --
+    @functools.cached_property
+    def settings(self) -> EmbedSettings:
+        """What the model's files say of making vectors."""
+        found = read_settings(self.checkpoint)
+        if not found.source:
+            log.warning("%s: no file says how to pool: vectors are the mean over tokens", self.name)
+        return found
+
+    @property
+    def pooling(self) -> str:
+        """How token vectors become one: mean, cls, lasttoken, max, weightedmean or mean_sqrt_len_tokens."""
+        return self.settings.kind
+
+    @property
+    def normalize(self) -> bool:
+        """Whether vectors have length 1, unless a call asks for something else."""
+        return self.settings.normalize
+
+    @functools.cached_property
+    def limit(self) -> int:
+        """Tokens of a text that the model reads, special ones counted; the rest is cut off."""
+        limit = min(self.settings.limit or self.context, self.context)
+        ends = len(self.tokenizer.prefix) + len(self.tokenizer.suffix)
+        if limit <= ends:
+            raise FormatError(f"{self.checkpoint.path}: texts have at most {limit} tokens, of which {ends} are special")
+        return limit
+
+    @property
+    def dim(self) -> int:
+        """How many numbers a vector has."""
+        return int(self.checkpoint.config.dim)
+
+    # -- vectors --
+    def embed(
+        self, texts: str | Iterable[str], *, batch_size: int | None = None, normalize: bool | None = None,
+        truncate: bool = True, prompt: str | None = None, show_progress: bool = False,
+    ) -> Array:  # fmt: skip
+        """The vector `[dim]` of a text, or the vectors `[texts, dim]` of several, as f32.
+
+        Texts are cut to `limit` tokens, and a warning says how many were; with `truncate=False` that is an error.
+        `prompt` names one of the model's own prompts (`settings.prompts`), to go before each text. `batch_size` texts
+        are computed at a time, by default as many as are fast. `normalize` overrules the model's files.
+        """
+        listed = [texts] if isinstance(texts, str) else _checked(texts)
+        if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+            raise RequestError(f"embed: batch_size is {batch_size!r}, expected a whole number from 1")
+        before = self._prompt(prompt)
+        vectors = np.empty((len(listed), self.dim), np.float32)
+        cut = 0
+        with _progress(len(listed), show_progress) as advance:
+            for start in range(0, len(listed), WINDOW):
+                rows = self._encode(listed[start : start + WINDOW], start, before)
+                for i, row in enumerate(rows):
+                    if len(row) > self.limit:
+                        rows[i] = self._cut(row, start + i, truncate)
+                        cut += 1
+                vectors[start : start + len(rows)] = self._embed_rows(rows, batch_size, advance)
+        if cut:
+            log.warning("%d of %d texts were cut to the %d tokens that the model reads", cut, len(listed), self.limit)
+        if self.normalize if normalize is None else normalize:
+            vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), LEAST)
+        return vectors[0] if isinstance(texts, str) else vectors
+
+    def similarity(self, a: str | Iterable[str] | Array, b: str | Iterable[str] | Array) -> Any:
+        """How close texts or vectors are: a number for two, a row or a table where a side has several."""
+        first, second = (side if isinstance(side, np.ndarray) else self.embed(side) for side in (a, b))
+        match self.settings.similarity:
+            case "cosine":
+                first, second = _unit(first), _unit(second)
+            case "dot":
+                pass
+            case other:
+                raise CapabilityError(f"similarity: the model's files ask for {other!r}", hint="known: cosine, dot")
+        scores = np.tensordot(first, second, axes=(-1, -1))
+        return scores if scores.ndim else float(scores)
+
+    # -- inside --
+    def _prompt(self, name: str | None) -> str:
+        name = self.settings.default_prompt if name is None else name
+        if name is None:
+            return ""
+        known = self.settings.prompts
+        if name not in known:
+            raise RequestError(f"embed: the model has no prompt {name!r}", hint=nearest(name, known) or "it has none")
+        if known[name] and not self.settings.include_prompt:
+            raise CapabilityError(
+                f"embed: the model does not pool the tokens of prompt {name!r}, which rlx cannot leave out"
+            )
+        return known[name]
+
+    def _encode(self, texts: Sequence[str], start: int, before: str) -> list[list[int]]:
+        if before or self.settings.lower:
+            texts = [before + (text.lower() if self.settings.lower else text) for text in texts]
+        try:
+            return self.tokenizer.encode_batch(texts)
+        except RequestError as error:
+            if start:
+                error.add_note(f"  counted from text {start}")
+            raise
+
+    def _cut(self, row: Sequence[int], i: int, truncate: bool) -> list[int]:
+        """A text's first tokens and what closes it."""
+        if not truncate:
+            raise RequestError(
+                f"embed: text {i} has {len(row)} tokens, the model reads {self.limit}",
+                hint="split the text, or have it cut with truncate=True",
+            )
+        suffix = self.tokenizer.suffix
+        return [*row[: self.limit - len(suffix)], *suffix]
+
+    def _embed_rows(self, rows: Sequence[Sequence[int]], size: int | None, advance: Callable[[int], None]) -> Array:
+        """[rows, dim] vectors, not normalised. Equal rows are computed once; a row without tokens gives zeros."""
+        first: dict[tuple[int, ...], int] = {}
+        same = [first.setdefault(tuple(row), i) for i, row in enumerate(rows)]
+        vectors = np.zeros((len(rows), self.dim), np.float32)
+        for picked in batches({i: len(row) for row, i in first.items() if row}, size):
+            vectors[picked] = self._run_batch([rows[i] for i in picked])
+            advance(len(picked))
+        advance(len(rows) - len(first))
+        return vectors[same]
+
+    def _run_batch(self, rows: Sequence[Sequence[int]]) -> Array:
+        shape = len(rows), max(map(len, rows))
+        tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)] = row
+            mask[i, : len(row)] = 1
+        positions = np.repeat(np.arange(shape[1], dtype=np.int32)[None], shape[0], axis=0)
+        given = {"tokens": tokens, "token_types": np.zeros_like(tokens), "positions": positions, "attention_mask": mask}
+        compiled = self.compiled
+        return compiled.run({name: given[name] for name in compiled.input_types})[0]
+
+
+def batches(lengths: dict[int, int], size: int | None = None) -> Iterator[list[int]]:
+    """Rows of similar length, longest first: `size` rows at a time, or as many as have about TOKENS tokens."""
+    order = sorted(lengths, key=lengths.__getitem__, reverse=True)
     at = 0
     while at < len(order):
-        longest, end = 0, at
-        while end < len(order) and max(longest, len(encoded[order[end]])) * (end - at + 1) <= max(TOKENS, limit):
-            longest = max(longest, len(encoded[order[end]]))
-            end += 1
-        rows = order[at : max(end, at + 1)]
-        vectors = _embed_batch(compiled, [encoded[i] for i in rows])
-        if result is None:
-            result = np.empty((len(texts), vectors.shape[1]), np.float32)
-        result[rows] = vectors
-        at += len(rows)
-    return np.zeros((0, 0), np.float32) if result is None else result
+        count = size or max(1, TOKENS // lengths[order[at]])
+        yield order[at : at + count]
+        at += count
 
 
-def _embed_batch(compiled: CompiledGraph, rows: Sequence[Sequence[int]]) -> Array:
-    width = max(len(row) for row in rows)
-    tokens = np.zeros((len(rows), width), np.int32)
-    mask = np.zeros((len(rows), width), np.float32)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = row
-        mask[i, : len(row)] = 1
-    positions = np.broadcast_to(np.arange(width, dtype=np.int32), tokens.shape)
-    inputs = {"tokens": tokens, "token_types": np.zeros_like(tokens), "positions": positions, "attention_mask": mask}
-    (hidden,) = compiled.run(inputs)
-    pooled = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdims=True)
-    norms = np.linalg.norm(pooled, axis=1, keepdims=True)
-    vectors: Array = pooled / np.maximum(norms, 1e-12)
-    return vectors
+def _checked(texts: Iterable[str]) -> list[str]:
+    if isinstance(texts, (bytes, dict)) or not isinstance(texts, Iterable):
+        raise RequestError(f"embed: expected a text or a list of texts, found {type(texts).__name__}")
+    listed = list(texts)
+    for i, text in enumerate(listed):
+        if not isinstance(text, str):
+            raise RequestError(f"embed: text {i}: expected str, found {type(text).__name__}")
+    return listed
+
+
+def _unit(vectors: Array) -> Array:
+    found: Array = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), LEAST)
+    return found
+
+
+@contextlib.contextmanager
+def _progress(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, where it is a terminal; gives a function that takes how many more texts are done."""
+    if not shown or sys.stderr is None or not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console  # 0.08 s, so only where it is looked at
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("embedding", total=total)
+        yield lambda count: progress.advance(task, count)

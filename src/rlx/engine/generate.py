@@ -1,45 +1,64 @@
 """Generation: prompts in chunks through the decoder, then one compiled call a token.
 
-The bits of a sequence do not depend on its neighbours in the batch, on chunking or on reuse of a cached prefix.
+The bits of a sequence do not depend on its neighbours in the batch, on chunking or on reuse of a cached prefix, so the
+loop is free to arrange the work: prompts of similar length are read together, and a sequence that ends makes room for
+the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Event
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from rlx.engine.kvcache import KvCache
-from rlx.engine.sampler import Sampler, Sampling
-from rlx.errors import RequestError
+from rlx.engine.kvcache import CacheStore, KvCache
+from rlx.engine.sampler import Sampler, log_probabilities, most_likely
 from rlx.flow.flow import KvCacheSpec
+from rlx.formats.tokenizer import Stream
 from rlx.runtime.compiled import CompiledGraph
 
 Array = np.ndarray[Any, Any]
-CHUNK = 512  # prompt tokens of one call
+CHUNK = 256  # prompt tokens of one call: more are hardly quicker, and an interrupt waits for the end of one
+ROWS = 8  # sequences that grow at the same time
+WASTE = 1.25  # how much longer rows may become by padding when prompts are read together
 
 
-@dataclass
+class Cancelled(Exception):
+    """Another thread has closed the stream."""
+
+
 class Decoder:
     """A compiled decoder and the cache of one batch of sequences."""
 
-    compiled: CompiledGraph
-    cache: KvCache
-    context: int
+    def __init__(self, compiled: CompiledGraph, cache: KvCache, cancel: Event | None = None) -> None:
+        self.compiled = compiled
+        self.cache = cache
+        self._cancelled = cancel.is_set if cancel else bool
+        self._step: tuple[Any, dict[str, Array]] = (None, {})  # what it was made for, and the inputs of a step
 
     @classmethod
     def start(cls, compiled: CompiledGraph, spec: KvCacheSpec, batch: int, context: int) -> Decoder:
-        return cls(compiled, KvCache(spec, batch, context), context)
+        """With an empty cache."""
+        return cls(compiled, KvCache(spec, batch, context))
 
-    def feed(self, tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> Array:
-        """Logits after the last token of each row; row i begins at position starts[i]. Empty rows give garbage."""
+    def feed(self, tokens: Sequence[Sequence[int]], starts: Sequence[int], first: int = 0) -> Array:
+        """Logits `[row, vocab]` after the last token of each row; row i begins at position starts[i].
+
+        Rows are those of the cache from `first` on. An empty row gives garbage.
+        """
         longest = max(len(row) for row in tokens)
+        chunk = max(CHUNK // len(tokens), 1)
         result: Array | None = None
-        for at in range(0, longest, CHUNK):
-            pieces = [row[at : at + CHUNK] for row in tokens]
-            logits = self._step(pieces, [s + at for s in starts])
+        for at in range(0, longest, chunk):
+            pieces = [row[at : at + chunk] for row in tokens]
+            width = max(len(piece) for piece in pieces)
+            picked = [i * width + max(len(piece) - 1, 0) for i, piece in enumerate(pieces)]
+            logits = self.run(pieces, [s + at for s in starts], np.array(picked, np.int32), first)[0]
             if result is None:
                 result = logits
             for i, piece in enumerate(pieces):
@@ -48,55 +67,169 @@ class Decoder:
         assert result is not None
         return result
 
-    def _step(self, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> Array:
+    def run(self, rows: Sequence[Sequence[int]], starts: Sequence[int], picked: Array, first: int = 0) -> list[Array]:
+        """One call: the outputs for these tokens, with logits for the `picked` ones of rows × longest row."""
         width = max(len(row) for row in rows)
         tokens = np.zeros((len(rows), width), np.int32)
         positions = np.full((len(rows), width), -1, np.int32)
-        last = np.zeros(len(rows), np.int32)
         for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
             tokens[i, : len(row)] = row
             positions[i, : len(row)] = np.arange(start, start + len(row))
-            last[i] = i * width + max(len(row) - 1, 0)
+            del self.cache.tokens[first + i][start:]
         self.cache.reserve(int(positions.max()) + 1)
-        inputs = {"tokens": tokens, "positions": positions, "last_token_idx": last, **self.cache.arrays}
-        return self.compiled.run(inputs)[0]
+        states = self.cache.rows(first, first + len(rows))
+        outputs = self._call({"tokens": tokens, "positions": positions, "last_token_idx": picked, **states})
+        for i, row in enumerate(rows):
+            self.cache.tokens[first + i] += row
+        return outputs
+
+    def _call(self, inputs: Mapping[str, Array]) -> list[Array]:
+        if self._cancelled():
+            raise Cancelled
+        return self.compiled.run(inputs)
+
+    def step(self, tokens: Sequence[int], first: int = 0) -> Array:
+        """Logits `[row, vocab]` after one more token for each row; -1 leaves a row out. The quick way of `feed`."""
+        rows = self.cache.tokens[first : first + len(tokens)]
+        self.cache.reserve(max(len(row) for token, row in zip(tokens, rows, strict=True) if token >= 0) + 1)
+        key = (first, len(tokens), self.cache.blocks)
+        if self._step[0] != key:
+            shape, count = (len(tokens), 1), len(tokens)
+            given: dict[str, Array] = {"tokens": np.zeros(shape, np.int32), "positions": np.zeros(shape, np.int32)}
+            given["last_token_idx"] = np.arange(count, dtype=np.int32)
+            self._step = key, given | self.cache.rows(first, first + count)
+        inputs = self._step[1]
+        for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
+            inputs["tokens"][i, 0] = max(token, 0)
+            inputs["positions"][i, 0] = -1 if token < 0 else len(row)
+        logits = self._call(inputs)[0]
+        for token, row in zip(tokens, rows, strict=True):
+            if token >= 0:
+                row.append(token)
+        return logits
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely the model found a token, and which ones it found most likely, before sampling changed anything."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 class Growing:
-    """One sequence while it grows."""
+    """One sequence while it grows: its prompt, what was picked, and the text of that up to a stop string."""
 
-    seen: list[int]  # the prompt, then what was generated
-    prompt: int  # tokens of the prompt
-    sampler: Sampler
+    def __init__(
+        self, prompt: Sequence[int], sampler: Sampler, *, limit: int, vocab: int, stop: Sequence[str] = (),
+        stop_ids: Iterable[int] = (), text: Stream | None = None, top: int = 0,
+    ) -> None:  # fmt: skip
+        self.prompt = prompt
+        self.made: list[int] = []
+        self.sampler = sampler
+        self.limit = limit  # of tokens to make
+        self.vocab = vocab  # logits beyond it are padding
+        self.text = ""
+        self.logprobs: list[Logprob] | None = [] if top else None
+        self.finish_reason = ""  # as long as it grows
+        self.cached = 0  # tokens of the prompt that a cache had
+        self.began = self.answered = self.ended = 0.0
+        self._stop, self._stop_ids = stop, frozenset(stop_ids)
+        self._stream, self._top = text, top
+        self._held = ""  # may turn out to be the start of a stop string
+
+    def begin(self, cached: int) -> None:
+        self.cached = cached
+        self.began = perf_counter()
+
+    def accept(self, logits: Array) -> str:
+        """Pick the next token; gives the text that is new and certain."""
+        if not self.answered:
+            self.answered = self.ended = perf_counter()
+            if self.limit == 0:
+                return self._end("length")
+        logits = logits[: self.vocab]
+        token = self.sampler.pick(logits)
+        self.made.append(token)
+        if self.logprobs is not None:
+            self.logprobs.append(_logprob(logits, token, self._top))
+        self.ended = perf_counter()
+        if token in self._stop_ids:
+            return self._end("stop")
+        piece = "" if self._stream is None else self._stream.push(token)
+        if self._stop and piece:
+            piece = self._held + piece
+            found = [at for at in map(piece.find, self._stop) if at >= 0]
+            if found:
+                self._held, self._stream = piece[: min(found)], None
+                return self._end("stop")
+            kept = max(_overlap(piece, s) for s in self._stop)
+            piece, self._held = piece[: len(piece) - kept], piece[len(piece) - kept :]
+        self.text += piece
+        return piece + self._end("length") if len(self.made) >= self.limit else piece
+
+    def _end(self, reason: str) -> str:
+        self.finish_reason = reason
+        last = self._held + ("" if self._stream is None else self._stream.flush())
+        self.text += last
+        return last
 
 
-def generate_tokens(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling, max_tokens: int, stop_ids: frozenset[int]
-) -> Iterator[list[tuple[int, int]]]:
-    """Steps of a batch: after each, (row, token) for the rows that go on. Closing the iterator stops the work."""
-    for prompt in prompts:
-        if not prompt:
-            raise RequestError("generate: a prompt has no tokens")
-        if len(prompt) >= decoder.context:
-            raise RequestError(
-                f"generate: the prompt has {len(prompt)} tokens, the context holds {decoder.context}",
-                hint="shorten the prompt or load the model with a larger context=",
-            )
-    rows = [Growing(list(p), len(p), Sampler(sampling)) for p in prompts]
-    logits = decoder.feed(prompts, [0] * len(rows))
-    live = set(range(len(rows)))
-    while live:
-        step = []
-        for i in sorted(live):
-            row = rows[i]
-            token = row.sampler.pick(logits[i], row.seen)
-            row.seen.append(token)
-            step.append((i, token))
-            made = len(row.seen) - row.prompt
-            if token in stop_ids or made >= max_tokens or len(row.seen) >= decoder.context:
-                live.discard(i)
-        yield step
+def _overlap(text: str, stop: str) -> int:
+    """How long the end of `text` is that begins `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _logprob(logits: Array, token: int, count: int) -> Logprob:
+    values = log_probabilities(logits)
+    return Logprob(token, float(values[token]), [(i, float(values[i])) for i in most_likely(values, count)])
+
+
+def grow(decoder: Decoder, sequences: Sequence[Growing], store: CacheStore) -> Iterator[tuple[Growing, str]]:
+    """Grow sequences in the rows of a cache; (sequence, new text) for each token. Closing the iterator stops the work.
+
+    A cache of one row holds what is known of the prompt already; rows of a batch are filled from the store.
+    """
+    waiting = deque(sorted(sequences, key=lambda s: -len(s.prompt)))
+    rows: list[Growing | None] = [None] * decoder.cache.batch
+    while True:
+        for first, group in _admit(rows, waiting, decoder.cache, store):
+            logits = decoder.feed([s.prompt[s.cached :] for s in group], [s.cached for s in group], first)
+            for i, sequence in enumerate(group):
+                yield sequence, sequence.accept(logits[i])
+        live = [(row, s) for row, s in enumerate(rows) if s is not None and not s.finish_reason]
+        rows = [None] * len(rows)
+        for row, sequence in live:
+            rows[row] = sequence
         if live:
-            feed = [row.seen[-1:] if i in live else [] for i, row in enumerate(rows)]
-            logits = decoder.feed(feed, [len(row.seen) - 1 for row in rows])
+            first = live[0][0]
+            logits = decoder.step([-1 if s is None else s.made[-1] for s in rows[first : live[-1][0] + 1]], first)
+            for row, sequence in live:
+                yield sequence, sequence.accept(logits[row - first])
+        elif not waiting:
+            return
+
+
+def _admit(
+    rows: list[Growing | None], waiting: deque[Growing], cache: KvCache, store: CacheStore
+) -> Iterator[tuple[int, list[Growing]]]:
+    """Give free rows to those who wait: (first row, sequences), neighbours with about as much to read each."""
+    first, group = 0, list[Growing]()
+    for row, taken in enumerate(rows):
+        if taken is not None or not waiting:
+            continue
+        sequence = waiting.popleft()
+        rows[row] = sequence
+        if group and cache.gains(sequence.prompt, [s.prompt for s in group]):
+            yield first, group  # its beginning can then be copied instead of read
+            group = []
+        sequence.begin(store.fill(cache, row, sequence.prompt) if len(rows) > 1 else len(cache.tokens[row]))
+        lengths = [len(s.prompt) - s.cached for s in (*group, sequence)]
+        if group and (row != first + len(group) or max(lengths) * len(lengths) > WASTE * sum(lengths)):
+            yield first, group
+            group = []
+        first = first if group else row
+        group.append(sequence)
+    if group:
+        yield first, group

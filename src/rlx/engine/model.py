@@ -1,219 +1,327 @@
-"""Loaded models: what `rlx.load` gives. Text in, text or vectors out."""
+"""Loaded models: what `rlx.load` gives. `Model` is what language and embedding models share: weights, code, memory."""
 
 from __future__ import annotations
 
-import functools
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import fnmatch
+import hashlib
+import mmap
+import operator
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 
-from rlx.engine.embed import embed_texts
-from rlx.engine.generate import Decoder, generate_tokens
-from rlx.engine.sampler import Sampler, Sampling
-from rlx.errors import CapabilityError, RequestError
-from rlx.formats.chat import ChatTemplate
+import rlx
+from rlx.engine.kvcache import CacheStore
+from rlx.errors import CapabilityError, RequestError, nearest
+from rlx.flow.flow import BuiltModel, ModelFlow
+from rlx.formats import TensorFile
 from rlx.formats.tokenizer import Tokenizer
 from rlx.hub.pull import resolve
 from rlx.models.load import Checkpoint, open_checkpoint
-from rlx.runtime.compiled import CompiledGraph
+from rlx.runtime.compiled import CompiledGraph, CpuGraph
 from rlx.runtime.session import Session
 
+if TYPE_CHECKING:
+    from rlx.engine.embed import EmbeddingModel
+    from rlx.engine.language import LanguageModel
+
 Array = np.ndarray[Any, Any]
-LAST = -1  # in place of a token: the end of the text, with what was held back
 CONTEXT = 4096  # positions, where the model has more and nothing else is asked
+CAPTURES = 4  # graphs with captured stages that are kept
+SAMPLE = 4096  # bytes at both ends of a tensor that tell models apart
+VERBS = {"a decoder": ("generate", "chat", "stream", "logits"), "an encoder": ("embed", "similarity")}
+# what other programs call the settings of `load`
+ALIENS = {
+    "n_ctx": "context", "num_ctx": "context", "max_seq_len": "context", "max_model_len": "context",
+    "context_length": "context", "n_threads": "threads", "num_threads": "threads", "num_thread": "threads",
+    "dtype": "precision", "torch_dtype": "precision", "type_k": "cache", "type_v": "cache", "kv_cache_dtype": "cache",
+    "device_map": "device", "local_files_only": "offline", "model_path": "name", "model": "name",
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Completion:
-    """A generated text and how it came about."""
+class WrongVerb(CapabilityError, AttributeError):
+    """A verb of another kind of model. An AttributeError too, so that `hasattr` says no."""
 
-    text: str
-    tokens: list[int]
-    finish_reason: str  # stop or length
-    prompt_tokens: int
-    seed: int
-    seconds_prompt: float
-    seconds_answer: float
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a model holds, in bytes. `mapped` are weights read in place from the file, which the system may drop."""
+
+    weights: int
+    mapped: int
+    cache: int
+    arena: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.mapped + self.cache + self.arena
 
     def __str__(self) -> str:
-        return self.text
+        parts = {"weights": self.weights, "mapped": self.mapped, "cache": self.cache, "arena": self.arena}
+        shown = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in parts.items())
+        return f"{self.total / 2**20:.1f} MiB ({shown})"
 
 
 class Model:
-    """A model ready to use. Safe from several threads; each generation has its own cache."""
+    """A model ready to use. Safe from several threads at once."""
 
-    def __init__(self, checkpoint: Checkpoint, *, threads: int | None = None, context: int | None = None) -> None:
-        self.checkpoint = checkpoint
+    def __init__(
+        self, checkpoint: Checkpoint, *, device: str = "cpu", threads: int | None = None, context: int | None = None,
+        precision: str = "auto", cache: str = "f32", name: str | None = None,
+    ) -> None:  # fmt: skip
+        _choose("device", device, ("cpu",))
+        _choose("precision", precision, ("auto", "f32"))
+        self._checkpoint: Checkpoint | None = checkpoint
         self.family = checkpoint.family
-        longest = int(checkpoint.config.context)
-        self.context = min(context or CONTEXT, longest)
-        if context is not None and context > longest:
-            raise RequestError(f"load: context {context} is asked for, the model has {longest}")
-        if self.family.kind == "decoder":
-            flow = self.family.flow(checkpoint.config, self.context, checkpoint.rope_factors)
-        else:
-            flow = self.family.flow(checkpoint.config)
-        self.built = flow.build(checkpoint.weights)
-        self.compiled: CompiledGraph = Session("cpu", threads=threads).compile(self.built.module)
-        made = self.built.params
-        for name in self.compiled.param_types:
-            self.compiled.set_param(name, made[name] if name in made else checkpoint.weights.array(name))
+        self.context = _checked_context(context, int(checkpoint.config.context))
+        self.cache_dtype = _choose("cache", cache, ("f32", "f16"))
+        self.name = name or checkpoint.path.name
+        self._session = Session(device, threads=threads)
+        self._lock = threading.Lock()
+        self._arrays: dict[str, Array] = {}
+        self._captures: dict[frozenset[str], tuple[BuiltModel, CompiledGraph]] = {}
+        built = self._flow().build(checkpoint.weights)
+        self._ready: tuple[BuiltModel, CompiledGraph] | None = (built, self._compile(built))
+        self.caches = None if built.cache is None else CacheStore(built.cache, self.context)
+        self.digest = _digest(checkpoint.file)  # now: a call may end after the file was closed
+
+    def _flow(self) -> ModelFlow:
+        return self.family.flow(self.checkpoint.config)
+
+    def _compile(self, built: BuiltModel) -> CompiledGraph:
+        """Code with its weights in place, so that the first call is as quick as the others.
+
+        All graphs of a model are given the same arrays, so that what is derived from them is shared.
+        """
+        compiled = self._session.compile(built.module)
+        for name in compiled.param_types:
+            if name not in self._arrays:
+                made = built.params.get(name)
+                self._arrays[name] = self.checkpoint.weights.array(name) if made is None else made
+            compiled.set_param(name, self._arrays[name])
+        compiled.prepare()
+        return compiled
 
     # -- parts --
+    def _open(self) -> tuple[BuiltModel, CompiledGraph]:
+        if self._ready is None:
+            raise self._closed()
+        return self._ready
+
+    def _closed(self) -> RequestError:
+        return RequestError(f"{self.name}: the model is closed", hint="load it again")
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The file, its configuration and its weights."""
+        if self._checkpoint is None:
+            raise self._closed()
+        return self._checkpoint
+
+    @property
+    def built(self) -> BuiltModel:
+        """The graph and what belongs to it."""
+        return self._open()[0]
+
+    @property
+    def compiled(self) -> CompiledGraph:
+        """The code and the weights."""
+        return self._open()[1]
+
+    @property
+    def target(self) -> str:
+        """What the code was compiled for, such as avx512."""
+        return self._session.target.name
+
+    @property
+    def threads(self) -> int:
+        compiled = self.compiled
+        return compiled.threads if isinstance(compiled, CpuGraph) else 1
+
     @property
     def tokenizer(self) -> Tokenizer:
-        if self.checkpoint.tokenizer is None:
-            raise CapabilityError(
-                f"{self.checkpoint.path}: the model has no tokenizer", hint="put tokenizer.json beside it"
-            )
-        return self.checkpoint.tokenizer
+        found = self.checkpoint.tokenizer
+        if found is None:
+            raise CapabilityError(f"{self.name}: the model has no tokenizer", hint="put tokenizer.json beside it")
+        return found
 
-    @functools.cached_property
-    def template(self) -> ChatTemplate | None:
-        """The chat template, where the model has one."""
-        source = self.tokenizer.chat_template
-        if source is None:
-            return None
-        tokens = {"bos_token": self.tokenizer.bos_id, "eos_token": self.tokenizer.eos_id}
-        named = {k: self.tokenizer.token_bytes(v).decode() for k, v in tokens.items() if v is not None}
-        return ChatTemplate(source, **named)
+    def fingerprint(self, seed: int) -> str:
+        """What the bits of an answer depend on, beside the request."""
+        return f"rlx {rlx.__version__}, {self.target}, cache {self.cache_dtype}, model {self.digest}, seed {seed}"
 
-    def _need(self, kind: str, what: str) -> None:
-        if self.family.kind != kind:
-            raise CapabilityError(f"{what}: {self.checkpoint.path.name} is a {self.family.name} {self.family.kind}")
+    def token_ids(self, given: str | Sequence[int], where: str = "tokens") -> list[int]:
+        """A text or token ids as checked token ids."""
+        if isinstance(given, str):
+            return self.tokenizer.encode(given)
+        try:
+            found = [operator.index(token) for token in given]
+        except TypeError as error:
+            raise RequestError(f"{where}: expected a text or token ids, found {_shown(given)}") from error
+        vocab = int(self.checkpoint.config.vocab)
+        for i, token in enumerate(found):
+            if not 0 <= token < vocab:
+                raise RequestError(f"{where}: token {token} at {i} is outside the vocabulary of {vocab} tokens")
+        return found
 
-    # -- text --
-    def stream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        max_tokens: int = 256,
-        sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
-    ) -> Iterator[str]:
-        """Pieces of the continuation as they come; closing the iterator stops the work."""
-        for piece, _ in self.pieces(self._tokens(prompt), max_tokens, sampling or Sampling(), stop):
-            yield piece
+    # -- looking inside --
+    def run(self, tokens: str | Sequence[int], capture: Sequence[str] | str = ()) -> dict[str, Array]:
+        """Values inside the model by stage path: `capture=["layers.*.attn", "logits"]` gives `[seq, ...]` for each.
 
-    def generate(
-        self, prompt: str | Sequence[int], *, max_tokens: int = 256, stop: Sequence[str] = (), **sampling: Any
-    ) -> Completion:
-        """The continuation of a prompt. Keywords are those of `Sampling`: temperature, top_k, top_p, seed, ..."""
-        return self._complete(self._tokens(prompt), max_tokens, _settings(sampling), stop)
+        A stage's value is the last one computed in it: `layers.3` is the residual stream after layer 3. Without
+        `capture`, the model's output.
+        """
+        self._open()
+        ids = self.token_ids(tokens, "run")
+        if not 0 < len(ids) <= self.context:
+            raise RequestError(f"run: {len(ids)} tokens, expected 1 to {self.context}")
+        patterns = [capture] if isinstance(capture, str) else list(capture)
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            raise RequestError(f"run: capture is {_shown(capture)}, expected patterns of stage paths")
+        built, compiled = self._captured(patterns) if patterns else self._open()
+        found = dict(zip(built.output_names, self._values(compiled, ids), strict=True))
+        return {n: v for n, v in found.items() if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)}
 
-    def chat(
-        self,
-        messages: str | Sequence[Mapping[str, Any]],
-        *,
-        max_tokens: int = 256,
-        stop: Sequence[str] = (),
-        **sampling: Any,
-    ) -> Completion:
-        """The answer to a message, or to a conversation, through the model's chat template."""
-        return self._complete(self.chat_tokens(messages), max_tokens, _settings(sampling), stop)
+    def _values(self, compiled: CompiledGraph, ids: Sequence[int]) -> list[Array]:
+        """The outputs of a graph for one sequence, `[seq, ...]` each."""
+        tokens = np.array([ids], np.int32)
+        inputs = {
+            "tokens": tokens,
+            "token_types": np.zeros_like(tokens),
+            "positions": np.arange(len(ids), dtype=np.int32)[None],
+            "attention_mask": np.ones(tokens.shape, np.float32),
+        }
+        return [a[0] for a in compiled.run({n: inputs[n] for n in compiled.input_types})]
 
-    def chat_tokens(self, messages: str | Sequence[Mapping[str, Any]]) -> list[int]:
-        """A conversation as the model was trained to read it."""
-        self._need("decoder", "chat")
-        if self.template is None:
-            raise CapabilityError("chat: the model has no chat template", hint="use generate(...)")
-        talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        return self.tokenizer.encode(self.template.render(talk), add_special=False, parse_special=True)
+    def _captured(self, patterns: Sequence[str]) -> tuple[BuiltModel, CompiledGraph]:
+        key = frozenset(patterns)
+        with self._lock:
+            found = self._captures.pop(key, None)
+            if found is None:
+                built = self._flow().build(self.checkpoint.weights, list(patterns))
+                found = built, self._compile(built)
+            self._captures[key] = found
+            while len(self._captures) > CAPTURES:
+                del self._captures[next(iter(self._captures))]
+        return found
 
-    def logits(self, prompt: str | Sequence[int]) -> Array:
-        """[seq, vocab]: the logits after each token of the prompt."""
-        self._need("decoder", "logits")
-        tokens = self._tokens(prompt)
-        decoder = self._decoder()
-        return np.stack([decoder.feed([[t]], [i])[0] for i, t in enumerate(tokens)])
+    # -- life --
+    def memory(self) -> Memory:
+        """What the model holds now."""
+        weights: dict[int, int] = {}
+        mapped: dict[int, int] = {}
+        arena = 0
+        with self._lock:
+            graphs = [self._open(), *self._captures.values()]
+        for _, compiled in graphs:
+            held = list(compiled._params.values())
+            if isinstance(compiled, CpuGraph):
+                held += compiled.executable._weights.values()
+                arena += sum(i.arena.nbytes + i.scratch.nbytes for i in compiled.executable._instances)
+            for array in held:
+                owner = _owner(array)
+                if isinstance(owner, np.ndarray):
+                    weights[id(owner)] = owner.nbytes
+                else:
+                    mapped[array.ctypes.data] = max(array.nbytes, mapped.get(array.ctypes.data, 0))
+        cache = 0 if self.caches is None else self.caches.nbytes
+        return Memory(sum(weights.values()), sum(mapped.values()), cache, arena)
 
-    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
-        self._need("decoder", "generate")
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def close(self) -> None:
+        """Give back memory and files. Calls in progress end well; later ones are refused."""
+        self._ready = None
+        self._captures.clear()
+        self._arrays.clear()
+        if self.caches is not None:
+            self.caches.clear()
+        if self._checkpoint is not None:
+            self._checkpoint.file.close()
+            self._checkpoint = None  # its metadata has views of the file too
 
-    def _decoder(self) -> Decoder:
-        assert self.built.cache is not None
-        return Decoder.start(self.compiled, self.built.cache, 1, self.context)
-
-    def pieces(
-        self, tokens: list[int], max_tokens: int, sampling: Sampling, stop: Sequence[str]
-    ) -> Iterator[tuple[str, int]]:
-        """(text, token) of each step; text that may turn out to be the start of a stop string is held back."""
-        text = self.tokenizer.stream(skip_special=True)
-        held = ""
-        for step in generate_tokens(
-            self._decoder(), [tokens], sampling, max_tokens, frozenset(self.tokenizer.stop_ids)
-        ):
-            ((_, token),) = step
-            held += "" if token in self.tokenizer.stop_ids else text.push(token)
-            cut = min((held.find(s) for s in stop if s in held), default=-1)
-            if cut >= 0:
-                yield held[:cut], token
-                return
-            keep = max((n for s in stop for n in range(1, len(s)) if held.endswith(s[:n])), default=0)
-            yield held[: len(held) - keep], token
-            held = held[len(held) - keep :]
-        yield held + text.flush(), LAST
-
-    def _complete(self, tokens: list[int], max_tokens: int, sampling: Sampling, stop: Sequence[str]) -> Completion:
-        seed = Sampler(sampling).seed
-        begin = first = time.perf_counter()
-        texts: list[str] = []
-        made: list[int] = []
-        cut = True  # by a stop string, unless the last piece comes
-        for piece, token in self.pieces(tokens, max_tokens, replace(sampling, seed=seed), stop):
-            first = first if made else time.perf_counter()
-            texts.append(piece)
-            if token == LAST:
-                cut = False
-            else:
-                made.append(token)
-        stopped = cut or made[-1] in self.tokenizer.stop_ids
-        return Completion(
-            text="".join(texts),
-            tokens=made,
-            finish_reason="stop" if stopped else "length",
-            prompt_tokens=len(tokens),
-            seed=seed,
-            seconds_prompt=first - begin,
-            seconds_answer=time.perf_counter() - first,
-        )
-
-    # -- vectors --
-    def embed(self, texts: str | Sequence[str]) -> Array:
-        """[texts, hidden] normalised vectors; one string gives one vector."""
-        self._need("encoder", "embed")
-        single = isinstance(texts, str)
-        listed = [texts] if isinstance(texts, str) else list(texts)
-        rows = embed_texts(self.compiled, self.tokenizer, listed, self.context)
-        return rows[0] if single else rows
-
-    def __enter__(self) -> Model:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Let go of the file."""
-        self.checkpoint.file.close()
-
     def __repr__(self) -> str:
-        return f"<model {self.checkpoint.path.name!r}: {self.family.name} {self.family.kind}, context {self.context}>"
+        state = f"context {self.context}" if self._ready else "closed"
+        return f"<{type(self).__name__} {self.name!r}: {self.family.name} {self.family.kind}, {state}>"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Only asked for what is not there: the verbs of other kinds of models say where they belong."""
+            if any(name in verbs for verbs in VERBS.values()):
+                (kind,) = (kind for kind in VERBS if kind.endswith(f" {self.family.kind}"))
+                raise WrongVerb(f"{name}: {self.name} is {kind}", hint=f"use .{VERBS[kind][0]}()")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-def _settings(given: Mapping[str, Any]) -> Sampling:
-    try:
-        return Sampling(**given)
-    except TypeError as error:
-        raise RequestError(f"sampling: {error}", hint=f"known: {', '.join(Sampling.__dataclass_fields__)}") from error
+def load(
+    name: str | Path, *, device: str = "cpu", threads: int | None = None, context: int | None = None,
+    precision: str = "auto", cache: str = "f32", offline: bool = False, **unknown: Any,
+) -> LanguageModel | EmbeddingModel:  # fmt: skip
+    """A model by catalogue name, file, folder or `org/name[:quant]`.
 
+    `context` is how many tokens prompt and answer may have together, `cache` the type of keys and values (f32 or f16),
+    `threads` how many cores a call may use (None: all). With `offline` the network is not touched.
+    """
+    from rlx.engine.embed import EmbeddingModel
+    from rlx.engine.language import LanguageModel
 
-def load(name: str | Path, *, threads: int | None = None, context: int | None = None, offline: bool = False) -> Model:
-    """A model by catalogue name, file, folder or `org/name[:quant]`."""
+    for word in unknown:
+        ours = ALIENS.get(word)
+        known = ("device", "threads", "context", "precision", "cache", "offline")
+        hint = f"here it is called {ours}" if ours else nearest(word, known) or f"known: {', '.join(known)}"
+        raise RequestError(f"load: no setting is called {word!r}", hint=hint)
     files = resolve(name, offline=offline)
-    return Model(open_checkpoint(files.path), threads=threads, context=context)
+    checkpoint = open_checkpoint(files.path)
+    kind = LanguageModel if checkpoint.family.kind == "decoder" else EmbeddingModel
+    settings: dict[str, Any] = {"device": device, "threads": threads, "precision": precision, "cache": cache}
+    return kind(checkpoint, context=context, name=None if files.source == "path" else files.name, **settings)
+
+
+def _digest(file: TensorFile) -> str:
+    """Tells models apart: what their tensors are, and the bytes at both ends of each."""
+    found = hashlib.blake2b(digest_size=8)
+    for name in file.names:
+        entry, raw = file.entry(name), file.array(name).reshape(-1).view(np.uint8)
+        found.update(f"{name} {entry.shape} {entry.storage.name}\n".encode())
+        found.update(raw[:SAMPLE].tobytes() + raw[-SAMPLE:].tobytes())
+    return found.hexdigest()
+
+
+# -- checks --
+def _choose(what: str, given: str, known: Sequence[str]) -> str:
+    if given not in known:
+        raise CapabilityError(f"load: {what} {given!r} is not supported", hint=f"there is: {', '.join(known)}")
+    return given
+
+
+def _checked_context(context: int | None, longest: int) -> int:
+    if context is None:
+        return min(CONTEXT, longest)
+    if isinstance(context, bool) or not isinstance(context, int) or context < 1:
+        raise RequestError(f"load: context is {context!r}, expected a whole number from 1")
+    if context > longest:
+        raise RequestError(f"load: context {context} is asked for, the model has {longest}")
+    return context
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _owner(array: Array) -> Any:
+    """The array that owns the memory, or the map of a file."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray) and owner.base is not None:
+        owner = owner.base
+    if isinstance(owner, memoryview) and not isinstance(owner.obj, mmap.mmap):
+        return np.frombuffer(owner, np.uint8)
+    return owner

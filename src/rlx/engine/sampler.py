@@ -1,21 +1,55 @@
-"""Picking the next token: penalties, bias, temperature, top-k, top-p, min-p. Temperature 0 is the plain argmax."""
+"""Picking the next token: bias and penalties, then temperature, top-k, top-p, min-p, in the order of Hugging Face.
+
+Temperature 0 is the plain argmax, the lowest id among equals. What is picked depends on the logits, on what came
+before and on the seed alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from rlx.errors import RequestError
+from rlx.errors import KernelError, RequestError, nearest
 
 Array = np.ndarray[Any, Any]
+COLDEST = 1e-6  # below it, quotients might overflow, and only equals of the highest are left anyway
+
+# setting -> whether a number is allowed, and what is
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda v: 0 <= v < math.inf, "a number from 0"),
+    "top_k": (lambda v: v >= 0 and v == int(v), "a whole number from 0, where 0 is no limit"),
+    "top_p": (lambda v: 0 < v <= 1, "a number above 0, up to 1"),
+    "min_p": (lambda v: 0 <= v <= 1, "a number from 0 to 1"),
+    "repetition_penalty": (lambda v: 0 < v < math.inf, "a number above 0, where 1 is none"),
+    "frequency_penalty": (math.isfinite, "a number"),
+    "presence_penalty": (math.isfinite, "a number"),
+}
+# what other programs call these
+ALIENS = {
+    "temp": "temperature", "do_sample": "temperature", "topk": "top_k", "topp": "top_p", "minp": "min_p",
+    "repeat_penalty": "repetition_penalty", "penalty_repeat": "repetition_penalty",
+    "penalty_freq": "frequency_penalty", "penalty_present": "presence_penalty", "alpha_frequency": "frequency_penalty",
+    "alpha_presence": "presence_penalty", "random_seed": "seed", "bias": "logit_bias",
+    "sequence_bias": "logit_bias", "max_new_tokens": "max_tokens", "max_length": "max_tokens",
+    "num_predict": "max_tokens", "n_predict": "max_tokens", "max_completion_tokens": "max_tokens",
+    "stop_strings": "stop", "stop_sequences": "stop", "top_logprobs": "logprobs", "n_probs": "logprobs",
+    "n_ctx": "context in rlx.load", "num_ctx": "context in rlx.load", "n_threads": "threads in rlx.load",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are picked. Defaults are greedy."""
+    """How tokens are picked. Defaults are greedy.
+
+    The repetition penalty counts prompt and answer, as in Hugging Face; the frequency and presence penalties count
+    what was picked, as in the OpenAI API. `logit_bias` is added first: -inf bans a token.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -28,56 +62,195 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        checks = {
-            "temperature": self.temperature >= 0, "top_k": self.top_k >= 0, "top_p": 0 < self.top_p <= 1,
-            "min_p": 0 <= self.min_p <= 1, "repetition_penalty": self.repetition_penalty > 0,
-        }  # fmt: skip
-        for name, good in checks.items():
-            if not good:
-                raise RequestError(f"sampling: {name} is {getattr(self, name)}, which is out of range")
+        for name, (allowed, wanted) in _RANGES.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value) or not allowed(value):
+                raise RequestError(f"sampling: {name} is {value!r}, expected {wanted}")
+        if self.seed is not None and (not _is_index(self.seed) or not 0 <= self.seed < 2**128):
+            raise RequestError(f"sampling: seed is {self.seed!r}, expected a whole number from 0")
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"sampling: logit_bias is {self.logit_bias!r}, expected a mapping from token ids")
+        for token, bias in self.logit_bias.items():
+            if not _is_index(token):
+                raise RequestError(f"sampling: logit_bias has {token!r}, expected a token id")
+            if isinstance(bias, bool) or not isinstance(bias, Real) or not -math.inf <= bias < math.inf:
+                raise RequestError(f"sampling: logit_bias of token {token} is {bias!r}, expected a number or -inf")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Sampling:
+        """From keywords; one that other programs use is told its name here."""
+        for name in given:
+            if name not in cls.__dataclass_fields__:
+                ours = ALIENS.get(name)
+                known = (*cls.__dataclass_fields__, "max_tokens", "stop", "logprobs")
+                hint = f"here it is called {ours}" if ours else nearest(name, known) or f"known: {', '.join(known)}"
+                raise RequestError(f"sampling: no setting is called {name!r}", hint=hint)
+        return cls(**given)
+
+
+def _is_index(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
 
 
 class Sampler:
-    """Picks tokens for one sequence; its random numbers depend on the seed alone."""
+    """Picks the tokens of one sequence; its random numbers depend on the seed alone."""
 
-    def __init__(self, settings: Sampling) -> None:
+    def __init__(self, settings: Sampling, prompt: Sequence[int] = (), vocab: int | None = None) -> None:
         self.settings = settings
-        self.seed = int(np.random.SeedSequence().entropy) % 2**63 if settings.seed is None else settings.seed  # type: ignore[arg-type]
-        self._random = np.random.Generator(np.random.Philox(self.seed))
+        for token in settings.logit_bias:
+            if vocab is not None and not 0 <= token < vocab:
+                raise RequestError(f"sampling: logit_bias has token {token}, the vocabulary has {vocab} tokens")
+        self.seed = _fresh_seed() if settings.seed is None else int(settings.seed)
+        self._greedy = settings.temperature == 0
+        self._random = None if self._greedy else np.random.Generator(np.random.Philox(self.seed))
+        self._bias = (
+            np.array(list(settings.logit_bias), np.int64),
+            np.array([*settings.logit_bias.values()], np.float32),
+        )
+        self._repeats = settings.repetition_penalty != 1
+        self._counts = bool(settings.frequency_penalty or settings.presence_penalty)
+        self._plain = not (self._repeats or self._counts or settings.logit_bias)
+        self._seen = dict.fromkeys(prompt, 0) if self._repeats else {}  # token -> how often it was picked
 
-    def pick(self, logits: Array, seen: Sequence[int]) -> int:
-        """The next token after `seen`."""
-        s = self.settings
-        adjusted = self._penalised(logits, seen)
-        if s.temperature == 0:
-            return int(np.argmax(adjusted))
-        scaled = adjusted.astype(np.float64) / s.temperature
-        order = np.argsort(-scaled, kind="stable")
-        if s.top_k:
-            order = order[: s.top_k]
-        weights = np.exp(scaled[order] - scaled[order[0]])
-        weights /= weights.sum()
-        if s.top_p < 1:
-            keep = int(np.searchsorted(np.cumsum(weights), s.top_p)) + 1
-            order, weights = order[:keep], weights[:keep]
-        if s.min_p:
-            good = weights >= s.min_p * weights[0]
-            order, weights = order[good], weights[good]
-        weights = weights / weights.sum()
-        at = int(np.searchsorted(np.cumsum(weights), self._random.random(), side="right"))
-        return int(order[min(at, len(order) - 1)])
+    def pick(self, logits: Array) -> int:
+        """The next token; logits are `[vocab]`, float32."""
+        adjusted = logits if self._plain else self._adjusted(logits)
+        if self._greedy:
+            token = int(adjusted.argmax())
+            chosen = adjusted[token]
+            if not -math.inf < chosen < math.inf:
+                raise _no_numbers(float(chosen))
+        else:
+            token = self._draw(adjusted)
+        if not self._plain:
+            self._seen[token] = self._seen.get(token, 0) + 1
+        return token
 
-    def _penalised(self, logits: Array, seen: Sequence[int]) -> Array:
+    def _adjusted(self, logits: Array) -> Array:
+        """Bias, then penalties. A repeated token is made less likely whatever its sign, as in arXiv 1909.05858."""
         s = self.settings
-        plain = s.repetition_penalty == 1 and not s.frequency_penalty and not s.presence_penalty
-        if plain and not s.logit_bias:
-            return logits
-        result = logits.astype(np.float32, copy=True)
-        if seen and not plain:
-            tokens, counts = np.unique(np.asarray(seen), return_counts=True)
-            values = result[tokens]
-            values = np.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
-            result[tokens] = values - counts * s.frequency_penalty - s.presence_penalty
-        for token, bias in s.logit_bias.items():
-            result[token] += bias
+        result = logits.astype(np.float32)
+        tokens, values = self._bias
+        result[tokens] += values
+        if self._repeats and self._seen:
+            seen = np.fromiter(self._seen, np.int64, len(self._seen))
+            scores = result[seen]
+            penalty = np.float32(s.repetition_penalty)
+            result[seen] = np.where(scores < 0, scores * penalty, scores / penalty)
+        if self._counts:
+            picked = {t: n for t, n in self._seen.items() if n}
+            counts = np.fromiter(picked.values(), np.float32, len(picked))
+            result[list(picked)] -= counts * np.float32(s.frequency_penalty) + np.float32(s.presence_penalty)
         return result
+
+    def _draw(self, adjusted: Array) -> int:
+        tokens, weights = candidates(adjusted, self.settings)
+        assert self._random is not None
+        at = _place(weights, self._random.random())
+        return at if tokens is None else int(tokens[at])
+
+
+def candidates(logits: Array, s: Sampling) -> tuple[Array | None, Array]:
+    """The tokens that may be picked (None: all of them) and how likely each is, up to a common factor."""
+    highest = logits.max()
+    if not -math.inf < highest < math.inf:
+        raise _no_numbers(float(highest))
+    tokens: Array | None = None
+    if 0 < s.top_k < len(logits):
+        tokens = highest_places(logits, s.top_k)  # equals of the last one stay, as in Hugging Face
+        logits = logits[tokens]
+    weights = logits - highest
+    weights /= np.float32(max(s.temperature, COLDEST))
+    np.exp(weights, out=weights)
+    if s.top_p < 1:
+        kept = _nucleus(weights, s.top_p)
+        tokens, weights = kept if tokens is None else tokens[kept], weights[kept]
+    if s.min_p:
+        kept = np.flatnonzero(weights >= np.float32(s.min_p))  # the likeliest weighs 1
+        tokens, weights = kept if tokens is None else tokens[kept], weights[kept]
+    return tokens, weights
+
+
+def highest_places(values: Array, count: int) -> Array:
+    """The places of the `count` highest values and of equals of the last of them, in order. Without a full sort.
+
+    Each of the `count` blocks with the highest maxima has a value as high as the least of these maxima, so only values
+    that reach it need a closer look.
+    """
+    if count >= len(values):
+        return np.arange(len(values))
+    near = np.arange(len(values))
+    width = min(len(values) // (4 * count), 64)
+    if width > 1:
+        tops = np.maximum.reduceat(values, near[::width])
+        near = np.flatnonzero(values >= _nth_highest(tops, count))
+    close = values[near]
+    found: Array = near[close >= _nth_highest(close, count)]
+    return found
+
+
+def _nth_highest(values: Array, n: int) -> Any:
+    return np.partition(values, len(values) - n)[len(values) - n]
+
+
+def _nucleus(weights: Array, top_p: float) -> Array:
+    """The places of the fewest tokens that weigh top_p of all; of equals, those with lower ids."""
+    wanted = top_p * float(weights.sum(dtype=np.float64))
+    for count in (256, 4096, len(weights)):  # as a rule few are enough
+        heavy = np.sort(weights[highest_places(weights, count)])[::-1]
+        sums = np.cumsum(heavy, dtype=np.float64)
+        if sums[-1] >= wanted:
+            break
+    needed = min(int(np.searchsorted(sums, wanted)), len(sums) - 1)
+    least = heavy[needed]
+    kept = weights >= least
+    extra = int(np.count_nonzero(kept)) - needed - 1
+    if extra:
+        kept[np.flatnonzero(weights == least)[-extra:]] = False
+    return np.flatnonzero(kept)
+
+
+def _place(weights: Array, part: float) -> int:
+    """Where the running sum of the weights passes this part of the whole: sums of blocks first, then within one."""
+    sums = np.add.reduceat(weights, np.arange(0, len(weights), 256), dtype=np.float64).cumsum()
+    left = part * sums[-1]
+    block = _passes(sums, left)
+    inner = weights[256 * block : 256 * block + 256].cumsum(dtype=np.float64)
+    return 256 * block + _passes(inner, left - (sums[block - 1] if block else 0.0))
+
+
+def _passes(sums: Array, value: float) -> int:
+    """The first place where a running sum is above a value; by rounding it may never be, then where it ends to grow."""
+    at = int(np.searchsorted(sums, value, side="right"))
+    return at if at < len(sums) else int(np.searchsorted(sums, sums[-1]))
+
+
+def log_probabilities(logits: Array) -> Array:
+    """log softmax in float64."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max()
+    return wide - math.log(np.exp(wide).sum())
+
+
+def most_likely(values: Array, count: int) -> list[int]:
+    """The places of the highest values, the highest first; of equals, the lower places."""
+    if count == 0:
+        return []
+    found = highest_places(values, count)
+    return [int(i) for i in found[np.argsort(-values[found], kind="stable")[:count]]]
+
+
+def _fresh_seed() -> int:
+    entropy = np.random.SeedSequence().entropy
+    assert isinstance(entropy, int)
+    return entropy % 2**63
+
+
+def _no_numbers(highest: float) -> RequestError | KernelError:
+    if highest == -math.inf:
+        return RequestError("sampling: no token is left to pick", hint="logit_bias bans them all")
+    return KernelError(f"sampling: the highest logit of the model is {highest}")

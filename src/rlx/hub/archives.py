@@ -182,7 +182,9 @@ def _bytes_so_far(work: Path, archive: Archive) -> int:
 def last_lines(output: str) -> list[str]:
     """The end of what a tool said, without its asides."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    plain = [line for line in lines if not line.startswith(("WARNING: Location", "[notice]"))]
+    retries = [line for line in lines if line.startswith("WARNING: Retrying")]
+    asides = {*retries[1:], *(line for line in lines if line.startswith(("WARNING: Location", "[notice]")))}
+    plain = [line for line in lines if line not in asides]
     return [line[:400] for line in (plain or lines)[-_LAST_LINES:]]
 
 

@@ -14,7 +14,7 @@ Tick = Callable[[int], None]
 
 def say(text: str, *, quiet: bool = False) -> None:
     """A line to the user, beside the output."""
-    if not quiet:
+    if not quiet and sys.stderr is not None:  # print would take stdout instead
         print(text, file=sys.stderr, flush=True)
 
 

@@ -263,7 +263,11 @@ def _drop_leftovers(partial: Path) -> None:
 
 
 def _absent(entry: Entry, why: str) -> NotFoundError:
-    return NotFoundError(f"{entry.name}: {why}", notes=_ways_out(entry))
+    home = store.home_or_none()
+    folder = home / "models" / entry.name if home else None
+    there = [f.name for f in entry.files if folder and store.file_size(folder / f.name) is not None]
+    others = [f"{folder} is there, but not all of it is as in the catalogue: {', '.join(there)}"] if there else []
+    return NotFoundError(f"{entry.name}: {why}", notes=[*others, *_ways_out(entry)])
 
 
 def _ways_out(entry: Entry) -> list[str]:

@@ -41,8 +41,11 @@ def home() -> Path:
         return folder.absolute()
     import platformdirs
 
-    folder = Path(platformdirs.user_data_dir("rlx", appauthor=False))
-    if not folder.is_absolute():  # "~" stays as it is for a user without a home
+    try:
+        folder = Path(platformdirs.user_data_dir("rlx", appauthor=False))
+    except RuntimeError as error:  # a user without a home
+        raise _homeless("~") from error
+    if not folder.is_absolute():  # the same, in older versions of platformdirs
         raise _homeless(str(folder))
     return folder
 

@@ -1,0 +1,248 @@
+"""`rlx bench MODEL`: how fast a model is here, and how close that comes to what this machine can do.
+
+A decoder reads prompts (`pp128`, `pp512`) and writes tokens (`tg128`), as llama-bench calls it; an encoder embeds. The
+limits are measured in the same run: f32 multiply-adds for prompts, reads from memory for tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from rlx import hub
+from rlx.backends.cpu.ceilings import Ceilings, ceilings
+from rlx.cli import console
+from rlx.cli.console import UsageError
+from rlx.cli.inspect import phase_sizes
+from rlx.engine.embed import EmbeddingModel
+from rlx.engine.language import LanguageModel
+from rlx.engine.model import load
+from rlx.hub.store import show_size
+from rlx.ir.graph import Graph
+from rlx.lir.program import Program
+from rlx.runtime.compiled import CpuGraph
+from rlx.types import evaluate
+
+PROMPTS = (128, 512)
+ANSWER = 128
+TEXTS = ((1, 32), (1, 128), (32, 128))  # texts, tokens of each
+START = 8  # tokens of the prompt before the answer
+SENTENCE = "it was not the one that had been there for them all to see from this old house with a garden by his side"
+AT_LEAST_S = 0.3  # of embedding, before a rate is believed
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: a number, and where it has one, the share of what the machine can do."""
+
+    name: str
+    value: float
+    unit: str
+    fraction: float | None = None
+    limit: str = ""
+    note: str = ""
+
+    def cells(self) -> tuple[str, str, str, str]:
+        share = "" if self.fraction is None else f"{self.fraction:.0%} of {self.limit}"
+        number = show_size(int(self.value)) if self.unit == "bytes" else f"{self.value:.{_digits(self.value)}f}"
+        return self.name, number, "" if self.unit == "bytes" else self.unit, ", ".join(filter(None, (share, self.note)))
+
+
+def _digits(value: float) -> int:
+    """Decimals that leave three digits or more.
+
+    >>> [_digits(v) for v in (0.0123, 1.5, 42.0, 310.0)]
+    [4, 2, 1, 0]
+    """
+    return min(4, max(0, 2 - math.floor(math.log10(value)))) if value > 0 else 0
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser("bench", help="measure a model, and compare with what the machine can do")
+    command.add_argument("model", nargs="?", default=hub.DEFAULT, help=f"a model on this machine ({hub.DEFAULT})")
+    command.add_argument("--threads", type=int, help="of the pool; all usable cores if not given")
+    command.add_argument("--repeat", type=int, default=3, help="times; the median counts (3)")
+    command.add_argument("--cold", action="store_true", help="compile without the cache of kernels and programs")
+    command.add_argument("--cache", choices=("f32", "f16"), default="f32", help="how keys and values are kept")
+    command.add_argument("--json", action="store_true")
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.repeat < 1:
+        raise UsageError(f"bench: --repeat is {arguments.repeat}, expected a number from 1")
+    files = hub.resolve(arguments.model, offline=True)
+    begin = time.perf_counter()
+    with console.status(f"loading {files.name}"):
+        model = load(arguments.model, threads=arguments.threads, cache=arguments.cache, offline=True)
+    loading = time.perf_counter() - begin
+    with model:
+        compiled = model.compiled
+        assert isinstance(compiled, CpuGraph)
+        with console.status("compiling"):
+            compiling = compile_seconds(model.built.module, cold=arguments.cold)
+        with console.status("measuring the machine"):
+            limits = ceilings(compiled.target, compiled.threads)
+        rows = [
+            Row("load", loading, "s", note="until it is ready"),
+            Row("compile", compiling, "s", note="without the cache" if arguments.cold else "from the cache"),
+        ]
+        measure = _decoder_rows if isinstance(model, LanguageModel) else _encoder_rows
+        for row in measure(model, limits, arguments.repeat):  # type: ignore[arg-type]
+            rows.append(_believed(row))
+        memory = model.memory()
+        rows.append(Row("memory", memory.total, "bytes", note=_parts(memory)))
+        about = {"model": files.name, "target": compiled.target.name, "threads": compiled.threads}
+    if arguments.json:
+        print(json.dumps(about | {"machine": asdict(limits), "rows": [asdict(r) for r in rows]}, indent=2))
+        return 0
+    print(
+        f"{files.name} on {compiled.target.name}, {compiled.threads} threads; machine: {limits.gflops:.0f} GFLOPS f32, "
+        f"{limits.memory_gb_per_second:.1f} GB/s from memory"
+    )
+    console.table(("row", "value", "unit", "of what is possible"), [row.cells() for row in rows])
+    return 0
+
+
+def _believed(row: Row) -> Row:
+    """A row, with a warning in place of a share that cannot be."""
+    if row.fraction is None or row.fraction <= 1:
+        return row
+    why = f"suspicious: {row.fraction:.2f} of {row.limit}; do the weights fit into a cache, or was the machine busy?"
+    return Row(row.name, row.value, row.unit, None, row.limit, why)
+
+
+# -- starting --------------------------------------------------------------------------------------------------------
+def compile_seconds(graph: Graph, *, cold: bool) -> float:
+    """Seconds from a graph to machine code, in a process that has compiled nothing before."""
+    own = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | ({"RLX_CACHE": "off"} if cold else {})
+    with tempfile.NamedTemporaryFile("w", suffix=".rlx", encoding="utf-8") as file:
+        file.write(graph.text(full=True))
+        file.flush()
+        command = [sys.executable, "-c", _COMPILE, file.name]
+        return float(subprocess.run(command, env=own, capture_output=True, text=True, check=True).stdout)
+
+
+_COMPILE = """
+import sys, time
+import rlx.hir.blocks
+from rlx.ir.graph import Graph
+from rlx.runtime.session import Session
+with open(sys.argv[1], encoding="utf-8") as file:
+    graph = Graph.parse(file.read())
+begin = time.perf_counter()
+Session("cpu").compile(graph)
+print(time.perf_counter() - begin)
+"""
+
+
+# -- decoders --------------------------------------------------------------------------------------------------------
+def _decoder_rows(model: LanguageModel, limits: Ceilings, repeat: int) -> Iterator[Row]:
+    random = np.random.default_rng(0)
+    vocabulary = int(model.checkpoint.config.vocab)
+    program = _program(model)
+
+    def prompt(length: int) -> list[int]:
+        return [int(t) for t in random.integers(0, vocabulary, length)]  # no two begin alike: nothing is reused
+
+    for length in PROMPTS:
+        name = f"pp{length}"
+        if length >= model.context:
+            console.note(f"{name}: left out, the context holds {model.context} tokens")
+            continue
+        seconds = _median(
+            name, repeat, lambda n=length: model.generate(prompt(n), max_tokens=1).timings.prompt_seconds  # type: ignore[misc]
+        )  # fmt: skip
+        share = _flops(program, 1, length) / seconds / (limits.gflops * 1e9)
+        yield Row(name, length / seconds, "tok/s", share, "the multiply-adds")
+
+    # A stop token would end the answer early.
+    going_on = {t: -math.inf for t in model.tokenizer.stop_ids} if model.checkpoint.tokenizer else {}
+    count = min(ANSWER, model.context - START - 1)
+
+    def answer() -> float:
+        done = model.generate(prompt(START), max_tokens=count, temperature=0.0, logit_bias=going_on)
+        assert len(done.tokens) == count
+        return 1 / done.timings.answer_per_second
+
+    seconds = _median(f"tg{count}", repeat, answer)
+    moved = token_bytes(program, START + count // 2)
+    share = moved / seconds / (limits.memory_gb_per_second * 1e9)
+    yield Row(f"tg{count}", 1 / seconds, "tok/s", share, "the bandwidth", f"{show_size(moved)} a token")
+
+
+def token_bytes(program: Program, past: int) -> int:
+    """Bytes that one decoded token must read: the weights of the matmuls, and the keys and values before it."""
+    sizes = phase_sizes(1, 1, past)
+    return sum(evaluate(x.bytes, sizes) for x in program.launches if x.kernel.kind in ("matmul", "attention"))
+
+
+def _flops(program: Program, batch: int, seq: int, *, causal: bool = True) -> float:
+    """Multiply-adds, counted as two, of one run; of attention only those that a causal mask leaves."""
+    sizes = phase_sizes(batch, seq)
+    total = 0.0
+    for launch in program.launches:
+        seen = (seq + 1) / 2 / (sizes["blocks"] * 64) if causal and launch.kernel.kind == "attention" else 1.0
+        total += evaluate(launch.flops, sizes) * seen
+    return total
+
+
+# -- encoders --------------------------------------------------------------------------------------------------------
+def _encoder_rows(model: EmbeddingModel, limits: Ceilings, repeat: int) -> Iterator[Row]:
+    program = _program(model)
+    for count, length in TEXTS:
+        texts = texts_of(model, count, length)
+        name = f"embed {count}x{length}"
+        seconds = _median(name, repeat, lambda texts=texts: _per_call(lambda: model.embed(texts)))  # type: ignore[misc]
+        share = _flops(program, count, length, causal=False) / seconds / (limits.gflops * 1e9)
+        note = f"{count / seconds:.0f} texts/s, {seconds * 1e3:.2f} ms"
+        yield Row(name, count * length / seconds, "tok/s", share, "the multiply-adds", note)
+
+
+def texts_of(model: EmbeddingModel, count: int, length: int) -> list[str]:
+    """Texts of so many tokens each, the special ones counted. No two are alike: a second one would cost nothing."""
+    texts, known = [], SENTENCE.split()
+    for i in range(count):
+        words = [known[(i + j * (1 + i // len(known))) % len(known)] for j in range(length)]
+        while len(model.tokenizer.encode(" ".join(words))) > length:
+            words.pop()
+        texts.append(" ".join(words))
+    return texts
+
+
+def _per_call(work: Callable[[], Any]) -> float:
+    calls, begin = 0, time.perf_counter()
+    while (spent := time.perf_counter() - begin) < AT_LEAST_S or not calls:
+        work()
+        calls += 1
+    return spent / calls
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------
+def _median(name: str, repeat: int, seconds: Callable[[], float]) -> float:
+    """The median of some runs, after one that warms up."""
+    with console.status(f"measuring {name}"):
+        seconds()
+        return statistics.median(seconds() for _ in range(repeat))
+
+
+def _program(model: LanguageModel | EmbeddingModel) -> Program:
+    compiled = model.compiled
+    assert isinstance(compiled, CpuGraph)
+    return compiled.plan.main
+
+
+def _parts(memory: Any) -> str:
+    return ", ".join(f"{n} {show_size(getattr(memory, n))}" for n in ("weights", "cache", "arena", "mapped"))

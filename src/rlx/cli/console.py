@@ -1,0 +1,117 @@
+"""The terminal: output on stdout; notes, timings and progress on stderr, in colour only where somebody looks.
+
+Either stream may be missing, closed, no terminal, or unable to write some characters; none of it stops a command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+from rlx.errors import RequestError, RlxError
+
+_GREY, _PLAIN, _ERASE = "\033[90m", "\033[0m", "\r\033[2K"
+# What a model says may hold anything; on a terminal, control characters would do more than show.
+_CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"}
+
+
+class UsageError(RequestError):
+    """A command line that cannot be meant."""
+
+
+def prepare() -> None:
+    """Let no character stop the output: names of files go out as they came in, others become question marks."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        known = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+        reconfigure(errors="surrogateescape" if known else "replace")
+
+
+def is_terminal(stream: IO[str] | None) -> bool:
+    """Whether somebody sits at the other end."""
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
+def is_rich(stream: IO[str] | None) -> bool:
+    """Whether it is a terminal that can overwrite a line."""
+    return is_terminal(stream) and os.environ.get("TERM", "") not in ("", "dumb")
+
+
+def write(text: str) -> None:
+    """A piece of the output, at once."""
+    if sys.stdout is not None:
+        sys.stdout.write(text.translate(_CONTROLS) if is_terminal(sys.stdout) else text)
+        sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """A line to the user, beside the output."""
+    if sys.stderr is not None:  # print would take stdout instead
+        with contextlib.suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
+
+
+def aside(text: str) -> None:
+    """A line for those who look for it: grey on a terminal."""
+    coloured = is_rich(sys.stderr) and not os.environ.get("NO_COLOR")
+    note(f"{_GREY}{text}{_PLAIN}" if coloured else text)
+
+
+def explain(error: RlxError) -> None:
+    """An error as people read it: what, then the notes."""
+    note(f"rlx: {error}")
+    for line in error.notes:
+        note(line)
+
+
+@contextlib.contextmanager
+def status(text: str) -> Iterator[None]:
+    """What is being waited for: a line on a terminal that goes away again, nothing elsewhere."""
+    shown = is_rich(sys.stderr)
+    if shown:
+        sys.stderr.write(f"{text} ...")
+        sys.stderr.flush()
+    try:
+        yield
+    finally:
+        if shown:
+            sys.stderr.write(_ERASE)
+            sys.stderr.flush()
+
+
+def joined(parts: Sequence[str]) -> str:
+    """Parts of a line, with dots between them where stderr can show dots."""
+    try:
+        "·".encode(getattr(sys.stderr, "encoding", None) or "ascii")
+    except UnicodeEncodeError:
+        return " | ".join(parts)
+    return " · ".join(parts)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A table on stdout: drawn on a terminal, plain columns elsewhere. The first column is of names, at the left."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    if is_rich(sys.stdout):
+        from rich.console import Console
+        from rich.table import Table
+
+        drawn = Table()
+        for i, name in enumerate(header):
+            drawn.add_column(name, justify="left" if i in (0, len(header) - 1) else "right")
+        for row in cells:
+            drawn.add_row(*row)
+        Console().print(drawn, markup=False)
+        return
+    widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
+    for row in [list(header), *cells]:
+        aligned = [
+            c.ljust(w) if i in (0, len(row) - 1) else c.rjust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(aligned).rstrip())

@@ -1,0 +1,171 @@
+"""The same model in `transformers`: its logits or vectors, as an outside opinion. Needs torch and transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlx.formats.quants import dequantise
+from rlx.models.load import Checkpoint
+
+Array = np.ndarray[Any, Any]
+CLASSES = {"llama": "Llama", "qwen2": "Qwen2"}
+OVERHEAD = 1.3  # of memory, beside the weights in f32
+
+
+class Unable(Exception):
+    """There is no such opinion to be had, for a reason that is no defect."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two sets of logits or vectors are apart."""
+
+    largest: float  # of the largest value
+    divergence: float | None  # mean KL of the distributions, for logits
+    agreement: float | None  # share of rows with the same highest value
+
+    @classmethod
+    def of(cls, found: Array, wanted: Array, *, logits: bool) -> Difference:
+        a, b = found.astype(np.float64), wanted.astype(np.float64)
+        largest = float(np.abs(a - b).max() / np.abs(b).max())
+        if not logits:
+            return cls(largest, None, None)
+        p, q = _log_softmax(b), _log_softmax(a)
+        divergence = float((np.exp(p) * (p - q)).sum(1).mean())
+        return cls(largest, divergence, float((a.argmax(1) == b.argmax(1)).mean()))
+
+    def __str__(self) -> str:
+        text = f"largest difference {self.largest:.1e} of the largest value"
+        if self.divergence is None:
+            return text
+        return f"{text}, KL {max(self.divergence, 0):.1e}, top-1 agrees on {self.agreement:.0%}"
+
+
+def _log_softmax(x: Array) -> Array:
+    shifted = x - x.max(1, keepdims=True)
+    result: Array = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    return result
+
+
+def logits(checkpoint: Checkpoint, tokens: Sequence[int]) -> Array:
+    """[seq, vocab] of a decoder."""
+    _check_memory(checkpoint)
+    with _quiet():
+        import torch
+
+        model = _from_folder(checkpoint, "AutoModelForCausalLM") if _is_folder(checkpoint) else _from_parts(checkpoint)
+        with torch.inference_mode():
+            found: Array = model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float().numpy()
+    return found
+
+
+def vectors(checkpoint: Checkpoint, like: Any, texts: Sequence[str]) -> Array:
+    """[texts, hidden] of an encoder, pooled and normalised as `like` says it does."""
+    if not _is_folder(checkpoint):
+        raise Unable("an encoder is compared only where it is a folder of safetensors")
+    pooling = str(like.pooling)
+    if pooling not in ("mean", "cls"):
+        raise Unable(f"{pooling} pooling is not known here")
+    with _quiet():
+        import torch
+
+        model = _from_folder(checkpoint, "AutoModel")
+        rows = []
+        for text in texts:
+            ids = torch.tensor([like.tokenizer.encode(text, limit=like.limit)])
+            with torch.inference_mode():
+                hidden = model(input_ids=ids).last_hidden_state[0].float().numpy()
+            rows.append(hidden.mean(0) if pooling == "mean" else hidden[0])
+    found = np.stack(rows)
+    return found / np.linalg.norm(found, axis=1, keepdims=True) if like.normalize else found
+
+
+def _is_folder(checkpoint: Checkpoint) -> bool:
+    return checkpoint.file.format == "safetensors"
+
+
+def _from_folder(checkpoint: Checkpoint, kind: str) -> Any:
+    import torch
+    import transformers
+
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    # f32 whatever the file holds, since that is what rlx computes in
+    return getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+
+
+def _from_parts(checkpoint: Checkpoint) -> Any:
+    """A model of transformers with the weights that our reader found."""
+    import torch
+    import transformers
+
+    family, c = checkpoint.family, checkpoint.config
+    if family.name not in CLASSES:
+        raise Unable(f"a {family.name} out of a {checkpoint.file.format} file is not compared")
+    if checkpoint.rope_factors is not None:
+        raise Unable("transformers takes no table of RoPE factors from a GGUF file")
+    name = CLASSES[family.name]
+    settings = getattr(transformers, f"{name}Config")(
+        vocab_size=c.vocab, hidden_size=c.dim, intermediate_size=c.ffn, num_hidden_layers=c.layers,
+        num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, head_dim=c.head_dim, rms_norm_eps=c.eps,
+        max_position_embeddings=c.context, tie_word_embeddings=c.tied,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_base, **(c.rope_scaling or {})},
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(settings).eval()
+    weights = {key: torch.from_numpy(_weight(checkpoint, key)) for key in list(checkpoint.weights.keys())}
+    if c.tied:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, strict=True, assign=True)
+    model.model.rotary_emb = type(model.model.rotary_emb)(settings)  # its frequencies are no weights
+    return model
+
+
+def _weight(checkpoint: Checkpoint, key: str) -> Array:
+    """A weight as f32; queries and keys whose heads are kept in pairs are put in halves."""
+    type_, c = checkpoint.weights.type(key), checkpoint.config
+    shape = tuple(int(n) for n in type_.shape)
+    values = dequantise(checkpoint.weights.array(key), type_.dtype, int(np.prod(shape))).reshape(shape)
+    if c.pairs and ("q_proj" in key or "k_proj" in key):
+        pairs = values.reshape(-1, c.head_dim // 2, 2, *shape[1:])
+        values = pairs.swapaxes(1, 2).reshape(shape)
+    return np.array(values, np.float32)  # torch wants memory that may be written
+
+
+def _check_memory(checkpoint: Checkpoint) -> None:
+    needed = int(4 * OVERHEAD * sum(checkpoint.file.entry(n).size for n in checkpoint.file.names))
+    free = free_memory()
+    if free is not None and needed > free:
+        raise Unable(f"needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free")
+
+
+def free_memory() -> int | None:
+    """Bytes that can still be had, or None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the libraries from talking, and from the network."""
+    before = {
+        n: os.environ.get(n) for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS")
+    }
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -1,0 +1,289 @@
+"""`rlx verify MODEL`: is it the right file, does it work here as it should, and does `transformers` agree?
+
+First checksums, then checks of rlx against itself (weights, tokenizer, machine code against NumPy, decode against
+prefill, one thread against two), then parity with `transformers`, if that is installed. Each says what it found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlx import hub
+from rlx.cli import console, parity
+from rlx.cli.parity import Difference
+from rlx.engine.kvcache import KvCache
+from rlx.engine.language import LanguageModel
+from rlx.engine.model import load
+from rlx.errors import RlxError
+from rlx.formats import TensorEntry, TensorFile, open_tensors
+from rlx.formats.quants import dequantise
+from rlx.formats.tokenizer import Tokenizer
+from rlx.hub.catalogue import find
+from rlx.hub.pull import model_folder
+from rlx.hub.store import file_sha256, file_size
+from rlx.runtime.session import Session
+
+Array = np.ndarray[Any, Any]
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog, 42 times; then it sleeps.",
+    "Ein Käfer läuft über die Straße. 東京は日本の首都です。 Привет! 🙂",
+    "def f(x):\n    return x ** 2  # a comment\n\n\nprint(f(3))\n",
+)
+PROMPT = TEXTS[0]
+SAMPLE = 1_000_000  # weights of a tensor that are looked at
+LARGEST = 1e6  # of a weight that makes sense
+SMALL = 300_000_000  # weights of a model that NumPy can run in seconds
+CLOSE = 1e-3  # of the largest logit: far above rounding, far below a mistake
+GREEDY = 16  # tokens
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check found; `ok` is None where it did not run."""
+
+    name: str
+    ok: bool | None
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{ {True: 'ok', False: 'FAILED', None: 'skipped'}[self.ok]:8} {self.name:20} {self.detail}"
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser("verify", help="check a model: hashes, weights, machine code, transformers")
+    command.add_argument("model", help="a model on this machine")
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    found: list[Check] = []
+    for check in checks(arguments.model):
+        print(check, flush=True)
+        found.append(check)
+    failed = [c.name for c in found if c.ok is False]
+    ran = sum(c.ok is not None for c in found)
+    print(f"{ran} checks ran, " + (f"FAILED: {', '.join(failed)}" if failed else "all fine"))
+    return 1 if failed else 0
+
+
+def checks(name: str) -> Iterator[Check]:
+    """All checks in order, one by one. Where the file is not what it should be, the others are not made."""
+    checksum = check_files(name)
+    yield checksum
+    if checksum.ok is False:
+        return
+    path = hub.resolve(name, offline=True).path
+    with open_tensors(path) as file:
+        yield check_weights(file)
+        size = sum(file.entry(n).size for n in file.names)
+    answers: dict[str, Array] = {}
+    with console.status("loading"):
+        model = load(name, threads=2, offline=True)
+    with model:
+        yield check_tokenizer(model.checkpoint.tokenizer)
+        yield _guarded("runs", lambda: _runs(model, answers))
+        if "here" not in answers:
+            return
+        if isinstance(model, LanguageModel):
+            yield _guarded("decode is prefill", lambda: _decode_is_prefill(model))
+    yield _guarded("threads", lambda: _same_bits(name, answers["here"]))
+    if size <= SMALL:
+        yield _guarded("reference", lambda: _like_reference(name))
+    else:
+        yield Check(
+            "reference", None, f"{size / 1e6:.0f} M weights are too many for NumPy, at most {SMALL / 1e6:.0f} M"
+        )
+    missing = [m for m in ("torch", "transformers") if importlib.util.find_spec(m) is None]
+    if missing:
+        yield Check("transformers", None, f"{' and '.join(missing)} not installed: pip install torch transformers")
+    else:
+        yield _guarded("transformers", lambda: _like_transformers(path, answers["here"]))
+
+
+def _guarded(name: str, check: Callable[[], Check]) -> Check:
+    """A check that raises has failed."""
+    with console.status(name):
+        try:
+            return check()
+        except parity.Unable as error:
+            return Check(name, None, str(error))
+        except RlxError as error:
+            return Check(name, False, "; ".join([str(error), *(line.strip() for line in error.notes)]))
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+def check_files(name: str) -> Check:
+    """Sizes and hashes against the catalogue; every byte is read."""
+    entry = None if Path(name).exists() else find(name)
+    if entry is None:
+        files = hub.resolve(name, offline=True)
+        weights = files.files[0] if files.path.is_dir() else files.path
+        return Check("checksum", None, f"nothing to compare with; sha256 of {weights.name}: {file_sha256(weights)}")
+    folder = model_folder(entry)
+    if not folder.is_dir():
+        hub.resolve(name, offline=True)  # says how to get it
+    wrong = []
+    for file in entry.files:
+        path = folder / file.name
+        found = file_size(path)
+        if found is None:
+            wrong.append(f"{file.name} is absent")
+        elif found != file.size:
+            wrong.append(f"{file.name} has {found} bytes, expected {file.size}")
+        elif (sha256 := file_sha256(path)) != file.sha256:
+            wrong.append(f"{file.name} has sha256 {sha256}, expected {file.sha256}")
+    if wrong:
+        return Check("checksum", False, f"{'; '.join(wrong)}; rlx rm {entry.name}, then rlx pull {entry.name}")
+    return Check("checksum", True, f"{len(entry.files)} files as in the catalogue")
+
+
+def check_weights(file: TensorFile) -> Check:
+    """Samples of every tensor: finite numbers of a sane size, not all the same in a matrix."""
+    wrong = []
+    for name in file.names:
+        entry = file.entry(name)
+        if not entry.size or not entry.shape:
+            continue
+        values = _sample(file, entry)
+        if not np.isfinite(values).all():
+            wrong.append(f"{name} holds NaN or infinity")
+        elif float(np.abs(values).max()) > LARGEST:
+            wrong.append(f"{name} holds {float(np.abs(values).max()):.1e}")
+        elif len(entry.shape) > 1 and values.size > 1 and float(values.std()) == 0:
+            wrong.append(f"{name} holds {float(values[0]):g} only")
+    if wrong:
+        return Check("weights", False, "; ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if wrong[4:] else ""))
+    return Check("weights", True, f"{len(file)} tensors, up to {SAMPLE / 1e6:.0f} M weights of each: finite and sane")
+
+
+def _sample(file: TensorFile, entry: TensorEntry) -> Array:
+    """Rows of a tensor, evenly spread; all of a small one."""
+    rows = file.array(entry.name)
+    count = min(len(rows), max(1, SAMPLE * len(rows) // entry.size))
+    picked = np.linspace(0, len(rows) - 1, count).astype(int)
+    sample = np.ascontiguousarray(rows if count == len(rows) or len(entry.shape) == 1 else rows[picked])
+    return dequantise(sample, entry.storage, sample.size * entry.storage.block)
+
+
+def check_tokenizer(tokenizer: Tokenizer | None) -> Check:
+    """Texts to ids and back; where the tokenizer changes text (lower case, say), ids must come back instead."""
+    if tokenizer is None:
+        return Check("tokenizer", None, "the model has none")
+    exact, unknown = 0, 0
+    for text in TEXTS:
+        ids = tokenizer.encode(text, add_special=False)
+        if tokenizer.unk_id in ids:
+            unknown += 1  # what the vocabulary lacks cannot come back
+            continue
+        back = tokenizer.decode(ids)
+        exact += back.strip(" ") == text.strip(" ")
+        if back.strip(" ") != text.strip(" ") and tokenizer.encode(back, add_special=False) != ids:
+            return Check("tokenizer", False, f"{text!r} comes back as {back!r}, and that has other ids")
+    parts = {
+        "come back exactly": exact,
+        "as the same ids": len(TEXTS) - exact - unknown,
+        "have unknown tokens": unknown,
+    }
+    found = ", ".join(f"{count} {how}" for how, count in parts.items() if count)
+    return Check("tokenizer", unknown < len(TEXTS), f"of {len(TEXTS)} texts {found}")
+
+
+# -- rlx against itself ----------------------------------------------------------------------------------------------
+def _writes(model: Any) -> bool:
+    return isinstance(model, LanguageModel)
+
+
+def answer_of(model: Any) -> Array:
+    """What is compared: logits after each token of the prompt, or the vectors of the texts."""
+    found: Array = model.logits(prompt_tokens(model)) if _writes(model) else model.embed(list(TEXTS))
+    return found
+
+
+def prompt_tokens(model: Any) -> list[int]:
+    """The prompt as tokens; numbers stand in for them where there is no tokenizer."""
+    if model.checkpoint.tokenizer is not None:
+        found: list[int] = model.tokenizer.encode(PROMPT)
+        return found[: model.context - GREEDY - 1]
+    vocabulary = int(model.checkpoint.config.vocab)
+    return [(7 * i + 3) % vocabulary for i in range(24)]
+
+
+def _runs(model: Any, answers: dict[str, Array]) -> Check:
+    values = answer_of(model)
+    if not np.isfinite(values).all():
+        return Check("runs", False, "the result holds NaN or infinity")
+    answers["here"] = values
+    shape = "×".join(map(str, values.shape))
+    return Check("runs", True, f"{shape} finite {'logits' if _writes(model) else 'vectors'}")
+
+
+def _decode_is_prefill(model: LanguageModel) -> Check:
+    """Token by token, and each token of an answer, as in one piece: same bits, same choices."""
+    tokens = prompt_tokens(model)
+    whole = model.logits(tokens)
+    ends = [model.logits(tokens[: n + 1])[-1] for n in range(0, len(tokens), max(len(tokens) // 8, 1))]
+    for n, end in zip(range(0, len(tokens), max(len(tokens) // 8, 1)), ends, strict=True):
+        if end.tobytes() != whole[n].tobytes():
+            return Check("decode is prefill", False, f"the logits after {n + 1} tokens depend on what comes later")
+    made = model.generate(tokens, max_tokens=GREEDY, temperature=0.0).tokens
+    again = model.logits([*tokens, *made])[len(tokens) - 1 : -1].argmax(axis=1).tolist()
+    if again != made:
+        return Check("decode is prefill", False, f"decoding gives {made}, one prefill of it {again}")
+    return Check("decode is prefill", True, f"same bits at {len(ends)} lengths, same {len(made)} greedy tokens")
+
+
+def _same_bits(name: str, here: Array) -> Check:
+    with load(name, threads=1, offline=True) as model:
+        alone = answer_of(model)
+    if alone.tobytes() != here.tobytes():
+        return Check("threads", False, f"1 and 2 threads differ by {float(np.abs(alone - here).max()):.1e}")
+    return Check("threads", True, "1 and 2 threads give the same bits")
+
+
+def _like_reference(name: str) -> Check:
+    """One run of the graph by machine code and by NumPy, op by op as it was built."""
+    with load(name, offline=True) as model:
+        reference = Session("reference").compile(model.built.module)
+        for param in reference.param_types:
+            made = model.built.params.get(param)
+            reference.set_param(param, model.checkpoint.weights.array(param) if made is None else made)
+        tokens = prompt_tokens(model)
+        found, wanted = (compiled.run(_inputs(model, tokens))[0] for compiled in (model.compiled, reference))
+    rows = int(np.prod(found.shape[:-1]))
+    difference = Difference.of(found.reshape(rows, -1), wanted.reshape(rows, -1), logits=_writes(model))
+    return Check("reference", difference.largest < CLOSE, f"machine code and NumPy: {difference}")
+
+
+def _inputs(model: Any, tokens: Sequence[int]) -> dict[str, Array]:
+    """What a graph wants for one sequence from its beginning; logits after each token."""
+    row, count = np.array([tokens], np.int32), len(tokens)
+    given = {
+        "tokens": row,
+        "positions": np.arange(count, dtype=np.int32)[None],
+        "last_token_idx": np.arange(count, dtype=np.int32),
+        "token_types": np.zeros_like(row),
+        "attention_mask": np.ones(row.shape, np.float32),
+    }
+    if model.built.cache is not None:
+        cache = KvCache(model.built.cache, 1, model.context)
+        cache.reserve(count)
+        given |= cache.arrays
+    return {name: given[name] for name in model.compiled.input_types}
+
+
+# -- transformers ----------------------------------------------------------------------------------------------------
+def _like_transformers(path: Path, here: Array) -> Check:
+    with load(path, offline=True) as model:
+        if isinstance(model, LanguageModel):
+            wanted = parity.logits(model.checkpoint, prompt_tokens(model))
+        else:
+            wanted = parity.vectors(model.checkpoint, model, list(TEXTS))
+        difference = Difference.of(here, wanted, logits=_writes(model))
+    return Check("transformers", difference.largest < CLOSE, str(difference))

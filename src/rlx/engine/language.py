@@ -1,0 +1,317 @@
+"""Language models: text in, text out. `generate` continues text as it is, `chat` goes through the model's template."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Self, overload
+
+import numpy as np
+
+from rlx.engine import generate as generation
+from rlx.engine.generate import Cancelled, Decoder, Growing, Logprob, grow
+from rlx.engine.kvcache import CacheStore
+from rlx.engine.model import Model
+from rlx.engine.sampler import Sampler, Sampling
+from rlx.errors import CapabilityError, RequestError
+from rlx.flow.flow import ModelFlow
+from rlx.formats.chat import ChatTemplate
+from rlx.runtime.compiled import CompiledGraph
+from rlx.types import sym
+
+Array = np.ndarray[Any, Any]
+Messages = Sequence[Mapping[str, Any]]
+LOGIT_BYTES = 64 << 20  # of one call of `logits`, beside the result
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How many tokens a completion took; `cached_tokens` of the prompt were known from an earlier call."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds up to the first token and from there to the last, and tokens a second."""
+
+    prompt_seconds: float
+    answer_seconds: float
+    prompt_per_second: float  # of tokens that were read; known ones cost nothing
+    answer_per_second: float  # of tokens after the first
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A generated text and how it came about. `str(completion)` is the text."""
+
+    text: str
+    tokens: list[int]  # those of a stop string and the one that ended the text included
+    finish_reason: str  # "stop": the model or a stop string ended it; "length"; "closed": a stream was closed early
+    usage: Usage
+    timings: Timings
+    seed: int  # gives the same text again
+    fingerprint: str
+    logprobs: list[Logprob] | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class TextStream(Iterator[str]):
+    """Pieces of a text as they come. Closing it, from any thread, stops the work within a step or a chunk.
+
+    `completion` is there when the stream has ended or was closed.
+    """
+
+    def __init__(self, model: LanguageModel, sequence: Growing) -> None:
+        self._model = model
+        self._sequence = sequence
+        self._cancel = threading.Event()
+        self._pieces = self._grow()
+
+    def _grow(self) -> Generator[str, None, None]:
+        with self._model._decoder([self._sequence], self._cancel) as decoder, suppress(Cancelled):
+            for _, piece in grow(decoder, [self._sequence], self._model.caches):
+                if piece:
+                    yield piece
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stop the work; the memory is free for other calls."""
+        self._cancel.set()
+        with suppress(ValueError):  # the generator runs in another thread and ends by itself
+            self._pieces.close()
+
+    @property
+    def completion(self) -> Completion:
+        """All of the text and how it came about."""
+        if inspect.getgeneratorstate(self._pieces) != inspect.GEN_CLOSED:
+            raise RequestError("stream: it has not ended", hint="read it to its end or close it")
+        return self._model._completion(self._sequence)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class LanguageModel(Model):
+    """A decoder. Calls from several threads have a cache each; the last ones are kept for prompts that begin alike."""
+
+    caches: CacheStore
+
+    def _flow(self) -> ModelFlow:
+        flow = self.family.flow(self.checkpoint.config, self.context, self.checkpoint.rope_factors)
+        return flow.cache_dtype(self.cache_dtype)
+
+    # -- parts --
+    @functools.cached_property
+    def template(self) -> ChatTemplate | None:
+        """The chat template, where the model has one."""
+        source = self.tokenizer.chat_template
+        if source is None:
+            return None
+        tokens = {"bos_token": self.tokenizer.bos_id, "eos_token": self.tokenizer.eos_id}
+        named = {k: self.tokenizer.token_bytes(v).decode() for k, v in tokens.items() if v is not None}
+        return ChatTemplate(source, **named)
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """How many tokens there are. A model may have logits for more, so that their number is round."""
+        logits = int(self.checkpoint.config.vocab)
+        tokenizer = self.checkpoint.tokenizer
+        return logits if tokenizer is None else min(logits, tokenizer.vocab_size)
+
+    def chat_tokens(self, messages: str | Messages) -> list[int]:
+        """A conversation as the model was trained to read it."""
+        if self.template is None:
+            raise CapabilityError(f"chat: {self.name} has no chat template", hint="use generate(...)")
+        talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        return self.tokenizer.encode(self.template.render(talk), add_special=False, parse_special=True)
+
+    # -- verbs --
+    @overload
+    def generate(
+        self, prompt: str | Sequence[int], *, max_tokens: int | None = 256, stop: str | Sequence[str] = (),
+        logprobs: int = 0, **sampling: Any,
+    ) -> Completion: ...  # fmt: skip
+
+    @overload
+    def generate(
+        self, prompt: Sequence[str] | Sequence[Sequence[int]], *, max_tokens: int | None = 256,
+        stop: str | Sequence[str] = (), logprobs: int = 0, **sampling: Any,
+    ) -> list[Completion]: ...  # fmt: skip
+
+    def generate(
+        self, prompt: Any, *, max_tokens: int | None = 256, stop: str | Sequence[str] = (), logprobs: int = 0,
+        **sampling: Any,
+    ) -> Completion | list[Completion]:  # fmt: skip
+        """The continuation of a text or of token ids, without a chat template; of a list of them, one for each.
+
+        At most `max_tokens` are made (None: as many as the context holds); the text ends before a `stop` string.
+        `logprobs=n` gives the n likeliest tokens at each place. The other keywords are those of `Sampling`:
+        temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias, seed.
+        """
+        self._open()
+        many = _is_batch(prompt)
+        settings = _Settings.of(max_tokens, stop, logprobs, sampling)
+        places = [f"generate: prompt {i}" for i in range(len(prompt))] if many else ["generate"]
+        tokens = [self.token_ids(p, where) for p, where in zip(prompt if many else [prompt], places, strict=True)]
+        made = self._complete([self._growing(t, settings, w) for t, w in zip(tokens, places, strict=True)])
+        return made if many else made[0]
+
+    def chat(
+        self, messages: str | Messages, *, max_tokens: int | None = 256, stop: str | Sequence[str] = (),
+        logprobs: int = 0, **sampling: Any,
+    ) -> Completion:  # fmt: skip
+        """The answer to a message, or to a conversation, through the model's chat template."""
+        self._open()
+        settings = _Settings.of(max_tokens, stop, logprobs, sampling)
+        return self._complete([self._growing(self.chat_tokens(messages), settings, "chat", answer=True)])[0]
+
+    def stream(
+        self, prompt: str | Sequence[int] | Messages, *, chat: bool = False, max_tokens: int | None = 256,
+        stop: str | Sequence[str] = (), logprobs: int = 0, **sampling: Any,
+    ) -> TextStream:  # fmt: skip
+        """Pieces of the continuation as they come: of a text or token ids, or, through the template, of messages.
+
+        `chat=True` makes a text a message, and says of token ids that an answer follows them.
+        """
+        self._open()
+        settings = _Settings.of(max_tokens, stop, logprobs, sampling)
+        spoken = _is_talk(prompt) or (chat and isinstance(prompt, str))
+        tokens = self.chat_tokens(prompt) if spoken else self.token_ids(prompt, "stream")  # type: ignore[arg-type]
+        return TextStream(self, self._growing(tokens, settings, "stream", answer=chat or spoken))
+
+    def logits(self, prompt: str | Sequence[int]) -> Array:
+        """[seq, vocab]: the logits after each token of the prompt."""
+        compiled = self.compiled
+        return self._values(compiled, self._fitting(self.token_ids(prompt, "logits"), 0, "logits"))[0]
+
+    def _values(self, compiled: CompiledGraph, ids: Sequence[int]) -> list[Array]:
+        decoder = Decoder(compiled, self.caches.new(1))
+        chunk = max(min(LOGIT_BYTES // (4 * int(self.checkpoint.config.vocab)), generation.CHUNK), 1)
+        whole: list[Array] = []
+        for at in range(0, len(ids), chunk):
+            piece = ids[at : at + chunk]
+            parts = decoder.run([piece], [at], np.arange(len(piece), dtype=np.int32))
+            # The values of stages are [batch, seq, ...]; what comes after the picking of tokens is [seq, ...].
+            parts = [a[0] if v.shape[0] == sym.BATCH else a for a, v in zip(parts, compiled.graph.outputs, strict=True)]
+            whole = whole or [np.empty((len(ids), *a.shape[1:]), a.dtype) for a in parts]
+            for array, part in zip(whole, parts, strict=True):
+                array[at : at + len(piece)] = part
+        return whole
+
+    # -- inside --
+    def _fitting(self, tokens: list[int], max_tokens: int | None, where: str) -> list[int]:
+        if not tokens:
+            raise RequestError(f"{where}: there are no tokens", hint="give a text or token ids")
+        room = self.context - len(tokens)
+        if room < 0 or (room == 0 and max_tokens != 0):
+            raise RequestError(
+                f"{where}: the prompt has {len(tokens)} tokens, the context holds {self.context}"
+                + (" and an answer needs room too" if room == 0 else ""),
+                hint="shorten the prompt or load the model with a larger context=",
+            )
+        return tokens
+
+    def _growing(self, tokens: list[int], settings: _Settings, where: str, answer: bool = False) -> Growing:
+        self._fitting(tokens, settings.max_tokens, where)
+        tokenizer = self.checkpoint.tokenizer
+        room = self.context - len(tokens)
+        text, stop_ids = None, frozenset[int]()
+        if tokenizer is not None:
+            # An answer begins a text of its own; a continuation keeps the space before its first word.
+            continues = not answer and not tokenizer.special_ids.issuperset(tokens)
+            text, stop_ids = tokenizer.stream(skip_special=True, continues=continues), frozenset(tokenizer.stop_ids)
+        return Growing(
+            tokens, Sampler(settings.sampling, tokens, self.vocab_size), vocab=self.vocab_size, text=text,
+            limit=room if settings.max_tokens is None else min(settings.max_tokens, room),
+            stop=settings.stop, stop_ids=stop_ids, top=settings.logprobs,
+        )  # fmt: skip
+
+    @contextmanager
+    def _decoder(self, sequences: Sequence[Growing], cancel: threading.Event | None = None) -> Iterator[Decoder]:
+        """A decoder for some sequences; the cache of a single one is kept for later."""
+        compiled = self.compiled
+        if len(sequences) > 1:
+            yield Decoder(compiled, self.caches.new(min(len(sequences), generation.ROWS)), cancel)
+            return
+        cache = self.caches.take(sequences[0].prompt)
+        try:
+            yield Decoder(compiled, cache, cancel)
+        finally:
+            self.caches.give(cache)
+
+    def _complete(self, sequences: list[Growing]) -> list[Completion]:
+        with self._decoder(sequences) as decoder:
+            for _ in grow(decoder, sequences, self.caches):
+                pass
+        return [self._completion(s) for s in sequences]
+
+    def _completion(self, s: Growing) -> Completion:
+        reading, writing = s.answered - s.began, s.ended - s.answered
+        read, written = len(s.prompt) - s.cached, len(s.made) - 1
+        return Completion(
+            s.text, s.made, s.finish_reason or "closed", Usage(len(s.prompt), s.cached, len(s.made)),
+            Timings(
+                reading, writing, read / reading if reading > 0 else 0.0, written / writing if writing > 0 else 0.0
+            ),
+            s.sampler.seed, self.fingerprint(s.sampler.seed), s.logprobs,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a request asks for, checked."""
+
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    logprobs: int
+    sampling: Sampling
+
+    @classmethod
+    def of(cls, max_tokens: Any, stop: Any, logprobs: Any, sampling: Mapping[str, Any]) -> _Settings:
+        if max_tokens is not None:
+            _whole("max_tokens", max_tokens)
+        _whole("logprobs", logprobs)
+        strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (None,)
+        if not all(isinstance(s, str) and s for s in strings):
+            raise RequestError(f"stop: expected texts that are not empty, found {stop!r}")
+        return cls(max_tokens, strings, logprobs, Sampling.of(sampling))
+
+
+def _whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise RequestError(f"{name}: expected a whole number from 0, found {value!r}")
+
+
+def _is_batch(prompt: Any) -> bool:
+    """Whether a prompt is a list of prompts."""
+    if isinstance(prompt, str):
+        return False
+    if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__len__") or not hasattr(prompt, "__getitem__"):
+        raise RequestError(f"generate: expected a text, token ids or a list of them, found {type(prompt).__name__}")
+    if _is_talk(prompt):
+        raise RequestError("generate: messages are for chat", hint="use chat(messages)")
+    first = prompt[0] if len(prompt) else None
+    return isinstance(first, str) or hasattr(first, "__len__")
+
+
+def _is_talk(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages."""
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)

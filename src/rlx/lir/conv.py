@@ -1,0 +1,130 @@
+"""Loop forms of convolution and pooling: lanes run along a row of the output, each sums up its own window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rlx.dtypes import BOOL, I64
+from rlx.ir.graph import Node
+from rlx.lir.loops import Apply, Choose, Const, Expr, For, Index, Let, Load, Reduce, Ref, Store
+from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_form, widened
+from rlx.lir.views import View
+from rlx.ops.conv import Pair, pair
+from rlx.types import product
+
+
+def _add(a: Expr, b: Expr) -> Expr:
+    return Apply("add", (a, b), I64)
+
+
+def _times(a: Expr, n: int) -> Expr:
+    return a if n == 1 else Apply("mul", (a, Const(n, I64)), I64)
+
+
+def _source(out: Expr, kernel: Expr, stride: int, padding: int, dilation: int) -> Expr:
+    """Where on an axis of x an output looks, padding included: negative or too large there."""
+    return _add(_add(_times(out, stride), _times(kernel, dilation)), Const(-padding, I64))
+
+
+def _both(a: Expr, b: Expr) -> Expr:
+    return Apply("and", (a, b), BOOL)
+
+
+def _inside(at: Expr, size: Expr) -> Expr:
+    return _both(Apply("ge", (at, Const(0, I64)), BOOL), Apply("lt", (at, size), BOOL))
+
+
+class _Windows:
+    """Loops over the output, and loads of x relative to a window."""
+
+    def __init__(self, name: str, x: View, out: View, stride: Pair, padding: Pair, dilation: Pair) -> None:
+        self.builder = LoopBuilder(name)
+        self.x, self.out = x, out
+        self.builder.param(x)
+        self.settings = list(zip(stride, padding, dilation, strict=True))
+        self.padded = [p > 0 for p in padding]
+        self.lets = decode_unit(self.builder, out.shape[:3], ["b", "c", "y"])
+
+    def load(self, channel: Expr, row: Expr, column: Expr, fill: float) -> Expr:
+        """x at a place of the window; `fill` where that lies in the padding."""
+        builder = self.builder
+        places: list[tuple[Expr, Expr]] = [(Ref("y", I64), row), (Index("j"), column)]
+        at = [_source(o, k, *setting) for (o, k), setting in zip(places, self.settings, strict=True)]
+        indices = (Ref("b", I64), channel, *at)
+        place = tuple((i, builder.arg(f"x_{a}", self.x.strides[a])) for a, i in enumerate(indices[:3]))
+        last = (indices[3], builder.stride(0, "3", self.x.strides[3], unit=True))
+        value = widened(Load(0, (*place, last), self.x.dtype))
+        checks = [_inside(i, builder.arg(f"size_{a}", self.x.shape[2 + a])) for a, i in enumerate(at) if self.padded[a]]
+        if not checks:
+            return value
+        return Choose(checks[0] if len(checks) == 1 else _both(*checks), value, Const(fill, value.dtype))
+
+    def launch(self, s: Scheduler, value: Expr, flops: int) -> None:
+        builder, out = self.builder, self.out
+        number = builder.param(out, written=True)
+        axes = (Ref("b", I64), Ref("c", I64), Ref("y", I64))
+        place = tuple((i, builder.arg(f"out_{a}", out.strides[a])) for a, i in enumerate(axes))
+        store = Store(number, (*place, (Index("j"), 1)), value)
+        row = For("j", builder.arg("width", out.shape[3]), (store,), vector=True)
+        units = product(out.shape[:3])
+        root = For("u", builder.arg("units", units), (*self.lets, row))
+        builder.launch(s, root, units, flops=product(out.shape) * flops)
+
+
+def _over(op: str, sizes: Sequence[tuple[str, int]], value: Callable[..., Expr]) -> Expr:
+    """A reduction over several axes, the last one innermost."""
+    inner = value(*(Index(name) for name, _ in sizes))
+    for name, size in reversed(sizes):
+        inner = Reduce(op, name, size, inner)
+    return inner
+
+
+@loop_form("conv2d")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    x, weight = (s.view(o) for o in node.operands[:2])
+    out = s.result(node)
+    least = {"stride": 1, "padding": 0, "dilation": 1}
+    stride, padding, dilation = (pair("conv2d", name, node.attrs[name], low) for name, low in least.items())
+    loops = _Windows("conv2d", x, out, stride, padding, dilation)
+    builder = loops.builder
+    taps = builder.param(s.contiguous(weight), name="weight")
+    operand = node.operands[1]
+    assert operand is not None
+    channels, inside, *kernel = (int(d) for d in operand.shape)
+    group = channels // node.attrs["groups"]
+    first: Expr = Const(0, I64)
+    if node.attrs["groups"] > 1:
+        first = _times(Apply("quot", (Ref("c", I64), Const(group, I64)), I64), inside)
+        loops.lets.append(Let("first", first))
+        first = Ref("first", I64)
+    steps = (inside * kernel[0] * kernel[1], kernel[0] * kernel[1], kernel[1], 1)
+
+    def term(channel: Expr, row: Expr, column: Expr) -> Expr:
+        place = tuple(zip((Ref("c", I64), channel, row, column), steps, strict=True))
+        tap = widened(Load(taps, place, weight.dtype))
+        return Apply("mul", (loops.load(_add(first, channel), row, column, 0.0), tap), tap.dtype)
+
+    total = _over("sum", [("i", inside), ("r", kernel[0]), ("q", kernel[1])], term)
+    if node.operands[2] is not None:
+        bias = builder.param(s.contiguous(s.view(node.operands[2])), name="bias")
+        offset = widened(Load(bias, ((Ref("c", I64), 1),), weight.dtype))
+        total = Apply("add", (total, cast(offset, total.dtype)), total.dtype)
+    loops.launch(s, total, 2 * inside * kernel[0] * kernel[1])
+    return [out]
+
+
+@loop_form("pool2d")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    x, out = s.view(node.operands[0]), s.result(node)
+    kernel = pair("pool2d", "kernel", node.attrs["kernel"], 1)
+    stride = kernel if node.attrs["stride"] is None else pair("pool2d", "stride", node.attrs["stride"], 1)
+    padding = pair("pool2d", "padding", node.attrs["padding"], 0)
+    largest = node.attrs["kind"] == "max"
+    loops = _Windows(f"pool2d_{node.attrs['kind']}", x, out, stride, padding, (1, 1))
+    fill = float("-inf") if largest else 0.0
+    sizes = [("r", kernel[0]), ("q", kernel[1])]
+    value = _over("max" if largest else "sum", sizes, lambda r, q: loops.load(Ref("c", I64), r, q, fill))
+    if not largest:
+        value = Apply("div", (value, Const(float(kernel[0] * kernel[1]), value.dtype)), value.dtype)
+    loops.launch(s, value, kernel[0] * kernel[1])
+    return [out]

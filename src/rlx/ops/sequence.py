@@ -1,0 +1,223 @@
+"""Recurrences along a sequence: selective scan (Mamba), gated delta net, causal depthwise convolution.
+
+Each has a form that takes the state of earlier tokens and gives the one after the last, so that a sequence may come in
+pieces. States start at zero where none is given.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import DTypeError, ShapeError
+from rlx.ir.registry import f32, op, sample
+from rlx.types import Size, TensorType, require_equal
+
+
+def _floats(where: str, *operands: TensorType | None) -> None:
+    """Floats of one type: sums of unlike precision would be a surprise."""
+    given = [t for t in operands if t is not None]
+    if any(t.dtype is not given[0].dtype or not t.dtype.is_float for t in given):
+        raise DTypeError(f"{where}: takes floats of one type, found {', '.join(str(t.dtype) for t in given)}")
+
+
+def _fits(where: str, name: str, operand: TensorType | None, *shape: Size) -> None:
+    if operand is None:
+        return
+    wanted = f"[{', '.join(map(str, shape))}]"
+    if operand.rank != len(shape):
+        raise ShapeError(f"{where}: {name} is {operand}, wanted {wanted}")
+    for have, want in zip(operand.shape, shape, strict=True):
+        require_equal(have, want, f"{where}: {name} is {operand}, wanted {wanted}")
+
+
+# -- selective scan ----------------------------------------------------------------------------------------------------
+def _selective_scan_carry(
+    x: Any, delta: Any, a: Any, b: Any, c: Any, state: Any, d: Any = None, *, state_size: int
+) -> tuple[Any, Any]:
+    state = state.copy()
+    y = np.empty_like(x)
+    for t in range(x.shape[1]):
+        step = delta[:, t, :, None]  # [batch, channels, 1]
+        state = np.exp(step * a) * state + step * b[:, t, None, :] * x[:, t, :, None]
+        y[:, t] = (state * c[:, t, None, :]).sum(-1)
+    return (y if d is None else y + d * x), state
+
+
+def _selective_scan(x: Any, delta: Any, a: Any, b: Any, c: Any, d: Any = None, *, state_size: int) -> Any:
+    start = np.zeros((x.shape[0], *a.shape), x.dtype)
+    return _selective_scan_carry(x, delta, a, b, c, start, d, state_size=state_size)[0]
+
+
+def _check_selective(
+    where: str, x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType,
+    state: TensorType | None, d: TensorType | None, n: int,
+) -> None:  # fmt: skip
+    if x.rank != 3:
+        raise ShapeError(f"{where}: x is [batch, seq, channels], found {x}")
+    batch, seq, channels = x.shape
+    _fits(where, "delta", delta, batch, seq, channels)
+    _fits(where, "a", a, channels, n)
+    _fits(where, "b", b, batch, seq, n)
+    _fits(where, "c", c, batch, seq, n)
+    _fits(where, "state", state, batch, channels, n)
+    _fits(where, "d", d, channels)
+    _floats(where, x, delta, a, b, c, state, d)
+
+
+def _scan_operands(batch: int, seq: int, channels: int, n: int) -> tuple[Any, ...]:
+    return (
+        f32(batch, seq, channels), f32(batch, seq, channels, low=0.01, high=0.5), f32(channels, n, low=-2, high=-0.1),
+        f32(batch, seq, n), f32(batch, seq, n),
+    )  # fmt: skip
+
+
+@op(
+    "selective_scan", reference=_selective_scan, tolerance=5e-6,
+    samples=[
+        sample(*_scan_operands(2, 7, 5, 3), f32(5), state_size=3), sample(*_scan_operands(1, 20, 70, 4), state_size=4),
+        sample(*_scan_operands(1, 0, 3, 2), state_size=2),
+    ],
+)  # fmt: skip
+def selective_scan(
+    x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, d: TensorType | None = None, *,
+    state_size: int,
+) -> TensorType:  # fmt: skip
+    """Mamba's scan: h = exp(delta a) h + delta b x along the sequence, y = c · h + d x.
+
+    x and delta are [batch, seq, channels], a is [channels, n], b and c are [batch, seq, n], d (if given) is [channels].
+    """
+    _check_selective("selective_scan", x, delta, a, b, c, None, d, state_size)
+    return x
+
+
+@op(
+    "selective_scan_carry", reference=_selective_scan_carry, tolerance=5e-6,
+    samples=[
+        sample(*_scan_operands(2, 7, 5, 3), f32(2, 5, 3), f32(5), state_size=3),
+        sample(*_scan_operands(3, 1, 33, 2), f32(3, 33, 2), state_size=2),
+    ],
+)  # fmt: skip
+def selective_scan_carry(
+    x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, state: TensorType,
+    d: TensorType | None = None, *, state_size: int,
+) -> tuple[TensorType, TensorType]:  # fmt: skip
+    """`selective_scan` that starts from `state` [batch, channels, n] and also gives the state after the last token."""
+    _check_selective("selective_scan_carry", x, delta, a, b, c, state, d, state_size)
+    return x, state
+
+
+# -- gated delta net ---------------------------------------------------------------------------------------------------
+def _gated_delta_net_carry(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, *, state_size: int
+) -> tuple[Any, Any]:
+    state, out = state.copy(), np.empty_like(v)
+    for t in range(q.shape[1]):
+        state = state * np.exp(g[:, t])[..., None, None]
+        seen = np.einsum("bhij,bhi->bhj", state, k[:, t])
+        change = (v[:, t] - seen) * beta[:, t][..., None]
+        state = state + k[:, t][..., :, None] * change[..., None, :]
+        out[:, t] = np.einsum("bhij,bhi->bhj", state, q[:, t]) * q.dtype.type(1 / math.sqrt(state_size))
+    return out, state
+
+
+def _gated_delta_net(q: Any, k: Any, v: Any, g: Any, beta: Any, *, state_size: int) -> Any:
+    start = np.zeros((q.shape[0], q.shape[2], state_size, state_size), q.dtype)
+    return _gated_delta_net_carry(q, k, v, g, beta, start, state_size=state_size)[0]
+
+
+def _check_delta(
+    where: str, q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType,
+    state: TensorType | None, n: int,
+) -> None:  # fmt: skip
+    if q.rank != 4:
+        raise ShapeError(f"{where}: q is [batch, seq, heads, state_size], found {q}")
+    batch, seq, heads, _ = q.shape
+    for name, operand in (("q", q), ("k", k), ("v", v)):
+        _fits(where, name, operand, batch, seq, heads, n)
+    for name, operand in (("g", g), ("beta", beta)):
+        _fits(where, name, operand, batch, seq, heads)
+    _fits(where, "state", state, batch, heads, n, n)
+    _floats(where, q, k, v, g, beta, state)
+
+
+def _delta_operands(batch: int, seq: int, heads: int, n: int) -> tuple[Any, ...]:
+    unit = f32(batch, seq, heads, n, low=-1 / n, high=1 / n)  # keys longer than 1 make the recurrence explode
+    return (
+        unit, unit, f32(batch, seq, heads, n), f32(batch, seq, heads, low=-1, high=0),
+        f32(batch, seq, heads, low=0, high=1),
+    )  # fmt: skip
+
+
+@op(
+    "gated_delta_net", reference=_gated_delta_net, tolerance=1e-5,
+    samples=[
+        sample(*_delta_operands(2, 5, 3, 4), state_size=4), sample(*_delta_operands(1, 9, 1, 33), state_size=33),
+        sample(*_delta_operands(1, 0, 2, 4), state_size=4), sample(*_delta_operands(1, 150, 2, 16), state_size=16),
+    ],
+)  # fmt: skip
+def gated_delta_net(
+    q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType, *, state_size: int
+) -> TensorType:
+    """Linear attention with a gated delta rule; a head keeps a matrix S from keys to values.
+
+    A token does S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and gives qᵀ S / sqrt(state_size). q, k and v are
+    [batch, seq, heads, state_size], g (the logarithm of the gate) and beta are [batch, seq, heads].
+    """
+    _check_delta("gated_delta_net", q, k, v, g, beta, None, state_size)
+    return v
+
+
+@op(
+    "gated_delta_net_carry", reference=_gated_delta_net_carry, tolerance=1e-5,
+    samples=[
+        sample(*_delta_operands(2, 5, 3, 4), f32(2, 3, 4, 4), state_size=4),
+        sample(*_delta_operands(2, 1, 2, 20), f32(2, 2, 20, 20), state_size=20),
+        sample(*_delta_operands(1, 131, 1, 16), f32(1, 1, 16, 16), state_size=16),
+    ],
+)  # fmt: skip
+def gated_delta_net_carry(
+    q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType, state: TensorType, *, state_size: int
+) -> tuple[TensorType, TensorType]:
+    """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token."""
+    _check_delta("gated_delta_net_carry", q, k, v, g, beta, state, state_size)
+    return v, state
+
+
+# -- causal convolution ------------------------------------------------------------------------------------------------
+def _depthwise_conv1d_causal(x: Any, weight: Any, left_pad: Any, *, kernel_size: int) -> Any:
+    padded = np.concatenate([left_pad, x], axis=1)
+    taps = weight.reshape(weight.shape[0], kernel_size)
+    y = np.zeros_like(x)
+    for k in range(kernel_size):
+        y += padded[:, k : k + x.shape[1]] * taps[:, k]
+    return y
+
+
+@op(
+    "depthwise_conv1d_causal", reference=_depthwise_conv1d_causal, tolerance=2e-6,
+    samples=[
+        sample(f32(2, 5, 3), f32(3, 4), f32(2, 3, 3), kernel_size=4),
+        sample(f32(1, 1, 70), f32(70, 1, 4), f32(1, 3, 70), kernel_size=4),
+        sample(f32(2, 9, 5), f32(5, 1, 1, 3), f32(2, 2, 5), kernel_size=3),
+        sample(f32(2, 4, 5), f32(5, 1), f32(2, 0, 5), kernel_size=1),
+    ],
+)  # fmt: skip
+def depthwise_conv1d_causal(x: TensorType, weight: TensorType, left_pad: TensorType, *, kernel_size: int) -> TensorType:
+    """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
+
+    x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] stands for the tokens before it: zeros at
+    the start, the last tokens of the piece before otherwise. The weight is [channels, kernel_size]; axes of size 1
+    between them, as in files, are accepted.
+    """
+    where = "depthwise_conv1d_causal"
+    if x.rank != 3 or kernel_size < 1:
+        raise ShapeError(f"{where}: x is [batch, seq, channels], found {x} and kernel_size {kernel_size}")
+    batch, _, channels = x.shape
+    ones = (1,) * (weight.rank - 2)
+    _fits(where, "weight", weight, channels, *ones, kernel_size)
+    _fits(where, "left_pad", left_pad, batch, kernel_size - 1, channels)
+    _floats(where, x, weight, left_pad)
+    return x

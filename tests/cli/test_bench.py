@@ -1,0 +1,56 @@
+"""`rlx bench`: its rows, its plain table and JSON, and shares that cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rlx.cli import bench
+from rlx.cli.bench import Row
+from rlx.cli.main import main
+from rlx.engine.model import load
+from rlx.runtime.compiled import CpuGraph
+
+ASSETS = Path(os.environ.get("RLX_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))
+STORIES = ASSETS / "stories260K" / "stories260K.bin"
+needs_stories = pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES} is absent")
+
+
+@needs_stories
+def test_a_decoder_has_all_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(STORIES), "--repeat", "1", "--json", "--threads", "1"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == ["load", "compile", "pp128", "tg128", "memory"]
+    assert "pp512: left out, the context holds 512 tokens" in err
+    assert all(row["value"] > 0 for row in rows.values())
+    assert found["threads"] == 1 and found["machine"]["memory_gb_per_second"] > 0
+    assert 0 < rows["pp128"]["fraction"] < 1
+
+
+@needs_stories
+def test_a_token_reads_the_weights_and_what_came_before() -> None:
+    with load(STORIES) as model:
+        assert isinstance(model.compiled, CpuGraph)
+        program = model.compiled.plan.main
+    weights = 4 * (5 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 172) + 512 * 64)
+    first, later = bench.token_bytes(program, 0), bench.token_bytes(program, 64)
+    assert weights < first < 1.25 * weights  # rows of activations, the padding of panels and a first block of keys
+    assert later - first == 5 * 2 * 64 * 32 * 4  # layers, keys and values, positions, kv size, bytes
+
+
+def test_a_share_above_one_is_not_believed() -> None:
+    row = bench._believed(Row("tg128", 100.0, "tok/s", 1.07, "the bandwidth"))
+    assert row.fraction is None and "suspicious: 1.07 of the bandwidth" in row.cells()[3]
+    fine = Row("tg128", 100.0, "tok/s", 0.93, "the bandwidth", "1 MB a token")
+    assert bench._believed(fine) is fine
+    assert fine.cells() == ("tg128", "100", "tok/s", "93% of the bandwidth, 1 MB a token")
+
+
+def test_repeating_less_than_once_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--repeat", "0"]) == 2
+    assert "--repeat is 0" in capsys.readouterr().err

@@ -1,0 +1,211 @@
+"""`rlx embed` as a user types it: what is printed where, what is written, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import small_bert
+import tiny_llama
+
+from rlx.cli.embed import lines
+from rlx.cli.main import main
+from rlx.engine.model import load
+
+TEXTS = ["bal dam", "fom", "", "fom kol kem", "bal dam", "dam"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny-bert"
+    prompts = {"config_sentence_transformers.json": {"prompts": {"query": "kol ", "passage": "kom "}}}
+    small_bert.write(folder, files=small_bert.sentence_transformers(max_seq_length=16) | prompts)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Path) -> Any:
+    with load(model) as encoder:
+        return encoder.embed(TEXTS)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "lines.txt"
+    path.write_text("\n".join(TEXTS) + "\n")
+    return path
+
+
+class Piped:
+    """A stdin that is no terminal."""
+
+    def __init__(self, data: bytes) -> None:
+        self.buffer = io.BytesIO(data)
+
+    def isatty(self) -> bool:
+        return False
+
+
+# -- vectors ---------------------------------------------------------------------------------------------------------
+def test_a_vector_a_line_goes_to_stdout_and_timings_to_stderr(
+    model: Path, wanted: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["embed", "-m", str(model), *TEXTS[:2]]) == 0
+    captured = capsys.readouterr()
+    found = np.array([json.loads(line) for line in captured.out.splitlines()], np.float32)
+    assert np.array_equal(found, wanted[:2])
+    assert "2 texts" in captured.err and "mean of 24" in captured.err and "\033" not in captured.err
+
+
+def test_a_file_gives_a_row_a_line(
+    model: Path, wanted: Any, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "v.npy"
+    assert main(["embed", "-m", str(model), "--file", str(file), "--out", str(out)]) == 0
+    captured = capsys.readouterr()
+    assert not captured.out and f"6 vectors of 24 numbers in {out}" in captured.err
+    assert np.array_equal(np.load(out), wanted)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["lines.txt", "v.npy"]
+    assert out.stat().st_mode & 0o777 == 0o666 & ~current_umask()
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@pytest.mark.parametrize("words", [["--file", "-"], []])
+def test_lines_may_come_on_stdin(
+    model: Path, wanted: Any, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", Piped("\n".join(TEXTS).encode()))
+    assert main(["embed", "-m", str(model), "--json", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["model"], found["texts"], found["dim"]) == ("tiny-bert", 6, 24)
+    assert np.array_equal(np.array(found["vectors"], np.float32), wanted)
+
+
+def test_an_empty_file_gives_no_rows(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    out = tmp_path / "v.npy"
+    assert main(["embed", "-m", str(model), "--file", str(tmp_path / "empty.txt"), "--out", str(out)]) == 0
+    assert np.load(out).shape == (0, 24)
+
+
+def test_lines_end_where_an_editor_ends_them() -> None:
+    assert lines("\ufeffone\r\n two \u2028 \x0b\n\nlast".encode(), "x") == ["one", " two \u2028 \x0b", "", "last"]
+    assert lines(b"", "x") == [] and lines(b"\n", "x") == [""] and lines(b"a\n", "x") == ["a"]
+
+
+def test_long_texts_are_counted_on_stderr_or_refused(
+    model: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    long = "bal " * 40
+    assert main(["embed", "-m", str(model), long, "dam"]) == 0
+    assert "1 of 2 texts were cut to the 16 tokens" in caplog.text
+    capsys.readouterr()
+    assert main(["embed", "-m", str(model), "--no-truncate", "dam", long]) == 1
+    assert "text 1 has 42 tokens, the model reads 16" in capsys.readouterr().err
+
+
+# -- search ----------------------------------------------------------------------------------------------------------
+def test_a_query_ranks_lines_once_each_without_the_empty_ones(
+    model: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The query and the lines get the prompts that the model has for them."""
+    with load(model) as encoder:
+        query = encoder.embed("fom", prompt="query")
+        scores = encoder.embed(TEXTS, prompt="passage") @ query
+    distinct = [0, 1, 3, 5]
+    order = sorted(distinct, key=lambda i: -scores[i])
+    assert main(["embed", "-m", str(model), "--file", str(file), "--query", "fom"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{scores[i]:.4f}  {TEXTS[i]}" for i in order]
+    assert main(["embed", "-m", str(model), "--file", str(file), "--query", "fom", "--top", "2", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [(r["line"], r["text"]) for r in results] == [(i + 1, TEXTS[i]) for i in order[:2]]
+    assert np.allclose([r["score"] for r in results], scores[order[:2]], atol=1e-6)
+
+
+def test_a_query_and_a_file_of_vectors_may_go_together(
+    model: Path, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "v.npy"
+    assert main(["embed", "-m", str(model), "--file", str(file), "--query", "fom", "--out", str(out)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4 and np.load(out).shape == (6, 24)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--file", "absent.txt"], "absent.txt cannot be read: No such file"),
+        (["--file", "."], "cannot be read: Is a directory"),
+        (["bal", "--out", "v.txt"], "ends in .npy"),
+        (["bal", "--out", "absent/v.npy"], "there is no folder 'absent'"),
+        (["bal", "--top", "0"], "--top is 0"),
+        (["bal", "--threads", "0"], "--threads is 0"),
+        (["bal", "--batch-size", "-3"], "--batch-size is -3"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_a_model_is_looked_for(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["embed", "-m", "no-such-model", *words]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and not captured.out
+
+
+def test_without_texts_there_is_nothing_to_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["embed"]) == 2
+    assert "there are no texts" in capsys.readouterr().err
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.txt").write_bytes(b"one\ntwo \xff\n")
+    assert main(["embed", "--file", str(tmp_path / "x.txt")]) == 2
+    assert "x.txt, line 2: not UTF-8 text: byte 0xff" in capsys.readouterr().err
+
+
+def test_models_that_give_no_vectors_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["embed", "-m", "no-such-model", "bal"]) == 3
+    tiny_llama.write(tmp_path)
+    assert main(["embed", "-m", str(tmp_path), "bal"]) == 1
+    assert "is a decoder" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no devices in the file system")
+def test_a_device_is_never_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "v.npy").symlink_to("/dev/null")
+    assert main(["embed", "bal", "--out", str(tmp_path / "v.npy")]) == 2
+    assert "no regular file" in capsys.readouterr().err and Path("/dev/null").is_char_device()
+
+
+def test_a_link_is_written_through(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "real.npy").write_bytes(b"old")
+    (tmp_path / "v.npy").symlink_to("real.npy")
+    assert main(["embed", "-m", str(model), "bal", "--out", str(tmp_path / "v.npy")]) == 0
+    assert (tmp_path / "v.npy").is_symlink() and np.load(tmp_path / "real.npy").shape == (1, 24)
+
+
+def test_a_failed_write_leaves_the_old_file(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "v.npy"
+    out.write_bytes(b"old")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("numpy.save", full)
+    assert main(["embed", "-m", str(model), "bal", "--out", str(out)]) == 1
+    assert "v.npy cannot be written: No space left on device" in capsys.readouterr().err
+    assert out.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["v.npy"]

@@ -1,0 +1,112 @@
+"""`rlx inspect`: graph files and models at every level, under a binding, whole or by stage."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from rlx.cli.inspect import matches, phase_sizes
+from rlx.cli.main import main
+
+MLP = Path(__file__).parents[2] / "examples" / "mlp.rlx"
+ASSETS = Path(os.environ.get("RLX_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))
+STORIES = ASSETS / "stories260K" / "stories260K.bin"
+needs_stories = pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES} is absent")
+
+
+def inspect(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main(["inspect", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+# -- graph files -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("level", "shown"),
+    [
+        ("hir", '%5 = linear(%2, %3, %4, activation="gelu") : f32[seq, 1536]'),
+        ("mir", "fused_matmul("),
+        ("lir", "launch rms_norm."),
+        ("llvm", "define void @matmul_nest."),
+        ("asm", "vfmadd"),
+    ],
+)
+def test_every_level_of_a_file(level: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown in inspect(capsys, MLP, "--level", level, "--target", "avx2")
+
+
+def test_what_was_fused_and_the_bind_program(capsys: pytest.CaptureFixture[str]) -> None:
+    out = inspect(capsys, MLP, "--level", "lir", "--bind", "--fusion")
+    assert "pack_panels" in out and "matmul epilogue: fused_matmul + add + gelu" in out
+
+
+def test_a_binding_gives_launches_their_work(capsys: pytest.CaptureFixture[str]) -> None:
+    out = inspect(capsys, MLP, "--level", "lir", "--seq", "10")
+    assert "# prefill: seq = 10" in out
+    first = 2 * 10 * 384 * 1536 / 1e6  # multiply-adds of the first matmul, counted as two
+    assert any(
+        f"{first:.3g} MFLOP" in line or "11.8 MFLOP" in line for line in out.splitlines() if "launch matmul" in line
+    )
+    assert "10×384" in out
+    total = float(re.search(r"operands, ([\d.]+) MFLOP", out)[1])  # type: ignore[index]
+    assert total == pytest.approx(2 * first, rel=0.02)  # norms and activations are the rest
+
+
+def test_a_file_that_is_no_graph_is_a_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.rlx").write_text("graph @x mir {\n  %0 = softmaxx(%0) : f32[2]\n  return %0\n}")
+    assert main(["inspect", str(tmp_path / "x.rlx")]) == 4
+    assert "no op is called 'softmaxx'" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "absent.rlx")]) == 3
+
+
+@pytest.mark.parametrize("words", [["--batch", "0"], ["--past", "-1"], ["--size", "nope=3"], ["--stage", "nope"]])
+def test_what_cannot_be_shown_is_a_mistake_in_use(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(MLP), "--level", "lir", *words]) == 2
+    assert "inspect: " in capsys.readouterr().err
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+@needs_stories
+@pytest.mark.parametrize("level", ["hir", "mir", "lir"])
+def test_a_model_at_every_level(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = inspect(capsys, STORIES, "--level", level, "--phase", "decode", "--past", "100")
+    lines = out.splitlines()
+    assert lines[0].endswith(f"llama decoder, 5 layers, {lines[0].rsplit(' ', 1)[1]}")
+    assert lines[1] == "# decode: batch = 1, blocks = 2, picked = 1, seq = 1"
+    assert "cached_attention(" in out if level != "lir" else "launch attention." in out
+    assert all(f"layers.{i}" in out for i in range(5))
+
+
+@needs_stories
+def test_a_stage_is_only_that_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    for level in ("hir", "mir", "lir"):
+        out = inspect(capsys, STORIES, "--level", level, "--stage", "layers.2")
+        assert "layers.2" in out and "layers.3" not in out and "layers.1" not in out
+    whole, part = (inspect(capsys, STORIES, "--level", "llvm", *w) for w in ([], ["--stage", "layers.*.ffn"]))
+    assert "define void @attention" in whole and "define void @attention" not in part and "define void" in part
+
+
+@needs_stories
+def test_work_grows_with_the_binding(capsys: pytest.CaptureFixture[str]) -> None:
+    def flops(*words: str) -> float:
+        out = inspect(capsys, STORIES, "--level", "lir", *words)
+        return float(re.search(r"operands, ([\d.e+]+) MFLOP", out)[1])  # type: ignore[index]
+
+    weights = 5 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 172) + 512 * 64
+    attention = 5 * 4 * 64 * 64  # layers, two products of multiply-adds, keys of a block, heads · head_dim
+    assert flops("--phase", "decode", "--past", "0") == pytest.approx((2 * weights + attention) / 1e6, rel=0.03)
+    assert flops("--phase", "decode", "--batch", "4") == pytest.approx(4 * flops("--phase", "decode"), rel=0.01)
+
+
+def test_the_cache_has_whole_blocks() -> None:
+    assert [phase_sizes(1, 1, past)["blocks"] for past in (0, 63, 64, 512)] == [1, 1, 2, 9]
+
+
+def test_stages_match_by_parts() -> None:
+    assert matches("layers.1", "layers.1.attn, file.py:3, by fuse_epilogues")
+    assert matches("layers.*.attn", "layers.12.attn.q")
+    assert matches(None, "")
+    assert not matches("layers.1", "layers.12.attn")
+    assert not matches("layers.1.attn", "layers.1")

@@ -1,0 +1,88 @@
+"""`rlx verify`: it says what ran, finds what is wrong, and asks transformers where that is installed."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+
+from rlx.cli.main import main
+from rlx.cli.verify import check_files
+from rlx.hub import catalogue
+from rlx.hub.catalogue import Archive, Entry, File, Piece
+
+ASSETS = Path(os.environ.get("RLX_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))
+STORIES = ASSETS / "stories260K"
+needs_stories = pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES} is absent")
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without torch: importing it takes seconds."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "torch" else find(n, *a))
+
+
+def results(out: str) -> dict[str, str]:
+    return {line[9:29].strip(): line[:8].strip() for line in out.splitlines()[:-1]}
+
+
+@needs_stories
+@pytest.mark.usefixtures("alone")
+def test_a_good_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(STORIES / "stories260K.bin")]) == 0
+    out = capsys.readouterr().out
+    assert results(out) == {
+        "checksum": "skipped", "weights": "ok", "tokenizer": "ok", "runs": "ok", "decode is prefill": "ok",
+        "threads": "ok", "reference": "ok", "transformers": "skipped",
+    }  # fmt: skip
+    assert "torch not installed" in out and out.splitlines()[-1] == "6 checks ran, all fine"
+
+
+@needs_stories
+@pytest.mark.usefixtures("alone")
+def test_weights_that_are_no_numbers_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(STORIES / "tok512.bin", tmp_path)
+    data = bytearray((STORIES / "stories260K.bin").read_bytes())
+    data[28 + 4 * 5000 : 28 + 4 * 5001] = struct.pack("<f", float("nan"))  # in the table of tokens
+    (tmp_path / "stories260K.bin").write_bytes(data)
+    assert main(["verify", str(tmp_path / "stories260K.bin")]) == 1
+    out = capsys.readouterr().out
+    assert results(out)["weights"] == "FAILED" and "holds NaN or infinity" in out
+    assert "FAILED: weights" in out.splitlines()[-1]
+
+
+def test_a_file_that_is_not_the_catalogues_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = b"0123456789"
+    sha256 = hashlib.sha256(right).hexdigest()
+    archive = Archive("pypi", "p", "1", 10, sha256)
+    file = File("m.gguf", 10, sha256, (Piece(archive, "m", 10, sha256),))
+    entry = Entry("tiny", "for tests", "chat", "llama", "MIT", "tests", (file,))
+    monkeypatch.setitem(catalogue.CATALOGUE, "tiny", entry)
+    monkeypatch.setenv("RLX_HOME", str(tmp_path))
+    folder = tmp_path / "models" / "tiny"
+    folder.mkdir(parents=True)
+    assert "m.gguf is absent" in check_files("tiny").detail
+    (folder / "m.gguf").write_bytes(right[:-1])
+    assert "has 9 bytes, expected 10" in check_files("tiny").detail
+    (folder / "m.gguf").write_bytes(b"0123456780")
+    wrong = check_files("tiny")
+    assert wrong.ok is False and f"expected {sha256}" in wrong.detail and "rlx pull tiny" in wrong.detail
+    (folder / "m.gguf").write_bytes(right)
+    assert check_files("tiny").ok is True
+
+
+@needs_stories
+@pytest.mark.parity
+@pytest.mark.parametrize("name", ["stories260K.bin", "tinyllamas-stories-260k-f32.gguf"])
+def test_transformers_agrees(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    assert main(["verify", str(STORIES / name)]) == 0
+    out = capsys.readouterr().out
+    assert results(out)["transformers"] == "ok" and "top-1 agrees on 100%" in out

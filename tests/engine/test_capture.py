@@ -1,0 +1,61 @@
+"""Looking inside: the values of stages by path, against NumPy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_llama
+
+from rlx.engine.language import LanguageModel
+from rlx.engine.model import CAPTURES
+from rlx.errors import RequestError
+
+TOKENS = np.random.default_rng(0).integers(0, 97, 90).tolist()
+
+
+def test_stages_have_the_values_of_numpy(tiny: LanguageModel, tmp_path: Path) -> None:
+    wanted = tiny_llama.forward(tiny_llama.write(tmp_path), TOKENS)
+    found = tiny.run(TOKENS, capture=["layers.*.attn", "layers.?", "norm", "logits"])
+    assert set(found) == set(wanted)
+    for path, value in wanted.items():
+        assert found[path].shape == value.shape, path
+        assert np.abs(found[path] - value).max() / np.abs(value).max() < 2e-5, path
+
+
+def test_without_capture_it_is_the_output(tiny: LanguageModel) -> None:
+    found = tiny.run(TOKENS)
+    assert list(found) == ["logits"] and found["logits"].tobytes() == tiny.logits(TOKENS).tobytes()
+
+
+def test_chunks_do_not_show(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = tiny.run(TOKENS, capture="layers.*")
+    monkeypatch.setattr("rlx.engine.generate.CHUNK", 7)
+    assert all(v.tobytes() == whole[k].tobytes() for k, v in tiny.run(TOKENS, capture="layers.*").items())
+
+
+def test_a_single_pattern_may_be_a_string(tiny: LanguageModel) -> None:
+    assert list(tiny.run([1, 2, 3], capture="layers.1")) == ["layers.1"]
+
+
+def test_an_unknown_pattern_names_the_nearest_stages(tiny: LanguageModel) -> None:
+    with pytest.raises(RequestError, match=r"no stage of 'llama' matches 'layer\.1\.atn'") as caught:
+        tiny.run([1], capture=["logits", "layer.1.atn"])
+    assert "layers.1.attn" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("count", [0, 257])
+def test_too_few_or_too_many_tokens_are_refused(tiny: LanguageModel, count: int) -> None:
+    with pytest.raises(RequestError, match=f"{count} tokens, expected 1 to 256"):
+        tiny.run([1] * count)
+
+
+def test_a_graph_is_built_once_for_its_patterns(tiny: LanguageModel) -> None:
+    tiny.run([1], capture="norm")
+    graphs = dict(tiny._captures)
+    tiny.run([1, 2], capture=["norm"])
+    assert dict(tiny._captures) == graphs
+    for i in range(CAPTURES + 1):
+        tiny.run([1], capture=["norm", "layers.*", f"*{'?' * i}"])
+    assert len(tiny._captures) == CAPTURES

@@ -1,0 +1,242 @@
+"""Generation: what a small random model says against NumPy, and the same bits however the work is arranged."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_llama
+from scipy.special import log_softmax
+
+from rlx.engine import generate as generation
+from rlx.engine.generate import Decoder
+from rlx.engine.language import Completion, LanguageModel
+from rlx.engine.model import load
+
+from .conftest import language_model
+
+Array = np.ndarray[Any, Any]
+
+
+def random_tokens(count: int, seed: int = 0, vocab: int = 97) -> list[int]:
+    return np.random.default_rng(seed).integers(0, vocab, count).tolist()
+
+
+def same(a: Completion, b: Completion) -> bool:
+    """Equal tokens, and equal bits of their log-probabilities."""
+    return a.tokens == b.tokens and a.logprobs == b.logprobs and a.finish_reason == b.finish_reason
+
+
+# -- against NumPy --
+def test_logits_are_those_of_numpy(tiny: LanguageModel, tiny_folder: Path) -> None:
+    tokens = random_tokens(90)
+    wanted = tiny_llama.forward(tiny_llama.write(tiny_folder / "again"), tokens)["logits"]
+    found = tiny.logits(tokens)
+    assert found.shape == (90, 97) and found.dtype == np.float32
+    assert (np.abs(found - wanted).max(-1) / np.abs(wanted).max(-1)).max() < 2e-5
+
+
+def test_greedy_text_and_log_probabilities_are_those_of_numpy(tiny: LanguageModel, tiny_folder: Path) -> None:
+    weights = tiny_llama.write(tiny_folder / "again")
+    prompt = random_tokens(20, seed=4)
+    told = tiny.generate(prompt, max_tokens=12, logprobs=3)
+    assert told.logprobs is not None and len(told.tokens) == len(told.logprobs) == 12
+    for i, record in enumerate(told.logprobs):
+        logits = tiny_llama.forward(weights, prompt + told.tokens[:i])["logits"][-1]
+        wanted = log_softmax(logits)
+        order = np.argsort(-wanted)
+        assert record.token == told.tokens[i] == order[0]
+        assert [t for t, _ in record.top] == order[:3].tolist()
+        assert abs(record.logprob - wanted[order[0]]) < 1e-4
+        assert max(abs(p - wanted[t]) for t, p in record.top) < 1e-4
+
+
+def test_an_f16_cache_rounds_before_attending(tiny_folder: Path) -> None:
+    tokens = random_tokens(90)
+    weights = tiny_llama.write(tiny_folder / "again")
+    found = language_model(tiny_folder, cache="f16").run(tokens, capture=["layers.0.attn"])["layers.0.attn"]
+
+    def error(cache: Any) -> Any:
+        wanted = tiny_llama.forward(weights, tokens, cache)["layers.0.attn"]
+        return np.median(np.abs(found - wanted).max(-1)) / np.abs(wanted).max()
+
+    # The median: some value always lies so close between two f16 numbers that f32 and f64 round it to different ones.
+    assert error(np.float16) < 2e-6 < 1e-4 < error(np.float64)
+
+
+# -- the same bits --
+def feed(model: LanguageModel, tokens: list[int], chunk: int) -> Array:
+    assert model.built.cache is not None
+    decoder = Decoder.start(model.compiled, model.built.cache, 1, model.context)
+    parts = [decoder.feed([tokens[at : at + chunk]], [at])[0] for at in range(0, len(tokens), chunk)]
+    return parts[-1]
+
+
+@pytest.mark.parametrize("cache", ["f32", "f16"])
+def test_bits_do_not_depend_on_chunks(tiny_folder: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = language_model(tiny_folder, cache=cache)
+    tokens = random_tokens(150)
+    whole, every = feed(model, tokens, 150), model.logits(tokens)
+    assert every[-1].tobytes() == whole.tobytes()
+    for chunk in (1, 7, 64):
+        assert feed(model, tokens, chunk).tobytes() == whole.tobytes()
+        monkeypatch.setattr(generation, "CHUNK", chunk)
+        assert model.logits(tokens).tobytes() == every.tobytes()
+        model.caches.clear()
+        told = model.generate(tokens, max_tokens=1, logprobs=97)
+        assert told.logprobs is not None and told.tokens == [int(whole.argmax())]
+
+
+def test_bits_do_not_depend_on_batch_neighbours(tiny: LanguageModel) -> None:
+    prompts = [random_tokens(n, seed=n) for n in (5, 70, 1, 33, 6, 7, 64, 65, 8, 120, 2)]
+    sampling: dict[str, Any] = {"max_tokens": 9, "logprobs": 4, "temperature": 0.9, "top_p": 0.95, "seed": 3}
+    alone = []
+    for prompt in prompts:
+        tiny.caches.clear()
+        alone.append(tiny.generate(prompt, **sampling))
+    tiny.caches.clear()
+    together = tiny.generate(prompts, **sampling)
+    assert all(map(same, alone, together))
+    assert all(c.usage.cached_tokens == 0 for c in alone + together)
+
+
+def test_rows_that_end_make_room(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More prompts than rows, ends at different times."""
+    monkeypatch.setattr(generation, "ROWS", 3)
+    prompts = [random_tokens(3 + 5 * n, seed=n) for n in range(10)]
+    ends = [tiny.generate(p, max_tokens=20).tokens[n % 7] for n, p in enumerate(prompts)]
+    bias = {ends[0]: -1.0}
+    alone = [tiny.generate(p, max_tokens=20, logprobs=1, logit_bias=bias) for p in prompts]
+    together = tiny.generate(prompts, max_tokens=20, logprobs=1, logit_bias=bias)
+    assert all(map(same, alone, together))
+
+
+def test_prompts_of_a_batch_that_begin_alike_are_read_once(tiny: LanguageModel) -> None:
+    shared = random_tokens(100)
+    prompts = [shared + random_tokens(n + 1, seed=n) for n in range(6)]
+    together = tiny.generate(prompts, max_tokens=8, logprobs=2)
+    assert sorted(c.usage.cached_tokens for c in together) == [0, *[100] * 5]
+    for prompt, made in zip(prompts, together, strict=True):
+        tiny.caches.clear()
+        assert same(tiny.generate(prompt, max_tokens=8, logprobs=2), made)
+
+
+def test_a_known_prefix_gives_the_same_bits(tiny: LanguageModel) -> None:
+    prompt = random_tokens(80)
+    first = tiny.generate(prompt, max_tokens=10, logprobs=5)
+    longer = [*prompt, *first.tokens, *random_tokens(5, seed=9)]
+    hit = tiny.generate(longer, max_tokens=10, logprobs=5)
+    assert first.usage.cached_tokens == 0
+    assert hit.usage.cached_tokens == 89  # all but the last token that was picked, which was never fed
+    tiny.caches.clear()
+    miss = tiny.generate(longer, max_tokens=10, logprobs=5)
+    assert miss.usage.cached_tokens == 0 and same(hit, miss)
+    again = tiny.generate(prompt, max_tokens=10, logprobs=5)
+    assert again.usage.cached_tokens == 79 and same(again, first)
+
+
+@pytest.mark.parametrize("name", ["tiny", "stories"])
+def test_eight_threads_at_once_give_the_bits_of_one(name: str, request: pytest.FixtureRequest) -> None:
+    model: LanguageModel = request.getfixturevalue(name)
+    shared = random_tokens(40)
+    prompts = [shared[: 5 * n] + random_tokens(n + 1, seed=n) for n in range(8)]
+    sampling: dict[str, Any] = {"max_tokens": 20, "logprobs": 2, "temperature": 1.0, "seed": 5}
+    serial = [model.generate(p, **sampling) for p in prompts]
+    ready = threading.Barrier(8)
+
+    def work(i: int) -> list[Completion]:
+        ready.wait()
+        return [model.generate(prompts[(i + n) % 8], **sampling) for n in range(8)]
+
+    with ThreadPoolExecutor(8) as pool:
+        for i, found in enumerate(pool.map(work, range(8))):
+            assert all(same(c, serial[(i + n) % 8]) for n, c in enumerate(found))
+
+
+def test_one_and_two_threads_give_the_same_bits(tiny_folder: Path) -> None:
+    tokens = random_tokens(70)
+    one, two = (language_model(tiny_folder, threads=n) for n in (1, 2))
+    assert one.logits(tokens).tobytes() == two.logits(tokens).tobytes()
+
+
+# -- limits --
+def test_the_context_ends_a_text(tiny_folder: Path) -> None:
+    model = language_model(tiny_folder, context=70)
+    told = model.generate(random_tokens(60), max_tokens=100)
+    assert told.finish_reason == "length" and told.usage.completion_tokens == 10
+    assert same(told, model.generate(random_tokens(60), max_tokens=None))
+
+
+def test_no_tokens_may_be_asked_for(tiny: LanguageModel) -> None:
+    """Which reads the prompt, so that the next call begins at once."""
+    prompt = random_tokens(50)
+    read = tiny.generate(prompt, max_tokens=0)
+    assert (read.text, read.tokens, read.finish_reason) == ("", [], "length")
+    assert tiny.generate([*prompt, 5], max_tokens=1).usage.cached_tokens == 50
+
+
+def test_padding_of_the_vocabulary_is_never_picked(tiny: LanguageModel) -> None:
+    prompt = random_tokens(30)
+    likely = tiny.generate(prompt, max_tokens=1).tokens[0]
+    tiny.__dict__["vocab_size"] = likely  # as if there were no token for the likeliest logit
+    for temperature in (0.0, 5.0):
+        told = tiny.generate(prompt, max_tokens=40, temperature=temperature, logprobs=likely, seed=0)
+        assert told.logprobs is not None and max(told.tokens) < likely
+        assert all(t < likely for record in told.logprobs for t, _ in record.top)
+        assert abs(sum(np.exp(p) for _, p in told.logprobs[0].top) - 1) < 1e-9
+
+
+def test_a_fault_leaves_caches_as_they_were(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = random_tokens(40)
+    wanted = tiny.generate(prompt, max_tokens=20, logprobs=1)
+    for at in (0, 1, 5):
+        tiny.caches.clear()
+        run, calls = tiny.compiled.run, iter(range(1000))
+
+        def broken(inputs: Any, run: Any = run, calls: Any = calls, at: int = at) -> Any:
+            if next(calls) == at:
+                run(inputs)
+                raise KeyboardInterrupt
+            return run(inputs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tiny.compiled, "run", broken)
+            with pytest.raises(KeyboardInterrupt):
+                tiny.generate(prompt, max_tokens=20)
+        again = tiny.generate(prompt, max_tokens=20, logprobs=1)
+        assert same(again, wanted) and again.usage.cached_tokens == (39 if at else 0)
+
+
+# -- Hugging Face --
+@pytest.mark.parity
+@pytest.mark.parametrize("penalty", [1.0, 1.4])
+def test_greedy_is_that_of_transformers(tmp_path: Path, penalty: float) -> None:
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, eos_token_id=None, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    reference = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for value in reference.parameters():
+            if value.dim() == 2:
+                value.mul_(8)
+    reference.save_pretrained(tmp_path, safe_serialization=True)
+    model = load(tmp_path)
+    assert isinstance(model, LanguageModel)
+    for seed in range(5):
+        prompt = random_tokens(30, seed=seed, vocab=96)
+        made = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=40, do_sample=False, repetition_penalty=penalty,
+            return_dict_in_generate=True, output_logits=True, attention_mask=torch.ones(1, 30),
+        )  # fmt: skip
+        told = model.generate(prompt, max_tokens=40, repetition_penalty=penalty, logprobs=1)
+        assert told.tokens == made.sequences[0, 30:].tolist()
+        assert told.logprobs is not None
+        for record, logits in zip(told.logprobs, made.logits, strict=True):
+            assert abs(record.logprob - torch.log_softmax(logits[0].double(), -1)[record.token].item()) < 1e-3

@@ -1,0 +1,220 @@
+"""Samplers against oracles of their own: exact sets of candidates, and how often each is picked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import special, stats
+
+from rlx.engine.sampler import Sampler, Sampling, candidates, highest_places, log_probabilities, most_likely
+from rlx.errors import KernelError, RequestError
+
+Array = np.ndarray[Any, Any]
+
+
+# -- an oracle: loops over tokens in the order of their probability --
+def oracle(logits: Array, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Any:
+    """{token: probability} of the tokens that may be picked."""
+    wide = [float(x) / temperature for x in logits]
+    order = sorted(range(len(wide)), key=lambda i: (-wide[i], i))
+    if top_k:
+        order = [i for i in order if wide[i] >= wide[order[min(top_k, len(order)) - 1]]]
+    weight = {i: math.exp(wide[i] - wide[order[0]]) for i in order}
+    if top_p < 1:
+        total, above, kept = sum(weight.values()), 0.0, []
+        for i in order:
+            if above >= top_p * total:
+                break
+            kept.append(i)
+            above += weight[i]
+        order = kept
+    order = [i for i in order if weight[i] >= min_p * weight[order[0]]]
+    total = sum(weight[i] for i in order)
+    return {i: weight[i] / total for i in order}
+
+
+def found(logits: Array, **settings: Any) -> dict[int, float]:
+    tokens, weights = candidates(logits, Sampling(**settings))
+    ids = range(len(logits)) if tokens is None else tokens.tolist()
+    total = float(weights.sum(dtype=np.float64))
+    return {i: float(w) / total for i, w in zip(ids, weights, strict=True)}
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 0.9, "top_k": 12, "top_p": 0.9, "min_p": 0.05},
+    {"temperature": 2.0, "top_k": 1000, "top_p": 0.999},
+]
+
+
+@pytest.mark.parametrize("asked", SETTINGS)
+@pytest.mark.parametrize("vocab", [1, 2, 40, 300, 5000])
+def test_candidates_are_those_of_the_oracle(asked: dict[str, Any], vocab: int) -> None:
+    for seed in range(5):
+        logits = np.random.default_rng(seed).normal(0, 3, vocab).astype(np.float32)
+        wanted, have = oracle(logits, **asked), found(logits, **asked)
+        assert set(have) == set(wanted)
+        assert max(abs(have[i] - wanted[i]) for i in wanted) < 1e-6
+
+
+def test_of_equals_at_the_edge_of_top_p_the_lower_ids_stay() -> None:
+    logits = np.array([0, 1, 1, 1, 1, -9], np.float32)
+    assert set(found(logits, temperature=1.0, top_p=0.5)) == set(oracle(logits, top_p=0.5)) == {1, 2, 3}
+
+
+def test_equals_of_the_last_of_top_k_stay() -> None:
+    logits = np.array([0, 2, 1, 1, 1, -9], np.float32)
+    assert set(found(logits, temperature=1.0, top_k=2)) == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("asked", SETTINGS)
+def test_tokens_are_picked_as_often_as_they_should(asked: dict[str, Any]) -> None:
+    logits = np.random.default_rng(3).normal(0, 1.5, 600).astype(np.float32)
+    sampler = Sampler(Sampling(**asked, seed=11))
+    wanted = oracle(logits, **asked)
+    draws = 3000
+    counts = dict.fromkeys(wanted, 0)
+    for _ in range(draws):
+        counts[sampler.pick(logits)] += 1
+    # Tokens that are expected less than five times are taken together, as the test wants it.
+    often = [i for i in wanted if wanted[i] * draws >= 5]
+    seen = [counts[i] for i in often] + [draws - sum(counts[i] for i in often)]
+    expected = [wanted[i] * draws for i in often] + [draws * (1 - sum(wanted[i] for i in often))]
+    if expected[-1] < 1e-9:
+        seen, expected = seen[:-1], expected[:-1]
+    scaled = np.array(expected) * (sum(seen) / sum(expected))
+    assert stats.chisquare(seen, scaled).pvalue > 1e-3
+
+
+def test_greedy_is_the_lowest_of_the_highest() -> None:
+    assert Sampler(Sampling()).pick(np.array([1, 3, 2, 3, 3], np.float32)) == 1
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-5, 5), min_size=1, max_size=400), st.integers(1, 500))
+def test_highest_places_are_those_of_a_sort(values: list[int], count: int) -> None:
+    array = np.array(values, np.float32)
+    least = sorted(values, reverse=True)[min(count, len(values)) - 1]
+    assert highest_places(array, count).tolist() == [i for i, v in enumerate(values) if v >= least]
+    wanted = sorted(range(len(values)), key=lambda i: (-values[i], i))[:count]
+    assert most_likely(array, count) == wanted
+
+
+# -- penalties and bias --
+def test_penalties_by_hand() -> None:
+    logits = np.array([2.0, -2.0, 1.0, 0.5], np.float32)
+    settings = Sampling(
+        repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, logit_bias={2: 3.0, 3: -math.inf}
+    )
+    sampler = Sampler(settings, prompt=[0, 1, 1])
+    assert sampler._adjusted(logits).tolist() == [1.0, -4.0, 4.0, -math.inf]
+    assert sampler.pick(logits) == 2
+    # 2 was picked once: (1 + 3) / 2, less 0.5 + 0.25; the prompt counts for the repetition penalty alone
+    assert sampler._adjusted(logits).tolist() == [1.0, -4.0, 1.25, -math.inf]
+    assert sampler.pick(logits) == 2
+    assert sampler._adjusted(logits).tolist() == [1.0, -4.0, 0.75, -math.inf]
+    assert sampler.pick(logits) == 0
+
+
+def test_banned_tokens_are_never_picked() -> None:
+    logits = np.zeros(700, np.float32)
+    ban = {i: -math.inf for i in range(700) if i not in (5, 650)}
+    for top_k in (0, 40):
+        sampler = Sampler(Sampling(temperature=1.0, top_k=top_k, logit_bias=ban, seed=0))
+        assert {sampler.pick(logits) for _ in range(100)} == {5, 650}
+    with pytest.raises(RequestError, match="no token is left"):
+        Sampler(Sampling(logit_bias={0: -math.inf})).pick(np.zeros(1, np.float32))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_are_an_error(temperature: float, bad: float) -> None:
+    with pytest.raises(KernelError, match="the highest logit of the model is"):
+        Sampler(Sampling(temperature=temperature)).pick(np.array([0, bad, 1], np.float32))
+
+
+def test_a_tiny_temperature_is_as_good_as_greedy() -> None:
+    logits = np.random.default_rng(0).normal(0, 100, 50).astype(np.float32)
+    sampler = Sampler(Sampling(temperature=1e-40))
+    assert {sampler.pick(logits) for _ in range(20)} == {int(logits.argmax())}
+
+
+def test_log_probabilities() -> None:
+    logits = np.random.default_rng(0).normal(0, 9, 500).astype(np.float32)
+    assert np.abs(log_probabilities(logits) - special.log_softmax(logits.astype(np.float64))).max() < 1e-12
+
+
+# -- settings --
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -0.1}, {"temperature": math.nan}, {"temperature": "hot"}, {"temperature": math.inf},
+        {"temperature": True}, {"top_k": -1}, {"top_k": 1.5}, {"top_k": None}, {"top_p": 0}, {"top_p": 1.1},
+        {"min_p": -1}, {"min_p": math.nan}, {"repetition_penalty": 0}, {"frequency_penalty": math.nan},
+        {"presence_penalty": math.inf}, {"seed": -1}, {"seed": 1.5}, {"logit_bias": [1]}, {"logit_bias": {"a": 1}},
+        {"logit_bias": {1: math.nan}}, {"logit_bias": {1: math.inf}}, {"logit_bias": {1: "x"}},
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_be_are_named(bad: dict[str, Any]) -> None:
+    (name,) = bad
+    with pytest.raises(RequestError, match=name):
+        Sampling.of(bad)
+
+
+@pytest.mark.parametrize(
+    ("alien", "ours"),
+    [("temp", "temperature"), ("max_new_tokens", "max_tokens"), ("repeat_penalty", "repetition_penalty"),
+     ("num_predict", "max_tokens"), ("n_ctx", "context in rlx.load"), ("stop_sequences", "stop")],
+)  # fmt: skip
+def test_words_of_other_programs_are_told_ours(alien: str, ours: str) -> None:
+    with pytest.raises(RequestError, match=alien) as caught:
+        Sampling.of({alien: 1})
+    assert caught.value.hint == f"here it is called {ours}"
+
+
+def test_an_unknown_word_names_the_nearest() -> None:
+    with pytest.raises(RequestError) as caught:
+        Sampling.of({"temperatur": 1})
+    assert "temperature" in (caught.value.hint or "")
+
+
+def test_a_bias_outside_the_vocabulary_is_refused() -> None:
+    with pytest.raises(RequestError, match="token 7, the vocabulary has 7 tokens"):
+        Sampler(Sampling(logit_bias={7: 1.0}), vocab=7)
+    with pytest.raises(RequestError, match="token -1, the vocabulary has 7 tokens"):
+        Sampler(Sampling(logit_bias={-1: 1.0}), vocab=7)
+
+
+# -- Hugging Face --
+@pytest.mark.parity
+@pytest.mark.parametrize("asked", [*SETTINGS, {"temperature": 0.8, "repetition_penalty": 1.3, "top_p": 0.7}])
+def test_candidates_are_those_of_transformers(asked: dict[str, Any]) -> None:
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    for seed in range(10):
+        logits = np.random.default_rng(seed).normal(0, 3, 500).astype(np.float32)
+        prompt = np.random.default_rng(seed).integers(0, 500, 60).tolist()
+        processors = [transformers.TemperatureLogitsWarper(asked["temperature"])]
+        if "repetition_penalty" in asked:
+            processors.insert(0, transformers.RepetitionPenaltyLogitsProcessor(asked["repetition_penalty"]))
+        if "top_k" in asked:
+            processors.append(transformers.TopKLogitsWarper(asked["top_k"]))
+        if "top_p" in asked:
+            processors.append(transformers.TopPLogitsWarper(asked["top_p"]))
+        if "min_p" in asked:
+            processors.append(transformers.MinPLogitsWarper(asked["min_p"]))
+        scores = transformers.LogitsProcessorList(processors)(torch.tensor([prompt]), torch.from_numpy(logits)[None])
+        wanted = torch.softmax(scores[0].double(), -1).numpy()
+        s = Sampling(**asked)
+        tokens, weights = candidates(Sampler(s, prompt)._adjusted(logits), s)
+        have = np.zeros(500)
+        have[slice(None) if tokens is None else tokens] = weights / weights.sum(dtype=np.float64)
+        assert np.array_equal(have > 0, wanted > 0)
+        assert np.abs(have - wanted).max() < 1e-6
