@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reference_models import TOLERANCE, check, logits, save
+from small_llama import difference
 
 from rlx.engine.generate import Decoder
 from rlx.engine.model import Model, load
 from rlx.errors import RequestError
-from rlx.models.load import open_checkpoint
 
 ASSETS = Path(os.environ.get("RLX_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))
 STORIES = ASSETS / "stories260K"
@@ -59,8 +60,8 @@ def test_bits_do_not_depend_on_batch_neighbours(stories: Model) -> None:
     assert stories.built.cache is not None
     decoder = Decoder.start(stories.compiled, stories.built.cache, 3, stories.context)
     together = decoder.feed(rows, [0, 0, 0])
-    for row, logits in zip(rows, together, strict=True):
-        assert feed(stories, row, 512).tobytes() == logits.tobytes()
+    for row, own in zip(rows, together, strict=True):
+        assert feed(stories, row, 512).tobytes() == own.tobytes()
 
 
 def test_a_prompt_beyond_the_context_is_refused(stories: Model) -> None:
@@ -79,43 +80,94 @@ def test_a_seed_repeats_a_sampled_text(stories: Model) -> None:
     assert again.tokens == first.tokens
 
 
-CONFIGS: list[dict[str, Any]] = [
-    {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True},
-    {"hidden_size": 60, "num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": False},
-    {
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+# -- random small models ---------------------------------------------------------------------------------------------
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True, "num_key_value_heads": 6},
+    "odd heads": {"hidden_size": 60, "num_attention_heads": 3, "num_key_value_heads": 1, "num_hidden_layers": 3},
+    "one head": {"hidden_size": 34, "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 7},
+    "many heads for one": {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1},
+    "head_dim": {"head_dim": 26, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "wide heads": {"head_dim": 130, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "mlp biases": {"mlp_bias": True, "tie_word_embeddings": True},
+    "eps": {"rms_norm_eps": 0.3, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+    "gelu": {"hidden_act": "gelu"},
+    "gelu_pytorch_tanh": {"hidden_act": "gelu_pytorch_tanh"},
+    "relu": {"hidden_act": "relu"},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.5}},
+    "llama3": {
         "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
+            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
         },
     },
-]
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+            "beta_fast": 8.0, "mscale": 0.9, "mscale_all_dim": 0.4,
+        },
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
-@pytest.mark.parametrize("config", CONFIGS)
-def test_random_models_equal_transformers(tmp_path: Path, config: dict[str, Any], family: str) -> None:
+@pytest.mark.parametrize("name", CONFIGS)
+def test_random_models_equal_transformers(tmp_path: Path, name: str) -> None:
+    check(tmp_path, save(tmp_path, "Llama", **CONFIGS[name]))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounded_weights_are_computed_with_as_they_are(tmp_path: Path, dtype: str) -> None:
+    check(tmp_path, save(tmp_path, "Llama", dtype=dtype, tie_word_embeddings=True, attention_bias=True))
+
+
+@pytest.mark.parity
+def test_shards_are_one_model(tmp_path: Path) -> None:
+    model = save(tmp_path, "Llama", shards="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    check(tmp_path, model)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("context", [90, 64])
+def test_dynamic_rope_is_that_of_the_context(tmp_path: Path, context: int) -> None:
+    """transformers goes by the longest sequence so far; with all as long as the context, that is the same."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.5}
+    model = save(tmp_path, "Llama", max_position_embeddings=64, rope_parameters=rope)
+    check(tmp_path, model, context=context, length=context)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("context", [48, 90])
+def test_longrope_is_that_of_the_context(tmp_path: Path, context: int) -> None:
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 48,
+        "short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 2.0, 4.0, 9.0],
+    }  # fmt: skip
+    model = save(tmp_path, "Llama", rope_parameters=rope)
+    check(tmp_path, model, context=context, length=context)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("window", [1, 7, 64, 90, None])
+def test_mistral_sees_a_window(tmp_path: Path, window: int | None) -> None:
+    check(tmp_path, save(tmp_path, "Mistral", sliding_window=window, head_dim=10))
+
+
+@pytest.mark.parity
+def test_the_public_calls_give_the_same(tmp_path: Path) -> None:
+    model = save(tmp_path, "Llama", **CONFIGS["llama3"])
+    tokens = np.random.default_rng(3).integers(0, 96, 50).tolist()
+    with load(tmp_path) as mine:
+        assert difference(mine.logits(tokens), logits(model, tokens)) < TOLERANCE
+
+
+@pytest.mark.parity
+def test_the_tiny_llama3_of_the_assets(tmp_path: Path) -> None:
+    folder = ASSETS / "tiny-random" / "tiny_llama3"
+    if not folder.exists():
+        pytest.skip(f"{folder} is absent")
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
-    torch.manual_seed(0)
-    settings = getattr(transformers, f"{family}Config")(
-        vocab_size=96, intermediate_size=80, num_hidden_layers=2, max_position_embeddings=256, **config
-    )
-    reference = getattr(transformers, f"{family}ForCausalLM")(settings).eval()
-    with torch.no_grad():
-        for name, value in reference.named_parameters():
-            if name.endswith("bias"):
-                value.normal_()
-    reference.save_pretrained(tmp_path, safe_serialization=True)
-    model = Model(open_checkpoint(tmp_path))
-    tokens = np.random.default_rng(2).integers(0, 96, 90).tolist()
-    with torch.no_grad():
-        wanted = reference(torch.tensor([tokens])).logits[0].numpy()
-    found = model.logits(tokens)
-    assert (np.abs(found - wanted).max(-1) / np.abs(wanted).max(-1)).max() < 2e-4
+    check(folder, transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())

@@ -141,7 +141,7 @@ class LanguageModel(Model):
         if self.template is None:
             raise CapabilityError(f"chat: {self.name} has no chat template", hint="use generate(...)")
         talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        return self.tokenizer.encode(self.template.render(talk), add_special=False, parse_special=True)
+        return self.template.encode(self.tokenizer, talk)
 
     # -- verbs --
     @overload

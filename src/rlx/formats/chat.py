@@ -1,17 +1,21 @@
 """Chat messages to the text that a model was trained on: the one renderer of chat templates.
 
-In comes the template as a GGUF file or tokenizer_config.json has it, and messages as the OpenAI API has them; out comes
-the prompt, to be encoded with `parse_special=True` and `add_special=False`. The template runs in `jinja_sandbox.py`.
+In comes the template as a GGUF file or tokenizer_config.json has it, and messages as the OpenAI API has them; out come
+the prompt or its tokens. The template runs in `jinja_sandbox.py`. Control tokens are the template's to write: their
+text in a message, a tool or a variable stays text.
 """
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlx.errors import RequestError, nearest
 from rlx.formats.jinja_sandbox import Program
 from rlx.formats.tensors import quoted
+from rlx.formats.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 1 << 14
@@ -39,14 +43,32 @@ class ChatTemplate:
         Raises RequestError for messages that cannot be, or that the template refuses, and FormatError for a template
         that fails or goes beyond its bounds.
         """
-        given: dict[str, Any] = {
+        given = self._given(messages, tools, variables)
+        return self._program.render({**given, **self._tokens, "add_generation_prompt": bool(add_generation_prompt)})
+
+    def encode(
+        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any,
+    ) -> list[int]:  # fmt: skip
+        """The tokens of the prompt that `render` gives, with no special token but those that the template wrote."""
+        hidden = _Hidden(tokenizer)
+        given = hidden.hide(self._given(messages, tools, variables))
+        for message, plain in zip(given["messages"], messages, strict=True):
+            message["role"] = plain["role"]  # one of ROLES
+        prompt = self._program.render({**given, **self._tokens, "add_generation_prompt": bool(add_generation_prompt)})
+        if not hidden.texts:
+            return tokenizer.encode(prompt, add_special=False, parse_special=True)
+        return tokenizer.encode_parts(hidden.parts(prompt))
+
+    def _given(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> dict[str, Any]:  # fmt: skip
+        return {
             **{name: _plain(value, name) for name, value in variables.items()},
-            **self._tokens,
             "messages": self._checked(messages),
             "tools": None if tools is None else _plain(list(tools), "tools"),
-            "add_generation_prompt": bool(add_generation_prompt),
         }
-        return self._program.render(given)
 
     def _checked(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
@@ -76,6 +98,51 @@ class ChatTemplate:
         elif not isinstance(content, str):
             raise RequestError(f"{where}.content: expected a string or a list of text parts, found {quoted(content)}")
         return checked
+
+
+class _Hidden:
+    """Texts that look like special tokens, taken out of what a template is given and put back after it ran.
+
+    Each is replaced by digits that nobody can guess and that no filter of a template changes. So is the end of a text
+    that begins a special token: what stands after it might complete it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.texts: list[str] = []
+        self._tokenizer = tokenizer
+        self._mark = f"{secrets.randbelow(10**32):032d}"
+
+    def hide(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._hide_text(value)
+        if isinstance(value, dict):
+            return {self._hide_text(key): self.hide(inner) for key, inner in value.items()}
+        return [self.hide(inner) for inner in value] if isinstance(value, list) else value
+
+    def _hide_text(self, text: str) -> str:
+        out, at = "", 0
+        for first, end, _ in self._tokenizer.special_spans(text):
+            out += text[at:first] + self._code(text[first:end])
+            at = end
+        rest = text[at:]
+        cut = len(rest) - self._tokenizer.special_start(rest)
+        return out + rest[:cut] + (self._code(rest[cut:]) if rest[cut:] else "")
+
+    def _code(self, text: str) -> str:
+        self.texts.append(text)
+        return f"{self._mark}{len(self.texts) - 1:08d}"
+
+    def parts(self, prompt: str) -> list[str | int]:
+        """The prompt cut at its special tokens, what was hidden put back."""
+        parts: list[str | int] = []
+        at = 0
+        for first, end, token in self._tokenizer.special_spans(prompt):
+            parts += [self._shown(prompt[at:first]), token]
+            at = end
+        return [part for part in (*parts, self._shown(prompt[at:])) if part != ""]
+
+    def _shown(self, text: str) -> str:
+        return re.sub(self._mark + r"(\d{8})", lambda code: self.texts[int(code[1])], text)
 
 
 def _text_of_part(part: Any, where: str) -> str:

@@ -14,7 +14,9 @@ import math
 import operator
 import os
 import re
+import secrets
 import struct
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -46,6 +48,7 @@ from rlx.formats.token_models import (
 MAX_JSON_BYTES = 1 << 27
 MAX_GROWTH = 256  # how many times longer a normalizer may make a text
 MAX_ENDS = 64  # special tokens around a text
+MAX_START = 64  # characters of a special token that are looked for at the end of a text
 
 
 class Tokenizer:
@@ -87,7 +90,9 @@ class Tokenizer:
         self.sep_id, self.cls_id = special.sep, special.cls
         self.stop_ids = stop_ids(special, named)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._special_texts = sorted(added[i].content for i in self.special_ids)
         self._control = self.special_ids - {self.unk_id}
+        self._anchor = f"<{secrets.token_hex(16)}>"  # stands for a special token before a text; nobody can type it
         self._pieces = Pieces(rule_of(decoder), rust.id_to_token, {i: t.content for i, t in added.items()}, source)
         self._parsing = rust
         self._plain = self._sibling(rust, added) if self.special_ids else rust
@@ -167,6 +172,45 @@ class Tokenizer:
                     rows[i] = [*ids[:before], *self._without_control(batch[i]), *ids[len(ids) - after :]]
         return rows if limit is None else [_cut(ids, limit, before, after) for ids in rows]
 
+    def encode_parts(self, parts: Iterable[str | int]) -> list[int]:
+        """The ids of texts and tokens in their order; no text can make a special token.
+
+        Texts are read as `encode` reads them between special tokens: where a tokenizer puts a space before the first
+        word of a text, it does so here before the first part only.
+        """
+        given = list(parts)
+        texts = [
+            part if i == 0 or not self.special_ids else self._anchor + part
+            for i, part in enumerate(given) if isinstance(part, str)
+        ]  # fmt: skip
+        rows = iter(self.encode_batch(texts, add_special=False))
+        out: list[int] = []
+        for i, part in enumerate(given):
+            if isinstance(part, str):
+                out += next(rows)[0 if i == 0 or not self.special_ids else 1 :]
+            else:
+                out.append(self._checked_id(part))
+        return out
+
+    def special_spans(self, text: str) -> list[tuple[int, int, int]]:
+        """Where the text of a special token stands: (first, end, id), as encoding with `parse_special` finds them."""
+        _checked_texts((text,))
+        if not any(first in text for first in {special[0] for special in self._special_texts}):
+            return []
+        with rust_call(self.source):
+            encoding = self._parsing.encode(text, add_special_tokens=False)
+        found = zip(encoding.offsets, encoding.ids, strict=True)
+        return [(first, end, i) for (first, end), i in found if i in self.special_ids]
+
+    def special_start(self, text: str) -> int:
+        """How many characters at the end of a text begin a special token, which what follows might complete."""
+        for n in range(min(len(text), MAX_START), 0, -1):
+            end = text[-n:]
+            at = bisect_right(self._special_texts, end)  # the first of those that go on from here, if there are any
+            if end.strip() and at < len(self._special_texts) and self._special_texts[at].startswith(end):
+                return n
+        return 0
+
     # -- ids to text --
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """The text of ids; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves special tokens out."""
@@ -204,6 +248,7 @@ class Tokenizer:
             if other.get_added_tokens_decoder().keys() != added.keys():
                 other = RustTokenizer.from_str(rust.to_str())  # ids with gaps, which only a file can give
             other.encode_special_tokens = True
+            other.add_tokens([AddedToken(self._anchor, normalized=False, special=False)])
         return other
 
     def _without_control(self, text: str) -> list[int]:

@@ -1,76 +1,174 @@
 """Model configurations: what a family needs to know, read from a Hugging Face `config.json` or from GGUF metadata.
 
 A field says where it stands in each: `key(gguf="block_count", hf="num_hidden_layers")`. GGUF keys are under the
-architecture's name.
+architecture's name. Whatever a file says is checked here, before anything is built: sizes are positive and bounded,
+and a switch that a family does not have is refused by name, because ignoring it would give wrong numbers.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
 
-from rlx.errors import FormatError
+import numpy as np
+
+from rlx.errors import CapabilityError, FormatError
+from rlx.flow.stages import ACTIVATIONS
+from rlx.formats.tensors import quoted
+from rlx.models.rope import Rope, is_number
 
 _MISSING = object()
-Config = TypeVar("Config")
+MAX_SIZE = 1 << 24  # of an axis of a weight
+MAX_LAYERS = 4096
+MAX_HEAD_DIM = 1024
+MAX_POSITIONS = (1 << 31) - 1  # positions are i32
 
 
-def key(*, gguf: str | None = None, hf: str | None = None, default: Any = _MISSING) -> Any:
-    """A field of a configuration and its names in files."""
-    places = {"gguf": gguf, "hf": hf}
+def key(
+    *, gguf: str | None = None, hf: str | None = None, default: Any = _MISSING, least: int = 1, most: int = MAX_SIZE
+) -> Any:
+    """A field of a configuration, its names in files, and the range of an integer."""
+    about = {"gguf": gguf, "hf": hf, "range": (least, most)}
     if default is _MISSING:
-        return dataclasses.field(metadata=places)
-    return dataclasses.field(default=default, metadata=places)
-
-
-def from_hf(kind: type[Config], config: Mapping[str, Any], where: str) -> Config:
-    """A configuration from a Hugging Face config."""
-    return _read(kind, "hf", lambda name: config.get(name, _MISSING), where)
-
-
-def from_gguf(kind: type[Config], metadata: Mapping[str, Any], where: str) -> Config:
-    """A configuration from GGUF metadata."""
-    architecture = metadata.get("general.architecture")
-    return _read(kind, "gguf", lambda name: metadata.get(f"{architecture}.{name}", _MISSING), where)
-
-
-def _read(kind: type[Config], style: str, lookup: Any, where: str) -> Config:
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        name = field.metadata.get(style)
-        found = _MISSING if name is None else lookup(name)
-        if found is None or found is _MISSING:
-            if field.default is dataclasses.MISSING:
-                raise FormatError(f"{where}: the configuration has no {name or field.name!r}")
-            continue
-        values[field.name] = _typed(found, str(field.type), str(name), where)
-    return kind(**values)
-
-
-def _typed(found: Any, type_: str, name: str, where: str) -> Any:
-    allowed: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
-    wanted = allowed.get(type_.split(" ")[0])
-    if wanted is not None and (not isinstance(found, wanted) or (isinstance(found, bool) and bool not in wanted)):
-        raise FormatError(f"{where}: {name} is {found!r}, expected {type_}")
-    return float(found) if type_.startswith("float") else found
+        return dataclasses.field(metadata=about)
+    return dataclasses.field(default=default, metadata=about)
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
+class ModelConfig:
+    """What the configurations of all families share."""
+
+    # Settings that are no fields: the values with which a model computes what its family computes.
+    HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "quantization_config": (None,),
+        "compression_config": (None,),
+    }
+    GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    def check(self, where: str) -> None:
+        """Raise FormatError for sizes that do not go together, CapabilityError for what the family cannot do."""
+
+    def left_out(self) -> tuple[str, ...]:
+        """Weights of the family (by their pattern) that a model of this configuration does not have."""
+        return ()
+
+
+Config = TypeVar("Config", bound=ModelConfig)
+
+
+def from_hf(
+    kind: type[Config], settings: Mapping[str, Any], where: str, known: Mapping[str, Any] | None = None
+) -> Config:
+    """A configuration from a Hugging Face config; `known` are fields by name that it does not speak of."""
+    return _read(kind, "hf", lambda name: settings.get(name, _MISSING), where, known or {})
+
+
+def from_gguf(
+    kind: type[Config], metadata: Mapping[str, Any], where: str, known: Mapping[str, Any] | None = None
+) -> Config:
+    """A configuration from GGUF metadata; `known` are fields by name that it does not speak of."""
+    prefix = metadata.get("general.architecture")
+    return _read(kind, "gguf", lambda name: metadata.get(f"{prefix}.{name}", _MISSING), where, known or {})
+
+
+def _read(kind: type[Config], style: str, lookup: Callable[[str], Any], where: str, known: Mapping[str, Any]) -> Config:
+    for name, allowed in (kind.HF_NEUTRAL if style == "hf" else kind.GGUF_NEUTRAL).items():
+        found = lookup(name)
+        if found is not _MISSING and not (_is_scalar(found) and found in allowed):
+            raise unsupported(where, name, found)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        place: str | None = field.metadata.get(style)
+        found = _MISSING if place is None else lookup(place)
+        type_ = str(field.type)
+        if field.name in known:
+            values[field.name] = known[field.name]
+        elif found is None and "None" in type_:
+            values[field.name] = None
+        elif found is None or found is _MISSING:
+            if field.default is dataclasses.MISSING:
+                raise FormatError(f"{where}: the configuration has no {place or field.name!r}")
+        else:
+            values[field.name] = _typed(found, type_, field.metadata["range"], f"{where}: {place}")
+    config = kind(**values)
+    config.check(where)
+    return config
+
+
+_PYTHON: dict[str, tuple[Any, ...]] = {
+    "int": (int,), "float": (int, float), "bool": (bool,), "str": (str,), "tuple": (list, tuple), "Mapping": (Mapping,)
+}  # fmt: skip
+
+
+def _typed(found: Any, type_: str, bounds: tuple[int, int], where: str) -> Any:
+    plain = type_.split(" ")[0].split("[")[0]
+    if plain == "int" and isinstance(found, (list, tuple, np.ndarray)):
+        found = _same_in_all_layers(found, where)
+    allowed = _PYTHON[plain]
+    if not isinstance(found, allowed) or (isinstance(found, bool) and bool not in allowed):
+        raise FormatError(f"{where}: expected {plain}, found {quoted(found)}")
+    if plain == "int" and not bounds[0] <= found <= bounds[1]:
+        raise FormatError(f"{where}: expected {bounds[0]} to {bounds[1]}, found {quoted(found)}")
+    if plain == "float":
+        if not is_number(found):
+            raise FormatError(f"{where}: expected a number of 0 or more, found {quoted(found)}")
+        return float(found)
+    return tuple(found) if plain == "tuple" else found
+
+
+def _same_in_all_layers(found: Any, where: str) -> Any:
+    """GGUF may give a size for each layer; only where they are all the same is it a size of the model."""
+    values = found.tolist() if isinstance(found, np.ndarray) else list(found)
+    if not values:
+        raise FormatError(f"{where}: expected int, found []")
+    if any(value != values[0] for value in values):
+        raise CapabilityError(f"{where}: layers differ ({quoted(values)}), which is not supported")
+    return values[0]
+
+
+def _is_scalar(value: object) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def unsupported(where: str, name: str, found: object, hint: str | None = None) -> CapabilityError:
+    """What is raised for a setting that would have to be ignored."""
+    return CapabilityError(f"{where}: {name} is {quoted(found)}, which is not supported", hint=hint)
+
+
+def check_activation(where: str, name: str) -> None:
+    if name not in ACTIVATIONS:
+        raise unsupported(where, "hidden_act", name, hint=f"known: {', '.join(sorted(ACTIVATIONS))}")
+
+
+@dataclass(frozen=True)
+class DecoderConfig(ModelConfig):
     """What every decoder has."""
 
+    GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "expert_count": (0,), "attention.causal": (True,), "pooling_type": (0,), "use_parallel_residual": (False,),
+        "attention.scale": (0,), "attention.output_scale": (0, 1), "attention.temperature_scale": (0, 1),
+        "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,), "attn_logit_softcapping": (0,),
+        "final_logit_softcapping": (0,), "logit_scale": (0, 1), "embedding_scale": (0, 1), "residual_scale": (0, 1),
+        "rope.scaling.alpha": (0, 1), "rope.scaling.yarn_log_multiplier": (0,), "rope.dimension_sections": (),
+    }  # fmt: skip
+
     dim: int = key(gguf="embedding_length", hf="hidden_size")
-    layers: int = key(gguf="block_count", hf="num_hidden_layers")
+    layers: int = key(gguf="block_count", hf="num_hidden_layers", most=MAX_LAYERS)
     heads: int = key(gguf="attention.head_count", hf="num_attention_heads")
     ffn: int = key(gguf="feed_forward_length", hf="intermediate_size")
     eps: float = key(gguf="attention.layer_norm_rms_epsilon", hf="rms_norm_eps")
-    context: int = key(gguf="context_length", hf="max_position_embeddings")
+    trained: int = key(gguf="context_length", hf="max_position_embeddings", most=MAX_POSITIONS)
+    vocab: int = key(hf="vocab_size")
     kv_heads_given: int | None = key(gguf="attention.head_count_kv", hf="num_key_value_heads", default=None)
-    head_dim_given: int | None = key(gguf="attention.key_length", hf="head_dim", default=None)
+    head_dim_given: int | None = key(gguf="attention.key_length", hf="head_dim", default=None, most=MAX_HEAD_DIM)
+    value_dim: int | None = key(gguf="attention.value_length", default=None, most=MAX_HEAD_DIM)
+    rope_dim: int | None = key(gguf="rope.dimension_count", default=None, most=MAX_HEAD_DIM)
     rope_base: float = key(gguf="rope.freq_base", hf="rope_theta", default=10000.0)
     rope_scaling: Mapping[str, Any] | None = key(hf="rope_scaling", default=None)
+    activation: str = key(hf="hidden_act", default="silu")
     tied: bool = key(hf="tie_word_embeddings", default=False)
 
     @property
@@ -80,3 +178,33 @@ class DecoderConfig:
     @property
     def head_dim(self) -> int:
         return self.head_dim_given or self.dim // self.heads
+
+    @cached_property
+    def rope(self) -> Rope:
+        return Rope(self.head_dim, self.rope_base, self.trained, self.rope_scaling or {})
+
+    @property
+    def context(self) -> int:
+        """Positions that the model can be run with."""
+        return min(self.rope.longest, MAX_POSITIONS)
+
+    def window(self, layer: int) -> int | None:
+        """How many keys a layer sees, where that is bounded."""
+        return None
+
+    def check(self, where: str) -> None:
+        if self.heads % self.kv_heads:
+            raise FormatError(f"{where}: {self.heads} query heads are no multiple of {self.kv_heads} key heads")
+        if self.head_dim_given is None and self.dim % self.heads:
+            raise FormatError(f"{where}: a width of {self.dim} does not split into {self.heads} heads")
+        if not 2 <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 2:
+            raise FormatError(f"{where}: heads of {self.head_dim} elements; expected an even number to {MAX_HEAD_DIM}")
+        for name, found in (("attention.value_length", self.value_dim), ("rope.dimension_count", self.rope_dim)):
+            if found not in (None, self.head_dim):
+                raise unsupported(where, name, found, hint=f"heads have {self.head_dim} elements, and all are used")
+        check_activation(where, self.activation)
+        try:
+            self.rope.frequencies(self.context)
+        except (FormatError, CapabilityError) as error:
+            error.add_note(f"  in: {where}")
+            raise

@@ -89,7 +89,9 @@ class FileWeights:
 
 
 def _spellings(name: str) -> Iterable[str]:
-    """A tensor with and without the prefix that some exports put before or leave out."""
+    """A tensor with and without the prefix that some exports put before or leave out; old ones say gamma and beta."""
     yield name
     yield name.removeprefix("model.")
     yield f"bert.{name}"
+    old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+    yield from (old, f"bert.{old}")

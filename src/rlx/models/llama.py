@@ -1,58 +1,91 @@
-"""Llama 2, 3.x and relatives such as SmolLM2: pre-norm decoder, rotary positions, grouped heads, SwiGLU."""
+"""Llama 2, 3.x and relatives such as SmolLM2 and Mistral: pre-norm decoder, rotary positions, grouped heads, SwiGLU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, LlamaDecoder
 from rlx.flow.weights import Array
-from rlx.models.config import DecoderConfig, key
+from rlx.models.config import MAX_POSITIONS, DecoderConfig, key
 from rlx.models.family import family
 from rlx.models.rope import rope_tables
+from rlx.ops.attention import MaskKind
 from rlx.types import sym
 
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """Llama's configuration is the common one; GGUF files keep q and k in pairs order."""
+    """Llama's configuration is the common one and three switches for biases."""
 
-    vocab: int = key(gguf="vocab_size", hf="vocab_size", default=0)
-    pairs: bool = key(hf="rope_interleaved", default=False)
+    attention_bias: bool = key(hf="attention_bias", default=False)  # on q, k and v
+    output_bias: bool = key(hf="attention_bias", default=False)
+    mlp_bias: bool = key(hf="mlp_bias", default=False)
+    sliding_window: int | None = key(gguf="attention.sliding_window", default=None, most=MAX_POSITIONS)
+    pairs: bool = False  # q and k turn as neighbouring pairs, as Meta's checkpoints and GGUF have them
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window
+
+    def left_out(self) -> tuple[str, ...]:
+        has = {"self_attn.o_proj": self.output_bias, "self_attn": self.attention_bias, "mlp": self.mlp_bias}
+        biases = [name for name in WEIGHTS if name.endswith(".bias")]
+        return tuple(b for b in biases if not next(on for part, on in has.items() if f".{part}." in b))
 
 
+@dataclass(frozen=True)
+class MistralConfig(Config):
+    """Mistral: no biases; a window unless the file says null."""
+
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = key(hf="sliding_window", default=4096, most=MAX_POSITIONS)
+
+
+_LINEAR = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}  # fmt: skip
 WEIGHTS = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
     "model.layers.{i}.input_layernorm.weight": "blk.{i}.attn_norm.weight",
     "model.layers.{i}.post_attention_layernorm.weight": "blk.{i}.ffn_norm.weight",
-    "model.layers.{i}.self_attn.q_proj.weight": "blk.{i}.attn_q.weight",
-    "model.layers.{i}.self_attn.k_proj.weight": "blk.{i}.attn_k.weight",
-    "model.layers.{i}.self_attn.v_proj.weight": "blk.{i}.attn_v.weight",
-    "model.layers.{i}.self_attn.o_proj.weight": "blk.{i}.attn_output.weight",
-    "model.layers.{i}.mlp.gate_proj.weight": "blk.{i}.ffn_gate.weight",
-    "model.layers.{i}.mlp.up_proj.weight": "blk.{i}.ffn_up.weight",
-    "model.layers.{i}.mlp.down_proj.weight": "blk.{i}.ffn_down.weight",
-}
+} | {
+    f"model.layers.{{i}}.{hf}.{part}": f"blk.{{i}}.{gguf}.{part}"
+    for hf, gguf in _LINEAR.items()
+    for part in ("weight", "bias")
+}  # fmt: skip
 
 
-@family("llama", kind="decoder", gguf=["llama"], hf=["llama", "mistral"], config=Config, weights=WEIGHTS)
+@family("llama", kind="decoder", gguf=["llama"], hf=["llama"], config=Config, weights=WEIGHTS)
 def llama(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
+    return decoder("llama", c, context, rope_factors)
+
+
+@family("mistral", kind="decoder", hf=["mistral"], config=MistralConfig, weights=WEIGHTS)
+def mistral(c: MistralConfig, context: int, rope_factors: Array | None = None) -> ModelFlow:
+    return decoder("mistral", c, context, rope_factors)
+
+
+def decoder(name: str, c: Config, context: int, rope_factors: Array | None) -> ModelFlow:
+    """The flow of Llama and all relatives that differ in switches only."""
+
     def layer(i: int) -> FlowStage:
-        return LlamaDecoder(f"model.layers.{i}", c.heads, c.kv_heads, c.head_dim, c.eps, i)
+        window = c.window(i)
+        return LlamaDecoder(
+            f"model.layers.{i}", c.heads, c.kv_heads, c.head_dim, c.eps, i,
+            mask=MaskKind.CAUSAL if window is None or window >= context else MaskKind.sliding(window),
+            attention_bias=c.attention_bias, output_bias=c.output_bias, mlp_bias=c.mlp_bias,
+            intermediate_size=c.ffn, activation=c.activation,
+        )  # fmt: skip
 
-    return decoder("llama", c, context, rope_factors, layer)
-
-
-def decoder(
-    name: str, c: Config, context: int, rope_factors: Array | None, layer: Callable[[int], FlowStage]
-) -> ModelFlow:
-    """What Llama and its relatives share around their layers."""
-    cos, sin = rope_tables(context, c.head_dim, c.rope_base, c.rope_scaling, rope_factors)
+    cos, sin = rope_tables(c.rope, context, rope_factors)
     return (
         ModelFlow(name).input("tokens", (sym.BATCH, sym.SEQ), "i32").kv_cache(c.layers, c.kv_heads, c.head_dim)
-        .rope_tables(cos, sin, "pairs" if c.pairs else "halves").token_embed().repeat_layers(c.layers, layer)
-        .final_norm(c.eps).gather_last_token().lm_head(c.vocab, c.dim, tied=c.tied)
+        .rope_tables(cos, sin, "pairs" if c.pairs else "halves").token_embed(shape=(c.vocab, c.dim))
+        .repeat_layers(c.layers, layer).final_norm(c.eps).gather_last_token().lm_head(c.vocab, c.dim, tied=c.tied)
     )  # fmt: skip

@@ -1,8 +1,11 @@
-"""From a path to a checkpoint: the file, its family, its configuration, its weights by name and its tokenizer."""
+"""From a path to a checkpoint: the file, its family, its configuration, its weights by name and its tokenizer.
+
+What would be computed wrongly is refused here: settings that a family does not have, tensors that it does not use.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +14,21 @@ from typing import Any
 import rlx.models.bert
 import rlx.models.llama
 import rlx.models.qwen2  # noqa: F401  declares the family
-from rlx.errors import FormatError
+from rlx.errors import CapabilityError, FormatError
 from rlx.flow.weights import Array
 from rlx.formats import TensorFile, open_tensors
 from rlx.formats.strict_json import parse_json
+from rlx.formats.tensors import open_bytes, quoted
 from rlx.formats.tokenizer import Tokenizer
 from rlx.models import config as configs
 from rlx.models.family import Family, FileWeights, find
+from rlx.models.rope import scaling_of_gguf, scaling_of_hf
+
+# Tensors that are read in other ways, that repeat what is known, or that belong to heads which nobody asks for here.
+_NOT_WEIGHTS = re.compile(
+    r"rope_(freqs|factors_long|factors_short)\.weight|.*rotary_emb\.inv_freq|.*\bposition_ids|cls\..*"
+)
+_LAYER = re.compile(r"\.([0-9]{1,9})\.")
 
 
 @dataclass(frozen=True)
@@ -37,16 +48,19 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a GGUF file, a llama2.c file or a Hugging Face folder."""
     where = Path(path)
     file = open_tensors(where)
-    match file.format:
-        case "gguf":
-            return _from_gguf(where, file)
-        case "llama2c":
-            return _from_hf(where, file, file.metadata, _llama2c_tokenizer(where, file.metadata["vocab_size"]))
-        case _:
-            folder = where if where.is_dir() else where.parent
-            settings = _settings(folder / "config.json")
-            tokenizer = folder / "tokenizer.json"
-            return _from_hf(where, file, settings, Tokenizer.from_json(tokenizer) if tokenizer.exists() else None)
+    try:
+        match file.format:
+            case "gguf":
+                return _from_gguf(where, file)
+            case "llama2c":
+                tokenizer = _llama2c_tokenizer(where, file.metadata["vocab_size"])
+                return _from_hf(where, file, file.metadata, tokenizer, str(where))
+            case _:
+                folder = where if where.is_dir() else where.parent
+                return _from_hf(where, file, *_beside(folder), str(folder / "config.json"))
+    except BaseException:
+        file.close()
+        raise
 
 
 def _from_gguf(path: Path, file: TensorFile) -> Checkpoint:
@@ -55,41 +69,125 @@ def _from_gguf(path: Path, file: TensorFile) -> Checkpoint:
     if not isinstance(architecture, str):
         raise FormatError(f"{path}: the metadata has no general.architecture")
     family = find(architecture, "gguf")
-    config: Any = configs.from_gguf(family.config, metadata, str(path))
+    config: Any = configs.from_gguf(family.config, metadata, f"{path}: metadata", _known_by_tensors(family, file))
     weights = FileWeights(file, family.weights, config.layers)
-    if family.kind == "decoder":
-        table = weights.type("model.embed_tokens.weight")
-        config = dataclasses.replace(
-            config, vocab=table.shape[0], tied=not weights.has("lm_head.weight"), pairs=family.name == "llama"
-        )
     factors = file.dequantised("rope_freqs.weight") if "rope_freqs.weight" in file else None
-    tokenizer = Tokenizer.from_gguf(metadata, source=path)
-    return Checkpoint(path, file, family, config, weights, tokenizer, factors)
+    model = metadata.get("tokenizer.ggml.model")
+    absent = model is None or (isinstance(model, str) and model in ("none", "no_vocab"))
+    tokenizer = None if absent else Tokenizer.from_gguf(metadata, source=path)
+    return _checked(Checkpoint(path, file, family, config, weights, tokenizer, factors))
 
 
-def _from_hf(path: Path, file: TensorFile, settings: Mapping[str, Any], tokenizer: Tokenizer | None) -> Checkpoint:
+def _known_by_tensors(family: Family, file: TensorFile) -> dict[str, Any]:
+    """What GGUF does not say in words: it is seen by the tensors that are there."""
+    known: dict[str, Any] = {"vocab": _rows(file, "token_embd.weight")}
+    if family.kind == "encoder":
+        return known | {"types": _rows(file, "token_types.weight")}
+    known |= {"tied": "output.weight" not in file, "rope_scaling": scaling_of_gguf(file.metadata, file)}
+    if family.name == "llama":
+        known |= {
+            "pairs": True,
+            "attention_bias": "blk.0.attn_q.bias" in file,
+            "output_bias": "blk.0.attn_output.bias" in file,
+            "mlp_bias": "blk.0.ffn_gate.bias" in file,
+        }
+    return known
+
+
+def _rows(file: TensorFile, name: str) -> int:
+    shape = file.entry(name).shape
+    if len(shape) != 2 or not shape[0]:
+        raise FormatError(f"{file.path}: tensor {name!r}: expected a table, found shape {list(shape)}")
+    return shape[0]
+
+
+def _from_hf(
+    path: Path, file: TensorFile, settings: Mapping[str, Any], tokenizer: Tokenizer | None, where: str
+) -> Checkpoint:
     kind = settings.get("model_type")
     if not isinstance(kind, str):
-        raise FormatError(f"{path}: config.json has no model_type")
+        raise FormatError(f"{where}: expected a model_type, found {quoted(kind)}")
     family = find(kind, "hf")
-    config: Any = configs.from_hf(family.config, _older_names(settings), str(path))
+    if family.kind == "decoder":
+        settings = {**settings, **scaling_of_hf(settings, where)}
+    known = {"pairs": True} if file.format == "llama2c" else {}
+    config: Any = configs.from_hf(family.config, settings, where, known)
     weights = FileWeights(file, family.weights, config.layers)
-    return Checkpoint(path, file, family, config, weights, tokenizer)
+    return _checked(Checkpoint(path, file, family, config, weights, tokenizer))
 
 
-def _older_names(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Newer configurations keep all that is said of RoPE in one object; older ones in two places."""
-    rope = settings.get("rope_parameters")
-    if not isinstance(rope, dict):
-        return settings
-    return {**settings, "rope_theta": rope.get("rope_theta"), "rope_scaling": rope}
+# -- checks ----------------------------------------------------------------------------------------------------------
+def _checked(checkpoint: Checkpoint) -> Checkpoint:
+    _check_tensors(checkpoint)
+    tokenizer, rows = checkpoint.tokenizer, checkpoint.config.vocab
+    if tokenizer is not None:
+        # a model may lack rows for special tokens that were added later; no text becomes one of them
+        beyond = next((i for i in range(rows, tokenizer.vocab_size) if i not in tokenizer.special_ids), None)
+        if beyond is not None:
+            raise FormatError(
+                f"{tokenizer.source}: the tokenizer has {tokenizer.vocab_size} tokens, the model {rows}",
+                hint="is it another model's tokenizer?",
+            )
+    return checkpoint
 
 
-def _settings(path: Path) -> Mapping[str, Any]:
-    try:
-        found = parse_json(path.read_bytes(), path)
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
+def _check_tensors(checkpoint: Checkpoint) -> None:
+    """Refuse tensors of the model that the flow would leave out, and weights that are no numbers."""
+    file, family, config = checkpoint.file, checkpoint.family, checkpoint.config
+    gguf = file.format == "gguf"
+    names = {theirs if gguf else ours: ours for ours, theirs in family.weights.items()}
+    roots = {name.split(".")[0] for name in names} | {"layers", "embed_tokens", "norm"}
+    left_out = config.left_out()
+    for name in file.names:
+        if _NOT_WEIGHTS.fullmatch(name):
+            continue
+        # older BERTs have TensorFlow's names for the weights of a norm
+        plain = name if gguf else re.sub(r"\bgamma$", "weight", re.sub(r"\bbeta$", "bias", name.removeprefix("bert.")))
+        pattern, layer = _LAYER.sub(".{i}.", plain, count=1), _LAYER.search(plain)
+        ours = names.get(pattern) or names.get(f"model.{pattern}")
+        if ours is None:
+            if gguf or pattern.split(".")[0] in roots:
+                raise _unused(file, name, f"a {family.name} model has no such weight")
+        elif ours in left_out:
+            raise _unused(file, name, "the configuration leaves it out")
+        elif layer is not None and int(layer[1]) >= config.layers:
+            raise _unused(file, name, f"the configuration has {config.layers} layers")
+        elif not ((storage := file.entry(name).storage).is_float or storage.is_packed):
+            raise CapabilityError(
+                f"{file.path}: tensor {quoted(name)} is stored as {storage}, which is not supported",
+                hint="save the model without quantisation, or as GGUF",
+            )
+
+
+def _unused(file: TensorFile, name: str, why: str) -> CapabilityError:
+    return CapabilityError(f"{file.path}: tensor {quoted(name)} would not be used: {why}")
+
+
+# -- files beside the weights ----------------------------------------------------------------------------------------
+def _beside(folder: Path) -> tuple[Mapping[str, Any], Tokenizer | None]:
+    settings = _json(folder / "config.json")
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return settings, None
+    tokenizer = Tokenizer.from_json(path)
+    generation = _json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    tokenizer.stop_ids |= _eos_ids(settings, folder) | _eos_ids(generation, folder)
+    return settings, tokenizer
+
+
+def _eos_ids(settings: Mapping[str, Any], folder: Path) -> frozenset[int]:
+    """At which tokens these files say that a text ends."""
+    found = settings.get("eos_token_id")
+    listed = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(i) is int and i >= 0 for i in listed):
+        raise FormatError(f"{folder}: eos_token_id: expected token ids, found {quoted(found)}")
+    return frozenset(listed)
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    if not path.exists():
+        raise FormatError(f"{path}: is not there", hint="a folder of Hugging Face has it beside the weights")
+    found = parse_json(open_bytes(path).view, path)
     if not isinstance(found, dict):
         raise FormatError(f"{path}: is not a JSON object")
     return found
@@ -97,7 +195,7 @@ def _settings(path: Path) -> Mapping[str, Any]:
 
 def _llama2c_tokenizer(path: Path, vocab: int) -> Tokenizer | None:
     """llama2.c keeps the vocabulary beside the model."""
-    for name in ("tok512.bin", "tokenizer.bin"):
+    for name in (f"tok{vocab}.bin", "tokenizer.bin"):
         if (path.parent / name).exists():
             return Tokenizer.from_tok512(path.parent / name, vocab)
     return None

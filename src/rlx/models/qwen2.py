@@ -1,26 +1,64 @@
-"""Qwen2 and Qwen2.5: a Llama with biases on queries, keys and values."""
+"""Qwen2 and Qwen2.5: a Llama with biases on queries, keys and values; some layers may see a window only."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rlx.errors import FormatError
 from rlx.flow.flow import ModelFlow
-from rlx.flow.stages import FlowStage, Qwen3Decoder
 from rlx.flow.weights import Array
 from rlx.models import llama
+from rlx.models.config import MAX_LAYERS, MAX_POSITIONS, DecoderConfig, key, unsupported
 from rlx.models.family import family
 
-Config = llama.Config
-WEIGHTS = llama.WEIGHTS | {
-    "model.layers.{i}.self_attn.q_proj.bias": "blk.{i}.attn_q.bias",
-    "model.layers.{i}.self_attn.k_proj.bias": "blk.{i}.attn_k.bias",
-    "model.layers.{i}.self_attn.v_proj.bias": "blk.{i}.attn_v.bias",
-}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class Config(llama.Config):
+    """Qwen2's configuration: the biases are no switches, the window is one."""
+
+    # which layers have the window is not in GGUF
+    GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **DecoderConfig.GGUF_NEUTRAL, "attention.sliding_window": (0,)
+    }  # fmt: skip
+
+    attention_bias: bool = True
+    output_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = key(hf="use_sliding_window", default=False)
+    sliding_window: int | None = key(hf="sliding_window", default=4096, most=MAX_POSITIONS)
+    max_window_layers: int = key(hf="max_window_layers", default=28, least=0, most=MAX_LAYERS)
+    layer_types: tuple[str, ...] | None = key(hf="layer_types", default=None)
+
+    def window(self, layer: int) -> int | None:
+        if not self.use_sliding_window:
+            return None
+        if self.layer_types is None:
+            return self.sliding_window if layer >= self.max_window_layers else None
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.layer_types is None:
+            return
+        if len(self.layer_types) != self.layers:
+            raise FormatError(f"{where}: layer_types has {len(self.layer_types)} entries for {self.layers} layers")
+        for kind in self.layer_types:
+            if kind not in (FULL, SLIDING):
+                raise unsupported(where, "a layer type", kind, hint=f"known: {FULL}, {SLIDING}")
+        if SLIDING in self.layer_types and (not self.use_sliding_window or self.sliding_window is None):
+            raise FormatError(f"{where}: layer_types has {SLIDING}, and no window is set")
+
+
+WEIGHTS = {
+    name: gguf for name, gguf in llama.WEIGHTS.items()
+    if not name.endswith(".bias") or name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias"))
+}  # fmt: skip
 
 
 @family("qwen2", kind="decoder", gguf=["qwen2"], hf=["qwen2"], config=Config, weights=WEIGHTS)
 def qwen2(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
-    def layer(i: int) -> FlowStage:
-        return Qwen3Decoder(
-            f"model.layers.{i}", c.heads, c.kv_heads, c.head_dim, c.eps, i, attention_bias=True, qk_norm=False
-        )
-
-    return llama.decoder("qwen2", c, context, rope_factors, layer)
+    return llama.decoder("qwen2", c, context, rope_factors)

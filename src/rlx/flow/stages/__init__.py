@@ -9,6 +9,7 @@ from rlx.flow.stages.embed import GatherLastToken as GatherLastToken
 from rlx.flow.stages.embed import LmHead as LmHead
 from rlx.flow.stages.embed import RopeTables as RopeTables
 from rlx.flow.stages.encoder import BertEncoderLayer as BertEncoderLayer
+from rlx.flow.stages.ffn import ACTIVATIONS as ACTIVATIONS
 from rlx.flow.stages.ffn import GeluFfn as GeluFfn
 from rlx.flow.stages.ffn import SwiGlu as SwiGlu
 from rlx.flow.stages.norm import LayerNorm as LayerNorm

@@ -18,7 +18,7 @@ from rlx.flow.state import FlowValue
 from rlx.ir.graph import Value
 from rlx.ir.provenance import stage as provenance
 from rlx.ops.attention import MaskKind
-from rlx.types import sym
+from rlx.types import Size, sym
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,12 @@ class DecoderLayer(FlowStage):
     eps: float
     layer_idx: int = 0
     mask: str = MaskKind.CAUSAL
-    attention_bias: bool = False
+    attention_bias: bool = False  # on q, k and v
     qk_norm: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    intermediate_size: int | None = None  # checks the weights of the feed-forward
+    activation: str = "silu"
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, type(self).__name__)
@@ -42,16 +46,22 @@ class DecoderLayer(FlowStage):
             h = RmsNorm(f"{prefix}.input_layernorm.weight", self.eps).emit(ctx, ctx.wrap(x))
             x = x + self.attention(ctx, ctx.need(h, "attention"))
         ffn = emit_stage(ctx, RmsNorm(f"{prefix}.post_attention_layernorm.weight", self.eps), ctx.wrap(x), "ffn.norm")
-        ffn = emit_stage(ctx, SwiGlu.hf_mlp(f"{prefix}.mlp"), ffn)
+        mlp = SwiGlu.hf_mlp(
+            f"{prefix}.mlp", intermediate_size=self.intermediate_size, bias=self.mlp_bias, activation=self.activation
+        )
+        ffn = emit_stage(ctx, mlp, ffn)
         return ctx.wrap(x + ctx.need(ffn, "ffn"))
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
-        batch, seq, _ = x.shape
+        batch, seq, hidden = x.shape
         heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
-        split = {n: self.project(ctx, x, n).reshape(batch, seq, h, self.head_dim) for n, h in heads.items()}
+        split = {
+            n: self.project(ctx, x, n, h * self.head_dim, self.attention_bias).reshape(batch, seq, h, self.head_dim)
+            for n, h in heads.items()
+        }
         if self.qk_norm:
             for n in ("q", "k"):
-                gamma = ctx.load_param(f"{self.layer_prefix}.self_attn.{n}_norm.weight")
+                gamma = ctx.load_param(f"{self.layer_prefix}.self_attn.{n}_norm.weight", shape=(self.head_dim,))
                 split[n] = split[n].rms_norm(gamma, eps=self.eps)
         positions = ctx.input("positions", (sym.BATCH, sym.SEQ), "i32")
         cos, sin = ctx.state.rope_cos, ctx.state.rope_sin
@@ -68,11 +78,11 @@ class DecoderLayer(FlowStage):
             values = ctx.state.cache.values[self.layer_idx].kv_append(split["v"], positions, kind="values")
             out = q.cached_attention(keys, values, positions, mask_kind=self.mask)
         flat = out.reshape(batch, seq, self.num_heads * self.head_dim)
-        return linear(ctx, flat, f"{self.layer_prefix}.self_attn.o_proj.weight")
+        return self.project(ctx, flat, "o", hidden, self.output_bias)
 
-    def project(self, ctx: FlowCtx, x: Value, name: str) -> Value:
+    def project(self, ctx: FlowCtx, x: Value, name: str, out: Size, bias: bool) -> Value:
         base = f"{self.layer_prefix}.self_attn.{name}_proj"
-        return linear(ctx, x, f"{base}.weight", f"{base}.bias" if self.attention_bias else None)
+        return linear(ctx, x, f"{base}.weight", f"{base}.bias" if bias else None, out=out)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlx.errors import GraphError
 from rlx.flow.context import Array, FlowCtx
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
@@ -18,10 +19,11 @@ class Embed(FlowStage):
 
     weight_key: str
     axis: int = 0
+    shape: tuple[int, int] | None = None  # checks the table: rows, width
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         tokens = ctx.need(value, "Embed")
-        table = ctx.load_param(self.weight_key)
+        table = ctx.load_param(self.weight_key, shape=self.shape)
         ctx.state.embed_weight = table
         return ctx.wrap(table.gather(tokens, axis=self.axis))
 
@@ -37,11 +39,13 @@ class GatherAdd(FlowStage):
     input_name: str
     weight_key: str
     axis: int = 0
+    rows: int | None = None  # checks the table, which is as wide as the value
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "GatherAdd")
         index = ctx.input(self.input_name, (sym.BATCH, sym.SEQ), "i32")
-        return ctx.wrap(x + ctx.load_param(self.weight_key).gather(index, axis=self.axis))
+        table = ctx.load_param(self.weight_key, shape=None if self.rows is None else (self.rows, x.shape[-1]))
+        return ctx.wrap(x + table.gather(index, axis=self.axis))
 
     @property
     def path(self) -> str:
@@ -88,7 +92,9 @@ class LmHead(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "LmHead")
-        if self.tie_word_embeddings and ctx.state.embed_weight is not None:
+        if self.tie_word_embeddings:
+            if ctx.state.embed_weight is None:
+                raise GraphError("stage LmHead: is tied to a token table, and none flows here", hint="put Embed first")
             table = ctx.state.embed_weight.mT
         else:
             table = ctx.load_param(self.weight_key, transpose=True, shape=(self.hidden_size, self.vocab_size))

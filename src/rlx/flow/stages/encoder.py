@@ -26,27 +26,33 @@ class BertEncoderLayer(FlowStage):
     head_dim: int
     eps: float
     attention_mask_input: str = "attention_mask"
+    intermediate_size: int | None = None  # checks the weights of the feed-forward
+    activation: str = "gelu"
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "BertEncoderLayer")
         prefix = self.layer_prefix
         with provenance("attn"):
             x = self.norm(ctx, x + self.attention(ctx, x), f"{prefix}.attention.output.LayerNorm")
-        ffn = emit_stage(ctx, GeluFfn.hf_bert(prefix), ctx.wrap(x))
+        mlp = GeluFfn.hf_bert(prefix, intermediate_size=self.intermediate_size, activation=self.activation)
+        ffn = emit_stage(ctx, mlp, ctx.wrap(x))
         with provenance("ffn"):
             return ctx.wrap(self.norm(ctx, x + ctx.need(ffn, "ffn"), f"{prefix}.output.LayerNorm"))
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
         batch, seq, _ = x.shape
         mask = ctx.input(self.attention_mask_input, (sym.BATCH, sym.SEQ), "f32")
-        base = f"{self.layer_prefix}.attention.self"
+        width = self.num_heads * self.head_dim
         q, k, v = (
-            linear(ctx, x, f"{base}.{n}.weight", f"{base}.{n}.bias").reshape(batch, seq, self.num_heads, self.head_dim)
+            self.dense(ctx, x, f"self.{n}", width).reshape(batch, seq, self.num_heads, self.head_dim)
             for n in ("query", "key", "value")
         )
-        out = q.attention(k, v, mask, mask_kind=MaskKind.CUSTOM).reshape(batch, seq, self.num_heads * self.head_dim)
-        dense = f"{self.layer_prefix}.attention.output.dense"
-        return linear(ctx, out, f"{dense}.weight", f"{dense}.bias")
+        out = q.attention(k, v, mask, mask_kind=MaskKind.CUSTOM).reshape(batch, seq, width)
+        return self.dense(ctx, out, "output.dense", self.hidden_size)
+
+    def dense(self, ctx: FlowCtx, x: Value, name: str, out: int) -> Value:
+        base = f"{self.layer_prefix}.attention.{name}"
+        return linear(ctx, x, f"{base}.weight", f"{base}.bias", out=out)
 
     def norm(self, ctx: FlowCtx, x: Value, key: str) -> Value:
         return ctx.need(LayerNorm(f"{key}.weight", f"{key}.bias", self.eps).emit(ctx, ctx.wrap(x)), "norm")

@@ -4,35 +4,67 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlx.errors import CapabilityError, GraphError
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
 from rlx.ir.graph import Value
+from rlx.types import Size
+
+# The names of Hugging Face (`hidden_act`) to ours.
+ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh",
+}  # fmt: skip
 
 
-def linear(ctx: FlowCtx, x: Value, weight_key: str, bias_key: str | None = None) -> Value:
-    """x times a weight stored `[out, in]`, plus a bias."""
-    y = x @ ctx.load_param(weight_key, transpose=True)
-    return y if bias_key is None else y + ctx.load_param(bias_key)
+def activate(x: Value, name: str) -> Value:
+    """An activation by its name in configurations."""
+    if name not in ACTIVATIONS:
+        raise CapabilityError(f"activation {name!r} is not known", hint=f"known: {', '.join(sorted(ACTIVATIONS))}")
+    result: Value = getattr(x, ACTIVATIONS[name])()
+    return result
+
+
+def linear(ctx: FlowCtx, x: Value, weight_key: str, bias_key: str | None = None, *, out: Size | None = None) -> Value:
+    """x times a weight stored `[out, in]`, plus a bias. A weight of another shape is an error that names its key."""
+    shape = None if out is None else (x.shape[-1], out)
+    weight = ctx.load_param(weight_key, transpose=True, shape=shape)
+    try:
+        y = x @ weight
+    except GraphError as error:
+        error.add_note(f"  weight: {weight_key!r}")
+        raise
+    return y if bias_key is None else y + ctx.load_param(bias_key, shape=(weight.shape[-1],))
 
 
 @dataclass(frozen=True)
 class SwiGlu(FlowStage):
-    """down(silu(gate(x)) · up(x))."""
+    """down(silu(gate(x)) · up(x)), or another activation of the gate. `intermediate_size` checks the weights."""
 
     gate_key: str
     up_key: str
     down_key: str
+    intermediate_size: int | None = None
+    bias: bool = False  # beside each weight
+    activation: str = "silu"
 
     @classmethod
-    def hf_mlp(cls, prefix: str) -> SwiGlu:
+    def hf_mlp(
+        cls, prefix: str, *, intermediate_size: int | None = None, bias: bool = False, activation: str = "silu"
+    ) -> SwiGlu:
         """The names under which Hugging Face keeps a Llama feed-forward."""
-        return cls(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight", f"{prefix}.down_proj.weight")
+        gate, up, down = (f"{prefix}.{name}_proj.weight" for name in ("gate", "up", "down"))
+        return cls(gate, up, down, intermediate_size, bias, activation)
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "SwiGlu")
-        inner = linear(ctx, x, self.gate_key).silu() * linear(ctx, x, self.up_key)
-        return ctx.wrap(linear(ctx, inner, self.down_key))
+        gate = activate(self.project(ctx, x, self.gate_key, self.intermediate_size), self.activation)
+        inner = gate * self.project(ctx, x, self.up_key, self.intermediate_size)
+        return ctx.wrap(self.project(ctx, inner, self.down_key, x.shape[-1]))
+
+    def project(self, ctx: FlowCtx, x: Value, key: str, out: Size | None) -> Value:
+        return linear(ctx, x, key, key.removesuffix("weight") + "bias" if self.bias else None, out=out)
 
     @property
     def path(self) -> str:
@@ -41,25 +73,28 @@ class SwiGlu(FlowStage):
 
 @dataclass(frozen=True)
 class GeluFfn(FlowStage):
-    """output(gelu(intermediate(x)))."""
+    """output(gelu(intermediate(x))). `intermediate_size` checks the weights."""
 
     intermediate_w: str
     intermediate_b: str
     output_w: str
     output_b: str
     approx_gelu: bool = False
+    intermediate_size: int | None = None
+    activation: str = "gelu"
 
     @classmethod
-    def hf_bert(cls, prefix: str) -> GeluFfn:
+    def hf_bert(cls, prefix: str, *, intermediate_size: int | None = None, activation: str = "gelu") -> GeluFfn:
         """The names under which Hugging Face keeps a BERT feed-forward."""
         inner, outer = f"{prefix}.intermediate.dense", f"{prefix}.output.dense"
-        return cls(f"{inner}.weight", f"{inner}.bias", f"{outer}.weight", f"{outer}.bias")
+        keys = (f"{inner}.weight", f"{inner}.bias", f"{outer}.weight", f"{outer}.bias")
+        return cls(*keys, intermediate_size=intermediate_size, activation=activation)
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "GeluFfn")
-        inner = linear(ctx, x, self.intermediate_w, self.intermediate_b)
-        inner = inner.gelu_tanh() if self.approx_gelu else inner.gelu()
-        return ctx.wrap(linear(ctx, inner, self.output_w, self.output_b))
+        inner = linear(ctx, x, self.intermediate_w, self.intermediate_b, out=self.intermediate_size)
+        inner = activate(inner, "gelu_tanh" if self.approx_gelu else self.activation)
+        return ctx.wrap(linear(ctx, inner, self.output_w, self.output_b, out=x.shape[-1]))
 
     @property
     def path(self) -> str:

@@ -18,7 +18,7 @@ class RmsNorm(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "RmsNorm")
-        return ctx.wrap(x.rms_norm(ctx.load_param(self.weight_key), eps=self.eps))
+        return ctx.wrap(x.rms_norm(ctx.load_param(self.weight_key, shape=x.shape[-1:]), eps=self.eps))
 
     @property
     def path(self) -> str:
@@ -35,7 +35,8 @@ class LayerNorm(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "LayerNorm")
-        return ctx.wrap(x.layer_norm(ctx.load_param(self.gamma_key), ctx.load_param(self.beta_key), eps=self.eps))
+        gamma, beta = (ctx.load_param(key, shape=x.shape[-1:]) for key in (self.gamma_key, self.beta_key))
+        return ctx.wrap(x.layer_norm(gamma, beta, eps=self.eps))
 
     @property
     def path(self) -> str:

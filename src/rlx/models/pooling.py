@@ -1,0 +1,255 @@
+"""From the vectors of a text's tokens to one vector of the text: the stage, and what a model's files say of it.
+
+sentence-transformers keeps it in a list of modules beside the weights, GGUF in `<architecture>.pooling_type`. Where a
+file says nothing, tokens are averaged. A folder without modules gives vectors as they are, which is what
+sentence-transformers makes of it; a GGUF file, which cannot say it, gives vectors of length 1, as llama.cpp's tools do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import CapabilityError, FormatError
+from rlx.flow.context import FlowCtx
+from rlx.flow.stages import FlowStage
+from rlx.flow.state import FlowValue
+from rlx.formats.strict_json import parse_json
+from rlx.formats.tensors import broken, open_bytes, quoted
+from rlx.ir.graph import Value
+from rlx.models.load import Checkpoint
+from rlx.types import sym
+
+# -- kinds -----------------------------------------------------------------------------------------------------------
+# Under the names that sentence-transformers gives them.
+KINDS = ("mean", "mean_sqrt_len_tokens", "weightedmean", "cls", "lasttoken", "max")
+# Older configurations have a truth value for each kind.
+_FLAGS = {
+    "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}  # fmt: skip
+_GGUF_KINDS = {1: "mean", 2: "cls", 3: "lasttoken"}
+_GGUF_OTHERS = {0: "none: a vector for each token", 4: "rank: a score for a pair of texts"}
+
+
+@dataclass(frozen=True)
+class Pool(FlowStage):
+    """[batch, seq, hidden] to [batch, hidden]: a weighted sum over the tokens of each text, or their maximum.
+
+    Padding counts exactly nothing, comes last, and tokens are summed in their order: no bit depends on how far a text
+    is padded.
+    """
+
+    kind: str
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x = ctx.need(value, "Pool")
+        rows = (sym.BATCH, sym.SEQ)
+        mask, positions = ctx.input("attention_mask", rows, "f32"), ctx.input("positions", rows, "i32")
+        if self.kind == "max":
+            return ctx.wrap((_column(mask) > 0).where(x, -np.inf).max(axis=1))
+        counts = self._counts(mask, positions)
+        total = counts.sum(axis=1, keepdims=True)
+        divisor = total.sqrt() if self.kind == "mean_sqrt_len_tokens" else total
+        return ctx.wrap((x * _column(counts)).sum(axis=1) / divisor)
+
+    def _counts(self, mask: Value, positions: Value) -> Value:
+        """[batch, seq] what each token counts."""
+        nth: Value = (positions + 1).astype("f32")
+        counts = mask
+        match self.kind:
+            case "cls":
+                counts = nth.equal(1.0).where(mask, 0.0)
+            case "lasttoken":
+                counts = nth.equal(mask.sum(axis=1, keepdims=True)).where(mask, 0.0)
+            case "weightedmean":
+                counts = nth * mask
+        return counts
+
+    @property
+    def path(self) -> str:
+        return "pool"
+
+
+def _column(x: Value) -> Value:
+    return x.reshape(*x.shape, 1)
+
+
+# -- what files say --------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class EmbedSettings:
+    """What a model's files say of making vectors of texts."""
+
+    kind: str = "mean"
+    normalize: bool = False
+    limit: int | None = None  # tokens of a text, special ones counted
+    lower: bool = False  # texts are put in lower case first
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    include_prompt: bool = True  # whether the tokens of a prompt are pooled too
+    similarity: str = "cosine"
+    source: str = ""  # the file that says how to pool; empty where none does
+
+
+def read_settings(checkpoint: Checkpoint) -> EmbedSettings:
+    """The settings of an opened model. Modules and kinds that rlx does not have are a CapabilityError."""
+    if checkpoint.file.format == "gguf":
+        return _from_gguf(checkpoint.path, checkpoint.file.metadata)
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    return _from_folder(folder)
+
+
+def _from_gguf(path: Path, metadata: Mapping[str, Any]) -> EmbedSettings:
+    key = f"{metadata.get('general.architecture')}.pooling_type"
+    found = metadata.get(key)
+    if found is None:
+        return EmbedSettings(normalize=True)
+    if isinstance(found, bool) or not isinstance(found, int) or found not in (*_GGUF_KINDS, *_GGUF_OTHERS):
+        raise FormatError(f"{path}: {key}: expected a number from 0 to 4, found {quoted(found)}")
+    if found in _GGUF_OTHERS:
+        raise CapabilityError(f"{path}: {key} is {found} ({_GGUF_OTHERS[found]}), which rlx does not have")
+    return EmbedSettings(_GGUF_KINDS[found], normalize=True, source=str(path))
+
+
+def _from_folder(folder: Path) -> EmbedSettings:
+    settings = EmbedSettings()
+    tokenizer = _Object.read(folder / "tokenizer_config.json")
+    longest = tokenizer.get("model_max_length", int, float)  # some write a float, 1e30 for no limit
+    if longest is not None and 0 < longest < 1 << 31:
+        settings = replace(settings, limit=int(longest))
+    settings = _with_prompts(settings, _Object.read(folder / "config_sentence_transformers.json"))
+    modules = folder / "modules.json"
+    if not modules.exists():
+        return settings
+    for i, entry in enumerate(_json(modules, list)):
+        if not isinstance(entry, dict):
+            raise broken(modules, f"module {i}", expected="an object", found=quoted(entry))
+        module = _Object(modules, entry)
+        name = module.need("type", str).rpartition(".")[2]
+        place = folder / _inside(modules, module.get("path", str) or "")
+        apply = _MODULES.get(name)
+        if apply is None:
+            raise CapabilityError(
+                f"{modules}: module {i} is a {quoted(name)}, which rlx does not have",
+                hint=f"known: {', '.join(_MODULES)}",
+            )
+        settings = apply(settings, place)
+    return settings
+
+
+def _with_prompts(settings: EmbedSettings, config: _Object) -> EmbedSettings:
+    prompts = config.get("prompts", dict) or {}
+    for name, text in prompts.items():
+        if text is not None and not isinstance(text, str):
+            raise broken(config.path, f"prompt {quoted(name)}", expected="a string", found=quoted(text))
+    default = config.get("default_prompt_name", str)
+    if default is not None and default not in prompts:
+        raise broken(config.path, "default_prompt_name", expected="one of the prompts", found=quoted(default))
+    prompts = {name: text or "" for name, text in prompts.items()}
+    similarity = config.get("similarity_fn_name", str) or "cosine"
+    return replace(settings, prompts=prompts, default_prompt=default, similarity=similarity)
+
+
+# -- modules of sentence-transformers --------------------------------------------------------------------------------
+def _transformer(settings: EmbedSettings, place: Path) -> EmbedSettings:
+    """The encoder itself. Its settings are named after the kind of model it first was."""
+    for path in sorted(place.glob("sentence_*_config.json")):
+        config = _Object.read(path)
+        limit = config.get("max_seq_length", int)
+        if limit is not None and not 0 < limit < 1 << 31:
+            raise broken(path, "max_seq_length", expected="a number above 0", found=quoted(limit))
+        lower = config.get("do_lower_case", bool) or False
+        return replace(settings, limit=limit if limit is not None else settings.limit, lower=lower)
+    return settings
+
+
+def _pooling(settings: EmbedSettings, place: Path) -> EmbedSettings:
+    path = place / "config.json"
+    if not path.exists():
+        raise broken(path, "not there, though modules.json names it")
+    config = _Object.read(path)
+    kinds = _kinds(config)
+    unknown = [k for k in kinds if k not in KINDS]
+    if unknown or len(kinds) > 1:
+        raise CapabilityError(
+            f"{path}: pooling by {' and '.join(map(quoted, unknown or kinds))}, which rlx does not have",
+            hint=f"one of {', '.join(KINDS)}",
+        )
+    include = config.get("include_prompt", bool)
+    kind = kinds[0] if kinds else "mean"
+    return replace(settings, kind=kind, include_prompt=include is not False, source=str(path))
+
+
+def _kinds(config: _Object) -> Sequence[str]:
+    mode = config.get("pooling_mode", str, list)
+    if mode is None:
+        return [kind for flag, kind in _FLAGS.items() if config.get(flag, bool)]
+    found = [mode] if isinstance(mode, str) else mode
+    for kind in found:
+        if not isinstance(kind, str):
+            raise broken(config.path, "pooling_mode", expected="names", found=quoted(kind))
+    return found
+
+
+def _normalize(settings: EmbedSettings, place: Path) -> EmbedSettings:
+    path = place / "config.json"
+    what = _Object.read(path).get("module_input_name", str)
+    if what not in (None, "sentence_embedding"):
+        raise CapabilityError(f"{path}: normalises {quoted(what)}, which rlx does not have")
+    return replace(settings, normalize=True)
+
+
+def _nothing(settings: EmbedSettings, place: Path) -> EmbedSettings:
+    return settings
+
+
+_MODULES: Mapping[str, Callable[[EmbedSettings, Path], EmbedSettings]] = {
+    "Transformer": _transformer, "Pooling": _pooling, "Normalize": _normalize, "Dropout": _nothing,
+}  # fmt: skip
+
+
+# -- JSON ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Object:
+    """An object of a file, whose members are asked for by type; an absent file has none."""
+
+    path: Path
+    members: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> _Object:
+        return cls(path, _json(path, dict) if path.exists() else {})
+
+    def get(self, name: str, *kinds: type) -> Any:
+        """A member, or None where it is absent or null."""
+        found = self.members.get(name)
+        if found is None or type(found) in kinds:  # not isinstance: a truth value is no number
+            return found
+        expected = " or ".join(k.__name__ for k in kinds)
+        raise broken(self.path, quoted(name), expected=expected, found=quoted(found))
+
+    def need(self, name: str, kind: type) -> Any:
+        found = self.get(name, kind)
+        if found is None:
+            raise broken(self.path, f"{quoted(name)} is missing")
+        return found
+
+
+def _json(path: Path, kind: type) -> Any:
+    found = parse_json(open_bytes(path).view, path)
+    if not isinstance(found, kind):
+        raise broken(path, "JSON", expected=f"a {kind.__name__}", found=type(found).__name__)
+    return found
+
+
+def _inside(path: Path, name: str) -> PurePosixPath:
+    """A folder named in a file, which must lie below it."""
+    place = PurePosixPath(name)
+    if place.is_absolute() or ".." in place.parts or set(name) & set("\0\\:") or len(name) > 255:
+        raise broken(path, "a module's path", expected="a folder beside it", found=quoted(name))
+    return place

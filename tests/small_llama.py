@@ -1,0 +1,153 @@
+"""A small Llama made of random numbers: its files, its forward pass in NumPy's float64, and a driver for decoders.
+
+The forward pass shares no code with `rlx`; it follows `modeling_llama.py` of transformers. The driver calls a compiled
+graph as an engine does, with a cache of its own, so that models can be tested apart from the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import rlx
+from rlx.flow.flow import BuiltModel
+from rlx.flow.weights import WeightSource
+from rlx.models.load import Checkpoint
+
+Array = np.ndarray[Any, Any]
+SETTINGS: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def random_weights(c: dict[str, Any], seed: int = 0) -> dict[str, Array]:
+    """Weights under Hugging Face names that fit the settings."""
+    rng = np.random.default_rng(seed)
+    dim, ffn, vocab = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
+    head = c.get("head_dim") or dim // c["num_attention_heads"]
+    q, kv = c["num_attention_heads"] * head, (c.get("num_key_value_heads") or c["num_attention_heads"]) * head
+    sizes = {
+        "self_attn.q_proj": (q, dim), "self_attn.k_proj": (kv, dim), "self_attn.v_proj": (kv, dim),
+        "self_attn.o_proj": (dim, q), "mlp.gate_proj": (ffn, dim), "mlp.up_proj": (ffn, dim),
+        "mlp.down_proj": (dim, ffn),
+    }  # fmt: skip
+    qwen = c["model_type"] == "qwen2"
+    weights = {"model.embed_tokens.weight": rng.standard_normal((vocab, dim))}
+    for i in range(c["num_hidden_layers"]):
+        for name, (rows, columns) in sizes.items():
+            key = f"model.layers.{i}.{name}"
+            weights[f"{key}.weight"] = rng.standard_normal((rows, columns)) / columns**0.5
+            switch = c.get("mlp_bias") if "mlp" in name else (qwen and "o_proj" not in name) or c.get("attention_bias")
+            if switch:
+                weights[f"{key}.bias"] = rng.standard_normal(rows)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"model.layers.{i}.{name}.weight"] = 1 + 0.2 * rng.standard_normal(dim)
+    weights["model.norm.weight"] = 1 + 0.2 * rng.standard_normal(dim)
+    if not c["tie_word_embeddings"]:
+        weights["lm_head.weight"] = rng.standard_normal((vocab, dim))
+    return {name: value.astype(np.float32) for name, value in weights.items()}
+
+
+def write_folder(folder: Path, weights: dict[str, Array], settings: dict[str, Any]) -> Path:
+    """A Hugging Face folder."""
+    from safetensors.numpy import save_file
+
+    save_file(weights, str(folder / "model.safetensors"))
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+# -- the forward pass ------------------------------------------------------------------------------------------------
+def forward(c: dict[str, Any], weights: dict[str, Array], tokens: Sequence[int], window: int | None = None) -> Array:
+    """[seq, vocab] logits in float64. RoPE is unscaled and turns halves."""
+    w = {name: value.astype(np.float64) for name, value in weights.items()}
+    heads = c["num_attention_heads"]
+    kv_heads = c.get("num_key_value_heads") or heads
+    head = c.get("head_dim") or c["hidden_size"] // heads
+    n = len(tokens)
+
+    def norm(x: Array, name: str) -> Array:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + c["rms_norm_eps"]) * w[f"{name}.weight"]
+
+    def linear(x: Array, name: str) -> Array:
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+    angles = np.arange(n)[:, None] / c["rope_theta"] ** (np.arange(0, head, 2) / head)
+    cos, sin = (np.concatenate([f(angles)] * 2, -1)[:, None] for f in (np.cos, np.sin))  # [seq, 1, head]
+
+    def turned(x: Array) -> Array:
+        a, b = np.split(x, 2, -1)
+        return x * cos + np.concatenate([-b, a], -1) * sin
+
+    back = np.arange(n)[:, None] - np.arange(n)
+    hidden = (back < 0) | (back >= (window or n))
+    x = w["model.embed_tokens.weight"][list(tokens)]
+    for i in range(c["num_hidden_layers"]):
+        p = f"model.layers.{i}"
+        h = norm(x, f"{p}.input_layernorm")
+        q, k, v = (
+            linear(h, f"{p}.self_attn.{name}_proj").reshape(n, count, head)
+            for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        )
+        if f"{p}.self_attn.q_norm.weight" in w:  # Qwen3
+            q, k = norm(q, f"{p}.self_attn.q_norm"), norm(k, f"{p}.self_attn.k_norm")
+        k, v = (np.repeat(t, heads // kv_heads, 1) for t in (turned(k), v))
+        scores = np.einsum("qhd,khd->hqk", turned(q), k) / head**0.5
+        scores = np.exp(np.where(hidden, -np.inf, scores - scores.max(-1, keepdims=True)))
+        out = np.einsum("hqk,khd->qhd", scores / scores.sum(-1, keepdims=True), v).reshape(n, heads * head)
+        x = x + linear(out, f"{p}.self_attn.o_proj")
+        h = norm(x, f"{p}.post_attention_layernorm")
+        gate = linear(h, f"{p}.mlp.gate_proj")
+        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, f"{p}.mlp.up_proj"), f"{p}.mlp.down_proj")
+    table = w["model.embed_tokens.weight" if c["tie_word_embeddings"] else "lm_head.weight"]
+    return norm(x, "model.norm") @ table.T
+
+
+# -- the driver ------------------------------------------------------------------------------------------------------
+class Driver:
+    """A compiled decoder with a cache for some sequences."""
+
+    def __init__(self, built: BuiltModel, weights: WeightSource, batch: int, capacity: int) -> None:
+        self.f = rlx.compile(built.module)
+        for name in self.f.param_types:
+            self.f.set_param(name, built.params[name] if name in built.params else weights.array(name))
+        spec = built.cache
+        assert spec is not None
+        blocks = -(-capacity // 64)
+        self.cache: dict[str, Array] = {}
+        for i in range(spec.layers):
+            self.cache[f"keys.{i}"] = np.zeros((batch, spec.kv_heads, blocks, spec.head_dim, 64), np.float32)
+            self.cache[f"values.{i}"] = np.zeros((batch, spec.kv_heads, blocks * 64, spec.head_dim), np.float32)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, batch: int = 1, context: int | None = None) -> Driver:
+        context = context or checkpoint.config.context
+        flow = checkpoint.family.flow(checkpoint.config, context, checkpoint.rope_factors)
+        return cls(flow.build(checkpoint.weights), checkpoint.weights, batch, context)
+
+    def feed(self, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Array]:
+        """The logits `[len, vocab]` of each row; row i begins at position starts[i]."""
+        width = max(len(row) for row in rows)
+        tokens, positions = np.zeros((len(rows), width), np.int32), np.full((len(rows), width), -1, np.int32)
+        for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            tokens[i, : len(row)], positions[i, : len(row)] = row, np.arange(start, start + len(row))
+        every = np.arange(tokens.size, dtype=np.int32)
+        (logits,) = self.f.run({"tokens": tokens, "positions": positions, "last_token_idx": every, **self.cache})
+        return [logits[i * width : i * width + len(row)] for i, row in enumerate(rows)]
+
+    def by_chunks(self, tokens: Sequence[int], chunk: int) -> Array:
+        """The logits of one sequence, read so many tokens at a time."""
+        return np.concatenate(
+            [self.feed([tokens[at : at + chunk]], [at])[0] for at in range(0, len(tokens), chunk)]
+        )  # fmt: skip
+
+
+def difference(found: Array, wanted: Array) -> float:
+    """The largest difference of any position, relative to that position's largest logit."""
+    return float((np.abs(found - wanted).max(-1) / np.abs(wanted).max(-1)).max())
