@@ -50,7 +50,7 @@ def head_dim(c: dict[str, Any]) -> int:
 
 
 def forward(weights: dict[str, Array], tokens: list[int], cache: Any = np.float64, **changes: Any) -> dict[str, Array]:
-    """Values by stage path: `layers.i.attn` and `layers.i` (the residual stream), `norm` and `logits`.
+    """Values by stage path: `layers.i.attn` (what attention adds) and `layers.i` (the residual stream), `norm` and `logits`.
 
     Keys and values are rounded to the type `cache` before they are attended to.
     """
@@ -82,8 +82,8 @@ def forward(weights: dict[str, Array], tokens: list[int], cache: Any = np.float6
         scores[:, np.triu(np.ones((count, count), bool), 1)] = -np.inf
         p = np.exp(scores - scores.max(-1, keepdims=True))
         out = np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), v).reshape(count, -1)
-        x = x + out @ w[f"{at}.self_attn.o_proj.weight"].T
-        found[f"layers.{i}.attn"] = x
+        found[f"layers.{i}.attn"] = out @ w[f"{at}.self_attn.o_proj.weight"].T
+        x = x + found[f"layers.{i}.attn"]
         h = norm(x, f"{at}.post_attention_layernorm")
         gate = h @ w[f"{at}.mlp.gate_proj.weight"].T
         x = x + (gate / (1 + np.exp(-gate)) * (h @ w[f"{at}.mlp.up_proj.weight"].T)) @ w[f"{at}.mlp.down_proj.weight"].T

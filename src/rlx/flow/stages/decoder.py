@@ -44,7 +44,8 @@ class DecoderLayer(FlowStage):
         prefix = self.layer_prefix
         with provenance("attn"):
             h = RmsNorm(f"{prefix}.input_layernorm.weight", self.eps).emit(ctx, ctx.wrap(x))
-            x = x + self.attention(ctx, ctx.need(h, "attention"))
+            attended = self.attention(ctx, ctx.need(h, "attention"))
+        x = x + attended
         ffn = emit_stage(ctx, RmsNorm(f"{prefix}.post_attention_layernorm.weight", self.eps), ctx.wrap(x), "ffn.norm")
         mlp = SwiGlu.hf_mlp(
             f"{prefix}.mlp", intermediate_size=self.intermediate_size, bias=self.mlp_bias, activation=self.activation
