@@ -1,0 +1,106 @@
+"""Convolutions as PyTorch has them, and patch embeddings as one matmul."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from oracles import ORACLES
+
+import rlx
+from rlx.backends.cpu.library import kernels_compiled
+
+rng = np.random.default_rng(3)
+
+
+def test_a_patch_embedding_is_one_matmul() -> None:
+    g = rlx.Graph("patches")
+    image = g.input("image", ("batch", 3, 32, 48))
+    weight, bias = g.param("weight", (40, 3, 16, 16)), g.param("bias", (40,))
+    g.set_outputs([g.conv2d(image, weight, bias, stride=16)])
+    f = rlx.compile(g)
+    arrays = {"weight": rng.normal(size=(40, 3, 16, 16)), "bias": rng.normal(size=40)}
+    f.set_params({n: a.astype(np.float32) for n, a in arrays.items()})
+    x = rng.normal(size=(2, 3, 32, 48)).astype(np.float32)
+    (y,) = f.run({"image": x})
+    exact = ORACLES["conv2d"](x.astype(np.float64), arrays["weight"], arrays["bias"], stride=16)
+    assert np.abs(y - exact).max() < 1e-5 * np.abs(exact).max()
+    kinds = [launch.kernel.kind for launch in f.plan.main.launches]  # type: ignore[attr-defined]
+    assert kinds.count("matmul") == 1
+    assert not any("conv2d" in launch.kernel.symbol for launch in f.plan.main.launches)  # type: ignore[attr-defined]
+
+
+def test_pixels_that_no_patch_reaches_are_left_out() -> None:
+    g = rlx.Graph("patches")
+    g.set_outputs([g.conv2d(g.input("x", (1, 2, 9, 11)), g.param("w", (3, 2, 4, 4)), stride=4)])
+    f = rlx.compile(g)
+    x, w = rng.normal(size=(1, 2, 9, 11)), rng.normal(size=(3, 2, 4, 4))
+    f.set_param("w", w.astype(np.float32))
+    np.testing.assert_allclose(
+        f.run({"x": x.astype(np.float32)})[0], ORACLES["conv2d"](x, w, stride=4), rtol=0, atol=1e-4
+    )
+
+
+def test_the_batch_may_be_known_at_run_time_only() -> None:
+    g = rlx.Graph("conv")
+    g.set_outputs([g.conv2d(g.input("x", ("n", 2, 9, 11)), g.param("w", (3, 2, 3, 3)), padding=1)])
+    f = rlx.compile(g)
+    w = rng.normal(size=(3, 2, 3, 3)).astype(np.float32)
+    f.set_param("w", w)
+    before = kernels_compiled()
+    for n in (1, 3, 0, 5):
+        x = rng.normal(size=(n, 2, 9, 11)).astype(np.float32)
+        (y,) = f.run({"x": x})
+        assert y.shape == (n, 3, 9, 11)
+        if n:
+            np.testing.assert_allclose(y, ORACLES["conv2d"](x, w, padding=1), atol=1e-4)
+    assert kernels_compiled() == before
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("shape", "kernel", "settings"),
+    [
+        ((2, 3, 17, 19), (8, 3, 3, 5), {"stride": (2, 1), "padding": (1, 2)}),
+        ((1, 8, 12, 12), (8, 1, 3, 3), {"groups": 8, "padding": 1}),
+        ((1, 4, 20, 21), (6, 2, 3, 3), {"groups": 2, "dilation": (2, 3), "padding": 2}),
+        ((3, 3, 28, 28), (16, 3, 14, 14), {"stride": 14}),
+    ],
+)
+def test_convolutions_are_those_of_torch(shape: Any, kernel: Any, settings: dict[str, Any]) -> None:
+    torch = pytest.importorskip("torch")
+    x, w, b = (rng.normal(size=s).astype(np.float32) for s in (shape, kernel, kernel[:1]))
+    g = rlx.Graph("conv")
+    g.set_outputs([g.conv2d(g.input("x", shape), g.input("w", kernel), g.input("b", kernel[:1]), **settings)])
+    wanted = torch.nn.functional.conv2d(*(torch.from_numpy(a) for a in (x, w, b)), **settings).numpy()
+    for f in (rlx.compile(g), rlx.compile(g, "reference")):
+        np.testing.assert_allclose(f.run({"x": x, "w": w, "b": b})[0], wanted, atol=2e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parity
+def test_scans_are_those_of_transformers() -> None:
+    """Mamba's slow path and the recurrent gated delta rule of Qwen3-Next."""
+    torch = pytest.importorskip("torch")
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    batch, seq, heads, n = 2, 70, 3, 32
+    q, k, v = (rng.normal(size=(batch, seq, heads, n)).astype(np.float32) for _ in range(3))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    q /= np.linalg.norm(q, axis=-1, keepdims=True)
+    gate, beta = (-rng.random((batch, seq, heads))).astype(np.float32), rng.random((batch, seq, heads)).astype("f4")
+    tensors = [torch.from_numpy(a) for a in (q, k, v)]
+    results = [
+        modeling.torch_recurrent_gated_delta_rule(
+            *tensors, g=torch.from_numpy(gate), beta=torch.from_numpy(beta), initial_state=None, output_final_state=True
+        ),
+        modeling.torch_chunk_gated_delta_rule(
+            *tensors, g=torch.from_numpy(gate), beta=torch.from_numpy(beta), initial_state=None, output_final_state=True
+        ),
+    ]
+    g = rlx.Graph("delta")
+    names = {"q": q, "k": k, "v": v, "g": gate, "beta": beta, "s": np.zeros((batch, heads, n, n), np.float32)}
+    g.set_outputs(g.gated_delta_net_carry(*(g.input(i, a.shape) for i, a in names.items()), state_size=n))
+    out, state = rlx.compile(g).run(names)
+    for wanted_out, wanted_state in results:
+        for have, want in ((out, wanted_out.numpy()), (state, wanted_state.numpy())):
+            assert np.abs(have - want).max() < 1e-4 * np.abs(want).max()
