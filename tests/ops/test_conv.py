@@ -76,31 +76,3 @@ def test_convolutions_are_those_of_torch(shape: Any, kernel: Any, settings: dict
     wanted = torch.nn.functional.conv2d(*(torch.from_numpy(a) for a in (x, w, b)), **settings).numpy()
     for f in (rlx.compile(g), rlx.compile(g, "reference")):
         np.testing.assert_allclose(f.run({"x": x, "w": w, "b": b})[0], wanted, atol=2e-5 * np.abs(wanted).max())
-
-
-@pytest.mark.parity
-def test_scans_are_those_of_transformers() -> None:
-    """Mamba's slow path and the recurrent gated delta rule of Qwen3-Next."""
-    torch = pytest.importorskip("torch")
-    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-    batch, seq, heads, n = 2, 70, 3, 32
-    q, k, v = (rng.normal(size=(batch, seq, heads, n)).astype(np.float32) for _ in range(3))
-    k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    q /= np.linalg.norm(q, axis=-1, keepdims=True)
-    gate, beta = (-rng.random((batch, seq, heads))).astype(np.float32), rng.random((batch, seq, heads)).astype("f4")
-    tensors = [torch.from_numpy(a) for a in (q, k, v)]
-    results = [
-        modeling.torch_recurrent_gated_delta_rule(
-            *tensors, g=torch.from_numpy(gate), beta=torch.from_numpy(beta), initial_state=None, output_final_state=True
-        ),
-        modeling.torch_chunk_gated_delta_rule(
-            *tensors, g=torch.from_numpy(gate), beta=torch.from_numpy(beta), initial_state=None, output_final_state=True
-        ),
-    ]
-    g = rlx.Graph("delta")
-    names = {"q": q, "k": k, "v": v, "g": gate, "beta": beta, "s": np.zeros((batch, heads, n, n), np.float32)}
-    g.set_outputs(g.gated_delta_net_carry(*(g.input(i, a.shape) for i, a in names.items()), state_size=n))
-    out, state = rlx.compile(g).run(names)
-    for wanted_out, wanted_state in results:
-        for have, want in ((out, wanted_out.numpy()), (state, wanted_state.numpy())):
-            assert np.abs(have - want).max() < 1e-4 * np.abs(want).max()

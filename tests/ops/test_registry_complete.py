@@ -171,6 +171,8 @@ KEYS = "f32[2, 2, 3, 8, 64]; f32[2, 5, 2, 8]; i32[2, 5]"
 CACHED = "f32[2, 5, 4, 8]; f32[2, 2, 3, 8, 64]; f32[2, 2, 192, 8]; i32[2, 5]"
 QKV = "f32[2, 5, 4, 8]; f32[2, 7, 2, 8]; f32[2, 7, 2, 8]"
 ROPE = "f32[2, 3, 2, 8]; f32[9, 4]; f32[9, 4]; i32[2, 3]"
+FFN = "f32[8, 12]; f32[8, 12]; f32[12, 8]; f32[6, 2]; f32[6, 2]"
+LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "eps": 1e-5}
 
 BAD_CALLS = [
     # -- elementwise
@@ -223,6 +225,24 @@ BAD_CALLS = [
     bad("pad", "i8[2]", DTypeError, "pad: value 128; i8", low=(1,), high=(0,), value=128),
     bad("pad", "bool[2]", DTypeError, "pad: value 2; bool", low=(1,), high=(0,), value=2),
     # -- indices
+    bad("conv2d", "f32[1, 3, 8, 8]; f32[4, 2, 3, 3]", ShapeError, "conv2d: x f32[1, 3, 8, 8] has 3 channels; 2 · 1"),
+    bad("conv2d", "f32[1, 3, 2, 8]; f32[4, 3, 3, 3]", ShapeError, "conv2d: a kernel of 3 does not fit 2"),
+    bad("conv2d", "f32[1, 4, 8, 8]; f32[4, 2, 3, 3]", ShapeError, "groups", groups=3),
+    bad("conv2d", "f32[1, 3, 8, 8]; f32[4, 3, 3, 3]", GraphError, "conv2d: stride is 0", stride=0),
+    bad("conv2d", "f32[1, 3, 8, 8]; f64[4, 3, 3, 3]", DTypeError, "conv2d: takes floats of one type; f32, f64"),
+    bad("pool2d", "f32[1, 3, 8, 8]", GraphError, "pool2d: kind 'least'", kind="least", kernel=2),
+    bad("pool2d", "f32[1, 3, 8, 8]", ShapeError, "pool2d: padding (2, 2); (3, 3)", kind="max", kernel=3, padding=2),
+    bad("selective_scan", "f32[1, 5, 4]; f32[1, 5, 3]; f32[4, 2]; f32[1, 5, 2]; f32[1, 5, 2]", ShapeError,
+        "selective_scan: delta is f32[1, 5, 3], wanted [1, 5, 4]", state_size=2),
+    bad("selective_scan_carry", "f32[1, 5, 4]; f32[1, 5, 4]; f32[4, 2]; f32[1, 5, 2]; f32[1, 5, 2]; f32[1, 4, 3]",
+        ShapeError, "selective_scan_carry: state is f32[1, 4, 3], wanted [1, 4, 2]", state_size=2),
+    bad("gated_delta_net", "f32[1, 5, 2, 4]; f32[1, 5, 2, 4]; f32[1, 5, 2, 8]; f32[1, 5, 2]; f32[1, 5, 2]", ShapeError,
+        "gated_delta_net: v is f32[1, 5, 2, 8], wanted [1, 5, 2, 4]", state_size=4),
+    bad("gated_delta_net_carry",
+        "f32[1, 5, 2, 4]; f32[1, 5, 2, 4]; f32[1, 5, 2, 4]; f32[1, 5, 2]; f32[1, 5, 2]; f64[1, 2, 4, 4]", DTypeError,
+        "gated_delta_net_carry: takes floats of one type; f64", state_size=4),
+    bad("depthwise_conv1d_causal", "f32[1, 5, 4]; f32[4, 3]; f32[1, 3, 4]", ShapeError,
+        "depthwise_conv1d_causal: left_pad is f32[1, 3, 4], wanted [1, 2, 4]", kernel_size=3),
     bad("dequantise", "f32[2, 32]", DTypeError, "dequantise: takes packed blocks; f32[2, 32]"),
     bad("gather", "f32[3, 4]; f32[2]", DTypeError, "gather: indices are integers; f32"),
     bad("gather", "f32[3, 4]; i32[2]", ShapeError, "gather: axis 2; rank-2", axis=2),
@@ -306,11 +326,24 @@ BAD_CALLS = [
     # -- blocks
     bad("linear", "f32[2, 4]; f32[3, 5]", ShapeError, "matmul: inner sizes differ, 4 and 3"),
     bad("linear", "f32[2, 4]; f32[4, 5]; f32[4]", ShapeError, "linear: bias f32[4]; 5 columns"),
-    bad("linear", "f32[2, 4]; f32[4, 5]", GraphError, "linear: activation 'exp'; gelu", activation="exp"),
+    bad("linear", "f32[2, 4]; f32[4, 5]", GraphError, "linear: activation 'softmax'; gelu", activation="softmax"),
+    bad("linear_fused", "f32[2, 4]; f32[4, 5]; f32[4]", ShapeError, "linear_fused: bias f32[4]; 5 columns"),
+    bad("shared_linear_pair", "f32[2, 4]; f32[4, 5]; f32[3, 5]", ShapeError, "matmul: inner sizes differ, 4 and 3"),
     bad("swiglu_ffn", "f32[2, 4]; f32[4, 8]; f32[4, 9]; f32[8, 4]", ShapeError,
          "swiglu_ffn: up f32[4, 8]; gate f32[4, 9]"),
     bad("residual_rms_norm", "f32[2, 4]; f32[2, 5]; f32[4]", ShapeError, "residual_rms_norm: ; f32[2, 4]; f32[2, 5]",
          eps=1e-6),
+    bad("attention_block", "f32[2, 5, 12]; f32[2, 5, 8]; f32[2, 5, 8]", ShapeError,
+        "attention_block: q is f32[2, 5, 12]; expected 4 heads of 4", num_heads=4, head_dim=4),
+    bad("rope_block", "f32[2, 3, 16]; f32[5, 3]; f32[5, 3]", ShapeError,
+        "rope_block: cos is f32[5, 3]; expected [positions, 4]", head_dim=8),
+    bad("rope_block", "f32[2, 3, 16]; f32[5, 4]; f32[5, 4]", ShapeError, "rope_block: n_rot is 3", head_dim=8, n_rot=3),
+    bad("llama_decoder_block", f"f32[2, 5, 8]; f32[8]; f32[8, 16]; f32[8, 8]; f32[8, 12]; f32[16, 8]; f32[8]; {FFN}",
+        ShapeError, "llama_decoder_block: v is f32[8, 12]; expected [8, 8]", **LAYER),
+    bad("qwen35_mtp_head",
+        "f32[2, 5, 8]; i32[2, 5]; i32[2]; f32[9, 8]; f32[8]; f32[8]; f32[8, 8]; f32[8]; f32[8, 32]; f32[8, 8]; f32[8, 8];"
+        "f32[16, 8]; f32[4]; f32[4]; f32[6, 2]; f32[6, 2]; f32[8]; f32[8, 12]; f32[8, 12]; f32[12, 8]; f32[8]; f32[8, 9]",
+        ShapeError, "qwen35_mtp_head: eh_proj is f32[8, 8]; expected [16, 8]", **LAYER),
 ]  # fmt: skip
 
 

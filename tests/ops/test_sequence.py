@@ -1,0 +1,60 @@
+"""Recurrences: pieces give what the whole gives, and the published implementations agree."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import rlx
+
+rng = np.random.default_rng(5)
+
+
+def test_a_sequence_may_come_in_pieces() -> None:
+    """The state after one piece starts the next: the same bits as in one go, for scan, delta net and convolution."""
+    n, channels = 4, 40
+    g = rlx.Graph("pieces")
+    x, delta = g.input("x", (2, "seq", channels)), g.input("delta", (2, "seq", channels))
+    b, c = g.input("b", (2, "seq", n)), g.input("c", (2, "seq", n))
+    a, state = g.param("a", (channels, n)), g.input("state", (2, channels, n))
+    g.set_outputs(g.selective_scan_carry(x, delta, a, b, c, state, state_size=n))
+    f = rlx.compile(g)
+    f.set_param("a", -rng.random((channels, n)).astype(np.float32))
+    sizes = {"x": channels, "delta": channels, "b": n, "c": n}
+    whole = {name: rng.random((2, 23, size)).astype(np.float32) for name, size in sizes.items()}
+    start = np.zeros((2, channels, n), np.float32)
+    y, last = f.run({**whole, "state": start})
+    parts, at = [], start
+    for first, end in ((0, 1), (1, 8), (8, 8), (8, 23)):
+        piece, at = f.run({**{k: v[:, first:end].copy() for k, v in whole.items()}, "state": at})
+        parts.append(piece)
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), y)
+    np.testing.assert_array_equal(at, last)
+
+
+@pytest.mark.parity
+def test_the_gated_delta_rule_is_that_of_transformers() -> None:
+    """Both of its forms in Qwen3-Next: token by token, and in chunks."""
+    torch = pytest.importorskip("torch")
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    batch, seq, heads, n = 2, 70, 3, 32
+    q, k, v = (rng.normal(size=(batch, seq, heads, n)).astype(np.float32) for _ in range(3))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    q /= np.linalg.norm(q, axis=-1, keepdims=True)
+    gate, beta = (-rng.random((batch, seq, heads))).astype(np.float32), rng.random((batch, seq, heads)).astype("f4")
+    tensors = [torch.from_numpy(a) for a in (q, k, v)]
+    results = [
+        modeling.torch_recurrent_gated_delta_rule(
+            *tensors, g=torch.from_numpy(gate), beta=torch.from_numpy(beta), initial_state=None, output_final_state=True
+        ),
+        modeling.torch_chunk_gated_delta_rule(
+            *tensors, g=torch.from_numpy(gate), beta=torch.from_numpy(beta), initial_state=None, output_final_state=True
+        ),
+    ]
+    g = rlx.Graph("delta")
+    names = {"q": q, "k": k, "v": v, "g": gate, "beta": beta, "s": np.zeros((batch, heads, n, n), np.float32)}
+    g.set_outputs(g.gated_delta_net_carry(*(g.input(i, a.shape) for i, a in names.items()), state_size=n))
+    out, state = rlx.compile(g).run(names)
+    for wanted_out, wanted_state in results:
+        for have, want in ((out, wanted_out.numpy()), (state, wanted_state.numpy())):
+            assert np.abs(have - want).max() < 1e-4 * np.abs(want).max()
