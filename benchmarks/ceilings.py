@@ -14,13 +14,13 @@ import mmap
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import llvmlite.binding as llvm
 import numpy as np
+from worker import timed
 
 CALL_SECONDS = 0.02  # a probe call is this long, so that waking its helper threads (some 50 us) is lost in it
 DRAM_BYTES = 1 << 30
@@ -216,12 +216,6 @@ def repeated(once: Callable[[int], None], unit: float, note: str) -> Probe:
         reps *= 2
     reps = max(1, round(reps * CALL_SECONDS / seconds))
     return Probe(functools.partial(once, reps), unit * reps, note)
-
-
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def fma_probe(threads: int, isa: Isa | None = None) -> Probe:

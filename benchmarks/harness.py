@@ -14,7 +14,6 @@ library, ratios, and the fraction of what the machine can do. Three rules make i
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import functools
 import importlib
@@ -29,35 +28,24 @@ import random
 import re
 import signal
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import ceilings
 import numpy as np
+from worker import Case, Prepared
 
 TOLERANCE = 0.03  # how far above its ceiling a number may be before it is refused: the spread of the probes themselves
 REFUSED = "refused"
-SLICE_SECONDS = 0.02  # a timed stretch is at least this long; its mean is one round's number
 SETUP_SECONDS = 300.0  # a library that has not answered by then has failed
 QUIET_PERCENT = 8.0  # of the machine's time may go elsewhere in a quiet round; the counters tick in 10 ms
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RLX_THREADS")
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One thing to compute. `bytes` is what must at least be touched: each operand and result once."""
-
-    name: str
-    dims: dict[str, int]
-    flops: float
-    bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +55,7 @@ class Library:
     name: str
     factory: str
     packages: tuple[str, ...] = ()  # distributions that must be installed; their versions go into the result
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What a factory gives: `call` is timed, `output` (if any) gives its result for the check."""
-
-    call: Callable[[], object]
-    output: Callable[[], np.ndarray] | None = None
-    work: float | None = None  # FLOPs or bytes of a call, where these are not the case's
-    note: str = ""
+    python: str = sys.executable  # the interpreter of the environment that has them
 
 
 @dataclass(slots=True)
@@ -150,7 +129,7 @@ class Ceilings:
 
     def roof(self, case: Case) -> float:
         """FLOP/s that nothing can exceed on this case: min(FMA peak, intensity x bandwidth)."""
-        return min(self.fma, case.flops / case.bytes * self.bandwidth(case.bytes))
+        return min(self.fma * case.narrow, case.flops / case.bytes * self.bandwidth(case.bytes))
 
 
 @dataclass(slots=True)
@@ -250,52 +229,7 @@ PROBES = (Library("fma", "harness:fma"), Library("dram", "harness:dram"), Librar
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A library's process. Messages are tuples: ("setup", case) is answered by ("ready", ...) or ("failed", why), ("run",)
-# by ("time", seconds) or ("failed", why).
-
-
-def serve(connection: Connection, factory: str, threads: int) -> None:
-    """The life of a library's process: set up a case, time it when told to, until the driver hangs up."""
-    die_with_parent()
-    module, function = factory.split(":")
-    prepared: Prepared | None = None
-    inner = 1
-    while True:
-        try:
-            message = connection.recv()
-        except EOFError:
-            return
-        try:
-            if message[0] == "setup":
-                prepared = None  # frees the last case before the next is made
-                prepared = getattr(importlib.import_module(module), function)(message[1], threads)
-                prepared.call()
-                seconds = min(ceilings.timed(prepared.call) for _ in range(3))
-                inner = max(1, math.ceil(SLICE_SECONDS / max(seconds, 1e-7)))
-                output = prepared.output() if prepared.output else None
-                connection.send(("ready", prepared.work, prepared.note, output))
-            else:
-                assert prepared is not None
-                connection.send(("time", time_calls(prepared.call, inner)))
-        except Exception as error:  # whatever a library raises is a line in the result, not the end of the run
-            connection.send(("failed", f"{type(error).__name__}: {error}".splitlines()[0][:300]))
-
-
-def time_calls(call: Callable[[], object], inner: int) -> float:
-    """Mean seconds of `inner` calls, after enough of them to refill the caches and wake the pool."""
-    for _ in range(inner // 4 + 1):
-        call()
-    start = time.perf_counter()
-    for _ in range(inner):
-        call()
-    return (time.perf_counter() - start) / inner
-
-
-def die_with_parent() -> None:
-    """A stopped process would outlive a killed driver for ever; Linux can be asked to end it (prctl(2))."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+# Libraries' processes (`worker.py`).
 
 
 class Worker:
@@ -303,7 +237,7 @@ class Worker:
 
     def __init__(self, library: Library, threads: int) -> None:
         self.library, self.threads = library, threads
-        self.process: BaseProcess | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self.connection: Connection | None = None
 
     def ask(self, *message: object) -> tuple[Any, ...]:
@@ -319,51 +253,34 @@ class Worker:
                 return "failed", f"no answer in {SETUP_SECONDS:.0f} s"
             answer: tuple[Any, ...] = self.connection.recv()
         except (EOFError, OSError):
-            self.process.join(timeout=5)
-            code = self.process.exitcode
+            code = self.process.wait(timeout=5)
             self.close()
             return "failed", f"its process ended with exit code {code}"
         self.signal("SIGSTOP")
         return answer
 
     def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(
-            target=serve, args=(theirs, self.library.factory, self.threads), name=self.library.name, daemon=True
+        self.connection, theirs = multiprocessing.Pipe()
+        script, end = Path(__file__).with_name("worker.py"), str(theirs.fileno())
+        self.process = subprocess.Popen(
+            [self.library.python, script, self.library.factory, str(self.threads), end],
+            pass_fds=[theirs.fileno()],
+            env=os.environ | {name: str(self.threads) for name in THREAD_VARIABLES},
         )
-        with environment({name: str(self.threads) for name in THREAD_VARIABLES}):
-            self.process.start()
         theirs.close()  # else the end of the process would not close the pipe
 
     def signal(self, name: str) -> None:
-        number = getattr(signal, name, None)  # Windows has neither: there, pools are left to fall asleep
-        if number is not None and self.process is not None and self.process.pid is not None:
-            os.kill(self.process.pid, number)
+        if self.process is not None:
+            os.kill(self.process.pid, getattr(signal, name))
 
     def close(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.join()
+            self.process.wait()
         self.process = self.connection = None
 
     def cpu_seconds(self) -> float:
-        return cpu_seconds(self.process.pid) if self.process is not None and self.process.pid is not None else 0.0
-
-
-@contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for what is started inside."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        return cpu_seconds(self.process.pid) if self.process is not None else 0.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -510,6 +427,8 @@ def refuse(result: Result) -> None:
 
 def installed(library: Library) -> str:
     """Versions of the library's packages, or "absent: ..." with what is missing."""
+    if library.python != sys.executable:
+        return installed_elsewhere(library)
     versions = []
     for package in library.packages:
         if importlib.util.find_spec(package) is None:
@@ -519,6 +438,16 @@ def installed(library: Library) -> str:
         except importlib.metadata.PackageNotFoundError:
             versions.append(f"{package} (source tree)")
     return ", ".join(versions)
+
+
+def installed_elsewhere(library: Library) -> str:
+    """The same by the library's own interpreter, which finds packages as its processes will."""
+    script = "import importlib, sys; print(*(f'{n} {importlib.import_module(n).__version__}' for n in sys.argv[1:]))"
+    try:
+        done = subprocess.run([library.python, "-c", script, *library.packages], capture_output=True, text=True)
+    except OSError as error:
+        return f"absent: {library.python}: {error.strerror}"
+    return done.stdout.strip() if done.returncode == 0 else f"absent: {done.stderr.strip().splitlines()[-1]}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -570,12 +499,12 @@ def cpu_counters() -> tuple[float, float, float] | None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and its threads so far (proc(5): fields 14 and 15 of stat)."""
+    """CPU time of a process, its threads and the children it waited for (proc(5): fields 14 to 17 of stat)."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 class Clock:

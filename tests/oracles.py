@@ -36,7 +36,7 @@ INTEGERS = ("i8", "i16", "i32", "i64", "u8", "u32")
 EXACT = frozenset((
     "add", "sub", "mul", "div", "sqrt", "neg", "abs", "relu", "maximum", "minimum", "max", "min", "where", "cast",
     "reshape", "transpose", "slice", "expand", "assume_equal", "concatenate", "pad", "gather", "topk", "argmax",
-    "kv_append",
+    "kv_append", "round",
 ))  # fmt: skip
 
 
@@ -191,6 +191,7 @@ ORACLES |= {
     "erf": scipy.special.erf,
     "sigmoid": sigmoid,
     "relu": lambda x: np.where(x < 0, 0.0, x),
+    "round": np.rint,
     "silu": lambda x: x * sigmoid(x),
     "gelu": lambda x: x * scipy.special.ndtr(x),
     # 1 + tanh(z) is 2 · sigmoid(2z).
@@ -414,11 +415,85 @@ def _pool2d(x: Array, *, kind: str, kernel: Any, stride: Any = None, padding: An
     return y
 
 
+def _repeated(scales: Array, rank: int, axis: int | None, scheme: str | None) -> Array:
+    """Scales of a tensor, of an axis, or of blocks of rows, as they meet the numbers."""
+    if scheme is not None and "/" in scheme:
+        return np.repeat(scales, int(scheme.split("/")[1]), axis=-2)
+    return scales if axis is None else np.expand_dims(scales, [a for a in range(rank) if a != axis % rank])
+
+
+def _halves(x: Array) -> Array:
+    """Bytes as their nibbles, the low one first."""
+    return np.stack([x % 16, x // 16], axis=-1).reshape(*x.shape[:-1], 2 * x.shape[-1])
+
+
+def _tiny(x: Array, kind: str) -> Array:
+    """Integers as the floats of few bits that have these bits: what `ml_dtypes` says they are."""
+    types = {"fp8e4m3": "float8_e4m3fn", "fp8e5m2": "float8_e5m2", "nvfp4/16": "float4_e2m1fn"}
+    return x.astype(np.uint8).view(getattr(ml_dtypes, types[kind])).astype(np.float64)
+
+
 @oracle("dequantise")
-def _dequantise(x: Array) -> Array:
+def _dequantise(
+    x: Array, scale: Array | None = None, zp: Array | None = None, *, axis: int | None = None, scheme: str | None = None
+) -> Array:
+    if x.dtype.fields is not None:
+        return _unpacked(x)
+    if scheme in ("fp8e4m3", "fp8e5m2"):
+        return _tiny(x, scheme) * (1.0 if scale is None else scale)
+    assert scale is not None
+    if scheme == "nvfp4/16":
+        scale = _repeated(_tiny(scale, "fp8e4m3"), x.ndim, None, scheme)
+        return _tiny(_halves(x), scheme) * scale * (1.0 if zp is None else zp)
+    if scheme is not None and scheme.startswith("int4"):
+        x = _halves(x)
+        x = np.where(x > 7, x - 16, x)
+    shift = 0 if zp is None else _repeated(zp, x.ndim, axis, scheme)
+    return (x - shift) * _repeated(scale, x.ndim, axis, scheme)
+
+
+@oracle("quantise")
+def _quantise(
+    x: Array, scale: Array, zp: Array | None = None, *, axis: int | None = None, dtype: str = "i8",
+    scheme: str | None = None,
+) -> Array:  # fmt: skip
+    whole = np.rint(x / _repeated(scale, x.ndim, axis, scheme))
+    whole = whole + (0 if zp is None else _repeated(zp, x.ndim, axis, scheme))
+    if scheme is None or not scheme.startswith("int4"):
+        return saturated(whole, dtype)
+    nibbles = np.clip(whole, -8, 7).astype(np.int64) % 16
+    return nibbles[..., 0::2] + 16 * nibbles[..., 1::2]
+
+
+@oracle("quant_scale")
+def _quant_scale(x: Array, *, axis: int | None = None, scheme: str | None = None) -> Array:
+    if scheme is None:
+        rows = x.reshape(1, -1) if axis is None else np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1)
+        return (np.abs(rows).max(1) / 127).reshape(() if axis is None else (-1,))
+    size = int(scheme.split("/")[1])
+    parts = [np.abs(x[..., i : i + size, :]).max(-2) for i in range(0, x.shape[-2], size)]
+    return np.stack(parts, axis=-2) / (7 if scheme.startswith("int4") else 127)
+
+
+@oracle("fake_quantise")
+def _fake_quantise(x: Array, *, bits: int = 8, axis: int | None = None) -> Array:
+    others = None if axis is None else tuple(a for a in range(x.ndim) if a != axis % x.ndim)
+    step = np.abs(x).max(others, keepdims=True) / (2 ** (bits - 1) - 1)
+    return np.rint(x / step) * step
+
+
+@oracle("dequant_matmul")
+def _dequant_matmul(x: Array, w: Array, scale: Array | None = None, zp: Array | None = None, *, scheme: str) -> Array:
+    packed = scheme.startswith("gguf")
+    return x @ (_unpacked(w).T.astype(np.float64) if packed else _dequantise(w, scale, zp, scheme=scheme))
+
+
+def _unpacked(x: Array) -> Array:
     """The reader of the `gguf` package, on the bytes; types are told apart by the size of their blocks."""
     sizes = {18: "Q4_0", 20: "Q4_1", 22: "Q5_0", 24: "Q5_1", 34: "Q8_0", 84: "Q2_K", 110: "Q3_K", 144: "Q4_K",
              176: "Q5_K", 210: "Q6_K"}  # fmt: skip
+    if x.dtype.itemsize == 292:  # Q8_K, which no reader has: ggml defines it as d · qs
+        return (x["d"][..., None] * x["qs"].astype(np.float32)).reshape(*x.shape[:-1], -1)
     raw = np.ascontiguousarray(x).view(np.uint8).reshape(*x.shape[:-1], -1)
     with np.errstate(all="ignore"):
         return np.asarray(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[sizes[x.dtype.itemsize]]))

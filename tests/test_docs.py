@@ -1,26 +1,47 @@
 """Documentation that runs: Python blocks of a page are executed in order, the output block after each must match.
 
-`pytest --update tests/test_docs.py` rewrites the outputs.
+`pytest --update tests/test_docs.py` rewrites the outputs and the generated pages.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import inspect
 import io
 import re
+import runpy
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
-DOCS = Path(__file__).parent.parent / "docs"
+from rlx import errors
+from rlx.cli.ops import markdown
+from rlx.cli.tour import read
+from rlx.runtime.lineage import lineage
+from rlx.runtime.picture import picture
+from rlx.target import AVX2, supported
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 BLOCK = re.compile(r"```python\n(?P<code>.*?)```\n(?:```output\n(?P<output>.*?)```\n)?", re.S)
+PAGES = ["tour.md", "errors.md", "looking-inside.md", "flow.md"]
 
 
-@pytest.mark.parametrize("page", ["tour.md"])
-def test_a_page_shows_what_its_code_prints(page: str, update: bool) -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_shows_what_its_code_prints(
+    page: str, update: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # pages may write files
     path = DOCS / page
     text = path.read_text()
+    if 'target="avx2"' in text and AVX2 not in supported():
+        pytest.skip("this machine has no AVX2")
     scope: dict[str, Any] = {}
 
     def run(match: re.Match[str]) -> str:
@@ -36,3 +57,169 @@ def test_a_page_shows_what_its_code_prints(page: str, update: bool) -> None:
     if update:
         path.write_text(result)
     assert result == text or update
+
+
+# -- pages that are generated -----------------------------------------------------------------------------------------
+def test_the_page_of_ops_is_what_the_registry_says(update: bool) -> None:
+    page = DOCS / "ops.md"
+    if update:
+        page.write_text(markdown())
+    assert page.read_text() == markdown(), "out of date: rlx ops --markdown > docs/ops.md"
+
+
+def test_the_picture_of_the_readme_is_drawn_by_the_tour(update: bool) -> None:
+    expression = "softmax(gelu(x @ w1 + b1) @ w2)"
+    drawn = picture(lineage(read(expression), AVX2), AVX2, expression)
+    path = DOCS / "tour.svg"
+    if update:
+        path.write_text(drawn)
+    assert path.read_text() == drawn, f'out of date: rlx tour "{expression}" --target avx2 --svg docs/tour.svg'
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+def test_every_error_has_a_section_with_a_message_of_its_own() -> None:
+    page = (DOCS / "errors.md").read_text()
+    classes = [c for c in vars(errors).values() if inspect.isclass(c) and issubclass(c, errors.RlxError)]
+    for name in [c.__name__ for c in classes if c is not errors.RlxError] + ["UsageError"]:
+        section = re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", page, re.S | re.M)
+        assert section, f"docs/errors.md has no section on {name}"
+        assert re.search(rf"^{name}: ", section[1], re.M), f"the section on {name} shows no such error"
+        assert f"[{name}](#{name.lower()})" in page, f"{name} is not in the table"
+
+
+# -- glossary ---------------------------------------------------------------------------------------------------------
+ENTRY = re.compile(r"^- \*\*(?P<word>[^*]+)\*\*: (?P<text>.*?)(?=^- |^#|\Z)", re.S | re.M)
+# The words of section 1e of the user study, and those of the task that the page was written for.
+MET_BY_NEWCOMERS = {
+    "stage", "level", "block", "phase", "variant", "profile", "recipe", "session", "target", "device", "panel",
+    "region", "epilogue", "bind program", "derived weight", "launch", "unit", "arena", "kernel", "pass", "node",
+    "graph", "operand", "attribute", "rule", "buffer",
+}  # fmt: skip
+
+
+def glossary() -> dict[str, str]:
+    return {m["word"]: m["text"] for m in ENTRY.finditer((DOCS / "glossary.md").read_text())}
+
+
+def test_the_glossary_has_the_words_that_newcomers_meet() -> None:
+    assert not MET_BY_NEWCOMERS - set(glossary())
+
+
+def test_words_of_the_glossary_are_words_of_the_code() -> None:
+    source = "\n".join(p.read_text().lower() for p in (ROOT / "src").rglob("*.py"))
+    for word in glossary():
+        spellings = {word, word.replace(" ", "_"), word.replace(" ", "-"), f"{word}s"}
+        assert any(re.search(rf"\b{re.escape(s.lower())}", source) for s in spellings), f"{word!r} is in no source file"
+
+
+def test_the_glossary_is_short_and_in_order() -> None:
+    for word, text in glossary().items():
+        assert len(text) < 420, f"{word}: one or two sentences"
+    for section in re.split(r"^## ", (DOCS / "glossary.md").read_text(), flags=re.M)[1:]:
+        words = [m["word"].lower() for m in ENTRY.finditer(section)]
+        assert words == sorted(words), section.splitlines()[0]
+
+
+# -- names in prose ---------------------------------------------------------------------------------------------------
+PATH = re.compile(r"`((?:src|docs|tests|examples|benchmarks)/[\w./-]+)`|\(((?:\.\./)?[\w./-]+\.(?:md|py|svg))[)#]")
+
+
+@pytest.mark.parametrize("page", sorted(p.name for p in DOCS.glob("*.md")))
+def test_files_that_a_page_names_exist(page: str) -> None:
+    for plain, link in PATH.findall((DOCS / page).read_text()):
+        place = ROOT / plain if plain else DOCS / link
+        assert place.exists(), f"{page} names {plain or link}"
+
+
+def test_the_tour_leads_to_the_other_pages() -> None:
+    tour = (DOCS / "tour.md").read_text()
+    for page in ("glossary.md", "errors.md", "ops.md", "looking-inside.md", "small.py"):
+        assert f"({page})" in tour
+
+
+# -- the small compiler -----------------------------------------------------------------------------------------------
+Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("small", DOCS / "small.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["small"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["small"]
+
+
+def softmax(x: Array) -> Array:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def test_the_small_compiler_uses_nothing_of_rlx_and_names_files_that_exist() -> None:
+    source = (DOCS / "small.py").read_text()
+    assert not re.search(r"^\s*(import|from) rlx", source, re.M)
+    named = re.findall(r"src/rlx/[\w/.]*\w", source)
+    assert len(named) > 10 and all((ROOT / name).exists() for name in named)
+    code = [x for x in source.splitlines() if x.strip() and not x.strip().startswith("#")]
+    assert len(code) < 520
+
+
+def test_the_small_compiler_shows_its_levels(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(DOCS / "small.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert "%2 = matmul(%0, %1) : f32[rows, 4]" in out
+    assert "for i0 in rows:" in out and "t1[i0, 0] = max(t0[i0, k1] for k1 in 4)" in out
+    assert out.count("for i0 in rows:") == 1  # five nests became one
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 64])
+def test_the_small_compiler_computes_softmax_and_an_mlp(small: ModuleType, rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    x, w = rng.standard_normal((rows, 16)), rng.standard_normal((16, 4))
+    compiled = small.compile(small.softmax(small.arg("x", "rows", 16) @ small.arg("w", 16, 4)))
+    np.testing.assert_allclose(compiled(x=x, w=w), softmax(x @ w) if rows else np.zeros((0, 4)), rtol=1e-5, atol=1e-7)
+    arrays = {"x": x, "w1": rng.standard_normal((16, 32)), "b1": rng.standard_normal(32)}
+    arrays |= {"w2": rng.standard_normal((32, 10)), "b2": rng.standard_normal(10)}
+    hidden = np.maximum(x @ arrays["w1"] + arrays["b1"], 0)
+    expected = softmax(hidden @ arrays["w2"] + arrays["b2"]) if rows else np.zeros((0, 10))
+    np.testing.assert_allclose(small.compile(small.mlp())(**arrays), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_passes_of_the_small_compiler(small: ModuleType) -> None:
+    x = small.arg("x", "n", 4)
+    same = small.optimise(x * (small.const(2.0) * 0.5) / 1.0)
+    assert str(same) == "%0 = input(x) : f32[n, 4]"
+    twice = small.optimise(small.exp(x) + small.exp(x))
+    assert [n.op for n in small.walk(twice)] == ["input", "exp", "add"]
+    zeros = small.optimise((x + 0.0) * (x + -0.0))
+    assert sum(n.op == "const" for n in small.walk(zeros)) == 2  # 0.0 and -0.0 are not one constant
+    array = np.array([[-0.0, 1, -2, 3]], np.float32)
+    for graph in (same, twice, zeros):
+        np.testing.assert_allclose(small.compile(graph)(x=array), small.evaluate(graph, {"x": array}), rtol=1e-6)
+
+
+def test_the_small_compiler_merges_loops_only_where_it_may(small: ModuleType) -> None:
+    x, w = small.arg("x", "n", 4), small.arg("w", 4, "n")
+    power = small.exp(x @ w)  # [n, n], read by rows and by columns
+    graph = power @ (power + 1.0)
+    compiled = small.compile(graph)
+    assert len(compiled.program.loops) == 2  # the product needs all rows of its right side
+    rng = np.random.default_rng(0)
+    arrays = {"x": rng.standard_normal((5, 4)) / 4, "w": rng.standard_normal((4, 5)) / 4}
+    e = np.exp(arrays["x"] @ arrays["w"])
+    np.testing.assert_allclose(compiled(**arrays), e @ (e + 1), rtol=1e-5)
+
+
+def test_mistakes_in_the_small_compiler_are_found_where_they_are_made(small: ModuleType) -> None:
+    x = small.arg("x", "n", 4)
+    with pytest.raises(ValueError, match=r"matmul: \['n', 4\] by \[5, 2\]"):
+        x @ small.arg("w", 5, 2)
+    with pytest.raises(ValueError, match="sizes differ, n and m"):
+        x + small.arg("y", "m", 4)
+    compiled = small.compile(x + small.arg("y", "n", 4))
+    with pytest.raises(ValueError, match="expected x, y, found x"):
+        compiled(x=np.zeros((2, 4)))
+    with pytest.raises(ValueError, match=r"y has shape \[3, 4\], expected \['n', 4\] with {'n': 2}"):
+        compiled(x=np.zeros((2, 4)), y=np.zeros((3, 4)))

@@ -13,11 +13,13 @@ import rlx
 ROOT = Path(rlx.__file__).parent
 # Lowest first; layers of one row do not import each other.
 ROWS = [
-    ["errors"], ["dtypes"], ["types"], ["profile", "target"], ["ir", "formats"], ["ops"], ["hir"],
+    ["errors"], ["dtypes"], ["types"], ["profile", "target", "quant"], ["ir", "formats"], ["ops"], ["hir"],
     ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["runtime"], ["functional"], ["flow", "hub"], ["models"],
     ["engine", "train"], ["server"], ["cli"],
 ]  # fmt: skip
 RANK = {layer: rank for rank, row in enumerate(ROWS) for layer in row}
+# Lazy reaches upwards: `Graph.define` and `Graph.hir` give modules.
+ALLOWED = {("ir/graph.py", "rlx.module.GraphModule")}
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
 
 
@@ -44,6 +46,8 @@ def test_a_layer_imports_only_lower_ones(path: Path) -> None:
     assert own in RANK, f"{own} is not a known layer"
     for name in imports(path):
         other = layer_of(name)
+        if (str(path.relative_to(ROOT)), name) in ALLOWED:
+            continue
         if other is not None and other in RANK and other != own:
             assert RANK[other] < RANK[own], f"{path.name} ({own}) imports {name}"
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import rlx
 
 NAMES = {
-    "CompiledGraph", "Completion", "Dim", "DimBinding", "FusionReport", "Graph", "MaskKind", "Model", "Report",
-    "Session", "TensorType", "Value", "compile", "dim", "dim_max", "dim_min", "dtype", "errors", "load",
-    "stage", "sym", "__version__",
+    "Activation", "BuiltModel", "CompilationMode", "CompileProfile", "CompiledGraph", "Completion", "DecodeBindings",
+    "Dim", "DimBinding", "DispatchReport", "EmbeddingModel", "Emit", "FlowCtx", "FlowStage", "FlowState", "FlowValue",
+    "FusionPolicy", "FusionReport", "GdnInputSlots", "Graph", "GraphModule", "GraphStage", "LanguageModel",
+    "LayerStack",
+    "LirModule", "MapWeights", "MaskKind", "MemoryReport", "Model", "ModelExecutionConfig", "ModelFlow", "ModelPhase",
+    "ModelRecipe", "ModelVariant", "MultiOutputHandle", "QuantScheme", "Report", "Session", "SideOutputs", "TensorType",
+    "Value", "WeightSource", "compile",
+    "diff", "dim", "dim_max", "dim_min", "dtype", "errors", "export", "flow", "load", "load_exported", "op", "stage",
+    "sym", "__version__",
 }  # fmt: skip
 
 

@@ -12,19 +12,54 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rlx import errors as errors
+    from rlx import flow as flow
     from rlx.dtypes import dtype as dtype
-    from rlx.engine.model import Completion as Completion
+    from rlx.engine.embed import EmbeddingModel as EmbeddingModel
+    from rlx.engine.export import export as export
+    from rlx.engine.export import load_exported as load_exported
+    from rlx.engine.language import Completion as Completion
+    from rlx.engine.language import LanguageModel as LanguageModel
     from rlx.engine.model import Model as Model
     from rlx.engine.model import load as load
+    from rlx.flow.context import FlowCtx as FlowCtx
+    from rlx.flow.emit import Emit as Emit
+    from rlx.flow.flow import BuiltModel as BuiltModel
+    from rlx.flow.flow import ModelFlow as ModelFlow
+    from rlx.flow.layers import LayerStack as LayerStack
+    from rlx.flow.recipe import ModelRecipe as ModelRecipe
+    from rlx.flow.side import SideOutputs as SideOutputs
+    from rlx.flow.stages.base import FlowStage as FlowStage
+    from rlx.flow.state import DecodeBindings as DecodeBindings
+    from rlx.flow.state import FlowState as FlowState
+    from rlx.flow.state import FlowValue as FlowValue
+    from rlx.flow.state import GdnInputSlots as GdnInputSlots
+    from rlx.flow.weights import MapWeights as MapWeights
+    from rlx.flow.weights import WeightSource as WeightSource
+    from rlx.hir.blocks import Activation as Activation
+    from rlx.ir.custom import MultiOutputHandle as MultiOutputHandle
+    from rlx.ir.diff import diff as diff
     from rlx.ir.graph import Graph as Graph
     from rlx.ir.graph import Value as Value
     from rlx.ir.provenance import stage as stage
+    from rlx.lir.custom import op as op
     from rlx.mir.report import FusionReport as FusionReport
+    from rlx.module import GraphModule as GraphModule
+    from rlx.module import GraphStage as GraphStage
+    from rlx.module import LirModule as LirModule
     from rlx.ops.attention import MaskKind as MaskKind
+    from rlx.profile import CompileProfile as CompileProfile
+    from rlx.profile import FusionPolicy as FusionPolicy
+    from rlx.quant import QuantScheme as QuantScheme
     from rlx.runtime.compiled import CompiledGraph as CompiledGraph
+    from rlx.runtime.dispatch import DispatchReport as DispatchReport
+    from rlx.runtime.memory_report import MemoryReport as MemoryReport
     from rlx.runtime.profiler import Report as Report
     from rlx.runtime.session import Session as Session
     from rlx.runtime.session import compile as compile
+    from rlx.runtime.variants import CompilationMode as CompilationMode
+    from rlx.runtime.variants import ModelExecutionConfig as ModelExecutionConfig
+    from rlx.runtime.variants import ModelPhase as ModelPhase
+    from rlx.runtime.variants import ModelVariant as ModelVariant
     from rlx.types import Dim as Dim
     from rlx.types import DimBinding as DimBinding
     from rlx.types import TensorType as TensorType
@@ -35,25 +70,60 @@ if TYPE_CHECKING:
 
 # name -> (module, attribute); an empty attribute is the module itself
 _PUBLIC = {
-    "Completion": ("rlx.engine.model", "Completion"),
+    "Activation": ("rlx.hir.blocks", "Activation"),
+    "BuiltModel": ("rlx.flow.flow", "BuiltModel"),
+    "CompilationMode": ("rlx.runtime.variants", "CompilationMode"),
+    "CompileProfile": ("rlx.profile", "CompileProfile"),
     "CompiledGraph": ("rlx.runtime.compiled", "CompiledGraph"),
+    "Completion": ("rlx.engine.language", "Completion"),
+    "DecodeBindings": ("rlx.flow.state", "DecodeBindings"),
     "Dim": ("rlx.types", "Dim"),
     "DimBinding": ("rlx.types", "DimBinding"),
+    "DispatchReport": ("rlx.runtime.dispatch", "DispatchReport"),
+    "EmbeddingModel": ("rlx.engine.embed", "EmbeddingModel"),
+    "Emit": ("rlx.flow.emit", "Emit"),
+    "FlowCtx": ("rlx.flow.context", "FlowCtx"),
+    "FlowStage": ("rlx.flow.stages.base", "FlowStage"),
+    "FlowState": ("rlx.flow.state", "FlowState"),
+    "FlowValue": ("rlx.flow.state", "FlowValue"),
+    "FusionPolicy": ("rlx.profile", "FusionPolicy"),
     "FusionReport": ("rlx.mir.report", "FusionReport"),
+    "GdnInputSlots": ("rlx.flow.state", "GdnInputSlots"),
     "Graph": ("rlx.ir.graph", "Graph"),
+    "GraphModule": ("rlx.module", "GraphModule"),
+    "GraphStage": ("rlx.module", "GraphStage"),
+    "LanguageModel": ("rlx.engine.language", "LanguageModel"),
+    "LayerStack": ("rlx.flow.layers", "LayerStack"),
+    "LirModule": ("rlx.module", "LirModule"),
+    "MapWeights": ("rlx.flow.weights", "MapWeights"),
     "MaskKind": ("rlx.ops.attention", "MaskKind"),
+    "MemoryReport": ("rlx.runtime.memory_report", "MemoryReport"),
     "Model": ("rlx.engine.model", "Model"),
+    "ModelExecutionConfig": ("rlx.runtime.variants", "ModelExecutionConfig"),
+    "ModelFlow": ("rlx.flow.flow", "ModelFlow"),
+    "ModelPhase": ("rlx.runtime.variants", "ModelPhase"),
+    "ModelRecipe": ("rlx.flow.recipe", "ModelRecipe"),
+    "ModelVariant": ("rlx.runtime.variants", "ModelVariant"),
+    "MultiOutputHandle": ("rlx.ir.custom", "MultiOutputHandle"),
+    "QuantScheme": ("rlx.quant", "QuantScheme"),
     "Report": ("rlx.runtime.profiler", "Report"),
     "Session": ("rlx.runtime.session", "Session"),
+    "SideOutputs": ("rlx.flow.side", "SideOutputs"),
     "TensorType": ("rlx.types", "TensorType"),
     "Value": ("rlx.ir.graph", "Value"),
+    "WeightSource": ("rlx.flow.weights", "WeightSource"),
     "compile": ("rlx.runtime.session", "compile"),
+    "diff": ("rlx.ir.diff", "diff"),
     "dim": ("rlx.types", "dim"),
     "dim_max": ("rlx.types", "dim_max"),
     "dim_min": ("rlx.types", "dim_min"),
     "dtype": ("rlx.dtypes", "dtype"),
     "errors": ("rlx.errors", ""),
+    "export": ("rlx.engine.export", "export"),
+    "flow": ("rlx.flow", ""),
     "load": ("rlx.engine.model", "load"),
+    "load_exported": ("rlx.engine.export", "load_exported"),
+    "op": ("rlx.lir.custom", "op"),
     "stage": ("rlx.ir.provenance", "stage"),
     "sym": ("rlx.types", "sym"),
 }
@@ -65,7 +135,7 @@ def __getattr__(name: str) -> Any:
     found = _PUBLIC.get(name)
     if found is None:
         raise AttributeError(f"module 'rlx' has no attribute {name!r}")
-    if name in ("Graph", "Value", "MaskKind"):
+    if name in ("Graph", "Value", "MaskKind", "op"):
         importlib.import_module("rlx.hir.blocks")  # the ops and blocks that graphs are built from
     module = importlib.import_module(found[0])
     value = getattr(module, found[1]) if found[1] else module

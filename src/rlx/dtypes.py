@@ -95,6 +95,7 @@ PACKED = (
         "q5_k", 256, [("d", _F2), ("dmin", _F2), ("scales", "u1", (3, 4)), ("qh", "u1", 32), ("qs", "u1", (4, 32))]
     ),
     packed_type("q6_k", 256, [("ql", "u1", (2, 2, 32)), ("qh", "u1", (2, 32)), ("scales", "i1", 16), ("d", _F2)]),
+    packed_type("q8_k", 256, [("d", "<f4"), ("qs", "i1", 256), ("bsums", "<i2", 16)]),
 )
 BY_NAME = {d.name: d for d in (*ALL, *PACKED)}
 _BY_NUMPY = {d.numpy: d for d in (*ALL, *PACKED)}

@@ -7,8 +7,10 @@
     ├── ParseError            text that is not a graph
     ├── VerifyError           a pass broke a graph: a defect of rlx itself
     ├── LowerError            no rule takes this node one level down
+    ├── FusionError           a profile wants every fusion to happen, and one did not
     ├── FormatError           a broken file
     ├── NotFoundError         a model that is not here and could not be had
+    ├── ResourceError         not enough memory (also a MemoryError)
     ├── CapabilityError       the device or this machine cannot do it
     ├── BindError             weights, inputs or dims given to a compiled graph do not fit it
     ├── KernelError           machine code reported a fault, such as an index out of range
@@ -62,6 +64,14 @@ class VerifyError(RlxError):
 
 class LowerError(RlxError):
     """No rule takes this node one level down."""
+
+
+class FusionError(RlxError):
+    """A profile wants every fusion to happen, and one did not. The notes say which and why."""
+
+
+class ResourceError(RlxError, MemoryError):
+    """Not enough memory, seen before it was taken."""
 
 
 class FormatError(RlxError):

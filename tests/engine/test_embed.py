@@ -248,6 +248,7 @@ def test_similarity_is_the_cosine_of_texts_or_vectors(model: EmbeddingModel) -> 
     assert np.abs(model.similarity(TEXTS[:3], TEXTS[:3]) - wanted).max() < 1e-6
     assert np.abs(model.similarity(rows, rows) - wanted).max() < 1e-6
     assert np.abs(model.similarity(TEXTS[0], rows) - wanted[0]).max() < 1e-6
+    assert np.abs(model.similarity(np.array(TEXTS[:2]), rows) - wanted[:2]).max() < 1e-6
     one = model.similarity(TEXTS[0], TEXTS[1])
     assert isinstance(one, float) and abs(one - wanted[0, 1]) < 1e-6
 

@@ -201,7 +201,7 @@ def test_a_weight_that_does_not_fit_the_value_is_named_too() -> None:
 )  # fmt: skip
 def test_a_stage_that_needs_a_value_and_gets_none_says_so(stage: FlowStage) -> None:
     with pytest.raises(GraphError, match=f"stage {type(stage).__name__}: needs a value"):
-        stage.emit(FlowCtx(Graph("g", level=HIR), MapWeights({})), None)
+        stage.emit(FlowCtx(Graph("g", level=HIR)), None)
 
 
 def test_layers_without_rope_tables_say_what_is_missing() -> None:
@@ -239,25 +239,26 @@ def test_a_flow_without_an_input_cannot_be_built() -> None:
 def test_what_is_built_knows_its_outputs_and_what_stages_made() -> None:
     c = settings()
     model = built(c, random_weights(c), context=40)
-    assert model.output_names == ["logits"] and set(model.params) == {"rope.cos", "rope.sin"}
+    assert model.output_names == ["logits"] and set(model.params.made) == {"rope.cos", "rope.sin"}
+    assert set(model.params) == {*random_weights(c), "rope.cos", "rope.sin"} and len(model.params) == 23
     assert model.params["rope.cos"].shape == (40, 4)
     assert model.cache is not None and (model.cache.layers, model.cache.kv_heads, model.cache.head_dim) == (2, 2, 8)
 
 
 def test_two_stages_that_load_one_key_share_one_param() -> None:
-    ctx = FlowCtx(Graph("g", level=HIR), MapWeights({"w": np.zeros((4, 6), np.float32)}))
+    ctx = FlowCtx(Graph("g", level=HIR), weights=MapWeights({"w": np.zeros((4, 6), np.float32)}))
     first, again, turned = ctx.load_param("w"), ctx.load_param("w"), ctx.load_param("w", transpose=True)
     assert first is again and turned.shape == (6, 4)
     assert [node.op for node in ctx.module.nodes].count("param") == 1
 
 
 def test_an_input_by_name_is_one_input() -> None:
-    ctx = FlowCtx(Graph("g", level=HIR), MapWeights({}))
+    ctx = FlowCtx(Graph("g", level=HIR))
     assert ctx.input("x", (2, 3)) is ctx.input("x", (2, 3)) and list(ctx.state.inputs) == ["x"]
 
 
 def test_a_value_that_flows_knows_its_shape() -> None:
-    ctx = FlowCtx(Graph("g", level=HIR), MapWeights({}))
+    ctx = FlowCtx(Graph("g", level=HIR))
     value = ctx.wrap(ctx.input("x", (2, 3)))
     assert isinstance(value, FlowValue) and value.shape == (2, 3) and ctx.need(value, "s") is value.id
     assert ctx.hir() is ctx.module and isinstance(ctx.state, FlowState)

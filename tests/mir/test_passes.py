@@ -30,6 +30,7 @@ from rlx.mir.legalize import legalize
 from rlx.mir.merge_matmuls import merge_gates, merge_matmuls
 from rlx.mir.merge_ropes import merge_ropes
 from rlx.mir.report import FusionReport
+from rlx.mir.unfuse import unfuse
 from rlx.target import AVX512
 from rlx.types import concrete
 
@@ -46,7 +47,7 @@ PASSES: dict[str, Callable[..., Graph | Hoisted]] = {
     "canonicalize": canonicalize, "fold_constants": fold_constants, "cse": cse, "dce": dce, "legalize": legalize,
     "merge_gates": merge_gates, "merge_matmuls": merge_matmuls, "merge_ropes": merge_ropes, "fuse_norms": fuse_norms,
     "fuse_regions": fuse_regions, "fuse_epilogues": after_regions,
-    "hoist_weights": functools.partial(hoist_weights, target=AVX512),
+    "hoist_weights": functools.partial(hoist_weights, target=AVX512), "unfuse": unfuse,
 }  # fmt: skip
 REPORTS = {"merge_gates", "merge_matmuls", "merge_ropes", "fuse_norms", "fuse_regions", "fuse_epilogues"}
 

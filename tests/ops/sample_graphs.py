@@ -36,8 +36,8 @@ def samples_of(op: OpDef) -> list[Sample]:
 
 
 def kinds(s: Sample) -> set[str]:
-    """What a sample's operands are: float, int, bool, or packed weights (which `test_quant.py` runs)."""
-    names = {"f32": "float", "i32": "int", "bool": "bool"}
+    """What a sample's operands are: float, int, bool, bytes, or packed weights (which `test_quant.py` runs)."""
+    names = {"f32": "float", "i32": "int", "bool": "bool", "i8": "byte", "u8": "byte"}
     return {names.get(o.dtype, "packed") for o in s.operands if o is not None}
 
 
@@ -61,8 +61,8 @@ def _in_type(spec: Spec, name: str) -> Spec:
 
 
 def _wanted(s: Sample, name: str) -> bool:
-    kind = "float" if name in FLOATS else "int" if name in INTEGERS else "bool"
-    return kind in kinds(s) or (name in ("f32", "i32") and kinds(s) == {"bool"})
+    kind, found = "float" if name in FLOATS else "int" if name in INTEGERS else "bool", kinds(s)
+    return "packed" not in found and (kind in found or (name in ("f32", "i32") and found == {"bool"}))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import rlx.lir.forms
 from rlx.errors import DTypeError, GraphError, LowerError, ShapeError
 from rlx.hir.lower import lowering
 from rlx.ir import registry
-from rlx.ir.registry import ELEMENTWISE, HIR, LEAF, MIR, OpDef
+from rlx.ir.registry import COMPOSED, ELEMENTWISE, HIR, LEAF, MIR, OpDef
 from rlx.lir.elementwise import COMPARISONS, scalar_form
 from rlx.lir.loops import SCALAR_OPS
 from rlx.lir.schedule import loop_form
@@ -48,7 +48,8 @@ def test_an_op_can_be_evaluated_and_lowered(op: OpDef) -> None:
     if ELEMENTWISE in op.traits:
         assert op.scalar in SCALAR_OPS or op.name in scalar_form, f"{op.name}: no scalar form"
     else:
-        assert op.name in loop_form or op.decompose is not None, f"{op.name}: no loop form"
+        assert (op.name in loop_form) != (COMPOSED in op.traits), f"{op.name}: a loop form, or trait COMPOSED"
+        assert op.decompose is not None or COMPOSED not in op.traits, f"{op.name}: no decomposition"
 
 
 @EVERY_USER_OP
@@ -176,7 +177,7 @@ LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "eps": 1e-5}
 
 BAD_CALLS = [
     # -- elementwise
-    *(bad(op, "i32[3]", DTypeError, f"{op}: takes floats; i32") for op in (*FLOAT_UNARY, "gelu_tanh")),
+    *(bad(op, "i32[3]", DTypeError, f"{op}: takes floats; i32") for op in (*FLOAT_UNARY, "gelu_tanh", "round")),
     *(bad(op, "bool[3]", DTypeError, f"{op}: takes floats and integers; bool") for op in ("neg", "abs")),
     bad("logical_not", "f32[3]", DTypeError, "logical_not: takes booleans; f32"),
     *(bad(op, "bool[3]; bool[3]", DTypeError, f"{op}: takes floats and integers; bool") for op in NUMBER_BINARY),
@@ -243,7 +244,34 @@ BAD_CALLS = [
         "gated_delta_net_carry: takes floats of one type; f64", state_size=4),
     bad("depthwise_conv1d_causal", "f32[1, 5, 4]; f32[4, 3]; f32[1, 3, 4]", ShapeError,
         "depthwise_conv1d_causal: left_pad is f32[1, 3, 4], wanted [1, 2, 4]", kernel_size=3),
-    bad("dequantise", "f32[2, 32]", DTypeError, "dequantise: takes packed blocks; f32[2, 32]"),
+    bad("dequantise", "f32[2, 32]", DTypeError, "dequantise: takes packed blocks, i8 or u8; f32[2, 32]"),
+    bad("dequantise", "q8_0[2, 32]; f32[]", GraphError, "dequantise: q8_0[2, 32] keeps its scales inside"),
+    bad("dequantise", "i8[2, 32]", GraphError, "dequantise: i8[2, 32] has no scale"),
+    bad("dequantise", "i8[2, 3]; f32[2]", ShapeError, "dequantise: scale is f32[2], wanted [3]", axis=1),
+    bad("dequantise", "i8[2, 3]; i32[]", DTypeError, "dequantise: scale is i32[], wanted floats"),
+    bad("dequantise", "i8[2, 3]; f32[]; f32[2]", ShapeError, "dequantise: zp is f32[2], wanted []"),
+    bad("dequantise", "u8[8, 3]; f32[2, 3]", DTypeError, "int8/4 is stored as i8[..., k, n]; u8[8, 3]",
+        scheme="int8/4"),
+    bad("dequantise", "i8[9, 3]; f32[2, 3]", ShapeError, "k is 9, not whole blocks of 4 (int8/4)", scheme="int8/4"),
+    bad("dequantise", "i8[8, 3]; f32[2, 3]", GraphError, "dequantise: int8a/4 has no zp", scheme="int8a/4"),
+    bad("dequantise", "u8[8, 3]; f32[3]; f32[3]", GraphError, "fp8e4m3 has no zero points; f32[3]", scheme="fp8e4m3"),
+    bad("dequantise", "u8[16, 3]; f32[1, 6]", DTypeError, "scale of nvfp4/16 is f32[1, 6], wanted u8",
+        scheme="nvfp4/16"),
+    bad("dequantise", "i8[8, 3]; f32[2, 3]", GraphError, "'int9/4' is not a scheme", scheme="int9/4"),
+    bad("quantise", "i32[2, 3]; f32[]", DTypeError, "quantise: makes i8 or u8 of floats; i32[2, 3]"),
+    bad("quantise", "f32[2, 3]; f32[2]", ShapeError, "quantise: scale is f32[2], wanted [3]", axis=-1),
+    bad("quantise", "f32[8, 3]; f32[2, 3]", ShapeError, "quantise: n is 3; byte", scheme="int4/4"),
+    bad("quantise", "f32[8, 3]; f32[3]", GraphError, "quantise: makes integers; fp8e5m2", scheme="fp8e5m2"),
+    bad("quant_scale", "f32[9, 3]", ShapeError, "quant_scale: k is 9, not whole blocks of 4", scheme="int8/4"),
+    bad("quant_scale", "i32[3]", DTypeError, "quant_scale: takes floats; i32[3]"),
+    bad("fake_quantise", "f32[3]", GraphError, "fake_quantise: bits is 1, wanted 2 to 16", bits=1),
+    bad("fake_quantise", "f32[3]", ShapeError, "fake_quantise: axis 1; rank-1", axis=1),
+    bad("dequant_matmul", "i32[2, 32]; q8_0[4, 32]", DTypeError, "x is i32[2, 32], wanted floats", scheme="gguf_q8_0"),
+    bad("dequant_matmul", "f32[2, 32]; q8_0[4, 32]", DTypeError, "stored as q4_0[n, k]; q8_0[4, 32]",
+        scheme="gguf_q4_0"),
+    bad("dequant_matmul", "f32[2, 64]; q8_0[4, 32]", ShapeError, "inner sizes differ, 64 and 32", scheme="gguf_q8_0"),
+    bad("dequant_matmul", "f32[2, 32]; q8_0[4, 32]; f32[4]", GraphError, "gguf_q8_0 keeps its scales; f32[4]",
+        scheme="gguf_q8_0"),
     bad("gather", "f32[3, 4]; f32[2]", DTypeError, "gather: indices are integers; f32"),
     bad("gather", "f32[3, 4]; i32[2]", ShapeError, "gather: axis 2; rank-2", axis=2),
     bad("scatter_add", "f32[3, 4]; f32[2]; f32[2, 4]", DTypeError, "scatter_add: indices are integers; f32"),

@@ -125,11 +125,15 @@ def test_a_trace_has_an_event_for_each_launch_and_thread(threads: int, tmp_path:
     outputs = f.run(inputs, trace=tmp_path / "trace.json")
     wall = (time.perf_counter() - begin) * 1e6
     assert same_bits(outputs, f.run(inputs))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    everything = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {e["args"]["name"] for e in everything if e["name"] == "thread_name"}
+    assert names == {f"thread {t}" for t in range(threads)}
+    events = [e for e in everything if e["ph"] == "X"]
     assert len(events) == 8 * threads
     assert {e["tid"] for e in events} == set(range(threads))
     for event in events:
-        assert event["ph"] == "X" and event["ts"] >= 0 and event["dur"] > 0 and "layers.py" in event["args"]["where"]
+        assert event["ts"] >= 0 and event["dur"] > 0 and "layers.py" in event["args"]["where"]
+        assert event["args"]["bytes"] > 0 and event["args"]["flops"] > 0 and event["args"]["units"] > 0
         assert event["ts"] + event["dur"] <= wall  # microseconds, as the format wants them
     for thread in range(threads):
         mine = [e for e in events if e["tid"] == thread]

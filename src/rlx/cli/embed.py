@@ -1,51 +1,197 @@
-"""`rlx embed [TEXT ...]`: vectors of texts, or a ranked search over a file of lines."""
+"""`rlx embed [TEXT ...]`: vectors of texts, or a ranked search over a file of lines.
+
+Results go to stdout, everything else to stderr.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from rlx import hub
+from rlx.cli import console
+from rlx.cli.console import UsageError
+from rlx.engine.embed import EmbeddingModel
 from rlx.engine.model import load
-from rlx.errors import RequestError
+from rlx.errors import CapabilityError, RequestError
 
 DEFAULT = "minilm-l6"
+MANY = 256  # texts, from which on a bar is drawn
+DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # what models call the prompt of what is searched
+Array = np.ndarray[Any, Any]
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("embed", help="vectors of texts, or a search over lines")
-    command.add_argument("texts", nargs="*", help="texts")
-    command.add_argument("-m", "--model", default=DEFAULT)
-    command.add_argument("--file", type=Path, help="one text a line")
-    command.add_argument("--out", type=Path, help="write the vectors to this .npy file")
-    command.add_argument("--query", help="rank the texts by how close they are to this one")
-    command.add_argument("--top", type=int, default=10, help="with --query: how many to show")
-    command.add_argument("--threads", type=int)
+    command.add_argument("texts", nargs="*", metavar="TEXT", help="texts; without any, the lines of stdin")
+    command.add_argument("-m", "--model", default=DEFAULT, help=f"catalogue name, file, folder, org/name ({DEFAULT})")
+    command.add_argument("--file", metavar="FILE", help="one text a line; - is stdin")
+    command.add_argument("--out", type=Path, metavar="FILE.npy", help="write the vectors here, a row a text")
+    command.add_argument("--query", metavar="TEXT", help="rank the texts by how close they are to this one")
+    command.add_argument("--top", type=int, default=10, metavar="N", help="with --query: how many to show (10)")
+    command.add_argument("--prompt", metavar="NAME", help="put this prompt of the model before each text")
+    command.add_argument(
+        "--no-truncate", action="store_true", help="refuse texts that are too long instead of cutting them"
+    )
+    command.add_argument("--batch-size", type=int, metavar="N", help="texts computed at a time")
+    command.add_argument("--threads", type=int, metavar="N", help="of the pool; all usable cores if not given")
+    command.add_argument("--json", action="store_true", help="one JSON object instead of text")
     command.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    texts = list(arguments.texts)
-    if arguments.file is not None:
-        try:
-            texts += arguments.file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"embed: {arguments.file} cannot be read: {error}") from error
-    if not texts:
-        raise RequestError("embed: there are no texts", hint="rlx embed 'a text' or rlx embed --file lines.txt")
-    model = load(arguments.model, threads=arguments.threads)
-    vectors = model.embed(texts)
-    if arguments.query is not None:
-        scores = vectors @ model.embed(arguments.query)
-        for i in np.argsort(-scores, kind="stable")[: arguments.top]:
-            print(f"{scores[i]:.4f}  {texts[i]}")
-    elif arguments.out is not None:
-        np.save(arguments.out, vectors)
-        print(f"{len(texts)} vectors of {vectors.shape[1]} in {arguments.out}", file=sys.stderr)
-    else:
-        for row in vectors:
-            print(json.dumps([round(float(v), 6) for v in row]))
+    _check(arguments)
+    texts = read_texts(arguments.texts, arguments.file)
+    with opened(arguments.model, arguments.threads) as model:
+        begin = time.perf_counter()
+        vectors = model.embed(
+            texts, prompt=_document_prompt(model, arguments), batch_size=arguments.batch_size,
+            truncate=not arguments.no_truncate, show_progress=len(texts) >= MANY,
+        )  # fmt: skip
+        found: dict[str, Any] = {"model": model.name, "texts": len(texts), "dim": model.dim}
+        if arguments.out is not None:
+            save(arguments.out, vectors)
+            found["out"] = str(arguments.out)
+        if arguments.query is not None:
+            found["results"] = ranked(model, arguments.query, texts, vectors, arguments.top)
+        elif arguments.out is None:
+            found["vectors"] = vectors
+        seconds = time.perf_counter() - begin
+        show(found, as_json=arguments.json)
+        say_timings(model, len(texts), seconds)
     return 0
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be before anything is fetched or computed."""
+    for option in ("top", "threads", "batch_size"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise UsageError(f"embed: --{option.replace('_', '-')} is {value}, expected a number from 1")
+    out: Path | None = arguments.out
+    if out is None:
+        return
+    if out.suffix != ".npy":
+        raise UsageError(f"embed: --out is {str(out)!r}, expected a name that ends in .npy")
+    if not out.parent.is_dir():
+        raise UsageError(f"embed: --out: there is no folder {str(out.parent)!r}")
+    if out.exists() and not out.is_file():
+        raise UsageError(f"embed: --out: {str(out)!r} is no regular file")
+
+
+def read_texts(texts: Sequence[str], file: str | None) -> list[str]:
+    """The texts of the command line, then the lines of a file or of stdin."""
+    given = list(texts)
+    if file is None:
+        if given:
+            return given
+        if sys.stdin is None or console.is_terminal(sys.stdin):
+            raise UsageError("embed: there are no texts", hint="rlx embed 'a text' or rlx embed --file lines.txt")
+        file = "-"
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except OSError as error:
+        raise UsageError(f"embed: {file} cannot be read: {error.strerror}") from error
+    return given + lines(data, "stdin" if file == "-" else file)
+
+
+def lines(data: bytes, where: str) -> list[str]:
+    """The lines of a UTF-8 text; empty ones count, so that rows are lines.
+
+    >>> lines(b"one\\r\\n\\ntwo", "x.txt")
+    ['one', '', 'two']
+    """
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UsageError(
+            f"embed: {where}, line {line}: not UTF-8 text: byte {data[error.start]:#04x}",
+            hint="convert it first, for example with iconv",
+        ) from error
+    found = [line.removesuffix("\r") for line in text.split("\n")]
+    return found if found[-1] else found[:-1]
+
+
+# -- a model ---------------------------------------------------------------------------------------------------------
+def opened(name: str, threads: int | None) -> EmbeddingModel:
+    """The model, fetched if it is absent, with a line while it loads."""
+    hub.resolve(name)  # draws a bar of its own
+    with console.status(f"loading {name}"):
+        model = load(name, threads=threads)
+    if not isinstance(model, EmbeddingModel):
+        model.close()
+        raise CapabilityError(f"embed: {name} is a decoder: it writes text", hint=f"rlx run -m {name} -p '...'")
+    return model
+
+
+def _document_prompt(model: EmbeddingModel, arguments: argparse.Namespace) -> str | None:
+    if arguments.prompt is not None or arguments.query is None:
+        given: str | None = arguments.prompt
+        return given
+    return next((name for name in DOCUMENT_PROMPTS if name in model.settings.prompts), None)
+
+
+def ranked(model: EmbeddingModel, query: str, texts: Sequence[str], vectors: Array, top: int) -> list[dict[str, Any]]:
+    """The texts closest to the query, closest first. What several lines say comes once, empty lines not at all."""
+    prompt = "query" if "query" in model.settings.prompts else None
+    scores = model.similarity(vectors, model.embed(query, prompt=prompt))
+    first = {text: i for i, text in reversed(list(enumerate(texts))) if text.strip()}
+    order = sorted(first.values(), key=lambda i: (-scores[i], i))
+    return [{"score": round(float(scores[i]), 6), "line": i + 1, "text": texts[i]} for i in order[:top]]
+
+
+# -- results ---------------------------------------------------------------------------------------------------------
+def save(path: Path, vectors: Array) -> None:
+    """Write a .npy file whole or not at all."""
+    target = Path(os.path.realpath(path))  # through a link, not in its place
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            with temporary.open("xb") as file:
+                np.save(file, vectors)
+            os.replace(temporary, target)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                temporary.unlink()
+    except OSError as error:
+        raise RequestError(f"embed: {path} cannot be written: {error.strerror}") from error
+
+
+def show(found: dict[str, Any], *, as_json: bool) -> None:
+    """Results on stdout: ranked lines, or a vector a line."""
+    vectors = found.get("vectors")
+    if as_json:
+        data = found if vectors is None else found | {"vectors": [_numbers(row) for row in vectors]}
+        console.write(json.dumps(data, ensure_ascii=False) + "\n")
+    elif "results" in found:
+        for result in found["results"]:
+            console.write(f"{result['score']:.4f}  {result['text']}\n")
+    elif vectors is not None:
+        for row in vectors:
+            console.write(json.dumps(_numbers(row)) + "\n")
+    if "out" in found:
+        console.note(f"{found['texts']} vectors of {found['dim']} numbers in {found['out']}")
+
+
+def say_timings(model: EmbeddingModel, count: int, seconds: float) -> None:
+    """One grey line at the end."""
+    spent = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+    rate = f"{count} texts {spent} {count / seconds:.0f}/s" if count != 1 else f"1 text {spent}"
+    threads = f"{model.threads} thread{'s' if model.threads > 1 else ''}"
+    console.aside(console.joined([rate, f"{model.pooling} of {model.dim}", model.target, threads]))
+
+
+def _numbers(row: Array) -> list[float]:
+    """As few digits as give the same f32 again."""
+    return [float(f"{value:.9g}") for value in row]

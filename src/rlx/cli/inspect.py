@@ -28,7 +28,7 @@ from rlx.lir.views import View
 from rlx.mir.pipeline import optimise
 from rlx.models.load import Checkpoint, open_checkpoint
 from rlx.runtime.plan import cached_plan
-from rlx.types import concrete, evaluate
+from rlx.types import evaluate
 
 LEVELS = ("hir", "mir", "lir", "llvm", "asm")
 BLOCK = 64  # positions of a block of the cache
@@ -178,32 +178,35 @@ def _program_lines(program: Program, launches: list[Launch], sizes: Mapping[str,
     if not set(program.symbols) <= set(sizes):
         yield from program.text().splitlines() if whole else map(launch_text, launches)
         return
-    text = program.text().splitlines()
-    first = next((i for i, line in enumerate(text) if line.startswith("  launch ")), len(text))
-    if whole:
-        yield from text[:first]
-    for launch in launches:
-        known = bound(launch, sizes)
+
+    def line(launch: Launch) -> str:
+        known = bound(launch, sizes, program.loop_symbols())
         shapes = " -> ".join(_shapes(known.views(written=side)) for side in (False, True))
         work = f"{show_size(int(known.bytes))}, {evaluate(launch.flops, sizes) / 1e6:.3g} MFLOP"
-        yield f"  {launch_text(known)}  # {launch.where.split(', ')[0]}: {shapes}, {work}"
+        return f"{launch_text(known)}  # {launch.where.split(', ')[0]}: {shapes}, {work}"
+
+    if whole:
+        yield from (*program.interface_lines(), *program.launch_lines(line))
+    else:
+        yield from (f"  {line(launch)}" for launch in launches)
     for kernel in {x.kernel.symbol: x.kernel for x in launches}.values():
         yield from ("", *kernel.text().splitlines())
-    moved, flops = (sum(evaluate(getattr(x, name), sizes) for x in launches) for name in ("bytes", "flops"))
+    runs = zip(program.launches, program.runs(program.all_steps(sizes)), strict=True)
+    often = [(x, times) for x, times in runs if x in launches]
+    moved, flops = (sum(evaluate(getattr(x, name), sizes) * n for x, n in often) for name in ("bytes", "flops"))
     kernels = len({x.kernel.symbol for x in launches})
     yield ""
     yield f"# {len(launches)} launches of {kernels} kernels: {show_size(moved)} of operands, {flops / 1e6:.4g} MFLOP"
     yield f"# arena of the whole program: {show_size(arena(program, sizes))}"
 
 
-def bound(launch: Launch, sizes: Mapping[str, int]) -> Launch:
-    """A launch with numbers in place of symbols."""
+def bound(launch: Launch, sizes: Mapping[str, int], loops: Iterable[str] = ()) -> Launch:
+    """A launch with numbers in place of symbols; those of loops stay."""
 
     def number(word: object) -> object:
         match word:
             case View():
-                return replace(word, shape=concrete(word.shape, sizes), strides=concrete(word.strides, sizes),
-                               offset=evaluate(word.offset, sizes))  # fmt: skip
+                return word.bound(sizes, loops)
             case None:
                 return None
             case _:

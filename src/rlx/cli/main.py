@@ -16,7 +16,8 @@ from rlx.cli.console import UsageError, note
 from rlx.errors import FormatError, NotFoundError, ParseError, RlxError
 
 COMMANDS = (
-    "run", "embed", "pull", "models", "show", "rm", "inspect", "ops", "verify", "bench", "demo", "env", "cache",
+    "run", "embed", "pull", "models", "show", "rm", "export", "inspect", "tour", "ops", "verify", "bench", "demo",
+    "env", "cache",
 )  # fmt: skip
 ALIASES = {"list": "models", "ls": "models"}
 OK, FAILED, USAGE, NOT_FOUND, BAD_FILE, NO_MEMORY, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130

@@ -1,54 +1,86 @@
-"""`rlx ops [NAME]`: the ops by group, or everything about one: meaning, samples, and where each of its rules is."""
+"""`rlx ops [NAME]`: the ops by group, or everything about one: meaning, samples, and where each of its rules is.
+
+`rlx ops --markdown` writes `docs/ops.md`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import inspect
 import os
+from collections.abc import Iterable, Iterator
 
 import rlx.hir.lower
 import rlx.lir.forms
+from rlx import dtypes
+from rlx.dtypes import DType
+from rlx.errors import RlxError
 from rlx.ir import registry
+from rlx.ir.graph import Graph
+from rlx.ir.registry import OpDef, Sample
+from rlx.ir.text import attr_text
 from rlx.lir.elementwise import scalar_form
 from rlx.lir.schedule import loop_form
+from rlx.types import TensorType
+
+FLOATS = tuple(d for d in dtypes.ALL if d.is_float)
+INTEGERS = tuple(d for d in dtypes.ALL if d.is_integer)
+CLASSES = {
+    "numbers and bool": (*FLOATS, *INTEGERS, dtypes.BOOL),
+    "numbers": (*FLOATS, *INTEGERS),
+    "floats": FLOATS,
+    "integers": INTEGERS,
+}
+EXAMPLES = 2  # of an op on the page
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("ops", help="list the ops, or show one")
     command.add_argument("name", nargs="?", help="an op")
+    command.add_argument("--markdown", action="store_true", help="all ops as a page")
     command.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.name:
+    if arguments.markdown:
+        print(markdown(), end="")
+    elif arguments.name:
         print(describe(registry.get(arguments.name)))
-        return 0
-    groups: dict[str, list[registry.OpDef]] = {}
-    for op in registry.OPS.values():
-        groups.setdefault(op.group, []).append(op)
-    for group, members in groups.items():
-        print(f"{group}: {', '.join(o.name for o in members)}")
+    else:
+        for group, members in groups(registry.OPS.values()).items():
+            print(f"{group}: {', '.join(o.name for o in members)}")
     return 0
 
 
-def describe(op: registry.OpDef) -> str:
+def groups(ops: Iterable[OpDef]) -> dict[str, list[OpDef]]:
+    """Ops by the file that declares them, in its order."""
+    found: dict[str, list[OpDef]] = {}
+    for op in ops:
+        found.setdefault(op.group, []).append(op)
+    return dict(sorted(found.items()))
+
+
+# -- one op -----------------------------------------------------------------------------------------------------------
+def describe(op: OpDef) -> str:
     """One op: its signature, its text, its cells with file and line."""
     lines = [f"{op.name}{_signature(op)}   [{op.level}, {op.group}]", "", op.doc, ""]
+    lines += [f"  {label:12} {text}" for label, text in facts(op)]
     for cell, place in cells(op).items():
         lines.append(f"  {cell:12} {place}")
     lines.append(f"  {'samples':12} {len(op.samples)}")
     return "\n".join(lines)
 
 
-def _signature(op: registry.OpDef) -> str:
+def _signature(op: OpDef) -> str:
     parts = [f"*{n}" if op.schema.variadic and n == op.schema.operands[-1] else n for n in op.schema.operands]
     for i in range(len(parts) - op.schema.optional, len(parts)):
         parts[i] += "=None"
     attrs = [n if d is registry.REQUIRED else f"{n}={d!r}" for n, d in op.schema.attrs.items()]
-    return f"({', '.join(parts + (['*', *attrs] if attrs else []))})"
+    star = ["*"] if attrs and not op.schema.variadic else []
+    return f"({', '.join([*parts, *star, *attrs])})"
 
 
-def cells(op: registry.OpDef) -> dict[str, str]:
+def cells(op: OpDef) -> dict[str, str]:
     """Where each thing that is known of an op is written."""
     found = {"declared": op.place, "type rule": registry.place_of(op.rule)}
     if op.reference is not None:
@@ -59,7 +91,156 @@ def cells(op: registry.OpDef) -> dict[str, str]:
         found["scalar form"] = f"the emitter's {op.scalar!r}"
     if op.name in loop_form:
         found["loop form"] = registry.place_of(loop_form[op.name])
+    if op.decompose is not None:
+        found["decomposed"] = registry.place_of(op.decompose)
     if op.name in rlx.hir.lower.lowering:
         found["lowering"] = registry.place_of(rlx.hir.lower.lowering[op.name])
     root = os.path.dirname(os.path.dirname(os.path.abspath(inspect.getfile(rlx))))
     return {cell: os.path.relpath(place, root) if place.startswith("/") else place for cell, place in found.items()}
+
+
+def facts(op: OpDef) -> Iterator[tuple[str, str]]:
+    """What samples tell: the element types of each operand, and examples."""
+    types = operand_types(op)
+    if len(set(types.values())) == 1:
+        yield "types", next(iter(types.values()))
+    elif types:
+        yield "types", "; ".join(f"{name}: {text}" for name, text in types.items())
+    for text in examples(op):
+        yield "example", text
+
+
+# -- what samples tell ------------------------------------------------------------------------------------------------
+def examples(op: OpDef) -> list[str]:
+    """Samples that the op's own type rule was asked about, the shortest first."""
+    found = [text for s in op.samples if (text := _example(op, s)) is not None]
+    return sorted(dict.fromkeys(found), key=len)[:EXAMPLES]
+
+
+def _example(op: OpDef, s: Sample) -> str | None:
+    operands = [None if o is None else TensorType(o.shape, dtypes.dtype(o.dtype)) for o in s.operands]
+    results = _results(op, s, operands)
+    if results is None or any(isinstance(v, Graph) for v in s.attrs.values()):
+        return None
+    given = ["none" if t is None else str(t) for t in operands]
+    given += [f"{k}={attr_text(v if not isinstance(v, list) else tuple(v))}" for k, v in s.attrs.items()]
+    return f"{op.name}({', '.join(given)}) -> {', '.join(map(str, results))}"
+
+
+def _results(op: OpDef, s: Sample, operands: list[TensorType | None]) -> tuple[TensorType, ...] | None:
+    """The types that the op gives for operands of a sample; None where it refuses them."""
+    graph = Graph("sample", level=op.level)
+    leaves = [None if t is None else graph.param(f"p{i}", t.shape, t.dtype) for i, t in enumerate(operands)]
+    try:
+        return graph.build(op.name, leaves, dict(s.attrs)).types
+    except RlxError:
+        return None
+
+
+def operand_types(op: OpDef) -> dict[str, str]:
+    """The element types that each operand may have, found by asking the type rule about samples."""
+    names = op.schema.operands[:1] if op.schema.variadic else op.schema.operands
+    found = {}
+    for position, name in enumerate(names):
+        accepted = [d for d in dtypes.ALL if any(_accepts(op, s, position, d) for s in op.samples)]
+        specs = [o for s in op.samples for o in s.operands[position : position + 1] if o is not None]
+        packed = sorted({o.dtype for o in specs if dtypes.dtype(o.dtype).is_packed})
+        if accepted or packed:
+            found[name] = ", ".join(filter(None, [_class_of(accepted), *packed]))
+    return found
+
+
+def _accepts(op: OpDef, s: Sample, position: int, wanted: DType) -> bool:
+    """Whether an operand may have a type, together with the others that have the same one as it in a sample."""
+    own = s.operands[position] if position < len(s.operands) else None
+    if own is None or dtypes.dtype(own.dtype).is_packed:
+        return False
+    kinds = [None if o is None else wanted if o.dtype == own.dtype else dtypes.dtype(o.dtype) for o in s.operands]
+    pairs = zip(s.operands, kinds, strict=True)
+    operands = [None if o is None or kind is None else TensorType(o.shape, kind) for o, kind in pairs]
+    return _results(op, s, operands) is not None
+
+
+def _class_of(accepted: list[DType]) -> str:
+    exact = next((name for name, members in CLASSES.items() if set(members) == set(accepted)), None)
+    return exact or ", ".join(d.name for d in accepted)
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+INTRODUCTION = """# Ops
+
+Every op of rlx, by the file that declares it. This page is written by `rlx ops --markdown` from the declarations
+themselves, and a test compares: `pytest --update tests/test_docs.py` writes it again.
+
+Call an op on a graph or on a value: `g.softmax(x, axis=-1)` is `x.softmax(axis=-1)`. Operands come first and may be
+Python numbers or arrays; attributes follow by name, with their defaults. Types are those that the op's own rule
+accepts: *floats* are f64, f32, f16 and bf16, *integers* i64, i32, i16, i8, u32 and u8, *numbers* both. Operands of
+different types promote as in `src/rlx/dtypes.py`. Examples say what types come out. `rlx ops NAME` shows the lines on
+which an op is defined.
+"""
+SECTIONS = {
+    "Ops": "What graphs are built from.",
+    "Blocks": "Pieces of models, one level above ops: they are lowered to the ops above.",
+    "Leaves": "Where values come from.",
+    "Made by passes": "Ops of optimised graphs. Nobody calls them.",
+}
+
+
+def markdown() -> str:
+    """All ops of rlx as a page."""
+    ops = [op for op in registry.OPS.values() if op.rule.__module__.startswith("rlx.")]
+    parts = [INTRODUCTION]
+    for title, about in SECTIONS.items():
+        members = groups(op for op in ops if _section(op) == title)
+        parts.append(f"## {title}\n{about}\n")
+        parts.append(
+            "\n".join(f"- [{group}](#{group}py): {_links(inside)}" for group, inside in members.items()) + "\n"
+        )
+        for group, inside in members.items():
+            if len(members) > 1:
+                parts.append(f"### {group}.py\n{_about(inside[0])}\n")
+            parts += [_entry(op) for op in inside]
+    return "\n".join(parts)
+
+
+def _section(op: OpDef) -> str:
+    if op.level == registry.HIR:
+        return "Blocks"
+    if registry.LEAF in op.traits:
+        return "Leaves"
+    return "Made by passes" if registry.FUSED in op.traits else "Ops"
+
+
+def _links(ops: Iterable[OpDef]) -> str:
+    return ", ".join(f"[{op.name}](#{op.name})" for op in ops)
+
+
+def _about(op: OpDef) -> str:
+    """The first paragraph of the file that declares an op."""
+    module = inspect.getmodule(op.rule)
+    return inspect.cleandoc((module.__doc__ if module else None) or "").split("\n\n")[0].replace("\n", " ")
+
+
+def _entry(op: OpDef) -> str:
+    lines = [f"#### {op.name}", f"`{op.name}{_signature(op)}`", "", op.doc, ""]
+    kinds = inspect.signature(op.rule).parameters
+    for name, default in op.schema.attrs.items():
+        said = "required" if default is registry.REQUIRED else f"default `{default!r}`"
+        lines.append(f"- `{name}`: {_annotation(kinds[name].annotation)}, {said}")
+    for label, text in facts(op):
+        lines.append(f"- {label}: `{text}`" if label == "example" else f"- {label}: {text}")
+    lines.append(f"- where: {', '.join(_places(op))}")
+    return "\n".join(lines) + "\n"
+
+
+def _annotation(annotation: object) -> str:
+    return f"`{annotation}`" if isinstance(annotation, str) else "any"
+
+
+def _places(op: OpDef) -> Iterator[str]:
+    """Cells of an op as links to files; lines would be out of date every day."""
+    for cell, place in cells(op).items():
+        if cell == "type rule":
+            continue  # beside the declaration
+        file = place.rpartition(":")[0]
+        yield f"[{cell}](../src/{file})" if file.startswith("rlx/") else f"{cell}: {place}"

@@ -10,7 +10,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -81,6 +81,7 @@ class EmbeddingModel(Model):
         if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
             raise RequestError(f"embed: batch_size is {batch_size!r}, expected a whole number from 1")
         before = self._prompt(prompt)
+        unit = self.normalize if normalize is None else normalize
         vectors = np.empty((len(listed), self.dim), np.float32)
         cut = 0
         with _progress(len(listed), show_progress) as advance:
@@ -90,16 +91,15 @@ class EmbeddingModel(Model):
                     if len(row) > self.limit:
                         rows[i] = self._cut(row, start + i, truncate)
                         cut += 1
-                vectors[start : start + len(rows)] = self._embed_rows(rows, batch_size, advance)
+                found = self._embed_rows(rows, batch_size, advance)
+                vectors[start : start + len(rows)] = _unit(found) if unit else found
         if cut:
             log.warning("%d of %d texts were cut to the %d tokens that the model reads", cut, len(listed), self.limit)
-        if self.normalize if normalize is None else normalize:
-            vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), LEAST)
         return vectors[0] if isinstance(texts, str) else vectors
 
     def similarity(self, a: str | Iterable[str] | Array, b: str | Iterable[str] | Array) -> Any:
         """How close texts or vectors are: a number for two, a row or a table where a side has several."""
-        first, second = (side if isinstance(side, np.ndarray) else self.embed(side) for side in (a, b))
+        first, second = (side if _are_vectors(side) else self.embed(side) for side in (a, b))
         match self.settings.similarity:
             case "cosine":
                 first, second = _unit(first), _unit(second)
@@ -185,6 +185,10 @@ def _checked(texts: Iterable[str]) -> list[str]:
         if not isinstance(text, str):
             raise RequestError(f"embed: text {i}: expected str, found {type(text).__name__}")
     return listed
+
+
+def _are_vectors(side: Any) -> TypeGuard[Array]:
+    return isinstance(side, np.ndarray) and side.dtype.kind == "f"
 
 
 def _unit(vectors: Array) -> Array:

@@ -7,7 +7,7 @@ import hashlib
 import mmap
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -18,11 +18,14 @@ import rlx
 from rlx.engine.kvcache import CacheStore
 from rlx.errors import CapabilityError, RequestError, nearest
 from rlx.flow.flow import BuiltModel, ModelFlow
+from rlx.flow.recipe import ModelRecipe
 from rlx.formats import TensorFile
 from rlx.formats.tokenizer import Tokenizer
 from rlx.hub.pull import resolve
 from rlx.models.load import Checkpoint, open_checkpoint
+from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph, CpuGraph
+from rlx.runtime.export import SUFFIX
 from rlx.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ Array = np.ndarray[Any, Any]
 CONTEXT = 4096  # positions, where the model has more and nothing else is asked
 CAPTURES = 4  # graphs with captured stages that are kept
 SAMPLE = 4096  # bytes at both ends of a tensor that tell models apart
+PROFILE = "profile.toml"  # beside a model, says how it is compiled
 VERBS = {"a decoder": ("generate", "chat", "stream", "logits"), "an encoder": ("embed", "similarity")}
 # what other programs call the settings of `load`
 ALIENS = {
@@ -41,6 +45,9 @@ ALIENS = {
     "dtype": "precision", "torch_dtype": "precision", "type_k": "cache", "type_v": "cache", "kv_cache_dtype": "cache",
     "device_map": "device", "local_files_only": "offline", "model_path": "name", "model": "name",
 }  # fmt: skip
+
+
+Patch = Callable[[ModelFlow], ModelFlow]
 
 
 class WrongVerb(CapabilityError, AttributeError):
@@ -66,12 +73,25 @@ class Memory:
         return f"{self.total / 2**20:.1f} MiB ({shown})"
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What an export brings along, so that nothing is built or compiled; the graph has its weights."""
+
+    session: Session
+    built: BuiltModel
+    compiled: CompiledGraph
+    params: Mapping[str, Array]
+    digest: str
+
+
 class Model:
     """A model ready to use. Safe from several threads at once."""
 
     def __init__(
         self, checkpoint: Checkpoint, *, device: str = "cpu", threads: int | None = None, context: int | None = None,
         precision: str = "auto", cache: str = "f32", name: str | None = None,
+        profile: CompileProfile | str | Path | None = None, patch: Patch | None = None,
+        prepared: Prepared | None = None,
     ) -> None:  # fmt: skip
         _choose("device", device, ("cpu",))
         _choose("precision", precision, ("auto", "f32"))
@@ -80,24 +100,34 @@ class Model:
         self.context = _checked_context(context, int(checkpoint.config.context))
         self.cache_dtype = _choose("cache", cache, ("f32", "f16"))
         self.name = name or checkpoint.path.name
-        self._session = Session(device, threads=threads)
+        self.profile = _profile(profile, checkpoint.path)
+        self._patch = patch
+        self._session = Session(device, threads=threads) if prepared is None else prepared.session
         self._lock = threading.Lock()
-        self._arrays: dict[str, Array] = {}
+        self._arrays: dict[str, Array] = {} if prepared is None else dict(prepared.params)
         self._captures: dict[frozenset[str], tuple[BuiltModel, CompiledGraph]] = {}
-        built = self._flow().build(checkpoint.weights)
-        self._ready: tuple[BuiltModel, CompiledGraph] | None = (built, self._compile(built))
+        built = self._build() if prepared is None else prepared.built
+        compiled = self._compile(built) if prepared is None else prepared.compiled
+        self._ready: tuple[BuiltModel, CompiledGraph] | None = (built, compiled)
         self.caches = None if built.cache is None else CacheStore(built.cache, self.context)
-        self.digest = _digest(checkpoint.file)  # now: a call may end after the file was closed
+        # now: a call may end after the file was closed
+        self.digest = _digest(checkpoint.file) if prepared is None else prepared.digest
 
     def _flow(self) -> ModelFlow:
         return self.family.flow(self.checkpoint.config)
+
+    def _build(self, capture: Sequence[str] = ()) -> BuiltModel:
+        """The graph by the profile, with the changes of whoever loads the model."""
+        recipe = ModelRecipe(self.name, lambda: self._flow().profile(self.profile))
+        recipe = recipe if self._patch is None else recipe.patch(self._patch)
+        return recipe.assemble().build(self.checkpoint.weights, capture)
 
     def _compile(self, built: BuiltModel) -> CompiledGraph:
         """Code with its weights in place, so that the first call is as quick as the others.
 
         All graphs of a model are given the same arrays, so that what is derived from them is shared.
         """
-        compiled = self._session.compile(built.module)
+        compiled = self._session.compile(built.module, profile=built.profile)
         for name in compiled.param_types:
             if name not in self._arrays:
                 made = built.params.get(name)
@@ -151,7 +181,9 @@ class Model:
 
     def fingerprint(self, seed: int) -> str:
         """What the bits of an answer depend on, beside the request."""
-        return f"rlx {rlx.__version__}, {self.target}, cache {self.cache_dtype}, model {self.digest}, seed {seed}"
+        made = f"rlx {rlx.__version__}, {self.target}, cache {self.cache_dtype}, model {self.digest}"
+        made += "" if self.profile == CompileProfile() else f", profile {self.profile.key()}"
+        return f"{made}{', patched' if self._patch else ''}, seed {seed}"
 
     def token_ids(self, given: str | Sequence[int], where: str = "tokens") -> list[int]:
         """A text or token ids as checked token ids."""
@@ -201,7 +233,7 @@ class Model:
         with self._lock:
             found = self._captures.pop(key, None)
             if found is None:
-                built = self._flow().build(self.checkpoint.weights, list(patterns))
+                built = self._build(list(patterns))
                 found = built, self._compile(built)
             self._captures[key] = found
             while len(self._captures) > CAPTURES:
@@ -209,6 +241,12 @@ class Model:
         return found
 
     # -- life --
+    def export(self, path: str | Path, *, weights: bool = False) -> Path:
+        """Write a file that `rlx.load` starts without compiling; with `weights`, those are in it too."""
+        from rlx.engine.export import export_model
+
+        return export_model(self, path, embed=weights)
+
     def memory(self) -> Memory:
         """What the model holds now."""
         weights: dict[int, int] = {}
@@ -263,26 +301,35 @@ class Model:
 
 def load(
     name: str | Path, *, device: str = "cpu", threads: int | None = None, context: int | None = None,
-    precision: str = "auto", cache: str = "f32", offline: bool = False, **unknown: Any,
+    precision: str = "auto", cache: str = "f32", offline: bool = False,
+    profile: CompileProfile | str | Path | None = None, patch: Patch | None = None, **unknown: Any,
 ) -> LanguageModel | EmbeddingModel:  # fmt: skip
-    """A model by catalogue name, file, folder or `org/name[:quant]`.
+    """A model by catalogue name, file, folder or `org/name[:quant]`, or one that was exported (`.rlxp`).
 
     `context` is how many tokens prompt and answer may have together, `cache` the type of keys and values (f32 or f16),
     `threads` how many cores a call may use (None: all). With `offline` the network is not touched.
+
+    `profile` says how it is compiled: a profile, the name of a preset, or a TOML file; without one, `profile.toml`
+    beside the model is honoured. `patch` gets the flow of the model before it is built and returns a changed one.
     """
     from rlx.engine.embed import EmbeddingModel
     from rlx.engine.language import LanguageModel
 
     for word in unknown:
         ours = ALIENS.get(word)
-        known = ("device", "threads", "context", "precision", "cache", "offline")
+        known = ("device", "threads", "context", "precision", "cache", "offline", "profile", "patch")
         hint = f"here it is called {ours}" if ours else nearest(word, known) or f"known: {', '.join(known)}"
         raise RequestError(f"load: no setting is called {word!r}", hint=hint)
     files = resolve(name, offline=offline)
+    settings: dict[str, Any] = {"device": device, "precision": precision, "cache": cache, "context": context}
+    settings |= {"profile": profile, "patch": patch}
+    if files.path.suffix == SUFFIX:
+        from rlx.engine.export import load_model
+
+        return load_model(files.path, threads, settings)
     checkpoint = open_checkpoint(files.path)
     kind = LanguageModel if checkpoint.family.kind == "decoder" else EmbeddingModel
-    settings: dict[str, Any] = {"device": device, "threads": threads, "precision": precision, "cache": cache}
-    return kind(checkpoint, context=context, name=None if files.source == "path" else files.name, **settings)
+    return kind(checkpoint, threads=threads, name=None if files.source == "path" else files.name, **settings)
 
 
 def _digest(file: TensorFile) -> str:
@@ -300,6 +347,18 @@ def _choose(what: str, given: str, known: Sequence[str]) -> str:
     if given not in known:
         raise CapabilityError(f"load: {what} {given!r} is not supported", hint=f"there is: {', '.join(known)}")
     return given
+
+
+def _profile(given: CompileProfile | str | Path | None, model: Path) -> CompileProfile:
+    """What was asked for, or the file beside the model."""
+    if isinstance(given, CompileProfile):
+        return given
+    if given is None:
+        beside = (model if model.is_dir() else model.parent) / PROFILE
+        return CompileProfile.from_toml(beside) if beside.is_file() else CompileProfile()
+    if isinstance(given, str) and not given.endswith(".toml"):
+        return CompileProfile.preset(given)
+    return CompileProfile.from_toml(given)
 
 
 def _checked_context(context: int | None, longest: int) -> int:

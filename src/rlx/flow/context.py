@@ -8,72 +8,49 @@ from typing import Any
 
 import numpy as np
 
-from rlx.dtypes import F32
+from rlx.dtypes import F32, DTypeLike
 from rlx.errors import BindError, GraphError, ShapeError, nearest
-from rlx.flow.state import FlowState, FlowValue
-from rlx.flow.weights import WeightSource
+from rlx.flow.state import FlowState, FlowValue, Shape
+from rlx.flow.weights import MapWeights, WeightSource
 from rlx.ir.graph import Graph, Value
-from rlx.types import ShapeLike, Size
+from rlx.module import GraphModule
+from rlx.profile import CompileProfile
+from rlx.types import ShapeLike, Size, TensorType, as_shape, known_equal, tensor
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclass
 class FlowCtx:
-    """A graph under assembly, its weights, and what stages share."""
+    """A module under assembly, its weights, and what stages share."""
 
-    module: Graph
-    weights: WeightSource
+    module: Graph | GraphModule  # at HIR
     params: dict[str, Array] = field(default_factory=dict)  # made by stages, not from the weight source
+    weights: WeightSource = field(default_factory=MapWeights)
+    profile: CompileProfile = field(default_factory=CompileProfile)
     state: FlowState = field(default_factory=FlowState)
 
+    # -- the graph --
     def hir(self) -> Graph:
-        """The graph that stages build in."""
-        return self.module
+        """The graph that stages build in: it has every block and every op."""
+        if isinstance(self.module, Graph):
+            return self.module
+        graph = self.module.as_hir()
+        if graph is None:
+            raise GraphError(f"flow: module {self.module.name!r} is at {self.module.stage.name}, stages build at HIR")
+        return graph
 
-    def load_param(self, key: str, *, transpose: bool = False, shape: Sequence[Size] | None = None) -> Value:
-        """A weight by its key as f32: one param node a tensor, widened or unpacked where the file stores it otherwise.
+    def node_shape(self, id: Value | FlowValue) -> Shape:
+        """The shape of a value."""
+        return id.shape
 
-        `transpose` turns `[out, in]` into `[in, out]`, as a view.
-
-        `shape`, if given, is what the value must have (after transposing).
-        """
-        value = self.state.loaded_params.get(key)
-        if value is None:
-            if not self.weights.has(key):
-                raise BindError(f"weight {key!r} is not in the file", hint=nearest(key, self.weights.keys()))
-            type_ = self.weights.type(key)
-            value = self.module.param(key, type_.shape, type_.dtype)
-            if type_.dtype.is_packed:
-                value = value.dequantise()
-            elif type_.dtype is not F32:
-                value = value.astype(F32)
-            self.state.loaded_params[key] = value
-        if transpose:
-            value = value.mT
-        if shape is not None and value.shape != tuple(shape):
-            wanted = "[" + ", ".join(map(str, shape)) + "]"
-            raise ShapeError(f"weight {key!r}: shape is {list(value.shape)}, wanted {wanted}")
-        return value
-
-    def synth_param(self, name: str, data: Array) -> Value:
-        """A weight that the model computes itself, such as a RoPE table."""
-        found = self.state.loaded_params.get(name)
-        if found is None:
-            array = np.ascontiguousarray(data)
-            found = self.module.param(name, array.shape, array.dtype)
-            self.params[name] = array
-            self.state.loaded_params[name] = found
-        return found
-
-    def input(self, name: str, shape: ShapeLike, dtype: Any = "f32") -> Value:
-        """A graph input by name; asking again gives the same one."""
-        if name not in self.state.inputs:
-            self.state.inputs[name] = self.module.input(name, shape, dtype)
-        return self.state.inputs[name]
-
-    def wrap(self, value: Value) -> FlowValue:
-        return FlowValue.of(value)
+    def wrap(self, id: Value, shape: ShapeLike | None = None) -> FlowValue:
+        """A value ready to flow on; `shape`, if given, is what it must have."""
+        if not isinstance(id, Value) or id.graph is not self.hir():
+            raise GraphError(f"wrap: {id!r} is not a value of graph {self.hir().name!r}")
+        if shape is not None and id.shape != as_shape(shape):
+            raise ShapeError(f"wrap: the value is {id.type}, the shape given is {_text(as_shape(shape))}")
+        return FlowValue.of(id)
 
     def need(self, value: FlowValue | None, stage: str) -> Value:
         """The flowing value; an error that names the stage where there is none."""
@@ -82,3 +59,94 @@ class FlowCtx:
                 f"stage {stage}: needs a value, and none flows here", hint="put an Embed or an input before it"
             )
         return value.id
+
+    # -- weights --
+    def load_param(self, key: str, transpose: bool = False, *, shape: Sequence[Size] | None = None) -> Value:
+        """A weight by its key as f32: one param node a tensor, widened or unpacked where the file stores it otherwise.
+
+        `transpose` turns `[out, in]` into `[in, out]`, as a view. `shape`, if given, is what the value must have (after
+        transposing).
+        """
+        value = self.state.loaded_params.get(key)
+        if value is None:
+            if not self.weights.has(key):
+                raise BindError(f"weight {key!r} is not in the file", hint=nearest(key, self.weights.keys()))
+            type_ = self.weights.type(key)
+            value = self.hir().param(key, type_.shape, type_.dtype)
+            if type_.dtype.is_packed:
+                value = value.dequantise()
+            elif type_.dtype is not F32:
+                value = value.astype(F32)
+            self.state.loaded_params[key] = value
+        if transpose:
+            if value.rank < 2:
+                raise ShapeError(f"weight {key!r}: {value.type} cannot be transposed, it has no two axes")
+            value = value.mT
+        if shape is not None and value.shape != tuple(shape):
+            raise ShapeError(f"weight {key!r}: shape is {list(value.shape)}, wanted {_text(shape)}")
+        return value
+
+    def synth_param(self, name: str, data: Any, shape: Sequence[int] | None = None) -> Value:
+        """A weight that the model computes itself, such as a RoPE table; the same one where it is asked for again.
+
+        Python numbers become f32 or i32, arrays keep their type; `shape` says how the numbers lie.
+        """
+        array = np.asarray(data, order="C")
+        if not isinstance(data, (np.ndarray, np.generic)):
+            array = array.astype({"f": np.float32, "i": np.int32}.get(array.dtype.kind, array.dtype))
+        if shape is not None:
+            if array.size != int(np.prod(shape)):
+                raise ShapeError(f"param {name!r}: {array.size} numbers cannot have the shape {_text(shape)}")
+            array = array.reshape(shape)
+        made = self.params.get(name)
+        if made is None:
+            self.state.loaded_params[name] = self.hir().param(name, array.shape, array.dtype)
+            self.params[name] = array
+        elif made is not array and (made.dtype != array.dtype or not np.array_equal(made, array, equal_nan=True)):
+            raise GraphError(f"param {name!r}: was made before with other numbers", hint="give it a name of its own")
+        return self.state.loaded_params[name]
+
+    def synth_zeros(self, name: str, len: int) -> Value:
+        """A vector of zeros as a param."""
+        return self.synth_param(name, np.zeros(len, np.float32))
+
+    # -- inputs and names --
+    def input(self, name: str, shape: ShapeLike, dtype: DTypeLike = "f32") -> Value:
+        """A graph input by name; asking again gives the same one.
+
+        The first to ask decides its sizes, so that a flow may fix what a stage leaves open.
+        """
+        wanted = tensor(shape, dtype)
+        if name in self.state.inputs:
+            value = self.state.inputs[name][0]
+            if not _may_be(value.type, wanted):
+                raise ShapeError(f"input {name!r}: is {value.type}, this stage wants {wanted}")
+            return value
+        value = self.hir().input(name, wanted.shape, wanted.dtype)
+        self.state.inputs[name] = (value, value.shape)
+        return value
+
+    def flow_input(self, name: str) -> FlowValue:
+        """An input that the flow has declared."""
+        if name not in self.state.inputs:
+            raise GraphError(f"flow: no input is called {name!r}", hint=nearest(name, self.state.inputs))
+        return FlowValue(*self.state.inputs[name])
+
+    def set_named(self, name: str, value: Value | FlowValue) -> None:
+        """Keep a value under a name, for other stages and for `ModelFlow.outputs`."""
+        self.state.named[name] = value.id if isinstance(value, FlowValue) else value
+
+    def named(self, name: str) -> Value:
+        """A value that a stage has named."""
+        return self.state.value(name, "flow")
+
+
+def _may_be(have: TensorType, wanted: TensorType) -> bool:
+    """Whether an input serves: sizes that are not known may turn out equal, and integers of any width are indices."""
+    same_kind = have.dtype is wanted.dtype or (have.dtype.is_integer and wanted.dtype.is_integer)
+    sizes = zip(have.shape, wanted.shape, strict=False)
+    return same_kind and have.rank == wanted.rank and all(known_equal(a, b) is not False for a, b in sizes)
+
+
+def _text(shape: Sequence[Size]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from rlx.types import TensorType
 Array = np.ndarray[Any, Any]
 
 
+@runtime_checkable
 class WeightSource(Protocol):
     """Tensors by key. `type` is known without loading; `array` may map a file."""
 
@@ -29,15 +30,18 @@ class WeightSource(Protocol):
 class MapWeights:
     """Weights from a dictionary of arrays."""
 
-    def __init__(self, arrays: Mapping[str, Array]) -> None:
-        self._arrays = dict(arrays)
+    def __init__(self, arrays: Mapping[str, Any] | None = None) -> None:
+        self._arrays: dict[str, Array] = {key: np.asarray(array) for key, array in (arrays or {}).items()}
 
     def has(self, key: str) -> bool:
         return key in self._arrays
 
     def type(self, key: str) -> TensorType:
         array = self.array(key)
-        return TensorType(tuple(array.shape), dtype(array.dtype))
+        storage = dtype(array.dtype)
+        if storage.is_packed:  # an element of the array is a block
+            return TensorType((*array.shape[:-1], array.shape[-1] * storage.block), storage)
+        return TensorType(tuple(array.shape), storage)
 
     def array(self, key: str) -> Array:
         if key not in self._arrays:

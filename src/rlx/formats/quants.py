@@ -23,8 +23,7 @@ _UNDECODED = {
     "tq1_0": (256, 54), "tq2_0": (256, 66), "mxfp4": (32, 17), "nvfp4": (64, 36), "q1_0": (128, 18),
 }  # fmt: skip
 
-_Q8_K = packed_type("q8_k", 256, [("d", "<f4"), ("qs", "i1", 256), ("bsums", "<i2", 16)])  # no type of graphs
-BLOCK_TYPES: dict[str, DType] = {d.name: d for d in (*PACKED, _Q8_K)} | {
+BLOCK_TYPES: dict[str, DType] = {d.name: d for d in PACKED} | {
     name: packed_type(name, elements, [("bytes", "u1", nbytes)]) for name, (elements, nbytes) in _UNDECODED.items()
 }
 

@@ -1,55 +1,249 @@
-"""Lowering: HIR blocks become MIR ops. Every node made keeps the block it came from."""
+"""Lowering: HIR blocks become MIR ops. Every node made keeps the block it came from.
+
+`lowering` writes a block with plain ops, which passes fuse; `direct` has the blocks that `FusionPolicy.DIRECT` makes a
+fused op at once. Both mean the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
-import rlx.hir.blocks  # noqa: F401  declares the blocks
+from rlx.errors import LowerError
+from rlx.hir.blocks import heads_first, heads_shape, rotated
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import HIR, MIR, RuleTable, get
-from rlx.ir.rewrite import Rewriter
+from rlx.ir.rewrite import Rewriter, map_bodies
+from rlx.profile import FusionPolicy
+from rlx.types import Size
 
-lowering: RuleTable[Callable[..., Value]] = RuleTable("lowering", "src/rlx/hir/lower.py")
+Lowering = Callable[..., Value | tuple[Value, ...]]
+lowering: RuleTable[Lowering] = RuleTable("lowering", "src/rlx/hir/lower.py")
+direct: RuleTable[Lowering] = RuleTable("direct lowering", "src/rlx/hir/lower.py")
 
 
+def activated(x: Value, activation: str | None) -> Value:
+    return x if activation is None else x.graph.one(activation, x)
+
+
+# -- linear maps ------------------------------------------------------------------------------------------------------
 @lowering("linear")
 def _(x: Value, weight: Value, bias: Value | None, *, activation: str | None) -> Value:
-    result = x @ weight
-    if bias is not None:
-        result = result + bias
-    return getattr(result, activation)() if activation else result
+    product = x @ weight
+    return activated(product if bias is None else product + bias, activation)
+
+
+@direct("linear")
+@lowering("linear_fused")
+def _(x: Value, weight: Value, bias: Value | None, *, activation: str | None) -> Value:
+    if bias is None and activation is None:
+        return x @ weight
+    others = [] if bias is None else [bias]
+
+    def epilogue(total: Value, *added: Value) -> Value:
+        return activated(total + added[0] if added else total, activation)
+
+    return fused(x, [weight], others, epilogue)
+
+
+@lowering("shared_linear_pair")
+def _(x: Value, first: Value, second: Value) -> tuple[Value, Value]:
+    return x @ first, x @ second
+
+
+def gated(gate: Value, up: Value) -> Value:
+    return gate.graph.one("silu", gate) * up
 
 
 @lowering("swiglu_ffn")
 def _(x: Value, up: Value, gate: Value, down: Value) -> Value:
-    return ((x @ gate).silu() * (x @ up)) @ down  # type: ignore[no-any-return]
+    return gated(x @ gate, x @ up) @ down
+
+
+@direct("swiglu_ffn")
+def _(x: Value, up: Value, gate: Value, down: Value) -> Value:
+    return fused(x, [gate, up], [], gated) @ down
 
 
 @lowering("residual_rms_norm")
 def _(x: Value, residual: Value, gamma: Value, beta: Value | None, *, eps: float) -> Value:
-    return x.graph.rms_norm(x + residual, gamma, beta, eps=eps)  # type: ignore[no-any-return]
+    return rms(x + residual, gamma, eps, beta)
 
 
-def lower(graph: Graph) -> Graph:
+@direct("residual_rms_norm")
+def _(x: Value, residual: Value, gamma: Value, beta: Value | None, *, eps: float) -> Value:
+    normed: Value = x.graph.apply("residual_norm", x, residual, gamma, beta, kind="rms", eps=eps)[0]
+    return normed
+
+
+def rms(x: Value, gamma: Value, eps: float, beta: Value | None = None) -> Value:
+    return x.graph.one("rms_norm", x, gamma, beta, eps=eps)
+
+
+def fused(x: Value, weights: Sequence[Value], others: Sequence[Value], epilogue: Callable[..., Value]) -> Value:
+    """One matmul with an epilogue over its sums and `others`; plain ops where the types are not of one float."""
+    graph = x.graph
+    if not x.dtype.is_float or any(w.dtype is not x.dtype for w in weights):
+        return epilogue(*(x @ w for w in weights), *others)
+    body = Graph("body")
+    leading = x.shape[:-2] if weights[0].rank == 2 else (x @ weights[0]).shape[:-2]
+    columns = weights[0].shape[-1]
+    sums = [body.input(f"acc{i}", (*leading, x.shape[-2], columns), x.dtype) for i in range(len(weights))]
+    read = [body.input(f"x{i}", o.shape, o.dtype) for i, o in enumerate(others)]
+    body.set_outputs([epilogue(*sums, *read)])
+    attrs = {"body": body, "weights": len(weights), "columns": columns, "packed": False}
+    return graph.one("fused_matmul", x, *weights, *others, **attrs)
+
+
+# -- heads ------------------------------------------------------------------------------------------------------------
+def split_heads(x: Value, size: int) -> Value:
+    """[batch, seq, heads, size] of [batch, seq, heads · size]."""
+    return x.reshape(heads_shape("heads", "x", x.type, size))
+
+
+@lowering("attention_block")
+def _(
+    q: Value, k: Value, v: Value, mask: Value | None, *, num_heads: int, head_dim: int, mask_kind: str,
+    scale: float | None, softcap: float | None,
+) -> Value:  # fmt: skip
+    swap = heads_first(q.type, num_heads)
+    heads = [turned_heads(t) if swap else split_heads(t, head_dim) for t in (q, k, v)]
+    seen = q.graph.one("attention", *heads, mask, mask_kind=mask_kind, scale=scale, softcap=softcap)
+    return turned_heads(seen) if swap else seen.reshape(q.shape) if q.rank == 3 else seen
+
+
+def turned_heads(x: Value) -> Value:
+    return x.graph.one("transpose", x, axes=(0, 2, 1, 3))
+
+
+@lowering("rope_block")
+def _(x: Value, cos: Value, sin: Value, positions: Value | None, *, head_dim: int, n_rot: int | None) -> Value:
+    if positions is None:
+        positions = counted(x.graph, x.shape[0], x.shape[1])
+    return turn(split_heads(x, head_dim), cos, sin, positions, n_rot).reshape(x.shape)
+
+
+def counted(graph: Graph, batch: Size, seq: Size) -> Value:
+    """Positions 0, 1, ... in each row, [batch, seq]."""
+    ones = graph.one("expand", graph.constant(1, "i32"), shape=(batch, seq))
+    return graph.one("cumsum", ones, axis=1, exclusive=True)
+
+
+def turn(heads: Value, cos: Value, sin: Value, positions: Value, n_rot: int | None = None) -> Value:
+    """RoPE of [batch, seq, heads, head_dim] by tables that may be wider than what turns."""
+    head_dim = heads.shape[3]
+    assert isinstance(head_dim, int)
+    half = rotated("rope", head_dim, n_rot, cos.type) // 2
+    cos, sin = (t if t.shape[1] == half else t[:, :half] for t in (cos, sin))
+    return heads.graph.one("rope", heads, cos, sin, positions)
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------
+@lowering("llama_decoder_block")
+def _(
+    x: Value, input_norm: Value, q: Value, k: Value, v: Value, o: Value, post_norm: Value, gate: Value, up: Value,
+    down: Value, cos: Value, sin: Value, input_beta: Value | None, post_beta: Value | None, mask: Value | None, *,
+    num_heads: int, num_kv_heads: int, head_dim: int, eps: float, mask_kind: str,
+) -> Value:  # fmt: skip
+    h = rms(x, input_norm, eps, input_beta)
+    positions = counted(x.graph, *x.shape[:2])
+    queries, keys, values = (split_heads(h @ w, head_dim) for w in (q, k, v))
+    queries, keys = (turn(t, cos, sin, positions) for t in (queries, keys))
+    seen = x.graph.one("attention", queries, keys, values, mask, mask_kind=mask_kind)
+    x = x + seen.reshape(*x.shape[:2], num_heads * head_dim) @ o
+    h = rms(x, post_norm, eps, post_beta)
+    return x + gated(h @ gate, h @ up) @ down
+
+
+@lowering("qwen35_mtp_head")
+def _(
+    x: Value, ids: Value, last: Value, embed: Value, hidden_norm: Value, embed_norm: Value, eh_proj: Value,
+    input_norm: Value, q: Value, k: Value, v: Value, o: Value, q_norm: Value, k_norm: Value, cos: Value, sin: Value,
+    post_norm: Value, gate: Value, up: Value, down: Value, norm: Value, head: Value, *, num_heads: int,
+    num_kv_heads: int, head_dim: int, eps: float, n_rot: int | None,
+) -> Value:  # fmt: skip
+    graph = x.graph
+    batch, seq, _ = x.shape
+    tokens = rms(graph.one("gather", embed, ids), embed_norm, eps)
+    x = graph.one("concatenate", tokens, rms(x, hidden_norm, eps), axis=-1) @ eh_proj
+    h = rms(x, input_norm, eps)
+    positions = counted(graph, batch, seq)
+    both = (h @ q).reshape(batch, seq, num_heads, 2 * head_dim)  # for each head its query, then its gate
+    keys, values = (split_heads(h @ w, head_dim) for w in (k, v))
+    queries = turn(rms(both[..., :head_dim], q_norm, eps), cos, sin, positions, n_rot)
+    keys = turn(rms(keys, k_norm, eps), cos, sin, positions, n_rot)
+    seen = graph.one("attention", queries, keys, values, mask_kind="causal")
+    opened = seen * graph.one("sigmoid", both[..., head_dim:])
+    x = x + opened.reshape(batch, seq, num_heads * head_dim) @ o
+    h = rms(x, post_norm, eps)
+    x = x + gated(h @ gate, h @ up) @ down
+    return rms(picked(x, last), norm, eps) @ head
+
+
+def picked(x: Value, last: Value) -> Value:
+    """Row `last[b]` of each x[b], [batch, hidden]."""
+    graph = x.graph
+    batch, seq, hidden = x.shape
+    ones = graph.one("expand", graph.constant(1, "i32"), shape=(batch, seq))
+    starts = graph.one("cumsum", graph.one("sum", ones, axis=1), axis=0, exclusive=True)  # b · seq
+    return graph.one("gather", x.reshape(batch * seq, hidden), starts + last)
+
+
+# -- whole graphs -----------------------------------------------------------------------------------------------------
+def lower(graph: Graph, policy: FusionPolicy = FusionPolicy.FUSABLE) -> Graph:
     """The MIR graph of an HIR graph; an MIR graph is returned as it is."""
     if graph.level == MIR:
         return graph
+    graph = map_bodies(graph, lambda body: lower(body, policy))
     rewriter = Rewriter(graph, "lower")
     rewriter.graph.level = MIR
     for node in graph.nodes:
-        if get(node.op).level == HIR:
-            results: tuple[Value, ...] = (_lower(rewriter, node),)
-        else:
-            results = rewriter.copy(node)
+        results = _lower(rewriter, node, policy) if get(node.op).level == HIR else _copy(rewriter, node, policy)
         rewriter.values.update(zip(node.results, results, strict=True))
     rewriter.graph.outputs = tuple(rewriter.values[o] for o in graph.outputs)
     return rewriter.graph
 
 
-def _lower(rewriter: Rewriter, node: Node) -> Value:
+def _copy(rewriter: Rewriter, node: Node, policy: FusionPolicy) -> tuple[Value, ...]:
+    """A tensor op as it is; a loop may have blocks in its body."""
+    if not any(isinstance(v, Graph) for v in node.attrs.values()):
+        return rewriter.copy(node)
+    attrs = {k: lower(v, policy) if isinstance(v, Graph) else v for k, v in node.attrs.items()}
+    return rewriter.graph.append(node.op, rewriter.operands(node), attrs, node.types, node.origin).results
+
+
+def _lower(rewriter: Rewriter, node: Node, policy: FusionPolicy) -> tuple[Value, ...]:
+    _check(node)
     start = len(rewriter.graph)
-    result = lowering[node.op](*rewriter.operands(node), **node.attrs)
+    rule = direct[node.op] if policy is FusionPolicy.DIRECT and node.op in direct else lowering[node.op]
+    given = rule(*rewriter.operands(node), **node.attrs)
+    results = (given,) if isinstance(given, Value) else given
     for made in rewriter.graph.nodes[start:]:
-        object.__setattr__(made, "origin", replace(node.origin, source=f"%{node.id} {node.op}"))
-    return result
+        _mark(made, node)
+    for have, want in zip(results, node.types, strict=True):
+        if have.type != want:
+            raise LowerError(f"{node.op}: became {have.type}, expected {want}", notes=[f"at: {node.origin}"])
+    return results
+
+
+def _check(node: Node) -> None:
+    """Operands as the block declares them; a graph put together without its builder may have fewer."""
+    schema = get(node.op).schema
+    names, least = schema.operands, len(schema.operands) - schema.optional
+    notes = [f"at: {node.origin}"]
+    if len(node.operands) != len(names):
+        wanted = f"{len(names)} operands ({', '.join(names)})"
+        raise LowerError(f"{node.op}: expected {wanted}, found {len(node.operands)}", notes=notes)
+    for name, operand in zip(names[:least], node.operands, strict=False):
+        if operand is None:
+            raise LowerError(f"{node.op}: expected operand {name!r}, found none", notes=notes)
+
+
+def _mark(made: Node, block: Node) -> None:
+    """Say of a node, and of nodes in its body, which block it came from."""
+    object.__setattr__(made, "origin", replace(block.origin, source=f"%{block.id} {block.op}"))
+    bodies: list[Any] = [v for v in made.attrs.values() if isinstance(v, Graph)]
+    for body in bodies:
+        for inner in body.nodes:
+            _mark(inner, block)

@@ -13,15 +13,21 @@ import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from rlx.dtypes import BOOL, DType, DTypeLike, WeakScalar, dtype, promote
 from rlx.errors import DTypeError, GraphError, RlxError, ShapeError, nearest
 from rlx.ir import registry
+from rlx.ir.control import ControlBuilders
+from rlx.ir.custom import CustomBuilders
 from rlx.ir.provenance import Origin, here
+from rlx.ir.quant import QuantBuilders
 from rlx.types import Dim, ShapeLike, Size, Symbol, TensorType, as_shape, as_size, symbols_of
+
+if TYPE_CHECKING:
+    from rlx.module import GraphModule
 
 
 class Array:
@@ -231,8 +237,9 @@ class Value:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in registry.OPS and registry.LEAF not in registry.OPS[name].traits:
-            return functools.partial(self.graph.apply, name, self)
+        op = registry.SPELLINGS.get(name, name)
+        if op in registry.OPS and registry.LEAF not in registry.OPS[op].traits:
+            return functools.partial(getattr(self.graph, op), self)
         raise AttributeError(f"Value has no op {name!r}. {nearest(name, registry.OPS) or ''}".strip())
 
 
@@ -286,7 +293,7 @@ def _position(k: Any, size: Size) -> Size:
     return at
 
 
-class Graph:
+class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
     """A graph under construction or finished. Append-only; `level` is hir or mir."""
 
     def __init__(self, name: str = "graph", *, level: str = registry.MIR) -> None:
@@ -296,6 +303,21 @@ class Graph:
         self.outputs: tuple[Value, ...] = ()
         self._named: dict[str, Node] = {}
         self.limits: dict[str, int] = {}  # symbol -> largest size allowed at run time
+
+    # -- modules ----------------------------------------------------------------------------------------------------
+    @staticmethod
+    def define(name: str, build: Callable[[GraphModule], Any]) -> GraphModule:
+        """An HIR module from a function that gets it and returns its output, or a tuple of outputs."""
+        from rlx.module import GraphModule  # the one reach upwards: modules are made of graphs
+
+        return GraphModule.define(name, build)
+
+    @staticmethod
+    def hir(name: str) -> GraphModule:
+        """An empty HIR module."""
+        from rlx.module import GraphModule
+
+        return GraphModule.hir(name)
 
     # -- leaves -----------------------------------------------------------------------------------------------------
     def input(self, name: str, shape: ShapeLike, dtype: DTypeLike = "f32") -> Value:
@@ -348,6 +370,7 @@ class Graph:
         """The node that `apply` appends; a pass gives the origin."""
         definition = registry.get(op)
         schema = definition.schema
+        expected = attrs.pop("out_shape", None)  # any op takes it: checked against what is inferred, and not kept
         values = self._operands(definition, operands, attrs)
         unknown = [k for k in attrs if k not in schema.attrs]
         if unknown:
@@ -360,6 +383,8 @@ class Graph:
             full[key] = _canonical(op, key, given)
         try:
             types = registry.result_types(definition, [None if v is None else v.type for v in values], full)
+            if expected is not None and types[0].shape != as_shape(expected):
+                raise ShapeError(f"{op}: the result is {types[0]}, out_shape is [{', '.join(map(str, expected))}]")
         except RlxError as error:
             shown = ", ".join("none" if v is None else str(v.type) for v in values)
             error.add_note(f"  operands: {shown}")
@@ -440,6 +465,8 @@ class Graph:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(name)
+        if name in registry.SPELLINGS:
+            return getattr(self, registry.SPELLINGS[name])  # type: ignore[no-any-return]
         if name in registry.OPS and registry.LEAF not in registry.OPS[name].traits:
             return functools.partial(self.apply, name)
         raise AttributeError(f"Graph has no op {name!r}. {nearest(name, registry.OPS) or ''}".strip())

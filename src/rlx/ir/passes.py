@@ -1,6 +1,7 @@
 """The pass runner: runs passes in order, verifies, times and dumps after each.
 
-A pass is a function from graph to graph. `RLX_DUMP=dir` writes the graph after each pass to `dir/NNN-graph.pass.rlx`.
+A pass is a function from graph to graph. `RLX_DUMP=dir` writes the graph after each pass to `dir/NNN-graph.pass.rlx`;
+`watched()` collects them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from rlx.ir.verify import verify
 
 Pass = Callable[[Graph], Graph]
 _serial = itertools.count()
+_watched: ContextVar[list[tuple[str, Graph]] | None] = ContextVar("watched", default=None)
 
 
 @dataclass
@@ -65,8 +68,22 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def watched() -> Iterator[list[tuple[str, Graph]]]:
+    """Collects what passes inside leave: (pass, graph) in order, the graph as built first."""
+    seen: list[tuple[str, Graph]] = []
+    token = _watched.set(seen)
+    try:
+        yield seen
+    finally:
+        _watched.reset(token)
+
+
 def dump(graph: Graph, name: str) -> None:
-    """Write the graph to the folder `RLX_DUMP` names, if any."""
+    """Show the graph to whoever watches, and write it to the folder `RLX_DUMP` names, if any."""
+    seen = _watched.get()
+    if seen is not None:
+        seen.append((name, graph))
     folder = os.environ.get("RLX_DUMP")
     if folder:
         path = Path(folder)

@@ -22,6 +22,7 @@ class Origin:
     stage: str = ""
     source: str = ""  # the node of the level above
     made_by: str = ""  # the pass
+    merged: tuple[Origin, ...] = ()  # of other nodes that this one stands for too
 
     def __str__(self) -> str:
         parts = [self.stage]

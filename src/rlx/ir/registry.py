@@ -7,6 +7,7 @@ attributes), its docstring is the documentation. Passes and transforms look rule
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -25,6 +26,10 @@ LEAF = "leaf"  # input, param, const
 REQUIRED = inspect.Parameter.empty  # the default of an attribute that must be given
 FUSED = "fused"  # made by passes, not by users
 TAKES_PACKED = "packed"  # operands may be blocks of quantised weights
+CONTROL = "control"  # runs graphs that are its attributes: a loop, a branch, a custom function
+COMPOSED = "composed"  # no kernel knows it: its decomposition takes its place before anything else
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,8 @@ def _random_blocks(rng: np.random.Generator, storage: DType, shape: tuple[int, .
         if part.dtype.kind == "f":
             part[...] = rng.uniform(-1, 1, part.shape)
         else:
-            part[...] = rng.integers(0, 256, part.shape).astype(np.uint8).view(part.dtype)
+            raw = rng.integers(0, 256, (*part.shape, part.dtype.itemsize)).astype(np.uint8)
+            part[...] = raw.view(part.dtype)[..., 0]
     return blocks
 
 
@@ -126,8 +132,14 @@ class OpDef:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def is_builtin(self) -> bool:
+        """Whether rlx itself declares it."""
+        return self.place.startswith(_PACKAGE)
+
 
 OPS: dict[str, OpDef] = {}
+SPELLINGS = {"quantize": "quantise", "dequantize": "dequantise", "fake_quantize": "fake_quantise"}  # as methods
 
 
 def get(name: str) -> OpDef:
@@ -151,7 +163,10 @@ def result_types(
         raise
     except Exception as error:
         raise GraphError(f"{definition.name}: cannot be typed, {error}") from error
-    return given if isinstance(given, tuple) else (given,)
+    types = given if isinstance(given, tuple) else (given,)
+    if not types or not all([isinstance(t, TensorType) for t in types]):
+        raise GraphError(f"{definition.name}: its type rule gives {given!r}, wanted a TensorType or several")
+    return types
 
 
 def _schema(rule: Callable[..., Any]) -> Schema:
@@ -188,7 +203,7 @@ def op(
     level: str = MIR,
     doc: str | None = None,
 ) -> Callable[[Callable[..., Any]], OpDef]:
-    """Declare an op; decorate its type rule."""
+    """Declare an op; decorate its type rule. Users do it with `rlx.op`."""
 
     def declare(rule: Callable[..., Any]) -> OpDef:
         if name in OPS:
@@ -196,11 +211,11 @@ def op(
         frame = inspect.currentframe()
         assert frame is not None and frame.f_back is not None
         caller = frame.f_back
-        while caller.f_back is not None and caller.f_globals["__name__"] == __name__:
+        while caller.f_back is not None and caller.f_globals.get("__name__") in _DECLARING:
             caller = caller.f_back
         definition = OpDef(
             name=name,
-            group=caller.f_globals["__name__"].rsplit(".", 1)[-1],
+            group=_group(caller.f_globals.get("__name__")),
             level=level,
             rule=rule,
             schema=_schema(rule),
@@ -218,6 +233,14 @@ def op(
         return definition
 
     return declare
+
+
+_DECLARING = (__name__, "rlx.lir.custom")  # modules that declare for others
+
+
+def _group(module: str | None) -> str:
+    """The group of ops that a module declares; a script and what has no name are `main`."""
+    return (module or "main").rsplit(".", 1)[-1].strip("_")
 
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])
@@ -252,9 +275,17 @@ class RuleTable(Generic[Rule]):
     def __getitem__(self, name: str) -> Rule:
         rule = self._rules.get(name)
         if rule is None:
-            group = OPS[name].group if name in OPS else "?"
+            definition = OPS.get(name)
+            if definition is not None and not definition.is_builtin:
+                hint = f"give decompose=, loop= or scalar= to rlx.op, at {definition.place}"
+                raise LowerError(f"op {name}: has no {self.what} and no decomposition", hint=hint)
+            group = definition.group if definition is not None else "?"
             raise LowerError(f"op {name}: has no {self.what}", hint=f"add it in {self.where.format(group=group)}")
         return rule
+
+    def drop(self, name: str) -> None:
+        """Forget the rule of an op that is declared anew."""
+        self._rules.pop(name, None)
 
 
 def place_of(function: Callable[..., Any]) -> str:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from rlx.dtypes import dtype
+from rlx.ir import registry
 from rlx.ir.graph import Array, Graph, Node, Value
+from rlx.ir.provenance import Origin
+from rlx.ir.registry import CONTROL
 from rlx.types import TensorType
 
 Visitor = Callable[["Rewriter", Node], "Sequence[Value] | Value | None"]
@@ -50,6 +53,13 @@ class Rewriter:
         """`make` for an op of one result."""
         return self.make(like, op, *operands, **attrs)[0]
 
+    def credit(self, value: Value, nodes: Sequence[Node]) -> Value:
+        """Note that `value`, made like one of these nodes, stands for all of them; returns it."""
+        origin = value.node.origin
+        merged = tuple(n.origin for n in nodes if n.origin.by(self.made_by) != origin)
+        object.__setattr__(value.node, "origin", replace(origin, merged=(*origin.merged, *merged)))
+        return value
+
     def constant(self, like: Node, data: np.ndarray[Any, Any]) -> Value:
         """Numbers that stand for a result of `like`."""
         type_ = TensorType(tuple(data.shape), dtype(data.dtype))
@@ -70,6 +80,35 @@ def rebuild(graph: Graph, visit: Visitor, *, made_by: str) -> Graph:
         rewriter.values.update(zip(node.results, results, strict=True))
     rewriter.graph.outputs = tuple(rewriter.values[o] for o in graph.outputs)
     return rewriter.graph
+
+
+def inline(into: Graph, body: Graph, operands: Sequence[Value], origin: Origin | None = None) -> tuple[Value, ...]:
+    """The outputs of `body` as values of `into`; `operands` stand for its inputs and params in declaration order."""
+    given = iter(operands)
+    inside: dict[Value, Value] = {}
+    for node in body.nodes:
+        if node.op in ("input", "param"):
+            inside[node[0]] = next(given)
+            continue
+        read = tuple([None if o is None else inside[o] for o in node.operands])
+        made = into.append(node.op, read, node.attrs, node.types, origin or node.origin)
+        inside.update(zip(node.results, made.results, strict=True))
+    assert next(given, None) is None, "as many operands as inputs"
+    return tuple(inside[o] for o in body.outputs)
+
+
+def map_bodies(graph: Graph, change: Callable[[Graph], Graph]) -> Graph:
+    """The graph with `change` applied to the bodies of its loops and branches; itself where it has none."""
+    if not any(CONTROL in registry.get(n.op).traits for n in graph.nodes):
+        return graph
+
+    def visit(rewriter: Rewriter, node: Node) -> tuple[Value, ...] | None:
+        if CONTROL not in registry.get(node.op).traits:
+            return None
+        attrs = {k: change(v) if isinstance(v, Graph) else v for k, v in node.attrs.items()}
+        return rewriter.graph.append(node.op, rewriter.operands(node), attrs, node.types, node.origin).results
+
+    return rebuild(graph, visit, made_by="map_bodies")
 
 
 # -- identities -----------------------------------------------------------------------------------------------------

@@ -29,8 +29,10 @@ def verify(graph: Graph) -> None:
             _fail(graph, position, "is an HIR op in an MIR graph")
         if registry.LEAF in definition.traits:
             _check_leaf(graph, node, names)
-        else:
-            _check_types(graph, node, definition)
+            continue
+        _check_types(graph, node, definition)
+        if registry.CONTROL in definition.traits:
+            _check_bodies(graph, node)
     for output in graph.outputs:
         if not _is_defined(graph, output, len(graph.nodes)):
             raise VerifyError(f"graph {graph.name!r}: output {_shown(output)} is not one of its values")
@@ -69,6 +71,18 @@ def _check_types(graph: Graph, node: Node, definition: registry.OpDef) -> None:
     if types != node.types:
         have, want = ("; ".join(map(str, t)) for t in (node.types, types))
         _fail(graph, node.id, f"has type {have}, its rule gives {want}")
+
+
+def _check_bodies(graph: Graph, node: Node) -> None:
+    for name, body in node.attrs.items():
+        if isinstance(body, Graph):
+            if graph.level == registry.MIR and body.level == registry.HIR:
+                _fail(graph, node.id, f"has an HIR graph as its {name} in an MIR graph")
+            try:
+                verify(body)
+            except VerifyError as error:
+                error.add_note(f"  in {name} of %{node.id} {node.op}")
+                raise
 
 
 def _fail(graph: Graph, position: int, problem: str) -> NoReturn:

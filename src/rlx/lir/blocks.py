@@ -122,6 +122,15 @@ class Block:
         load = Load(self.halves, self.unit_at(Const(unit, I64)), F16)
         return self.keep(("half", unit), lambda: Apply("cast", (load,), F32))
 
+    def single(self, unit: int) -> Expr:
+        """The f32 at two units, the low one first."""
+
+        def joined() -> Expr:
+            low, high = (Term(self._word(Term(u))) for u in (unit, unit + 1))
+            return Apply("bits", ((low & 0xFFFF | high << 16).expr(I32),), F32)
+
+        return self.keep(("single", unit), joined)
+
     def keep(self, key: object, make: Callable[[], Expr]) -> Expr:
         """A value that is computed once a block or group."""
         if key not in self._kept:
@@ -260,9 +269,13 @@ def _q6_k(b: Block, i: Position) -> Expr:
     return _mul(_float((low | _pair(b, 128, i) << 4) - 32), scale)
 
 
+def _q8_k(b: Block, i: Position) -> Expr:
+    return _mul(_float(b.signed((i & 255) + 4)), b.single(0))
+
+
 DECODERS: dict[str, Decoder] = {
     "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0, "q2_k": _q2_k, "q3_k": _q3_k,
-    "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
+    "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k, "q8_k": _q8_k,
 }  # fmt: skip
 
 

@@ -93,6 +93,8 @@ def _below(a: Expr, b: Expr) -> Expr:
 
 def _may_write(s: Scheduler, node: Node, cache: View) -> bool:
     """Whether the cache is ours to change: memory of the program that nothing reads again, or the caller's state."""
+    if cache.buffer in s.borrowed:
+        return False
     later = [o for n in s.graph.nodes if n.id > node.id for o in n.operands if o is not None]
     used = any(o in s.views and s.views[o].buffer == cache.buffer for o in (*later, *s.graph.outputs))
     kind = s.program.buffers[cache.buffer].kind

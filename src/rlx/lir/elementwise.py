@@ -45,6 +45,17 @@ def _(x: Expr) -> Expr:
     return apply("max", x, number(0.0, x))
 
 
+@scalar_form("round")
+def _(x: Expr) -> Expr:
+    """Numbers next to 2^23 (2^52 in f64) are whole, so adding that rounds; the sign of zero is kept."""
+    big = number(2.0 ** (52 if x.dtype.size == 8 else 23), x)
+    size = apply("abs", x)
+    near = apply("sub", apply("add", size, big), big)
+    whole = Apply("select", (Apply("lt", (size, big), BOOL), near, size), x.dtype)
+    signed = Apply("select", (Apply("lt", (x, number(0.0, x)), BOOL), apply("neg", whole), whole), x.dtype)
+    return Apply("select", (Apply("eq", (x, number(0.0, x)), BOOL), x, signed), x.dtype)
+
+
 @scalar_form("rsqrt")
 def _(x: Expr) -> Expr:
     return apply("div", number(1.0, x), apply("sqrt", x))

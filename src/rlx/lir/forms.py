@@ -2,6 +2,9 @@
 
 from rlx.lir import attention as attention
 from rlx.lir import cache as cache
+from rlx.lir import control as control
+from rlx.lir import conv as conv
+from rlx.lir import custom as custom
 from rlx.lir import elementwise as elementwise
 from rlx.lir import fused as fused
 from rlx.lir import index as index
@@ -10,4 +13,5 @@ from rlx.lir import norm as norm
 from rlx.lir import position as position
 from rlx.lir import quant as quant
 from rlx.lir import reduce as reduce
+from rlx.lir import sequence as sequence
 from rlx.lir import shape as shape

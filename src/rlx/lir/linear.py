@@ -43,7 +43,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 
 def _is_plain(body: Graph | None) -> bool:
-    return body is None or (len(body.nodes) == 1 and body.outputs[0].node is body.nodes[0])
+    return body is None or (len(body.nodes) == len(body.outputs) == 1 and body.outputs[0].node is body.nodes[0])
 
 
 def _launch(

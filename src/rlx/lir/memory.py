@@ -1,16 +1,16 @@
 """The arena planner: where each temporary buffer lies, for concrete sizes.
 
 Lifetimes count barrier phases, not launches: between two barriers threads run ahead of each other, so buffers that live
-in the same phase never share memory.
+in the same phase never share memory. What a loop has from outside, or hands out, lives while the loop runs.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlx.lir.program import ARENA, Program
+from rlx.lir.program import ARENA, LAUNCH, LEAVE, NEXT, TEST, Control, Loop, Program
 
 ALIGNMENT = 64
 
@@ -34,18 +34,61 @@ class Plan:
     sizes: Mapping[str, int] = field(repr=False)
 
 
+@dataclass
+class _Span:
+    """A loop or branch in the walk through a program: its steps and its phases, both ends included."""
+
+    control: Control
+    steps: list[int]
+    phases: list[int]
+
+
 def lifetimes(program: Program) -> list[Lifetime]:
     """The phases in which each arena buffer lives, in order of first use."""
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
+    touched: dict[str, list[tuple[int, int]]] = {}  # (step, phase)
+    spans: dict[int, _Span] = {}
     phase = 0
-    for launch in program.launches:
-        for view in launch.views():
+    for number, step in enumerate(program.steps()):
+        views, barrier = [], False
+        if step.kind == LAUNCH:
+            launch = program.launches[step.number]
+            views, barrier = launch.views(), launch.barrier
+        else:
+            control = program.controls[step.number]
+            span = spans.setdefault(step.number, _Span(control, [number, number], [phase, phase]))
+            span.steps[1], span.phases[1] = number, phase
+            if step.kind == TEST and control.predicate is not None:
+                views = [control.predicate]
+            elif step.kind == NEXT and isinstance(control, Loop):
+                barrier = control.between
+            elif step.kind == LEAVE:
+                barrier = control.barrier
+        for view in views:
             if program.buffers[view.buffer].kind == ARENA:
-                first.setdefault(view.buffer, phase)
-                last[view.buffer] = phase
-        phase += launch.barrier
-    return [Lifetime(name, at, last[name]) for name, at in first.items()]
+                touched.setdefault(view.buffer, []).append((number, phase))
+        phase += barrier
+    return [_lifetime(name, at, spans.values()) for name, at in touched.items()]
+
+
+def _lifetime(name: str, touched: list[tuple[int, int]], spans: Iterable[_Span]) -> Lifetime:
+    first, last = touched[0][1], touched[-1][1]
+    for span in spans:
+        begin, end = span.steps
+        inside = [begin <= step <= end for step, _ in touched]
+        if any(inside) and (not all(inside) or _lives_throughout(name, span.control)):
+            first, last = min(first, span.phases[0]), max(last, span.phases[1])
+    return Lifetime(name, first, last)
+
+
+def _lives_throughout(name: str, control: Control) -> bool:
+    """Whether a buffer that only a loop or branch touches may not share memory with others inside.
+
+    Its predicate: a thread may still look at it when another one has passed on to any side. And all buffers of a loop
+    without a barrier between its steps, because the threads may be in different ones.
+    """
+    if control.predicate is not None and control.predicate.buffer == name:
+        return True
+    return isinstance(control, Loop) and not control.between
 
 
 def plan(lives: Sequence[Lifetime], sizes: Mapping[str, int]) -> Plan:

@@ -30,15 +30,21 @@ from rlx.lir.program import Launch, Program
 
 
 def merge_launches(program: Program) -> None:
-    """Merge each launch into the one before it where that is possible."""
+    """Merge each launch into the one before it where that is possible; never across an edge of a loop or branch."""
+    edges = {edge for control in program.controls for edge in control.edges}
     merged: list[Launch] = []
-    for launch in program.launches:
-        joined = _join(merged[-1], launch) if merged else None
+    places: list[int] = []  # the new number of each launch
+    for number, launch in enumerate(program.launches):
+        joined = _join(merged[-1], launch) if merged and number not in edges else None
         if joined is None:
+            places.append(len(merged))
             merged.append(launch)
         else:
+            places.append(len(merged) - 1)
             merged[-1] = joined
+    places.append(len(merged))
     program.launches = merged
+    program.controls = [control.moved(places.__getitem__) for control in program.controls]
 
 
 def _join(a: Launch, b: Launch) -> Launch | None:
@@ -59,7 +65,7 @@ def _join(a: Launch, b: Launch) -> Launch | None:
     kernel = LoopKernel(f"{a.kernel.name}2", params, args, replace(a.kernel.root, body=body))
     cut_a, cut_b = len(a.kernel.params), len(second.params)
     words = a.words[:cut_a] + b.words[:cut_b] + a.words[cut_a:] + b.words[cut_b:]
-    return replace(a, kernel=kernel, words=words, flops=a.flops + b.flops)
+    return replace(a, kernel=kernel, words=words, flops=a.flops + b.flops, also=(*a.also, b.node, *b.also))
 
 
 class _Renamer:

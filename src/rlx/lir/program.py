@@ -1,13 +1,15 @@
 """LIR programs: buffers, kernels, launches. Everything a backend needs to run a graph, and readable as text.
 
 Sizes are expressions over run-time symbols; buffer addresses are data. `Program` is target-specific (panel widths) but
-knows no machine code.
+knows no machine code. Launches stand in one list; loops and branches are ranges of it, and `steps` is the walk through
+them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from rlx.dtypes import I16
 from rlx.ir.graph import Array
@@ -15,7 +17,7 @@ from rlx.lir.blocks import units_of
 from rlx.lir.kernels import Kernel, MatmulKernel
 from rlx.lir.loops import Let, LoopKernel, Ref, statements, walk
 from rlx.lir.views import View
-from rlx.types import Size, TensorType, contiguous_strides
+from rlx.types import Size, TensorType, contiguous_strides, evaluate
 
 LONGEST_EPILOGUE = 200  # terms that a launch line shows
 INPUT, OUTPUT, WEIGHT, CONST, ARENA = "input", "output", "weight", "const", "buffer"
@@ -52,6 +54,7 @@ class Launch:
     where: str = ""  # stage path and source line
     node: int = -1
     flops: Size = 0
+    also: tuple[int, ...] = ()  # further nodes whose launches were merged into this one
 
     def views(self, written: bool | None = None) -> list[View]:
         """Operand views; only those the kernel writes, or only those it reads, if asked."""
@@ -82,6 +85,81 @@ def operand_words(kernel: Kernel) -> dict[str, bool]:
             return {"a": False, "b": False} | {f"ptr{i}": o.written for i, o in enumerate(kernel.operands)}
         case _:
             return {"q": False, "k": False, "v": False, "out": True, "mask": False, "positions": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """Launches [first, last) again and again, then [last, end) once. Ranges of inner loops lie inside.
+
+    Operands move by two symbols that only offsets of views have: `symbol` counts the steps from 0, `parity` is 0 in the
+    first step, 1 in the second, 0 in the third. In a loop with a `predicate`, launches [first, test) compute it, and
+    the loop goes on to [test, last) only where it is true.
+    """
+
+    first: int
+    last: int
+    end: int
+    length: Size | None  # steps; with a predicate the most of them, None where nothing else ends it
+    symbol: str
+    parity: str
+    predicate: View | None = None
+    test: int = -1
+    between: bool = False  # a barrier between two steps
+    barrier: bool = False  # and one after the loop
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Where something begins or ends, in order."""
+        tested = () if self.predicate is None else (self.test,)
+        return self.first, *tested, self.last, self.end
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        return self.symbol, self.parity
+
+    def moved(self, to: Callable[[int], int]) -> Loop:
+        """The same loop in a list whose launches have other numbers."""
+        test = -1 if self.predicate is None else to(self.test)
+        return replace(self, first=to(self.first), last=to(self.last), end=to(self.end), test=test)
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Launches [first, middle) where the predicate is true, else [middle, end)."""
+
+    first: int
+    middle: int
+    end: int
+    predicate: View
+    barrier: bool = False
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        return self.first, self.middle, self.end
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        return ()
+
+    def moved(self, to: Callable[[int], int]) -> Branch:
+        return replace(self, first=to(self.first), middle=to(self.middle), end=to(self.end))
+
+
+Control = Loop | Branch
+LAUNCH, ENTER, TEST, NEXT, JUMP, LEAVE = "launch", "enter", "test", "next", "jump", "leave"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing that the walk through a program meets, and the loops it is in, outermost first.
+
+    A launch, or an edge of a loop or branch: `enter` a loop, `test` a predicate, go to the `next` step of a loop,
+    `jump` over the other side of a branch, `leave` either. `number` counts launches or the program's controls.
+    """
+
+    kind: str
+    number: int
+    loops: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +196,43 @@ class Program:
     weights: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     assertions: list[Assertion] = field(default_factory=list)
+    controls: list[Control] = field(default_factory=list)  # outer ones before inner ones
+
+    def steps(self) -> Iterator[Step]:
+        """The walk through the program: launches in order, with the edges of loops and branches between them."""
+        return _Walk(self).section(0, len(self.launches), ())
+
+    def loop_symbols(self) -> tuple[str, ...]:
+        """The symbols by which operands move."""
+        return tuple(name for control in self.controls for name in control.symbols)
+
+    def runs(self, steps: Mapping[int, int]) -> list[int]:
+        """How often each launch runs, if all steps of each loop, by its number, are so many; a test counts as true."""
+        found = []
+        for step in self.steps():
+            if step.kind == LAUNCH:
+                around = [n for n in step.loops if step.number < self._loop(n).last]
+                found.append(steps[around[-1]] if around else 1)
+        return found
+
+    def all_steps(self, sizes: Mapping[str, int]) -> dict[int, int]:
+        """The steps of each loop in a whole run; one for each time that a loop of unknown length is entered."""
+        found: dict[int, int] = {}
+        for step in self.steps():
+            if step.kind == ENTER:
+                length = self._loop(step.number).length
+                times = 1 if length is None or self._loop(step.number).predicate else evaluate(length, sizes)
+                found[step.number] = times * (found[step.loops[-1]] if step.loops else 1)
+        return found
+
+    def outermost_loops(self) -> list[int | None]:
+        """The number of the outermost loop around each launch."""
+        return [step.loops[0] if step.loops else None for step in self.steps() if step.kind == LAUNCH]
+
+    def _loop(self, number: int) -> Loop:
+        control = self.controls[number]
+        assert isinstance(control, Loop)
+        return control
 
     def kernels(self) -> dict[str, Kernel]:
         """Each unique kernel once, by symbol."""
@@ -141,21 +256,92 @@ class Program:
 
     def text(self, *, kernels: bool = True) -> str:
         """The program as text: interface, buffers, launches, then the kernels."""
-        lines = [f"program @{self.name}({', '.join(self.symbols)})  # {self.target}"]
-        for symbol, limit in sorted(self.limits.items()):
-            lines.append(f"  limit {symbol} <= {limit}")
-        for buffer in self.buffers.values():
-            note = f" as {buffer.note}" if buffer.note else ""
-            value = f" = {buffer.value!r}" if buffer.value is not None else ""
-            lines.append(f"  {buffer.kind} {buffer.name}: {buffer.type}{note}{value}")
-        for a in self.assertions:
-            lines.append(f"  assert {a.a} {a.relation} {a.b}  # {a.where}")
-        for launch in self.launches:
-            lines.append("  " + launch_text(launch))
+        lines = [*self.interface_lines(), *self.launch_lines(launch_text)]
         if kernels:
             for kernel in self.kernels().values():
                 lines += ["", kernel.text()]
         return "\n".join(lines)
+
+    def interface_lines(self) -> Iterator[str]:
+        """What the program takes and gives, its buffers, and what it asserts."""
+        yield f"program @{self.name}({', '.join(self.symbols)})  # {self.target}"
+        for symbol, limit in sorted(self.limits.items()):
+            yield f"  limit {symbol} <= {limit}"
+        for buffer in self.buffers.values():
+            note = f" as {buffer.note}" if buffer.note else ""
+            value = f" = {buffer.value!r}" if buffer.value is not None else ""
+            yield f"  {buffer.kind} {buffer.name}: {buffer.type}{note}{value}"
+        for a in self.assertions:
+            yield f"  assert {a.a} {a.relation} {a.b}  # {a.where}"
+
+    def launch_lines(self, show: Callable[[Launch], str]) -> Iterator[str]:
+        """A line a launch, indented in loops and branches, whose edges have lines of their own."""
+        depth = 1
+        for step in self.steps():
+            if step.kind == LAUNCH:
+                yield "  " * depth + show(self.launches[step.number])
+                continue
+            control = self.controls[step.number]
+            line = _edge_text(step.kind, control)
+            if line:
+                yield "  " * (depth - (step.kind in (NEXT, JUMP))) + line
+            depth += (step.kind == ENTER) + (step.kind == TEST and isinstance(control, Branch)) - (step.kind == LEAVE)
+
+
+class _Walk:
+    """Reads controls in the order in which they begin."""
+
+    def __init__(self, program: Program) -> None:
+        self.controls = program.controls
+        self.at = 0
+
+    def section(self, first: int, end: int, loops: tuple[int, ...]) -> Iterator[Step]:
+        """Launches [first, end) and what is inside them."""
+        position = first
+        while True:
+            inner = self.controls[self.at] if self.at < len(self.controls) else None
+            if inner is not None and inner.first == position and inner.end <= end:
+                yield from self.control(inner, loops)
+                position = inner.end
+            elif position < end:
+                yield Step(LAUNCH, position, loops)
+                position += 1
+            else:
+                return
+
+    def control(self, control: Control, loops: tuple[int, ...]) -> Iterator[Step]:
+        number = self.at
+        self.at += 1
+        first, *others = control.edges
+        if isinstance(control, Branch):
+            inside, kinds = loops, [JUMP, LEAVE]
+            yield Step(TEST, number, loops)
+        else:
+            inside, kinds = (*loops, number), [TEST, NEXT, LEAVE][-len(others) :]
+            yield Step(ENTER, number, loops)
+        for kind, stop in zip(kinds, others, strict=True):
+            yield from self.section(first, stop, inside)
+            yield Step(kind, number, loops if kind == LEAVE else inside)
+            first = stop
+
+
+def _edge_text(kind: str, control: Control) -> str:
+    after = "  barrier" if control.barrier else ""
+    match kind, control:
+        case "enter", Loop():
+            head = "loop" if control.predicate is None else "while"
+            steps = "" if control.length is None else f" in {control.length}"
+            between = "  barrier between" if control.between else ""
+            return f"{head} {control.symbol}{steps}, {control.parity}:{between}{after}"
+        case "test", Loop():
+            return f"test {control.predicate}"
+        case "test", Branch():
+            return f"if {control.predicate}:{after}"
+        case "next", Loop(last=last, end=end) if last < end:
+            return "then:"
+        case "jump", _:
+            return "else:"
+    return ""
 
 
 def launch_text(launch: Launch) -> str:

@@ -1,18 +1,28 @@
-"""Loop forms of packed weights."""
+"""Loop forms of quantised numbers: one expression an element, from the bytes that hold it.
+
+Blocks and shared bytes are views: k is split into [k / block, block], of which scales have one row, and columns that
+share a byte are walked side by side. So loops are plain broadcasts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.dtypes import F16, I64, DType
+from rlx.dtypes import BOOL, F16, F32, I32, I64, DType
 from rlx.ir.graph import Node
 from rlx.lir.blocks import Block, Place, Position, Term, decode, units_of
-from rlx.lir.loops import Expr, Stmt
-from rlx.lir.schedule import Elements, Scheduler, loop_form, map_elements
+from rlx.lir.elementwise import number, scalar_form
+from rlx.lir.loops import Apply, Const, Expr, Stmt
+from rlx.lir.schedule import Elements, Scheduler, cast, loop_form, map_elements
 from rlx.lir.views import View
+from rlx.quant import QuantScheme
 from rlx.types import Size
 
+# Eight and four bit floats: bits of the exponent, bits of the mantissa, bias.
+FLOATS = {"fp8e4m3": (4, 3, 7), "fp8e5m2": (5, 2, 15), "nvfp4": (2, 1, 1)}
 
+
+# -- packed blocks ----------------------------------------------------------------------------------------------------
 def packed_reads(rows: View, shape: tuple[Size, ...], strides: tuple[Size, ...]) -> tuple[View, View]:
     """Packed rows seen as 16-bit units and as halves, at the start of the row; `element` moves along it."""
     units = View(rows.buffer, rows.dtype, shape, (*strides[:-1], 0), rows.offset)
@@ -28,9 +38,8 @@ def element(e: Elements, storage: DType, index: Expr, *terms: Place, halves: int
     return decode(storage, reader, Position.of(within.expr(I64)))
 
 
-@loop_form("dequantise")
-def _(s: Scheduler, node: Node) -> Sequence[View]:
-    (operand,) = node.operands
+def _unpack(s: Scheduler, node: Node) -> Sequence[View]:
+    (operand, *_) = node.operands
     assert operand is not None
     x, out = s.view(operand), s.result(node)
     last = len(out.shape) - 1
@@ -39,4 +48,142 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         return (), [element(e, operand.dtype, e.index(last))]
 
     map_elements(s, "dequantise", out.shape, packed_reads(x, out.shape, x.strides), [out], body, keep=(last,))
+    return [out]
+
+
+# -- layout -----------------------------------------------------------------------------------------------------------
+class _Layout:
+    """The views of a node: `wide` is the side of the numbers, `narrow` that of the bytes."""
+
+    def __init__(self, s: Scheduler, node: Node, wide: View, narrow: View) -> None:
+        given = node.attrs["scheme"]
+        self.scheme = None if given is None else QuantScheme(given)
+        self.kind = "int8" if self.scheme is None else self.scheme.kind
+        self.parts = 1 if self.scheme is None else self.scheme.elements_per_byte
+        self.narrow = self._in_blocks(narrow)
+        self.wide = self._columns(self._in_blocks(wide))
+        scale, zp = (None if o is None else s.view(o) for o in node.operands[1:])
+        axis = node.attrs["axis"]
+        self.scales, self.zero_points = (self._columns(self._spread(v, wide.rank, axis)) for v in (scale, zp))
+
+    def _in_blocks(self, view: View) -> View:
+        """[..., k, n] as [..., k / block, block, n]."""
+        size = 1 if self.scheme is None else self.scheme.block
+        if size == 1:
+            return view
+        *leading, k, n = view.shape
+        split = view.reshape((*leading, k // size, size, n))
+        assert split is not None, "an axis can always be split"
+        return split
+
+    def _spread(self, view: View | None, rank: int, axis: int | None) -> View | None:
+        """Scales with axes of size 1 where they are the same."""
+        if view is None or view.rank == 0:
+            return view
+        if self.scheme is not None and self.scheme.block > 1:
+            *leading, n = zip(view.shape, view.strides, strict=True)
+            ones = [*leading, (1, 0), n]
+        else:
+            after = 0 if axis is None else rank - 1 - axis % rank
+            ones = [*zip(view.shape, view.strides, strict=True), *[(1, 0)] * after]
+        return view.with_(tuple(d for d, _ in ones), tuple(s for _, s in ones))
+
+    def _columns(self, view: View | None) -> list[View]:
+        """The views of the numbers that are 1st, 2nd, ... in their bytes."""
+        if view is None or view.rank == 0 or self.parts == 1:
+            return [] if view is None else [view] * self.parts
+        *leading, n = view.shape
+        *strides, step = view.strides
+        steps, shape = (*strides, step * self.parts), (*leading, n // self.parts)
+        return [View(view.buffer, view.dtype, shape, steps, view.offset + step * i) for i in range(self.parts)]
+
+
+def _binary(op: str, a: Expr, b: Expr) -> Expr:
+    return Apply(op, (a, cast(b, a.dtype)), a.dtype)
+
+
+# -- dequantise -------------------------------------------------------------------------------------------------------
+def _select(op: str, a: Expr, b: int, then: Expr, other: Expr) -> Expr:
+    return Apply("select", (Apply(op, (a, Const(b, a.dtype)), BOOL), then, other), then.dtype)
+
+
+def small_float(bits: Term, kind: str) -> Expr:
+    """The f32 that a float of few bits is: its bits at the places of an f32, times what the biases differ by.
+
+    Denormals come out right: they are denormals of f32. E4M3 has no infinities, E2M1 neither these nor NaN.
+    """
+    exponent, mantissa, bias = FLOATS[kind]
+    largest = (1 << exponent + mantissa) - 1
+    size, sign = bits & largest, bits & largest + 1
+    raw = Apply("bits", ((size << 23 - mantissa | sign << 31 - exponent - mantissa).expr(I32),), F32)
+    value: Expr = _binary("mul", raw, Const(2.0 ** (127 - bias), F32))
+    if kind == "fp8e5m2":
+        infinite = largest - 3
+        value = _select("eq", size.expr(I32), infinite, _binary("mul", value, Const(float("inf"), F32)), value)
+        return _select("gt", size.expr(I32), infinite, Const(float("nan"), F32), value)
+    return _select("eq", size.expr(I32), largest, Const(float("nan"), F32), value) if kind == "fp8e4m3" else value
+
+
+def _number(stored: Expr, part: int, layout: _Layout) -> Expr:
+    """What is stored, before zero points and scales."""
+    if layout.parts == 1:
+        return small_float(Term(cast(stored, I32)), layout.kind) if layout.kind in FLOATS else cast(stored, F32)
+    nibble = Term(cast(stored, I32)) >> 4 * part & 15
+    return small_float(nibble, layout.kind) if layout.kind in FLOATS else cast(((nibble + 8 & 15) - 8).expr(I32), F32)
+
+
+@loop_form("dequantise")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    operand = node.operands[0]
+    assert operand is not None
+    if operand.dtype.is_packed:
+        return _unpack(s, node)
+    out = s.result(node)
+    layout = _Layout(s, node, wide=out, narrow=s.view(operand))
+
+    def body(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
+        values = []
+        for part in range(layout.parts):
+            value = cast(_number(e.load(0), part, layout), out.dtype)
+            scale = e.load(1 + part) if layout.scales else None
+            zp = e.load(1 + len(layout.scales) + part) if layout.zero_points else None
+            if layout.kind == "nvfp4":  # scales of blocks are eight bit floats, and there is one of all
+                assert scale is not None
+                factors: list[Expr | None] = [small_float(Term(cast(scale, I32)), "fp8e4m3"), zp]
+            else:
+                value = value if zp is None else _binary("sub", value, zp)
+                factors = [scale]
+            for factor in factors:
+                value = value if factor is None else _binary("mul", value, factor)
+            values.append(value)
+        return (), values
+
+    reads = [layout.narrow, *layout.scales, *layout.zero_points]
+    map_elements(s, "dequantise", layout.narrow.shape, reads, layout.wide, body, flops=2 * layout.parts)
+    return [out]
+
+
+# -- quantise ---------------------------------------------------------------------------------------------------------
+def _clipped(x: Expr, low: int, high: int) -> Expr:
+    return _binary("max", _binary("min", x, number(high, x)), number(low, x))
+
+
+@loop_form("quantise")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    out = s.result(node)
+    layout = _Layout(s, node, wide=s.view(node.operands[0]), narrow=out)
+
+    def body(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
+        parts = layout.parts
+        whole = []
+        for part in range(parts):
+            value = scalar_form["round"](_binary("div", e.load(part), e.load(parts + part)))
+            whole.append(_binary("add", value, e.load(2 * parts + part)) if layout.zero_points else value)
+        if parts == 1:
+            return (), [cast(whole[0], out.dtype)]
+        low, high = (Term(cast(_clipped(v, -8, 7), I32)) & 15 for v in whole)
+        return (), [cast((low | high << 4).expr(I32), out.dtype)]
+
+    reads = [*layout.wide, *layout.scales, *layout.zero_points]
+    map_elements(s, "quantise", layout.narrow.shape, reads, [layout.narrow], body, flops=3 * layout.parts)
     return [out]

@@ -6,6 +6,7 @@ launches and gives the views of the node's results.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,27 +16,50 @@ from rlx.ir.registry import RuleTable
 from rlx.lir.kernels import Kernel
 from rlx.lir.loops import Apply, Arg, Expr, For, Index, Let, Load, LoopKernel, Param, Ref, Stmt, Store
 from rlx.lir.merge_launches import merge_launches
-from rlx.lir.program import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Assertion, Buffer, Launch, Program
-from rlx.lir.views import View, collapse
+from rlx.lir.program import (
+    ARENA,
+    CONST,
+    ENTER,
+    INPUT,
+    LAUNCH,
+    LEAVE,
+    NEXT,
+    OUTPUT,
+    TEST,
+    WEIGHT,
+    Assertion,
+    Buffer,
+    Launch,
+    Loop,
+    Program,
+)
+from rlx.lir.views import View, collapse, moving
 from rlx.target import Target
-from rlx.types import Size, TensorType
+from rlx.types import Size, TensorType, dim
 
 LoopForm = Callable[["Scheduler", Node], Sequence[View]]
 loop_form: RuleTable[LoopForm] = RuleTable("loop form", "src/rlx/lir/{group}.py")
 
 
 class Scheduler:
-    """Builds one program from one graph."""
+    """Builds one program from one graph. The body of a loop or branch has a scheduler of its own, `inside` another."""
 
-    def __init__(self, graph: Graph, target: Target, notes: Mapping[str, str]) -> None:
+    def __init__(self, graph: Graph, target: Target, notes: Mapping[str, str], inside: Scheduler | None = None) -> None:
         self.graph = graph
         self.target = target
-        self.program = Program(graph.name, target.name, tuple(graph.symbols()), dict(graph.limits))
         self.views: dict[Value, View] = {}
         self.node: Node | None = None
         self.notes = notes
-        self._taken = {n.attrs["name"] for n in (*graph.inputs, *graph.params)}
+        self.borrowed: set[str] = set()  # buffers that a body has from outside: not its own to change
         self._outputs: dict[Value, str] = {}
+        self._places: dict[Value, View] = {}
+        self.program: Program
+        self._taken: set[str]  # names of buffers
+        if inside is not None:
+            self.program, self._taken = inside.program, inside._taken
+        else:
+            self.program = Program(graph.name, target.name, tuple(graph.symbols()), dict(graph.limits))
+            self._taken = {n.attrs["name"] for n in (*graph.inputs, *graph.params)}
 
     def run(self) -> Program:
         self.program.outputs = [self._fresh(f"output{i}") for i in range(len(self.graph.outputs))]
@@ -83,6 +107,31 @@ class Scheduler:
         self.program.buffers = {n: b for n, b in order.items() if b.kind != OUTPUT}
         self.program.buffers |= {n: order[n] for n in self.program.outputs}
 
+    # -- for loops and branches ---------------------------------------------------------------------------------------
+    def body(self, graph: Graph, inputs: Sequence[View], places: Sequence[View | None]) -> list[View]:
+        """Launches of a body; the views of its outputs. An output that has a place is there afterwards."""
+        inner = Scheduler(graph, self.target, self.notes, inside=self)
+        inner.views = {node[0]: view for node, view in zip(graph.inputs, inputs, strict=True)}
+        inner.borrowed = {view.buffer for view in inputs}
+        for value, place in zip(graph.outputs, places, strict=True):
+            if place is not None and value not in inner.views:
+                inner._places.setdefault(value, place)
+        for node in graph.nodes:
+            if node.op != "input":
+                inner.node = node
+                inner.views.update(zip(node.results, inner._lower(node), strict=True))
+        found = [inner.views[value] for value in graph.outputs]
+        for value, view, place in zip(graph.outputs, found, places, strict=True):
+            if place is not None and view != place:
+                inner.node = value.node
+                inner.copy_into(view, place)
+        return found
+
+    def loop_symbol(self, letter: str) -> str:
+        """A name for a symbol by which a loop moves its operands."""
+        known = {*self.program.symbols, *self.program.loop_symbols()}
+        return next(name for i in itertools.count() if (name := f"{letter}{i}") not in known)
+
     # -- for loop forms -----------------------------------------------------------------------------------------------
     def view(self, value: Value | None) -> View:
         """The view of an operand."""
@@ -90,8 +139,10 @@ class Scheduler:
         return self.views[value]
 
     def result(self, node: Node, index: int = 0) -> View:
-        """A fresh contiguous buffer for a result of `node`: the caller's array where it is an output of the graph."""
+        """A contiguous place for a result of `node`: a fresh buffer, or where the outputs of the graph are wanted."""
         value = node[index]
+        if value in self._places:
+            return self._places[value]
         suffix = f".{index}" if len(node.types) > 1 else ""
         name = self._outputs.get(value)
         if name is not None:
@@ -309,17 +360,100 @@ def cast(expr: Expr, to: DType) -> Expr:
 
 # -- barriers ---------------------------------------------------------------------------------------------------------
 def place_barriers(program: Program) -> None:
-    """A barrier wherever the next launch touches what launches since the last one wrote, or writes what they read."""
-    read: set[str] = set()
-    written: set[str] = set()
-    for i, launch in enumerate(program.launches):
-        reads = {v.buffer for v in launch.views(written=False)}
-        writes = {v.buffer for v in launch.views(written=True)}
-        if i and (reads & written or writes & (read | written)):
-            program.launches[i - 1] = replace(program.launches[i - 1], barrier=True)
-            read, written = set(), set()
-        read |= reads
-        written |= writes
+    """A barrier wherever the next launch touches what launches since the last one wrote, or writes what they read.
+
+    Loops and branches stand between barriers, so that it does not matter whether and how often they run.
+    """
+    _Barriers(program).place()
+
+
+@dataclass
+class _Pending:
+    """What launches since the last barrier have touched.
+
+    A carry has two rows of one buffer, of which a step reads one and writes the other: places are (buffer, parity
+    symbol, row). Where there is no symbol, the whole buffer is meant.
+    """
+
+    read: set[tuple[str, str, int]] = field(default_factory=set)
+    written: set[tuple[str, str, int]] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.read or self.written)
+
+    def conflicts(self, other: _Pending) -> bool:
+        return _meet(self.written, other.read | other.written) or _meet(self.read, other.written)
+
+    def add(self, other: _Pending) -> None:
+        self.read |= other.read
+        self.written |= other.written
+
+    def after(self, loop: Loop) -> _Pending:
+        """The same places as the next step of a loop sees them: what was the next carry is the carry."""
+
+        def turned(places: set[tuple[str, str, int]]) -> set[tuple[str, str, int]]:
+            return {(b, s, 1 - row if s == loop.parity else row) for b, s, row in places}
+
+        return _Pending(turned(self.read), turned(self.written))
+
+
+def _meet(a: set[tuple[str, str, int]], b: set[tuple[str, str, int]]) -> bool:
+    if {x[0] for x in a}.isdisjoint(y[0] for y in b):
+        return False
+    return any(x[0] == y[0] and (x[1] != y[1] or x[2] == y[2]) for x in a for y in b)
+
+
+class _Barriers:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.steps = list(program.steps())
+        self.parities = [c.parity for c in program.controls if isinstance(c, Loop)]
+        self.touches = [
+            _Pending(*({self._place(v) for v in launch.views(written=side)} for side in (False, True)))
+            for launch in program.launches
+        ]
+
+    def _place(self, view: View) -> tuple[str, str, int]:
+        for symbol, step in moving(view.offset, self.parities).items():
+            now = view.offset - step * dim(symbol) == 0
+            return view.buffer, symbol, 0 if now else 1
+        return view.buffer, "", 0
+
+    def place(self) -> None:
+        launches, controls = self.program.launches, self.program.controls
+        pending = _Pending()
+        for number, step in enumerate(self.steps):
+            if step.kind == LAUNCH:
+                touched = self.touches[step.number]
+                if pending.conflicts(touched):
+                    launches[step.number - 1] = replace(launches[step.number - 1], barrier=True)
+                    pending = _Pending()
+                pending.add(touched)
+                continue
+            control = controls[step.number]
+            if step.kind in (ENTER, TEST) and pending:
+                before = self.steps[number - 1].number  # a launch: after anything else nothing is pending
+                launches[before] = replace(launches[before], barrier=True)
+            elif step.kind == NEXT and isinstance(control, Loop):
+                between = control.predicate is not None or self._wraps(number, control, pending)
+                controls[step.number] = replace(control, between=between)
+            elif step.kind == LEAVE and number != len(self.steps) - 1:  # the end of a run is a barrier anyway
+                controls[step.number] = replace(control, barrier=True)
+            pending = _Pending()
+
+    def _wraps(self, number: int, loop: Loop, pending: _Pending) -> bool:
+        """Whether the end of a step meets the beginning of the next."""
+        pending = pending.after(loop)
+        own = self.steps[number].number
+        first = next(i for i, step in enumerate(self.steps) if step.kind == ENTER and step.number == own)
+        for step in self.steps[first + 1 : number]:
+            if step.kind != LAUNCH:
+                return bool(pending)
+            if pending.conflicts(self.touches[step.number]):
+                return True
+            if self.program.launches[step.number].barrier:
+                return False
+        return False
 
 
 def schedule(graph: Graph, target: Target, *, notes: Mapping[str, str] | None = None) -> Program:

@@ -5,11 +5,22 @@ Reshape, transpose, slice and expand cost nothing where strides can say them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlx.dtypes import DType
-from rlx.types import Size, contiguous_strides, dim_floordiv
+from rlx.types import (
+    Dim,
+    Size,
+    Symbol,
+    concrete,
+    contiguous_strides,
+    dim,
+    dim_floordiv,
+    evaluate,
+    product,
+    symbols_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +75,42 @@ class View:
     def shifted(self, offset: Size) -> View:
         return View(self.buffer, self.dtype, self.shape, self.strides, self.offset + offset)
 
+    def bound(self, sizes: Mapping[str, int], loops: Iterable[str] = ()) -> View:
+        """The view with numbers in place of symbols; those by which loops move it stay."""
+        start = dict(sizes) | dict.fromkeys(loops, 0)
+        offset: Size = evaluate(self.offset, start)
+        for symbol, step in moving(self.offset, loops).items():
+            offset = offset + evaluate(step, sizes) * dim(symbol)
+        return View(self.buffer, self.dtype, concrete(self.shape, sizes), concrete(self.strides, sizes), offset)
+
+    def row(self, index: Size) -> View:
+        """One row of the first axis."""
+        step, *strides = self.strides
+        return View(self.buffer, self.dtype, self.shape[1:], tuple(strides), self.offset + index * step)
+
     def __str__(self) -> str:
         if self.is_contiguous() and self.offset == 0:
             return self.buffer
-        at = f"+{self.offset}" if self.offset != 0 else ""
+        shown = str(self.offset)
+        at = "" if shown == "0" else shown if shown.startswith("-") else f"+{shown}"
         if self.is_contiguous():
             return f"{self.buffer}{at}"
         return f"{self.buffer}{at}<{', '.join(map(str, self.strides))}>"
+
+
+def moving(offset: Size, symbols: Iterable[str]) -> dict[str, Size]:
+    """How far an offset moves when each of these symbols grows by 1: it is linear in them. Others are left out."""
+    wanted = set(symbols)
+    found: dict[str, Size] = {}
+    if not isinstance(offset, Dim) or wanted.isdisjoint(s.name for s in symbols_of(offset)):
+        return found
+    for monomial, coefficient in offset.terms:
+        moved = [a for a in monomial if isinstance(a, Symbol) and a.name in wanted]
+        if moved:
+            (symbol,) = moved
+            rest = product(Dim((((atom,), 1),)) for atom in monomial if atom is not symbol)
+            found[symbol.name] = found.get(symbol.name, 0) + rest * coefficient
+    return found
 
 
 def _reshaped_strides(view: View, shape: tuple[Size, ...]) -> tuple[Size, ...] | None:

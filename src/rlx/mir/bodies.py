@@ -17,7 +17,7 @@ def extract(
     body = Graph("body")
     inside: dict[Value, Value] = {}
     for i, acc in enumerate(accumulators):
-        inside[acc] = body.input(f"acc{i}", acc.shape, acc.dtype)
+        inside[acc] = _accumulator(body, i, acc)
     taken = set(nodes)
     operands: list[Value] = []
     for value in _external(nodes, taken):
@@ -51,7 +51,14 @@ def _is_scalar_constant(value: Value) -> bool:
 def identity(acc: Value) -> Graph:
     """The body that gives the sums as they are."""
     body = Graph("body")
-    return body.set_outputs([body.input("acc0", acc.shape, acc.dtype)])
+    return body.set_outputs([_accumulator(body, 0, acc)])
+
+
+def _accumulator(body: Graph, i: int, acc: Value) -> Value:
+    """The sums of a matmul as an input of a body; it comes from where the matmul does."""
+    value = body.input(f"acc{i}", acc.shape, acc.dtype)
+    object.__setattr__(value.node, "origin", acc.node.origin)
+    return value
 
 
 def is_identity(body: Graph) -> bool:

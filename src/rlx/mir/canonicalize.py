@@ -176,6 +176,8 @@ def _gather(rewriter: Rewriter, node: Node) -> Value | None:
     inner = table.node.operands[0] if table.node.op in ("cast", "dequantise") else None
     if inner is None or (table.node.op == "cast" and inner.dtype.size >= table.dtype.size):
         return None
+    if table.node.op == "dequantise" and not inner.dtype.is_packed:  # has scales, which rows do not say
+        return None
     if inner.dtype.is_packed:
         whole = node.attrs["axis"] == 0 and inner.rank == 2
         return rewriter.one(node, "gather", inner, indices, axis=0) if whole else None

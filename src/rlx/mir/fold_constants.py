@@ -16,7 +16,7 @@ def fold_constants(graph: Graph) -> Graph:
     def visit(rewriter: Rewriter, node: Node) -> list[Value] | None:
         operands = rewriter.operands(node)
         definition = registry.get(node.op)
-        if registry.LEAF in definition.traits or registry.FUSED in definition.traits or not operands:
+        if definition.traits & {registry.LEAF, registry.FUSED, registry.CONTROL} or not operands:
             return None
         if any(o is None or o.node.op != "const" for o in operands):
             return None

@@ -37,7 +37,7 @@ def fuse_norms(graph: Graph, *, report: FusionReport | None = None) -> Graph:
                 norm, "residual_norm", a, b, gamma, beta, kind=KINDS[norm.op], eps=norm.attrs["eps"]
             )
             made[norm] = normed
-            return total
+            return rewriter.credit(total, [node])
         return made[node] if node in norms else None
 
     return rebuild(graph, visit, made_by="fuse_norms")

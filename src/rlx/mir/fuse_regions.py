@@ -11,15 +11,18 @@ from rlx.mir.bodies import extract
 from rlx.mir.report import FusionReport
 
 
-def fuse_regions(graph: Graph, *, report: FusionReport | None = None) -> Graph:
-    """Every elementwise node joins the region of its users, if they are all in one region of its shape."""
+def fuse_regions(graph: Graph, *, report: FusionReport | None = None, join: bool = True) -> Graph:
+    """Every elementwise node joins the region of its users, if they are all in one region of its shape.
+
+    Without `join` each is a region of its own.
+    """
     users, outputs = graph.users(), set(graph.outputs)
     root_of: dict[Node, Node] = {}
     for node in reversed(graph.nodes):
         if registry.ELEMENTWISE not in registry.get(node.op).traits:
             continue
         value = node[0]
-        roots = {root_of.get(u, u) for u in users.get(value, ())}
+        roots = {root_of.get(u, u) for u in users.get(value, ())} if join else set()
         root = next(iter(roots)) if len(roots) == 1 else None
         joins = value not in outputs and root in root_of and root is not None and root.types[0].shape == value.shape
         root_of[node] = root if joins and root is not None else node

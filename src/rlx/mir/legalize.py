@@ -6,22 +6,27 @@ weights are hoisted later. Norms and attention read their scale vectors in the t
 
 from __future__ import annotations
 
+from rlx.dtypes import DType
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, rebuild
 
 
 def legalize(graph: Graph) -> Graph:
     """Every matmul has operands of one type, f32, f64 or integer."""
-    return rebuild(graph, _visit, made_by="legalize")
+    casts: dict[tuple[Value, DType], Value] = {}  # matmuls that share an operand share its cast, or none would merge
 
+    def visit(rewriter: Rewriter, node: Node) -> Value | None:
+        if node.op != "matmul":
+            return None
+        compute = node.types[0].dtype.compute
+        operands = [o for o in rewriter.operands(node) if o is not None]
+        if all(o.dtype is compute for o in operands):
+            return None
+        for o in operands:
+            if o.dtype is not compute and (o, compute) not in casts:
+                casts[o, compute] = rewriter.one(node, "cast", o, dtype=compute)
+        product = rewriter.one(node, "matmul", *(casts.get((o, compute), o) for o in operands))
+        type_ = node.types[0]
+        return product if product.type == type_ else rewriter.one(node, "cast", product, dtype=type_.dtype)
 
-def _visit(rewriter: Rewriter, node: Node) -> Value | None:
-    if node.op != "matmul":
-        return None
-    operands = [o for o in rewriter.operands(node) if o is not None]
-    compute = node.types[0].dtype.compute
-    if all(o.dtype is compute for o in operands):
-        return None
-    cast = [o if o.dtype is compute else rewriter.one(node, "cast", o, dtype=compute) for o in operands]
-    product = rewriter.one(node, "matmul", *cast)
-    return product if product.type == node.types[0] else rewriter.one(node, "cast", product, dtype=node.types[0].dtype)
+    return rebuild(graph, visit, made_by="legalize")

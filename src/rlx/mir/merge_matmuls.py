@@ -134,8 +134,10 @@ def merge_matmuls(graph: Graph, *, report: FusionReport | None = None) -> Graph:
     weights, users, outputs = weight_nodes(graph), graph.users(), set(graph.outputs)
     groups: dict[tuple[Value, DType], list[Member]] = {}
     for node in graph.nodes:
-        if node.op == "matmul" and node.types[0].dtype.is_float and is_matrix(_pair(node)[1], weights):
-            x, w = _pair(node)
+        if node.op != "matmul" or not node.types[0].dtype.is_float or node in weights:
+            continue  # a product of weights may be what the right side of the next one is made of
+        x, w = _pair(node)
+        if is_matrix(w, weights):
             groups.setdefault((x, _storage(w)), []).append(_member(node, weights, users, outputs))
     merged = [members for members in groups.values() if len(members) > 1]
     first = {members[0].matmul: members for members in merged}
@@ -166,10 +168,11 @@ def _merge(rewriter: Rewriter, members: list[Member]) -> dict[Node, Value]:
     like = members[0].matmul
     x = rewriter[_pair(like)[0]]
     wide = _side_by_side(rewriter, like, [rewriter[_pair(m.matmul)[1]] for m in members])
-    result = rewriter.one(like, "matmul", x, wide)
+    result = rewriter.credit(rewriter.one(like, "matmul", x, wide), [m.matmul for m in members])
     if any(m.bias is not None for m in members):
         biases = [rewriter[m.bias] if m.bias is not None else _nothing(rewriter, m.matmul) for m in members]
-        result = rewriter.one(like, "add", result, rewriter.one(like, "concatenate", *biases, axis=0))
+        total = rewriter.one(like, "add", result, rewriter.one(like, "concatenate", *biases, axis=0))
+        result = rewriter.credit(total, [m.result for m in members])
     found: dict[Node, Value] = {}
     at: Any = 0
     for m in members:

@@ -80,7 +80,8 @@ def _merge(rewriter: Rewriter, like: Node, cuts: Sequence[Cut]) -> dict[Node, Va
     part = rewriter.one(like, "slice", y, start=(0, 0, low), stop=(*y.shape[:2], high), step=(1, 1, 1))
     heads = rewriter.one(like, "reshape", part, shape=(*y.shape[:2], (high - low) // dim, dim))
     tables = [rewriter[o] for o in cuts[0].rope.operands[1:] if o is not None]
-    turned = rewriter.one(like, "rope", heads, *tables, **cuts[0].rope.attrs)
+    ropes = [cut.rope for cut in cuts]
+    turned = rewriter.credit(rewriter.one(like, "rope", heads, *tables, **cuts[0].rope.attrs), ropes)
     found, at = {}, 0
     for cut in cuts:
         stop = (*turned.shape[:2], at + cut.heads, dim)

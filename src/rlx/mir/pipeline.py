@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
+from rlx.dtypes import dtype
 from rlx.ir.graph import Graph
 from rlx.ir.passes import Pass, PassLog, dump, run_passes
+from rlx.ir.registry import CONTROL, FUSED
 from rlx.ir.verify import verify
 from rlx.mir.canonicalize import canonicalize
+from rlx.mir.control import optimise_bodies
 from rlx.mir.cse import cse
 from rlx.mir.dce import dce
+from rlx.mir.expand import expand, has_composed
 from rlx.mir.fold_constants import fold_constants
 from rlx.mir.fuse_epilogues import fuse_epilogues
 from rlx.mir.fuse_norms import fuse_norms
 from rlx.mir.fuse_regions import fuse_regions
-from rlx.mir.hoist_weights import hoist_weights
+from rlx.mir.hoist_weights import Hoisted, hoist_weights
 from rlx.mir.legalize import legalize
 from rlx.mir.merge_matmuls import merge_gates, merge_matmuls
 from rlx.mir.merge_ropes import merge_ropes
+from rlx.mir.patches_as_matmuls import patches_as_matmuls
+from rlx.mir.precision import set_precision
 from rlx.mir.report import FusionReport
+from rlx.mir.unfuse import unfuse
 from rlx.mir.weights import weights_first
+from rlx.profile import CompileProfile
 from rlx.target import Target
 
 
@@ -34,6 +44,26 @@ class Optimised:
     report: FusionReport = field(default_factory=FusionReport)
     log: PassLog = field(default_factory=PassLog)
 
+    def text(self) -> str:
+        """What the passes did and the graphs they left."""
+        return "\n".join([self.log.text(), str(self.report), self.main.text(), self.bind.text()])
+
+
+def arrive(graph: Graph, profile: CompileProfile) -> tuple[Pass, ...]:
+    """What has to happen to a graph first: composed and fused ops come apart, values get the precision asked for."""
+    passes: list[Pass] = [expand] if has_composed(graph) else []
+    if passes or any(n.definition.traits & {FUSED, CONTROL} for n in graph.nodes):
+        passes.append(unfuse)
+    if profile.precision.compute != "f32":
+        mixed = profile.precision.mixed == "auto"
+        passes.append(partial(set_precision, compute=dtype(profile.precision.compute), mixed=mixed))
+    return tuple(passes)
+
+
+def rounded(graph: Graph, profile: CompileProfile) -> Graph:
+    """The graph as the reference device runs it: nothing is made faster, numbers have the precision of the profile."""
+    return run_passes(graph, arrive(graph, profile)) if profile.precision.compute != "f32" else graph
+
 
 def simplify() -> tuple[Pass, ...]:
     """Passes that only make a graph smaller."""
@@ -43,6 +73,7 @@ def simplify() -> tuple[Pass, ...]:
 def merge(report: FusionReport) -> tuple[Pass, ...]:
     """Passes that join work on whole tensors, before weights are packed."""
     return (
+        patches_as_matmuls,
         legalize,
         partial(merge_gates, report=report),
         partial(merge_matmuls, report=report),
@@ -52,8 +83,10 @@ def merge(report: FusionReport) -> tuple[Pass, ...]:
     )
 
 
-def fuse(report: FusionReport) -> tuple[Pass, ...]:
+def fuse(report: FusionReport, *, skip: bool = False) -> tuple[Pass, ...]:
     """Passes that join elementwise work, after weights are packed."""
+    if skip:
+        return (weights_first, partial(fuse_regions, join=False), dce)
     return (
         weights_first,
         partial(fuse_norms, report=report),
@@ -63,15 +96,39 @@ def fuse(report: FusionReport) -> tuple[Pass, ...]:
     )
 
 
-def optimise(graph: Graph, target: Target) -> Optimised:
+def chosen(passes: Sequence[Pass], profile: CompileProfile) -> tuple[Pass, ...]:
+    """The passes that a profile does not switch off."""
+    off: list[Pass] = [] if profile.passes.dce else [dce]
+    off += [] if profile.passes.constant_folding else [fold_constants]
+    return tuple(p for p in passes if p not in off)
+
+
+def split(graph: Graph, target: Target, profile: CompileProfile, report: FusionReport, log: PassLog) -> Hoisted:
+    """The graph without what depends on weights alone, and that by itself; bodies of loops and branches are done."""
+
+    def body(inner: Graph) -> Hoisted:
+        parts = split(unfuse(inner), target, profile, report, log)
+        return replace(parts, main=run_passes(parts.main, chosen(fuse(report, skip=profile.fusion.skip), profile), log))
+
+    graph = optimise_bodies(graph, body)
+    merging = (patches_as_matmuls, legalize) if profile.fusion.skip else merge(report)
+    return hoist_weights(run_passes(graph, chosen((*simplify(), *merging, dce), profile), log), target)
+
+
+def optimise(graph: Graph, target: Target, profile: CompileProfile | None = None) -> Optimised:
     """Run the whole pipeline for a target."""
+    profile = profile or CompileProfile()
+    skip = profile.fusion.skip
     report, log = FusionReport(), PassLog()
     dump(graph, "built")
-    graph = run_passes(graph, (*simplify(), *merge(report), dce), log)
-    hoisted = hoist_weights(graph, target)
+    graph = run_passes(graph, chosen(arrive(graph, profile), profile), log)
+    hoisted = split(graph, target, profile, report, log)
     for part in (hoisted.main, hoisted.bind):
         verify(part)
         dump(part, "hoist_weights")
-    main = run_passes(hoisted.main, fuse(report), log)
-    bind = run_passes(hoisted.bind, fuse(FusionReport()), log)
-    return Optimised(main, bind, hoisted.derived, report, log)
+    main = run_passes(hoisted.main, chosen(fuse(report, skip=skip), profile), log)
+    bind = run_passes(hoisted.bind, chosen(fuse(FusionReport(), skip=skip), profile), log)
+    done = Optimised(main, bind, hoisted.derived, report, log)
+    if profile.passes.verbose:
+        print(done.text(), file=sys.stderr)
+    return done

@@ -59,7 +59,8 @@ def packed_rows(value: Value) -> Value | None:
         return None
     (inner,) = value.node.operands
     assert inner is not None
-    return inner.node.operands[0] if inner.node.op == "dequantise" else None
+    rows = inner.node.operands[0] if inner.node.op == "dequantise" else None
+    return rows if rows is not None and rows.dtype.is_packed else None
 
 
 def is_matrix(value: Value, weights: set[Node]) -> bool:

@@ -2,6 +2,9 @@
 
 from rlx.ops import attention as attention
 from rlx.ops import cache as cache
+from rlx.ops import control as control
+from rlx.ops import conv as conv
+from rlx.ops import custom as custom
 from rlx.ops import elementwise as elementwise
 from rlx.ops import fused as fused
 from rlx.ops import index as index
@@ -11,4 +14,5 @@ from rlx.ops import norm as norm
 from rlx.ops import position as position
 from rlx.ops import quant as quant
 from rlx.ops import reduce as reduce
+from rlx.ops import sequence as sequence
 from rlx.ops import shape as shape

@@ -189,6 +189,7 @@ sin = unary("sin", np.sin, doc="Sine.")
 cos = unary("cos", np.cos, doc="Cosine.")
 tanh = unary("tanh", np.tanh, doc="Hyperbolic tangent.")
 relu = unary("relu", lambda x: np.maximum(x, 0), doc="x where positive, else 0.")
+round = unary("round", np.rint, doc="The nearest whole number; a half goes to the even one.")
 
 
 def _erf(x: Any) -> Any:

@@ -14,8 +14,9 @@ import numpy as np
 from rlx.dtypes import I16, DType
 from rlx.errors import GraphError, ShapeError
 from rlx.ir import evaluate
-from rlx.ir.graph import Graph
+from rlx.ir.graph import Graph, Value
 from rlx.ir.registry import FUSED, TAKES_PACKED, op
+from rlx.ir.rewrite import inline
 from rlx.ops.norm import check_scale, layer_norm_array, rms_norm_array
 from rlx.ops.quant import unpacked
 from rlx.types import Size, TensorType, broadcast, require_equal
@@ -39,7 +40,11 @@ def _region(*xs: Any, body: Graph, binding: Mapping[str, int]) -> Any:
     return _run_body(body, list(xs), binding)
 
 
-@op("region", reference=_region, traits=[FUSED])
+def _region_apart(*xs: Value, body: Graph) -> tuple[Value, ...]:
+    return inline(xs[0].graph, body, xs)
+
+
+@op("region", reference=_region, traits=[FUSED], decompose=_region_apart)
 def region(*xs: TensorType, body: Graph) -> TensorType | tuple[TensorType, ...]:
     """Elementwise ops in one kernel: each element is loaded once, computed in registers, stored once."""
     result = _check_body("region", body, xs)
@@ -114,7 +119,12 @@ def _fused_matmul(
     return _run_body(body, [np.matmul(x, w) for w in matrices] + list(others), binding)
 
 
-@op("fused_matmul", reference=_fused_matmul, traits=[FUSED])
+def _fused_matmul_apart(x: Value, *rest: Value, body: Graph, weights: int, packed: bool, **_: Any) -> tuple[Value, ...]:
+    assert not packed, "panels stay packed"
+    return inline(x.graph, body, [*(x @ w for w in rest[:weights]), *rest[weights:]])
+
+
+@op("fused_matmul", reference=_fused_matmul, traits=[FUSED], decompose=_fused_matmul_apart)
 def fused_matmul(
     x: TensorType,
     *rest: TensorType,
@@ -144,7 +154,14 @@ def _residual_norm(x: Any, residual: Any, gamma: Any, beta: Any, *, kind: str, e
     return norm(total, gamma, beta, eps=eps), total
 
 
-@op("residual_norm", reference=_residual_norm, traits=[FUSED])
+def _residual_norm_apart(
+    x: Value, residual: Value, gamma: Value | None, beta: Value | None, *, kind: str, eps: float
+) -> tuple[Value, Value]:
+    total = x + residual
+    return x.graph.one(f"{kind}_norm", total, gamma, beta, eps=eps), total
+
+
+@op("residual_norm", reference=_residual_norm, traits=[FUSED], decompose=_residual_norm_apart)
 def residual_norm(
     x: TensorType,
     residual: TensorType,

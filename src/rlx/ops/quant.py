@@ -1,32 +1,405 @@
-"""Packed weights: blocks of quantised numbers and what they stand for."""
+"""Quantised numbers: blocks as GGUF files pack them, integers with scales, eight and four bit floats.
+
+`quantise` makes them, `dequantise` says what they stand for, `dequant_matmul` multiplies by a weight of them. Weights
+of schemes with scales of their own are [..., k, n], blocks lie along k and scales are [..., k / block, n].
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rlx.dtypes import F32, PACKED, dtype
-from rlx.errors import DTypeError
+import ml_dtypes
+import numpy as np
+
+from rlx.dtypes import F32, F64, I8, PACKED, U8, DType
+from rlx.dtypes import dtype as dtype_of
+from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.formats.quants import dequantise as dequantise_blocks
-from rlx.ir.registry import TAKES_PACKED, op, packed, sample
-from rlx.types import TensorType
+from rlx.ir.graph import Value
+from rlx.ir.registry import COMPOSED, TAKES_PACKED, Spec, f32, i32, op, packed, sample
+from rlx.ops.elementwise import cast_array
+from rlx.ops.linear import matmul
+from rlx.quant import QuantScheme
+from rlx.types import Size, TensorType, axis_index, require_equal
+
+LEAST_SCALE = 1e-12  # of numbers that are all zero
+FP8 = {"fp8e4m3": ml_dtypes.float8_e4m3fn, "fp8e5m2": ml_dtypes.float8_e5m2}
 
 
+# -- shapes -----------------------------------------------------------------------------------------------------------
+def numbers_shape(stored: TensorType, scheme: QuantScheme) -> tuple[Size, ...]:
+    """[..., k, n] of the bytes of a weight."""
+    if stored.rank < 2 or stored.dtype is not scheme.storage:
+        wanted = f"{scheme.storage}[..., k, n{' / 2' if scheme.elements_per_byte == 2 else ''}]"
+        raise DTypeError(f"dequantise: {scheme} is stored as {wanted}, found {stored}")
+    return (*stored.shape[:-1], stored.shape[-1] * scheme.elements_per_byte)
+
+
+def scale_shape(where: str, shape: tuple[Size, ...], scheme: QuantScheme) -> tuple[Size, ...]:
+    """The shape of the scales of a weight [..., k, n]."""
+    *leading, k, n = shape
+    if scheme.kind in FP8:
+        return (n,)
+    if not isinstance(k, int) or k % scheme.block:
+        raise ShapeError(f"{where}: k is {k}, not whole blocks of {scheme.block} ({scheme})")
+    return (*leading, k // scheme.block, n)
+
+
+def _require_shape(where: str, name: str, found: TensorType, shape: tuple[Size, ...]) -> None:
+    wanted = f"{where}: {name} is {found}, wanted [{', '.join(map(str, shape))}]"
+    if found.rank != len(shape):
+        raise ShapeError(wanted)
+    for have, want in zip(found.shape, shape, strict=True):
+        require_equal(have, want, wanted)
+
+
+def _check_scales(
+    where: str, shape: tuple[Size, ...], scale: TensorType, zp: TensorType | None, axis: int | None,
+    scheme: QuantScheme | None,
+) -> None:  # fmt: skip
+    """A scale for the tensor, for each index of an axis, or for each block; zero points are laid out as scales."""
+    if not scale.dtype.is_float:
+        raise DTypeError(f"{where}: scale is {scale}, wanted floats")
+    if zp is not None and zp.dtype.is_bool:
+        raise DTypeError(f"{where}: zp is {zp}, wanted numbers")
+    if scheme is not None:
+        if axis is not None:
+            raise GraphError(f"{where}: {scheme} has its own axis, found axis={axis}")
+        wanted = scale_shape(where, shape, scheme)
+    else:
+        wanted = () if axis is None else (shape[axis_index(axis, len(shape), where)],)
+    _require_shape(where, "scale", scale, wanted)
+    if zp is not None:
+        _require_shape(where, "zp", zp, wanted)
+
+
+def _integers_only(where: str, scheme: str | None) -> QuantScheme | None:
+    if scheme is None:
+        return None
+    given = QuantScheme(scheme)
+    if given.kind not in ("int8", "int8a", "int4"):
+        raise GraphError(f"{where}: makes integers, found the scheme {given}", hint="int8/32, int8a/32 or int4/32")
+    return given
+
+
+# -- meaning ----------------------------------------------------------------------------------------------------------
 def unpacked(x: Any) -> Any:
     """Blocks [..., blocks] as float32 [..., elements]."""
-    storage = dtype(x.dtype)
+    storage = dtype_of(x.dtype)
     shape = (*x.shape[:-1], x.shape[-1] * storage.block)
     return dequantise_blocks(x, storage, x.size * storage.block).reshape(shape)
 
 
+def _spread(scales: Any, rank: int, axis: int | None, scheme: QuantScheme | None) -> Any:
+    """Scales as they are broadcast to the numbers."""
+    if scheme is not None:
+        return np.repeat(scales, scheme.block, axis=-2) if scheme.block > 1 else scales
+    return scales if axis is None else scales.reshape(-1, *(1,) * (rank - 1 - axis % rank))
+
+
+def _nibbles(x: Any) -> Any:
+    """The two halves of each byte, the low one first."""
+    return np.stack([x & 15, x >> 4], axis=-1).reshape(*x.shape[:-1], -1)
+
+
+def _dequantise(
+    x: Any, scale: Any = None, zp: Any = None, *, axis: int | None = None, scheme: str | None = None
+) -> Any:
+    if x.dtype.fields is not None:
+        return unpacked(x)
+    given = None if scheme is None else QuantScheme(scheme)
+    kind = "int8" if given is None else given.kind
+    wide = np.float64 if any(v is not None and v.dtype == np.float64 for v in (scale, zp)) else np.float32
+    if kind in FP8:
+        numbers = x.view(FP8[kind]).astype(wide)
+        return numbers if scale is None else numbers * scale.astype(wide)
+    if kind == "nvfp4":
+        numbers = _nibbles(x).view(ml_dtypes.float4_e2m1fn).astype(wide)
+        numbers = numbers * _spread(scale.view(FP8["fp8e4m3"]).astype(wide), x.ndim, None, given)
+        return numbers if zp is None else numbers * zp.astype(wide)
+    numbers = ((_nibbles(x) ^ 8).astype(wide) - 8) if kind == "int4" else x.astype(wide)
+    if zp is not None:
+        numbers = numbers - _spread(zp, x.ndim, axis, given).astype(wide)
+    return numbers * _spread(scale, x.ndim, axis, given).astype(wide)
+
+
+def _quantise(
+    x: Any, scale: Any, zp: Any = None, *, axis: int | None = None, dtype: DType = I8, scheme: str | None = None
+) -> Any:
+    given = None if scheme is None else QuantScheme(scheme)
+    q = np.rint(x / _spread(scale, x.ndim, axis, given).astype(x.dtype))
+    if zp is not None:
+        q = q + _spread(zp, x.ndim, axis, given).astype(x.dtype)
+    if given is None or given.kind != "int4":
+        return cast_array(q, dtype)
+    nibbles = cast_array(np.clip(q, -8, 7), I8).view(np.uint8) & 15
+    return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
+
+
+# -- ops --------------------------------------------------------------------------------------------------------------
+def byte(*shape: int) -> Spec:
+    """Random bytes."""
+    return Spec(shape, "u8", 0, 256)
+
+
+def signed(*shape: int) -> Spec:
+    """Random signed bytes."""
+    return Spec(shape, "i8", -128, 128)
+
+
+def _finite(*shape: int) -> Spec:
+    """Random bytes that are finite positive numbers as eight bit floats."""
+    return Spec(shape, "u8", 0, 100)
+
+
+_SCALE = {"low": 0.02, "high": 0.1}
+
+
 @op(
-    "dequantise", reference=unpacked, traits=[TAKES_PACKED],
+    "dequantise", reference=_dequantise, traits=[TAKES_PACKED],
     samples=[
         *(sample(packed(str(d), 3, 2 * d.block)) for d in PACKED), sample(packed("q4_1", 7, 96)),
         sample(packed("q8_0", 2, 3, 32)), sample(packed("q4_k", 0, 256)),
+        sample(signed(5, 7), f32(**_SCALE)), sample(byte(3, 1, 65), f32(**_SCALE), i32(low=100, high=140)),
+        sample(signed(4, 5, 3), f32(5, **_SCALE), i32(5), axis=1), sample(byte(4, 33), f32(33, **_SCALE), axis=-1),
+        sample(signed(32, 17), f32(4, 17, **_SCALE), scheme="int8/8"),
+        sample(signed(2, 32, 5), f32(2, 2, 5, **_SCALE), f32(2, 2, 5), scheme="int8a/16"),
+        sample(byte(32, 9), f32(2, 18, **_SCALE), scheme="int4/16"),
+        sample(byte(8, 33), f32(4, 66, **_SCALE), f32(4, 66), scheme="int4/2"),
+        sample(_finite(9, 40), None, None, scheme="fp8e4m3"), sample(_finite(9, 5), f32(5), scheme="fp8e5m2"),
+        sample(byte(32, 9), _finite(2, 18), f32(**_SCALE), scheme="nvfp4/16"),
     ],
 )  # fmt: skip
-def dequantise(x: TensorType) -> TensorType:
-    """The numbers that packed blocks stand for, as f32."""
-    if not x.dtype.is_packed:
-        raise DTypeError(f"dequantise: takes packed blocks, found {x}")
-    return TensorType(x.shape, F32)
+def dequantise(
+    x: TensorType, scale: TensorType | None = None, zp: TensorType | None = None, *, axis: int | None = None,
+    scheme: str | None = None,
+) -> TensorType:  # fmt: skip
+    """The numbers that quantised ones stand for, as f32, or as f64 where scales are.
+
+    Packed blocks know everything themselves. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one for
+    each index of `axis`. With a scheme `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and
+    zero points [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], the low nibble first. Eight bit
+    floats (E4M3 has NaN, but no infinities, and ends at 448) may have a scale a column. Blocks of NVFP4, packed as int4
+    are, have eight bit floats for scales, and one f32 for all as `zp`.
+    """
+    if x.dtype.is_packed:
+        if any(v is not None for v in (scale, zp, axis, scheme)):
+            raise GraphError(f"dequantise: {x} keeps its scales inside, nothing else is given")
+        return TensorType(x.shape, F32)
+    if scheme is None:
+        if x.dtype not in (I8, U8):
+            raise DTypeError(f"dequantise: takes packed blocks, i8 or u8, found {x}")
+        if scale is None:
+            raise GraphError(f"dequantise: {x} has no scale", hint="dequantise(x, scale=...)")
+        _check_scales("dequantise", x.shape, scale, zp, axis, None)
+        return TensorType(x.shape, _width(scale, zp))
+    given = QuantScheme(scheme)
+    if given.packed is not None:
+        raise DTypeError(f"dequantise: {given} is stored as {given.packed}[..., k], found {x}")
+    shape = numbers_shape(x, given)
+    if given.kind in FP8:
+        _check_column_scales(shape, scale, zp, given)
+    elif given.kind == "nvfp4":
+        _check_float_blocks(shape, scale, zp, given)
+    elif scale is None or (given.kind == "int8a" and zp is None):
+        raise GraphError(f"dequantise: {given} has no {'scale' if scale is None else 'zp'}")
+    else:
+        _check_scales("dequantise", shape, scale, zp, axis, given)
+    return TensorType(shape, _width(scale, zp))
+
+
+def _width(*scales: TensorType | None) -> DType:
+    return F64 if any(t is not None and t.dtype is F64 for t in scales) else F32
+
+
+def _check_column_scales(
+    shape: tuple[Size, ...], scale: TensorType | None, zp: TensorType | None, scheme: QuantScheme
+) -> None:
+    if zp is not None:
+        raise GraphError(f"dequantise: {scheme} has no zero points, found {zp}")
+    if scale is not None:
+        _check_scales("dequantise", shape, scale, None, None, scheme if scale.rank else None)
+
+
+def _check_float_blocks(
+    shape: tuple[Size, ...], scale: TensorType | None, zp: TensorType | None, scheme: QuantScheme
+) -> None:
+    if scale is None or scale.dtype is not U8:
+        raise DTypeError(f"dequantise: scale of {scheme} is {scale}, wanted u8, the bytes of E4M3 floats")
+    _require_shape("dequantise", "scale", scale, scale_shape("dequantise", shape, scheme))
+    if zp is not None and (zp.rank or not zp.dtype.is_float):
+        raise ShapeError(f"dequantise: zp of {scheme} is {zp}, wanted one float, the scale of all blocks")
+
+
+@op(
+    "quantise", reference=_quantise,
+    samples=[
+        sample(f32(5, 7), f32(**_SCALE)), sample(f32(3, 1, 65), f32(**_SCALE), i32(low=100, high=140), dtype=U8),
+        sample(f32(4, 5, 3), f32(5, **_SCALE), i32(5), axis=1), sample(f32(4, 33), f32(33, **_SCALE), axis=-1),
+        sample(f32(32, 17), f32(4, 17, **_SCALE), scheme="int8/8"),
+        sample(f32(2, 32, 5), f32(2, 2, 5, **_SCALE), i32(2, 2, 5), scheme="int8a/16"),
+        sample(f32(32, 18), f32(2, 18, low=0.3, high=0.5), i32(2, 18, low=-2, high=3), scheme="int4/16"),
+    ],
+)  # fmt: skip
+def quantise(
+    x: TensorType, scale: TensorType, zp: TensorType | None = None, *, axis: int | None = None, dtype: DType = I8,
+    scheme: str | None = None,
+) -> TensorType:  # fmt: skip
+    """x / scale rounded to the nearest integer, ties to even, plus zp, kept within i8 or u8. NaN becomes 0.
+
+    Scales and zero points (whole numbers) are those of `dequantise`: of the tensor, of an axis, or of blocks along k
+    with one of the schemes int8, int8a and int4.
+    """
+    given = _integers_only("quantise", scheme)
+    if not x.dtype.is_float or dtype not in (I8, U8):
+        raise DTypeError(f"quantise: makes i8 or u8 of floats, found {dtype} of {x}")
+    if given is None:
+        _check_scales("quantise", x.shape, scale, zp, axis, None)
+        return x.with_dtype(dtype)
+    if x.rank < 2 or dtype is not I8:
+        raise ShapeError(f"quantise: {given} takes [..., k, n] and is signed, found {x} and {dtype}")
+    _check_scales("quantise", x.shape, scale, zp, axis, given)
+    if given.kind == "int8a" and zp is None:
+        raise GraphError(f"quantise: {given} has no zp")
+    *rows, n = x.shape
+    if given.elements_per_byte == 2 and (not isinstance(n, int) or n % 2):
+        raise ShapeError(f"quantise: n is {n}, two int4 share a byte")
+    return TensorType((*rows, n // given.elements_per_byte), given.storage)
+
+
+def _levels(scheme: QuantScheme | None) -> int:
+    """The largest number of a signed type; its negative is used too, the one below is not."""
+    return 7 if scheme is not None and scheme.kind == "int4" else 127
+
+
+def _quant_scale(x: Any, *, axis: int | None = None, scheme: str | None = None) -> Any:
+    given = None if scheme is None else QuantScheme(scheme)
+    size = np.abs(x)
+    if given is not None:
+        *leading, k, n = x.shape
+        size = size.reshape(*leading, k // given.block, given.block, n).max(-2)
+    else:
+        others = tuple(a for a in range(x.ndim) if axis is None or a != axis % x.ndim)
+        size = size.max(others, initial=0)
+    return np.maximum(size / x.dtype.type(_levels(given)), x.dtype.type(LEAST_SCALE))
+
+
+def _quant_scale_apart(x: Value, *, axis: int | None, scheme: str | None) -> Value:
+    given = None if scheme is None else QuantScheme(scheme)
+    size = abs(x.astype(x.dtype.compute))
+    if given is not None:
+        *leading, k, n = x.shape
+        size = size.reshape(*leading, k // given.block, given.block, n)
+    others = tuple(a for a in range(x.rank) if axis is None or a != axis % x.rank)
+    largest = x.graph.one("max", size, axis=(size.rank - 2,) if given is not None else others)
+    return (largest / _levels(given)).maximum(LEAST_SCALE)  # type: ignore[no-any-return]
+
+
+@op(
+    "quant_scale", reference=_quant_scale, decompose=_quant_scale_apart, traits=[COMPOSED], tolerance=1e-6,
+    samples=[
+        sample(f32(5, 7)), sample(f32(4, 5, 3), axis=1), sample(f32(9), axis=-1), sample(f32(32, 6), scheme="int8/8"),
+        sample(f32(2, 6, 4), scheme="int4/2"),
+    ],
+)  # fmt: skip
+def quant_scale(x: TensorType, *, axis: int | None = None, scheme: str | None = None) -> TensorType:
+    """The least scale with which `quantise` cuts nothing off: the largest magnitude / 127 (int4: 7).
+
+    Of the whole tensor, of each index of `axis`, or of blocks along k with a scheme. Zeros have a scale of 1e-12.
+    """
+    given = _integers_only("quant_scale", scheme)
+    if not x.dtype.is_float:
+        raise DTypeError(f"quant_scale: takes floats, found {x}")
+    shape: tuple[Size, ...]
+    if given is None:
+        shape = () if axis is None else (x.shape[axis_index(axis, x.rank, "quant_scale")],)
+    elif x.rank < 2 or axis is not None:
+        raise ShapeError(f"quant_scale: {given} takes [..., k, n] and no axis, found {x} and axis={axis}")
+    else:
+        shape = scale_shape("quant_scale", x.shape, given)
+    return TensorType(shape, x.dtype.compute)
+
+
+def _fake_quantise(x: Any, *, bits: int = 8, axis: int | None = None) -> Any:
+    top = x.dtype.type(2 ** (bits - 1) - 1)
+    others = tuple(a for a in range(x.ndim) if axis is None or a != axis % x.ndim)
+    step = np.maximum(np.abs(x).max(others, keepdims=True, initial=0) / top, x.dtype.type(LEAST_SCALE))
+    return np.clip(np.rint(x / step), -top, top) * step
+
+
+def _fake_quantise_apart(x: Value, *, bits: int, axis: int | None) -> Value:
+    top, wide = 2 ** (bits - 1) - 1, x.astype(x.dtype.compute)
+    others = tuple(a for a in range(x.rank) if axis is None or a != axis % x.rank)
+    largest = x.graph.one("max", abs(wide), axis=others, keepdims=True)
+    step = (largest / top).maximum(LEAST_SCALE)
+    rounded: Value = (wide / step).round().maximum(-top).minimum(top) * step
+    return rounded.astype(x.dtype)
+
+
+@op(
+    "fake_quantise", reference=_fake_quantise, decompose=_fake_quantise_apart, traits=[COMPOSED], tolerance=1e-6,
+    samples=[sample(f32(5, 7)), sample(f32(4, 5, 3), axis=1, bits=4), sample(f32(3, 33), axis=-1, bits=2)],
+)  # fmt: skip
+def fake_quantise(x: TensorType, *, bits: int = 8, axis: int | None = None) -> TensorType:
+    """x as it comes back from integers of so many bits, by a symmetric scale of the tensor or of each index of `axis`.
+
+    The scale is the largest magnitude / (2^(bits - 1) - 1), rounding is to the nearest, ties to even.
+    """
+    if not x.dtype.is_float:
+        raise DTypeError(f"fake_quantise: takes floats, found {x}")
+    if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 16:
+        raise GraphError(f"fake_quantise: bits is {bits!r}, wanted 2 to 16")
+    if axis is not None:
+        axis_index(axis, x.rank, "fake_quantise")
+    return x
+
+
+def _dequant_matmul(x: Any, w: Any, scale: Any = None, zp: Any = None, *, scheme: str) -> Any:
+    packed_ = QuantScheme(scheme).packed is not None
+    numbers = unpacked(w).swapaxes(-1, -2) if packed_ else _dequantise(w, scale, zp, scheme=scheme)
+    wide = np.promote_types(x.dtype, numbers.dtype)
+    return np.matmul(x.astype(wide), numbers.astype(wide))
+
+
+def _dequant_matmul_apart(x: Value, w: Value, scale: Value | None, zp: Value | None, *, scheme: str) -> Value:
+    if QuantScheme(scheme).packed is not None:
+        return x @ w.graph.one("dequantise", w).mT
+    return x @ w.graph.one("dequantise", w, scale, zp, scheme=scheme)
+
+
+@op(
+    "dequant_matmul", reference=_dequant_matmul, decompose=_dequant_matmul_apart, traits=[COMPOSED, TAKES_PACKED],
+    tolerance=1e-5,
+    samples=[
+        sample(f32(3, 64), packed("q8_0", 5, 64), scheme="gguf_q8_0"),
+        sample(f32(2, 3, 256), packed("q4_k", 70, 256), scheme="gguf_q4k"),
+        sample(f32(3, 32), signed(32, 17), f32(4, 17, **_SCALE), scheme="int8/8"),
+        sample(f32(2, 3, 32), signed(32, 70), f32(2, 70, **_SCALE), i32(2, 70), scheme="int8a/16"),
+        sample(f32(1, 32), byte(32, 9), f32(2, 18, **_SCALE), scheme="int4/16"),
+        sample(f32(5, 9), _finite(9, 40), scheme="fp8e4m3"),
+        sample(f32(5, 32), byte(32, 9), _finite(2, 18), f32(**_SCALE), scheme="nvfp4/16"),
+    ],
+)  # fmt: skip
+def dequant_matmul(
+    x: TensorType, w: TensorType, scale: TensorType | None = None, zp: TensorType | None = None, *, scheme: str
+) -> TensorType:
+    """x times a quantised weight: [..., m, k] by numbers [k, n].
+
+    GGUF weights are packed rows [n, k], as files have them, and the matmul unpacks them on the way; a param that is
+    declared plain ([n, k], [k, n], or u8 for the bytes) becomes one. Other schemes are stored as `dequantise` says.
+    """
+    given = QuantScheme(scheme)
+    if not x.dtype.is_float:
+        raise DTypeError(f"dequant_matmul: x is {x}, wanted floats")
+    if given.packed is None:
+        found = dequantise.rule(w, scale, zp, scheme=scheme)
+    else:
+        if scale is not None or zp is not None:
+            raise GraphError(f"dequant_matmul: {given} keeps its scales inside, found scale {scale} and zp {zp}")
+        if w.dtype is not given.packed or w.rank != 2:
+            raise DTypeError(f"dequant_matmul: {given} is stored as {given.packed}[n, k], found {w}")
+        found = TensorType((w.shape[1], w.shape[0]), F32)
+    assert isinstance(found, TensorType)
+    product = matmul.rule(x, found)
+    assert isinstance(product, TensorType)
+    return product

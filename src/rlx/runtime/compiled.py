@@ -19,9 +19,14 @@ from rlx.backends.cpu.executable import Executable
 from rlx.errors import BindError, CapabilityError, nearest
 from rlx.ir import evaluate
 from rlx.ir.graph import Graph
+from rlx.profile import CompileProfile
+from rlx.runtime.dispatch import DispatchReport, all_on_host, dispatch_report
 from rlx.runtime.inputs import Leaf, as_array, check_fixed, check_names, has_symbols, solve_symbols
+from rlx.runtime.lineage import lineage
+from rlx.runtime.memory_report import MemoryReport
 from rlx.runtime.plan import CompiledPlan
-from rlx.runtime.profiler import Report, profile, write_trace
+from rlx.runtime.profiler import Report, memory_of, profile, write_trace
+from rlx.runtime.resources import require
 from rlx.runtime.weights import WeightStore
 from rlx.target import Target
 from rlx.types import TensorType, concrete
@@ -35,6 +40,7 @@ class CompiledGraph(ABC):
 
     def __init__(self, graph: Graph, device: str) -> None:
         self.graph = graph
+        self.name, self._limits = graph.name, graph.limits
         self.device = device
         self.input_types: dict[str, TensorType] = {n.attrs["name"]: n.types[0] for n in graph.inputs}
         self._states = [n.attrs["name"] for n in graph.inputs if n.op == "state"]
@@ -99,7 +105,7 @@ class CompiledGraph(ABC):
                 raise BindError(f"state {name!r}: is changed in place, so it must be a contiguous, writable array")
         leaves = self._param_leaves(self.param_types)
         leaves += [Leaf(f"input {n!r}", arrays[n], t) for n, t in self.input_types.items()]
-        return arrays, solve_symbols(leaves, self.graph.limits)
+        return arrays, solve_symbols(leaves, self._limits)
 
     def _param_leaves(self, names: Iterable[str]) -> list[Leaf]:
         """The weights among `names` that have run-time sizes: these must agree with each other and with the inputs."""
@@ -110,8 +116,24 @@ class CompiledGraph(ABC):
     def report(self, inputs: Mapping[str, Any] | None = None) -> Report:
         """What a run does: launches, bytes, flops; with inputs (or after a run) also times."""
 
+    def dispatch(self) -> DispatchReport:
+        """What computes each node of the graph: machine code, the ops that it was decomposed into, or Python."""
+        return all_on_host(self.graph)
+
+    def memory(self, sizes: Mapping[str, int] | None = None) -> MemoryReport:
+        """Every buffer of a run with these sizes of the symbols (None: those of the last run), and when it lives."""
+        raise CapabilityError(f"memory: device {self.device!r} plans none", hint="compile for device cpu")
+
+    def page(self, path: str | Path, *, assembly: bool = False) -> Path:
+        """Write a web page that shows the levels of the graph side by side; `assembly` adds the machine code."""
+        raise CapabilityError(f"page: on device {self.device!r} there is only one level", hint="compile for device cpu")
+
+    def export(self, path: str | Path, *, weights: bool = False) -> Path:
+        """Write program and machine code to a file that `rlx.load_exported` runs; with `weights`, those too."""
+        raise CapabilityError(f"export: device {self.device!r} has no machine code", hint="compile for device cpu")
+
     def __repr__(self) -> str:
-        return f"<compiled {self.graph.name!r} on {self.device}>"
+        return f"<compiled {self.name!r} on {self.device}>"
 
 
 class ReferenceGraph(CompiledGraph):
@@ -135,9 +157,16 @@ class CpuGraph(CompiledGraph):
     """Runs machine code."""
 
     def __init__(
-        self, graph: Graph, plan: CompiledPlan, target: Target, threads: int | None, store: WeightStore
+        self,
+        graph: Graph,
+        plan: CompiledPlan,
+        target: Target,
+        threads: int | None,
+        store: WeightStore,
+        profile: CompileProfile | None = None,
     ) -> None:
         super().__init__(graph, "cpu")
+        self.profile = profile
         self._store = store
         self.plan = plan
         self.target = target
@@ -163,8 +192,10 @@ class CpuGraph(CompiledGraph):
 
     def _derived(self, binder: Executable) -> list[Array]:
         """What the bind program makes of the weights."""
+        sizes_of = [self.plan.main.buffers[n].type.bytes for n in self.plan.derived if n in self.plan.main.buffers]
+        require(f"weights of {self.name!r}", sum(size for size in sizes_of if isinstance(size, int)))
         binder.bind({n: self._params[n] for n in self.plan.bind.weights})
-        sizes = solve_symbols(self._param_leaves(self.plan.bind.weights), self.graph.limits)
+        sizes = solve_symbols(self._param_leaves(self.plan.bind.weights), self._limits)
         made = binder.run(tuple(sizes[s] for s in self.plan.bind.symbols), [])
         binder.bind({})  # lets go of the sources and of its arena
         return made
@@ -177,7 +208,7 @@ class CpuGraph(CompiledGraph):
             outputs = self.executable.run(key, arrays)
         else:
             outputs, stamps = self.executable.trace_run(key, arrays)
-            write_trace(Path(trace), self.executable, stamps)
+            write_trace(Path(trace), self.executable, stamps, key)
         self._last = key
         return outputs
 
@@ -217,6 +248,29 @@ class CpuGraph(CompiledGraph):
             arrays = [_stand_in(t, sizes) for t in self.input_types.values()]
             return profile(self, self._last, arrays)
         return profile(self, None, [])
+
+    def dispatch(self) -> DispatchReport:
+        return dispatch_report(lineage(self.graph, self.target, self.profile))
+
+    def memory(self, sizes: Mapping[str, int] | None = None) -> MemoryReport:
+        if sizes is None and self._last is None and self._symbols:
+            raise BindError(f"memory: {', '.join(self._symbols)} not known yet", hint="give sizes, or run it once")
+        if sizes is None:
+            return memory_of(self.executable, self._last or ())
+        check_names("size", sizes, list(self._symbols))
+        return memory_of(self.executable, tuple(sizes[s] for s in self._symbols))
+
+    def page(self, path: str | Path, *, assembly: bool = False) -> Path:
+        from rlx.runtime.page import graph_page
+
+        written = Path(path)
+        written.write_text(graph_page(self.graph, self.target, profile=self.profile, assembly=assembly), "utf-8")
+        return written
+
+    def export(self, path: str | Path, *, weights: bool = False) -> Path:
+        from rlx.runtime.export import export_graph
+
+        return export_graph(self, path, embed=weights)
 
 
 def _stand_in(type_: TensorType, sizes: Mapping[str, int]) -> Array:

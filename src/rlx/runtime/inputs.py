@@ -65,7 +65,10 @@ def as_array(what: str, name: str, value: Any, type_: TensorType) -> Array:
 
 
 def _as_blocks(what: str, name: str, value: Array, type_: TensorType) -> Array:
-    """The bytes of packed rows, [..., bytes of a row], as blocks."""
+    """The bytes of packed rows, [..., bytes of a row] or all in one row, as blocks."""
+    rows = [d for d in type_.shape[:-1] if isinstance(d, int)]
+    if value.ndim == 1 and value.size and value.size == type_.bytes and len(rows) == type_.rank - 1:
+        value = value.reshape(*rows, -1)
     if value.ndim == 0 or value.shape[-1] % type_.dtype.size:
         raise BindError(f"{what} {name!r}: rows of {_shape(value)} bytes are not whole blocks of {type_.dtype.size}")
     return np.ascontiguousarray(value).view(type_.dtype.numpy)

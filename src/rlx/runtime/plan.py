@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlx.backends import cache
-from rlx.hir.lower import lower
-from rlx.ir.graph import Graph, Value
+from rlx.ir.graph import Graph
 from rlx.lir.program import Program
-from rlx.lir.schedule import schedule
-from rlx.mir.pipeline import optimise
 from rlx.mir.report import FusionReport
+from rlx.module import LirModule, plan_lir
+from rlx.profile import CompileProfile
 from rlx.runtime.weights import Recipe, recipes
 from rlx.target import Target
 
@@ -33,37 +32,31 @@ class CompiledPlan:
     origins: tuple[str, ...]  # where the nodes of the graph were built
 
 
-def make_plan(graph: Graph, target: Target) -> CompiledPlan:
+def make_plan(graph: Graph, target: Target, profile: CompileProfile | None = None) -> CompiledPlan:
     """Compile a graph to programs, without the cache."""
-    result = optimise(lower(graph), target)
-    derived = zip(result.derived, result.bind.outputs, strict=True)
-    panels = {n: _layout(o) for n, o in derived if o.node.op in ("pack_panels", "interleave_blocks")}
-    main = schedule(result.main, target, notes=panels)
-    bind = schedule(result.bind, target)
-    texts = result.main.text(), result.bind.text()
-    return CompiledPlan(main, bind, result.derived, recipes(result.bind), result.report, *texts, _origins(graph))
+    return planned(plan_lir(graph, target, profile or CompileProfile()), graph)
 
 
-def _layout(panels: Value) -> str:
-    """How a weight that a matmul kernel reads lies in memory."""
-    source = panels.node.operands[0]
-    assert source is not None
-    kind = f" of {source.dtype}" if source.dtype.is_packed else ""
-    return f"panels({panels.shape[-1]}){kind}"
+def planned(lir: LirModule, graph: Graph) -> CompiledPlan:
+    """What running a planned module needs; `graph` is what it was built as."""
+    done = lir.optimised
+    texts = done.main.text(), done.bind.text()
+    return CompiledPlan(lir.main, lir.bind, done.derived, recipes(done.bind), done.report, *texts, _origins(graph))
 
 
 def _origins(graph: Graph) -> tuple[str, ...]:
     return tuple(str(node.origin) for node in graph.nodes)
 
 
-def cached_plan(graph: Graph, target: Target) -> CompiledPlan:
-    """The plan from the program cache, or made and stored there."""
+def cached_plan(graph: Graph, target: Target, profile: CompileProfile | None = None) -> CompiledPlan:
+    """The plan from the program cache, or made and stored there: not with users' ops, whose source it does not know."""
     store = cache.current()
-    if store.folder is None:
-        return make_plan(graph, target)
-    text = f"{graph.fingerprint()}|{graph.name}|{target}|{cache.source_digest()}"
+    profile = profile or CompileProfile()
+    if store.folder is None or not _is_builtin(graph):
+        return make_plan(graph, target, profile)
+    text = f"{graph.fingerprint()}|{graph.name}|{target}|{profile.key()}|{cache.source_digest()}"
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    data = store.read("programs", key)
+    data = None if profile.passes.verbose else store.read("programs", key)  # what is read has no passes to tell of
     if data is not None:
         try:
             found = pickle.loads(data)
@@ -72,11 +65,19 @@ def cached_plan(graph: Graph, target: Target) -> CompiledPlan:
                 return moved
         except (pickle.UnpicklingError, AttributeError, ImportError, EOFError, LookupError, TypeError, ValueError):
             pass  # written by something else: make it again
-    plan = make_plan(graph, target)
+    plan = make_plan(graph, target, profile)
     for program in (plan.main, plan.bind):
         program.kernels()  # so that their digests are stored too
     store.write("programs", key, pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL))
     return plan
+
+
+def _is_builtin(graph: Graph) -> bool:
+    """Whether all ops are those of rlx, in bodies too."""
+    return all(
+        node.definition.is_builtin and all(_is_builtin(v) for v in node.attrs.values() if isinstance(v, Graph))
+        for node in graph.nodes
+    )
 
 
 def relocated(plan: CompiledPlan, origins: tuple[str, ...]) -> CompiledPlan | None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlx.backends.cpu.ceilings import Ceilings, ceilings, ticks_per_second
-from rlx.backends.cpu.executable import Executable
+from rlx.backends.cpu.executable import Executable, Trace
+from rlx.runtime.memory_report import MemoryReport, memory_report, show_bytes
 from rlx.types import evaluate
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ RUNS = 5  # traced runs; the fastest of each launch counts
 
 @dataclass(frozen=True, slots=True)
 class LaunchReport:
-    """One launch: what it reads and computes, and how long it took (0 where nothing ran)."""
+    """One launch: what it reads and computes, and how long it took (0 where nothing ran), all its runs together."""
 
     kernel: str
     kind: str
@@ -32,6 +33,7 @@ class LaunchReport:
     bytes: int
     flops: int
     seconds: float
+    runs: int = 1  # more in a loop
 
     @property
     def gb_per_second(self) -> float:
@@ -66,11 +68,12 @@ class Report:
     ceilings: Ceilings | None = None
     dispatch: dict[str, str] = field(default_factory=dict)
     fusion: str = ""
+    memory: MemoryReport | None = None  # at the sizes of the run
 
     def __str__(self) -> str:
         lines = [
             f"{self.name} on {self.device} {self.target}, {self.threads} threads: {len(self.launches)} launches of "
-            f"{self.kernels} kernels, arena {_bytes(self.arena_bytes)}, weights {_bytes(self.weight_bytes)}"
+            f"{self.kernels} kernels, arena {show_bytes(self.arena_bytes)}, weights {show_bytes(self.weight_bytes)}"
         ]
         if self.ceilings is not None:
             c = self.ceilings
@@ -82,19 +85,15 @@ class Report:
         for x in self.launches:
             share = f"{x.fraction(self.ceilings):6.0%}" if self.ceilings and x.seconds else "-"
             lines.append(
-                f"  {x.kernel[:40]:40} {x.kind:9} {x.seconds * 1e6:9.1f} {x.gb_per_second:7.1f} {x.gflops:7.1f} "
+                f"  {_label(x):40} {x.kind:9} {x.seconds * 1e6:9.1f} {x.gb_per_second:7.1f} {x.gflops:7.1f} "
                 f"{share:>7}  {x.where}"
             )
         return "\n".join(lines)
 
 
-def _bytes(n: int) -> str:
-    size = float(n)
-    for unit in ("B", "KB", "MB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GB"
+def _label(launch: LaunchReport) -> str:
+    runs = f" × {launch.runs}" if launch.runs != 1 else ""
+    return launch.kernel[: 40 - len(runs)] + runs
 
 
 def profile(compiled: CpuGraph, key: tuple[int, ...] | None, inputs: Sequence[Array]) -> Report:
@@ -106,46 +105,91 @@ def profile(compiled: CpuGraph, key: tuple[int, ...] | None, inputs: Sequence[Ar
         compiled.graph.name, compiled.device, executable.threads, executable.target.name,
         kernels=len(program.kernels()),
         weight_bytes=sum(evaluate(program.buffers[n].type.bytes, sizes) for n in program.weights),
-        dispatch={f"{i} {x.kernel.symbol}": "native" for i, x in enumerate(program.launches)},
+        dispatch={f"{i} {x.kernel.symbol}": _path(x.kernel.kind) for i, x in enumerate(program.launches)},
         fusion=str(compiled.plan.fusion),
     )  # fmt: skip
-    seconds = [0.0] * len(program.launches)
+    seconds, steps = [0.0] * len(program.launches), program.all_steps(sizes)
     if key is not None:
-        memory = executable.frame(key).plan
-        report.arena_bytes, report.arena_bound = memory.size, memory.bound
+        report.memory = memory_of(executable, key)
+        report.arena_bytes, report.arena_bound = report.memory.arena, report.memory.bound
         report.ceilings = ceilings(executable.target, executable.threads)
-        seconds, report.seconds = _time(executable, key, inputs)
-    for launch, taken in zip(program.launches, seconds, strict=True):
-        moved, flops = evaluate(launch.bytes, sizes), evaluate(launch.flops, sizes)
+        seconds, report.seconds, steps = _time(executable, key, inputs)
+    for launch, taken, runs in zip(program.launches, seconds, program.runs(steps), strict=True):
+        moved, flops = (evaluate(size, sizes) * runs for size in (launch.bytes, launch.flops))
         kernel = launch.kernel
-        report.launches.append(LaunchReport(kernel.symbol, kernel.kind, launch.where, moved, flops, taken))
+        report.launches.append(LaunchReport(kernel.symbol, kernel.kind, launch.where, moved, flops, taken, runs))
     return report
 
 
-def _time(executable: Executable, key: tuple[int, ...], inputs: Sequence[Array]) -> tuple[list[float], float]:
-    """Seconds of each launch (the slowest thread, best of some runs) and of a whole run."""
+def _path(kind: str) -> str:
+    return "host" if kind == "host" else "native"
+
+
+def memory_of(executable: Executable, key: tuple[int, ...]) -> MemoryReport:
+    """The memory of a run with these sizes."""
+    frame = executable.frame(key)
+    sizes = dict(zip(executable.program.symbols, key, strict=True))
+    return memory_report(executable.program, sizes, frame.plan, frame.scratch)
+
+
+def _time(
+    executable: Executable, key: tuple[int, ...], inputs: Sequence[Array]
+) -> tuple[list[float], float, dict[int, int]]:
+    """Seconds of each launch (the slowest thread, best of some runs) and of a whole run; the steps of loops."""
     executable.run(key, inputs)
     ticks = ticks_per_second(executable.target)
     best = np.full(len(executable.program.launches), np.inf)
     whole = np.inf
     for _ in range(RUNS):
         start = time.perf_counter()
-        _, stamps = executable.trace_run(key, inputs)
+        _, trace = executable.trace_run(key, inputs)
         whole = min(whole, time.perf_counter() - start)
-        best = np.minimum(best, (stamps[:, :, 1] - stamps[:, :, 0]).max(axis=1) / ticks)
-    return [float(b) for b in best], float(whole)
+        best = np.minimum(best, (trace.launches[:, :, 1] - trace.launches[:, :, 0]).max(axis=1) / ticks)
+    return [float(b) for b in best], float(whole), trace.steps
 
 
-def write_trace(path: Path, executable: Executable, stamps: Array) -> None:
-    """A timeline that chrome://tracing and Perfetto read, in microseconds; one row a thread."""
-    events = []
+def write_trace(path: Path, executable: Executable, trace: Trace, key: tuple[int, ...]) -> None:
+    """A timeline that Perfetto and chrome://tracing read, in microseconds; one row a thread.
+
+    Of a loop the sum of all steps is shown: its launches one after the other, each as long as its runs together.
+    """
+    program, stamps = executable.program, trace.launches
+    sizes = dict(zip(program.symbols, key, strict=True))
+    name = f"{program.name} on {executable.target.name}"
+    events: list[dict[str, Any]] = [_named("process_name", 0, name)]
+    events += [_named("thread_name", t, f"thread {t}") for t in range(stamps.shape[1])]
     ticks = ticks_per_second(executable.target) / 1e6
     start = int(stamps[stamps > 0].min()) if (stamps > 0).any() else 0
-    for launch, row in zip(executable.program.launches, stamps, strict=True):
+    loops = program.outermost_loops()
+    runs = program.runs(trace.steps)
+
+    def event(name: str, kind: str, thread: int, begin: int, end: int, about: dict[str, Any]) -> None:
+        events.append({
+            "name": name, "cat": kind, "ph": "X", "pid": 0, "tid": thread, "ts": int(begin - start) / ticks,
+            "dur": int(end - begin) / ticks, "args": about,
+        })  # fmt: skip
+
+    for thread in range(stamps.shape[1]):
+        for outer in dict.fromkeys(n for n in loops if n is not None):
+            begin, end = trace.controls[outer, thread]
+            if begin:
+                inside = {"steps": trace.steps[outer], "launches": loops.count(outer)}
+                event(f"loop {outer}", "loop", thread, begin, end, inside)
+    ended: dict[tuple[int, int], int] = {}  # where the launches of a loop end so far, by loop and thread
+    for number, (launch, row) in enumerate(zip(program.launches, stamps, strict=True)):
+        about = {
+            "launch": number, "where": launch.where, "units": evaluate(launch.units, sizes), "runs": runs[number],
+            "bytes": evaluate(launch.bytes, sizes), "flops": evaluate(launch.flops, sizes),
+        }  # fmt: skip
+        loop = loops[number]
         for thread, (begin, end) in enumerate(row):
             if end > begin:
-                events.append({
-                    "name": launch.kernel.symbol, "cat": launch.kernel.kind, "ph": "X", "pid": 0, "tid": thread,
-                    "ts": int(begin - start) / ticks, "dur": int(end - begin) / ticks, "args": {"where": launch.where},
-                })  # fmt: skip
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
+                at = begin if loop is None else ended.get((loop, thread), int(begin))
+                event(launch.kernel.symbol, launch.kernel.kind, thread, at, at + end - begin, about)
+                if loop is not None:
+                    ended[loop, thread] = at + end - begin
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": sizes}))
+
+
+def _named(what: str, thread: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": 0, "tid": thread, "args": {"name": name}}

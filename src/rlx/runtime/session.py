@@ -10,8 +10,11 @@ from rlx.backends.base import device as find_device
 from rlx.errors import CapabilityError, GraphError
 from rlx.hir.lower import lower
 from rlx.ir.graph import Graph
+from rlx.mir.pipeline import rounded
+from rlx.module import GraphModule
+from rlx.profile import PROCESSORS, CompileProfile
 from rlx.runtime.compiled import CompiledGraph, CpuGraph, ReferenceGraph
-from rlx.runtime.plan import cached_plan
+from rlx.runtime.plan import cached_plan, planned
 from rlx.runtime.weights import WeightStore
 from rlx.target import Target
 
@@ -31,17 +34,46 @@ class Session:
         self.target = _checked_target(target)
         self.weights = WeightStore()  # shared by all graphs that this session compiles
 
-    def compile(self, graph: Graph) -> CompiledGraph:
-        """A graph ready to run on this session's device."""
-        if not isinstance(graph, Graph):
-            raise GraphError(f"compile: takes a Graph, found {type(graph).__name__}")
-        if not graph.outputs:
-            raise GraphError(f"compile: graph {graph.name!r} has no outputs", hint="call g.set_outputs([...])")
+    def compile(self, graph: Graph | GraphModule, *, profile: CompileProfile | None = None) -> CompiledGraph:
+        """A graph, or a module at any level, ready to run on this session's device; `profile` says how to compile."""
+        module = graph if isinstance(graph, GraphModule) else _module(graph)
+        if profile is not None and not isinstance(profile, CompileProfile):
+            raise GraphError(f"compile: profile is a {type(profile).__name__}, expected a CompileProfile")
+        hir = module.as_hir()
+        source = module.into_mir() if hir is None else hir
+        if not source.outputs:
+            raise GraphError(f"compile: graph {module.name!r} has no outputs", hint="call g.set_outputs([...])")
         with _guard:
-            graph.verify()
+            source.verify()
+            lir = module.as_lir()
+            if lir is not None and profile is not None:
+                raise GraphError(f"compile: module {module.name!r} is planned already, a profile comes too late")
+            chosen = module.profile(profile)
+            target = self._target(chosen.fusion.target)
             if self.device.name == "reference":
-                return ReferenceGraph(lower(graph), "reference")
-            return CpuGraph(graph, cached_plan(graph, self.target), self.target, self.threads, self.weights)
+                return ReferenceGraph(rounded(lower(source, chosen.fusion.policy), chosen), "reference")
+            if lir is None:
+                plan = cached_plan(source, target, chosen)
+            elif lir.target != target:
+                found = f"module {module.name!r} is planned for {lir.target.name}, this session is for {target.name}"
+                raise CapabilityError(f"compile: {found}", hint="plan it for this target")
+            else:
+                plan = planned(lir, source)
+            return CpuGraph(source, plan, target, self.threads, self.weights, chosen)
+
+    def _target(self, wanted: str) -> Target:
+        """The target that a profile is for, if this session's device has it."""
+        if wanted in ("auto", self.device.name) or self.device.name == "reference":  # the oracle of every device
+            return self.target
+        if wanted in PROCESSORS:
+            return targets.named(wanted)
+        raise CapabilityError(f"compile: the profile is for {wanted}, the session's device is {self.device.name}")
+
+
+def _module(graph: Graph) -> GraphModule:
+    if not isinstance(graph, Graph):
+        raise GraphError(f"compile: takes a Graph, found {type(graph).__name__}", hint="or a GraphModule")
+    return GraphModule(graph)
 
 
 def _checked_threads(threads: int | None) -> int | None:
@@ -61,7 +93,12 @@ def _checked_target(target: str | Target | None) -> Target:
 
 
 def compile(
-    graph: Graph, device: str = "cpu", *, threads: int | None = None, target: str | Target | None = None
+    graph: Graph | GraphModule,
+    device: str = "cpu",
+    *,
+    threads: int | None = None,
+    target: str | Target | None = None,
+    profile: CompileProfile | None = None,
 ) -> CompiledGraph:
-    """A graph ready to run: the same as `Session(device, ...).compile(graph)`."""
-    return Session(device, threads=threads, target=target).compile(graph)
+    """A graph or module ready to run: the same as `Session(device, ...).compile(graph, profile=profile)`."""
+    return Session(device, threads=threads, target=target).compile(graph, profile=profile)

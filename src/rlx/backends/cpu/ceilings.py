@@ -47,6 +47,7 @@ def ceilings(target: Target, threads: int) -> Ceilings:
         stamps = np.zeros((1, workers.threads, 2), np.int64)
         best = float("inf")
         for _ in range(repeats):
+            stamps[:] = 0
             workers.run(records, scratch, 4096, stamps)
             best = min(best, float((stamps[0, :, 1] - stamps[0, :, 0]).max()))
         return best / ticks_per_second(target)
@@ -70,6 +71,7 @@ def ticks_per_second(target: Target) -> float:
     record, stamps = np.zeros((1, 4), np.int64), np.zeros((1, 1, 2), np.int64)  # a launch of no units
 
     def now() -> tuple[int, float]:
+        stamps[:] = 0
         alone.run(record, scratch, 64, stamps)
         return int(stamps[0, 0, 1]), time.perf_counter()
 

@@ -3,6 +3,10 @@
 `driver_text` is its LLVM IR for a target. Records and job blocks are plain memory that Python fills; the constants
 below are their layout. Threads that wait spin for a while and then sleep in the kernel, by inline system calls, so
 the object has no undefined symbols.
+
+Loops and branches are records too. A thread that enters a loop copies the arguments of the launches in it to its own
+scratch, and moves the addresses in its copy from step to step: so threads need not agree on more than the data they
+share, and the next run finds the arguments as they were.
 """
 
 from __future__ import annotations
@@ -24,9 +28,26 @@ SYMBOLS = ("execute", "run", "call", "worker", "stop", "spin")
 
 REQUEST_WORDS = 6  # of `call`: records, count, scratch, stride, trace, slots
 
-# A launch record: the function's address, the address of its arguments, its units, flags.
+# A record: three words and flags. Records are numbered from 0.
+#   LAUNCH  the function's address, the address of its arguments, its units
+#   ENTER   -, the address of a loop block
+#   NEXT    -, the address of a loop block: moves the arguments, and goes back to the first record of the loop
+#   TEST    the record to go to where the predicate is false, the address of the predicate's address
+#   JUMP    the record to go to
+#   LEAVE   the record that entered, for the trace
 RECORD_WORDS = 4
 BARRIER_AFTER = 1  # flag: no thread starts the next record before all have finished this one
+PRIVATE = 2  # flag: the arguments are in the thread's scratch, the address is an offset in it
+SOLO = 4  # flag of ENTER and LEAVE: the first thread runs the loop alone, the others wait for it
+ENDS = 8  # flag of NEXT: records of the loop follow that are run once, after the last step
+LAUNCH, ENTER, NEXT, TEST, JUMP, LEAVE = range(0, 96, 16)  # the kind, among the flags
+KIND = 112
+
+# A loop block. `HOME` is the place in a thread's scratch where the loop counts its steps and then has its copy of
+# the arguments; `SOURCE`, with `IS_PRIVATE`, is where they are copied from. `MOVES` are pairs, the offset from `HOME`
+# of an argument and how far it moves: by as much with each step, or, those after them, there and back.
+COUNT_STEPS, SOURCE, IS_PRIVATE, HOME, WORDS, MOVES, LINEAR, ALTERNATING, FIRST, EXIT, END = range(0, 88, 8)
+LOOP_WORDS = 11
 
 # The head of each thread's scratch: what went wrong (kernels set it), and the number, from 1, of the first record that
 # did.
@@ -34,7 +55,7 @@ STATUS, FAILED = 0, 8
 
 # A job block. Words that different threads write lie 128 bytes apart, because x86 fetches cache lines in pairs.
 LINE = 128
-RECORDS, COUNT, SCRATCH, STRIDE, TRACE, SLOTS, THREADS = range(0, 56, 8)  # the current run
+RECORDS, COUNT, SCRATCH, STRIDE, TRACE, SLOTS, THREADS, STOPS = range(0, 64, 8)  # the current run
 POOL_THREADS, SPIN = 64, 72  # set once: how many threads there are, how many pauses before a sleep
 BUSY = 1 * LINE  # 1 while a run has the pool
 PENDING = 2 * LINE  # workers that are not done; ASLEEP_BIT is added when the caller sleeps
@@ -226,42 +247,7 @@ class _Driver:
     def execute(self, b: Builder, job: Value, tid: Value, threads: Value) -> None:
         control = b.stack("i32", 2, align=4) if self.machine.has_mxcsr else NULL
         self.default_control(b, control)
-        stride, slots = (b.load("i64", b.offset(job, field), align=8) for field in (STRIDE, SLOTS))
-        records, base, trace = (b.load("ptr", b.offset(job, field), align=8) for field in (RECORDS, SCRATCH, TRACE))
-        count = b.load("i64", b.offset(job, COUNT), align=8)
-        scratch = b.offset(base, b.mul(tid, stride))
-
-        def clear(slot: Value) -> None:
-            for field in (STATUS, FAILED):
-                b.store(i64(0), b.offset(b.offset(base, b.mul(slot, stride)), field), align=8)
-
-        # The status words of slots that no thread has today are cleared too, so that a reader may look at all.
-        b.loop(tid, slots, threads, clear)
-        traced, several = b.icmp("ne", trace, NULL), b.icmp("ne", threads, 1)
-
-        def stamp(record: Value, end: int) -> None:
-            cell = b.add(b.mul(b.add(b.mul(record, slots), tid), 2), end)  # trace[record][tid][end]
-            b.store(b.call("i64", "llvm.readcyclecounter"), b.offset(trace, cell, "i64"), align=8)
-
-        def call(record: Value, function: Value, arguments: Value, low: Value, high: Value) -> None:
-            b.call_pointer(function, arguments, low, high, scratch)
-            status, failed = (b.load("i64", b.offset(scratch, field), align=8) for field in (STATUS, FAILED))
-            first = b.op("and", b.icmp("ne", status, 0), b.icmp("eq", failed, 0))
-            b.when(first, lambda: b.store(b.add(record, 1), b.offset(scratch, FAILED), align=8))
-
-        def launch(record: Value) -> None:
-            at = b.offset(records, b.mul(record, RECORD_WORDS), "i64")
-            function, arguments = (b.load("ptr", b.offset(at, word, "i64"), align=8) for word in (0, 1))
-            units, flags = (b.load("i64", b.offset(at, word, "i64"), align=8) for word in (2, 3))
-            low = b.sdiv(b.mul(units, tid), threads)
-            high = b.sdiv(b.mul(units, b.add(tid, 1)), threads)
-            b.when(traced, lambda: stamp(record, 0))
-            b.when(b.icmp("slt", low, high), lambda: call(record, function, arguments, low, high))
-            b.when(traced, lambda: stamp(record, 1))
-            meet = b.op("and", several, _has_bit(b, flags, BARRIER_AFTER))
-            b.when(meet, lambda: b.line(f"call void @barrier({job}, {threads})"))
-
-        b.loop(0, count, 1, launch)
+        _Walk(self, b, job, tid, threads).emit()
         if self.machine.has_mxcsr:
             b.call("void", "llvm.x86.sse.ldmxcsr", control)
 
@@ -294,8 +280,8 @@ class _Driver:
         threads = b.min(slots, b.load("i64", b.offset(job, POOL_THREADS), align=8))
 
         def fill(block: Value, taking_part: Value) -> None:
-            fields = (records, count, scratch, stride, trace, slots, taking_part)
-            for offset, value in zip(range(RECORDS, THREADS + 8, 8), fields, strict=True):
+            fields = (records, count, scratch, stride, trace, slots, taking_part, i64(0))
+            for offset, value in zip(range(RECORDS, STOPS + 8, 8), fields, strict=True):
                 b.store(value, b.offset(block, offset), align=8)
 
         def together() -> list[Value]:
@@ -362,3 +348,248 @@ class _Driver:
 
     def spin(self, b: Builder, count: Value) -> None:
         b.loop(0, count, 1, lambda _: self.pause(b))
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Where a thread is in its walk: SSA values that change from record to record."""
+
+    at: Value  # the record
+    threads: Value  # that share the launches; 1 in a loop that one runs alone
+    escape: Value  # the record to go to when a loop that one thread runs finds a fault
+    turn: Value  # which of the two words of STOPS is used next
+
+    def values(self) -> list[Value]:
+        return [self.at, self.threads, self.escape, self.turn]
+
+
+class _Walk:
+    """The part of `execute` that walks records."""
+
+    def __init__(self, driver: _Driver, b: Builder, job: Value, tid: Value, threads: Value) -> None:
+        self.driver, self.b, self.job, self.tid, self.threads = driver, b, job, tid, threads
+        self.stride, self.slots = (self.word(job, field) for field in (STRIDE, SLOTS))
+        self.records, self.base, self.trace = (self.word(job, field, "ptr") for field in (RECORDS, SCRATCH, TRACE))
+        self.count = self.word(job, COUNT)
+        self.scratch = b.offset(self.base, b.mul(tid, self.stride))
+        self.traced = b.icmp("ne", self.trace, NULL)
+        self.several = b.icmp("ne", threads, 1)
+
+    def word(self, block: Value, offset: int, type_: str = "i64") -> Value:
+        return self.b.load(type_, self.b.offset(block, offset), align=8)
+
+    def emit(self) -> None:
+        b = self.b
+        # The status words of slots that no thread has today are cleared too, so that a reader may look at all.
+        b.loop(self.tid, self.slots, self.threads, self.clear)
+        start = _State(i64(0), self.threads, self.count, i64(0))
+        tag, before = b.fresh("walk"), b.block
+        b.line(f"br label %{tag}.head")
+        b.label(f"{tag}.head")
+        phis = len(b.lines)
+        state = _State(*(Value("i64", f"%{tag}.{i}") for i in range(4)))
+        b.line(f"br {b.icmp('slt', state.at, self.count)}, label %{tag}.record, label %{tag}.done")
+        b.label(f"{tag}.record")
+        after = self.record(state)
+        triples = zip(state.values(), start.values(), after, strict=True)
+        b.lines[phis:phis] = [
+            f"  {now.text} = phi i64 [ {first.text}, %{before} ], [ {then.text}, %{b.block} ]"
+            for now, first, then in triples
+        ]
+        b.line(f"br label %{tag}.head")
+        b.label(f"{tag}.done")
+
+    def clear(self, slot: Value) -> None:
+        for field in (STATUS, FAILED):
+            self.b.store(i64(0), self.b.offset(self.b.offset(self.base, self.b.mul(slot, self.stride)), field), align=8)
+
+    def record(self, state: _State) -> list[Value]:
+        """One record; the state after it."""
+        b = self.b
+        record = b.offset(self.records, b.mul(state.at, RECORD_WORDS), "i64")
+        flags = self.word(record, 24)
+        kind = b.op("and", flags, i64(KIND))
+        emitters = {ENTER: self.enter, NEXT: self.next, TEST: self.test, JUMP: self.jump, LEAVE: self.leave}
+
+        def other(kinds: list[int]) -> list[Value]:
+            emit = emitters[kinds[0]]
+            if len(kinds) == 1:
+                return emit(state, record, flags)
+            is_this = b.icmp("eq", kind, kinds[0])
+            return b.when(is_this, lambda: emit(state, record, flags), lambda: other(kinds[1:]))
+
+        is_launch = b.icmp("eq", kind, LAUNCH)
+        return b.when(is_launch, lambda: self.launch(state, record, flags), lambda: other(list(emitters)))
+
+    def following(self, state: _State) -> Value:
+        return self.b.add(state.at, 1)
+
+    def arguments(self, record: Value, flags: Value) -> Value:
+        """The address of a record's arguments."""
+        return self.address(self.word(record, 8), _has_bit(self.b, flags, PRIVATE))
+
+    def address(self, word: Value, is_private: Value) -> Value:
+        """An address, or an offset in the thread's scratch."""
+        b = self.b
+        base = b.select(is_private, b.convert("ptrtoint", self.scratch, "i64"), i64(0))
+        return b.convert("inttoptr", b.add(base, word), "ptr")
+
+    # -- the kinds of records -------------------------------------------------------------------------------------
+    def launch(self, state: _State, record: Value, flags: Value) -> list[Value]:
+        b = self.b
+        function, arguments, units = self.word(record, 0, "ptr"), self.arguments(record, flags), self.word(record, 16)
+        alone = b.icmp("eq", state.threads, 1)
+
+        def part() -> list[Value]:
+            low = b.sdiv(b.mul(units, self.tid), state.threads)
+            return [low, b.sdiv(b.mul(units, b.add(self.tid, 1)), state.threads)]
+
+        low, high = b.when(alone, lambda: [i64(0), units], part)
+
+        def call() -> None:
+            b.call_pointer(function, arguments, low, high, self.scratch)
+            status, failed = (self.word(self.scratch, field) for field in (STATUS, FAILED))
+            first = b.op("and", b.icmp("ne", status, 0), b.icmp("eq", failed, 0))
+            b.when(first, lambda: b.store(b.add(state.at, 1), b.offset(self.scratch, FAILED), align=8))
+
+        def timed() -> None:
+            begin = self.now()
+            b.when(b.icmp("slt", low, high), call)
+            self.stamp(state.at, begin)
+
+        b.when(self.traced, timed, lambda: b.when(b.icmp("slt", low, high), call))
+        self.meet(state.threads, flags)
+        return [self.following(state), state.threads, state.escape, state.turn]
+
+    def enter(self, state: _State, record: Value, flags: Value) -> list[Value]:
+        b = self.b
+        loop = self.word(record, 8, "ptr")
+        solo = b.op("and", self.several, _has_bit(b, flags, SOLO))
+        end = self.word(loop, END)
+        b.when(self.traced, lambda: self.mark(state.at, 0))
+
+        def begin() -> list[Value]:
+            source = self.address(self.word(loop, SOURCE), b.icmp("ne", self.word(loop, IS_PRIVATE), 0))
+            home = b.offset(self.scratch, self.word(loop, HOME))
+            b.store(i64(0), home, align=8)
+
+            def copy(i: Value) -> None:
+                word = b.load("i64", b.offset(source, i, "i64"), align=8)
+                b.store(word, b.offset(home, b.add(i, 1), "i64"), align=8)
+
+            b.loop(0, self.word(loop, WORDS), 1, copy)
+            runs = b.icmp("sgt", self.word(loop, COUNT_STEPS), 0)
+            at = b.select(runs, self.word(loop, FIRST), self.word(loop, EXIT))
+            return [at, b.select(solo, i64(1), state.threads), b.select(solo, end, state.escape), state.turn]
+
+        others = b.op("and", solo, b.icmp("ne", self.tid, 0))
+        return b.when(others, lambda: [end, state.threads, state.escape, state.turn], begin)
+
+    def next(self, state: _State, record: Value, flags: Value) -> list[Value]:
+        b = self.b
+        loop = self.word(record, 8, "ptr")
+        home = b.offset(self.scratch, self.word(loop, HOME))
+        step = self.word(home, 0)
+        linear, alternating = self.word(loop, LINEAR), self.word(loop, ALTERNATING)
+        moves = self.word(loop, MOVES, "ptr")
+
+        def move(sign: Value) -> Callable[[Value], None]:
+            def one(i: Value) -> None:
+                entry = b.offset(moves, b.mul(i, 16))
+                place = b.offset(home, self.word(entry, 0))
+                far = b.sub(b.op("xor", self.word(entry, 8), sign), sign)  # negated where the sign is -1
+                b.store(b.add(self.word(place, 0), far), place, align=8)
+
+            return one
+
+        b.loop(0, linear, 1, move(i64(0)))
+        b.loop(linear, b.add(linear, alternating), 1, move(b.sub(i64(0), b.op("and", step, i64(1)))))
+        done = b.add(step, 1)
+        b.store(done, home, align=8)
+        b.when(self.traced, lambda: self.tally(state.at))
+        more = b.icmp("slt", done, self.word(loop, COUNT_STEPS))
+        at = b.select(more, self.word(loop, FIRST), self.word(loop, EXIT))
+        failed = b.icmp("ne", self.word(self.scratch, STATUS), 0)
+        alone = b.icmp("eq", state.threads, 1)
+
+        def together() -> list[Value]:
+            """Meet, and see whether anybody has found a fault: then all end here, for the run is lost.
+
+            There are two words, used in turn, because a thread may be a step ahead of one that has not looked yet.
+            """
+            stop = b.offset(b.offset(self.job, STOPS), state.turn, "i32")
+            b.when(failed, lambda: _store(b, 1, stop))
+            self.barrier()
+            stopped = b.icmp("ne", _load(b, stop), 0)
+            return [b.select(stopped, self.count, at), b.op("xor", state.turn, i64(1))]
+
+        def apart() -> list[Value]:
+            return [b.select(b.op("and", alone, failed), state.escape, at), state.turn]
+
+        goes_on = b.op("or", more, _has_bit(b, flags, ENDS))
+        waits = b.op("and", _has_bit(b, flags, BARRIER_AFTER), goes_on)
+        meets = b.op("and", waits, b.icmp("ne", state.threads, 1))
+        at, turn = b.when(meets, together, apart)
+        return [at, state.threads, state.escape, turn]
+
+    def test(self, state: _State, record: Value, flags: Value) -> list[Value]:
+        b = self.b
+        predicate = self.word(self.arguments(record, flags), 0, "ptr")
+        is_true = b.icmp("ne", b.load("i8", predicate), 0)
+        b.when(self.traced, lambda: self.mark(state.at, 0))
+        at = b.select(is_true, self.following(state), self.word(record, 0))
+        return [at, state.threads, state.escape, state.turn]
+
+    def jump(self, state: _State, record: Value, flags: Value) -> list[Value]:
+        return [self.word(record, 0), state.threads, state.escape, state.turn]
+
+    def leave(self, state: _State, record: Value, flags: Value) -> list[Value]:
+        b = self.b
+        solo = b.op("and", self.several, _has_bit(b, flags, SOLO))
+        threads = b.select(solo, self.threads, state.threads)
+        self.meet(threads, flags)
+        b.when(self.traced, lambda: self.mark(self.word(record, 0), 1))
+        return [self.following(state), threads, b.select(solo, self.count, state.escape), state.turn]
+
+    # -- meeting and timing ---------------------------------------------------------------------------------------
+    def meet(self, threads: Value, flags: Value) -> None:
+        b = self.b
+        b.when(b.op("and", b.icmp("ne", threads, 1), _has_bit(b, flags, BARRIER_AFTER)), self.barrier)
+
+    def barrier(self) -> None:
+        self.b.line(f"call void @barrier({self.job}, {self.threads})")
+
+    def now(self) -> Value:
+        return self.b.call("i64", "llvm.readcyclecounter")
+
+    def cell(self, record: Value, end: int) -> Value:
+        """trace[record][tid][end]"""
+        b = self.b
+        return b.offset(self.trace, b.add(b.mul(b.add(b.mul(record, self.slots), self.tid), 2), end), "i64")
+
+    def stamp(self, record: Value, begin: Value) -> None:
+        """Of a launch: when it first began, and that plus the time of all its runs."""
+        b = self.b
+        taken = b.sub(self.now(), begin)
+        first, last = (self.cell(record, end) for end in (0, 1))
+
+        def once() -> None:
+            b.store(begin, first, align=8)
+            b.store(begin, last, align=8)
+
+        b.when(b.icmp("eq", self.word(first, 0), 0), once)
+        b.store(b.add(self.word(last, 0), taken), last, align=8)
+
+    def mark(self, record: Value, end: int) -> None:
+        """Of a loop or branch: when it was first entered and last left."""
+        b = self.b
+        cell, now = self.cell(record, end), self.now()
+        if end:
+            b.store(now, cell, align=8)
+        else:
+            b.when(b.icmp("eq", self.word(cell, 0), 0), lambda: b.store(now, cell, align=8))
+
+    def tally(self, record: Value) -> None:
+        """Of a NEXT: how many steps there were."""
+        cell = self.cell(record, 1)
+        self.b.store(self.b.add(self.word(cell, 0), 1), cell, align=8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from sys import getrefcount
 from typing import Any
@@ -19,10 +19,11 @@ from rlx.backends.cpu import driver
 from rlx.backends.cpu import pool as pools
 from rlx.backends.cpu.library import inner_size, library, scratch_bytes
 from rlx.backends.cpu.memory import Bytes, Guarded, address, aligned, checking
+from rlx.backends.cpu.records import ARGUMENTS, ENDLESS, FUNCTION, UNITS, Records
 from rlx.errors import BindError, KernelError
 from rlx.lir.kernels import BEYOND_CAPACITY
 from rlx.lir.memory import Plan, lifetimes, plan
-from rlx.lir.program import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Buffer, Program
+from rlx.lir.program import ARENA, CONST, INPUT, LAUNCH, NEXT, OUTPUT, TEST, WEIGHT, Buffer, Program
 from rlx.lir.views import View
 from rlx.target import Target
 from rlx.types import Size, compile_sizes, is_monotone, round_up_power_of_two
@@ -58,13 +59,29 @@ class Pointers:
 
 
 @dataclass
+class Trace:
+    """Time stamps of a run in ticks, [.., thread, begin and end].
+
+    A launch ends as long after it first began as it ran in all, however often that was. A loop or branch has the time
+    when it was first entered and that when it was last left; `steps` has all steps of each loop, by its number.
+    """
+
+    launches: Array
+    controls: Array
+    steps: dict[int, int]
+
+
+@dataclass
 class Frame:
     """Everything that depends on the sizes of the symbols alone."""
 
     words: np.ndarray[Any, np.dtype[np.int64]]
     units: np.ndarray[Any, np.dtype[np.int64]]
+    steps: list[int]  # of each loop
+    solo: list[bool]  # whether one thread runs it
     plan: Plan
-    scratch: int
+    scratch: int  # bytes of a thread, of which those from `private` belong to loops
+    private: int
     outputs: list[tuple[tuple[int, ...], np.dtype[Any]]]  # shape and element type of each
     values: tuple[int, ...]
 
@@ -78,12 +95,13 @@ class Instance:
     """Memory for one run at a time."""
 
     def __init__(self, executable: Executable) -> None:
-        self.words = np.zeros(executable.word_count, np.int64)
+        plan = executable.records
+        self.words = np.zeros(plan.word_count, np.int64)
         self.view = memoryview(self.words)  # type: ignore[arg-type]
-        self.records = np.zeros((len(executable.program.launches), 4), np.int64)
-        self.records[:, 0] = executable.entries
-        self.records[:, 1] = self.words.ctypes.data + 8 * np.array(executable.starts, dtype=np.int64)
-        self.records[:, 3] = [int(launch.barrier) for launch in executable.program.launches]
+        self.records = plan.template.copy()
+        self.records[plan.launches, FUNCTION] = executable.entries
+        self.records[plan.shared, ARGUMENTS] += self.words.ctypes.data
+        self.loops = np.zeros(plan.block_words(), np.int64)
         self.arena: Bytes = aligned(0)
         self.scratch: Bytes = aligned(0)
         self.guards: list[Guarded] = []
@@ -136,25 +154,30 @@ class Executable:
         }
         self._order[INPUT] = {n: i for i, n in enumerate(program.inputs)}
         self._order[OUTPUT] = {n: i for i, n in enumerate(program.outputs)}
-        self.starts: list[int] = []
-        position = 0
-        for launch in program.launches:
-            self.starts.append(position)
-            addresses = self._linked[launch.kernel.symbol].words
-            for name, value in zip(launch.kernel.words, launch.words, strict=True):
-                if isinstance(value, View):
-                    self._pointer(position, program.buffers[value.buffer], value)
-                elif value is not None:
-                    self._numbers[0].append(position)
-                    self._numbers[1].append(self._table.add(value))
-                else:
-                    fixed.append((position, addresses.get(name, 0)))
-                position += 1
-        self.word_count = position
-        self._template = np.zeros(position, np.int64)  # the words that no size changes
+        records = self.records = Records(program)
+        for step, position in zip(records.walk, records.starts, strict=True):
+            if step.kind == LAUNCH:
+                launch = program.launches[step.number]
+                addresses = self._linked[launch.kernel.symbol].words
+                for i, (name, value) in enumerate(zip(launch.kernel.words, launch.words, strict=True), start=position):
+                    if isinstance(value, View):
+                        self._pointer(i, program.buffers[value.buffer], value)
+                    elif value is not None:
+                        self._numbers[0].append(i)
+                        self._numbers[1].append(self._table.add(value))
+                    else:
+                        fixed.append((i, addresses.get(name, 0)))
+            elif step.kind == TEST:
+                predicate = program.controls[step.number].predicate
+                assert predicate is not None
+                self._pointer(position, program.buffers[predicate.buffer], predicate)
+        self._template = np.zeros(records.word_count, np.int64)  # the words that no size changes
         for position, value in fixed:
             self._template[position] = value
         self._units = [self._table.add(launch.units) for launch in program.launches]
+        lengths = [plan.loop.length for plan in records.loops.values()]
+        records.weigh(program, self._table.add)
+        self._steps = [self._table.add(ENDLESS if length is None else length) for length in lengths]
         inner = [(x.kernel, self._table.add(inner_size(x.kernel, x.words))) for x in program.launches]
         self._inner = list({(kernel.symbol, number): (kernel, number) for kernel, number in inner}.values())
         self._lives = lifetimes(program)
@@ -162,7 +185,9 @@ class Executable:
         self._arena_bytes = [self._table.add(b.type.bytes) for b in self._arena]
         self._shapes = [[self._table.add(d) for d in program.buffers[n].type.shape] for n in program.outputs]
         self._asserted = [(self._table.add(a.a), self._table.add(a.b), a) for a in program.assertions]
-        self._evaluate = compile_sizes(program.symbols, list(self._table.sizes))
+        everywhere = compile_sizes((*program.symbols, *records.symbols), list(self._table.sizes))
+        start = (0,) * len(records.symbols)  # of loops
+        self._evaluate: Callable[..., tuple[int, ...]] = lambda *key: everywhere(*key, *start)
         self._rounds = all(is_monotone(b.type.bytes) for b in self._arena)
         self._output_types = [program.buffers[n].type.dtype.numpy for n in program.outputs]
 
@@ -171,6 +196,7 @@ class Executable:
         found.positions.append(position)
         found.buffers.append(self._order[buffer.kind][buffer.name])
         found.offsets.append(self._table.add(view.offset * view.dtype.size))
+        self.records.move(view, position, self._table.add)
 
     # -- weights -------------------------------------------------------------------------------------------------------
     def bind(self, weights: Mapping[str, Array]) -> None:
@@ -217,7 +243,11 @@ class Executable:
             scratch = max(scratch, scratch_bytes(kernel, self.target, values[inner]))
         shapes = [tuple(values[i] for i in shape) for shape in self._shapes]
         outputs = list(zip(shapes, self._output_types, strict=True))
-        return Frame(words, numbers[self._units], memory, -(-scratch // 64) * 64, outputs, values)
+        private = -(-scratch // 64) * 64
+        whole = private + -(-self.records.private_bytes // 64) * 64
+        steps = [values[i] for i in self._steps]
+        solo = self.records.solo(values, steps, self.threads) if steps else []
+        return Frame(words, numbers[self._units], steps, solo, memory, whole, private, outputs, values)
 
     # -- running -------------------------------------------------------------------------------------------------------
     def run(
@@ -286,7 +316,11 @@ class Executable:
             instance.arena = aligned(frame.plan.size)
         if instance.scratch.nbytes != frame.scratch * self.threads:
             instance.scratch = aligned(frame.scratch * self.threads)
-        instance.records[:, 2] = frame.units
+        instance.records[self.records.launches, UNITS] = frame.units
+        self.records.fill(
+            instance.records, instance.loops, address(instance.words), frame.private, frame.values, frame.steps,
+            frame.solo,
+        )  # fmt: skip
         bases = self._arena_bases(instance, frame)
         self._add(instance, ARENA, [bases.get(n, 0) for n in self._order[ARENA]])
         self._add(instance, CONST, [address(self._constants[n]) for n in self._order[CONST]])
@@ -347,16 +381,24 @@ class Executable:
         """What the threads have left in their scratch headers: a code, and the number of the first record to fail."""
         status = instance.status
         record, code = min((status[at + 1], status[at]) for at in instance.headers if status[at])
-        launch = self.program.launches[record - 1] if 0 < record <= len(self.program.launches) else None
+        step = self.records.walk[record - 1] if 0 < record <= len(self.records.walk) else None
+        launch = self.program.launches[step.number] if step is not None else None
         where = launch.kernel.symbol if launch else "a kernel"
         notes = [f"built at: {launch.where}"] if launch and launch.where else []
         return KernelError(f"{where}: {FAULTS.get(code, f'fault {code}')}", notes=notes)
 
-    def trace_run(self, key: tuple[int, ...], inputs: Sequence[Array]) -> tuple[list[Array], Array]:
-        """A run, and the time stamps [launch, thread, start/end] of each record."""
-        stamps = np.zeros((len(self.program.launches), self.threads, 2), np.int64)
+    def trace_run(self, key: tuple[int, ...], inputs: Sequence[Array]) -> tuple[list[Array], Trace]:
+        """A run, and its time stamps."""
+        stamps = np.zeros((len(self.records.walk), self.threads, 2), np.int64)
         outputs = self.run(key, inputs, stamps)
-        return outputs, stamps
+        entered: dict[int, int] = {}
+        steps: dict[int, int] = {}
+        for record, step in enumerate(self.records.walk):
+            if step.kind != LAUNCH:
+                entered.setdefault(step.number, record)
+                if step.kind == NEXT:
+                    steps[step.number] = int(stamps[record, :, 1].max())
+        return outputs, Trace(stamps[self.records.launches], stamps[list(entered.values())], steps)
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

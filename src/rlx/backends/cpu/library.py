@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlx.backends import cache
-from rlx.backends.cpu import attention, driver, loops, matmul
+from rlx.backends.cpu import attention, driver, elf, loops, matmul
 from rlx.backends.cpu.builder import Module
 from rlx.backends.cpu.routine import Entry, Routine
 from rlx.backends.cpu.toolchain import CodeLibrary, assembly, compile_text, cpu_identity
@@ -37,6 +37,15 @@ class Linked:
 
     address: int
     words: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Machine code of some kernels and of the driver, good for every process of the same sources and target."""
+
+    routines: bytes  # an object
+    symbols: tuple[str, ...]  # what it defines
+    driver: bytes
 
 
 def entry(kernel: Kernel, target: Target) -> Entry:
@@ -76,6 +85,7 @@ class KernelLibrary:
         self.compiled = 0
         self._code = CodeLibrary()
         self._addresses: dict[str, int] = {}
+        self._driver: Mapping[str, int] = {}
         self._tables: dict[tuple[str, ...], np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
 
     def link(self, kernels: Iterable[Kernel]) -> dict[str, Linked]:
@@ -85,8 +95,27 @@ class KernelLibrary:
             self._need([r for e in entries.values() for r in e.routines()])
             return {symbol: self._linked(e) for symbol, e in entries.items()}
 
+    def code(self, kernels: Iterable[Kernel]) -> Code:
+        """Machine code of these kernels and of the driver, made anew, for other processes to adopt."""
+        routines = {r.symbol: r for k in kernels for r in entry(k, self.target).routines()}
+        texts = module_text(list(routines.values())), driver.driver_text(self.target)
+        made, drives = (compile_text(text, self.target) for text in texts)
+        self.compiled += len(routines)
+        return Code(made, tuple(routines), drives)
+
+    def adopt(self, code: Code) -> None:
+        """Load machine code that is given, where it is not here already: no LLVM, no cache."""
+        load = elf.load if elf.can_load() else self._code.load
+        with _guard:
+            if not self._addresses.keys() >= set(code.symbols):
+                self._addresses = load(code.routines, code.symbols) | self._addresses
+            if not self._driver:
+                self._driver = load(code.driver, driver.SYMBOLS)
+
     def driver(self) -> Mapping[str, int]:
         """The addresses of the driver's functions."""
+        if self._driver:
+            return self._driver
         text = driver.driver_text(self.target)
         names = [f"driver.{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"]
         with _guard:
@@ -95,7 +124,8 @@ class KernelLibrary:
             if stored is None:
                 stored = compile_text(text, self.target)
                 cache.current().write("objects", key, stored)
-            return self._code.load(stored, list(driver.SYMBOLS))
+            self._driver = self._code.load(stored, list(driver.SYMBOLS))
+            return self._driver
 
     def _linked(self, found: Entry) -> Linked:
         words = {}

@@ -476,6 +476,8 @@ class _Emitter:
                 return self.compare(expr.op, args[0], args[1], kind)
             case "order":
                 return self.order(args[0])
+            case "bits":
+                return self.b.convert("bitcast", args[0], vector(lanes_of(args[0].type), "float"))
             case _:
                 return self.arithmetic(expr.op, args, expr.dtype)
 

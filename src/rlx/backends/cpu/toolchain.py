@@ -10,19 +10,17 @@ import functools
 import os
 import platform
 import re
-import struct
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
-from rlx.errors import FormatError, LowerError
+from rlx.backends.cpu.elf import LIBC as LIBC
+from rlx.backends.cpu.elf import Object
+from rlx.errors import LowerError
 from rlx.target import Target
 
-# What LLVM may call on its own account and every C library has; anything else undefined is a generator's mistake.
-LIBC = frozenset({"memcpy", "memmove", "memset"})
 _INLINE_ASSEMBLY = re.compile(r'\basm\b[^"\n]*"[^"]')  # one that is not empty
 MESSAGE_LINES = 6  # of an LLVM error; a parse error has the place and the line in the first three
 
@@ -112,42 +110,9 @@ def cpu_identity(target: Target) -> str:
     return f"llvm={version} triple={triple} target={target.name} cpu={target.cpu} features={target.features}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Symbol:
-    name: str
-    defined: bool
-
-
-_HEADER, _SECTION, _SYMBOL = struct.Struct("<40xQ10xHH2x"), struct.Struct("<IIQQQQIIQQ"), struct.Struct("<IBBHQQ")
-_SYMBOL_TABLE = 2  # sh_type of .symtab
-
-
-def _symbols(obj: bytes) -> list[_Symbol]:
-    """The named symbols of a 64-bit little-endian ELF object."""
-    if obj[:6] != b"\x7fELF\x02\x01":
-        raise FormatError(f"object: expected a 64-bit ELF file, found {obj[:6]!r} in {len(obj)} bytes")
-    try:
-        table, entry_bytes, count = _HEADER.unpack_from(obj)
-        sections = [_SECTION.unpack_from(obj, table + i * entry_bytes) for i in range(count)]
-        found = []
-        for _, kind, _, _, offset, size, link, *_ in sections:
-            if kind != _SYMBOL_TABLE:
-                continue
-            names = sections[link][4]
-            for at in range(offset, offset + size, _SYMBOL.size):
-                name_offset, _, _, section, _, _ = _SYMBOL.unpack_from(obj, at)
-                start = names + name_offset
-                name = obj[start : obj.index(b"\0", start)].decode()
-                if name:
-                    found.append(_Symbol(name, defined=section != 0))
-        return found
-    except (struct.error, IndexError, ValueError) as error:
-        raise FormatError(f"object: the ELF tables of {len(obj)} bytes do not hold together: {error}") from error
-
-
 def undefined_symbols(obj: bytes) -> list[str]:
     """Names that the object uses and does not define."""
-    return sorted(s.name for s in _symbols(obj) if not s.defined)
+    return sorted(s.name for s in Object.read(obj).symbols if s.name and not s.defined)
 
 
 class CodeLibrary:
@@ -183,7 +148,7 @@ class CodeLibrary:
 
     @staticmethod
     def _refuse(obj: bytes, symbols: Sequence[str]) -> None:
-        present = _symbols(obj)
+        present = [s for s in Object.read(obj).symbols if s.name]
         foreign = sorted({s.name for s in present if not s.defined} - LIBC)
         if foreign:
             raise LowerError(

@@ -1,6 +1,7 @@
 """Flow stages: the pieces that model families are written with."""
 
 from rlx.flow.stages.base import FlowStage as FlowStage
+from rlx.flow.stages.custom import Custom as Custom
 from rlx.flow.stages.decoder import LlamaDecoder as LlamaDecoder
 from rlx.flow.stages.decoder import Qwen3Decoder as Qwen3Decoder
 from rlx.flow.stages.embed import Embed as Embed
@@ -14,4 +15,23 @@ from rlx.flow.stages.ffn import GeluFfn as GeluFfn
 from rlx.flow.stages.ffn import SwiGlu as SwiGlu
 from rlx.flow.stages.norm import LayerNorm as LayerNorm
 from rlx.flow.stages.norm import RmsNorm as RmsNorm
+from rlx.flow.stages.parts import AttnMask as AttnMask
+from rlx.flow.stages.parts import BindDecodeInputs as BindDecodeInputs
+from rlx.flow.stages.parts import ClsTokenPool as ClsTokenPool
+from rlx.flow.stages.parts import DecodeRopeParams as DecodeRopeParams
+from rlx.flow.stages.parts import EmbedScale as EmbedScale
+from rlx.flow.stages.parts import GatherFromInput as GatherFromInput
+from rlx.flow.stages.parts import GdnScan as GdnScan
+from rlx.flow.stages.parts import LayerScale as LayerScale
+from rlx.flow.stages.parts import Linear as Linear
+from rlx.flow.stages.parts import LogitSoftcap as LogitSoftcap
+from rlx.flow.stages.parts import ZeroBeta as ZeroBeta
+from rlx.flow.stages.streams import BindInputs as BindInputs
+from rlx.flow.stages.streams import DualStream as DualStream
+from rlx.flow.stages.streams import LoadStream as LoadStream
+from rlx.flow.stages.streams import StoreStream as StoreStream
+from rlx.flow.stages.structure import Named as Named
 from rlx.flow.stages.structure import Repeat as Repeat
+from rlx.flow.stages.structure import ResidualAdd as ResidualAdd
+from rlx.flow.stages.structure import ResidualSave as ResidualSave
+from rlx.flow.stages.structure import Sequence as Sequence

@@ -25,7 +25,9 @@ class Embed(FlowStage):
         tokens = ctx.need(value, "Embed")
         table = ctx.load_param(self.weight_key, shape=self.shape)
         ctx.state.embed_weight = table
-        return ctx.wrap(table.gather(tokens, axis=self.axis))
+        hidden = ctx.wrap(table.gather(tokens, axis=self.axis))
+        ctx.state.hidden_shape = hidden.shape
+        return hidden
 
     @property
     def path(self) -> str:

@@ -26,10 +26,16 @@ def activate(x: Value, name: str) -> Value:
     return result
 
 
-def linear(ctx: FlowCtx, x: Value, weight_key: str, bias_key: str | None = None, *, out: Size | None = None) -> Value:
-    """x times a weight stored `[out, in]`, plus a bias. A weight of another shape is an error that names its key."""
+def linear(
+    ctx: FlowCtx, x: Value, weight_key: str, bias_key: str | None = None, *, out: Size | None = None,
+    transpose: bool = True,
+) -> Value:  # fmt: skip
+    """x times a weight stored `[out, in]`, plus a bias. A weight of another shape is an error that names its key.
+
+    Without `transpose` the weight is stored `[in, out]`.
+    """
     shape = None if out is None else (x.shape[-1], out)
-    weight = ctx.load_param(weight_key, transpose=True, shape=shape)
+    weight = ctx.load_param(weight_key, transpose, shape=shape)
     try:
         y = x @ weight
     except GraphError as error:

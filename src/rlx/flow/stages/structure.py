@@ -1,11 +1,11 @@
-"""Stages that arrange other stages."""
+"""Stages that arrange other stages, and the way every stage is emitted and edited."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
-from rlx.errors import RlxError
+from rlx.errors import GraphError, RlxError
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
@@ -13,16 +13,24 @@ from rlx.ir.provenance import stage as provenance
 
 
 def emit_stage(ctx: FlowCtx, stage: FlowStage, value: FlowValue | None, name: str = "") -> FlowValue | None:
-    """Emit one stage under its path; errors say which stage they came from."""
+    """Emit one stage under its path. One that gives nothing leaves the value as it is.
+
+    Errors say which stage they came from.
+    """
     name = name or stage.path
     try:
         if not name:
-            return stage.emit(ctx, value)
-        with provenance(name):
-            return stage.emit(ctx, value)
+            result = stage.emit(ctx, value)
+        else:
+            with provenance(name):
+                result = stage.emit(ctx, value)
     except RlxError as error:
         error.add_note(f"  in stage: {name or type(stage).__name__}")
         raise
+    if result is not None and not isinstance(result, FlowValue):
+        found = type(result).__name__
+        raise GraphError(f"stage {type(stage).__name__}: gave a {found}, expected a FlowValue", hint="ctx.wrap(x)")
+    return value if result is None else result
 
 
 @dataclass(frozen=True)
@@ -37,3 +45,79 @@ class Repeat(FlowStage):
         for i in range(self.count):
             value = emit_stage(ctx, self.stage_for_index(i), value, f"{self.name}.{i}")
         return value
+
+
+@dataclass(frozen=True)
+class Sequence(FlowStage):
+    """Stages in order. Stages that only do something on the side leave the value as it is."""
+
+    stages: Iterable[FlowStage]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(self.stages))
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
+        for stage in self.stages:
+            value = emit_stage(ctx, stage, value)
+        return value
+
+
+@dataclass(frozen=True)
+class Named(FlowStage):
+    """A stage under a name of its own, by which later stages and `ModelFlow.outputs` find its result."""
+
+    name: str
+    inner: FlowStage
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        ctx.need(value, f"Named {self.name!r}")
+        result = emit_stage(ctx, self.inner, value, self.name)
+        ctx.state.named[self.name] = ctx.need(result, f"Named {self.name!r}")
+        assert result is not None
+        return result
+
+
+@dataclass(frozen=True)
+class ResidualSave(FlowStage):
+    """Saves the value for a later `ResidualAdd`; pairs nest."""
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        saved = ctx.wrap(ctx.need(value, "ResidualSave"))
+        ctx.state.residuals.append(saved)
+        return saved
+
+
+@dataclass(frozen=True)
+class ResidualAdd(FlowStage):
+    """Adds what was saved last, and forgets it."""
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x = ctx.need(value, "ResidualAdd")
+        if not ctx.state.residuals:
+            raise GraphError("stage ResidualAdd: nothing was saved", hint="put ResidualSave before it")
+        return ctx.wrap(x + ctx.state.residuals.pop().id)
+
+
+# -- editing ----------------------------------------------------------------------------------------------------------
+Visit = Callable[[str, FlowStage], FlowStage | None]
+
+
+def edited(stage: FlowStage, visit: Visit, at: str = "", name: str = "") -> FlowStage:
+    """The stage with other stages inside: `visit(path, stage)` gives what takes a stage's place, None to look inside.
+
+    Paths are those that nodes carry, such as `layers.3.ffn`; a stage without a path of its own goes by its class.
+    """
+    here = ".".join(part for part in (at, name or stage.path) if part)
+    path = here if name or stage.path else ".".join(part for part in (at, type(stage).__name__) if part)
+    match stage:
+        case Named():  # the name stays, whatever is put under it
+            return replace(stage, inner=edited(stage.inner, visit, at, stage.name))
+        case _ if (given := visit(path, stage)) is not None:
+            return given
+        case Repeat():
+            parts = [edited(stage.stage_for_index(i), visit, here, f"{stage.name}.{i}") for i in range(stage.count)]
+            return replace(stage, stage_for_index=parts.__getitem__)
+        case Sequence():
+            return Sequence(edited(part, visit, here) for part in stage.stages)
+        case _:
+            return stage

@@ -1,0 +1,265 @@
+"""Exported models: program, machine code, tokenizer and settings in one file that starts without compiling.
+
+The weights are referred to (path and SHA-256 of the model's file, packed when it is loaded) or in the file, packed and
+ready to be mapped. Everything else that a model is made of is in the file, so nothing but tensors is read elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from tokenizers import Tokenizer as RustTokenizer
+
+from rlx.engine.embed import EmbeddingModel
+from rlx.engine.language import LanguageModel
+from rlx.engine.model import Model, Prepared
+from rlx.errors import CapabilityError, FormatError, NotFoundError, RequestError
+from rlx.flow.flow import BuiltModel, KvCacheSpec, ModelFlow, Params
+from rlx.formats import TensorFile, open_tensors
+from rlx.formats.rust_calls import rust_call
+from rlx.formats.special_tokens import SpecialIds
+from rlx.formats.tensors import PathLike
+from rlx.formats.tokenizer import Tokenizer
+from rlx.ir.graph import Graph
+from rlx.models.family import FAMILIES, Family, FileWeights
+from rlx.models.load import Checkpoint
+from rlx.models.pooling import EmbedSettings
+from rlx.profile import CompileProfile
+from rlx.runtime import codec
+from rlx.runtime.compiled import CompiledGraph, CpuGraph
+from rlx.runtime.export import WEIGHTS, Content, ExportedGraph, ExportFile, Parts, export_graph, open_export
+from rlx.runtime.session import Session
+from rlx.types import TensorType
+
+Array = np.ndarray[Any, Any]
+# Settings of `load` that an export has made its own, and what they are where nothing is asked for.
+_PLAIN = {"device": "cpu", "precision": "auto", "cache": "f32", "context": None, "profile": None, "patch": None}
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+def export(what: CompiledGraph | Model, path: PathLike, *, weights: bool = False) -> Path:
+    """Write a compiled graph or a loaded model to a file that starts without compiling; `weights` puts those in too."""
+    if isinstance(what, CompiledGraph):
+        return what.export(Path(path), weights=weights)
+    if isinstance(what, Model):
+        return export_model(what, path, embed=weights)
+    raise RequestError(f"export: takes a compiled graph or a model, found {type(what).__name__}")
+
+
+def load_exported(
+    path: PathLike, *, threads: int | None = None, model: PathLike | None = None, verify: bool = False
+) -> CompiledGraph | LanguageModel | EmbeddingModel:
+    """A compiled graph or a model from a file of `export`, ready to run: its machine code is loaded, so trust it.
+
+    `model` is where the file with the weights is now, if it has moved. `verify` reads all weights of the export and
+    compares their digest; without it they are mapped and read when they are used.
+    """
+    file = open_export(path, verify=verify)
+    if file.manifest["kind"] == "graph":
+        return ExportedGraph(file, threads=threads)
+    return _model(file, threads, model)
+
+
+def load_model(path: PathLike, threads: int | None, asked: Mapping[str, Any]) -> LanguageModel | EmbeddingModel:
+    """What `rlx.load` gives for an export: a model, if it was exported with the settings that are asked for."""
+    file = open_export(path)
+    if file.manifest["kind"] == "graph":
+        name = file.manifest["name"]
+        raise FormatError(f"{path}: holds the graph {name!r}, no model", hint=f"rlx.load_exported({str(path)!r})")
+    known = file.manifest["model"]
+    for what, value in asked.items():
+        if value not in (_PLAIN[what], known.get(what, _PLAIN[what])):
+            found = f"exported with {known[what]}" if what in known else "fixed when it was exported"
+            raise RequestError(f"{path}: {what} is {value!r}, but {found}", hint="export it anew with other settings")
+    return _model(file, threads, None)
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
+    """Write a loaded model to a file; with `embed` its weights too, packed as the kernels read them."""
+    built, compiled, checkpoint = model.built, model.compiled, model.checkpoint
+    if not isinstance(compiled, CpuGraph) or isinstance(compiled, ExportedGraph):
+        raise CapabilityError(
+            f"export: {model.name} comes from an export itself", hint="export the model it was made of"
+        )
+    tokenizer = checkpoint.tokenizer
+    settings = model.settings if isinstance(model, EmbeddingModel) else None
+    records = {"config": checkpoint.config, "cache": built.cache, "embed": settings, "tokenizer": _described(tokenizer)}
+    text, arrays = codec.encode(records, _classes(model.family))
+    about = {
+        "name": model.name,
+        "family": model.family.name,
+        "context": model.context,
+        "cache": model.cache_dtype,
+        "digest": model.digest,
+        "patched": model._patch is not None,
+        "outputs": built.output_names,
+        "path": os.fsencode(checkpoint.path.absolute()).decode(errors="replace"),
+        "files": list(_files(checkpoint.file)),
+    }
+    contents: dict[str, Content] = {
+        "records": text.encode(),
+        "records.arrays": {str(i): a for i, a in enumerate(arrays)},
+        "made": {} if embed else {n: a for n, a in built.params.made.items() if n in compiled.param_types},
+    }
+    if tokenizer is not None:
+        contents["tokenizer"] = tokenizer._parsing.to_str().encode()
+    return export_graph(compiled, path, embed=embed, parts=Parts(model.family.kind, {"model": about}, contents))
+
+
+def _classes(family: Family) -> dict[str, type]:
+    return {c.__name__: c for c in (family.config, KvCacheSpec, EmbedSettings, SpecialIds)}
+
+
+def _described(tokenizer: Tokenizer | None) -> dict[str, Any] | None:
+    """What a tokenizer is beside its tokenizer.json."""
+    if tokenizer is None:
+        return None
+    roles = {role: getattr(tokenizer, f"{role}_id") for role, _ in SpecialIds().items()}
+    kept = {name: getattr(tokenizer, name) for name in ("source", "vocab_size", "chat_template")}
+    return {**kept, "special": SpecialIds(**roles), "stop_ids": sorted(tokenizer.stop_ids)}
+
+
+def _files(tensors: TensorFile) -> Iterator[dict[str, Any]]:
+    """The files of the weights, and what tells whether they have changed."""
+    for path in sorted({tensors.entry(name).file for name in tensors.names}):
+        found = path.stat()
+        yield {"name": path.name, "bytes": found.st_size, "modified": found.st_mtime_ns, "sha256": _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+def _model(file: ExportFile, threads: int | None, moved: PathLike | None) -> LanguageModel | EmbeddingModel:
+    about = file.manifest["model"]
+    family = FAMILIES[about["family"]]
+    arrays = list(file.arrays("records.arrays").values())
+    records = codec.decode(file.section("records"), _classes(family), arrays, f"{file.path}: records")
+    checkpoint = _checkpoint(file, family, records, moved)
+    session = Session("cpu", threads=threads, target=file.target)
+    compiled = ExportedGraph(file, threads=session.threads, store=session.weights)
+    made = file.arrays("made")
+    params = Params(compiled.leaves, made, checkpoint.weights)
+    known = {} if WEIGHTS in file.manifest["sections"] else dict(params)
+    if known:
+        compiled.set_params(known)
+        compiled.prepare()
+    profile = compiled.profile or CompileProfile()
+    built = _Built(compiled, params, about["outputs"], records["cache"], profile)
+    kind = LanguageModel if family.kind == "decoder" else EmbeddingModel
+    model = kind(
+        checkpoint, context=about["context"], cache=about["cache"], name=about["name"], profile=profile,
+        patch=_lost_patch if about["patched"] else None,
+        prepared=Prepared(session, built, compiled, known, about["digest"]),
+    )  # fmt: skip
+    if isinstance(model, EmbeddingModel):
+        model.settings = records["embed"]
+    return model
+
+
+def _checkpoint(file: ExportFile, family: Family, records: Mapping[str, Any], moved: PathLike | None) -> Checkpoint:
+    """The model as its files say it is. Of those only tensors are read, and none where the export has the weights."""
+    config, tokenizer = records["config"], _tokenizer(file, records["tokenizer"])
+    if WEIGHTS in file.manifest["sections"]:
+        nothing = TensorFile(file.path, "rlxp", [], {}, [])
+        return Checkpoint(file.path, nothing, family, config, _Packed(nothing, {}, 0), tokenizer)
+    path = _unchanged(file, moved)
+    tensors = open_tensors(path)
+    factors = tensors.dequantised(_ROPE_FACTORS) if _ROPE_FACTORS in tensors else None
+    weights = FileWeights(tensors, family.weights, config.layers)
+    return Checkpoint(path, tensors, family, config, weights, tokenizer, factors)
+
+
+class _Built(BuiltModel):
+    """What was built when the model was exported; the graph is read when somebody asks."""
+
+    def __init__(
+        self, compiled: ExportedGraph, params: Params, output_names: list[str], cache: KvCacheSpec | None,
+        profile: CompileProfile,
+    ) -> None:  # fmt: skip
+        super().__init__(compiled.leaves, params, output_names, cache, profile)
+        self.__dict__["compiled"] = compiled
+        del self.__dict__["module"]
+
+    @functools.cached_property
+    def module(self) -> Graph:
+        graph: Graph = self.__dict__["compiled"].graph
+        return graph
+
+
+class _Packed(FileWeights):
+    """Weights that are there only as kernels read them."""
+
+    def _refuse(self) -> NoReturn:
+        raise CapabilityError(
+            f"{self.file.path}: has the weights as kernels read them, not as the model's file has them",
+            hint="load the model itself, or an export without --weights",
+        )
+
+    def has(self, key: str) -> bool:
+        return True  # and whoever asks what it is hears why not
+
+    def type(self, key: str) -> TensorType:
+        self._refuse()
+
+    def array(self, key: str) -> Array:
+        self._refuse()
+
+    def keys(self) -> Iterable[str]:
+        return ()
+
+
+def _lost_patch(flow: ModelFlow) -> ModelFlow:
+    raise CapabilityError(f"flow {flow.name!r}: the export does not have the patch that the model was loaded with")
+
+
+def _unchanged(file: ExportFile, moved: PathLike | None) -> Path:
+    """Where the model's own file or folder is, with the weights that it had at the export."""
+    about = file.manifest["model"]
+    recorded = Path(about["path"])
+    places = [Path(moved)] if moved is not None else [recorded, file.path.parent / recorded.name]
+    found = next((place for place in places if place.exists()), None)
+    if found is None:
+        raise NotFoundError(
+            f"{file.path}: the weights of {about['name']} are not there",
+            notes=[f"looked at: {place}" for place in places],
+            hint="rlx.load_exported(..., model=PATH) says where they are; rlx export --weights puts them in",
+        )
+    single = len(about["files"]) == 1 and found.is_file()
+    folder = found if found.is_dir() else found.parent
+    for known in about["files"]:
+        _check_unchanged(file.path, found if single else folder / known["name"], known)
+    return found
+
+
+def _check_unchanged(export: Path, path: Path, known: Mapping[str, Any]) -> None:
+    """Compare a file with what it was. Its bytes are read only where its time is another: a copy has one of its own."""
+    try:
+        found = path.stat()
+        was, now = f"{known['bytes']} bytes", f"{found.st_size} bytes"
+        if was == now and found.st_mtime_ns != known["modified"]:
+            was, now = f"SHA-256 {known['sha256']}", f"SHA-256 {_sha256(path)}"
+    except OSError as error:
+        raise NotFoundError(f"{export}: {path} cannot be read: {error.strerror}") from error
+    if was != now:
+        raise FormatError(f"{export}: {path} has changed: it had {was}, now {now}", hint="export the model again")
+
+
+def _tokenizer(file: ExportFile, described: Mapping[str, Any] | None) -> Tokenizer | None:
+    if described is None:
+        return None
+    with rust_call(str(file.path)):
+        rust = RustTokenizer.from_buffer(file.section("tokenizer"))
+    kept = {name: described[name] for name in ("source", "vocab_size", "chat_template", "special")}
+    tokenizer = Tokenizer(rust, **kept)
+    tokenizer.stop_ids = frozenset(described["stop_ids"])
+    return tokenizer

@@ -1,0 +1,38 @@
+"""ModelRecipe: how a model is assembled, with changes that come later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlx.errors import GraphError
+from rlx.flow.flow import BuiltModel, ModelFlow
+from rlx.flow.weights import WeightSource
+
+
+@dataclass(frozen=True)
+class ModelRecipe:
+    """A name and a function that assembles the flow. Patches make new recipes; the old one stays as it is."""
+
+    name: str
+    assemble: Callable[..., ModelFlow]
+
+    def patch(self, f: Callable[[ModelFlow], ModelFlow]) -> ModelRecipe:
+        """The recipe whose flow goes through `f` as well."""
+
+        def assemble(*arguments: Any, **settings: Any) -> ModelFlow:
+            flow = f(self.assemble(*arguments, **settings))
+            if not isinstance(flow, ModelFlow):
+                raise GraphError(f"recipe {self.name!r}: a patch gave a {type(flow).__name__}, expected a flow")
+            return flow
+
+        return replace(self, assemble=assemble)
+
+    def when(self, condition: bool, f: Callable[[ModelFlow], ModelFlow]) -> ModelRecipe:
+        """The same, if the condition holds."""
+        return self.patch(f) if condition else self
+
+    def build(self, weights: WeightSource | Mapping[str, Any] | None = None, *arguments: Any) -> BuiltModel:
+        """The graph of the assembled flow; the arguments are those of `assemble`."""
+        return self.assemble(*arguments).build(weights)

@@ -1,0 +1,70 @@
+"""Stages of the author's own: a function with `Emit`, or a class that is known by a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rlx.errors import GraphError, nearest
+from rlx.flow.context import FlowCtx
+from rlx.flow.emit import Emit, flowing
+from rlx.flow.stages.base import FlowStage
+from rlx.flow.state import FlowValue
+
+Author = Callable[[Emit, Any], Any]
+Stage = TypeVar("Stage", bound=type[FlowStage])
+
+
+@dataclass(frozen=True)
+class Custom(FlowStage):
+    """A part of the graph by a function `f(emit, value) -> value`; it may give nothing and leave the value as it is."""
+
+    f: Author
+    name: str | None = None
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
+        emit = Emit.of(ctx)
+        where = f"stage Custom {self.name!r}" if self.name else "stage Custom"
+        return flowing(emit, self.f(emit, value), where)
+
+    @property
+    def path(self) -> str:
+        return self.name or ""
+
+
+# -- plugins ----------------------------------------------------------------------------------------------------------
+PLUGINS: dict[str, type[FlowStage]] = {}
+
+
+def register_stage(name: str) -> Callable[[Stage], Stage]:
+    """Declare a stage class under a name: `flow.plugin(name, ...)` then makes one."""
+
+    def declare(stage: Stage) -> Stage:
+        if not (isinstance(stage, type) and issubclass(stage, FlowStage)):
+            raise GraphError(
+                f"register_stage {name!r}: {stage!r} is not a class of stages", hint="derive from FlowStage"
+            )
+        taken = PLUGINS.get(name)
+        # the same class again is a cell of a notebook that was run twice
+        if taken is not None and (taken.__module__, taken.__qualname__) != (stage.__module__, stage.__qualname__):
+            raise GraphError(f"register_stage {name!r}: is the name of {taken.__module__}.{taken.__qualname__}")
+        PLUGINS[name] = stage
+        return stage
+
+    return declare
+
+
+def plugin_stage(plugin: str | FlowStage, settings: dict[str, Any]) -> FlowStage:
+    """The stage itself, or one of the class that is registered under a name."""
+    if isinstance(plugin, FlowStage):
+        if settings:
+            raise GraphError(f"plugin {type(plugin).__name__}: is made already, {', '.join(settings)} come too late")
+        return plugin
+    if plugin not in PLUGINS:
+        hint = nearest(str(plugin), PLUGINS) or "declare it with rlx.flow.register_stage"
+        raise GraphError(f"plugin: no stage is registered as {plugin!r}", hint=hint)
+    try:
+        return PLUGINS[plugin](**settings)
+    except TypeError as error:
+        raise GraphError(f"plugin {plugin!r}: {error}") from error

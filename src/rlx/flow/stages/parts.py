@@ -1,0 +1,206 @@
+"""Small parts that models share: linear maps, scales, caps, pooling, masks and the inputs of a decode step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlx.errors import GraphError
+from rlx.flow.context import Array, FlowCtx
+from rlx.flow.stages.base import FlowStage
+from rlx.flow.stages.ffn import linear
+from rlx.flow.state import DecodeBindings, FlowValue
+from rlx.ir.graph import Value
+from rlx.types import sym
+
+MASK = "attn_mask"  # the name of the mask that `AttnMask` binds
+
+
+# -- maps of the value ------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Linear(FlowStage):
+    """x times a weight, plus a bias. `transpose` is for a weight that lies `[out, in]`, as in files."""
+
+    weight_key: str
+    transpose: bool = True
+    bias_key: str | None = None
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x = ctx.need(value, "Linear")
+        return ctx.wrap(linear(ctx, x, self.weight_key, self.bias_key, transpose=self.transpose))
+
+
+@dataclass(frozen=True)
+class EmbedScale(FlowStage):
+    """Gemma's token rows: times √hidden."""
+
+    hidden_size: int
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        return ctx.wrap(ctx.need(value, "EmbedScale") * self.hidden_size**0.5)
+
+
+@dataclass(frozen=True)
+class LayerScale(FlowStage):
+    """DINOv2's scale: each channel times a weight."""
+
+    gamma_key: str
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x = ctx.need(value, "LayerScale")
+        return ctx.wrap(x * ctx.load_param(self.gamma_key, shape=x.shape[-1:]))
+
+
+@dataclass(frozen=True)
+class LogitSoftcap(FlowStage):
+    """cap · tanh(x / cap): nothing gets larger than the cap."""
+
+    cap: float
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x = ctx.need(value, "LogitSoftcap")
+        return ctx.wrap((x / self.cap).tanh() * self.cap)
+
+    @property
+    def path(self) -> str:
+        return "softcap"
+
+
+@dataclass(frozen=True)
+class ClsTokenPool(FlowStage):
+    """`[batch, seq, hidden]` to `[batch, hidden]`: the class token, which is the first."""
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x = ctx.need(value, "ClsTokenPool")
+        if x.rank != 3:
+            raise GraphError(f"stage ClsTokenPool: takes [batch, seq, hidden], found {x.type}")
+        return ctx.wrap(x[:, 0])
+
+    @property
+    def path(self) -> str:
+        return "pool"
+
+
+@dataclass(frozen=True)
+class GatherFromInput(FlowStage):
+    """The rows of a table that a named input picks, in place of the value."""
+
+    input_name: str
+    weight_key: str
+    axis: int = 0
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        ctx.need(value, "GatherFromInput")
+        index = ctx.input(self.input_name, (sym.BATCH, sym.SEQ), "i32")
+        return ctx.wrap(ctx.load_param(self.weight_key).gather(index, axis=self.axis))
+
+    @property
+    def path(self) -> str:
+        return "embed"
+
+
+@dataclass(frozen=True)
+class GdnScan(FlowStage):
+    """The gated-delta-net scan of `FlowState.gdn`: `[batch, seq, heads, state_size]`.
+
+    With `carry_state` it starts from the value that is named `state_key` and leaves the state after the last token
+    under that name.
+    """
+
+    state_size: int
+    carry_state: bool = False
+    state_key: str | None = None
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        ctx.need(value, "GdnScan")
+        slots = ctx.state.gdn
+        if slots is None:
+            raise GraphError("stage GdnScan: no inputs were published", hint="a stage sets ctx.state.gdn before it")
+        given = (slots.q, slots.k, slots.v, slots.g, slots.beta)
+        graph = ctx.hir()
+        if not self.carry_state:
+            return ctx.wrap(graph.one("gated_delta_net", *given, state_size=self.state_size))
+        if self.state_key is None:
+            raise GraphError("stage GdnScan: carry_state needs a state_key", hint='GdnScan(..., state_key="gdn.0")')
+        before = ctx.state.value(self.state_key, "stage GdnScan")
+        out, after = graph.apply("gated_delta_net_carry", *given, before, state_size=self.state_size)
+        ctx.state.named[self.state_key] = after
+        return ctx.wrap(out)
+
+    @property
+    def path(self) -> str:
+        return "gdn"
+
+
+# -- what other stages look up ----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ZeroBeta(FlowStage):
+    """A vector of zeros by name, for the beta of norms that have none; the first is the default. The value passes."""
+
+    name: str
+    len: int
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
+        zeros = ctx.synth_zeros(self.name, self.len)
+        ctx.state.named[self.name] = zeros
+        ctx.state.zero_beta = ctx.state.zero_beta if ctx.state.zero_beta is not None else zeros
+        return value
+
+
+@dataclass(frozen=True)
+class AttnMask(FlowStage):
+    """A padding mask `[batch, seq]` under the name `attn_mask`: a named input, or ones. The flowing value passes."""
+
+    batch: int
+    seq: int
+    input_name: str | None = None
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
+        shape = (self.batch, self.seq)
+        if self.input_name is None:
+            mask = ctx.synth_param(MASK, np.ones(shape, np.float32))
+        else:
+            mask = ctx.input(self.input_name, shape)
+        ctx.state.named[MASK] = mask
+        return value
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeRopeParams(FlowStage):
+    """Fixed RoPE rows `[1, half]` for a decode step. The flowing value passes."""
+
+    cos: Array
+    sin: Array
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
+        ctx.state.rope_cos = ctx.synth_param("decode.rope.cos", np.asarray(self.cos, np.float32))
+        ctx.state.rope_sin = ctx.synth_param("decode.rope.sin", np.asarray(self.sin, np.float32))
+        return value
+
+
+@dataclass(frozen=True)
+class BindDecodeInputs(FlowStage):
+    """The inputs of a decode step as `FlowState.decode`: RoPE rows, a mask, one past K and V a layer.
+
+    The flow declares `past_k_0`, `past_v_0` and so on, `mask` if it is used, and `rope_cos` and `rope_sin` unless
+    tables flow already. The flowing value passes.
+    """
+
+    num_layers: int
+    use_custom_mask: bool = False
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
+        cos, sin = ctx.state.rope_cos, ctx.state.rope_sin
+        if cos is None or sin is None:
+            cos, sin = self.bound(ctx, "rope_cos"), self.bound(ctx, "rope_sin")
+        past_k, past_v = ([self.bound(ctx, f"past_{x}_{i}") for i in range(self.num_layers)] for x in "kv")
+        mask = self.bound(ctx, "mask") if self.use_custom_mask else None
+        ctx.state.decode = DecodeBindings(cos, sin, mask, past_k, past_v)
+        return value
+
+    def bound(self, ctx: FlowCtx, name: str) -> Value:
+        try:
+            return ctx.flow_input(name).id
+        except GraphError as error:
+            raise GraphError(f"stage BindDecodeInputs: {error}", hint=error.hint) from error

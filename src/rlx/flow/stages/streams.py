@@ -1,0 +1,74 @@
+"""Streams: values that flow beside the main one, such as an image and a text that go through a model side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlx.errors import GraphError
+from rlx.flow.context import FlowCtx
+from rlx.flow.emit import Emit, flowing
+from rlx.flow.stages.base import FlowStage
+from rlx.flow.state import FlowValue
+
+
+@dataclass(frozen=True)
+class StoreStream(FlowStage):
+    """Copies the value into a stream; the value flows on. Where none flows there is nothing to copy."""
+
+    name: str
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
+        if value is not None:
+            ctx.state.streams[self.name] = value
+        return value
+
+
+@dataclass(frozen=True)
+class LoadStream(FlowStage):
+    """Goes on with the value of a stream."""
+
+    name: str
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        return ctx.state.stream(self.name, "stage LoadStream")
+
+
+@dataclass(frozen=True)
+class BindInputs(FlowStage):
+    """Inputs of the flow as streams: pairs of an input and a stream. The flowing value passes."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
+        for name, stream in self.pairs:
+            ctx.state.streams[stream] = ctx.flow_input(name)
+        return value
+
+
+@dataclass(frozen=True)
+class DualStream(FlowStage):
+    """Two streams go through `f(emit, a, b) -> (a, b)`, which may let each look at the other. The main value passes."""
+
+    name: str
+    a: str
+    b: str
+    f: Callable[[Emit, FlowValue, FlowValue], Any]
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
+        where = f"stage DualStream {self.name!r}"
+        emit = Emit.of(ctx)
+        given = self.f(emit, *(ctx.state.stream(stream, where) for stream in (self.a, self.b)))
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise GraphError(f"{where}: its function gave {type(given).__name__}, expected the two streams")
+        for stream, part in zip((self.a, self.b), given, strict=True):
+            after = flowing(emit, part, where)
+            if after is None:
+                raise GraphError(f"{where}: its function gave nothing for stream {stream!r}")
+            ctx.state.streams[stream] = after
+        return value
+
+    @property
+    def path(self) -> str:
+        return self.name

@@ -1,0 +1,57 @@
+"""Ops written with other ops: the graph that a decomposition builds for operands of given types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlx.dtypes import dtype
+from rlx.errors import LowerError, RlxError
+from rlx.ir import evaluate
+from rlx.ir.graph import Graph, Value
+from rlx.ir.registry import HIR, OpDef, get, result_types
+from rlx.types import TensorType
+
+
+def written_out(definition: OpDef, operands: Sequence[TensorType | None], attrs: Mapping[str, Any]) -> Graph:
+    """The decomposition of an op: an input for each operand that is given, outputs of the types that its rule gives."""
+    wanted = result_types(definition, operands, attrs)
+    assert definition.decompose is not None
+    body, results = _built(definition.name, definition.decompose, operands, attrs)
+    where = f"op {definition.name}: its decomposition"
+    if not all(isinstance(v, Value) and v.graph is body for v in results):
+        raise LowerError(f"{where} gives {results!r}, wanted values made of its operands", hint=definition.place)
+    found = tuple(v.type for v in results)
+    if found != wanted:
+        have, want = ("; ".join(map(str, types)) for types in (found, wanted))
+        raise LowerError(f"{where} gives {have}, its type rule {want}", hint=definition.place)
+    for node in body.nodes:
+        if get(node.op).level == HIR:
+            raise LowerError(f"{where} uses the HIR block {node.op}", hint="write it with MIR ops")
+    return body.set_outputs(results)
+
+
+def _built(
+    name: str, decompose: Callable[..., Any], operands: Sequence[TensorType | None], attrs: Mapping[str, Any]
+) -> tuple[Graph, tuple[Any, ...]]:
+    body = Graph(name)
+    values = [None if t is None else body.input(f"x{i}", t.shape, t.dtype) for i, t in enumerate(operands)]
+    try:
+        given = decompose(*values, **attrs)
+    except RlxError as error:
+        error.add_note(f"  in the decomposition of op {name}")
+        raise
+    return body, given if isinstance(given, tuple) else (given,)
+
+
+def reference_by_parts(name: str, decompose: Callable[..., Any]) -> Callable[..., Any]:
+    """The NumPy meaning of an op that has only a decomposition: what the ops mean that it consists of."""
+
+    def reference(*arrays: Any, binding: Mapping[str, int], **attrs: Any) -> Any:
+        types = [None if a is None else TensorType(a.shape, dtype(a.dtype)) for a in arrays]
+        body, results = _built(name, decompose, types, attrs)
+        body.set_outputs(results)
+        leaves = {f"x{i}": a for i, a in enumerate(arrays) if a is not None}
+        return tuple(evaluate.run(body, leaves, binding))
+
+    return reference

@@ -1,0 +1,74 @@
+"""Builders of custom functions on `Graph`, and the handle of one that has several outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlx.errors import GraphError
+from rlx.types import Size
+
+if TYPE_CHECKING:
+    from rlx.ir.graph import Graph, Node, Value
+
+
+@dataclass(frozen=True)
+class MultiOutputHandle:
+    """The outputs of a custom function; `source` is its node. It unpacks: `a, b = handle`."""
+
+    source: Node
+
+    @property
+    def n_outputs(self) -> int:
+        return len(self.source.results)
+
+    @property
+    def sub_shapes(self) -> tuple[tuple[Size, ...], ...]:
+        """The shape of each output."""
+        return tuple(v.shape for v in self.source.results)
+
+    @property
+    def offsets(self) -> tuple[Size, ...]:
+        """Where each output would start, in elements, if all were laid end to end."""
+        starts: list[Size] = [0]
+        for value in self.source.results[:-1]:
+            starts.append(starts[-1] + value.type.elements)
+        return tuple(starts)
+
+    def output(self, i: int) -> Value:
+        """Output number i."""
+        if not 0 <= i < self.n_outputs:
+            raise GraphError(f"custom_fn_multi: output {i} does not exist, there are {self.n_outputs}")
+        return self.source.results[i]
+
+    def __iter__(self) -> Iterator[Value]:
+        return iter(self.source.results)
+
+
+class CustomBuilders:
+    """What `Graph` inherits: custom functions of one and of several outputs."""
+
+    if TYPE_CHECKING:
+
+        def build(self, op: str, operands: Sequence[Any], attrs: dict[str, Any]) -> Node: ...
+
+    def custom_fn(
+        self, inputs: Sequence[Any], fwd_body: Graph, vjp_body: Graph | None = None, jvp_body: Graph | None = None
+    ) -> Value:
+        """`fwd_body` applied to the inputs, with derivative rules of its own; see the op `custom_fn`."""
+        found = len(getattr(fwd_body, "outputs", (None,)))
+        if found != 1:
+            hint = "custom_fn_multi has several"
+            raise GraphError(f"custom_fn: fwd_body: has {found} outputs, wanted 1", hint=hint)
+        return self._custom(inputs, fwd_body, vjp_body, jvp_body)[0]
+
+    def custom_fn_multi(
+        self, inputs: Sequence[Any], fwd_body: Graph, vjp_body: Graph | None = None, jvp_body: Graph | None = None
+    ) -> MultiOutputHandle:
+        """`custom_fn` with any number of outputs, of any shapes and types."""
+        return MultiOutputHandle(self._custom(inputs, fwd_body, vjp_body, jvp_body))
+
+    def _custom(self, inputs: Sequence[Any], fwd: Graph, vjp: Graph | None, jvp: Graph | None) -> Node:
+        operands = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        return self.build("custom_fn", operands, {"fwd_body": fwd, "vjp_body": vjp, "jvp_body": jvp})

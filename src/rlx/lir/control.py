@@ -1,0 +1,117 @@
+"""Loops and branches as ranges of launches: bodies are scheduled once, operands move from step to step.
+
+Carries have two rows each: a step reads one and writes the other, and which is which alternates. So nothing is copied
+but the first values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlx.ir.graph import Graph, Node
+from rlx.lir.program import Branch, Loop
+from rlx.lir.schedule import Scheduler, loop_form
+from rlx.lir.views import View
+from rlx.types import Size, TensorType, dim, dim_floordiv
+
+
+class _Range:
+    """A loop or branch under construction: its place in the program, which is before those inside it."""
+
+    def __init__(self, s: Scheduler) -> None:
+        self.s = s
+        self.first = self.here
+        self.number = len(s.program.controls)
+        self.symbol, self.parity = s.loop_symbol("t"), s.loop_symbol("p")
+        # What is inside finds these names taken.
+        s.program.controls.append(Loop(self.first, self.first, self.first, 0, self.symbol, self.parity))
+
+    @property
+    def here(self) -> int:
+        return len(self.s.program.launches)
+
+    def close(self, kind: type[Loop] | type[Branch], **fields: Any) -> None:
+        """Make it what it is; nothing where it has no launches."""
+        if self.here == self.first:
+            del self.s.program.controls[self.number :]
+        else:
+            self.s.program.controls[self.number] = kind(first=self.first, end=self.here, **fields)
+
+
+class _Carries:
+    """The carries of a loop: where a step reads and writes each. One that never changes is where it was before."""
+
+    def __init__(self, s: Scheduler, node: Node, body: Graph) -> None:
+        self.inits = [s.view(o) for o in node.operands[: node.attrs["carries"]]]
+        self.moves = [body.outputs[i].node is not body.inputs[i] for i in range(len(self.inits))]
+        self.rows: list[View | None] = []
+        for init, moves in zip(self.inits, self.moves, strict=True):
+            rows = s.temporary(TensorType((2, *init.shape), init.dtype)) if moves else None
+            if rows is not None:
+                s.copy_into(init, rows.row(0))
+            self.rows.append(rows)
+
+    def now(self, parity: str) -> list[View]:
+        """What a step reads."""
+        return [i if r is None else r.row(dim(parity)) for i, r in zip(self.inits, self.rows, strict=True)]
+
+    def next(self, parity: str) -> list[View | None]:
+        """Where a step writes; None for a carry that does not change."""
+        return [None if rows is None else rows.row(1 - dim(parity)) for rows in self.rows]
+
+    def after(self, steps: Size) -> list[View]:
+        """The carries after so many steps."""
+        row = steps - 2 * dim_floordiv(steps, 2)
+        return [i if r is None else r.row(row) for i, r in zip(self.inits, self.rows, strict=True)]
+
+
+@loop_form("scan")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    body, length = node.attrs["body"], node.attrs["length"]
+    n, m = node.attrs["carries"], node.attrs["broadcasts"]
+    broadcasts, xs = ([s.view(o) for o in part] for part in (node.operands[n : n + m], node.operands[n + m :]))
+    ys = [s.result(node, i) for i in range(n, len(node.types))]
+    if length == 0:
+        return [*(s.view(o) for o in node.operands[:n]), *ys]
+    carries = _Carries(s, node, body)
+    inside = _Range(s)
+    t: Size = dim(inside.symbol)
+    at = length - 1 - t if node.attrs["reverse"] else t
+    inputs = [*carries.now(inside.parity), *broadcasts, *(x.row(at) for x in xs)]
+    s.body(body, inputs, [*carries.next(inside.parity), *(y.row(at) for y in ys)])
+    inside.close(Loop, last=inside.here, length=length, symbol=inside.symbol, parity=inside.parity)
+    return [*carries.after(length), *ys]
+
+
+@loop_form("while_loop")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    """How many steps there will be is not known, so the carries are copied from the row they end in."""
+    broadcasts = [s.view(o) for o in node.operands[node.attrs["carries"] :]]
+    carries = _Carries(s, node, node.attrs["body"])
+    inside = _Range(s)
+    now = carries.now(inside.parity)
+    (predicate,) = s.body(node.attrs["cond"], [*now, *broadcasts], [None])
+    test = inside.here
+    s.body(node.attrs["body"], [*now, *broadcasts], carries.next(inside.parity))
+    last = inside.here
+    results = []
+    for i, (view, moves) in enumerate(zip(now, carries.moves, strict=True)):
+        results.append(s.result(node, i) if moves else view)
+        if moves:
+            s.copy_into(view, results[i])
+    symbols = {"symbol": inside.symbol, "parity": inside.parity}
+    inside.close(Loop, last=last, length=node.attrs["max_steps"], predicate=predicate, test=test, **symbols)
+    return results
+
+
+@loop_form("cond")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    predicate, *operands = (s.view(o) for o in node.operands)
+    results = [s.result(node, i) for i in range(len(node.types))]
+    inside = _Range(s)
+    s.body(node.attrs["then_body"], operands, results)
+    middle = inside.here
+    s.body(node.attrs["else_body"], operands, results)
+    inside.close(Branch, middle=middle, predicate=predicate)
+    return results

@@ -1,0 +1,478 @@
+"""GraphModule: one module at any of three levels, from blocks (HIR) over ops (MIR) to a planned program (LIR).
+
+It builds at the upper two levels, lowers, plans, prints every level, and `rlx.compile` takes it at each of them.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rlx.dtypes import DTypeLike
+from rlx.errors import FusionError, GraphError, nearest
+from rlx.hir.lower import lower
+from rlx.ir import registry
+from rlx.ir.graph import Graph, Value
+from rlx.ir.provenance import stage as provenance
+from rlx.ir.registry import HIR, LEAF, MIR
+from rlx.lir import memory
+from rlx.lir.program import ARENA, Program
+from rlx.lir.schedule import schedule
+from rlx.mir.pipeline import Optimised, optimise
+from rlx.profile import CompileProfile, Fusion, FusionPolicy
+from rlx.target import Target, host
+from rlx.types import DimBinding, ShapeLike, Size, evaluate
+
+Built = TypeVar("Built")
+
+
+class GraphStage(enum.Enum):
+    """The level of a module."""
+
+    HIR = "hir"
+    MIR = "mir"
+    LIR = "lir"
+
+
+# -- LIR --------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class LirModule:
+    """A planned module: the MIR it was planned from, what passes made of that, and the programs for a target."""
+
+    mir: Graph
+    optimised: Optimised
+    main: Program
+    bind: Program  # runs once when weights are set
+    target: Target
+
+    def arena(self, sizes: Mapping[str, int]) -> memory.Plan:
+        """Where the temporary buffers lie when the symbols have these sizes."""
+        lives = memory.lifetimes(self.main)
+        wanted = {x.name: evaluate(self.main.buffers[x.name].type.bytes, sizes) for x in lives}
+        return memory.plan(lives, wanted)
+
+    def naive_bytes(self) -> Size:
+        """Bytes of the temporary buffers if none shared memory, as an expression over the symbols."""
+        total: Size = 0
+        for buffer in self.main.buffers.values():
+            total = total + buffer.type.bytes if buffer.kind == ARENA else total
+        return total
+
+
+def plan_lir(graph: Graph, target: Target, profile: CompileProfile) -> LirModule:
+    """Lower, optimise and schedule a graph as a profile says."""
+    mir = lower(graph, profile.fusion.policy)
+    done = optimise(mir, target, profile)
+    if profile.fusion.assert_clean and done.report.missed:
+        missed = done.report.missed
+        hint = "rewrite the graph, or compile without fusion.assert_clean"
+        raise FusionError(f"graph {graph.name!r}: {len(missed)} fusions missed", notes=map(str, missed), hint=hint)
+    derived = zip(done.derived, done.bind.outputs, strict=True)
+    panels = {n: _layout(o) for n, o in derived if o.node.op in ("pack_panels", "interleave_blocks")}
+    return LirModule(mir, done, schedule(done.main, target, notes=panels), schedule(done.bind, target), target)
+
+
+def _layout(panels: Value) -> str:
+    """How a weight that a matmul kernel reads lies in memory."""
+    source = panels.node.operands[0]
+    assert source is not None
+    kind = f" of {source.dtype}" if source.dtype.is_packed else ""
+    return f"panels({panels.shape[-1]}){kind}"
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+# What may be read of the graph of a planned module; everything else on a Graph builds.
+_READS = frozenset((
+    "nodes", "inputs", "params", "outputs", "limits", "has", "users", "reachable", "symbols", "fingerprint", "text",
+    "verify", "level",
+))  # fmt: skip
+
+
+class GraphModule:
+    """A module at one of three levels. At HIR it builds with blocks, at MIR it is a `Graph`, at LIR it is planned."""
+
+    def __init__(self, graph: Graph) -> None:
+        if not isinstance(graph, Graph):
+            raise GraphError(f"GraphModule: takes a Graph, found {type(graph).__name__}")
+        self._graph = graph
+        self._lir: LirModule | None = None
+        self._policy = FusionPolicy.DIRECT
+
+    # -- making one --
+    @classmethod
+    def define(cls, name: str, build: Callable[[GraphModule], Any]) -> GraphModule:
+        """An HIR module from a function that gets it and returns the output value, or a tuple of them."""
+        module = cls.hir(name)
+        given = build(module)
+        if given is not None:
+            module.set_outputs(given)
+        elif not module._graph.outputs:
+            raise GraphError(f"define {name!r}: the function returned no value", hint="return the output, or a tuple")
+        return module
+
+    @classmethod
+    def hir(cls, name: str) -> GraphModule:
+        """An empty HIR module."""
+        return cls(Graph(name, level=HIR))
+
+    @classmethod
+    def mir(cls, name: str) -> GraphModule:
+        """An empty MIR module."""
+        return cls(Graph(name))
+
+    @classmethod
+    def from_hir(cls, graph: Graph) -> GraphModule:
+        """An HIR module of an HIR graph."""
+        return cls(_at_level("from_hir", graph, HIR))
+
+    @classmethod
+    def from_mir(cls, graph: Graph) -> GraphModule:
+        """An MIR module of an MIR graph."""
+        return cls(_at_level("from_mir", graph, MIR))
+
+    @classmethod
+    def from_graph(cls, graph: Graph) -> GraphModule:
+        """The same as `from_mir`."""
+        return cls(_at_level("from_graph", graph, MIR))
+
+    @classmethod
+    def from_lir(cls, lir: LirModule) -> GraphModule:
+        """An LIR module of a plan."""
+        if not isinstance(lir, LirModule):
+            raise GraphError(
+                f"from_lir: takes an LirModule, found {type(lir).__name__}", hint="module.plan() makes one"
+            )
+        module = cls(lir.mir)
+        module._lir = lir
+        return module
+
+    # -- what it is --
+    @property
+    def name(self) -> str:
+        return self._graph.name
+
+    @property
+    def stage(self) -> GraphStage:
+        """The level it is at."""
+        return GraphStage.LIR if self._lir is not None else GraphStage(self._graph.level)
+
+    @property
+    def fusion_policy(self) -> FusionPolicy | None:
+        """How its blocks will be lowered; None where there are none, outside HIR."""
+        return self._policy if self.stage is GraphStage.HIR else None
+
+    def with_fusion_policy(self, policy: FusionPolicy) -> GraphModule:
+        """Set how blocks will be lowered; returns the module."""
+        self._need("with_fusion_policy", GraphStage.HIR)
+        self._policy = Fusion(policy=policy).policy
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, GraphModule):
+            return False
+        same = self.stage is other.stage and self.fusion_policy is other.fusion_policy
+        return same and self._graph == other._graph and (self._lir is None) == (other._lir is None)
+
+    def __hash__(self) -> int:
+        return hash((self.stage, self._graph))
+
+    # -- building --
+    def block(self, name: str, build: Callable[[GraphModule], Built]) -> Built:
+        """A named part: what `build` adds carries the path `name`, nested with dots. Gives what `build` returns."""
+        self._need("block", GraphStage.HIR, GraphStage.MIR)
+        with provenance(name):
+            return build(self)
+
+    named = block
+
+    def input(self, name: str, shape: ShapeLike, dtype: DTypeLike = "f32") -> Value:
+        """A tensor given at each run."""
+        return self._open("input").input(name, shape, dtype)
+
+    def param(self, name: str, shape: ShapeLike, dtype: DTypeLike = "f32") -> Value:
+        """A weight: given once, kept for all runs."""
+        return self._open("param").param(name, shape, dtype)
+
+    def state(self, name: str, shape: ShapeLike, dtype: DTypeLike = "f32") -> Value:
+        """Memory given at each run that the module changes in place."""
+        return self._open("state").state(name, shape, dtype)
+
+    def constant(self, data: Any, dtype: DTypeLike | None = None) -> Value:
+        """Numbers that are part of the module."""
+        return self._open("constant").constant(data, dtype)
+
+    def set_outputs(self, outputs: Iterable[Value] | Value) -> GraphModule:
+        """Say what the module gives; returns the module."""
+        self._open("set_outputs").set_outputs(outputs)
+        return self
+
+    def set_hir_outputs(self, outputs: Iterable[Value] | Value) -> GraphModule:
+        """`set_outputs` at HIR."""
+        self._need("set_hir_outputs", GraphStage.HIR)
+        return self.set_outputs(outputs)
+
+    def finish_hir(self, output: Iterable[Value] | Value) -> GraphModule:
+        """The finished HIR module with this output."""
+        self._need("finish_hir", GraphStage.HIR)
+        return self.set_outputs(output)
+
+    # -- blocks --
+    def linear(self, x: Value, w: Value, bias: Value | None = None, *, activation: Any = None) -> Value:
+        """activation(x @ w + bias)."""
+        return self._block("linear", x, w, bias, activation=activation)
+
+    def linear_fused(self, x: Value, w: Value, bias: Value, *, activation: Any = None) -> Value:
+        """The same, one op in MIR under every fusion policy."""
+        return self._block("linear_fused", x, w, bias, activation=activation)
+
+    def shared_linear_pair(self, x: Value, w_first: Value, w_second: Value) -> tuple[Value, Value]:
+        """x @ w_first and x @ w_second."""
+        first, second = self._blocks("shared_linear_pair", x, w_first, w_second)
+        return first, second
+
+    def swiglu_ffn(self, x: Value, up_w: Value, gate_w: Value, down_w: Value) -> Value:
+        """(silu(x @ gate_w) * (x @ up_w)) @ down_w."""
+        return self._block("swiglu_ffn", x, up_w, gate_w, down_w)
+
+    def residual_rms_norm(
+        self, x: Value, residual: Value, gamma: Value, beta: Value | None = None, *, eps: float
+    ) -> Value:
+        """rms_norm(x + residual)."""
+        return self._block("residual_rms_norm", x, residual, gamma, beta, eps=eps)
+
+    def attention(self, q: Value, k: Value, v: Value, mask: Value | None = None, **attrs: Any) -> Value:
+        """`attention_block` at HIR (num_heads, head_dim, mask_kind, ...); the op `attention` at MIR."""
+        op = "attention_block" if self.stage is GraphStage.HIR else "attention"
+        return self._open("attention").one(op, q, k, v, mask, **attrs)
+
+    def rope(self, x: Value, cos: Value, sin: Value, positions: Value | None = None, **attrs: Any) -> Value:
+        """`rope_block` at HIR (head_dim, n_rot); the op `rope` at MIR."""
+        op = "rope_block" if self.stage is GraphStage.HIR else "rope"
+        return self._open("rope").one(op, x, cos, sin, positions, **attrs)
+
+    def rms_norm(self, x: Value, gamma: Value | None = None, beta: Value | None = None, *, eps: float = 1e-6) -> Value:
+        """x / √(mean of squares + eps) · gamma + beta."""
+        return self._open("rms_norm").one("rms_norm", x, gamma, beta, eps=eps)
+
+    def depthwise_conv1d_causal(self, x: Value, weight: Value, left_pad: Value, *, kernel_size: int) -> Value:
+        """Each channel filtered along the sequence; `left_pad` holds what came before, [batch, kernel_size - 1, C]."""
+        graph = self._open("depthwise_conv1d_causal")
+        return graph.one("depthwise_conv1d_causal", x, weight, left_pad, kernel_size=kernel_size)
+
+    def gated_delta_net(self, q: Value, k: Value, v: Value, g: Value, beta: Value, *, state_size: int) -> Value:
+        """Linear attention with a gated delta rule."""
+        return self._open("gated_delta_net").one("gated_delta_net", q, k, v, g, beta, state_size=state_size)
+
+    def gated_delta_net_carry(
+        self, q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, *, state_size: int
+    ) -> tuple[Value, Value]:
+        """The same from a carried state; also gives the state after the last token."""
+        graph = self._open("gated_delta_net_carry")
+        out, after = graph.apply("gated_delta_net_carry", q, k, v, g, beta, state, state_size=state_size)
+        return out, after
+
+    def dequant_matmul(
+        self, x: Value, w: Value, scale: Value | None = None, zp: Value | None = None, *, scheme: Any
+    ) -> Value:
+        """x times a quantised weight."""
+        return self._open("dequant_matmul").dequant_matmul(x, w, scale, zp, scheme=scheme)
+
+    def llama_decoder_block(self, x: Value, *operands: Value | None, **attrs: Any) -> Value:
+        """A Llama layer; operands and attributes as the block declares them (`rlx ops llama_decoder_block`)."""
+        return self._block("llama_decoder_block", x, *operands, **attrs)
+
+    def qwen35_mtp_head(self, x: Value, *operands: Value | None, **attrs: Any) -> Value:
+        """The multi-token-prediction head of Qwen3.5; operands as the block declares them."""
+        return self._block("qwen35_mtp_head", x, *operands, **attrs)
+
+    def hir_mir(self, op: str, inputs: Sequence[Value | None], **attrs: Any) -> Any:
+        """Any MIR op in an HIR module: its result, or a tuple of them."""
+        self._need("hir_mir", GraphStage.HIR)
+        if registry.get(op).level != MIR or LEAF in registry.get(op).traits:
+            raise GraphError(f"hir_mir: {op} is not an MIR op", hint=f"call module.{op}(...)")
+        return self._graph.apply(op, *inputs, **attrs)
+
+    def _blocks(self, op: str, *operands: Any, **attrs: Any) -> tuple[Value, ...]:
+        if self.stage is not GraphStage.HIR:
+            hint = "build blocks in GraphModule.hir(...) or GraphModule.define(...)"
+            raise GraphError(f"{op}: is an HIR block, module {self.name!r} is at {self.stage.name}", hint=hint)
+        return self._graph.build(op, operands, attrs).results
+
+    def _block(self, op: str, *operands: Any, **attrs: Any) -> Value:
+        return self._blocks(op, *operands, **attrs)[0]
+
+    # -- levels --
+    def lower(self) -> GraphModule:
+        """The MIR module of an HIR one; a module at another level is returned as it is."""
+        return self if self.stage is not GraphStage.HIR else GraphModule(lower(self._graph, self._policy))
+
+    def plan(self, target: Target | None = None, profile: CompileProfile | None = None) -> GraphModule:
+        """The LIR module for a target (None: this machine's); an LIR module is returned as it is."""
+        if self._lir is not None:
+            return self
+        if not self._graph.outputs:
+            raise GraphError(f"plan: module {self.name!r} has no outputs", hint="call set_outputs([...])")
+        return GraphModule.from_lir(plan_lir(self._graph.verify(), target or host(), self.profile(profile)))
+
+    def profile(self, given: CompileProfile | None = None) -> CompileProfile:
+        """The profile to compile by: the one given, else the default one with the module's own fusion policy."""
+        return given or CompileProfile(Fusion(policy=self._policy))
+
+    def into_mir(self) -> Graph:
+        """The MIR graph: lowered from HIR, taken out of LIR."""
+        return self.lower()._graph
+
+    def into_graph(self) -> Graph:
+        """The same as `into_mir`."""
+        return self.into_mir()
+
+    def into_hir(self) -> Graph | None:
+        """The HIR graph; None at another level."""
+        return self._graph if self.stage is GraphStage.HIR else None
+
+    def into_lir(self) -> LirModule | None:
+        """The plan; None at another level."""
+        return self._lir
+
+    def as_hir(self) -> Graph | None:
+        """The HIR graph; None at another level."""
+        return self.into_hir()
+
+    def as_lir(self) -> LirModule | None:
+        """The plan; None at another level."""
+        return self._lir
+
+    def as_mir(self) -> Graph | None:
+        """The MIR graph at MIR and LIR; None at HIR."""
+        return None if self.stage is GraphStage.HIR else self._graph
+
+    def as_graph(self) -> Graph | None:
+        """The same as `as_mir`."""
+        return self.as_mir()
+
+    # -- text --
+    def __str__(self) -> str:
+        """Text that `Graph.parse` reads back: the graph of this level; at LIR the MIR that was planned."""
+        return self._graph.text()
+
+    def __repr__(self) -> str:
+        graph = self._graph
+        return f"<module {self.name!r} {self.stage.value}: {len(graph.nodes)} nodes, {len(graph.outputs)} outputs>"
+
+    def inspect(self, sizes: Mapping[str, int] | DimBinding | None = None) -> str:
+        """The whole level as text, with counts; at LIR with fusion and arena, planned for `sizes` where given."""
+        known = sizes.as_dict() if isinstance(sizes, DimBinding) else dict(sizes or {})
+        return "\n".join(_lir_lines(self._lir, known) if self._lir is not None else self._graph_lines())
+
+    def _graph_lines(self) -> list[str]:
+        graph = self._graph
+        lines = [_head(self.stage.value, graph)]
+        if self.stage is GraphStage.HIR:
+            lines[0] += f", fusion {self._policy.value}"
+        lines += _counts(graph)
+        return [*lines, "", graph.text(origins=True)]
+
+    # -- reading as a graph --
+    def __len__(self) -> int:
+        return len(self._read("len").nodes)
+
+    def __bool__(self) -> bool:
+        return True  # not a question of its length
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        name = registry.SPELLINGS.get(name, name)
+        is_op = name in registry.OPS and LEAF not in registry.OPS[name].traits
+        if not is_op and name not in _READS and not hasattr(Graph, name):
+            known = [*registry.OPS, *(n for n in dir(GraphModule) if not n.startswith("_"))]
+            raise AttributeError(f"GraphModule has no attribute {name!r}. {nearest(name, known) or ''}".strip())
+        if is_op and registry.OPS[name].level == HIR:
+            return functools.partial(self._block, name)
+        graph = self._read(name)
+        if self.stage is GraphStage.LIR and name not in _READS:
+            raise GraphError(f"{name}: module {self.name!r} is planned already", hint="build at HIR or MIR")
+        return getattr(graph, name)
+
+    def _read(self, what: str) -> Graph:
+        if self.stage is GraphStage.HIR:
+            hint = "call lower() first; an MIR op is built here by hir_mir(op, inputs)"
+            raise GraphError(f"{what}: module {self.name!r} is at HIR and does not read as a graph", hint=hint)
+        return self._graph
+
+    def _open(self, what: str) -> Graph:
+        """The graph, where it may still be built."""
+        if self.stage is GraphStage.LIR:
+            raise GraphError(
+                f"{what}: module {self.name!r} is at LIR, it is planned already", hint="build at HIR or MIR"
+            )
+        return self._graph
+
+    def _need(self, what: str, *stages: GraphStage) -> None:
+        if self.stage not in stages:
+            wanted = " or ".join(s.name for s in stages)
+            raise GraphError(f"{what}: expected a module at {wanted}, {self.name!r} is at {self.stage.name}")
+
+
+def _at_level(where: str, graph: Graph, level: str) -> Graph:
+    if not isinstance(graph, Graph) or graph.level != level:
+        found = f"one at {graph.level}" if isinstance(graph, Graph) else type(graph).__name__
+        raise GraphError(f"{where}: takes a graph at {level}, found {found}")
+    return graph
+
+
+# -- inspection -------------------------------------------------------------------------------------------------------
+def _head(level: str, graph: Graph) -> str:
+    leaves = f"{_many(len(graph.inputs), 'input')}, {_many(len(graph.params), 'param')}"
+    return f"{level} @{graph.name}: {_many(len(graph.nodes), 'node')} ({leaves}), {_many(len(graph.outputs), 'output')}"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _counts(graph: Graph) -> list[str]:
+    """How often each block and each op occurs, symbols, and the bytes of the weights."""
+    lines = []
+    for title, level in (("blocks", HIR), ("ops", MIR)):
+        found = Counter(n.op for n in graph.nodes if n.definition.level == level and LEAF not in n.definition.traits)
+        if found:
+            shown = ", ".join(f"{op} {count}" for op, count in sorted(found.items(), key=lambda x: (-x[1], x[0])))
+            lines.append(f"  {title}: {shown}")
+    if graph.symbols():
+        lines.append(f"  symbols: {', '.join(graph.symbols())}")
+    weights: Size = 0
+    for node in graph.params:
+        weights = weights + node.types[0].bytes
+    lines.append(f"  weights: {weights} bytes")
+    return lines
+
+
+def _lir_lines(lir: LirModule, sizes: Mapping[str, int]) -> list[str]:
+    program = lir.main
+    launches = f"{len(program.launches)} launch{'' if len(program.launches) == 1 else 'es'}"
+    lines = [
+        f"lir @{program.name}: {launches} of {_many(len(program.kernels()), 'kernel')} for {lir.target.name}",
+        f"  fingerprint: {program.fingerprint()}",
+        f"  arena: {_arena_text(lir, sizes)}",
+        f"  derived weights: {', '.join(lir.optimised.derived) or 'none'}",
+    ]
+    for kind, found in program.manifest().items():
+        lines.append(f"  {kind}: {', '.join(f'{name}: {type_}' for name, type_ in found.items()) or 'none'}")
+    lines += ["", str(lir.optimised.report), "", program.text()]
+    if lir.bind.launches:
+        lines += ["", lir.bind.text()]
+    return [*lines, "", "--- mir ---", lir.optimised.main.text(origins=True)]
+
+
+def _arena_text(lir: LirModule, sizes: Mapping[str, int]) -> str:
+    naive = lir.naive_bytes()
+    missing = [s for s in lir.main.symbols if s not in sizes]
+    if missing:
+        return f"at most {naive} bytes, by {', '.join(missing)}"
+    plan = lir.arena(sizes)
+    return f"{plan.size} bytes (least possible {plan.bound}, {evaluate(naive, sizes)} without sharing)"

@@ -1,0 +1,160 @@
+"""What became of each node: a graph compiled with every node marked, and the marks found again on all levels.
+
+Passes keep the origin of what they rewrite. Here the origin of a node is its own number, so the nodes, bodies and
+launches that carry the number came from it. Reports and pages read this; nothing that runs does.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlx.ir.graph import Graph, Node
+from rlx.ir.passes import watched
+from rlx.ir.provenance import Origin
+from rlx.ir.rewrite import Rewriter
+from rlx.lir.program import Program
+from rlx.profile import CompileProfile
+from rlx.runtime.plan import CompiledPlan, make_plan
+from rlx.target import Target
+
+_MARK = re.compile(r"#([0-9]+)")
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """A graph on its way down: after each pass, as the optimised main and bind graphs, as their programs."""
+
+    graph: Graph  # as it was built, with its own origins
+    steps: list[tuple[str, Graph]]  # (pass, main graph after it); the first is the graph as lowered
+    bind_steps: list[tuple[str, Graph]]
+    plan: CompiledPlan
+
+    @property
+    def lowered(self) -> Graph:
+        return self.steps[0][1]
+
+    @property
+    def main(self) -> Graph:
+        return self.steps[-1][1]
+
+    @property
+    def bind(self) -> Graph:
+        return self.bind_steps[-1][1]
+
+    @functools.cached_property
+    def _weights(self) -> dict[str, frozenset[int]]:
+        """For each derived weight, the weights that it is made of."""
+        made = zip(self.plan.derived, self.bind.outputs, strict=True)
+        needed = {name: self.bind.reachable([output]) for name, output in made}
+        return {
+            name: frozenset().union(*(marks(n) for n in nodes if n.op == "param")) for name, nodes in needed.items()
+        }
+
+    def sources(self, node: Node) -> frozenset[int]:
+        """The nodes as built that a node of a marked graph came from; of a derived weight also the weights."""
+        derived = self._weights.get(node.attrs["name"], frozenset()) if node.op == "param" else frozenset()
+        return sources(node) | derived
+
+    @functools.cached_property
+    def launched(self) -> dict[Node, list[int]]:
+        """For the nodes of the optimised main graph, the launches that compute them; views have none."""
+        return _owned(self.main, self.plan.main)
+
+    @functools.cached_property
+    def main_launches(self) -> dict[int, list[int]]:
+        """For the nodes of the graph as built, the launches of the main program that compute them."""
+        return _launches(self.main, self.plan.main)
+
+    @functools.cached_property
+    def bind_launches(self) -> dict[int, list[int]]:
+        return _launches(self.bind, self.plan.bind)
+
+
+def lineage(graph: Graph, target: Target, profile: CompileProfile | None = None) -> Lineage:
+    """Compile the graph again, marked."""
+    with watched() as seen:
+        made = make_plan(_marked(graph), target, profile)
+    main = [(name, g) for name, g in seen if g.name == graph.name]
+    bind = [(name, g) for name, g in seen if g.name == f"{graph.name}.bind"]
+    return Lineage(graph, main, bind, made)
+
+
+def _marked(graph: Graph, mark: str = "") -> Graph:
+    """The graph again, with marks for origins; inside a body all nodes have the mark of the node around it."""
+    rewriter = Rewriter(graph, "lineage")
+    for node in graph.nodes:
+        own = mark or f"#{node.id}"
+        attrs = {k: _marked(v, own) if isinstance(v, Graph) else v for k, v in node.attrs.items()}
+        made = rewriter.graph.append(node.op, rewriter.operands(node), attrs, node.types, Origin(stage=own))
+        rewriter.values.update(zip(node.results, made.results, strict=True))
+    rewriter.graph.outputs = tuple(rewriter[o] for o in graph.outputs)
+    return rewriter.graph
+
+
+def sources(node: Node) -> frozenset[int]:
+    """The nodes as built that a node of a marked graph came from, those in its body included."""
+    return frozenset().union(*(marks(n) for n in (node, *inner_nodes(node))))
+
+
+def marks(node: Node) -> frozenset[int]:
+    """The nodes as built that this very node stands for."""
+    found = (_MARK.fullmatch(origin.stage) for origin in _origins(node.origin))
+    return frozenset(int(m[1]) for m in found if m)
+
+
+def _origins(origin: Origin) -> Iterator[Origin]:
+    yield origin
+    for other in origin.merged:
+        yield from _origins(other)
+
+
+def inner_nodes(node: Node) -> Iterator[Node]:
+    """The nodes of a node's bodies."""
+    for value in node.attrs.values():
+        if isinstance(value, Graph):
+            for inner in value.nodes:
+                yield inner
+                yield from inner_nodes(inner)
+
+
+def launch_nodes(graph: Graph, program: Program, number: int) -> list[Node]:
+    """The nodes of the optimised graph that a launch computes."""
+    launch = program.launches[number]
+    if any(control.first <= number < control.end for control in program.controls):  # its node is inside a body
+        found = _MARK.match(launch.where)
+        return [n for n in graph.nodes if _has_body(n) and found and int(found[1]) in marks(n)]
+    return [graph.nodes[n] for n in (launch.node, *launch.also) if n >= 0]
+
+
+def _has_body(node: Node) -> bool:
+    return any(isinstance(v, Graph) for v in node.attrs.values())
+
+
+def launch_sources(graph: Graph, program: Program, number: int) -> frozenset[int]:
+    """The nodes as built that a launch came from."""
+    return frozenset().union(*(sources(node) for node in launch_nodes(graph, program, number)))
+
+
+def _owned(graph: Graph, program: Program) -> dict[Node, list[int]]:
+    own: dict[Node, list[int]] = {}
+    for number in range(len(program.launches)):
+        for node in launch_nodes(graph, program, number):
+            own.setdefault(node, []).append(number)
+    return own
+
+
+def _launches(graph: Graph, program: Program) -> dict[int, list[int]]:
+    own = _owned(graph, program)
+    found: dict[int, set[int]] = {}
+    seen: dict[int, set[int]] = {}
+    near: list[set[int]] = []  # for each node: its launches, or where it is only a view, those of what it looks at
+    for node in graph.nodes:
+        looked_at = [near[o.node.id] for o in node.operands if o is not None]
+        near.append(set(own.get(node, ())) or set().union(*looked_at))
+        for source in sources(node):
+            found.setdefault(source, set()).update(own.get(node, ()))
+            seen.setdefault(source, set()).update(near[-1])
+    return {source: sorted(launches or seen[source]) for source, launches in found.items()}

@@ -1,0 +1,112 @@
+"""The memory report: every buffer of a compiled graph at given sizes, who owns it, and when it lives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlx.lir.memory import Plan, lifetimes
+from rlx.lir.program import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Program
+from rlx.types import TensorType, concrete, evaluate
+
+BAR = 32  # columns of a drawing of lifetimes
+OWNERS = {
+    INPUT: "the caller's",
+    OUTPUT: "the caller's",
+    WEIGHT: "kept for all runs",
+    CONST: "part of the program",
+    ARENA: "reused within a run",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BufferMemory:
+    """One buffer. Those of the arena have a place in it, and the phases (between barriers) in which they live."""
+
+    name: str
+    kind: str
+    type: str
+    bytes: int
+    offset: int | None = None
+    first: int = 0
+    last: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """All memory of one run, in bytes. `str` of it is a table."""
+
+    name: str
+    sizes: Mapping[str, int]
+    buffers: tuple[BufferMemory, ...]
+    arena: int  # as planned: for the size class of these sizes
+    bound: int  # the most that lives at once, so no plan needs less
+    unshared: int  # its buffers one after the other
+    scratch: int  # of each thread
+    phases: int
+
+    def bytes(self, kind: str) -> int:
+        """All buffers of a kind together."""
+        return sum(b.bytes for b in self.buffers if b.kind == kind)
+
+    @property
+    def saved(self) -> int:
+        """What sharing memory saves."""
+        return self.unshared - self.arena
+
+    def __str__(self) -> str:
+        at = ", ".join(f"{name} = {size}" for name, size in self.sizes.items())
+        lines = [f"memory of {self.name}" + (f" at {at}" if at else "")]
+        for kind, owner in OWNERS.items():
+            count = sum(b.kind == kind for b in self.buffers)
+            buffers = f"{count:4} buffer{'' if count == 1 else 's'}, "
+            if kind == ARENA:
+                least, most = show_bytes(self.bound), show_bytes(self.unshared)
+                owner = f"{owner}; {most} without sharing, {least} live at once"
+                lines.append(f"  {'arena':8} {show_bytes(self.arena):>10}  {buffers}{owner}")
+            else:
+                lines.append(f"  {kind:8} {show_bytes(self.bytes(kind)):>10}  {buffers}{owner}")
+        lines.append(f"  {'scratch':8} {show_bytes(self.scratch):>10}  for each thread")
+        arena = [b for b in self.buffers if b.kind == ARENA]
+        if arena:
+            widths = max(len(b.name) for b in arena), max(len(b.type) for b in arena)
+            lines.append(f"  lives in {self.phases} phases:")
+            lines += [f"    {self._row(b, *widths)}" for b in arena]
+        return "\n".join(lines)
+
+    def _row(self, b: BufferMemory, name: int, kind: int) -> str:
+        return f"{b.name:{name}}  {b.type:{kind}} {show_bytes(b.bytes):>10}  at {b.offset:<10} |{self._bar(b)}|"
+
+    def _bar(self, b: BufferMemory) -> str:
+        """The phases in which a buffer lives; where there are too many to draw, several are one column."""
+        width = min(BAR, self.phases)
+        first, last = (phase * width // self.phases for phase in (b.first, b.last))
+        return "." * first + "#" * (last - first + 1) + "." * (width - last - 1)
+
+
+def memory_report(program: Program, sizes: Mapping[str, int], plan: Plan, scratch: int) -> MemoryReport:
+    """The memory of a program at given sizes, with the arena that was planned for them."""
+    lives = {x.name: x for x in lifetimes(program)}
+    buffers = []
+    for b in program.buffers.values():
+        shape = TensorType(concrete(b.type.shape, sizes), b.type.dtype)
+        count = int(evaluate(b.type.bytes, sizes))
+        life = lives.get(b.name)
+        if b.kind != ARENA:
+            buffers.append(BufferMemory(b.name, b.kind, str(shape), count))
+        elif life is not None:  # one that nothing touches has no memory
+            place = plan.offsets[b.name]
+            buffers.append(BufferMemory(b.name, b.kind, str(shape), count, place, life.first, life.last))
+    phases = 1 + max((x.last for x in lives.values()), default=0)
+    unshared = sum(plan.sizes.values())
+    return MemoryReport(program.name, dict(sizes), tuple(buffers), plan.size, plan.bound, unshared, scratch, phases)
+
+
+def show_bytes(n: int) -> str:
+    """A number of bytes for people."""
+    size = float(n)
+    for unit in ("B", "KB", "MB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GB"

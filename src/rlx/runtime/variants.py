@@ -1,0 +1,258 @@
+"""Execution variants: for which phase and sizes a model is compiled, by which profile, and when.
+
+A `ModelVariant` says what to specialise; `ModelExecutionConfig` joins it with a profile and a mode and compiles. Keys
+are digests of what the records say: the same in every process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rlx.errors import CapabilityError, FormatError, GraphError
+from rlx.ir.graph import Graph
+from rlx.mir.bind_dims import bind_dims
+from rlx.module import GraphModule
+from rlx.profile import CompileProfile
+from rlx.runtime.compiled import Array, CompiledGraph
+from rlx.runtime.dispatch import DispatchReport
+from rlx.runtime.memory_report import MemoryReport
+from rlx.runtime.profiler import Report
+from rlx.runtime.session import Session
+from rlx.types import DimBinding, Size, as_size, sym
+
+Extras = tuple[tuple[str, int], ...]
+
+
+class ModelPhase(enum.Enum):
+    """The coarse phase of a model; training uses INFERENCE."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENCODER = "encoder"
+    INFERENCE = "inference"
+
+
+class CompilationMode(enum.Enum):
+    """When machine code is made: at once, at the first run, or before, in a file."""
+
+    EAGER = "eager"
+    LAZY = "lazy"
+    AOT = "aot"
+
+
+@dataclass(frozen=True)
+class ModelVariant:
+    """A phase and the sizes of its symbols. In decode, `seq` counts the new tokens and `past_seq` those before."""
+
+    batch: int
+    seq: int
+    past_seq: int | None = None
+    phase: ModelPhase = ModelPhase.INFERENCE
+    extra: Extras = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "phase", _member("phase", self.phase, ModelPhase))
+        object.__setattr__(self, "extra", _extras(self.extra))
+        for name in ("batch", "seq") if self.past_seq is None else ("batch", "seq", "past_seq"):
+            object.__setattr__(self, name, _size(name, getattr(self, name)))
+        has_past = {ModelPhase.DECODE: True, ModelPhase.INFERENCE: self.past_seq is not None}.get(self.phase, False)
+        if has_past != (self.past_seq is not None):
+            wanted = "needs a past_seq" if has_past else f"has no past, found past_seq {self.past_seq}"
+            raise GraphError(f"variant: {self.phase.value} {wanted}")
+
+    @classmethod
+    def prefill(cls, batch: int, seq: int) -> ModelVariant:
+        """A prompt of `seq` tokens."""
+        return cls(batch, seq, None, ModelPhase.PREFILL)
+
+    @classmethod
+    def decode(cls, batch: int, past_seq: int, new_tokens: int) -> ModelVariant:
+        """`new_tokens` after `past_seq` others."""
+        return cls(batch, new_tokens, past_seq, ModelPhase.DECODE)
+
+    @classmethod
+    def encoder(cls, batch: int, seq: int) -> ModelVariant:
+        """Whole sequences."""
+        return cls(batch, seq, None, ModelPhase.ENCODER)
+
+    def with_extra(self, symbol: str | Size, size: int) -> ModelVariant:
+        """The variant with one more symbol bound; a later size for a symbol wins."""
+        return replace(self, extra=(*self.extra, (str(symbol), size)))
+
+    def cache_key(self) -> str:
+        """A digest of phase, sizes and extras, the same in every process."""
+        sizes = ",".join(f"{name}={size}" for name, size in self.dim_binding().items())
+        extras = ",".join(f"{name}={size}" for name, size in self.extra)
+        return _digest(self.phase.value, sizes, extras)
+
+    def dim_binding(self) -> DimBinding:
+        """The sizes of BATCH and SEQ, of PAST_SEQ where there is a past, and of the extras, which win."""
+        binding = DimBinding.batch_seq(self.batch, self.seq)
+        if self.past_seq is not None:
+            binding.set(sym.PAST_SEQ, self.past_seq)
+        for name, size in self.extra:
+            binding.set(name, size)
+        return binding
+
+
+@dataclass(frozen=True)
+class ModelExecutionConfig:
+    """A variant, a profile and a mode: everything that decides what machine code a model becomes, and when."""
+
+    variant: ModelVariant
+    profile: CompileProfile = field(default_factory=CompileProfile)
+    mode: CompilationMode = CompilationMode.EAGER
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", _member("mode", self.mode, CompilationMode))
+
+    @classmethod
+    def prefill(cls, batch: int, seq: int) -> ModelExecutionConfig:
+        """A prompt, by the profile for prompts."""
+        return cls(ModelVariant.prefill(batch, seq), CompileProfile.prefill())
+
+    @classmethod
+    def decode(cls, batch: int, past_seq: int, new_tokens: int) -> ModelExecutionConfig:
+        """New tokens after a past, by the profile for decoding."""
+        return cls(ModelVariant.decode(batch, past_seq, new_tokens), CompileProfile.decode())
+
+    @classmethod
+    def encoder(cls, batch: int, seq: int) -> ModelExecutionConfig:
+        """Whole sequences, by the profile for encoders."""
+        return cls(ModelVariant.encoder(batch, seq), CompileProfile.encoder())
+
+    def with_profile(self, profile: CompileProfile | str) -> ModelExecutionConfig:
+        """The same by another profile, or by the preset of that name."""
+        return replace(self, profile=CompileProfile.preset(profile) if isinstance(profile, str) else profile)
+
+    def with_mode(self, mode: CompilationMode) -> ModelExecutionConfig:
+        """The same in another mode."""
+        return replace(self, mode=mode)
+
+    def cache_key(self) -> str:
+        """A digest of variant, profile and mode, the same in every process."""
+        return _digest(self.variant.cache_key(), self.profile.key(), self.mode.value)
+
+    def dim_binding(self) -> DimBinding:
+        """The sizes that the variant binds."""
+        return self.variant.dim_binding()
+
+    def specialise(self, graph: Graph | GraphModule) -> Graph:
+        """The graph with the variant's sizes in place of its symbols; symbols of others stay run-time sizes."""
+        source: Any = graph
+        if isinstance(graph, GraphModule):
+            source = graph.as_hir() if graph.as_hir() is not None else graph.into_mir()
+        return bind_dims(source, self.dim_binding(), strict=False)
+
+    def compile(
+        self,
+        graph: Graph | GraphModule,
+        session: Session | None = None,
+        *,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> CompiledGraph:
+        """The specialised graph: compiled now (EAGER), at its first run (LAZY), or loaded from its file (AOT).
+
+        Ahead of time, the file lies in `folder` under a name made of the keys of graph and configuration; where it is
+        not there yet, or another version of rlx wrote it, it is compiled and written.
+        """
+        session = session or Session()
+        special = self.specialise(graph)
+        match self.mode:
+            case CompilationMode.EAGER:
+                return session.compile(special, profile=self.profile)
+            case CompilationMode.LAZY:
+                return LazyGraph(special, session, self.profile)
+            case _:
+                return self._ahead(special, session, folder)
+
+    def file_name(self, graph: Graph, session: Session) -> str:
+        """What the file of a graph compiled ahead of time is called."""
+        return f"rlx_{_digest(self.cache_key(), graph.fingerprint(), session.target.name)}.rlxp"
+
+    def _ahead(self, graph: Graph, session: Session, folder: str | os.PathLike[str] | None) -> CompiledGraph:
+        from rlx.runtime.export import ExportedGraph, open_export  # which only this mode needs
+
+        if folder is None:
+            raise CapabilityError("compile: ahead of time needs a folder for its file", hint="compile(..., folder=...)")
+        path = Path(folder) / self.file_name(graph, session)
+        if path.exists():
+            with contextlib.suppress(FormatError):  # damaged or of another version: made again
+                return ExportedGraph(open_export(path), threads=session.threads, store=session.weights)
+        compiled = session.compile(graph, profile=self.profile)
+        compiled.export(path)
+        return compiled
+
+
+class LazyGraph(CompiledGraph):
+    """Compiles when it first runs, or when its weights are first made ready; until then it only takes weights."""
+
+    def __init__(self, graph: Graph, session: Session, profile: CompileProfile) -> None:
+        super().__init__(graph, session.device.name)
+        self._session = session
+        self._profile = profile
+        self.compiled: CompiledGraph | None = None
+
+    def _bind(self) -> None:
+        made = self.compiled or self._session.compile(self.graph, profile=self._profile)
+        made.set_params(self._params)
+        self.compiled = made
+
+    def _ready(self) -> CompiledGraph:
+        self._bound()
+        assert self.compiled is not None
+        return self.compiled
+
+    def run(self, inputs: Mapping[str, Any] | None = None, *, trace: str | Path | None = None) -> list[Array]:
+        return self._ready().run(inputs, trace=trace)
+
+    def report(self, inputs: Mapping[str, Any] | None = None) -> Report:
+        return self._ready().report(inputs)
+
+    def dispatch(self) -> DispatchReport:
+        return self._ready().dispatch()
+
+    def memory(self, sizes: Mapping[str, int] | None = None) -> MemoryReport:
+        return self._ready().memory(sizes)
+
+    def page(self, path: str | Path, *, assembly: bool = False) -> Path:
+        return self._ready().page(path, assembly=assembly)
+
+    def export(self, path: str | Path, *, weights: bool = False) -> Path:
+        return self._ready().export(path, weights=weights)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.blake2b("|".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def _member(where: str, value: Any, kind: type[enum.Enum]) -> enum.Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(m.name for m in kind)
+        raise GraphError(f"variant: {where} is {value!r}, expected one of {known}") from None
+
+
+def _size(name: str, value: Any) -> int:
+    size = as_size(value)
+    if not isinstance(size, int):
+        raise GraphError(f"variant: {name} is {value}, expected a number")
+    return size
+
+
+def _extras(given: Mapping[str, int] | Iterable[tuple[Any, int]]) -> Extras:
+    """Each symbol once, with the size given last, in alphabetical order."""
+    pairs = given.items() if isinstance(given, Mapping) else given
+    found = {str(name): _size(str(name), size) for name, size in pairs}
+    for name in found:
+        if not name.isidentifier():
+            raise GraphError(f"variant: {name} is an expression, not a symbol", hint="bind its symbols instead")
+    return tuple(sorted(found.items()))

@@ -1,0 +1,98 @@
+"""The outside oracle of real GGUF models: transformers in float64 on weights that the `gguf` package has dequantised.
+
+Only one layer's weights are in memory at a time (a model of 1.5e9 weights would need 12 GB): each layer of the
+transformers model gets its weights just before it runs and loses them just after. Nothing here calls rlx.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+
+Array = np.ndarray[Any, Any]
+NAMES = {  # Hugging Face's name of a layer's module -> GGUF's
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+KINDS = ("weight", "bias")
+CLASSES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+}
+
+
+class Float64Model:
+    """A GGUF file as transformers would run it in float64."""
+
+    def __init__(self, path: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of NumPy, about how gguf reads scalars
+            reader = gguf.GGUFReader(path)
+            self._fields = {name: field.contents() for name, field in reader.fields.items()}
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self._kind = self._fields["general.architecture"]
+        make_config, make_model = CLASSES[self._kind]
+        config = make_config(
+            vocab_size=len(self._fields["tokenizer.ggml.tokens"]),
+            hidden_size=self._field("embedding_length"),
+            intermediate_size=self._field("feed_forward_length"),
+            num_hidden_layers=self._field("block_count"),
+            num_attention_heads=self._field("attention.head_count"),
+            num_key_value_heads=self._field("attention.head_count_kv"),
+            max_position_embeddings=self._field("context_length"),
+            rms_norm_eps=self._field("attention.layer_norm_rms_epsilon"),
+            rope_parameters={"rope_type": "default", "rope_theta": self._field("rope.freq_base")},
+            tie_word_embeddings=False,  # both names are given weights below
+        )
+        self._heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        with torch.device("meta"):
+            self.model = make_model._from_config(config, dtype=torch.float64, attn_implementation="sdpa").eval()
+        self.model.model.rotary_emb = type(self.model.model.rotary_emb)(config)  # its frequencies are no weights
+        head = "output.weight" if "output.weight" in self._tensors else "token_embd.weight"
+        self._hold_while_running(self.model.model.embed_tokens, {"weight": "token_embd.weight"})
+        self._hold_while_running(self.model.model.norm, {"weight": "output_norm.weight"})
+        self._hold_while_running(self.model.lm_head, {"weight": head})
+        for i, layer in enumerate(self.model.model.layers):
+            found = {f"{ours}.{kind}": f"blk.{i}.{theirs}.{kind}" for ours, theirs in NAMES.items() for kind in KINDS}
+            self._hold_while_running(layer, {ours: name for ours, name in found.items() if name in self._tensors})
+
+    def logits(self, tokens: Sequence[int]) -> Array:
+        """[seq, vocab] f64: the logits after each token."""
+        with torch.inference_mode():
+            rows: Array = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
+        return rows
+
+    def _field(self, name: str) -> Any:
+        return self._fields[f"{self._kind}.{name}"]
+
+    def _hold_while_running(self, module: torch.nn.Module, names: dict[str, str]) -> None:
+        """Give a module its weights (name in it -> name in the file) for the time of its call."""
+        empty = dict(module.state_dict())
+        assert set(empty) == set(names), f"{set(empty) ^ set(names)} has no counterpart in the file"
+
+        def give(*_: object) -> None:
+            module.load_state_dict({ours: self._weight(name) for ours, name in names.items()}, assign=True)
+
+        def take(*_: object) -> None:
+            module.load_state_dict(empty, assign=True)
+
+        module.register_forward_pre_hook(give)
+        module.register_forward_hook(take)
+
+    def _weight(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float64)
+        kind = name.split(".")[-2]
+        if self._kind == "llama" and kind in self._heads:  # the converter to GGUF has put halves into pairs order
+            heads = values.reshape(self._heads[kind], -1, 2, *values.shape[1:])
+            values = heads.swapaxes(1, 2).reshape(values.shape)
+        return torch.from_numpy(np.ascontiguousarray(values))

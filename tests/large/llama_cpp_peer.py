@@ -1,0 +1,42 @@
+"""Greedy tokens by llama-cpp-python: run by an interpreter that has it, with a request on stdin, the answer on stdout.
+
+Request: {"model": path, "prompts": [text, ...], "tokens": n}. Answer: for each prompt its tokens, the n tokens that
+follow it and the two largest logits of each step. Keys and values are cached in f32.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+
+def greedy(llm: llama_cpp.Llama, prompt: list[int], count: int) -> dict[str, Any]:
+    llm.reset()
+    fed, made, tops = prompt, [], []
+    for _ in range(count):
+        llm.eval(fed)
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(llm.ctx, -1), (llm.n_vocab(),))
+        second, first = np.argsort(logits, kind="stable")[-2:].tolist()
+        made.append(first)
+        tops.append([float(logits[first]), float(logits[second])])
+        fed = [first]
+    return {"prompt": prompt, "tokens": made, "tops": tops}
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    llm = llama_cpp.Llama(
+        request["model"], n_ctx=256, n_threads=2, type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
+        verbose=False,
+    )  # fmt: skip
+    prompts = [llm.tokenize(text.encode(), add_bos=True, special=False) for text in request["prompts"]]
+    answers = [greedy(llm, prompt, request["tokens"]) for prompt in prompts]
+    json.dump(answers, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
