@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,6 +15,18 @@ os.environ.setdefault("RLX_CACHE", _cache.name)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update", action="store_true", help="rewrite expected outputs of fixtures and docs")
+
+
+@pytest.fixture
+def own_ops() -> Iterator[None]:
+    """Ops that a test declares are gone after it."""
+    import rlx.lir.custom as custom
+    from rlx.ir import registry
+
+    before = set(registry.OPS)
+    yield
+    for name in set(registry.OPS) - before:
+        custom.forget(name)
 
 
 @pytest.fixture

@@ -221,28 +221,41 @@ class GraphModule:
         return self.set_outputs(output)
 
     # -- blocks --
-    def linear(self, x: Value, w: Value, bias: Value | None = None, *, activation: Any = None) -> Value:
+    def linear(
+        self,
+        x: Value,
+        w: Value,
+        bias: Value | None = None,
+        *,
+        activation: Any = None,
+        out_shape: ShapeLike | None = None,
+    ) -> Value:
         """activation(x @ w + bias)."""
-        return self._block("linear", x, w, bias, activation=activation)
+        return self._block("linear", x, w, bias, activation=activation, out_shape=out_shape)
 
-    def linear_fused(self, x: Value, w: Value, bias: Value, *, activation: Any = None) -> Value:
+    def linear_fused(
+        self, x: Value, w: Value, bias: Value, *, activation: Any = None, out_shape: ShapeLike | None = None
+    ) -> Value:
         """The same, one op in MIR under every fusion policy."""
-        return self._block("linear_fused", x, w, bias, activation=activation)
+        return self._block("linear_fused", x, w, bias, activation=activation, out_shape=out_shape)
 
     def shared_linear_pair(self, x: Value, w_first: Value, w_second: Value) -> tuple[Value, Value]:
         """x @ w_first and x @ w_second."""
         first, second = self._blocks("shared_linear_pair", x, w_first, w_second)
         return first, second
 
-    def swiglu_ffn(self, x: Value, up_w: Value, gate_w: Value, down_w: Value) -> Value:
+    def swiglu_ffn(
+        self, x: Value, up_w: Value, gate_w: Value, down_w: Value, *, out_shape: ShapeLike | None = None
+    ) -> Value:
         """(silu(x @ gate_w) * (x @ up_w)) @ down_w."""
-        return self._block("swiglu_ffn", x, up_w, gate_w, down_w)
+        return self._block("swiglu_ffn", x, up_w, gate_w, down_w, out_shape=out_shape)
 
     def residual_rms_norm(
-        self, x: Value, residual: Value, gamma: Value, beta: Value | None = None, *, eps: float
-    ) -> Value:
+        self, x: Value, residual: Value, gamma: Value, beta: Value | None = None, *, eps: float,
+        out_shape: ShapeLike | None = None,
+    ) -> Value:  # fmt: skip
         """rms_norm(x + residual)."""
-        return self._block("residual_rms_norm", x, residual, gamma, beta, eps=eps)
+        return self._block("residual_rms_norm", x, residual, gamma, beta, eps=eps, out_shape=out_shape)
 
     def attention(self, q: Value, k: Value, v: Value, mask: Value | None = None, **attrs: Any) -> Value:
         """`attention_block` at HIR (num_heads, head_dim, mask_kind, ...); the op `attention` at MIR."""
@@ -254,18 +267,28 @@ class GraphModule:
         op = "rope_block" if self.stage is GraphStage.HIR else "rope"
         return self._open("rope").one(op, x, cos, sin, positions, **attrs)
 
-    def rms_norm(self, x: Value, gamma: Value | None = None, beta: Value | None = None, *, eps: float = 1e-6) -> Value:
+    def rms_norm(
+        self, x: Value, gamma: Value | None = None, beta: Value | None = None, *, eps: float = 1e-6,
+        out_shape: ShapeLike | None = None,
+    ) -> Value:  # fmt: skip
         """x / √(mean of squares + eps) · gamma + beta."""
-        return self._open("rms_norm").one("rms_norm", x, gamma, beta, eps=eps)
+        return self._open("rms_norm").one("rms_norm", x, gamma, beta, eps=eps, out_shape=out_shape)
 
-    def depthwise_conv1d_causal(self, x: Value, weight: Value, left_pad: Value, *, kernel_size: int) -> Value:
+    def depthwise_conv1d_causal(
+        self, x: Value, weight: Value, left_pad: Value, *, kernel_size: int, out_shape: ShapeLike | None = None
+    ) -> Value:
         """Each channel filtered along the sequence; `left_pad` holds what came before, [batch, kernel_size - 1, C]."""
         graph = self._open("depthwise_conv1d_causal")
-        return graph.one("depthwise_conv1d_causal", x, weight, left_pad, kernel_size=kernel_size)
+        given = {"kernel_size": kernel_size, "out_shape": out_shape}
+        return graph.one("depthwise_conv1d_causal", x, weight, left_pad, **given)
 
-    def gated_delta_net(self, q: Value, k: Value, v: Value, g: Value, beta: Value, *, state_size: int) -> Value:
+    def gated_delta_net(
+        self, q: Value, k: Value, v: Value, g: Value, beta: Value, *, state_size: int,
+        out_shape: ShapeLike | None = None,
+    ) -> Value:  # fmt: skip
         """Linear attention with a gated delta rule."""
-        return self._open("gated_delta_net").one("gated_delta_net", q, k, v, g, beta, state_size=state_size)
+        graph = self._open("gated_delta_net")
+        return graph.one("gated_delta_net", q, k, v, g, beta, state_size=state_size, out_shape=out_shape)
 
     def gated_delta_net_carry(
         self, q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, *, state_size: int
@@ -276,10 +299,11 @@ class GraphModule:
         return out, after
 
     def dequant_matmul(
-        self, x: Value, w: Value, scale: Value | None = None, zp: Value | None = None, *, scheme: Any
-    ) -> Value:
+        self, x: Value, w: Value, scale: Value | None = None, zp: Value | None = None, *, scheme: Any,
+        out_shape: ShapeLike | None = None,
+    ) -> Value:  # fmt: skip
         """x times a quantised weight."""
-        return self._open("dequant_matmul").dequant_matmul(x, w, scale, zp, scheme=scheme)
+        return self._open("dequant_matmul").dequant_matmul(x, w, scale, zp, scheme=scheme, out_shape=out_shape)
 
     def llama_decoder_block(self, x: Value, *operands: Value | None, **attrs: Any) -> Value:
         """A Llama layer; operands and attributes as the block declares them (`rlx ops llama_decoder_block`)."""

@@ -358,7 +358,7 @@ def _body(draw: Any, depth: int, names: list[str], outputs: int) -> rlx.Graph:
 
 
 @given(programs(), st.sampled_from([SHARED, SOLO]))
-@examples(700)
+@examples(900)
 def test_any_program_of_loops_and_branches_equals_the_reference(g: rlx.Graph, barrier: float) -> None:
     note(g.text(full=True))
     rng = np.random.default_rng(3)

@@ -7,6 +7,7 @@ bytes and flops are shown. Weights are neither read nor packed.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -27,6 +28,7 @@ from rlx.lir.program import Launch, Program, launch_text
 from rlx.lir.views import View
 from rlx.mir.pipeline import optimise
 from rlx.models.load import Checkpoint, open_checkpoint
+from rlx.runtime.page import graph_page
 from rlx.runtime.plan import cached_plan
 from rlx.types import evaluate
 
@@ -47,6 +49,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument("--target", help="avx512, avx2 or baseline (default: the best here)")
     command.add_argument("--built", action="store_true", help="with --level mir: before the passes")
     command.add_argument("--bind", action="store_true", help="the bind program of the weights instead of the main one")
+    command.add_argument("--html", type=Path, metavar="FILE", help="all levels side by side as a web page")
     command.add_argument("--fusion", action="store_true", help="what was fused, what was missed and why")
     command.set_defaults(run=run)
 
@@ -54,6 +57,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     machine = target.named(arguments.target) if arguments.target else target.host()
     graph, about = _opened(arguments)
+    if arguments.html is not None:
+        arguments.html.write_text(graph_page(graph, machine, assembly=arguments.level == "asm"), "utf-8")
+        print(f"{about}: all levels in {arguments.html}", file=sys.stderr)
+        return 0
     sizes = _sizes(arguments, graph)
     print(f"# {about}, {machine.name}")
     if sizes:

@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import os
+import sys
 from collections.abc import Iterable, Iterator
 
 import rlx.hir.lower
 import rlx.lir.forms
 from rlx import dtypes
+from rlx.cli.console import UsageError
 from rlx.dtypes import DType
 from rlx.errors import RlxError
 from rlx.ir import registry
@@ -38,10 +41,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("ops", help="list the ops, or show one")
     command.add_argument("name", nargs="?", help="an op")
     command.add_argument("--markdown", action="store_true", help="all ops as a page")
+    command.add_argument("--module", "-m", help="a module of your own that declares ops; it is imported first")
     command.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.module:
+        _import(arguments.module)
     if arguments.markdown:
         print(markdown(), end="")
     elif arguments.name:
@@ -50,6 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
         for group, members in groups(registry.OPS.values()).items():
             print(f"{group}: {', '.join(o.name for o in members)}")
     return 0
+
+
+def _import(module: str) -> None:
+    sys.path.insert(0, os.getcwd())  # as `python -m` has it
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"ops: cannot import {module!r}: {error}") from error
 
 
 def groups(ops: Iterable[OpDef]) -> dict[str, list[OpDef]]:
@@ -96,7 +110,8 @@ def cells(op: OpDef) -> dict[str, str]:
     if op.name in rlx.hir.lower.lowering:
         found["lowering"] = registry.place_of(rlx.hir.lower.lowering[op.name])
     root = os.path.dirname(os.path.dirname(os.path.abspath(inspect.getfile(rlx))))
-    return {cell: os.path.relpath(place, root) if place.startswith("/") else place for cell, place in found.items()}
+    inside = root + os.sep
+    return {cell: place.removeprefix(inside) for cell, place in found.items()}
 
 
 def facts(op: OpDef) -> Iterator[tuple[str, str]]:

@@ -9,9 +9,10 @@ from typing import Any, Self
 
 from rlx.errors import GraphError
 from rlx.flow.context import Array
-from rlx.flow.stages import embed, encoder, ffn, norm, parts, streams, structure
+from rlx.flow.stages import decoder, embed, encoder, ffn, norm, parts, streams, structure
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.custom import Author, Custom, plugin_stage
+from rlx.ops.attention import MaskKind
 
 # Names under which Hugging Face keeps the ends of a decoder.
 TOKENS, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
@@ -83,6 +84,16 @@ class StageList(ABC):
 
     def residual_add(self) -> Self:
         return self.stage(structure.ResidualAdd())
+
+    def llama_prefill_layer(
+        self, i: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, mask: str = MaskKind.CAUSAL
+    ) -> Self:
+        """Layer i of a Llama under the names of Hugging Face."""
+        layer = decoder.LlamaDecoder(f"model.layers.{i}", num_heads, num_kv_heads, head_dim, eps, i, mask)
+        return self.named_layer(f"layers.{i}", layer)
+
+    def bert_encoder_layer(self, prefix: str, hidden: int, heads: int, eps: float) -> Self:
+        return self.stage(encoder.BertEncoderLayer(prefix, hidden, heads, hidden // heads, eps))
 
     def repeat_bert_layers(self, count: int, prefix: str, hidden: int, heads: int, eps: float) -> Self:
         """BERT layers whose weights are under `prefix.0` and so on."""

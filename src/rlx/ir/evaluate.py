@@ -47,7 +47,9 @@ def apply(node: Node, operands: list[Any], binding: Mapping[str, int]) -> tuple[
     if node.op == "assume_equal":
         _check_assumption(node, operands[0].shape, binding)
     wide = [None if a is None else widen(a) for a in operands]
-    attrs = {k: bind_attr(v, binding) for k, v in node.attrs.items() if k not in ("num_heads", "head_dim")}
+    attrs = {k: bind_attr(v, binding) for k, v in node.attrs.items()}
+    if node.op == "attention":  # these two only check shapes
+        attrs = {k: v for k, v in attrs.items() if k not in ("num_heads", "head_dim")}
     if definition.takes_binding:
         attrs["binding"] = binding
     with np.errstate(all="ignore"):

@@ -30,14 +30,16 @@ class QuantBuilders:
         found = self.one("quant_scale", x, **{k: v for k, v in attrs.items() if k in ("axis", "scheme")})
         return self.one("quantise", x, found, **attrs), found
 
-    def dequant_matmul(self, x: Value, w: Value, scale: Any = None, zp: Any = None, *, scheme: Any) -> Value:
+    def dequant_matmul(
+        self, x: Value, w: Value, scale: Any = None, zp: Any = None, *, scheme: Any, out_shape: Any = None
+    ) -> Value:
         """x times a quantised weight; see the op. A plain param that is to hold GGUF blocks is made to do so."""
         given = QuantScheme(scheme)
         if given.packed is not None and not w.dtype.is_packed:
             self._retype(x, w, given)
         elif given.packed is None and w.rank == 1:
             w = _as_matrix(x, w, given)
-        return self.one("dequant_matmul", x, w, scale, zp, scheme=given)
+        return self.one("dequant_matmul", x, w, scale, zp, scheme=given, out_shape=out_shape)
 
     def _retype(self, x: Value, w: Value, scheme: QuantScheme) -> None:
         """Make a param packed rows [n, k]: k is that of x, and what is declared tells n."""

@@ -51,7 +51,7 @@ def op(
             raise GraphError(f"op {name}: has both loop= and scalar=, one is enough")
         composed = decompose is not None and loop is None and scalar is None
         traits = [COMPOSED] if composed else [ELEMENTWISE] if scalar is not None else []
-        _forget(name)
+        forget(name)
         definition = registry.op(
             name,
             reference=reference or reference_by_parts(name, decompose),  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def op(
         )(rule)
         if scalar is not None:
             if definition.schema.attrs:
-                _forget(name)
+                forget(name)
                 shown = ", ".join(definition.schema.attrs)
                 raise GraphError(f"op {name}: a scalar expression sees no attributes, found {shown}", hint="give loop=")
             scalar_form(name)(scalar)
@@ -88,7 +88,8 @@ def _check_name(name: str, replace: bool) -> None:
             raise GraphError(f"op {name}: {what} has an attribute of this name", hint="choose another name")
 
 
-def _forget(name: str) -> None:
+def forget(name: str) -> None:
+    """Take a declaration back; graphs that use the op can no longer be compiled."""
     registry.OPS.pop(name, None)
     for table in (loop_form, scalar_form):
         table.drop(name)

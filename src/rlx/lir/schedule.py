@@ -35,7 +35,7 @@ from rlx.lir.program import (
 )
 from rlx.lir.views import View, collapse, moving
 from rlx.target import Target
-from rlx.types import Size, TensorType, dim
+from rlx.types import Size, TensorType
 
 LoopForm = Callable[["Scheduler", Node], Sequence[View]]
 loop_form: RuleTable[LoopForm] = RuleTable("loop form", "src/rlx/lir/{group}.py")
@@ -415,8 +415,8 @@ class _Barriers:
 
     def _place(self, view: View) -> tuple[str, str, int]:
         for symbol, step in moving(view.offset, self.parities).items():
-            now = view.offset - step * dim(symbol) == 0
-            return view.buffer, symbol, 0 if now else 1
+            leading = step if isinstance(step, int) else step.terms[0][1]
+            return view.buffer, symbol, 0 if leading > 0 else 1  # what moves forward is read, what moves back written
         return view.buffer, "", 0
 
     def place(self) -> None:

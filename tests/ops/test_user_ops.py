@@ -1,0 +1,250 @@
+"""Ops that users declare: methods at once, right on both devices, in every place an op can be, and refused clearly."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx
+from rlx.cli.main import main
+from rlx.dtypes import BOOL, I64
+from rlx.errors import GraphError, LowerError
+from rlx.ir import registry
+from rlx.lir.elementwise import apply, number
+from rlx.lir.loops import Apply, Choose, Const, Expr
+from rlx.lir.schedule import Elements, Scheduler, map_elements
+from rlx.lir.views import View
+from rlx.profile import CompileProfile, Precision
+
+pytestmark = pytest.mark.usefixtures("own_ops")
+BOTH = pytest.mark.parametrize("device", ("reference", "cpu"))
+rng = np.random.default_rng(5)
+T = rlx.TensorType
+
+
+def same(x: T) -> T:
+    """What goes in comes out."""
+    return x
+
+
+def outputs(graph: rlx.Graph, device: str, **inputs: Any) -> list[Any]:
+    return rlx.compile(graph, device).run(inputs)
+
+
+def of_one(build: Any, device: str, x: Any) -> Any:
+    """What `build` makes of an input of the shape of x, rows known at run time only."""
+    g = rlx.Graph("g")
+    g.set_outputs([build(g.input("x", ("n", *x.shape[1:]), x.dtype))])
+    return outputs(g, device, x=x)[0]
+
+
+def mish(x: Any) -> Any:
+    return x * np.tanh(np.log1p(np.exp(x)))
+
+
+def tril_loop(s: Scheduler, node: Any) -> list[View]:
+    x, y = s.view(node.operands[0]), s.result(node)
+    row, column = x.rank - 2, x.rank - 1
+
+    def body(e: Elements) -> tuple[tuple[()], list[Expr]]:
+        last = Apply("add", (e.index(row), Const(node.attrs["k"], I64)), I64)
+        inside = Apply("le", (e.index(column), last), BOOL)
+        return (), [Choose(inside, e.load(0), Const(0.0, x.dtype.compute))]
+
+    map_elements(s, "tril", y.shape, [x], [y], body, keep=(row, column))
+    return [y]
+
+
+# -- the ways to run --------------------------------------------------------------------------------------------------
+@BOTH
+def test_an_op_by_decomposition(device: str) -> None:
+    rlx.op("mish", decompose=lambda x: x * (1 + x.exp()).log().tanh(), doc="Mish.")(same)
+    a = rng.normal(size=(5, 7)).astype(np.float32)
+    np.testing.assert_allclose(of_one(lambda x: x.mish(), device, a), mish(a.astype(np.float64)), rtol=2e-6)
+    np.testing.assert_allclose(of_one(lambda x: x.graph.mish(x * 2), device, a), mish(2.0 * a), rtol=2e-6)
+    half = a.astype(np.float16)
+    found = of_one(lambda x: x.mish(), device, half)
+    assert found.dtype == np.float16
+    np.testing.assert_allclose(found.astype(float), mish(half.astype(float)), rtol=2e-3, atol=1e-3)
+
+
+@BOTH
+def test_an_op_with_a_loop_form_and_an_attribute(device: str) -> None:
+    @rlx.op("tril", reference=lambda x, *, k: np.tril(x, k), loop=tril_loop)
+    def tril(x: T, *, k: int = 0) -> T:
+        """Zeros above a diagonal."""
+        return x
+
+    a = rng.normal(size=(6, 5)).astype(np.float32)
+    for k in (-2, 0, 1):
+        np.testing.assert_array_equal(of_one(lambda x, k=k: x.tril(k=k), device, a), np.tril(a, k))
+    np.testing.assert_array_equal(of_one(lambda x: x.tril() + 1, device, a), np.tril(a) + 1)
+
+
+@BOTH
+def test_an_op_of_one_element_fuses(device: str) -> None:
+    def expression(x: Expr) -> Expr:
+        return apply("div", x, apply("add", apply("abs", x), number(1.0, x)))
+
+    rlx.op("softsign", reference=lambda x: x / (1 + np.abs(x)), scalar=expression, doc="Softsign.")(same)
+    a = rng.normal(size=(5, 7)).astype(np.float32)
+    exact = a.astype(np.float64) * 2 / (1 + np.abs(a.astype(np.float64) * 2)) + 1
+    np.testing.assert_allclose(of_one(lambda x: (x * 2).softsign() + 1, device, a), exact, rtol=1e-6)
+    g = rlx.Graph("fused")
+    g.set_outputs([(g.input("x", (4, 8)) @ g.param("w", (8, 8))).softsign() * 2])
+    assert len(rlx.compile(g).plan.main.launches) == 1  # type: ignore[attr-defined]
+
+
+@BOTH
+def test_several_operands_results_and_types(device: str) -> None:
+    def apart(x: rlx.Value, w: rlx.Value | None, *, head_dim: int) -> tuple[rlx.Value, rlx.Value]:
+        y = x if w is None else x * w
+        return y.sum(axis=-1), (y > head_dim).astype("i32")
+
+    @rlx.op("sums", decompose=apart)
+    def sums(x: T, w: T | None = None, *, head_dim: int = 1) -> tuple[T, T]:
+        """Sums of rows, and which numbers are large."""
+        return x.with_shape(*x.shape[:-1]), x.with_dtype("i32")
+
+    g = rlx.Graph("g")
+    x, w = g.input("x", ("n", 4)), g.input("w", (4,))
+    g.set_outputs([*x.sums(w), *x.sums(head_dim=2)])
+    a, b = rng.normal(size=(3, 4)).astype(np.float32), rng.normal(size=4).astype(np.float32)
+    found = outputs(g, device, x=a, w=b)
+    np.testing.assert_allclose(found[0], (a.astype(np.float64) * b).sum(-1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(found[1], a * b > 1)
+    np.testing.assert_array_equal(found[3], a > 2)
+
+
+@BOTH
+def test_ops_are_made_of_ops_that_are_made_of_ops(device: str) -> None:
+    rlx.op("twice", decompose=lambda x: x + x, doc="2 x.")(same)
+    rlx.op("four_times", decompose=lambda x: x.twice().twice(), doc="4 x.")(same)
+    step = rlx.Graph("step")
+    step.set_outputs([step.input("x", ("n", 3)).four_times()])
+    a = rng.normal(size=(2, 3)).astype(np.float32)
+    np.testing.assert_array_equal(of_one(lambda x: x.graph.scan(x, step, 3), device, a), a * 64)
+    np.testing.assert_array_equal(of_one(lambda x: x.graph.custom_fn([x], step), device, a), a * 4)
+
+
+@BOTH
+def test_narrow_precision_does_not_round_what_a_kernel_of_the_user_sees(device: str) -> None:
+    @rlx.op("tril", reference=lambda x, *, k: np.tril(x, k), loop=tril_loop)
+    def tril(x: T, *, k: int = 0) -> T:
+        """Zeros above a diagonal."""
+        if str(x.dtype) != "f32":
+            raise rlx.errors.DTypeError(f"tril: takes f32, found {x}")
+        return x
+
+    g = rlx.Graph("g")
+    g.set_outputs([g.input("x", (4, 4)).exp().tril()])
+    f = rlx.compile(g, device, profile=CompileProfile(precision=Precision("bf16")))
+    a = rng.normal(size=(4, 4)).astype(np.float32)
+    np.testing.assert_allclose(f.run({"x": a})[0], np.tril(np.exp(a)), rtol=2**-7)
+
+
+# -- where it shows ---------------------------------------------------------------------------------------------------
+def test_reports_and_text_know_the_op(capsys: pytest.CaptureFixture[str]) -> None:
+    found = rlx.op("mish", decompose=lambda x: x * (1 + x.exp()).log().tanh(), doc="Mish.")(same)
+    assert found.group == "test_user_ops" and Path(found.place.rpartition(":")[0]) == Path(__file__)
+    g = rlx.Graph("g")
+    g.set_outputs([g.input("x", (3,)).mish()])
+    assert "%1 = mish(%0) : f32[3]" in g.text() and rlx.Graph.parse(g.text()) == g
+    (row,) = rlx.compile(g).dispatch().rows
+    assert row.path == "decomposed" and row.became == ("exp", "add", "log", "tanh", "mul")
+    assert main(["ops", "mish"]) == 0 and "test_user_ops.py" in capsys.readouterr().out
+
+
+def test_the_command_lists_ops_of_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "import rlx\n\n@rlx.op('twice', decompose=lambda x: x + x)\ndef twice(x):\n    '''2 x.'''\n    return x\n"
+    (tmp_path / "rlx_test_ops.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(["ops", "-m", "rlx_test_ops"]) == 0
+    assert "rlx_test_ops: twice" in capsys.readouterr().out
+    del sys.modules["rlx_test_ops"]
+    assert main(["ops", "-m", "no_such_ops"]) == 2
+    assert "cannot import 'no_such_ops'" in capsys.readouterr().err
+
+
+def test_a_new_declaration_takes_effect_though_programs_are_cached() -> None:
+    def compiled(factor: int) -> Any:
+        rlx.op("scaled", decompose=lambda x: x * factor, doc="Scaled.", replace=True)(same)
+        return of_one(lambda x: x.scaled(), "cpu", np.ones((1, 2), np.float32))[0, 0]
+
+    assert [compiled(2), compiled(3)] == [2, 3]
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+def test_without_a_loop_form_the_cpu_says_what_is_missing() -> None:
+    rlx.op("nothing", reference=lambda x: x, doc="Nothing.")(same)
+    g = rlx.Graph("g")
+    g.set_outputs([g.input("x", (3,)).nothing()])
+    np.testing.assert_array_equal(outputs(g, "reference", x=np.ones(3, np.float32))[0], 1)
+    with pytest.raises(LowerError, match="op nothing: has no loop form and no decomposition") as caught:
+        rlx.compile(g)
+    assert "decompose=, loop= or scalar=" in str(caught.value.hint) and __file__ in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("exp", "op exp: is one of rlx, declared at .*elementwise.py"),
+        ("shape", "op shape: Value has an attribute of this name"),
+        ("nodes", "op nodes: Graph has an attribute of this name"),
+        ("quantize", "op quantize: Graph has an attribute of this name"),
+        ("two words", "'two words' cannot be the name of a method"),
+        ("lambda", "'lambda' cannot be the name of a method"),
+        ("_hidden", "'_hidden' cannot be the name of a method"),
+        ("taken", "op taken: declared twice, first at .*test_user_ops.py"),
+    ],
+)
+def test_names_that_clash(name: str, says: str) -> None:
+    rlx.op("taken", decompose=lambda x: x * 1, doc="Taken.")(same)
+    with pytest.raises(GraphError, match=says):
+        rlx.op(name, decompose=lambda x: x * 1, doc="Clashes.")(same)
+
+
+def test_declarations_that_say_too_little_or_too_much() -> None:
+    with pytest.raises(GraphError, match="has neither reference= nor decompose="):
+        rlx.op("vague", doc="Vague.")(same)
+    with pytest.raises(GraphError, match="both loop= and scalar="):
+        rlx.op("both", reference=abs, loop=tril_loop, scalar=lambda x: x, doc="Both.")(same)  # type: ignore[arg-type]
+    with pytest.raises(GraphError, match="a scalar expression sees no attributes, found by"):
+        rlx.op("shifted", reference=abs, scalar=lambda x: x, doc="Shifted.")(lambda x, *, by: x)
+    assert "shifted" not in registry.OPS and "vague" not in registry.OPS
+
+
+def _compile_error(declare: Any, *, error: type[Exception] = LowerError) -> str:
+    declare()
+    g = rlx.Graph("g")
+    with pytest.raises(error) as caught:
+        g.set_outputs([g.input("x", (2, 3)).wrong()])
+        rlx.compile(g)
+    return str(caught.value)
+
+
+def test_a_decomposition_that_is_not_the_op() -> None:
+    def wrong(decompose: Any, rule: Any = same) -> Any:
+        return lambda: rlx.op("wrong", decompose=decompose, doc="Wrong.", replace=True)(rule)
+
+    shape = _compile_error(wrong(lambda x: x.sum()))
+    assert "op wrong: its decomposition gives f32[], its type rule f32[2, 3]" in shape
+    assert "gives (3,), wanted values" in _compile_error(wrong(lambda x: 3))
+    assert "op wrong: is written with itself, wrong > wrong" in _compile_error(wrong(lambda x: x.wrong()))
+    none = _compile_error(wrong(lambda x: x, lambda x: None), error=GraphError)
+    assert "wrong: its type rule gives None, wanted a TensorType" in none
+    block = _compile_error(wrong(lambda x: x.linear(np.ones((3, 3), np.float32))))
+    assert "uses the HIR block linear" in block
+    with pytest.raises(rlx.errors.ShapeError) as caught:
+        rlx.op("wrong", decompose=lambda x: x @ x, doc="Wrong.", replace=True)(same)
+        g = rlx.Graph("g")
+        g.set_outputs([g.input("x", (2, 3)).wrong()])
+        rlx.compile(g)
+    assert any("in the decomposition of op wrong" in note for note in caught.value.notes)
