@@ -535,7 +535,9 @@ def progress(where: str, what: str) -> None:
     """One line on stderr that overwrites itself; where stderr is a file, one line for each new `where`."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{where}  {what}", end="", file=sys.stderr, flush=True)
-    elif where and what.startswith("setting up") and where not in _shown:
+    elif not where:
+        _shown.clear()  # the end of a run
+    elif what.startswith("setting up") and where not in _shown:
         _shown.add(where)
         print(where, file=sys.stderr, flush=True)
 

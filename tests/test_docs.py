@@ -30,9 +30,10 @@ from rlx.target import AVX2, supported
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"```python\n(?P<code>.*?)```\n(?:```output\n(?P<output>.*?)```\n)?", re.S)
-PAGES = ["tour.md", "errors.md", "looking-inside.md", "flow.md"]
+PAGES = ["tour.md", "errors.md", "looking-inside.md", "flow.md", "adding-an-op.md"]
 
 
+@pytest.mark.usefixtures("own_ops")
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_shows_what_its_code_prints(
     page: str, update: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -221,7 +221,7 @@ def test_flow_ctx(device: str) -> None:
     takes(FlowCtx.wrap, "id, shape")
     w = numbers(4, 6)
     ctx = context(w=w)
-    assert ctx.hir() is ctx.module.into_hir()  # type: ignore[union-attr]
+    assert isinstance(ctx.module, GraphModule) and ctx.hir() is ctx.module.into_hir()
     assert isinstance(ctx.profile, CompileProfile) and isinstance(ctx.weights, rlx.WeightSource)
     x = ctx.input("x", (2, 6))
     assert ctx.node_shape(x) == (2, 6) and ctx.input("x", (2, 6)) is x
@@ -268,7 +268,7 @@ def test_names_of_the_module() -> None:
 
 
 def silu(x: Array) -> Array:
-    return x / (1 + np.exp(-x))
+    return np.asarray(x / (1 + np.exp(-x)))
 
 
 def small(m: GraphModule) -> Value:
@@ -821,9 +821,8 @@ def test_scans_backwards(device: str, save: bool) -> None:
             g.scan_backward_xs_with_checkpoints(*given, 0, 4, body(xs=1), save_trajectory=save),
         ]
 
-    found = built(device, pieces, init=INIT, kept=kept, up=upstream, xs=XS)
-    for a, want in zip(found, wanted, strict=True):
-        close(a, want)
+    for found, want in zip(built(device, pieces, init=INIT, kept=kept, up=upstream, xs=XS), wanted, strict=True):
+        close(found, want)
     with pytest.raises(GraphError, match="forward_body"):
         built(
             device, lambda g, v: g.scan_backward_with_checkpoints(

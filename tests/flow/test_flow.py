@@ -101,12 +101,11 @@ def test_without_a_cache_attention_is_over_the_tokens_given() -> None:
     c = settings()
     weights = random_weights(c)
     flow = ModelFlow("prefill").input("tokens", (sym.BATCH, sym.SEQ), "i32").rope_tables(*tables(8)).token_embed()
-    flow = flow.repeat_layers(2, lambda i: LlamaDecoder(f"model.layers.{i}", 4, 2, 8, 1e-5)).final_norm(1e-5)
-    model = flow.lm_head(64, 32, tied=False).build(MapWeights(weights))
-    f = rlx.compile(model.module)
-    f.set_params({name: model.params.get(name, weights.get(name)) for name in f.param_types})
+    for i in range(2):
+        flow = flow.llama_prefill_layer(i, 4, 2, 8, 1e-5)
+    model = flow.final_norm(1e-5).lm_head(64, 32, tied=False).build(MapWeights(weights))
     positions = np.arange(len(TOKENS), dtype=np.int32)[None]
-    (logits,) = f.run({"tokens": np.array([TOKENS], np.int32), "positions": positions})
+    (logits,) = model.compile().run({"tokens": np.array([TOKENS], np.int32), "positions": positions})
     assert model.cache is None and difference(logits[0], forward(c, weights, TOKENS)) < 1e-5
 
 

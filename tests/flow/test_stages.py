@@ -14,24 +14,33 @@ from rlx.errors import BindError, GraphError, ShapeError
 from rlx.flow import Emit, FlowCtx, FlowStage, FlowValue, GdnInputSlots, LayerStack, ModelFlow, SideOutputs
 from rlx.flow.stages import (
     AttnMask,
+    BertEncoderLayer,
     BindDecodeInputs,
     ClsTokenPool,
     Custom,
     DecodeRopeParams,
     DualStream,
+    Embed,
     EmbedScale,
+    GatherAdd,
     GatherFromInput,
+    GatherLastToken,
     GdnScan,
+    GeluFfn,
+    LayerNorm,
     LayerScale,
     Linear,
+    LlamaDecoder,
     LoadStream,
     LogitSoftcap,
     Named,
     Repeat,
     ResidualAdd,
     ResidualSave,
+    RmsNorm,
     Sequence,
     StoreStream,
+    SwiGlu,
     ZeroBeta,
 )
 from rlx.flow.stages.custom import PLUGINS
@@ -289,6 +298,37 @@ def test_recipes_keep_their_patches_to_themselves(device: str) -> None:
         plain.patch(lambda f: None).assemble()  # type: ignore[arg-type, return-value]
 
 
+@pytest.mark.parametrize(
+    ("method", "arguments", "stage"),
+    [
+        ("embed", ("w",), Embed("w")), ("token_embed", (), Embed("model.embed_tokens.weight")),
+        ("embed_scale", (4,), EmbedScale(4)), ("gather_from_input", ("i", "w"), GatherFromInput("i", "w")),
+        ("gather_add", ("i", "w"), GatherAdd("i", "w")), ("zero_beta", (4,), ZeroBeta("zero_beta", 4)),
+        ("zero_beta_named", ("z", 4), ZeroBeta("z", 4)), ("attn_mask", (2, 3, "m"), AttnMask(2, 3, "m")),
+        ("attn_mask_ones", (2, 3), AttnMask(2, 3)), ("bind_decode_inputs", (2, True), BindDecodeInputs(2, True)),
+        ("rms_norm", ("w", 1e-5), RmsNorm("w", 1e-5)), ("final_norm", (1e-5,), RmsNorm("model.norm.weight", 1e-5)),
+        ("layer_norm", ("n", 1e-5), LayerNorm("n.weight", "n.bias", 1e-5)),
+        ("linear", ("w", False, "b"), Linear("w", transpose=False, bias_key="b")),
+        ("swiglu", ("g", "u", "d"), SwiGlu("g", "u", "d")), ("swiglu_hf_mlp", ("p",), SwiGlu.hf_mlp("p")),
+        ("gelu_ffn", ("a", "b", "c", "d"), GeluFfn(*"abcd")), ("layer_scale", ("g",), LayerScale("g")),
+        ("gdn_scan", (4, True, "s"), GdnScan(4, True, "s")), ("cls_token_pool", (), ClsTokenPool()),
+        ("gather_last_token", (), GatherLastToken()), ("logit_softcap", (3.0,), LogitSoftcap(3.0)),
+        ("residual_save", (), ResidualSave()), ("residual_add", (), ResidualAdd()),
+        ("store_stream", ("s",), StoreStream("s")), ("load_stream", ("s",), LoadStream("s")),
+        ("sequence", (Times(2), Times(3)), Sequence([Times(2), Times(3)])),
+        ("named_layer", ("n", Times(2)), Named("n", Times(2))),
+        ("bert_encoder_layer", ("p", 8, 2, 1e-5), BertEncoderLayer("p", 8, 2, 4, 1e-5)),
+        ("llama_prefill_layer", (1, 4, 2, 8, 1e-5),
+         Named("layers.1", LlamaDecoder("model.layers.1", 4, 2, 8, 1e-5, layer_idx=1))),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)  # fmt: skip
+def test_methods_append_the_stage_that_they_name(method: str, arguments: tuple[Any, ...], stage: FlowStage) -> None:
+    for start in (flow(), LayerStack()):
+        longer: Any = getattr(start, method)(*arguments)
+        assert longer.stages == (stage,) and type(longer) is type(start) and start.stages == ()
+
+
 # -- editing ---------------------------------------------------------------------------------------------------------
 def line() -> ModelFlow:
     return flow(Times(2), Repeat(3, lambda i: Times(1.0 + i)), Named("end", Sequence([Times(10), LogitSoftcap(50.0)])))
@@ -314,6 +354,11 @@ def test_an_edit_that_meets_nothing_says_what_there_is() -> None:
     with pytest.raises(GraphError, match=r"edit: no stage of 'f' matches 'layer\.1'") as caught:
         line().edit("layer.1", lambda s: s)
     assert "layers.1" in (caught.value.hint or "")
+
+
+def test_an_edit_must_give_a_stage() -> None:
+    with pytest.raises(GraphError, match=r"edit 'layers\.0': its function gave a int, expected a stage or None"):
+        line().edit("layers.0", lambda s: 3)  # type: ignore[arg-type, return-value]
 
 
 def test_a_stage_without_a_path_goes_by_its_class(device: str) -> None:

@@ -21,6 +21,7 @@ from rlx.ir.evaluate import run
 from rlx.mir.canonicalize import canonicalize
 from rlx.mir.cse import cse
 from rlx.mir.dce import dce
+from rlx.mir.expand import expand
 from rlx.mir.fold_constants import fold_constants
 from rlx.mir.fuse_epilogues import fuse_epilogues
 from rlx.mir.fuse_norms import fuse_norms
@@ -47,7 +48,7 @@ PASSES: dict[str, Callable[..., Graph | Hoisted]] = {
     "canonicalize": canonicalize, "fold_constants": fold_constants, "cse": cse, "dce": dce, "legalize": legalize,
     "merge_gates": merge_gates, "merge_matmuls": merge_matmuls, "merge_ropes": merge_ropes, "fuse_norms": fuse_norms,
     "fuse_regions": fuse_regions, "fuse_epilogues": after_regions,
-    "hoist_weights": functools.partial(hoist_weights, target=AVX512), "unfuse": unfuse,
+    "hoist_weights": functools.partial(hoist_weights, target=AVX512), "unfuse": unfuse, "expand": expand,
 }  # fmt: skip
 REPORTS = {"merge_gates", "merge_matmuls", "merge_ropes", "fuse_norms", "fuse_regions", "fuse_epilogues"}
 

@@ -24,7 +24,9 @@ def body(name: str, inputs: dict[str, Any], *outputs: Any) -> rlx.Graph:
     g = rlx.Graph(name)
     values = {}
     for label, given in inputs.items():
-        shape, kind = given if given and isinstance(given[-1], str) and given[-1] in ("f32", "i32", "f16") else (given, "f32")
+        shape, kind = (
+            given if given and isinstance(given[-1], str) and given[-1] in ("f32", "i32", "f16") else (given, "f32")
+        )
         values[label] = g.input(label, shape, kind)
     return g.set_outputs([f(**values) for f in outputs])
 
@@ -85,7 +87,9 @@ def test_several_outputs_of_several_types_and_shapes(device: str) -> None:
 @BOTH
 def test_bodies_nest_and_live_in_loops(device: str) -> None:
     """x -> (x²)² / 2 three times, as a loop of a custom function of a custom function."""
-    inner = body("inner", {"x": (4,)}, lambda x: x.graph.custom_fn([x.graph.custom_fn([x], square((4,)))], square((4,))) / 2)
+    inner = body(
+        "inner", {"x": (4,)}, lambda x: x.graph.custom_fn([x.graph.custom_fn([x], square((4,)))], square((4,))) / 2
+    )
     step = body("step", {"x": (4,)}, lambda x: x.graph.custom_fn([x], inner))
     g = rlx.Graph("g")
     g.set_outputs([g.scan(g.input("x", (4,)), step, 3)])
@@ -151,7 +155,9 @@ def test_text_pickle_and_equality_know_the_bodies() -> None:
     assert attrs["vjp_body"] == square_vjp() and attrs["jvp_body"] == square_jvp()
     other = rlx.Graph("g")
     x = other.input("x", ("n", 3))
-    other.set_outputs([other.custom_fn([x], body("cube", {"x": ("n", 3)}, lambda x: x * x.exp()), square_vjp(), square_jvp())])
+    other.set_outputs(
+        [other.custom_fn([x], body("cube", {"x": ("n", 3)}, lambda x: x * x.exp()), square_vjp(), square_jvp())]
+    )
     assert other != g
 
 

@@ -1,15 +1,22 @@
-"""Packed weights: numbers to the bit as the `gguf` package reads them, and matmuls that read blocks where they lie."""
+"""Quantised numbers: packed weights to the bit as the `gguf` package reads them, and matmuls that read blocks where
+they lie; integers with scales, and floats of eight and four bits as `ml_dtypes` has them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
 import numpy as np
 import pytest
-from oracles import ORACLES, Array
+from oracles import ORACLES, Array, wide
 
 import rlx
+from rlx import QuantScheme
 from rlx.dtypes import PACKED, DType
-from rlx.errors import BindError, DTypeError, ShapeError
+from rlx.errors import BindError, DTypeError, GraphError, ShapeError
 from rlx.ir.registry import packed
+from rlx.profile import CompileProfile, Precision
 from rlx.target import supported
 
 TARGETS = [t.name for t in supported()]
@@ -167,6 +174,206 @@ def test_the_type_prints_and_parses() -> None:
     assert "q4_1[3, 64]" in g.text() and rlx.Graph.parse(g.text()) == g
 
 
+# -- integers and small floats ----------------------------------------------------------------------------------------
+PLACES = pytest.mark.parametrize("where", ["reference", *TARGETS])
+
+
+def compiled(g: rlx.Graph, where: str, **options: Any) -> rlx.CompiledGraph:
+    return rlx.compile(g, "reference", **options) if where == "reference" else rlx.compile(g, target=where, **options)
+
+
+def run(where: str, build: Callable[..., Any], *arrays: Array) -> Array:
+    """One output; operands are inputs."""
+    g = rlx.Graph("quant")
+    g.set_outputs([build(*(g.input(f"x{i}", a.shape, a.dtype) for i, a in enumerate(arrays)))])
+    return compiled(g, where).run({f"x{i}": a for i, a in enumerate(arrays)})[0]
+
+
+@PLACES
+@pytest.mark.parametrize(("scheme", "theirs"), [("fp8e4m3", "float8_e4m3fn"), ("fp8e5m2", "float8_e5m2")])
+def test_every_eight_bit_float(scheme: str, theirs: str, where: str) -> None:
+    """All 256, NaN and infinities included; E4M3 has no infinities and goes to 448."""
+    every = np.arange(256, dtype=np.uint8).reshape(8, 32)
+    found = run(where, lambda x: x.dequantise(scheme=scheme), every)
+    np.testing.assert_array_equal(found, every.view(getattr(ml_dtypes, theirs)).astype(np.float32))
+    finite = found[np.isfinite(found)]
+    assert finite.max() == (448 if scheme == "fp8e4m3" else 57344)
+    assert np.isinf(found).sum() == (0 if scheme == "fp8e4m3" else 2)
+    assert np.isnan(found).sum() == (2 if scheme == "fp8e4m3" else 6)
+
+
+@PLACES
+def test_every_four_bit_float_and_integer(where: str) -> None:
+    """A byte holds two, the low nibble first; int4 is signed."""
+    every = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    low, high = every & 15, every >> 4
+    nibbles = np.stack([low, high], axis=-1).reshape(16, 32)
+    integers = np.where(nibbles > 7, nibbles.astype(np.int32) - 16, nibbles)
+    ones = np.ones((1, 32), np.float32)
+    np.testing.assert_array_equal(run(where, lambda x, s: x.dequantise(s, scheme="int4/16"), every, ones), integers)
+    assert integers.min() == -8 and integers.max() == 7
+    shifted = run(where, lambda x, s, z: x.dequantise(s, z, scheme="int4/16"), every, ones * 2, ones * 3)
+    np.testing.assert_array_equal(shifted, (integers - 3) * 2)
+    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    floats = np.array([*table, *(-v for v in table)], np.float32)[nibbles]
+    one = np.full((1, 32), 0x38, np.uint8)  # 1.0 as E4M3
+    np.testing.assert_array_equal(run(where, lambda x, s: x.dequantise(s, scheme="nvfp4/16"), every, one), floats)
+    scaled = run(
+        where, lambda x, s, g: x.dequantise(s, g, scheme="nvfp4/16"), every, one + 8, np.array(0.5, np.float32)
+    )
+    np.testing.assert_array_equal(scaled, floats)  # 2.0 · 0.5
+
+
+@PLACES
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_halves_go_to_even_and_nothing_wraps(kind: Any, where: str) -> None:
+    x = np.array([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5, 127.5, 1e30, -1e30, np.inf, -np.inf, np.nan, -128.5], kind)
+    whole = [0, 2, 2, 0, -2, -2, 126, 127, 127, -128, 127, -128, 0, -128]
+    np.testing.assert_array_equal(run(where, lambda x: x.quantise(1.0), x), np.array(whole, np.int8))
+    np.testing.assert_array_equal(run(where, lambda x: x.quantise(1.0, 3), x)[:6], np.array(whole[:6]) + 3)
+    unsigned = run(where, lambda x: x.quantise(1.0, 128, dtype="u8"), x)
+    np.testing.assert_array_equal(unsigned, [128, 130, 130, 128, 126, 126, 254, 255, 255, 0, 255, 0, 0, 0])
+
+
+@PLACES
+def test_quantising_loses_half_a_step_at_most(where: str) -> None:
+    x = rng.normal(size=(64, 10)).astype(np.float32)
+    for scheme in (None, "int8/16", "int4/32"):
+        g = rlx.Graph("there and back")
+        a = g.input("x", x.shape)
+        q, scale = a.quantize(scheme=scheme)
+        g.set_outputs([q.dequantize(scale, scheme=scheme), scale])
+        found, step = compiled(g, where).run({"x": x})
+        steps = step if scheme is None else np.repeat(step, int(scheme.split("/")[1]), axis=0)
+        assert np.all(np.abs(found - x) <= steps * 0.5001)
+        assert np.abs(found - x).max() > steps.max() * 0.3  # and that is what it does lose
+    axis = run(where, lambda x: x.quantise(x.quant_scale(axis=1), axis=1).dequantise(x.quant_scale(axis=1), axis=1), x)
+    fake = run(where, lambda x: x.fake_quantise(axis=1), x)
+    np.testing.assert_array_equal(axis, fake)
+    zeros = np.zeros((4, 2), np.float16)
+    np.testing.assert_array_equal(run(where, lambda x: x.fake_quantise(), zeros), zeros)
+
+
+def test_a_table_of_integers_keeps_its_scales_when_rows_are_taken() -> None:
+    g = rlx.Graph("rows")
+    table, at = g.param("w", (9, 6), "i8"), g.input("at", ("n",), "i32")
+    g.set_outputs([table.dequantise(g.param("s", (6,)), axis=1).gather(at)])
+    f = rlx.compile(g)
+    w, s = rng.integers(-128, 128, (9, 6)).astype(np.int8), rng.uniform(0.1, 1, 6).astype(np.float32)
+    f.set_params({"w": w, "s": s})
+    np.testing.assert_array_equal(f.run({"at": np.array([8, 2], np.int32)})[0], (w * s)[[8, 2]])
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("where", ["reference", TARGETS[0]])
+@pytest.mark.parametrize("declared", ["packed", "rows", "columns", "row bytes", "bytes"])
+@EVERY_TYPE
+def test_a_param_becomes_what_the_scheme_stores(storage: DType, declared: str, where: str) -> None:
+    """However it is declared, it holds packed rows [n, k] and the matmul unpacks them."""
+    n, k = 70, 2 * storage.block
+    stored = blocks(storage, n, k)
+    raw = np.ascontiguousarray(stored).view(np.uint8)
+    shapes: dict[str, Any] = {
+        "packed": ((n, k), storage), "rows": ((n, k), "f32"), "columns": ((k, n), "f32"),
+        "row bytes": (raw.shape, "u8"), "bytes": ((raw.size,), "u8"),
+    }  # fmt: skip
+    scheme = f"gguf_{str(storage).replace('_k', 'k')}"
+    g = rlx.Graph("product")
+    x, w = g.input("x", ("m", k)), g.param("w", *shapes[declared])
+    y = g.dequant_matmul(x, w, scheme=QuantScheme(scheme))
+    assert w.type == rlx.TensorType((n, k), storage) and str(y.type) == f"f32[m, {n}]"
+    g.set_outputs([y])
+    assert rlx.Graph.parse(g.text()) == g and f'scheme="{scheme}"' in g.text()
+    f = compiled(g, where)
+    f.set_param("w", raw.reshape(-1) if declared == "bytes" else raw)
+    a = rng.normal(size=(3, k)).astype(np.float32)
+    exact = a.astype(np.float64) @ numbers(stored).astype(np.float64).T
+    assert np.abs(f.run({"x": a})[0] - exact).max() <= 2e-6 * np.abs(exact).max()
+    if where != "reference":
+        (launch,) = f.plan.main.launches  # type: ignore[attr-defined]
+        assert launch.kernel.kind == "matmul" and launch.kernel.blocks is not None
+
+
+INT_WEIGHTS = {
+    "int8/32": ((64, 48), "i8", True, False), "int8a/16": ((64, 48), "i8", True, True),
+    "int4/32": ((64, 24), "u8", True, False), "fp8e4m3": ((64, 48), "u8", False, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["reference", TARGETS[0]])
+@pytest.mark.parametrize("scheme", INT_WEIGHTS)
+def test_weights_with_scales_of_their_own(scheme: str, where: str) -> None:
+    """Numbers once, when weights are set: a run is one matmul. A module builds it as a graph does."""
+    shape, kind, has_scale, has_zp = INT_WEIGHTS[scheme]
+    block = int(scheme.partition("/")[2]) if has_scale else 1
+    module = rlx.GraphModule.hir("product")
+    x, w = module.input("x", ("m", 64)), module.param("w", shape, kind)
+    scale = module.param("scale", (64 // block, 48)) if has_scale else None
+    zp = module.param("zp", (64 // block, 48)) if has_zp else None
+    module.set_outputs([module.dequant_matmul(x, w, scale, zp, scheme=QuantScheme(scheme)).relu()])
+    f = rlx.compile(module, "reference") if where == "reference" else rlx.compile(module, target=where)
+    low, high = (0, 120) if scheme == "fp8e4m3" else (-128, 128) if kind == "i8" else (0, 256)
+    params: dict[str, Array] = {"w": rng.integers(low, high, shape).astype(rlx.dtype(kind).numpy)}
+    if has_scale:
+        params["scale"] = rng.uniform(0.01, 0.1, (64 // block, 48)).astype(np.float32)
+    if has_zp:
+        params["zp"] = rng.uniform(-3, 3, (64 // block, 48)).astype(np.float32)
+    f.set_params(params)
+    a = rng.normal(size=(3, 64)).astype(np.float32)
+    exact = np.maximum(ORACLES["dequant_matmul"](*map(wide, (a, params["w"])), *_wide(params), scheme=scheme), 0)
+    assert np.abs(f.run({"x": a})[0] - exact).max() <= 2e-6 * np.abs(exact).max()
+    if where != "reference":
+        assert [launch.kernel.kind for launch in f.plan.main.launches] == ["matmul"]  # type: ignore[attr-defined]
+
+
+def _wide(params: dict[str, Array]) -> list[Array | None]:
+    return [wide(params[name]) if name in params else None for name in ("scale", "zp")]
+
+
+def test_bytes_in_one_row_are_a_weight() -> None:
+    g = rlx.Graph("flat")
+    x, w, s = g.input("x", (2, 32)), g.param("w", (32 * 6 // 2,), "u8"), g.param("s", (1, 6))
+    y = g.dequant_matmul(x, w, s, scheme=QuantScheme.INT4_BLOCK(32))
+    assert y.shape == (2, 6)
+
+
+def test_a_weight_of_integers_seen_from_the_other_side() -> None:
+    """x @ dequantise(w).mT with scales is not what the packed kernels take."""
+    g = rlx.Graph("t")
+    x, w = g.input("x", (2, 6)), g.param("w", (9, 6), "i8")
+    g.set_outputs([x @ w.dequantise(g.param("s", (9,)), axis=0).mT])
+    f = rlx.compile(g)
+    stored, s = rng.integers(-128, 128, (9, 6)).astype(np.int8), rng.uniform(0.1, 1, 9).astype(np.float32)
+    f.set_params({"w": stored, "s": s})
+    a = rng.normal(size=(2, 6)).astype(np.float32)
+    exact = a.astype(np.float64) @ (stored * s[:, None].astype(np.float64)).T
+    assert np.abs(f.run({"x": a})[0] - exact).max() <= 2e-6 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("where", ["reference", TARGETS[0]])
+@pytest.mark.parametrize("scheme", ["gguf_q4k", "int8/64"])
+def test_narrow_precision_leaves_quantised_weights_alone(scheme: str, where: str) -> None:
+    """Scales rounded to bf16 would be wrong by up to 2^-9; x and the result are rounded, the weight is not."""
+    g = rlx.Graph("g")
+    x = g.input("x", ("m", 256))
+    packed_ = scheme.startswith("gguf")
+    w = g.param("w", (70, 256), "q4_k") if packed_ else g.param("w", (256, 70), "i8")
+    s = None if packed_ else g.param("s", (4, 70))
+    g.set_outputs([g.dequant_matmul(x, w, s, scheme=scheme)])
+    f = compiled(g, where, profile=CompileProfile(precision=Precision("bf16")))
+    a = np.eye(256, dtype=np.float32)[:9]  # one weight each: sums would hide what is rounded
+    params = (
+        {"w": blocks(rlx.dtype("q4_k"), 70, 256)}
+        if packed_
+        else {"w": rng.integers(-128, 128, (256, 70)).astype(np.int8)}
+    )
+    if not packed_:
+        params["s"] = np.full((4, 70), 1 + 2**-9, np.float32)
+    f.set_params(params)
+    exact = numbers(params["w"]).T[:9] if packed_ else (params["w"][:9] * params["s"][:1])
+    np.testing.assert_array_equal(f.run({"x": a})[0], exact.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
 # -- errors ----------------------------------------------------------------------------------------------------------
 def test_there_is_no_arithmetic_on_blocks() -> None:
     g = rlx.Graph("g")
@@ -196,3 +403,69 @@ def test_wrong_bytes_are_refused() -> None:
         f.set_param("w", np.zeros((2, 68), np.uint8))
     with pytest.raises(BindError, match="element type is f32, wanted q8_0"):
         f.set_param("w", np.zeros((2, 32), np.float32))
+
+
+def test_params_that_cannot_hold_a_scheme() -> None:
+    g = rlx.Graph("g")
+    x = g.input("x", (2, 128))
+    with pytest.raises(ShapeError, match=r"dequant_matmul: k is 128, not whole blocks of 256 \(gguf_q4k\)"):
+        g.dequant_matmul(x, g.param("a", (64, 128)), scheme=QuantScheme.GGUF_Q4K)
+    with pytest.raises(ShapeError, match=r"w is f32\[64, 96\], wanted \[n, 128\], or u8\[n, 136\]"):
+        g.dequant_matmul(x, g.param("b", (64, 96)), scheme=QuantScheme.GGUF_Q8_0)
+    with pytest.raises(DTypeError, match=r"w is f32\[2, 128\], wanted q8_0\[n, k\] or a param"):
+        g.dequant_matmul(x, x, scheme=QuantScheme.GGUF_Q8_0)
+    c = g.param("c", (64, 128))
+    used = c + 1
+    with pytest.raises(DTypeError, match=rf"w is f32\[64, 128\] to %{used.node.id} add, it cannot be q8_0") as caught:
+        g.dequant_matmul(x, c, scheme=QuantScheme.GGUF_Q8_0)
+    assert "g.param('c', (n, 128), 'q8_0')" in str(caught.value.hint)
+    d = g.param("d", (64, 128))
+    g.dequant_matmul(x, d, scheme=QuantScheme.GGUF_Q8_0)
+    g.dequant_matmul(x, d, scheme=QuantScheme.GGUF_Q8_0)
+    with pytest.raises(DTypeError, match=r"gguf_q4_0 is stored as q4_0\[n, k\], found q8_0\[64, 128\]"):
+        g.dequant_matmul(x, d, scheme=QuantScheme.GGUF_Q4_0)
+    with pytest.raises(ShapeError, match=r"w is u8\[100\], not 128 rows of bytes"):
+        g.dequant_matmul(x, g.param("e", (100,), "u8"), g.param("s", (4, 2)), scheme="int4/32")
+    with pytest.raises(GraphError, match="quantise: has a zp, but no scale"):
+        x.quantise(zp=3)
+
+
+# -- a second opinion -------------------------------------------------------------------------------------------------
+@pytest.mark.parity
+@PLACES
+def test_torch_quantises_the_same(where: str) -> None:
+    """Scales are powers of two: torch multiplies by 1 / scale, which is not always the quotient."""
+    torch = pytest.importorskip("torch")
+    x = rng.normal(size=(6, 40)).astype(np.float32) * 3
+    ours = run(where, lambda x: x.quantise(2**-5, 7), x)
+    theirs = torch.quantize_per_tensor(torch.tensor(x), 2**-5, 7, torch.qint8)
+    np.testing.assert_array_equal(ours, theirs.int_repr().numpy())
+    np.testing.assert_array_equal(run(where, lambda q: q.dequantise(2**-5, 7), ours), theirs.dequantize().numpy())
+    scales = 2.0 ** -rng.integers(3, 7, 6)
+    zeros = rng.integers(0, 20, 6)
+    theirs = torch.quantize_per_channel(torch.tensor(x), torch.tensor(scales), torch.tensor(zeros), 0, torch.quint8)
+    s, z = scales.astype(np.float32), zeros.astype(np.int32)
+    ours = run(where, lambda x, s, z: x.quantise(s, z, axis=0, dtype="u8"), x, s, z)
+    np.testing.assert_array_equal(ours, theirs.int_repr().numpy())
+    found = run(where, lambda q, s, z: q.dequantise(s, z, axis=0), ours, s, z)
+    np.testing.assert_array_equal(found, theirs.dequantize().numpy())
+
+
+@pytest.mark.parity
+@PLACES
+def test_torch_fakes_the_same(where: str) -> None:
+    torch = pytest.importorskip("torch")
+    x = rng.normal(size=(6, 40)).astype(np.float32)
+    x.flat[0] = 127 * 2**-5  # so that the scale is a power of two
+    theirs = torch.fake_quantize_per_tensor_affine(torch.tensor(x), 2**-5, 0, -127, 127).numpy()
+    np.testing.assert_array_equal(run(where, lambda x: x.fake_quantise(), x), theirs)
+
+
+@pytest.mark.parity
+@PLACES
+@pytest.mark.parametrize(("scheme", "theirs"), [("fp8e4m3", "float8_e4m3fn"), ("fp8e5m2", "float8_e5m2")])
+def test_torch_reads_the_same_eight_bit_floats(scheme: str, theirs: str, where: str) -> None:
+    torch = pytest.importorskip("torch")
+    every = np.arange(256, dtype=np.uint8).reshape(1, 256)
+    wanted = torch.tensor(every).view(getattr(torch, theirs)).float().numpy()
+    np.testing.assert_array_equal(run(where, lambda x: x.dequantise(scheme=scheme), every), wanted)

@@ -17,6 +17,7 @@ import pytest
 from graphs import examples
 from hypothesis import given, note
 from hypothesis import strategies as st
+from loop_graphs import loop_graphs, odd_graph
 
 import rlx
 from rlx.backends.cpu import records
@@ -29,7 +30,9 @@ f32, i32 = np.float32, np.int32
 SHARED, SOLO = -1.0, 1e9  # costs of a barrier with which threads always or never share a loop
 
 
-@pytest.fixture(params=[("1 thread", 1, SOLO), ("2 threads", 2, SHARED), ("alone among 2", 2, SOLO)], ids=lambda p: p[0])
+@pytest.fixture(
+    params=[("1 thread", 1, SOLO), ("2 threads", 2, SHARED), ("alone among 2", 2, SOLO)], ids=lambda p: p[0]
+)
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """A number of threads; two either share loops or leave them to one."""
     monkeypatch.setattr(records, "BARRIER", request.param[2])
@@ -221,24 +224,6 @@ def test_loops_stay_inside_their_arrays(monkeypatch: pytest.MonkeyPatch, threads
             assert a.tobytes() == b.tobytes(), (batch, time_)
 
 
-def odd_graph() -> rlx.Graph:
-    """A loop of unknown length over rows of unknown size, with a branch and a loop inside."""
-    inner = rlx.Graph("inner")
-    c, x = inner.input("c", ("batch", 5)), inner.input("x", ("batch",))
-    inner.set_outputs([c + x.reshape("batch", 1), c[:, 0]])
-    yes, no = rlx.Graph("yes"), rlx.Graph("no")
-    yes.set_outputs([yes.input("c", ("batch", 5)).softmax(axis=1)])
-    no.set_outputs([no.input("c", ("batch", 5)) * 0.5])
-    body = rlx.Graph("body")
-    c, w, x = body.input("c", ("batch", 5)), body.input("w", (5, 5)), body.input("x", ("batch", 5))
-    (h,), (seen,) = body.scan_general([(c @ w).tanh()], inner, 5, xs=[x.mT])
-    body.set_outputs([body.cond(h.sum() > 0.0, [h], yes, no), seen.sum(axis=0)])
-    g = rlx.Graph("odd")
-    c, w, xs = g.input("c", ("batch", 5)), g.param("w", (5, 5)), g.input("xs", ("time", "batch", 5))
-    finals, ys = g.scan_general([c], body, rlx.dim("time"), broadcasts=[w], xs=[xs])
-    return g.set_outputs([*finals, *ys])
-
-
 def test_programs_with_loops_are_stored_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLX_CACHE", str(tmp_path))
     inputs = {"c": np.ones((2, 5), f32), "xs": np.ones((3, 2, 5), f32)}
@@ -287,7 +272,9 @@ def test_reports_count_every_step(tmp_path: Path, threads: int) -> None:
     assert [e["args"]["steps"] for e in loops] == [50, 50]
     for loop in loops:
         inside = [e for e in events if e["args"].get("runs") == 50 and e["tid"] == 0]
-        assert any(loop["ts"] <= e["ts"] and e["ts"] + e["dur"] <= loop["ts"] + loop["dur"] for e in inside) or not inside
+        assert (
+            any(loop["ts"] <= e["ts"] and e["ts"] + e["dur"] <= loop["ts"] + loop["dur"] for e in inside) or not inside
+        )
 
 
 def test_a_while_loop_reports_the_steps_it_took() -> None:
@@ -301,63 +288,7 @@ def test_a_while_loop_reports_the_steps_it_took() -> None:
 
 
 # -- any program ------------------------------------------------------------------------------------------------------
-@st.composite
-def programs(draw: Any) -> rlx.Graph:
-    """Random graphs of [3, 4] tensors with loops and branches in each other, up to three deep."""
-    g = rlx.Graph("random")
-    values = [g.input(f"x{i}", (3, 4)) for i in range(2)] + [g.param("w", (3, 4))]
-    _grow(draw, g, values, depth=0)
-    return g.set_outputs([values[-1], *values[3:6]])
-
-
-def _grow(draw: Any, g: rlx.Graph, values: list[rlx.Value], depth: int) -> None:
-    for _ in range(draw(st.integers(1, 4 if depth else 6))):
-        a, b = (values[draw(st.integers(0, len(values) - 1))] for _ in range(2))
-        match draw(st.integers(0, 11 if depth < 3 else 7)):
-            case 0 | 1:
-                values.append((a + b * 0.5).tanh())
-            case 2:
-                values.append(a.softmax(axis=draw(st.sampled_from([0, 1]))))
-            case 3:
-                values.append(((a @ b.mT) @ a).tanh())
-            case 4:
-                values.append(a.sum(axis=1, keepdims=True).tanh() + b)
-            case 5:
-                values.append(g.concatenate(a[1:], b[:1], axis=0))
-            case 6:
-                values.append(a.cumsum(axis=0) * 0.25)
-            case 7:
-                values.append(g.where(a > b, a, b))
-            case 8 | 9:
-                length = draw(st.integers(1, 4))
-                body = _body(draw, depth, ["c0", "c1", "w", "x"], outputs=4)
-                rows = g.concatenate(*[v.reshape(1, 3, 4) for v in (a, b, a, b)[:length]], axis=0)
-                finals, ys = g.scan_general([a, b], body, length, broadcasts=[values[0]], xs=[rows], reverse=length > 2)
-                values += [*finals, ys[0][0], ys[1].sum(axis=0).tanh()]
-            case 10:
-                yes, no = (_body(draw, depth, ["a", "b"], outputs=2) for _ in range(2))
-                far = a[0, 0] > b[0, 0] + 0.0137  # rounding decides nothing
-                values += g.cond(far, [a, b], yes, no)
-            case 11:
-                limit = draw(st.integers(0, 4))
-                more = rlx.Graph("more")
-                total, _, _ = more.input("i", ()), more.input("c", (3, 4)), more.input("w", (3, 4))
-                more.set_outputs([total < float(draw(st.integers(0, 4)))])
-                body = rlx.Graph("while")
-                i, *inner = body.input("i", ()), body.input("c", (3, 4)), body.input("w", (3, 4))
-                _grow(draw, body, inner, depth + 1)
-                body.set_outputs([i + 1.0, inner[-1]])
-                values.append(g.while_loop((0.0, a), more, body, broadcasts=[b], max_steps=limit)[1])
-
-
-def _body(draw: Any, depth: int, names: list[str], outputs: int) -> rlx.Graph:
-    g = rlx.Graph("body")
-    values = [g.input(n, (3, 4)) for n in names]
-    _grow(draw, g, values, depth + 1)
-    return g.set_outputs([values[draw(st.integers(0, len(values) - 1))] for _ in range(outputs - 1)] + [values[-1]])
-
-
-@given(programs(), st.sampled_from([SHARED, SOLO]))
+@given(loop_graphs(), st.sampled_from([SHARED, SOLO]))
 @examples(60)
 def test_any_program_of_loops_and_branches_equals_the_reference(g: rlx.Graph, barrier: float) -> None:
     note(g.text(full=True))

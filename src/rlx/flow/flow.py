@@ -181,7 +181,10 @@ class ModelFlow(StageList):
             if not fnmatch.fnmatchcase(path, pattern):
                 return None
             matched.append(path)
-            return f(stage) or StageSequence(())
+            given = f(stage)
+            if given is not None and not isinstance(given, FlowStage):
+                raise GraphError(f"edit {path!r}: its function gave a {type(given).__name__}, expected a stage or None")
+            return StageSequence(()) if given is None else given
 
         flow = self.with_stages(edited(stage, visit) for stage in self.stages)
         if not matched:
