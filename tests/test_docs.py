@@ -30,7 +30,7 @@ from rlx.target import AVX2, supported
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"```python\n(?P<code>.*?)```\n(?:```output\n(?P<output>.*?)```\n)?", re.S)
-PAGES = ["tour.md", "errors.md", "looking-inside.md", "flow.md", "adding-an-op.md"]
+PAGES = ["tour.md", "errors.md", "looking-inside.md", "flow.md", "adding-an-op.md", "export.md"]
 
 
 @pytest.mark.usefixtures("own_ops")

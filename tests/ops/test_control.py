@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from graphs import examples
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 import rlx
 from rlx.backends.cpu import records
-from rlx.errors import DTypeError, GraphError, ShapeError
+from rlx.errors import BindError, DTypeError, GraphError, ShapeError
 from rlx.ir.rewrite import inline
 
 Array = np.ndarray[Any, Any]
@@ -302,6 +304,76 @@ def test_weights_alone_are_scanned_once() -> None:
     assert not f.plan.main.controls and f.plan.bind.controls  # type: ignore[attr-defined]
 
 
+def test_a_cache_in_a_body_is_carried_by_value() -> None:
+    """Appending writes in place, but not into what a loop has from outside."""
+
+    def step(cache: Any, fixed: Any, new: Any, at: Any) -> list[Any]:
+        g = cache.graph
+        other = g.kv_append(fixed, new, at, kind="values")
+        return [g.kv_append(cache, new, at, kind="values"), other.sum(axis=(0, 1, 3))]
+
+    shapes: dict[str, Any] = {"cache": (1, 2, 6, 3), "fixed": (1, 2, 6, 3), "new": (1, 1, 2, 3)}
+    body = body_of("step", shapes | {"at": ((1, 1), "i32")}, step)
+    g = rlx.Graph("g")
+    cache, fixed = g.input("cache", shapes["cache"]), g.input("fixed", shapes["fixed"])
+    news, ats = g.input("new", (4, *shapes["new"])), g.input("at", (4, 1, 1), "i32")
+    finals, ys = g.scan_general([cache], body, 4, broadcasts=[fixed * 1.5], xs=[news, ats])
+    arrays = {n: numbers(*((4,) if n == "new" else ()), *s) for n, s in shapes.items()}
+    places = np.array([2, 0, 5, 2], np.int32).reshape(4, 1, 1)
+    last, sums = run_everywhere(g.set_outputs([*finals, *ys]), arrays | {"at": places})
+    wanted, seen = arrays["cache"].astype(np.float64), []
+    for new, at in zip(arrays["new"], places.ravel(), strict=True):
+        wanted[0, :, at] = new[0, 0]
+        once = arrays["fixed"] * 1.5
+        once[0, :, at] = new[0, 0]
+        seen.append(once.sum(axis=(0, 1, 3)))
+    close(last, wanted, 0)
+    close(sums, seen)
+
+
+def test_packed_weights_in_a_body_stay_packed() -> None:
+    k, n = 64, 48
+    body = rlx.Graph("step")
+    c, w = body.input("c", (2, k)), body.input("w", (n, k), "q8_0")
+    body.set_outputs([(c @ w.dequantise().mT).tanh().pad(low=(0, 0), high=(0, k - n))])
+    g = rlx.Graph("g")
+    g.set_outputs([g.scan_with_bcasts_and_xs(g.input("c", (2, k)), [g.param("w", (n, k), "q8_0")], [], body, 3)])
+    values = numbers(n, k)
+    blocks = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+    start = numbers(2, k)
+    (found,) = run_everywhere(g, {"c": start}, {"w": blocks})
+    plain = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0).astype(np.float64)
+    carry = start.astype(np.float64)
+    for _ in range(3):
+        carry = np.pad(np.tanh(carry @ plain.T), ((0, 0), (0, k - n)))
+    close(found, carry, 1e-4)
+    main = rlx.compile(g).plan.main  # type: ignore[attr-defined]
+    assert all(b.type.dtype is rlx.dtype("i16") for b in main.buffers.values() if b.kind == "weight")
+
+
+def test_graphs_with_bodies_are_printed_parsed_pickled_and_told_apart() -> None:
+    def graph(factor: float) -> rlx.Graph:
+        g = rlx.Graph("g")
+        constant = np.full(100, factor, f32)  # too long to be printed, unless all is asked for
+        body = body_of("step", {"c": (100,)}, lambda c: c * c.graph.constant(constant))
+        x = g.input("x", (100,))
+        more = body_of("more", {"c": (100,)}, lambda c: c.sum() > 1.0)
+        return g.set_outputs([g.scan(x, body, 3), g.while_loop(x, more, body), g.cond(x.sum() > 0.0, [x], body, body)])
+
+    g = graph(0.5)
+    assert rlx.Graph.parse(g.text(full=True)) == g == pickle.loads(pickle.dumps(g)) == graph(0.5) != graph(0.25)
+
+
+def test_limits_inside_bodies_hold_for_the_graph() -> None:
+    n = rlx.dim("n", max=4)
+    g = rlx.Graph("g")
+    body = body_of("step", {"c": (n,)}, lambda c: c * 2.0)
+    f = rlx.compile(g.set_outputs([g.scan(g.input("c", ("n",)), body, 2)]))
+    assert f.run({"c": np.ones(4, f32)})[0].tolist() == [4.0] * 4
+    with pytest.raises(BindError, match="5"):
+        f.run({"c": np.ones(5, f32)})
+
+
 # -- while and if -----------------------------------------------------------------------------------------------------
 def collatz_graph(max_steps: int | None = None) -> rlx.Graph:
     inputs: dict[str, Any] = {"n": ((), "i64"), "steps": ((), "i32")}
@@ -529,6 +601,10 @@ BAD: list[tuple[str, type[GraphError], str, Callable[[rlx.Graph, rlx.Value], Any
      lambda g, x: g.scan_general([], rlx.Graph("b"), 2)),
     ("param", GraphError, "graph 'weighted' has the param 'w'", lambda g, x: g.scan(x, with_param(), 2)),
     ("no graph", GraphError, "its body is a int", lambda g, x: g.scan_general([x], 3, 2)),  # type: ignore[arg-type]
+    ("packed carry", DTypeError, "carry 0 is q8_0[2, 32], which is packed",
+     lambda g, x: g.scan(g.param("w", (2, 32), "q8_0"), decay(), 2)),
+    ("packed rows", DTypeError, "xs 0 is q8_0[2, 32], which is packed",
+     lambda g, x: g.scan_with_xs(x, [g.param("w", (2, 32), "q8_0")], decay(), 2)),
     ("cond gives floats", DTypeError, "what cond gives is one bool; f32[3]",
      lambda g, x: g.while_loop(x, decay(), decay())),
     ("cond gives many", DTypeError, "one bool; bool[3]",

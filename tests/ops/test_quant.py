@@ -254,6 +254,21 @@ def test_quantising_loses_half_a_step_at_most(where: str) -> None:
     np.testing.assert_array_equal(run(where, lambda x: x.fake_quantise(), zeros), zeros)
 
 
+@PLACES
+@pytest.mark.parametrize("scheme", ["int8/8", "int4/8"])
+def test_views_and_run_time_sizes_are_quantised_where_they_lie(scheme: str, where: str) -> None:
+    """[batch, n, k] seen as [batch, k, n], in blocks along k, there and back."""
+    g = rlx.Graph("strided")
+    x = g.input("x", ("batch", 6, 32)).mT
+    q, scale = x.quantise(scheme=scheme)
+    g.set_outputs([q.dequantise(scale, scheme=scheme)])
+    a = rng.normal(size=(3, 6, 32)).astype(np.float32)
+    turned = a.swapaxes(1, 2).astype(np.float64)
+    step = ORACLES["quant_scale"](turned, scheme=scheme)
+    exact = ORACLES["dequantise"](ORACLES["quantise"](turned, step, scheme=scheme), step, scheme=scheme)
+    np.testing.assert_allclose(compiled(g, where).run({"x": a})[0], exact, rtol=1e-6, atol=1e-6)
+
+
 def test_a_table_of_integers_keeps_its_scales_when_rows_are_taken() -> None:
     g = rlx.Graph("rows")
     table, at = g.param("w", (9, 6), "i8"), g.input("at", ("n",), "i32")

@@ -23,7 +23,8 @@ from scipy.special import erf
 
 import rlx
 from rlx import target as targets
-from rlx.backends.cpu.library import kernels_compiled
+from rlx.backends.cpu import driver, elf
+from rlx.backends.cpu.library import Code, KernelLibrary, kernels_compiled
 from rlx.errors import BindError, CapabilityError, FormatError, KernelError
 from rlx.runtime import codec, export
 from rlx.types import Composite, Dim, Symbol
@@ -161,6 +162,25 @@ def test_a_loop_runs_in_the_export(tmp_path: Path) -> None:
     for row in inputs["xs"]:
         total = total * 0.5 + row
     np.testing.assert_allclose(found[0], total, rtol=1e-5)
+
+
+def test_graphs_of_almost_nothing_are_exported_too(tmp_path: Path) -> None:
+    g = rlx.Graph("nothing")
+    x, w = g.input("x", ("n", 0)), g.param("w", (0, 4))
+    g.set_outputs([x, x + g.constant(np.zeros(0, np.float32)), x @ w, g.constant(np.array(True))])
+    f = rlx.compile(g)
+    f.set_param("w", np.zeros((0, 4), np.float32))
+    found = load(f.export(tmp_path / "nothing.rlxp", weights=True)).run({"x": np.zeros((2, 0), np.float32)})
+    assert [a.tolist() for a in found] == [[[], []], [[], []], [[0.0] * 4] * 2, True]
+
+
+def test_on_other_machines_llvm_loads_the_code(files: dict[bool, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elf, "can_load", lambda: False)
+    file = export.open_export(files[True])
+    code = Code(file.section("code"), tuple(file.manifest["routines"]), file.section("driver"))
+    own = KernelLibrary(file.target)
+    own.adopt(code)
+    assert own._addresses.keys() == set(code.symbols) and set(own.driver()) == set(driver.SYMBOLS)
 
 
 def test_limits_and_faults_are_as_before(tmp_path: Path) -> None:

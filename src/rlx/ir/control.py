@@ -22,11 +22,19 @@ class ControlBuilders:
     """What `Graph` inherits: the builders of ops whose attributes are graphs."""
 
     if TYPE_CHECKING:
+        limits: dict[str, int]
 
         def build(self, op: str, operands: Sequence[Any], attrs: dict[str, Any]) -> Node: ...
         def one(self, op: str, *operands: Any, **attrs: Any) -> Value: ...
         def constant(self, data: Any, dtype: Any = None) -> Value: ...
         def _value(self, where: str, operand: Any, scalar_type: Any) -> Value: ...
+
+    def _control(self, op: str, operands: Sequence[Any], attrs: dict[str, Any]) -> Node:
+        node = self.build(op, operands, attrs)
+        for body in node.attrs.values():
+            for symbol, limit in getattr(body, "limits", {}).items():  # what a body allows holds for the whole graph
+                self.limits[symbol] = min(limit, self.limits.get(symbol, limit))
+        return node
 
     # -- scans ----------------------------------------------------------------------------------------------------
     def scan_general(
@@ -46,7 +54,7 @@ class ControlBuilders:
             "body": body, "length": as_size(length), "carries": len(carries), "broadcasts": len(broadcasts),
             "reverse": reverse, "checkpoints": checkpoints,
         }  # fmt: skip
-        results = self.build("scan", operands, attrs).results
+        results = self._control("scan", operands, attrs).results
         return results[: len(carries)], results[len(carries) :]
 
     def scan(self, init: Any, body: Graph, length: Size) -> Value:
@@ -168,12 +176,12 @@ class ControlBuilders:
         """The carries when `cond` has given false, or after `max_steps` steps; one value, or a tuple for a tuple."""
         carries = tuple(init) if isinstance(init, (tuple, list)) else (init,)
         attrs = {"cond": cond, "body": body, "carries": len(carries), "max_steps": max_steps}
-        results = self.build("while_loop", (*carries, *broadcasts), attrs).results
+        results = self._control("while_loop", (*carries, *broadcasts), attrs).results
         return results if isinstance(init, (tuple, list)) else results[0]
 
     def cond(self, predicate: Any, operands: Sequence[Any], then_body: Graph, else_body: Graph) -> Any:
         """What `then_body` gives where the predicate is true, else what `else_body` gives; only that one runs."""
-        node = self.build("cond", (predicate, *operands), {"then_body": then_body, "else_body": else_body})
+        node = self._control("cond", (predicate, *operands), {"then_body": then_body, "else_body": else_body})
         return node.results if len(node.results) > 1 else node.results[0]
 
 

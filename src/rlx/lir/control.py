@@ -1,19 +1,20 @@
 """Loops and branches as ranges of launches: bodies are scheduled once, operands move from step to step.
 
 Carries have two rows each: a step reads one and writes the other, and which is which alternates. So nothing is copied
-but the first values.
+but first values that something else needs too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlx.ir.graph import Graph, Node
-from rlx.lir.program import Branch, Loop
+from rlx.lir.program import ARENA, Branch, Loop
 from rlx.lir.schedule import Scheduler, loop_form
 from rlx.lir.views import View
-from rlx.types import Size, TensorType, dim, dim_floordiv
+from rlx.types import Size, TensorType, dim, dim_floordiv, product
 
 
 class _Range:
@@ -46,11 +47,8 @@ class _Carries:
         self.inits = [s.view(o) for o in node.operands[: node.attrs["carries"]]]
         self.moves = [body.outputs[i].node is not body.inputs[i] for i in range(len(self.inits))]
         self.rows: list[View | None] = []
-        for init, moves in zip(self.inits, self.moves, strict=True):
-            rows = s.temporary(TensorType((2, *init.shape), init.dtype)) if moves else None
-            if rows is not None:
-                s.copy_into(init, rows.row(0))
-            self.rows.append(rows)
+        for i, moves in enumerate(self.moves):
+            self.rows.append(_two_rows(s, node, i, self.inits[i]) if moves else None)
 
     def now(self, parity: str) -> list[View]:
         """What a step reads."""
@@ -64,6 +62,27 @@ class _Carries:
         """The carries after so many steps."""
         row = steps - 2 * dim_floordiv(steps, 2)
         return [i if r is None else r.row(row) for i, r in zip(self.inits, self.rows, strict=True)]
+
+
+def _two_rows(s: Scheduler, node: Node, position: int, init: View) -> View:
+    """Memory for a carry, its first value in row 0: the very buffer that has it, where nobody else needs that."""
+    type_ = TensorType((2, *init.shape), init.dtype)
+    buffer = s.program.buffers[init.buffer]
+    fills = init.offset == 0 and init.is_contiguous() and buffer.type.elements == product(init.shape)
+    if buffer.kind == ARENA and buffer.name not in s.borrowed and fills and not _is_read_again(s, node, position):
+        s.program.buffers[buffer.name] = doubled = replace(buffer, type=type_)
+        return doubled.view()
+    rows = s.temporary(type_)
+    s.copy_into(init, rows.row(0))
+    return rows
+
+
+def _is_read_again(s: Scheduler, node: Node, position: int) -> bool:
+    """Whether the buffer of an operand has another reader: an operand of this node, a later node, the caller."""
+    own = s.view(node.operands[position]).buffer
+    others = [*node.operands[:position], *node.operands[position + 1 :], *s.graph.outputs]
+    others += [o for later in s.graph.nodes[node.id + 1 :] for o in later.operands]
+    return any(o in s.views and s.views[o].buffer == own for o in others if o is not None)
 
 
 @loop_form("scan")

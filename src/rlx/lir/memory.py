@@ -74,21 +74,22 @@ def _lifetime(name: str, touched: list[tuple[int, int]], spans: Iterable[_Span])
     first, last = touched[0][1], touched[-1][1]
     for span in spans:
         begin, end = span.steps
-        inside = [begin <= step <= end for step, _ in touched]
-        if any(inside) and (not all(inside) or _lives_throughout(name, span.control)):
+        inside = [phase for step, phase in touched if begin <= step <= end]
+        if inside and (len(inside) < len(touched) or _lives_throughout(name, inside, span)):
             first, last = min(first, span.phases[0]), max(last, span.phases[1])
     return Lifetime(name, first, last)
 
 
-def _lives_throughout(name: str, control: Control) -> bool:
+def _lives_throughout(name: str, phases: list[int], span: _Span) -> bool:
     """Whether a buffer that only a loop or branch touches may not share memory with others inside.
 
-    Its predicate: a thread may still look at it when another one has passed on to any side. And all buffers of a loop
-    without a barrier between its steps, because the threads may be in different ones.
+    Its predicate: a thread may still look at it when another one has passed on to any side. And, in a loop without a
+    barrier between its steps, what is used at the end of one while others are at the beginning of the next.
     """
-    if control.predicate is not None and control.predicate.buffer == name:
+    if span.control.predicate is not None and span.control.predicate.buffer == name:
         return True
-    return isinstance(control, Loop) and not control.between
+    at_an_end = phases[0] == span.phases[0] or phases[-1] == span.phases[1]
+    return isinstance(span.control, Loop) and not span.control.between and at_an_end
 
 
 def plan(lives: Sequence[Lifetime], sizes: Mapping[str, int]) -> Plan:

@@ -14,7 +14,7 @@ import numpy as np
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.ir import evaluate
 from rlx.ir.graph import Graph
-from rlx.ir.registry import CONTROL, op
+from rlx.ir.registry import CONTROL, TAKES_PACKED, op
 from rlx.types import Size, TensorType, require_equal
 from rlx.types import evaluate as size_of
 
@@ -65,6 +65,13 @@ def _counted(where: str, name: str, count: Any, most: int) -> int:
     return count
 
 
+def _check_plain(where: str, labelled: Sequence[tuple[str, TensorType]]) -> None:
+    """What changes or is taken apart cannot be packed; a broadcast can."""
+    for label, type_ in labelled:
+        if type_.dtype.is_packed:
+            raise DTypeError(f"{where}: {label} is {type_}, which is packed", hint="unpack it with x.dequantise()")
+
+
 def _labelled(what: str, types: Sequence[TensorType]) -> list[tuple[str, TensorType]]:
     return [(f"{what} {i}", t) for i, t in enumerate(types)]
 
@@ -93,7 +100,7 @@ def _scan(
     return (*state, *ys)
 
 
-@op("scan", reference=_scan, traits=[CONTROL])
+@op("scan", reference=_scan, traits=[CONTROL, TAKES_PACKED])
 def scan(
     *operands: TensorType,
     body: Graph,
@@ -117,6 +124,7 @@ def scan(
     if isinstance(length, int) and not 0 <= checkpoints <= length:
         raise GraphError(f"scan: checkpoints is {checkpoints}, length is {length}")
     state, shared, xs = operands[:n], operands[n : n + m], operands[n + m :]
+    _check_plain("scan", _labelled("carry", state) + _labelled("xs", xs))
     rows = []
     for i, x in enumerate(xs):
         if x.rank == 0:
@@ -145,7 +153,7 @@ def _while_loop(
     return tuple(state)
 
 
-@op("while_loop", reference=_while_loop, traits=[CONTROL])
+@op("while_loop", reference=_while_loop, traits=[CONTROL, TAKES_PACKED])
 def while_loop(
     *operands: TensorType, cond: Graph, body: Graph, carries: int, max_steps: int | None = None
 ) -> tuple[TensorType, ...]:
@@ -159,6 +167,7 @@ def while_loop(
         raise GraphError("while_loop: needs a carry, nothing else could change")
     if max_steps is not None and (isinstance(max_steps, bool) or max_steps < 0):
         raise GraphError(f"while_loop: max_steps is {max_steps!r}")
+    _check_plain("while_loop", _labelled("carry", operands[:n]))
     labels = _labelled("carry", operands[:n]) + _labelled("broadcast", operands[n:])
     for graph in (cond, body):
         _check_inputs("while_loop", graph, labels)
@@ -175,7 +184,7 @@ def _cond(predicate: Any, *operands: Any, then_body: Graph, else_body: Graph, bi
     return tuple(run_body(then_body if predicate.item() else else_body, operands, binding))
 
 
-@op("cond", reference=_cond, traits=[CONTROL])
+@op("cond", reference=_cond, traits=[CONTROL, TAKES_PACKED])
 def cond(
     predicate: TensorType, *operands: TensorType, then_body: Graph, else_body: Graph
 ) -> TensorType | tuple[TensorType, ...]:

@@ -34,7 +34,9 @@ def records_of(*modules: ModuleType) -> dict[str, type]:
     """The record classes that modules define, by name."""
     found = [c for m in modules for c in vars(m).values() if dataclasses.is_dataclass(c) and isinstance(c, type)]
     own = {c for c in found if any(c.__module__ == m.__name__ for m in modules)}
-    return {c.__name__: c for c in sorted(own, key=lambda c: c.__name__)}
+    named = {c.__name__: c for c in sorted(own, key=lambda c: c.__name__)}
+    assert len(named) == len(own), "two records of one name could not be told apart"
+    return named
 
 
 def encode(value: Any, classes: Classes) -> tuple[str, list[Array]]:
