@@ -449,6 +449,24 @@ def test_while_in_scan_in_while() -> None:
         assert (i_last.item(), total.item()) == (0, times * int(np.gcd(given[:, 0], given[:, 1]).sum()))
 
 
+def test_while_looks_at_a_carry_itself_or_at_a_constant() -> None:
+    """The predicate is where the carry is, which alternates; a constant one leaves it to the limit."""
+    inputs: dict[str, Any] = {"go": ((), "bool"), "i": ((), "i32")}
+    step = body_of("step", inputs, lambda go, i: [i < 4, i + 1])
+    g = rlx.Graph("g")
+    go, i = g.input("go", (), "bool"), g.input("i", (), "i32")
+    carried = g.while_loop((go, i), body_of("more", inputs, lambda go, i: go), step)
+    always = body_of("always", inputs, lambda go, i: go.graph.constant(True))
+    limited = g.while_loop((go, i), always, step, max_steps=3)
+    g.set_outputs([*carried, *limited])
+    for start, first in ((0, True), (3, True), (9, True), (2, False)):
+        found = run_everywhere(g, {"go": np.array(first), "i": np.array(start, np.int32)})
+        more, at = first, start
+        while more:
+            more, at = at < 4, at + 1
+        assert [v.item() for v in found] == [more, at, start + 2 < 4, start + 3]
+
+
 @pytest.mark.parametrize("flag", [True, False])
 def test_if_runs_one_branch(flag: bool) -> None:
     """The other branch would fault: an index out of range."""

@@ -289,7 +289,7 @@ def test_a_while_loop_reports_the_steps_it_took() -> None:
 
 # -- any program ------------------------------------------------------------------------------------------------------
 @given(loop_graphs(), st.sampled_from([SHARED, SOLO]))
-@examples(60)
+@examples(40)
 def test_any_program_of_loops_and_branches_equals_the_reference(g: rlx.Graph, barrier: float) -> None:
     note(g.text(full=True))
     rng = np.random.default_rng(3)

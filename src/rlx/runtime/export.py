@@ -25,7 +25,6 @@ import numpy as np
 
 import rlx
 from rlx import target as targets
-from rlx import types
 from rlx.backends import cache
 from rlx.backends.cpu.library import Code, library
 from rlx.backends.cpu.toolchain import llvm_version
@@ -36,10 +35,8 @@ from rlx.formats.tensors import PathLike, broken, open_bytes
 from rlx.ir import provenance
 from rlx.ir.graph import Graph
 from rlx.ir.provenance import Origin
-from rlx.lir import kernels, loops, program, views
-from rlx.mir import report
 from rlx.profile import CompileProfile
-from rlx.runtime import codec, plan, weights
+from rlx.runtime import codec, plan
 from rlx.runtime.compiled import CpuGraph
 from rlx.runtime.inputs import has_symbols
 from rlx.runtime.weights import WeightStore
@@ -54,7 +51,6 @@ MAGIC, VERSION = b"RLXP", 1
 _DIGEST = 32  # bytes
 _HEAD = struct.Struct(f"<4sIQ{_DIGEST}s")  # magic, version, bytes of the manifest, its digest
 _LINE = 64  # sections and arrays begin on a cache line
-RECORDS = codec.records_of(types, loops, kernels, views, program, report, plan, weights)
 PLACES = codec.records_of(provenance)
 
 
@@ -71,7 +67,7 @@ class Parts:
 def export_graph(compiled: CpuGraph, path: PathLike, *, embed: bool = False, parts: Parts | None = None) -> Path:
     """Write a compiled graph to a file; with `embed` its weights too, as the kernels read them."""
     parts = parts or Parts()
-    text, constants = codec.encode(compiled.plan, RECORDS)
+    text, constants = codec.encode(compiled.plan, plan.plan_records())
     programs = compiled.plan.main, compiled.plan.bind
     code = library(compiled.target).code({s: k for p in programs for s, k in p.kernels().items()}.values())
     graph = compiled.graph
@@ -287,7 +283,9 @@ class ExportedGraph(CpuGraph):
     def __init__(self, file: ExportFile, *, threads: int | None = None, store: WeightStore | None = None) -> None:
         self._file = file
         constants = list(file.arrays("constants").values())
-        found: plan.CompiledPlan = codec.decode(file.section("program"), RECORDS, constants, f"{file.path}: program")
+        found: plan.CompiledPlan = codec.decode(
+            file.section("program"), plan.plan_records(), constants, f"{file.path}: program"
+        )
         routines = tuple(file.manifest["routines"])
         library(file.target).adopt(Code(file.section("code"), routines, file.section("driver")))
         profile = CompileProfile.from_toml(file.manifest["profile"]) if file.manifest["profile"] else None

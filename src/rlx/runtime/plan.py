@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
-import pickle
+import json
+import math
 import re
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from rlx import types
 from rlx.backends import cache
+from rlx.dtypes import dtype
+from rlx.errors import FormatError
 from rlx.ir.graph import Graph
+from rlx.lir import kernels, loops, program, views
 from rlx.lir.program import Program
+from rlx.mir import report
 from rlx.mir.report import FusionReport
 from rlx.module import LirModule, plan_lir
 from rlx.profile import CompileProfile
+from rlx.runtime import codec, weights
 from rlx.runtime.weights import Recipe, recipes
 from rlx.target import Target
 
@@ -58,17 +70,48 @@ def cached_plan(graph: Graph, target: Target, profile: CompileProfile | None = N
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     data = None if profile.passes.verbose else store.read("programs", key)  # what is read has no passes to tell of
     if data is not None:
-        try:
-            found = pickle.loads(data)
-            moved = relocated(found, _origins(graph)) if isinstance(found, CompiledPlan) else None
+        with contextlib.suppress(FormatError, struct.error, TypeError, ValueError):  # written by something else
+            moved = relocated(read_plan(data), _origins(graph))
             if moved is not None:
                 return moved
-        except (pickle.UnpicklingError, AttributeError, ImportError, EOFError, LookupError, TypeError, ValueError):
-            pass  # written by something else: make it again
     plan = make_plan(graph, target, profile)
-    for program in (plan.main, plan.bind):
-        program.kernels()  # so that their digests are stored too
-    store.write("programs", key, pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL))
+    store.write("programs", key, write_plan(plan))
+    return plan
+
+
+@functools.cache
+def plan_records() -> Mapping[str, type]:
+    """The records that plans are made of, by name."""
+    return codec.records_of(types, loops, kernels, views, program, report, weights) | {"CompiledPlan": CompiledPlan}
+
+
+_SIZES = struct.Struct("<QQ")  # bytes of the index of constants, bytes of the records
+
+
+def write_plan(plan: CompiledPlan) -> bytes:
+    """A plan as bytes: an index of its constants, its records as text, the constants."""
+    text, arrays = codec.encode(plan, plan_records())
+    index = json.dumps([[dtype(a.dtype).name, a.shape] for a in arrays]).encode()
+    records = text.encode()
+    constants = (np.ascontiguousarray(a).tobytes() for a in arrays)
+    return b"".join([_SIZES.pack(len(index), len(records)), index, records, *constants])
+
+
+def read_plan(data: bytes) -> CompiledPlan:
+    """The plan that `write_plan` wrote."""
+    index_bytes, record_bytes = _SIZES.unpack_from(data)
+    at = _SIZES.size + index_bytes
+    index, records = json.loads(data[_SIZES.size : at]), data[at : at + record_bytes]
+    at += record_bytes
+    constants = []
+    for name, shape in index:
+        count = math.prod(shape)
+        array = np.frombuffer(data, dtype(name).numpy, count, at).reshape(shape)
+        constants.append(array)
+        at += array.nbytes
+    plan = codec.decode(records, plan_records(), constants, "program cache")
+    if not isinstance(plan, CompiledPlan):
+        raise FormatError(f"program cache: expected a plan, found {type(plan).__name__}")
     return plan
 
 
