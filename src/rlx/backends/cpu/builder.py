@@ -310,6 +310,12 @@ class Builder:
         """A mask of the first `count` lanes (an i64; may exceed the width)."""
         return self.icmp("slt", self.iota(lanes), self.splat(count, lanes))
 
+    def opaque(self, value: Value) -> Value:
+        """An i64 whose value LLVM cannot know; only constants need it."""
+        if value.constant is None:
+            return value
+        return self.assign("i64", f'call i64 asm "", "=r,0"({value})')
+
     def fold(self, value: Value, combine: Callable[[Value, Value], Value]) -> Value:
         """All lanes combined to a scalar by halving: one fixed order for every caller."""
         width = lanes_of(value.type)

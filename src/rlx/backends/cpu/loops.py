@@ -169,7 +169,8 @@ class _Emitter:
         b.loop(start, whole, width, lambda at: body(at, None))
         if whole.constant is not None and whole.constant == stop.constant:
             return
-        rest = b.sub(stop, whole)
+        # Not a constant in LLVM's eyes: it turns a masked store of one narrowed lane into one of its wide original.
+        rest = b.opaque(b.sub(stop, whole))
         b.when(b.icmp("sgt", rest, 0), lambda: body(whole, b.lane_mask(rest, width)))
 
     def serial_loop(self, loop: For) -> None:
