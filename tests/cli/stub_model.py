@@ -48,20 +48,26 @@ class StubModel:
         self.answers = list(answers)
         self.template = object() if template else None
         self.context = context
+        self.said: Any = None  # what became tokens last
         self.asked: list[Any] = []
         self.options: list[dict[str, Any]] = []
-        self.tokenizer = SimpleNamespace(encode=str.split)
+        self.tokenizer = SimpleNamespace(encode=self.encode)
         self.checkpoint = SimpleNamespace(config=SimpleNamespace(context=longest))
         self.closed = False
 
+    def encode(self, text: str) -> list[str]:
+        self.said = text
+        return text.split()
+
     def chat_tokens(self, messages: Sequence[dict[str, str]]) -> list[str]:
+        self.said = messages
         return [word for m in messages for word in [m["role"], *m["content"].split()]]
 
-    def stream(self, said: Any, **options: Any) -> StubStream:
-        self.asked.append(said)
+    def stream(self, tokens: list[str], *, chat: bool, **options: Any) -> StubStream:
+        assert chat == (not isinstance(self.said, str))
+        self.asked.append(self.said)
         self.options.append(options)
-        count = len(said.split() if isinstance(said, str) else self.chat_tokens(said))
-        return StubStream(self.answers.pop(0), count)
+        return StubStream(self.answers.pop(0), len(tokens))
 
     def close(self) -> None:
         self.closed = True

@@ -98,8 +98,8 @@ def test_the_answer_goes_to_stdout_and_the_timings_to_stderr(
 
 
 def test_only_settings_that_were_given_reach_the_model(stub: StubModel) -> None:
-    main(["run", "-p", "x", "--seed", "3", "--min-p", "0.1", "--stop", "a", "--stop", "b"])
-    assert stub.options == [{"max_tokens": 512, "stop": ["a", "b"], "min_p": 0.1, "seed": 3}]
+    main(["run", "-p", "x", "--seed", "3", "--temperature", "0.5", "--stop", "a", "--stop", "b"])
+    assert stub.options == [{"max_tokens": 512, "stop": ["a", "b"], "temperature": 0.5, "seed": 3}]
 
 
 @pytest.mark.parametrize(("raw", "template"), [(True, True), (False, False)])
@@ -119,15 +119,15 @@ def test_stdin_is_added_to_the_prompt(stub: StubModel, monkeypatch: pytest.Monke
     for data in (b"\xef\xbb\xbfsome caf\xc3\xa9\n", b"", b" \n"):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "ascii"))
         assert main(["run", "-p", "Sum up:"]) == 0
-    assert [said[-1]["content"] for said in stub.asked] == ["Sum up:\n\nsome café\n", "Sum up:", "Sum up:"]
+    assert [said[-1]["content"] for said in stub.asked] == ["Sum up:\n\nsome café", "Sum up:", "Sum up:"]
 
 
 def test_stdin_alone_is_the_prompt_and_must_be_text(
     stub: StubModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n\n")))
     assert main(["run"]) == 0
-    assert stub.asked[0][-1]["content"] == "hello\n"
+    assert stub.asked[0][-1]["content"] == "hello\n"  # the last newline is that of `echo`
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
     assert main(["run"]) == 2
     assert "stdin is not UTF-8 text: byte 0xff at 2" in capsys.readouterr().err

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from rlx.cli.main import main
-from rlx.cli.verify import check_files
+from rlx.cli.verify import _decode_is_prefill, check_files
+from rlx.engine.generate import Decoder
+from rlx.engine.language import LanguageModel
+from rlx.engine.model import load
 from rlx.hub import catalogue
 from rlx.hub.catalogue import Archive, Entry, File, Piece
 
@@ -42,6 +45,30 @@ def test_a_good_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
         "threads": "ok", "reference": "ok", "transformers": "skipped",
     }  # fmt: skip
     assert "torch not installed" in out and out.splitlines()[-1] == "6 checks ran, all fine"
+
+
+def test_of_a_folder_the_weights_are_hashed_and_an_empty_one_is_a_bad_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(tmp_path)]) == 4
+    assert "no weights are there" in capsys.readouterr().err
+    for name in ("config.json", "a.safetensors", "b.safetensors"):
+        (tmp_path / name).write_bytes(name.encode())
+    detail = check_files(str(tmp_path)).detail
+    assert all(f"{n}.safetensors: {hashlib.sha256(f'{n}.safetensors'.encode()).hexdigest()}" in detail for n in "ab")
+    assert "config.json" not in detail
+
+
+@needs_stories
+@pytest.mark.usefixtures("alone")
+def test_a_decode_that_differs_from_a_prefill_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same choices are not enough: the numbers behind them are compared."""
+    step = Decoder.step
+    monkeypatch.setattr(Decoder, "step", lambda *a, **k: step(*a, **k) * 1.01)
+    with load(STORIES / "stories260K.bin") as model:
+        assert isinstance(model, LanguageModel)
+        check = _decode_is_prefill(model)
+    assert check.ok is False and "log-probabilities" in check.detail
 
 
 @needs_stories

@@ -27,6 +27,11 @@ def units_of(storage: DType) -> int:
     return storage.size // UNIT
 
 
+def dot_rows(storage: DType) -> int:
+    """Rows of x up to which weights are multiplied without unpacking them to memory; long blocks compile long."""
+    return 4 if storage.block <= GROUP else 2
+
+
 # -- arithmetic on what is known and what is not --------------------------------------------------------------------
 @dataclass(frozen=True)
 class Term:
@@ -313,31 +318,38 @@ def unpack_kernel(storage: DType, width: int) -> LoopKernel:
     return LoopKernel(f"unpack_{storage}", params, (), root)
 
 
-def dot_kernel(storage: DType, width: int, target: Target) -> LoopKernel:
-    """sums[width] += x[k] · blocks of one panel, one chain of multiply-adds over k a column. A unit is a block."""
+def dot_kernel(storage: DType, width: int, target: Target, rows: int) -> LoopKernel:
+    """sums[rows][width] += x[rows][k] · blocks of one panel: one chain of multiply-adds over k a sum.
+
+    A unit is a block. The rows of x lie `x_row` elements apart; a weight is unpacked once for all of them.
+    """
     outer, span, groups = _grouped(storage)
     lanes = target.lanes(4)
     vectors = range(width // lanes)
-    columns = [((Index("c"), 1), (Const(v * lanes, I64), 1)) for v in vectors]
+    cells = [(r, v) for v in vectors for r in range(rows)]
+    place = {(r, v): ((Index("c"), 1), (Const(r * width + v * lanes, I64), 1)) for r, v in cells}
     blocks = [Block(_unit_place(storage, width, v * lanes), units=0, halves=1, prefix=f"c{v}") for v in vectors]
-    body: list[Stmt] = [Let(f"sum{v}_0", Load(3, columns[v], F32)) for v in vectors]
+    body: list[Stmt] = [Let(f"sum{r}_{v}_0", Load(3, place[r, v], F32)) for r, v in cells]
     for inner in range(1 << span):
         at: Place = ((Index("u"), storage.block), (outer.expr(I64), 1 << span), (Const(inner, I64), 1))
-        body.append(Let(f"x{inner}", Load(2, at, F32)))
+        for r in range(rows):
+            here = (*at, (Const(r, I64), Arg("x_row"))) if r else at
+            body.append(Let(f"x{r}_{inner}", Load(2, here, F32)))
         for v in vectors:
             before = len(blocks[v].stmts)
             weight = decode(storage, blocks[v], Position(outer, span, inner))
-            body += blocks[v].stmts[before:]
-            x, total = Ref(f"x{inner}", F32), Ref(f"sum{v}_{inner}", F32)
-            if target.has_fma:
-                more: Expr = Apply("fma", (x, weight, total), F32)
-            else:
-                more = Apply("add", (_mul(x, weight), total), F32)
-            body.append(Let(f"sum{v}_{inner + 1}", more))
-    body += [Store(3, columns[v], Ref(f"sum{v}_{1 << span}", F32)) for v in vectors]
+            body += [*blocks[v].stmts[before:], Let(f"w{v}_{inner}", weight)]
+            for r in range(rows):
+                x, w, total = (Ref(n, F32) for n in (f"x{r}_{inner}", f"w{v}_{inner}", f"sum{r}_{v}_{inner}"))
+                if target.has_fma:
+                    more: Expr = Apply("fma", (x, w, total), F32)
+                else:
+                    more = Apply("add", (_mul(x, w), total), F32)
+                body.append(Let(f"sum{r}_{v}_{inner + 1}", more))
+    body += [Store(3, place[r, v], Ref(f"sum{r}_{v}_{1 << span}", F32)) for r, v in cells]
     params = (Param("units", I16), Param("halves", F16), Param("x", F32), Param("sums", F32, True))
     root = _over_blocks(groups, For("c", lanes, tuple(body), vector=True))
-    return LoopKernel(f"dot_{storage}", params, (), root)
+    return LoopKernel(f"dot_{storage}_{rows}", params, ("x_row",), root)
 
 
 def _unit_place(storage: DType, width: int, column: int = 0) -> Callable[[Expr], Place]:

@@ -36,7 +36,7 @@ class Blocks:
 
     storage: DType
     unpack: LoopKernel
-    dot: LoopKernel
+    dots: tuple[LoopKernel, ...]  # for 1, 2, ... rows
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class MatmulKernel:
 
     `packed`: B is panels from the weight store, `[panels][k][panel]`, zero-padded to whole panels; else B is any
     strided matrix and each panel is packed into scratch by the call that uses it. With `blocks`, panels hold packed
-    weights, `[panels][block][unit][panel]`: `unpack` makes numbers of them in scratch, `dot` uses them up at once where
-    m is 1. With `weights` 2, each panel holds half a panel of each of two matrices, and the epilogue sees both sums.
+    weights, `[panels][block][unit][panel]`: `unpack` makes numbers of them in scratch, `dots` use them up at once where
+    m is small. With `weights` 2, each panel holds half a panel of each of two matrices, and the epilogue sees both.
     `epilogue` is a loop kernel over (rows, columns) of a tile: its first parameter is the tile (rows `panel` apart),
     the others are `operands`; its arguments are `columns` and one row stride an operand. Without one, the only operand
     is C of the same dtype. A unit is (batch, row block, panel), panel fastest.
@@ -64,19 +64,8 @@ class MatmulKernel:
     @property
     def words(self) -> tuple[str, ...]:
         """`tiles`, `epilogue` and `blocks` are addresses that the backend fills in; the rest comes from the launch."""
-        head = (
-            "tiles",
-            "epilogue",
-            *(("blocks",) if self.blocks else ()),
-            "a",
-            "b",
-            "m",
-            "n",
-            "k",
-            "row_blocks",
-            "batch0",
-            "batch1",
-        )
+        addresses = ("tiles", "epilogue", *(("blocks",) if self.blocks else ()))
+        head = (*addresses, "a", "b", "m", "n", "k", "row_blocks", "batch0", "batch1")
         strides = ("a_row", "a_batch0", "a_batch1", "b_k", "b_n", "b_batch0", "b_batch1")
         tail = tuple(f"{p}{i}" for i in range(len(self.operands)) for p in ("ptr", "row", "outer", "inner"))
         return head + strides + tail
@@ -86,7 +75,7 @@ class MatmulKernel:
         inner = self.epilogue.fingerprint if self.epilogue else "-"
         text = f"matmul|{self.dtype}|{self.packed}|{self.weights}|{inner}|{self.operands}"
         if self.blocks:
-            text += f"|{self.blocks.unpack.fingerprint}|{self.blocks.dot.fingerprint}"
+            text += "".join(f"|{k.fingerprint}" for k in (self.blocks.unpack, *self.blocks.dots))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
@@ -108,9 +97,8 @@ class MatmulKernel:
         pair = ", 2 weights interleaved" if self.weights == 2 else ""
         lines = [f"kernel {self.symbol}(a: {self.dtype}, b: {self.dtype} {b}{pair})"]
         if self.blocks is not None:
-            lines.append(
-                f"  blocks become rows by {self.blocks.unpack.symbol}, sums of one row by {self.blocks.dot.symbol}"
-            )
+            few = ", ".join(d.symbol for d in self.blocks.dots)
+            lines.append(f"  blocks become numbers by {self.blocks.unpack.symbol}, few rows are multiplied by {few}")
         if self.epilogue is not None:
             lines += ["  epilogue:"] + ["  " + line for line in self.epilogue.text().splitlines()]
         return "\n".join(lines)

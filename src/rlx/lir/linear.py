@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rlx.dtypes import F32, I64, DType
 from rlx.ir.graph import Graph, Node
-from rlx.lir.blocks import dot_kernel, unpack_kernel
+from rlx.lir.blocks import dot_kernel, dot_rows, unpack_kernel
 from rlx.lir.elementwise import body_lets
 from rlx.lir.kernels import ROW_BLOCK, Blocks, MatmulKernel, TileOperand
 from rlx.lir.loops import Apply, Arg, Const, Expr, For, Index, Let, Load, LoopKernel, Param, Reduce, Ref, Store
@@ -107,7 +107,8 @@ def _blocks(storage: DType | None, target: Target) -> Blocks | None:
     if storage is None:
         return None
     width = target.panel(F32.size)
-    return Blocks(storage, unpack_kernel(storage, width), dot_kernel(storage, width, target))
+    dots = tuple(dot_kernel(storage, width, target, rows) for rows in range(1, dot_rows(storage) + 1))
+    return Blocks(storage, unpack_kernel(storage, width), dots)
 
 
 def _collapse(

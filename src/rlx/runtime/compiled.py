@@ -184,8 +184,10 @@ class CpuGraph(CompiledGraph):
     def _bind(self) -> None:
         weights: dict[str, Array] = dict(self._params)
         if self._binder is not None:
-            keys = [recipe.key(self._params) for recipe in self.plan.recipes]
-            found = self._store.find(keys) or self._store.share(keys, self._derived(self._binder))
+            made_by = self.plan.recipes
+            found = self._store.find(made_by, self._params)
+            if found is None:
+                found = self._store.share(made_by, self._params, self._derived(self._binder))
             weights |= zip(self.plan.derived, found, strict=True)
         self._known = {}  # sizes may depend on weights
         self.executable.bind({n: weights[n] for n in self.plan.main.weights})

@@ -1,7 +1,8 @@
 """The weight store: what bind programs made of weights, shared by all compiled graphs that need the same.
 
 A derived weight (packed panels, joined rows, widened tables) is found again by the graph that computes it and by the
-memory of the weights that went into it. The store holds nothing alive: a derived weight lives while a graph uses it.
+arrays that went into it: the very objects, and only those that nobody can write to, such as maps of files. The store
+holds nothing alive: a derived weight lives while a graph uses it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rlx.ir.graph import Graph, Node
 from rlx.ir.rewrite import Rewriter
 
 Array = np.ndarray[Any, Any]
-Key = tuple[str, tuple[tuple[int, int], ...]]
+Key = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class Recipe:
     digest: str
     params: tuple[str, ...]
 
-    def key(self, params: Mapping[str, Array]) -> Key:
-        return self.digest, tuple((params[n].ctypes.data, params[n].nbytes) for n in self.params)
+    def sources(self, params: Mapping[str, Array]) -> list[Array]:
+        return [params[name] for name in self.params]
 
 
 def recipes(bind: Graph) -> list[Recipe]:
@@ -49,21 +50,54 @@ def _params(nodes: Sequence[Node]) -> list[str]:
     return [n.attrs["name"] for n in nodes if n.op == "param"]
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """A derived weight, and the arrays that it was made of: an equal address or id may be another array's by now."""
+
+    derived: weakref.ref[Array]
+    sources: tuple[weakref.ref[Array], ...]
+
+    def match(self, sources: Sequence[Array]) -> Array | None:
+        same = all(ref() is array for ref, array in zip(self.sources, sources, strict=True))
+        return self.derived() if same else None
+
+
 class WeightStore:
-    """Derived weights by key."""
+    """Derived weights of some graphs."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._arrays: weakref.WeakValueDictionary[Key, Array] = weakref.WeakValueDictionary()
+        self._entries: dict[Key, _Entry] = {}
 
-    def find(self, keys: Sequence[Key]) -> list[Array] | None:
+    def find(self, recipes: Sequence[Recipe], params: Mapping[str, Array]) -> list[Array] | None:
         """All of them, or nothing where one is missing: a bind program makes them together."""
         with self._lock:
-            found = [self._arrays.get(k) for k in keys]
+            found = [self._known(recipe, params) for recipe in recipes]
         present = [a for a in found if a is not None]
         return present if len(present) == len(found) else None
 
-    def share(self, keys: Sequence[Key], arrays: Sequence[Array]) -> list[Array]:
-        """The arrays, each replaced by an equal one that is there already."""
+    def share(self, recipes: Sequence[Recipe], params: Mapping[str, Array], made: Sequence[Array]) -> list[Array]:
+        """What was made, each replaced by the one that is there already."""
         with self._lock:
-            return [self._arrays.setdefault(k, a) for k, a in zip(keys, arrays, strict=True)]
+            self._entries = {k: e for k, e in self._entries.items() if e.derived() is not None}
+            shared = []
+            for recipe, array in zip(recipes, made, strict=True):
+                known = self._known(recipe, params)
+                if known is None and _fixed(sources := recipe.sources(params)):
+                    self._entries[_key(recipe, sources)] = _Entry(weakref.ref(array), tuple(map(weakref.ref, sources)))
+                shared.append(array if known is None else known)
+            return shared
+
+    def _known(self, recipe: Recipe, params: Mapping[str, Array]) -> Array | None:
+        sources = recipe.sources(params)
+        entry = self._entries.get(_key(recipe, sources)) if _fixed(sources) else None
+        return None if entry is None else entry.match(sources)
+
+
+def _key(recipe: Recipe, sources: Sequence[Array]) -> Key:
+    return recipe.digest, tuple(map(id, sources))
+
+
+def _fixed(sources: Sequence[Array]) -> bool:
+    """Whether nobody can have changed them since."""
+    return not any(array.flags.writeable for array in sources)

@@ -88,7 +88,8 @@ def entry(kernel: MatmulKernel, target: Target, compile_loops: CompileLoops) -> 
     tiles = tuple(micro_kernel(kernel.dtype, h, target.tile_vectors, target) for h in heights)
     tables = {"tiles": tiles if kernel.packed else (*tiles, _packing(geometry(kernel.dtype, target)))}
     if kernel.blocks is not None:
-        tables["blocks"] = (compile_loops(kernel.blocks.unpack, target), compile_loops(kernel.blocks.dot, target))
+        readers = (kernel.blocks.unpack, *kernel.blocks.dots)
+        tables["blocks"] = tuple(compile_loops(reader, target) for reader in readers)
     if kernel.epilogue is not None:
         tables["epilogue"] = (compile_loops(kernel.epilogue, target),)
     return Entry(_nest(kernel, target), tables)
@@ -268,7 +269,8 @@ class _Nest:
             for i in range(len(kernel.operands)):
                 self._store_arg(2 + len(kernel.operands) + i, self.word[f"row{i}"])
         if kernel.blocks is not None:
-            self.block_args = b.stack("i64", 4)
+            self.block_args = b.stack("i64", 5)
+            self.few = b.icmp("sle", self.word["m"], len(kernel.blocks.dots))
         if not kernel.packed:
             self.memo = b.stack("i64", 2)  # address and columns of what the packed panel in scratch was made from
             b.store(i64(0), self.memo, align=8)
@@ -327,8 +329,8 @@ class _Nest:
         panels take turns: going down a column touches a page a step, more than there are entries for.
         """
         b, word = self.b, self.word
-        if self.kernel.packed:  # a single tile would read nothing twice; of blocks that is so for a single row
-            alone = b.icmp("eq", word["m"], 1) if self.kernel.blocks else b.icmp("eq", rows.count, 1)
+        if self.kernel.packed:  # a single tile would read nothing twice
+            alone = self.few if self.kernel.blocks else b.icmp("eq", rows.count, 1)
             return i64(1), b.select(alone, b.max(word["k"], 1), i64(SLAB))
         large = b.op("and", b.icmp("sge", panels, WIDE_PANELS), b.icmp("sgt", word["k"], SLAB))
         wide = b.op("and", self._in_place(rows), large)
@@ -369,8 +371,8 @@ class _Nest:
         if self.kernel.blocks is not None:
             blocks = self.kernel.blocks
             b.when(
-                b.icmp("eq", word["m"], 1),
-                lambda: self.dot(rows, stripe),
+                self.few,
+                lambda: self.dot(rows, stripe, blocks),
                 lambda: self.each_tile(rows, stripe, self._unpacked(stripe, blocks)),
             )
         else:
@@ -380,30 +382,33 @@ class _Nest:
         """Bytes of a panel over `k` steps."""
         return self.b.mul(self.b.sdiv(k, blocks.storage.block), blocks.storage.size * self.form.panel)
 
-    def _call_blocks(self, which: int, count: Value, *pointers: Value) -> None:
-        """Unpack (0) or dot (1) over blocks; the first pointer is read as units and as halves."""
+    def _call_blocks(self, which: Value, count: Value, *pointers: Value) -> None:
+        """Unpack (0), or multiply so many rows; the first pointer is read as units and as halves."""
         b = self.b
-        for i, pointer in enumerate((pointers[0], *pointers)):
-            b.store(pointer, b.offset(self.block_args, 8 * i), align=8)
-        kernel = b.load("ptr", b.offset(self.word["blocks"], 8 * which), align=8)
+        for i, word in enumerate((pointers[0], *pointers)):
+            b.store(word, b.offset(self.block_args, 8 * i), align=8)
+        kernel = b.load("ptr", b.offset(self.word["blocks"], b.mul(which, 8)), align=8)
         b.call_pointer(kernel, self.block_args, i64(0), count, self.scratch)
 
     def _unpacked(self, stripe: _Stripe, blocks: Blocks) -> _Right:
         """Packed weights: numbers in scratch, made anew for each slab."""
         b, form = self.b, self.form
         here = b.offset(stripe.b, self._block_bytes(blocks, stripe.start))
-        self._call_blocks(0, b.sdiv(stripe.length, blocks.storage.block), here, self.packed)
+        self._call_blocks(i64(0), b.sdiv(stripe.length, blocks.storage.block), here, self.packed)
         return _Right(self.packed, i64(form.panel), self.packed, i64(0), i64(0))
 
-    def dot(self, rows: _Block, stripe: _Stripe) -> None:
-        """One row times packed weights, with no way through memory: the same chain over k as a tile's."""
-        b, form = self.b, self.form
-        assert self.kernel.blocks is not None
-        for j in range(form.vectors):
-            b.store(const(form.vector, 0.0), b.offset(stripe.sums, j * form.lanes, form.scalar), align=form.dtype.size)
-        count = b.sdiv(self.word["k"], self.kernel.blocks.storage.block)
-        self._call_blocks(1, count, stripe.b, rows.a, stripe.sums)
-        self.finish(stripe, i64(0), i64(1), stripe.sums)
+    def dot(self, rows: _Block, stripe: _Stripe, blocks: Blocks) -> None:
+        """A few rows times packed weights, with no way through memory: the same chains over k as a tile's."""
+        b, form, m = self.b, self.form, self.word["m"]
+
+        def clear(cell: Value) -> None:
+            place = b.offset(stripe.sums, b.mul(cell, form.lanes), form.scalar)
+            b.store(const(form.vector, 0.0), place, align=form.dtype.size)
+
+        b.loop(0, b.mul(m, form.vectors), 1, clear)
+        count = b.sdiv(self.word["k"], blocks.storage.block)
+        self._call_blocks(m, count, stripe.b, rows.a, stripe.sums, self.word["a_row"])
+        self.finish(stripe, i64(0), m, stripe.sums)
 
     def _panel(self, rows: _Block, stripe: _Stripe) -> _Right:
         """B in panels: the next slab, of this panel or the next one, follows in memory; all tiles prefetch a share."""

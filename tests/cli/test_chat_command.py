@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from pty_session import PtySession
-from stub_model import INTERRUPT, StubModel, StubStream
+from stub_model import INTERRUPT, StubModel
 
 from rlx.cli import chat
 from rlx.errors import CapabilityError
@@ -78,7 +78,6 @@ def test_ctrl_c_before_the_first_word_stops_that_message_too(monkeypatch: pytest
         return count(said)
 
     monkeypatch.setattr(model, "chat_tokens", chat_tokens)
-    monkeypatch.setattr(model, "stream", lambda said, **options: model.asked.append(said) or StubStream(["one"], 1))
     talk(model, "lost", "first")
     assert [roles(said) for said in model.asked] == ["u:first"]
 
