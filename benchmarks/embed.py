@@ -45,7 +45,8 @@ class Encoder:
         config = json.loads((folder / "config.json").read_text())
         self.layers, self.heads = config["num_hidden_layers"], config["num_attention_heads"]
         self.dim, self.ffn, self.eps = config["hidden_size"], config["intermediate_size"], config["layer_norm_eps"]
-        self.file = open_tensors(folder)
+        file = open_tensors(folder)
+        self.weights = {name: file.dequantised(name).astype(np.float64) for name in file.names}
         self.tokenizer = Tokenizer.from_json(folder / "tokenizer.json")
         layers = 4 * self.dim**2 + 2 * self.dim * self.ffn
         self.bytes = 4.0 * self.layers * layers
@@ -57,7 +58,7 @@ class Encoder:
 
     def vector(self, text: str) -> Array:
         tokens = self.tokenizer.encode(text)
-        tables = [self.weight(f"embeddings.{n}_embeddings.weight") for n in ("word", "position", "token_type")]
+        tables = [self.weights[f"embeddings.{n}_embeddings.weight"] for n in ("word", "position", "token_type")]
         x = self.norm(tables[0][tokens] + tables[1][: len(tokens)] + tables[2][0], "embeddings.LayerNorm")
         for i in range(self.layers):
             layer = f"encoder.layer.{i}"
@@ -78,15 +79,12 @@ class Encoder:
         return self.linear(seen.swapaxes(0, 1).reshape(x.shape), f"{name}.output.dense")
 
     def linear(self, x: Array, name: str) -> Array:
-        found: Array = x @ self.weight(f"{name}.weight").T + self.weight(f"{name}.bias")
+        found: Array = x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
         return found
 
     def norm(self, x: Array, name: str) -> Array:
         found: Array = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + self.eps)
-        return found * self.weight(f"{name}.weight") + self.weight(f"{name}.bias")
-
-    def weight(self, name: str) -> Array:
-        return self.file.dequantised(name).astype(np.float64)
+        return found * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
 
 
 def sentences(path: Path) -> dict[str, list[str]]:

@@ -50,7 +50,7 @@ def head_dim(c: dict[str, Any]) -> int:
 
 
 def forward(weights: dict[str, Array], tokens: list[int], cache: Any = np.float64, **changes: Any) -> dict[str, Array]:
-    """Values by stage path: `layers.i.attn` (what attention adds) and `layers.i` (the residual stream), `norm` and `logits`.
+    """Values by stage path: `layers.i.attn` (what it adds), `layers.i` (the residual stream), `norm` and `logits`.
 
     Keys and values are rounded to the type `cache` before they are attended to.
     """

@@ -8,13 +8,15 @@
     ├── VerifyError           a pass broke a graph: a defect of rlx itself
     ├── LowerError            no rule takes this node one level down
     ├── FusionError           a profile wants every fusion to happen, and one did not
-    ├── FormatError           a broken file
+    ├── FormatError           a broken file, or one that lacks a weight or has it in another shape
     ├── NotFoundError         a model that is not here and could not be had
     ├── ResourceError         not enough memory (also a MemoryError)
-    ├── CapabilityError       the device or this machine cannot do it
+    ├── CapabilityError       the device, this machine or this model cannot do it
+    │   └── WrongVerb         a verb of another kind of model (rlx.engine.model; also an AttributeError)
     ├── BindError             weights, inputs or dims given to a compiled graph do not fit it
     ├── KernelError           machine code reported a fault, such as an index out of range
-    └── RequestError          a request to the server that cannot be served
+    └── RequestError          what was asked of a model cannot be meant: a setting, a prompt, a number out of range
+        └── UsageError        a command line that cannot be meant (rlx.cli.console)
 
 A message says `where: what, with both values`. Layers on the way up add context with `add_note`.
 """
@@ -75,7 +77,7 @@ class ResourceError(RlxError, MemoryError):
 
 
 class FormatError(RlxError):
-    """A file that breaks its format."""
+    """A file that breaks its format, or does not hold the model that it says it holds."""
 
 
 class NotFoundError(RlxError):
@@ -95,7 +97,7 @@ class KernelError(RlxError):
 
 
 class RequestError(RlxError):
-    """A server request that cannot be served."""
+    """What was asked of a model cannot be meant: a setting, a prompt, a number out of range."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -158,7 +158,7 @@ class Slow(StubStream):
             yield f"word{i} "
 
 model = StubModel()
-model.stream = lambda said, **options: print(len(said), "messages") or Slow([], 1)
+model.stream = lambda tokens, **options: print(len(model.said), "messages") or Slow([], 1)
 raise SystemExit(chat.loop(model, {}))
 """
 

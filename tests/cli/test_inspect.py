@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import small_bert
 
 from rlx.cli.inspect import matches, phase_sizes
 from rlx.cli.main import main
@@ -86,6 +87,24 @@ def test_a_stage_is_only_that_stage(capsys: pytest.CaptureFixture[str]) -> None:
         assert "layers.2" in out and "layers.3" not in out and "layers.1" not in out
     whole, part = (inspect(capsys, STORIES, "--level", "llvm", *w) for w in ([], ["--stage", "layers.*.ffn"]))
     assert "define void @attention" in whole and "define void @attention" not in part and "define void" in part
+
+
+def test_an_encoder_is_shown_with_its_pooling_and_by_its_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("safetensors")
+    small_bert.write(tmp_path, files=small_bert.sentence_transformers("max"))
+    assert "max(" in inspect(capsys, tmp_path, "--level", "hir", "--stage", "pool")
+    assert "matmul epilogue" in inspect(capsys, tmp_path, "--fusion")
+    (tmp_path / "profile.toml").write_text("[fusion]\nskip = true\n")
+    assert "matmul epilogue" not in inspect(capsys, tmp_path, "--fusion")
+
+
+@needs_stories
+def test_the_cache_may_be_of_halves(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "f16[" in inspect(capsys, STORIES, "--level", "hir", "--cache", "f16")
+    assert "f16[" not in inspect(capsys, STORIES, "--level", "hir")
 
 
 @needs_stories

@@ -65,6 +65,7 @@ def test_more_than_a_model_and_a_prompt_is_a_mistake(words: list[str], model: st
     [
         (["-p", "x", "--temperature", "-1"], "temperature is -1.0"),
         (["-p", "x", "--top-p", "0"], "top_p is 0.0"),
+        (["-p", "x", "--top-k", "40"], "hint: --temperature 1.0"),
         (["-p", "x", "--max-tokens", "0"], "--max-tokens is 0"),
         (["-p", "x", "--threads", "-2"], "--threads is -2"),
         (["-p", "x", "--stop", ""], "--stop is an empty text"),

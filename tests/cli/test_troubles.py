@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import small_llama
 from stub_model import StubModel
 
 from rlx.cli import console, run
@@ -93,6 +94,28 @@ def test_a_home_that_cannot_be_written_asks_for_another(
     assert "cannot be written" in err and "set RLX_HOME" in err
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_home_where_no_folder_can_be_asks_for_another(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RLX_HOME", "/proc/nope")
+    monkeypatch.delenv("RLX_OFFLINE")
+    assert main(["pull", "minilm-l6"]) == 1
+    assert "set RLX_HOME" in said(capsys)
+
+
+def test_what_rlx_cannot_run_is_said_before_it_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RLX_OFFLINE")
+    monkeypatch.setattr(archives, "download", lambda *a: pytest.fail("it was fetched"))
+    assert main(["run", "gemma3-270m", "hello"]) == 1
+    assert "architecture 'gemma3' is not supported yet" in said(capsys)
+    assert main(["models"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gemma3-270m")]
+    assert "not supported yet" in line
+
+
 def test_a_full_disk_is_found_before_the_first_byte(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,6 +166,16 @@ def test_a_cut_file_names_the_byte(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["run", str(tmp_path / "cut.gguf"), "hello"]) == 4
     err = said(capsys)
     assert "byte " in err and "expected" in err and "found" in err
+
+
+def test_a_model_that_lacks_a_weight_is_a_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("safetensors")
+    small_llama.write_folder(
+        tmp_path, small_llama.random_weights(small_llama.SETTINGS), small_llama.SETTINGS | {"num_hidden_layers": 3}
+    )
+    assert main(["run", str(tmp_path), "hello"]) == 4
+    err = said(capsys)
+    assert "model.safetensors: weight 'model.layers.2." in err and "in stage: layers.2.attn" in err
 
 
 def test_weights_without_their_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +44,13 @@ def test_an_unknown_pattern_names_the_nearest_stages(tiny: LanguageModel) -> Non
     with pytest.raises(RequestError, match=r"no stage of 'llama' matches 'layer\.1\.atn'") as caught:
         tiny.run([1], capture=["logits", "layer.1.atn"])
     assert "layers.1.attn" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("capture", [5, [5], {3: 4}])
+def test_what_is_no_pattern_is_refused(tiny: LanguageModel, capture: Any) -> None:
+    with pytest.raises(RequestError, match="expected patterns of stage paths"):
+        tiny.run([1], capture=capture)
+    assert list(tiny.run([1], capture=None)) == ["logits"]
 
 
 @pytest.mark.parametrize("count", [0, 257])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -125,6 +126,17 @@ def test_prompts_of_a_batch_that_begin_alike_are_read_once(tiny: LanguageModel) 
         assert same(tiny.generate(prompt, max_tokens=8, logprobs=2), made)
 
 
+def test_a_batch_is_known_to_later_prompts(tiny: LanguageModel) -> None:
+    prompts = [random_tokens(40 + n, seed=n) for n in range(3)]
+    first = tiny.generate(prompts, max_tokens=5)
+    longer = [[*p, *c.tokens, 7] for p, c in zip(prompts, first, strict=True)]
+    hits = [tiny.generate(longer[0], max_tokens=5, logprobs=2), *tiny.generate(longer[1:], max_tokens=5, logprobs=2)]
+    assert [c.usage.cached_tokens for c in hits] == [44, 45, 46]  # all but the last token that was picked
+    for prompt, hit in zip(longer, hits, strict=True):
+        tiny.caches.clear()
+        assert same(tiny.generate(prompt, max_tokens=5, logprobs=2), hit)
+
+
 def test_a_known_prefix_gives_the_same_bits(tiny: LanguageModel) -> None:
     prompt = random_tokens(80)
     first = tiny.generate(prompt, max_tokens=10, logprobs=5)
@@ -169,6 +181,21 @@ def test_the_context_ends_a_text(tiny_folder: Path) -> None:
     told = model.generate(random_tokens(60), max_tokens=100)
     assert told.finish_reason == "length" and told.usage.completion_tokens == 10
     assert same(told, model.generate(random_tokens(60), max_tokens=None))
+
+
+@pytest.mark.parametrize(("prompt", "made"), [(60, "10 tokens"), (69, "1 token")])
+def test_a_text_that_the_context_cuts_short_is_logged_once(
+    tiny_folder: Path, caplog: pytest.LogCaptureFixture, prompt: int, made: str
+) -> None:
+    model = language_model(tiny_folder, context=70)
+    with caplog.at_level(logging.INFO, "rlx"):
+        model.generate(random_tokens(prompt), max_tokens=70 - prompt)
+        model.generate(random_tokens(prompt), max_tokens=None)
+        assert not caplog.messages
+        stream = model.stream(random_tokens(prompt), max_tokens=300)
+        list(stream)
+        assert stream.completion.finish_reason == stream.completion.finish_reason == "length"
+    assert caplog.messages == [f"the context is full: the text was cut after {made}, max_tokens is 300"]
 
 
 def test_no_tokens_may_be_asked_for(tiny: LanguageModel) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from rlx.engine import kvcache
@@ -125,8 +127,45 @@ def test_rows_of_a_batch_are_filled_from_neighbours_and_from_the_store() -> None
     assert batch.gains([*range(150)], [[*range(140)]]) and not batch.gains([*range(90)], [[*range(85)]])
 
 
+def test_the_longest_rows_of_a_batch_are_kept_as_copies() -> None:
+    store = CacheStore(SPEC, 1000)
+    batch = store.new(8)
+    rows = [[100 * row + i for i in range(10 * row)] for row in range(8)]
+    for row, tokens in enumerate(rows):
+        batch.copy_row(row, filled(store, tokens), 0, len(tokens))
+    store.give_rows(batch)
+    del batch
+    assert store.nbytes == kvcache.KEPT * KvCache(SPEC, 1, 1000).nbytes
+    cache = store.take([*rows[7], 5])
+    assert cache.tokens[0] == rows[7]
+    assert [int(cache.arrays["keys.1"][0, 2, p // 64, 7, p % 64]) for p in range(70)] == list(range(70))
+    assert store.take([*rows[4], 5]).tokens[0] == rows[4] and store.take([*rows[3], 5]).tokens[0] == []
+
+
 def test_clearing_gives_the_memory_back() -> None:
     store = CacheStore(SPEC, 1000)
     store.give(filled(store, [1, 2, 3]))
     store.clear()
     assert store.nbytes == 0
+
+
+def test_giving_never_waits_for_the_lock() -> None:
+    """The garbage collector may end a stream in a thread that has it."""
+    store = CacheStore(SPEC, 1000)
+    given = [filled(store, [i] * 10) for i in range(3)]
+    giver = threading.Thread(target=lambda: [store.give(cache) for cache in given], daemon=True)
+    with store._lock:
+        giver.start()
+        giver.join(10)
+        assert not giver.is_alive()
+    assert store.take([1] * 11) is given[1]
+
+
+def test_a_closed_store_keeps_nothing() -> None:
+    store = CacheStore(SPEC, 1000)
+    store.give(filled(store, [1, 2, 3]))
+    late = filled(store, [4, 5, 6])
+    store.close()
+    store.give(late)
+    del late
+    assert store.nbytes == 0 and store.take([4, 5, 6, 7]).tokens[0] == []

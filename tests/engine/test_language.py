@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import rlx
 from rlx.engine import generate as generation
 from rlx.engine.language import LanguageModel
 from rlx.engine.model import load
-from rlx.errors import CapabilityError, RequestError
+from rlx.errors import CapabilityError, RequestError, ResourceError
 from rlx.formats.chat import ChatTemplate
 
 from .conftest import STORIES, language_model
@@ -118,6 +120,40 @@ def test_closing_a_stream_stops_the_work(stories: LanguageModel, monkeypatch: py
     assert len(calls) == made == len(done.tokens)
     after = stories.generate([1], max_tokens=40)
     assert after.text.startswith(done.text) and len(calls) == made + 40
+
+
+def test_a_stream_that_is_left_ends_at_once(stories: LanguageModel) -> None:
+    """Without the garbage collector, and so with its cache free for the next call."""
+    gc.disable()
+    try:
+        stream = stories.stream([1], max_tokens=500)
+        for _ in stream:
+            break
+        left = weakref.ref(stream)
+        del stream
+        assert left() is None
+        assert stories.generate([1, 5], max_tokens=1).usage.cached_tokens == 1
+    finally:
+        gc.enable()
+
+
+def test_a_stream_that_the_garbage_collector_ends_does_not_wait(stories: LanguageModel) -> None:
+    """It may come while the same thread has the lock of the caches."""
+    stream = stories.stream([1, 5, 6, 7])
+    next(stream)
+    round_trip: list[Any] = [stream]
+    round_trip.append(round_trip)
+    del stream, round_trip
+
+    def collect() -> None:
+        with stories.caches._lock:
+            gc.collect()
+
+    collector = threading.Thread(target=collect, daemon=True)
+    collector.start()
+    collector.join(10)
+    assert not collector.is_alive()
+    assert stories.generate([1, 5, 6, 7, 8], max_tokens=1).usage.cached_tokens == 4
 
 
 def test_a_stream_that_was_never_read_does_nothing(stories: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +271,14 @@ def test_no_template_no_chat(stories: LanguageModel) -> None:
         (7, {}, "found int"),
         ([5] * 513, {}, "the prompt has 513 tokens, the context holds 512"),
         ([5] * 512, {}, "the prompt has 512 tokens, the context holds 512 and an answer needs room"),
+        (np.array(3), {}, "found ndarray"),
+        (np.array("a"), {}, "found ndarray"),
+        (bytearray(b"abc"), {}, "found bytearray"),
+        ([b"abc"], {}, "prompt 0: expected a text or token ids, found b'abc'"),
+        ([10**5000], {}, "token a huge int at 0"),
+        ([1], {"top_p": 0.9}, "top_p is 0.9, which needs a temperature"),
+        ([1], {"top_k": math.inf, "temperature": 1}, "top_k is inf"),
+        ([1], {"max_tokens": True}, "max_tokens"),
         ([1], {"max_tokens": -1}, "max_tokens: expected a whole number from 0, found -1"),
         ([1], {"max_tokens": 1.5}, "max_tokens"),
         ([1], {"logprobs": True}, "logprobs"),
@@ -253,6 +297,32 @@ def test_a_request_that_cannot_be_says_why(
         stories.generate(prompt, **settings)
 
 
+@pytest.mark.parametrize("given", [5, None, b"abc", {1: 2}, np.array(3), [None], [[1]]])
+def test_what_is_no_tokens_is_refused_by_every_verb(tiny: LanguageModel, given: Any) -> None:
+    for verb in (tiny.stream, tiny.logits, tiny.run):
+        with pytest.raises(RequestError, match="expected a text or token ids, found"):
+            verb(given)
+
+
+def test_numbers_of_numpy_and_no_stop_are_fine(tiny: LanguageModel) -> None:
+    done = tiny.generate([1], max_tokens=np.int64(3), logprobs=np.int32(2), stop=None)  # type: ignore[call-overload]
+    assert len(done.tokens) == 3 and done.logprobs is not None and len(done.logprobs[0].top) == 2
+
+
+def test_logits_ask_for_memory(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(what: str, needed: int, hint: str | None = None) -> None:
+        asked.append((what, needed))
+        raise ResourceError(what)
+
+    monkeypatch.setattr("rlx.engine.language.require", refuse)
+    for verb in (tiny.logits, tiny.run):
+        with pytest.raises(ResourceError):
+            verb([1] * 200)
+    assert asked == [("the values of 200 tokens", 200 * 97 * 4)] * 2
+
+
 def test_errors_of_a_stream_come_at_once(stories: LanguageModel) -> None:
     with pytest.raises(RequestError, match="the prompt has 600 tokens"):
         stories.stream([5] * 600)
@@ -265,6 +335,10 @@ def test_errors_of_a_stream_come_at_once(stories: LanguageModel) -> None:
         ({"precision": "q4"}, CapabilityError, "precision 'q4'"),
         ({"cache": "q8"}, CapabilityError, "cache 'q8'"),
         ({"context": 0}, RequestError, "context is 0"),
+        ({"context": True}, RequestError, "context is True"),
+        ({"profile": 5}, RequestError, "profile is 5"),
+        ({"patch": 5}, RequestError, "patch is 5"),
+        ({"context": 10**5000}, RequestError, "context a huge int is asked for"),
         ({"context": 513}, RequestError, "context 513 is asked for, the model has 512"),
         ({"threads": 0}, CapabilityError, "threads"),
         ({"n_ctx": 512}, RequestError, "no setting is called 'n_ctx'"),
@@ -274,6 +348,13 @@ def test_errors_of_a_stream_come_at_once(stories: LanguageModel) -> None:
 def test_loading_what_cannot_be_says_why(settings: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         load(STORIES, **settings)
+
+
+@pytest.mark.parametrize("name", [None, b"x", 5, ["a"]])
+def test_what_is_no_name_is_refused(name: Any) -> None:
+    with pytest.raises(RequestError, match="expected a model's name or path, found") as caught:
+        load(name)
+    assert repr(name) in str(caught.value)
 
 
 def test_words_of_other_programs_are_told_ours_by_load(tiny_folder: Path) -> None:
@@ -337,6 +418,8 @@ def test_closing_while_a_stream_runs_lets_it_end(stories: LanguageModel) -> None
     first = next(stream)
     stories.close()
     assert first + "".join(stream) == wanted == stream.completion.text
+    del stream
+    assert stories.caches.nbytes == 0  # what it gave back was not kept
 
 
 def test_the_digest_tells_models_apart(tiny: LanguageModel, tiny_folder: Path, tmp_path: Path) -> None:

@@ -161,12 +161,54 @@ def test_log_probabilities() -> None:
         {"min_p": -1}, {"min_p": math.nan}, {"repetition_penalty": 0}, {"frequency_penalty": math.nan},
         {"presence_penalty": math.inf}, {"seed": -1}, {"seed": 1.5}, {"logit_bias": [1]}, {"logit_bias": {"a": 1}},
         {"logit_bias": {1: math.nan}}, {"logit_bias": {1: math.inf}}, {"logit_bias": {1: "x"}},
+        {"temperature": 1e300}, {"temperature": 10**400}, {"temperature": 10**5000}, {"top_k": math.inf},
+        {"top_k": 10**400}, {"top_p": math.inf}, {"repetition_penalty": 1e-30}, {"repetition_penalty": 1e30},
+        {"frequency_penalty": 1e39}, {"presence_penalty": -1e39}, {"seed": 10**5000}, {"logit_bias": {1: 1e39}},
+        {"logit_bias": {1: -1e39}}, {"logit_bias": {1: 10**400}}, {"logit_bias": {1: True}},
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be_are_named(bad: dict[str, Any]) -> None:
     (name,) = bad
     with pytest.raises(RequestError, match=name):
         Sampling.of(bad)
+
+
+@pytest.mark.parametrize("asked", [{"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_settings_that_would_do_nothing_are_refused(asked: dict[str, Any]) -> None:
+    (name,) = asked
+    with pytest.raises(RequestError, match=f"{name} is .*, which needs a temperature above 0") as caught:
+        Sampling.of(asked | {"seed": 3})
+    assert caught.value.hint == "temperature=1.0"
+    for temperature in (0, 0.7):  # whoever says 0 knows what they do
+        Sampling.of(asked | {"temperature": temperature})
+    Sampling.of({"seed": 3, "top_k": 0, "top_p": 1, "min_p": 0.0, "temperature": None})
+
+
+def test_whole_numbers_of_any_type_are_numbers_of_candidates() -> None:
+    logits = np.array([0, 3, 2, 1], np.float32)
+    for two in (2, 2.0, np.int64(2), np.float32(2)):
+        assert set(found(logits, temperature=1.0, top_k=two)) == {1, 2}
+
+
+def test_the_extremes_that_are_allowed_give_numbers() -> None:
+    logits = np.random.default_rng(0).normal(0, 30, 50).astype(np.float32)
+    for temperature in (0.0, 1e-300, 1e-6, 1e4):
+        for penalty in (1e-6, 1e6):
+            for bias in (-1e30, 1e30):
+                sampler = Sampler(
+                    Sampling(
+                        temperature=temperature, repetition_penalty=penalty, frequency_penalty=bias,
+                        presence_penalty=bias, logit_bias={0: -math.inf, 1: bias, 2: -bias}, seed=0,
+                    ),
+                    prompt=range(50),
+                )  # fmt: skip
+                assert all(1 <= sampler.pick(logits) < 50 for _ in range(100))
+
+
+def test_ids_of_the_prompt_beyond_the_vocabulary_are_not_penalised() -> None:
+    """A model may have embeddings for more tokens than there are."""
+    sampler = Sampler(Sampling(repetition_penalty=2.0), prompt=[1, 4, 9], vocab=4)
+    assert sampler.pick(np.array([1.0, 1.5, 0.5, 0.0], np.float32)) == 0
 
 
 @pytest.mark.parametrize(

@@ -372,6 +372,10 @@ def grow(step: str, start: str = "'aaaaaaaa'") -> str:
     return "{% set ns = namespace(s=" + start + ") %}" + loop + "{{ ns.s }}"
 
 
+TWINS = (
+    "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(20) %}{% set ns.a = [ns.a, ns.a] %}"
+    "{% set ns.b = [ns.b, ns.b] %}{% endfor %}{% set a = ns.a %}{% set b = ns.b %}"
+)
 BIG = "{% set x = 'a' * 4000000 %}"
 ATTACKS = {
     "loops": "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}",
@@ -393,6 +397,13 @@ ATTACKS = {
     "sharing in calls": grow("dict(a=ns.s, b=ns.s)"),
     "sharing in arguments": "{% macro f(n) %}{{ f(n-1, varargs, varargs) if n else varargs }}{% endmacro %}{{ f(60) }}",
     "nesting": grow("[ns.s]"),
+    "comparisons": TWINS + "{% if a == b %}{% endif %}" * 300,
+    "a chain of comparisons": TWINS + "{% if a" + " == b == a" * 150 + " %}{% endif %}",
+    "tests": TWINS + "{% if a is eq(b) %}{% endif %}" * 300,
+    "slices": "{% set x = 'a' * 8000000 %}" + "{% set y = x[::-1] %}" * 1000,
+    "a block of text": "{% set x %}{% for i in range(20000) %}" + "b" * 100000 + "{% endfor %}{% endset %}",
+    "a difference that grows": "{% set ns = namespace(x=3) %}{% for i in range(200000) %}"
+    "{% set ns.x = ns.x - (0 - ns.x) %}{% endfor %}",
     "growing numbers": grow("ns.s * ns.s", "99"),
     "center": "{{ 'a'.center(1000000000) }}",
     "format": "{{ '{:1000000000}'.format('a') }}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import subprocess
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from model_files import g_file, g_info, l_file, replace, s_entry, s_file, small_gguf, small_safetensors
 
-from rlx.errors import FormatError
+from rlx.errors import FormatError, ResourceError
 from rlx.formats import open_gguf, open_llama2c, open_safetensors, open_tensors
 from rlx.formats.tensors import quoted
 
@@ -119,6 +120,15 @@ def test_a_device_is_refused() -> None:
 def test_a_hostile_name_is_shown_short_and_harmless() -> None:
     shown = quoted("\x1b[2J" + "x" * 100_000)
     assert len(shown) == 80 and shown.startswith("'\\x1b[2J") and shown.endswith("...'")
+
+
+def test_a_map_without_room_is_a_lack_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("mmap.mmap", refuse)
+    with pytest.raises(ResourceError, match=r"x\.gguf: no room in memory for its"):
+        open_tensors(replace(tmp_path / "x.gguf", small_gguf()))
 
 
 # -- finding the reader ----------------------------------------------------------------------------------------------

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import rlx.models.load  # noqa: F401  declares the families
 from rlx.hub import catalogue, huggingface
 from rlx.hub.catalogue import CATALOGUE, Archive, Entry, File, Piece, find, is_safe_name
+from rlx.models.family import FAMILIES
 
 ENTRIES = pytest.mark.parametrize("entry", CATALOGUE.values(), ids=lambda e: e.name)
 HASH = re.compile(r"\b[0-9a-f]{64}\b")
@@ -19,6 +21,11 @@ def facts(entry: Entry) -> list[tuple[int, str]]:
     """Size and sha256 of everything that an entry names."""
     pieces = [(p.size, p.sha256) for f in entry.files for p in f.pieces]
     return pieces + [(f.size, f.sha256) for f in entry.files] + [(a.size, a.sha256) for a in entry.archives]
+
+
+@ENTRIES
+def test_what_is_called_supported_has_a_family(entry: Entry) -> None:
+    assert entry.supported == (entry.family in FAMILIES)
 
 
 @ENTRIES

@@ -75,7 +75,7 @@ def test_models_lists_what_is_known_and_what_is_here(tiny: Path, capsys: pytest.
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert list(lines) == ["name", "one", "many", "joined", "terms", "tiny"]
     assert "yes" in lines["tiny"] and "yes" not in lines["one"]
-    assert run("ls", "--json") == 0
+    assert run("models", "--json") == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["tiny"]["present"] and rows["tiny"]["folder"] == str(tiny)
     assert not rows["joined"]["present"]

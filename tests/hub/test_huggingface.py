@@ -451,6 +451,85 @@ def test_threads_that_resolve_at_once_fetch_once(hub: Hub) -> None:
     assert sum(path.startswith("/large") for path, _ in hub.asked) == 1
 
 
+# -- snapshots that other programs fetched in part -------------------------------------------------------------------
+SENTENCES = BERT | {"modules.json": b"[]", "tokenizer_config.json": b"{}"}
+
+
+def part(*left_out: str) -> dict[str, bytes]:
+    return {name: data for name, data in SENTENCES.items() if name not in left_out}
+
+
+def test_a_snapshot_without_its_tokenizer_is_no_model_offline(home: Path, tmp_path: Path) -> None:
+    folder = fill(tmp_path / "hf" / "hub", part("tokenizer.json"))
+    assert locate("org/name") is None
+    with pytest.raises(NotFoundError, match="not on this machine, and offline") as caught:
+        resolve("org/name", offline=True)
+    assert f"{folder} has only a part of it: tokenizer.json is missing" in "\n".join(caught.value.notes)
+
+
+def test_files_in_doubt_are_named_offline_with_the_consequence(
+    home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(tmp_path / "hf" / "hub", part("modules.json"))
+    assert resolve("org/name", offline=True).in_doubt == ("modules.json",)
+    assert "modules.json is not in" in caplog.text and "not normalised" in caplog.text
+
+
+def test_a_model_that_writes_text_needs_no_modules(home: Path, tmp_path: Path) -> None:
+    writes = {"config.json": b'{"architectures": ["LlamaForCausalLM"]}'}
+    fill(tmp_path / "hf" / "hub", part("modules.json") | writes)
+    files = locate("org/name")
+    assert files is not None and not files.in_doubt
+
+
+@pytest.mark.parametrize("left_out", ["modules.json", "tokenizer.json", "tokenizer_config.json"])
+def test_what_a_snapshot_lacks_is_fetched_and_the_weights_are_not(hub: Hub, tmp_path: Path, left_out: str) -> None:
+    hub.repos["org/name"] = SENTENCES
+    theirs = fill(tmp_path / "hf" / "hub", part(left_out))
+    files = resolve("org/name", quiet=True)
+    assert (files.folder / left_out).read_bytes() == SENTENCES[left_out]
+    assert files.path.samefile(theirs / "model.safetensors") and not files.in_doubt
+    assert not [path for path, _ in hub.asked if path.startswith("/large")]
+    hub.asked.clear()
+    assert resolve("org/name") == files
+    assert hub.asked == []
+
+
+def test_a_repository_without_a_tokenizer_is_complete_without_it(hub: Hub) -> None:
+    hub.repos["org/name"] = part("tokenizer.json", "modules.json", "tokenizer_config.json")
+    files = resolve("org/name", quiet=True)
+    assert files == resolve("org/name", offline=True) == stored()[0]
+
+
+def test_a_fetch_that_stopped_between_two_files_is_no_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repos["org/name"] = SENTENCES
+
+    def stop(repo: Repo, remote: Any, path: Path) -> None:
+        if remote.name == "vocab.txt":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(huggingface, "_check", stop)
+    with pytest.raises(KeyboardInterrupt):
+        resolve("org/name", quiet=True)
+    assert locate("org/name") is None and stored() == []
+
+
+def test_a_damaged_file_of_another_program_is_not_taken_over(hub: Hub, tmp_path: Path) -> None:
+    hub.repos["org/name"] = SENTENCES
+    theirs = fill(tmp_path / "hf" / "hub", part("tokenizer.json") | {"model.safetensors": bytes(70_000)})
+    files = resolve("org/name", quiet=True)
+    assert sha256(files.path.read_bytes()) == sha256(SENTENCES["model.safetensors"])
+    assert (theirs / "model.safetensors").read_bytes() == bytes(70_000)
+
+
+def test_without_a_network_a_snapshot_in_doubt_is_used(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface, "_retry_s", lambda attempt: 0.0)
+    folder = fill(tmp_path / "hf" / "hub", part("modules.json"))
+    assert resolve("org/name").folder == folder
+
+
 def test_looking_is_quick(hub: Hub) -> None:
     resolve("org/bert", quiet=True)
     started = time.perf_counter()

@@ -15,7 +15,7 @@ from small_bert import VOCAB, WORDS, pooled, sentence_transformers, tokens_of
 
 import rlx
 from rlx.engine.embed import EmbeddingModel
-from rlx.errors import BindError, CapabilityError, FormatError
+from rlx.errors import CapabilityError, FormatError
 from rlx.models.load import open_checkpoint
 from rlx.models.pooling import KINDS
 
@@ -165,15 +165,29 @@ def test_a_gguf_file_of_halves_gives_the_vectors_of_numpy(tmp_path: Path) -> Non
     assert np.abs(found - wanted).max() / np.abs(wanted).max() < TOLERANCE
 
 
+def test_attention_is_captured_without_residual_and_norm(tmp_path: Path) -> None:
+    """As in decoders: norm(x + attention) and norm(· + feed-forward) give the layer, by NumPy."""
+    weights = {n: a.astype(np.float64) for n, a in small_bert.write(tmp_path).items()}
+    found = encoder(tmp_path).run(tokens_of(TEXTS[0]), capture=["norm", "layers.0", "layers.0.attn", "layers.0.ffn"])
+
+    def norm(x: Array, name: str) -> Array:
+        x = (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True)
+        return x * weights[f"encoder.layer.0.{name}.weight"] + weights[f"encoder.layer.0.{name}.bias"]
+
+    inner = norm(found["norm"] + found["layers.0.attn"], "attention.output.LayerNorm")
+    layer = norm(inner + found["layers.0.ffn"], "output.LayerNorm")
+    assert np.abs(found["layers.0"] - layer).max() < 1e-5
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 def test_a_missing_weight_names_stage_and_nearest_key(tmp_path: Path) -> None:
     small_bert.write(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     checkpoint.weights._names.pop("encoder.layer.1.output.dense.weight")
-    with pytest.raises(BindError, match=r"'encoder.layer.1.output.dense.weight' is not in the file") as caught:
+    with pytest.raises(FormatError, match=r"'encoder.layer.1.output.dense.weight' is not in the file") as caught:
         checkpoint.family.flow(checkpoint.config).build(checkpoint.weights)
     notes = "\n".join(caught.value.notes)
-    assert "did you mean" in notes and "in stage: ffn" in notes and "in stage: layers.1" in notes
+    assert "did you mean" in notes and "in stage: layers.1.ffn" in notes
 
 
 def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ import sys
 import numpy as np
 from sample_graphs import compile_sample, element_types, sample_graph, user_ops
 
-target = sys.argv[1]
+target, wanted = sys.argv[1], sys.argv[2].split(",")
 for op in user_ops():
     for element_type in element_types(op):
-        if element_type in ("f32", "bf16", "i32", "i8", "bool"):
+        if element_type in wanted:
             print(op.name, element_type, flush=True)  # the last line names what died
             case = sample_graph(op.name, element_type)
             found = compile_sample(op.name, element_type, target).run(case.inputs)
@@ -47,12 +47,12 @@ print("all shapes")
 """
 
 
-def run(driver: str, target: str) -> str:
+def run(driver: str, *arguments: str) -> str:
     """What a driver prints in a process that checks its memory."""
     package = Path(rlx.__file__).resolve().parent.parent
     paths = os.pathsep.join(map(str, (package, HERE, HERE.parent)))
     done = subprocess.run(
-        [sys.executable, "-c", driver, target], env={**os.environ, "RLX_CHECK": "1", "PYTHONPATH": paths},
+        [sys.executable, "-c", driver, *arguments], env={**os.environ, "RLX_CHECK": "1", "PYTHONPATH": paths},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout[-200:]}\n{done.stderr[-4000:]}"
@@ -61,7 +61,8 @@ def run(driver: str, target: str) -> str:
 
 @pytest.mark.parametrize("target", [t.name for t in supported()])
 def test_no_op_leaves_its_arrays(target: str) -> None:
-    assert run(DRIVER, target).endswith("all ops\n")
+    best = target == supported()[0].name  # the others have the same loops with other widths
+    assert run(DRIVER, target, "f32,bf16,i32,i8,bool" if best else "f32,i8").endswith("all ops\n")
 
 
 def test_no_size_makes_an_op_leave_its_arrays() -> None:

@@ -130,9 +130,11 @@ def begin(
     model: LanguageModel, said: str | Messages, options: Mapping[str, Any], hint: str | None = None
 ) -> TextStream:
     """The answer to a text as it is, or to a conversation through the template. There must be room for one."""
-    count = len(model.tokenizer.encode(said) if isinstance(said, str) else model.chat_tokens(said))
+    talk = not isinstance(said, str)
+    tokens = model.tokenizer.encode(said) if isinstance(said, str) else model.chat_tokens(said)
+    count = len(tokens)
     if count < model.context:
-        return model.stream(said, **options)
+        return model.stream(tokens, chat=talk, **options)
     longest = int(model.checkpoint.config.context)
     ways = [hint or "shorten the text", *([f"start with --context {longest}"] if count < longest else [])]
     raise RequestError(
@@ -147,7 +149,8 @@ def say_timings(model: LanguageModel, done: Completion) -> None:
     if done.finish_reason == "length":
         full = usage.prompt_tokens + usage.completion_tokens >= model.context
         why = f"the context of {model.context} tokens is full" if full else "--max-tokens allows more"
-        console.aside(f"cut after {usage.completion_tokens} tokens: {why}")
+        count = usage.completion_tokens
+        console.aside(f"cut after {count} token{'' if count == 1 else 's'}: {why}")
     cached = f" ({usage.cached_tokens} kept)" if usage.cached_tokens else ""
     threads = "1 thread" if model.threads == 1 else f"{model.threads} threads"
     console.aside(

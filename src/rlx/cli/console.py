@@ -94,24 +94,26 @@ def joined(parts: Sequence[str]) -> str:
     return " · ".join(parts)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """A table on stdout: drawn on a terminal, plain columns elsewhere. The first column is of names, at the left."""
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequence[str] | None = None) -> None:
+    """A table on stdout: drawn on a terminal, plain columns elsewhere.
+
+    Columns of `numbers` are at the right: all but the first and the last, if it is not said.
+    """
     cells = [[str(cell) for cell in row] for row in rows]
+    right = set(header[1:-1] if numbers is None else numbers)
     if is_rich(sys.stdout):
         from rich.console import Console
         from rich.table import Table
 
         drawn = Table()
-        for i, name in enumerate(header):
-            drawn.add_column(name, justify="left" if i in (0, len(header) - 1) else "right")
+        for name in header:
+            drawn.add_column(name, justify="right" if name in right else "left")
         for row in cells:
             drawn.add_row(*row)
         Console().print(drawn, markup=False)
         return
     widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
     for row in [list(header), *cells]:
-        aligned = [
-            c.ljust(w) if i in (0, len(row) - 1) else c.rjust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
+        places = zip(header, row, widths, strict=True)
+        aligned = [cell.rjust(width) if name in right else cell.ljust(width) for name, cell, width in places]
         print("  ".join(aligned).rstrip())

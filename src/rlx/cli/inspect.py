@@ -17,8 +17,9 @@ import rlx.hir.blocks  # noqa: F401  declares the ops that files may use
 from rlx import hub, target
 from rlx.backends.cpu.library import kernel_text
 from rlx.cli.console import UsageError
-from rlx.engine.model import CONTEXT
+from rlx.engine.model import CONTEXT, PROFILE
 from rlx.errors import FormatError, NotFoundError
+from rlx.flow.flow import BuiltModel
 from rlx.hir.lower import lower
 from rlx.hub.store import show_size
 from rlx.ir.graph import Graph, Node
@@ -28,6 +29,8 @@ from rlx.lir.program import Launch, Program, launch_text
 from rlx.lir.views import View
 from rlx.mir.pipeline import optimise
 from rlx.models.load import Checkpoint, open_checkpoint
+from rlx.models.pooling import Pool, read_settings
+from rlx.profile import CompileProfile
 from rlx.runtime.page import graph_page
 from rlx.runtime.plan import cached_plan
 from rlx.types import evaluate
@@ -46,6 +49,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument("--seq", type=int, help="tokens of each (128; 1 in decode)")
     command.add_argument("--past", type=int, help="tokens before them (0; 512 in decode)")
     command.add_argument("--size", action="append", default=[], metavar="NAME=N", help="the size of another symbol")
+    command.add_argument("--cache", choices=("f32", "f16"), default="f32", help="how keys and values are kept")
     command.add_argument("--target", help="avx512, avx2 or baseline (default: the best here)")
     command.add_argument("--built", action="store_true", help="with --level mir: before the passes")
     command.add_argument("--bind", action="store_true", help="the bind program of the weights instead of the main one")
@@ -56,41 +60,48 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     machine = target.named(arguments.target) if arguments.target else target.host()
-    graph, about = _opened(arguments)
+    graph, profile, about = _opened(arguments)
     if arguments.html is not None:
-        arguments.html.write_text(graph_page(graph, machine, assembly=arguments.level == "asm"), "utf-8")
+        page = graph_page(graph, machine, profile=profile, assembly=arguments.level == "asm")
+        arguments.html.write_text(page, "utf-8")
         print(f"{about}: all levels in {arguments.html}", file=sys.stderr)
         return 0
     sizes = _sizes(arguments, graph)
     print(f"# {about}, {machine.name}")
     if sizes:
         print(f"# {arguments.phase}: " + ", ".join(f"{name} = {size}" for name, size in sorted(sizes.items())))
-    for line in show(graph, arguments.level, machine, stage=arguments.stage, sizes=sizes, built=arguments.built,
-                     bind=arguments.bind, fusion=arguments.fusion):  # fmt: skip
+    for line in show(graph, arguments.level, machine, profile=profile, stage=arguments.stage, sizes=sizes,
+                     built=arguments.built, bind=arguments.bind, fusion=arguments.fusion):  # fmt: skip
         print(line)
     return 0
 
 
 # -- what is looked at -----------------------------------------------------------------------------------------------
-def _opened(arguments: argparse.Namespace) -> tuple[Graph, str]:
+def _opened(arguments: argparse.Namespace) -> tuple[Graph, CompileProfile | None, str]:
     if arguments.what.endswith(".rlx"):
         graph = load(Path(arguments.what))
-        return graph, f"graph {graph.name}"
+        return graph, None, f"graph {graph.name}"
     checkpoint = open_checkpoint(hub.resolve(arguments.what, offline=True).path)
     family, config = checkpoint.family, checkpoint.config
     with checkpoint.file:
         if family.kind != "decoder" and (arguments.phase == "decode" or arguments.past):
             raise UsageError(f"inspect: {arguments.what} is an encoder: it has neither decode nor a past")
-        return built_graph(checkpoint), f"{arguments.what}: {family.name} {family.kind}, {config.layers} layers"
+        made = built(checkpoint, arguments.cache)
+        about = f"{arguments.what}: {family.name} {family.kind}, {config.layers} layers"
+        return made.module, made.profile, about
 
 
-def built_graph(checkpoint: Checkpoint) -> Graph:
-    """The graph of a model, as it is when it is loaded; of its weights only types are looked at."""
-    family, config = checkpoint.family, checkpoint.config
+def built(checkpoint: Checkpoint, cache: str = "f32") -> BuiltModel:
+    """A model as it is when it is loaded, by the profile beside it; of its weights only types are looked at."""
+    family, config, path = checkpoint.family, checkpoint.config, checkpoint.path
     if family.kind == "decoder":
-        context = min(CONTEXT, int(config.context))
-        return family.flow(config, context, checkpoint.rope_factors).build(checkpoint.weights).module
-    return family.flow(config).build(checkpoint.weights).module
+        flow = family.flow(config, min(CONTEXT, int(config.context)), checkpoint.rope_factors).cache_dtype(cache)
+    else:
+        flow = family.flow(config).stage(Pool(read_settings(checkpoint).kind))
+    beside = (path if path.is_dir() else path.parent) / PROFILE
+    if beside.is_file():
+        flow = flow.profile(CompileProfile.from_toml(beside))
+    return flow.build(checkpoint.weights)
 
 
 def load(path: Path) -> Graph:
@@ -137,19 +148,20 @@ def matches(pattern: str | None, where: str) -> bool:
 
 # -- levels ----------------------------------------------------------------------------------------------------------
 def show(
-    graph: Graph, level: str, machine: target.Target, *, stage: str | None = None,
-    sizes: Mapping[str, int] | None = None, built: bool = False, bind: bool = False, fusion: bool = False,
+    graph: Graph, level: str, machine: target.Target, *, profile: CompileProfile | None = None,
+    stage: str | None = None, sizes: Mapping[str, int] | None = None, built: bool = False, bind: bool = False,
+    fusion: bool = False,
 ) -> Iterator[str]:  # fmt: skip
     """The graph at a level, line by line."""
     if level == "hir" or (level == "mir" and built):
         yield from _graph_lines(graph if level == "hir" else lower(graph), stage)
         return
     if level == "mir":
-        result = optimise(lower(graph), machine)
+        result = optimise(lower(graph), machine, profile)
         yield from _graph_lines(result.bind if bind else result.main, stage)
         report = str(result.report)
     else:
-        plan = cached_plan(graph, machine)
+        plan = cached_plan(graph, machine, profile)
         program = plan.bind if bind else plan.main
         launches = [x for x in program.launches if matches(stage, x.where)]
         _need(launches, stage, (x.where for x in program.launches))

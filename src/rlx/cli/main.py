@@ -48,8 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the result is the exit code."""
     console.prepare()
     words = list(sys.argv[1:] if argv is None else argv)
-    first = next((w for w in words if not w.startswith("-")), "")
-    first = ALIASES.get(first, first)
+    place = next((i for i, w in enumerate(words) if not w.startswith("-")), None)
+    first = "" if place is None else ALIASES.get(words[place], words[place])
+    if place is not None:
+        words[place] = first
     try:
         arguments = parser(first if first in COMMANDS else None).parse_args(words)
         code = int(arguments.run(arguments))

@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from rlx.cli import console
 from rlx.hub import CATALOGUE, DEFAULT, Entry, ModelFiles, stored
 from rlx.hub.store import show_size
 
@@ -13,10 +14,9 @@ COLUMNS = ("name", "kind", "size", "licence", "here", "about")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    shown = commands.add_parser("models", help="list the models")
-    for command in (shown, commands.add_parser("list"), commands.add_parser("ls")):  # without help: known, not listed
-        command.add_argument("--json", action="store_true", help="everything that is known, as JSON")
-        command.set_defaults(run=run)
+    command = commands.add_parser("models", help="list the models")
+    command.add_argument("--json", action="store_true", help="everything that is known, as JSON")
+    command.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,14 +28,13 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     rows = [_row(entry, here.get(entry.name)) for entry in CATALOGUE.values()]
     rows += [(f.name, "", show_size(f.size), "", "yes", "from the Hugging Face hub") for f in others]
-    widths = [max(len(row[i]) for row in [COLUMNS, *rows]) for i in range(len(COLUMNS))]
-    for row in [COLUMNS, *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    console.table(COLUMNS, rows, numbers=("size",))
     return 0
 
 
 def _row(entry: Entry, files: ModelFiles | None) -> tuple[str, ...]:
     about = entry.about + (" (default)" if entry.name == DEFAULT else "")
+    about += "" if entry.supported else f" (not supported yet: rlx has no {entry.family})"
     return entry.name, entry.kind, show_size(entry.size), entry.licence, "yes" if files else "no", about
 
 
@@ -48,6 +47,7 @@ def facts(entry: Entry, files: ModelFiles | None) -> dict[str, Any]:
         "about": entry.about,
         "kind": entry.kind,
         "family": entry.family,
+        "supported": entry.supported,
         "licence": entry.licence,
         "terms": entry.terms.text if entry.terms else None,
         "origin": entry.origin,

@@ -21,11 +21,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     for name in arguments.names or [hub.DEFAULT]:
         files = hub.locate(name, revision=arguments.revision)
-        if files is None:
+        if files is None or files.in_doubt:
             files = hub.resolve(
-                name, accept_licence=arguments.accept_licence, revision=arguments.revision, quiet=arguments.quiet
-            )
+                name, accept_licence=arguments.accept_licence, revision=arguments.revision, quiet=arguments.quiet,
+                unsupported=True,
+            )  # fmt: skip
         else:
             say(f"{files.name}: already here, {show_size(files.size)}", quiet=arguments.quiet)
+        if files.entry is not None and not files.entry.supported:
+            say(f"{files.name}: rlx cannot run it yet: architecture {files.entry.family!r} is not supported")
         print(files.path)
     return 0

@@ -110,7 +110,8 @@ def _request(arguments: argparse.Namespace) -> Request:
     try:
         Sampling(**sampling)
     except RequestError as error:
-        raise UsageError(f"run: {error}") from error
+        hint = f"--{error.hint.replace('=', ' ')}" if error.hint and "=" in error.hint else error.hint
+        raise UsageError(f"run: {error}", hint=hint) from error
     for option in ("max_tokens", "threads", "context"):
         value = getattr(arguments, option)
         if value is not None and value < 1:
@@ -129,7 +130,7 @@ def _with_piped(prompt: str | None) -> str | None:
         prompt = _utf8("the prompt", os.fsencode(prompt))  # whatever the locale made of it
     if sys.stdin is None or console.is_terminal(sys.stdin):
         return prompt
-    text = _read_stdin()
+    text = _read_stdin().removesuffix("\n")  # what `echo` puts there; a base model would take it for a paragraph's end
     if not text.strip():
         return prompt
     return text if prompt is None else f"{prompt}\n\n{text}"

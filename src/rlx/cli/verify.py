@@ -21,12 +21,12 @@ from rlx.cli.parity import Difference
 from rlx.engine.kvcache import KvCache
 from rlx.engine.language import LanguageModel
 from rlx.engine.model import load
-from rlx.errors import RlxError
+from rlx.errors import FormatError, RlxError
 from rlx.formats import TensorEntry, TensorFile, open_tensors
 from rlx.formats.quants import dequantise
 from rlx.formats.tokenizer import Tokenizer
 from rlx.hub.catalogue import find
-from rlx.hub.pull import model_folder
+from rlx.hub.pull import WEIGHTS, model_folder
 from rlx.hub.store import file_sha256, file_size
 from rlx.runtime.session import Session
 
@@ -40,6 +40,7 @@ PROMPT = TEXTS[0]
 SAMPLE = 1_000_000  # weights of a tensor that are looked at
 LARGEST = 1e6  # of a weight that makes sense
 SMALL = 300_000_000  # weights of a model that NumPy can run in seconds
+SAME = 1e-5  # of two log-probabilities of the same logits: rounding only
 CLOSE = 1e-3  # of the largest logit: far above rounding, far below a mistake
 GREEDY = 16  # tokens
 
@@ -124,8 +125,13 @@ def check_files(name: str) -> Check:
     entry = None if Path(name).exists() else find(name)
     if entry is None:
         files = hub.resolve(name, offline=True)
-        weights = files.files[0] if files.path.is_dir() else files.path
-        return Check("checksum", None, f"nothing to compare with; sha256 of {weights.name}: {file_sha256(weights)}")
+        weights = [f for f in files.files if f.suffix in WEIGHTS]
+        if not weights:
+            raise FormatError(
+                f"{files.path}: no weights are there", hint="expected safetensors, GGUF or a llama2.c .bin"
+            )
+        sums = "; ".join(f"sha256 of {f.name}: {file_sha256(f)}" for f in weights)
+        return Check("checksum", None, f"nothing to compare with; {sums}")
     folder = model_folder(entry)
     if not folder.is_dir():
         hub.resolve(name, offline=True)  # says how to get it
@@ -225,18 +231,26 @@ def _runs(model: Any, answers: dict[str, Array]) -> Check:
 
 
 def _decode_is_prefill(model: LanguageModel) -> Check:
-    """Token by token, and each token of an answer, as in one piece: same bits, same choices."""
+    """After each number of tokens, and at each token of an answer, as in one piece: same bits, same choices."""
     tokens = prompt_tokens(model)
     whole = model.logits(tokens)
     ends = [model.logits(tokens[: n + 1])[-1] for n in range(0, len(tokens), max(len(tokens) // 8, 1))]
     for n, end in zip(range(0, len(tokens), max(len(tokens) // 8, 1)), ends, strict=True):
         if end.tobytes() != whole[n].tobytes():
             return Check("decode is prefill", False, f"the logits after {n + 1} tokens depend on what comes later")
-    made = model.generate(tokens, max_tokens=GREEDY, temperature=0.0).tokens
-    again = model.logits([*tokens, *made])[len(tokens) - 1 : -1].argmax(axis=1).tolist()
+    done = model.generate(tokens, max_tokens=GREEDY, temperature=0.0, logprobs=1)
+    made, steps = done.tokens, done.logprobs or []
+    rows = model.logits([*tokens, *made])[len(tokens) - 1 : -1, : model.vocab_size].astype(np.float64)
+    again = rows.argmax(axis=1).tolist()
     if again != made:
         return Check("decode is prefill", False, f"decoding gives {made}, one prefill of it {again}")
-    return Check("decode is prefill", True, f"same bits at {len(ends)} lengths, same {len(made)} greedy tokens")
+    shifted = rows - rows.max(axis=1, keepdims=True)
+    wanted = shifted[np.arange(len(made)), made] - np.log(np.exp(shifted).sum(axis=1))
+    apart = float(np.abs([step.logprob for step in steps] - wanted).max(initial=0.0))
+    if apart > SAME:
+        return Check("decode is prefill", False, f"decoding and one prefill give log-probabilities {apart:.1e} apart")
+    same = f"same bits at {len(ends)} lengths, same {len(made)} greedy tokens"
+    return Check("decode is prefill", True, f"{same}, log-probabilities at most {apart:.0e} apart")
 
 
 def _same_bits(name: str, here: Array) -> Check:

@@ -10,17 +10,19 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import NoneType
 from typing import Any, TypeGuard
 
 import numpy as np
 
-from rlx.engine.model import Model
+from rlx.engine.model import Model, whole
+from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, FormatError, RequestError, nearest
 from rlx.flow.flow import ModelFlow
 from rlx.models.pooling import EmbedSettings, Pool, read_settings
 
 Array = np.ndarray[Any, Any]
-TOKENS = 512  # of one batch: its activations stay in the caches, and threads seldom wait for each other
+TOKENS = 256  # of one batch: its activations stay in the caches; more is no faster, on one thread or two
 WINDOW = 8192  # texts that are tokenised and sorted at a time
 LEAST = 1e-12  # what a length is divided by at least, as torch does it
 
@@ -58,7 +60,11 @@ class EmbeddingModel(Model):
         limit = min(self.settings.limit or self.context, self.context)
         ends = len(self.tokenizer.prefix) + len(self.tokenizer.suffix)
         if limit <= ends:
-            raise FormatError(f"{self.checkpoint.path}: texts have at most {limit} tokens, of which {ends} are special")
+            what = f"texts have at most {limit} token{'s' * (limit != 1)}, of which {ends} are special"
+            longest = int(self.checkpoint.config.context)
+            if min(self.settings.limit or longest, longest) > ends:
+                raise RequestError(f"embed: {what}", hint="load the model with a larger context=")
+            raise FormatError(f"{self.checkpoint.path}: {what}")
         return limit
 
     @property
@@ -78,8 +84,10 @@ class EmbeddingModel(Model):
         are computed at a time, by default as many as are fast. `normalize` overrules the model's files.
         """
         listed = [texts] if isinstance(texts, str) else _checked(texts)
-        if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
-            raise RequestError(f"embed: batch_size is {batch_size!r}, expected a whole number from 1")
+        if batch_size is not None and (whole(batch_size) or 0) < 1:
+            raise RequestError(f"embed: batch_size is {shown(batch_size)}, expected a whole number from 1")
+        if not isinstance(normalize, (bool, np.bool_, NoneType)):
+            raise RequestError(f"embed: normalize is {shown(normalize)}, expected True, False or None")
         before = self._prompt(prompt)
         unit = self.normalize if normalize is None else normalize
         vectors = np.empty((len(listed), self.dim), np.float32)
@@ -100,6 +108,11 @@ class EmbeddingModel(Model):
     def similarity(self, a: str | Iterable[str] | Array, b: str | Iterable[str] | Array) -> Any:
         """How close texts or vectors are: a number for two, a row or a table where a side has several."""
         first, second = (side if _are_vectors(side) else self.embed(side) for side in (a, b))
+        if not (1 <= first.ndim <= 2 and 1 <= second.ndim <= 2 and first.shape[-1] == second.shape[-1]):
+            raise RequestError(
+                f"similarity: the sides have the shapes {list(first.shape)} and {list(second.shape)}",
+                hint=f"expected [n] or [rows, n] with the same n, which is {self.dim} for texts",
+            )
         match self.settings.similarity:
             case "cosine":
                 first, second = _unit(first), _unit(second)
@@ -116,6 +129,8 @@ class EmbeddingModel(Model):
         if name is None:
             return ""
         known = self.settings.prompts
+        if not isinstance(name, str):
+            raise RequestError(f"embed: prompt is {shown(name)}, expected the name of one")
         if name not in known:
             raise RequestError(f"embed: the model has no prompt {name!r}", hint=nearest(name, known) or "it has none")
         if known[name] and not self.settings.include_prompt:
@@ -178,7 +193,7 @@ def batches(lengths: dict[int, int], size: int | None = None) -> Iterator[list[i
 
 
 def _checked(texts: Iterable[str]) -> list[str]:
-    if isinstance(texts, (bytes, dict)) or not isinstance(texts, Iterable):
+    if isinstance(texts, (bytes, dict)) or not isinstance(texts, Iterable) or getattr(texts, "shape", None) == ():
         raise RequestError(f"embed: expected a text or a list of texts, found {type(texts).__name__}")
     listed = list(texts)
     for i, text in enumerate(listed):

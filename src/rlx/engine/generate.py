@@ -7,6 +7,7 @@ the next one.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rlx.engine.kvcache import CacheStore, KvCache
-from rlx.engine.sampler import Sampler, log_probabilities, most_likely
+from rlx.engine.sampler import Sampler, log_probabilities, most_likely, shown
 from rlx.flow.flow import KvCacheSpec
 from rlx.formats.tokenizer import Stream
 from rlx.runtime.compiled import CompiledGraph
@@ -26,6 +27,8 @@ Array = np.ndarray[Any, Any]
 CHUNK = 256  # prompt tokens of one call: more are hardly quicker, and an interrupt waits for the end of one
 ROWS = 8  # sequences that grow at the same time
 WASTE = 1.25  # how much longer rows may become by padding when prompts are read together
+
+log = logging.getLogger("rlx.generate")
 
 
 class Cancelled(Exception):
@@ -123,12 +126,13 @@ class Growing:
 
     def __init__(
         self, prompt: Sequence[int], sampler: Sampler, *, limit: int, vocab: int, stop: Sequence[str] = (),
-        stop_ids: Iterable[int] = (), text: Stream | None = None, top: int = 0,
+        stop_ids: Iterable[int] = (), text: Stream | None = None, top: int = 0, asked: int | None = None,
     ) -> None:  # fmt: skip
         self.prompt = prompt
         self.made: list[int] = []
         self.sampler = sampler
         self.limit = limit  # of tokens to make
+        self.asked = limit if asked is None else asked  # may be more than the context has room for
         self.vocab = vocab  # logits beyond it are padding
         self.text = ""
         self.logprobs: list[Logprob] | None = [] if top else None
@@ -171,6 +175,9 @@ class Growing:
 
     def _end(self, reason: str) -> str:
         self.finish_reason = reason
+        if reason == "length" and self.asked > self.limit:
+            made = f"{self.limit} token{'s' * (self.limit != 1)}"
+            log.warning("the context is full: the text was cut after %s, max_tokens is %s", made, shown(self.asked))
         last = self._held + ("" if self._stream is None else self._stream.flush())
         self.text += last
         return last

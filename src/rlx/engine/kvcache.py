@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,12 +91,18 @@ class KvCache:
 
 
 class CacheStore:
-    """Caches of single sequences. A call takes one out, so it has it to itself, and gives it back when it ends."""
+    """Caches of single sequences. A call takes one out, so it has it to itself, and gives it back when it ends.
+
+    That may be in the garbage collector, at any place of any thread, and so also where this thread has the lock.
+    Hence `give` never waits for it: it leaves the cache where whoever has the lock next puts it in order.
+    """
 
     def __init__(self, spec: KvCacheSpec, context: int) -> None:
         self.spec = spec
         self.context = context
+        self._given: deque[KvCache] = deque()  # given back, not yet in order
         self._kept: list[KvCache] = []  # the last one given back is last
+        self._closed = False
         self._made: weakref.WeakSet[KvCache] = weakref.WeakSet()
         self._lock = threading.Lock()
 
@@ -137,6 +144,7 @@ class CacheStore:
     def _best(self, tokens: Sequence[int]) -> tuple[KvCache | None, int]:
         """The cache that shares most with a prompt, taken out, and how much."""
         with self._lock:
+            self._sort_in()
             shared = [cache.best_row(tokens)[1] for cache in self._kept]
             best = max(range(len(shared)), key=shared.__getitem__, default=None)
             if best is None or shared[best] <= 0:
@@ -147,8 +155,31 @@ class CacheStore:
         """Keep a cache for later prompts; the oldest ones go, and those that are the beginning of this one."""
         if not cache.tokens[0]:
             return
-        mine = cache.tokens[0]
-        with self._lock:
+        self._given.append(cache)
+        if self._closed:  # looked at after the append, so that `close` or this call sees the cache
+            self._given.clear()
+        elif self._lock.acquire(blocking=False):
+            try:
+                self._sort_in()
+            finally:
+                self._lock.release()
+
+    def give_rows(self, batch: KvCache) -> None:
+        """Keep copies of the longest rows of a batch, without the memory of the others."""
+        for row in sorted(range(batch.batch), key=lambda r: len(batch.tokens[r]))[-KEPT:]:
+            if batch.tokens[row]:
+                cache = self.new(1)
+                cache.copy_row(0, batch, row, len(batch.tokens[row]))
+                self.give(cache)
+
+    def _sort_in(self) -> None:
+        """Put caches that were given back in order; the lock is held."""
+        while not self._closed:
+            try:
+                cache = self._given.popleft()
+            except IndexError:
+                return
+            mine = cache.tokens[0]
             kept = [c for c in self._kept if c.tokens[0] != mine[: len(c.tokens[0])]]
             room = KEPT_BYTES
             self._kept = [cache]
@@ -159,13 +190,21 @@ class CacheStore:
                 self._kept.insert(0, other)
 
     def clear(self) -> None:
+        """Forget what is kept."""
         with self._lock:
+            self._given.clear()
             self._kept = []
+
+    def close(self) -> None:
+        """Forget what is kept, and keep nothing that calls give back later."""
+        self._closed = True
+        self.clear()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all caches, kept and in use."""
         with self._lock:
+            self._sort_in()
             return sum(cache.nbytes for cache in self._made)
 
 

@@ -15,12 +15,13 @@ import numpy as np
 from rlx.engine import generate as generation
 from rlx.engine.generate import Cancelled, Decoder, Growing, Logprob, grow
 from rlx.engine.kvcache import CacheStore
-from rlx.engine.model import Model
-from rlx.engine.sampler import Sampler, Sampling
-from rlx.errors import CapabilityError, RequestError
+from rlx.engine.model import Model, whole
+from rlx.engine.sampler import Sampler, Sampling, shown
+from rlx.errors import CapabilityError, RequestError, ResourceError
 from rlx.flow.flow import ModelFlow
 from rlx.formats.chat import ChatTemplate
 from rlx.runtime.compiled import CompiledGraph
+from rlx.runtime.resources import require
 from rlx.types import sym
 
 Array = np.ndarray[Any, Any]
@@ -78,13 +79,7 @@ class TextStream(Iterator[str]):
         self._model = model
         self._sequence = sequence
         self._cancel = threading.Event()
-        self._pieces = self._grow()
-
-    def _grow(self) -> Generator[str, None, None]:
-        with self._model._decoder([self._sequence], self._cancel) as decoder, suppress(Cancelled):
-            for _, piece in grow(decoder, [self._sequence], self._model.caches):
-                if piece:
-                    yield piece
+        self._pieces = _pieces(model, sequence, self._cancel)
 
     def __next__(self) -> str:
         return next(self._pieces)
@@ -107,6 +102,14 @@ class TextStream(Iterator[str]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _pieces(model: LanguageModel, sequence: Growing, cancel: threading.Event) -> Generator[str, None, None]:
+    """Not a method: it would hold the stream, and one that is left by `break` would not end there."""
+    with model._decoder([sequence], cancel) as decoder, suppress(Cancelled):
+        for _, piece in grow(decoder, [sequence], model.caches):
+            if piece:
+                yield piece
 
 
 class LanguageModel(Model):
@@ -162,7 +165,8 @@ class LanguageModel(Model):
     ) -> Completion | list[Completion]:  # fmt: skip
         """The continuation of a text or of token ids, without a chat template; of a list of them, one for each.
 
-        At most `max_tokens` are made (None: as many as the context holds); the text ends before a `stop` string.
+        At most `max_tokens` are made (None: as many as the context has room for; where that is less than
+        `max_tokens`, the text is cut there, and a warning is logged); the text ends before a `stop` string.
         `logprobs=n` gives the n likeliest tokens at each place. The other keywords are those of `Sampling`:
         temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias, seed.
         """
@@ -205,25 +209,28 @@ class LanguageModel(Model):
     def _values(self, compiled: CompiledGraph, ids: Sequence[int]) -> list[Array]:
         decoder = Decoder(compiled, self.caches.new(1))
         chunk = max(min(LOGIT_BYTES // (4 * int(self.checkpoint.config.vocab)), generation.CHUNK), 1)
-        whole: list[Array] = []
+        found: list[Array] = []
         for at in range(0, len(ids), chunk):
             piece = ids[at : at + chunk]
             parts = decoder.run([piece], [at], np.arange(len(piece), dtype=np.int32))
             # The values of stages are [batch, seq, ...]; what comes after the picking of tokens is [seq, ...].
             parts = [a[0] if v.shape[0] == sym.BATCH else a for a, v in zip(parts, compiled.graph.outputs, strict=True)]
-            whole = whole or [np.empty((len(ids), *a.shape[1:]), a.dtype) for a in parts]
-            for array, part in zip(whole, parts, strict=True):
+            if not found:
+                size = sum(a[:1].nbytes for a in parts) * len(ids)
+                require(f"the values of {len(ids)} tokens", size, hint="fewer tokens, or fewer stages")
+                found = [np.empty((len(ids), *a.shape[1:]), a.dtype) for a in parts]
+            for array, part in zip(found, parts, strict=True):
                 array[at : at + len(piece)] = part
-        return whole
+        return found
 
     # -- inside --
     def _fitting(self, tokens: list[int], max_tokens: int | None, where: str) -> list[int]:
         if not tokens:
             raise RequestError(f"{where}: there are no tokens", hint="give a text or token ids")
-        room = self.context - len(tokens)
+        size, room = len(tokens), self.context - len(tokens)
         if room < 0 or (room == 0 and max_tokens != 0):
             raise RequestError(
-                f"{where}: the prompt has {len(tokens)} tokens, the context holds {self.context}"
+                f"{where}: the prompt has {size} token{'s' * (size != 1)}, the context holds {self.context}"
                 + (" and an answer needs room too" if room == 0 else ""),
                 hint="shorten the prompt or load the model with a larger context=",
             )
@@ -241,15 +248,18 @@ class LanguageModel(Model):
         return Growing(
             tokens, Sampler(settings.sampling, tokens, self.vocab_size), vocab=self.vocab_size, text=text,
             limit=room if settings.max_tokens is None else min(settings.max_tokens, room),
-            stop=settings.stop, stop_ids=stop_ids, top=settings.logprobs,
+            asked=settings.max_tokens, stop=settings.stop, stop_ids=stop_ids, top=settings.logprobs,
         )  # fmt: skip
 
     @contextmanager
     def _decoder(self, sequences: Sequence[Growing], cancel: threading.Event | None = None) -> Iterator[Decoder]:
-        """A decoder for some sequences; the cache of a single one is kept for later."""
+        """A decoder for some sequences; what its cache holds at the end is kept for later."""
         compiled = self.compiled
         if len(sequences) > 1:
-            yield Decoder(compiled, self.caches.new(min(len(sequences), generation.ROWS)), cancel)
+            batch = self.caches.new(min(len(sequences), generation.ROWS))
+            yield Decoder(compiled, batch, cancel)
+            with suppress(ResourceError):  # the answers are there
+                self.caches.give_rows(batch)
             return
         cache = self.caches.take(sequences[0].prompt)
         try:
@@ -286,25 +296,27 @@ class _Settings:
 
     @classmethod
     def of(cls, max_tokens: Any, stop: Any, logprobs: Any, sampling: Mapping[str, Any]) -> _Settings:
-        if max_tokens is not None:
-            _whole("max_tokens", max_tokens)
-        _whole("logprobs", logprobs)
+        stop = () if stop is None else stop
         strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (None,)
         if not all(isinstance(s, str) and s for s in strings):
-            raise RequestError(f"stop: expected texts that are not empty, found {stop!r}")
-        return cls(max_tokens, strings, logprobs, Sampling.of(sampling))
+            raise RequestError(f"stop: expected texts that are not empty, found {shown(stop)}")
+        most = None if max_tokens is None else _count("max_tokens", max_tokens)
+        return cls(most, strings, _count("logprobs", logprobs), Sampling.of(sampling))
 
 
-def _whole(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise RequestError(f"{name}: expected a whole number from 0, found {value!r}")
+def _count(name: str, value: Any) -> int:
+    count = whole(value)
+    if count is None or count < 0:
+        raise RequestError(f"{name}: expected a whole number from 0, found {shown(value)}")
+    return count
 
 
 def _is_batch(prompt: Any) -> bool:
     """Whether a prompt is a list of prompts."""
     if isinstance(prompt, str):
         return False
-    if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__len__") or not hasattr(prompt, "__getitem__"):
+    listed = hasattr(prompt, "__len__") and hasattr(prompt, "__getitem__") and getattr(prompt, "shape", None) != ()
+    if isinstance(prompt, (bytes, bytearray, Mapping)) or not listed:
         raise RequestError(f"generate: expected a text, token ids or a list of them, found {type(prompt).__name__}")
     if _is_talk(prompt):
         raise RequestError("generate: messages are for chat", hint="use chat(messages)")

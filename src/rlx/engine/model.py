@@ -7,7 +7,7 @@ import hashlib
 import mmap
 import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -16,6 +16,7 @@ import numpy as np
 
 import rlx
 from rlx.engine.kvcache import CacheStore
+from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, RequestError, nearest
 from rlx.flow.flow import BuiltModel, ModelFlow
 from rlx.flow.recipe import ModelRecipe
@@ -101,6 +102,8 @@ class Model:
         self.cache_dtype = _choose("cache", cache, ("f32", "f16"))
         self.name = name or checkpoint.path.name
         self.profile = _profile(profile, checkpoint.path)
+        if patch is not None and not callable(patch):
+            raise RequestError(f"load: patch is {shown(patch)}, expected a function from a flow to a flow")
         self._patch = patch
         self._session = Session(device, threads=threads) if prepared is None else prepared.session
         self._lock = threading.Lock()
@@ -134,6 +137,7 @@ class Model:
                 self._arrays[name] = self.checkpoint.weights.array(name) if made is None else made
             compiled.set_param(name, self._arrays[name])
         compiled.prepare()
+        self.checkpoint.file.release()  # packed weights have copies of their own
         return compiled
 
     # -- parts --
@@ -190,17 +194,19 @@ class Model:
         if isinstance(given, str):
             return self.tokenizer.encode(given)
         try:
+            if isinstance(given, (bytes, bytearray, Mapping)):  # which have whole numbers in them too
+                raise TypeError
             found = [operator.index(token) for token in given]
         except TypeError as error:
-            raise RequestError(f"{where}: expected a text or token ids, found {_shown(given)}") from error
+            raise RequestError(f"{where}: expected a text or token ids, found {shown(given)}") from error
         vocab = int(self.checkpoint.config.vocab)
         for i, token in enumerate(found):
             if not 0 <= token < vocab:
-                raise RequestError(f"{where}: token {token} at {i} is outside the vocabulary of {vocab} tokens")
+                raise RequestError(f"{where}: token {shown(token)} at {i} is outside the vocabulary of {vocab} tokens")
         return found
 
     # -- looking inside --
-    def run(self, tokens: str | Sequence[int], capture: Sequence[str] | str = ()) -> dict[str, Array]:
+    def run(self, tokens: str | Sequence[int], capture: Iterable[str] | str | None = ()) -> dict[str, Array]:
         """Values inside the model by stage path: `capture=["layers.*.attn", "logits"]` gives `[seq, ...]` for each.
 
         A stage's value is the last one computed in it: `layers.3` is the residual stream after layer 3. Without
@@ -210,9 +216,10 @@ class Model:
         ids = self.token_ids(tokens, "run")
         if not 0 < len(ids) <= self.context:
             raise RequestError(f"run: {len(ids)} tokens, expected 1 to {self.context}")
-        patterns = [capture] if isinstance(capture, str) else list(capture)
+        capture = () if capture is None else capture
+        patterns = list(capture) if isinstance(capture, Iterable) and not isinstance(capture, str) else [capture]
         if not all(isinstance(pattern, str) for pattern in patterns):
-            raise RequestError(f"run: capture is {_shown(capture)}, expected patterns of stage paths")
+            raise RequestError(f"run: capture is {shown(capture)}, expected patterns of stage paths")
         built, compiled = self._captured(patterns) if patterns else self._open()
         found = dict(zip(built.output_names, self._values(compiled, ids), strict=True))
         return {n: v for n, v in found.items() if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)}
@@ -256,8 +263,8 @@ class Model:
             graphs = [self._open(), *self._captures.values()]
         for _, compiled in graphs:
             held = list(compiled._params.values())
-            if isinstance(compiled, CpuGraph):
-                held += compiled.executable._weights.values()
+            if isinstance(compiled, CpuGraph):  # what went into derived weights was let go of
+                held = list(compiled.executable._weights.values())
                 arena += sum(i.arena.nbytes + i.scratch.nbytes for i in compiled.executable._instances)
             for array in held:
                 owner = _owner(array)
@@ -274,7 +281,7 @@ class Model:
         self._captures.clear()
         self._arrays.clear()
         if self.caches is not None:
-            self.caches.clear()
+            self.caches.close()
         if self._checkpoint is not None:
             self._checkpoint.file.close()
             self._checkpoint = None  # its metadata has views of the file too
@@ -358,22 +365,28 @@ def _profile(given: CompileProfile | str | Path | None, model: Path) -> CompileP
         return CompileProfile.from_toml(beside) if beside.is_file() else CompileProfile()
     if isinstance(given, str) and not given.endswith(".toml"):
         return CompileProfile.preset(given)
+    if not isinstance(given, (str, Path)):
+        raise RequestError(f"load: profile is {shown(given)}, expected a profile, a preset's name or a TOML file")
     return CompileProfile.from_toml(given)
 
 
 def _checked_context(context: int | None, longest: int) -> int:
     if context is None:
         return min(CONTEXT, longest)
-    if isinstance(context, bool) or not isinstance(context, int) or context < 1:
-        raise RequestError(f"load: context is {context!r}, expected a whole number from 1")
-    if context > longest:
-        raise RequestError(f"load: context {context} is asked for, the model has {longest}")
-    return context
+    asked = whole(context)
+    if asked is None or asked < 1:
+        raise RequestError(f"load: context is {shown(context)}, expected a whole number from 1")
+    if asked > longest:
+        raise RequestError(f"load: context {shown(asked)} is asked for, the model has {longest}")
+    return asked
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def whole(value: Any) -> int | None:
+    """A whole number, NumPy's among them; None for all else."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def _owner(array: Array) -> Any:

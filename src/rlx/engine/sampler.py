@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -20,15 +20,17 @@ from rlx.errors import KernelError, RequestError, nearest
 Array = np.ndarray[Any, Any]
 COLDEST = 1e-6  # below it, quotients might overflow, and only equals of the highest are left anyway
 
-# setting -> whether a number is allowed, and what is
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (lambda v: 0 <= v < math.inf, "a number from 0"),
-    "top_k": (lambda v: v >= 0 and v == int(v), "a whole number from 0, where 0 is no limit"),
-    "top_p": (lambda v: 0 < v <= 1, "a number above 0, up to 1"),
-    "min_p": (lambda v: 0 <= v <= 1, "a number from 0 to 1"),
-    "repetition_penalty": (lambda v: 0 < v < math.inf, "a number above 0, where 1 is none"),
-    "frequency_penalty": (math.isfinite, "a number"),
-    "presence_penalty": (math.isfinite, "a number"),
+MOST = 1e30  # of bias and penalties: what float32 holds even when they come together
+
+# setting -> the least and the most that it may be, and that in words. Nothing within overflows float32.
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "temperature": (0, 1e4, "a number from 0 to 10000"),
+    "top_k": (0, 2**53, "a whole number from 0, where 0 is no limit"),
+    "top_p": (math.ulp(0.0), 1, "a number above 0, up to 1"),
+    "min_p": (0, 1, "a number from 0 to 1"),
+    "repetition_penalty": (1e-6, 1e6, "a number from 1e-6 to 1e6, where 1 is none"),
+    "frequency_penalty": (-MOST, MOST, f"a number from {-MOST:g} to {MOST:g}"),
+    "presence_penalty": (-MOST, MOST, f"a number from {-MOST:g} to {MOST:g}"),
 }
 # what other programs call these
 ALIENS = {
@@ -48,10 +50,11 @@ class Sampling:
     """How tokens are picked. Defaults are greedy.
 
     The repetition penalty counts prompt and answer, as in Hugging Face; the frequency and presence penalties count
-    what was picked, as in the OpenAI API. `logit_bias` is added first: -inf bans a token.
+    what was picked, as in the OpenAI API. `logit_bias` is added first: -inf bans a token. Without a temperature,
+    `top_k`, `top_p` and `min_p` are refused: the likeliest token is picked whatever they say.
     """
 
-    temperature: float = 0.0
+    temperature: float | None = None  # None: 0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -62,19 +65,32 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name, (allowed, wanted) in _RANGES.items():
+        for name, (least, most, wanted) in _RANGES.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value) or not allowed(value):
-                raise RequestError(f"sampling: {name} is {value!r}, expected {wanted}")
+            if value is None and name == "temperature":
+                continue
+            number = _number(value)
+            if not least <= number <= most or (name == "top_k" and number % 1):
+                raise RequestError(f"sampling: {name} is {shown(value)}, expected {wanted}")
+            object.__setattr__(self, name, int(number) if name == "top_k" else number)
+        if self.temperature is None:
+            for name, idle in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
+                if (value := getattr(self, name)) != idle:
+                    raise RequestError(
+                        f"sampling: {name} is {value}, which needs a temperature above 0", hint="temperature=1.0"
+                    )
         if self.seed is not None and (not _is_index(self.seed) or not 0 <= self.seed < 2**128):
-            raise RequestError(f"sampling: seed is {self.seed!r}, expected a whole number from 0")
+            raise RequestError(f"sampling: seed is {shown(self.seed)}, expected a whole number from 0, below 2**128")
         if not isinstance(self.logit_bias, Mapping):
-            raise RequestError(f"sampling: logit_bias is {self.logit_bias!r}, expected a mapping from token ids")
+            raise RequestError(f"sampling: logit_bias is {shown(self.logit_bias)}, expected a mapping from token ids")
         for token, bias in self.logit_bias.items():
             if not _is_index(token):
-                raise RequestError(f"sampling: logit_bias has {token!r}, expected a token id")
-            if isinstance(bias, bool) or not isinstance(bias, Real) or not -math.inf <= bias < math.inf:
-                raise RequestError(f"sampling: logit_bias of token {token} is {bias!r}, expected a number or -inf")
+                raise RequestError(f"sampling: logit_bias has {shown(token)}, expected a token id")
+            if not abs(_number(bias)) <= MOST and _number(bias) != -math.inf:
+                raise RequestError(
+                    f"sampling: logit_bias of token {shown(token)} is {shown(bias)}, "
+                    f"expected -inf or a number from {-MOST:g} to {MOST:g}"
+                )
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Sampling:
@@ -86,6 +102,23 @@ class Sampling:
                 hint = f"here it is called {ours}" if ours else nearest(name, known) or f"known: {', '.join(known)}"
                 raise RequestError(f"sampling: no setting is called {name!r}", hint=hint)
         return cls(**given)
+
+
+def shown(value: object) -> str:
+    """A value for a message, which it does not fill."""
+    try:
+        text = repr(value)
+    except ValueError:  # whole numbers beyond some thousand digits have no text
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _number(value: Any) -> float:
+    """A real number, or NaN where it is none or too large to be one."""
+    try:
+        return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def _is_index(value: Any) -> bool:
@@ -103,9 +136,9 @@ class Sampler:
         self.settings = settings
         for token in settings.logit_bias:
             if vocab is not None and not 0 <= token < vocab:
-                raise RequestError(f"sampling: logit_bias has token {token}, the vocabulary has {vocab} tokens")
+                raise RequestError(f"sampling: logit_bias has token {shown(token)}, the vocabulary has {vocab} tokens")
         self.seed = _fresh_seed() if settings.seed is None else int(settings.seed)
-        self._greedy = settings.temperature == 0
+        self._greedy = not settings.temperature
         self._random = None if self._greedy else np.random.Generator(np.random.Philox(self.seed))
         self._bias = (
             np.array(list(settings.logit_bias), np.int64),
@@ -114,7 +147,8 @@ class Sampler:
         self._repeats = settings.repetition_penalty != 1
         self._counts = bool(settings.frequency_penalty or settings.presence_penalty)
         self._plain = not (self._repeats or self._counts or settings.logit_bias)
-        self._seen = dict.fromkeys(prompt, 0) if self._repeats else {}  # token -> how often it was picked
+        # Token -> how often it was picked. A prompt may have ids beyond the vocabulary, which are never picked.
+        self._seen = {t: 0 for t in prompt if vocab is None or t < vocab} if self._repeats else {}
 
     def pick(self, logits: Array) -> int:
         """The next token; logits are `[vocab]`, float32."""
@@ -164,7 +198,8 @@ def candidates(logits: Array, s: Sampling) -> tuple[Array | None, Array]:
         tokens = highest_places(logits, s.top_k)  # equals of the last one stay, as in Hugging Face
         logits = logits[tokens]
     weights = logits - highest
-    weights /= np.float32(max(s.temperature, COLDEST))
+    with np.errstate(over="ignore"):  # to -inf: never picked
+        weights /= np.float32(max(s.temperature or 0.0, COLDEST))
     np.exp(weights, out=weights)
     if s.top_p < 1:
         kept = _nucleus(weights, s.top_p)

@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 
 from rlx.dtypes import F32, DTypeLike
-from rlx.errors import BindError, GraphError, ShapeError, nearest
+from rlx.errors import BindError, FormatError, GraphError, RlxError, ShapeError, nearest
 from rlx.flow.state import FlowState, FlowValue, Shape
 from rlx.flow.weights import MapWeights, WeightSource
+from rlx.ir import provenance
 from rlx.ir.graph import Graph, Value
 from rlx.module import GraphModule
 from rlx.profile import CompileProfile
 from rlx.types import ShapeLike, Size, TensorType, as_shape, known_equal, tensor
 
 Array = np.ndarray[Any, Any]
+_IN_STAGE = "  in stage: "
 
 
 @dataclass
@@ -70,7 +72,8 @@ class FlowCtx:
         value = self.state.loaded_params.get(key)
         if value is None:
             if not self.weights.has(key):
-                raise BindError(f"weight {key!r} is not in the file", hint=nearest(key, self.weights.keys()))
+                hint = nearest(key, self.weights.keys())
+                raise self._unfit(BindError, f"weight {key!r} is not in the file", hint)
             type_ = self.weights.type(key)
             value = self.hir().param(key, type_.shape, type_.dtype)
             if type_.dtype.is_packed:
@@ -80,11 +83,19 @@ class FlowCtx:
             self.state.loaded_params[key] = value
         if transpose:
             if value.rank < 2:
-                raise ShapeError(f"weight {key!r}: {value.type} cannot be transposed, it has no two axes")
+                raise self._unfit(ShapeError, f"weight {key!r}: {value.type} cannot be transposed, it has no two axes")
             value = value.mT
         if shape is not None and value.shape != tuple(shape):
-            raise ShapeError(f"weight {key!r}: shape is {list(value.shape)}, wanted {_text(shape)}")
+            shapes = (_stored(value.shape, transpose), _stored(shape, transpose))
+            raise self._unfit(ShapeError, f"weight {key!r}: shape is {shapes[0]}, wanted {shapes[1]}")
         return value
+
+    def _unfit(self, kind: type[RlxError], what: str, hint: str | None = None) -> RlxError:
+        """An error of a weight: the weights', or their file's where they come from one, which has a `file`."""
+        file = getattr(self.weights, "file", None)
+        error = kind(what, hint=hint) if file is None else FormatError(f"{file.path}: {what}", hint=hint)
+        note_stage(error)
+        return error
 
     def synth_param(self, name: str, data: Any, shape: Sequence[int] | None = None) -> Value:
         """A weight that the model computes itself, such as a RoPE table; the same one where it is asked for again.
@@ -146,6 +157,18 @@ def _may_be(have: TensorType, wanted: TensorType) -> bool:
     same_kind = have.dtype is wanted.dtype or (have.dtype.is_integer and wanted.dtype.is_integer)
     sizes = zip(have.shape, wanted.shape, strict=False)
     return same_kind and have.rank == wanted.rank and all(known_equal(a, b) is not False for a, b in sizes)
+
+
+def note_stage(error: RlxError, otherwise: str = "") -> None:
+    """Say once, at the innermost stage, where an error comes from."""
+    path = provenance.here().stage or otherwise
+    if path and not any(note.startswith(_IN_STAGE) for note in error.notes):
+        error.add_note(f"{_IN_STAGE}{path}")
+
+
+def _stored(shape: Sequence[Size], transposed: bool) -> str:
+    """A shape as the file has it."""
+    return _text((*shape[:-2], *reversed(shape[-2:])) if transposed else shape)
 
 
 def _text(shape: Sequence[Size]) -> str:

@@ -20,6 +20,7 @@ from rlx.formats.quants import GGUF_REMOVED, GGUF_TYPES, Array
 from rlx.formats.tensors import (
     MAX_RANK,
     MAX_TENSORS,
+    PART_NAME,
     FileBytes,
     PathLike,
     TensorEntry,
@@ -57,7 +58,6 @@ _NUMBERS: dict[int, tuple[str, struct.Struct, str]] = {
     )
 }  # fmt: skip
 _VALUE_TYPES = ", ".join(f"{n} {name}" for n, (name, _, _) in _NUMBERS.items()) + ", 8 string, 9 array"
-_SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.S)
 
 
 class StringArray(Sequence[str]):
@@ -139,7 +139,7 @@ def _split_number(part: _Part, key: str, default: int | None = None) -> int:
 
 def _other_parts(first: _Part, count: int) -> list[Path]:
     path = first.file.path
-    name = _SPLIT_NAME.fullmatch(path.name)
+    name = _part_name(path)
     if name is None or int(name["count"]) != count:
         expected = f"a name that ends in -00001-of-{count:05}.gguf"
         raise broken(path, f"split.count is {count}", expected=expected, found=quoted(path.name))
@@ -167,8 +167,13 @@ def _check_parts(parts: list[_Part]) -> None:
 
 def is_later_part(path: Path) -> bool:
     """Whether the name is that of a part of a split model other than the first."""
-    name = _SPLIT_NAME.fullmatch(path.name)
+    name = _part_name(path)
     return name is not None and int(name["number"]) > 1
+
+
+def _part_name(path: Path) -> re.Match[str] | None:
+    name = PART_NAME.fullmatch(path.name)
+    return name if name is not None and name["kind"] == ".gguf" else None
 
 
 # -- one file --------------------------------------------------------------------------------------------------------

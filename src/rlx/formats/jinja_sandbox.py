@@ -1,11 +1,12 @@
 """Jinja for templates that come with a model, which are programs by strangers: no files, no internals, and bounds.
 
 Built on Jinja's immutable sandbox, set up as transformers sets it up. What is promised of a render: it ends, with a
-FormatError where need be, after at most `MAX_SECONDS` of CPU time plus one primitive operation, `MAX_STEPS` loop turns,
-calls and filters, and `MAX_DEPTH` nested calls; no string grows beyond `MAX_CHARS`, no list beyond `MAX_ITEMS`, and no
-value beyond `MAX_CHARS` when written out. The bounds hold because every way to repeat or to multiply passes through
-here: loops, `~` and the literals of lists are rewritten in the template's tree, `+ * ** %` and calls are Jinja's own
-hooks, filters are wrapped, and constants are not folded.
+FormatError where need be, after at most `MAX_SECONDS` of CPU time plus a few primitive operations, `MAX_STEPS` loop
+turns, calls and filters, and `MAX_DEPTH` nested calls; no string grows beyond `MAX_CHARS`, no list beyond `MAX_ITEMS`,
+and no value beyond `MAX_CHARS` when written out. The bounds hold because every way to repeat, to multiply or to look at
+all of a value passes through here: loops, comparisons, slices, `~` and the literals of lists are rewritten in the
+template's tree; operators, calls and the joining of a block's text are Jinja's own hooks; filters and tests are
+wrapped; and constants are not folded.
 """
 
 from __future__ import annotations
@@ -122,7 +123,11 @@ class _Budget:
         self._steps += 1
         if self._steps > MAX_STEPS:
             raise self.exceeded(f"{MAX_STEPS} steps")
-        if self._steps % 16 == 0 and time.thread_time() > self._end:
+        if self._steps % 16 == 0:
+            self.check_time()
+
+    def check_time(self) -> None:
+        if time.thread_time() > self._end:
             raise self.exceeded(f"{MAX_SECONDS:g} seconds")
 
     def write(self, text: str) -> None:
@@ -191,7 +196,9 @@ class _Steps:
 
 
 class _Bounded(NodeTransformer):
-    """Put the values of every loop, the parts of every `~` and every literal list through filters that check them."""
+    """Put the values of every loop, the parts of every `~`, every literal list, and what is compared or sliced through
+    filters that check them.
+    """
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -208,6 +215,18 @@ class _Bounded(NodeTransformer):
         return node if target else _through("rlx_value", node)
 
     visit_Dict = visit_Tuple = visit_List
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
+        self.generic_visit(node)
+        for operand in node.ops:  # each, since a < b < c is one comparison
+            operand.expr = _through("rlx_value", operand.expr)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:
+        self.generic_visit(node)
+        if isinstance(node.arg, nodes.Slice):
+            node.node = _through("rlx_value", node.node)
+        return node
 
 
 def _through(name: str, node: nodes.Node) -> nodes.Filter:
@@ -232,6 +251,13 @@ def _listed(values: Iterable[Any]) -> list[Any]:
     return found
 
 
+def _written(pieces: Iterable[str]) -> str:
+    """The text of a block, a macro or a call, from its pieces."""
+    found = list(pieces)
+    _budget.get().check_chars(sum(map(len, found)))
+    return "".join(found)
+
+
 def _joined(glue: str, values: Iterable[Any]) -> str:
     parts = [str(value) for value in _listed(values)]
     _budget.get().check_chars(sum(map(len, parts)) + len(glue) * len(parts))
@@ -252,7 +278,8 @@ def _check_format(text: str, wide: re.Pattern[str], fields: int, values: Iterabl
 
 # -- the environment -------------------------------------------------------------------------------------------------
 class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
+    concat = staticmethod(_written)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if not super().is_safe_attribute(obj, attr, value):
@@ -270,6 +297,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             if bits > _MAX_BITS:
                 raise budget.exceeded(f"numbers of {_MAX_BITS} bits")
         result = super().call_binop(context, operator, left, right)
+        if isinstance(result, int) and result.bit_length() > _MAX_BITS:
+            raise budget.exceeded(f"numbers of {_MAX_BITS} bits")
         return budget.check_value(result)
 
     def _check_sizes(self, budget: _Budget, operator: str, left: Any, right: Any) -> None:
@@ -338,6 +367,7 @@ def _counted(run: Callable[..., Any]) -> Callable[..., Any]:
     def counted(*args: Any, **kwargs: Any) -> Any:
         budget = _budget.get()
         budget.step()
+        budget.check_time()  # now, not at every 16th step: the next operation may look at all of a large value
         return budget.check_value(run(*args, **kwargs))
 
     return counted
@@ -458,6 +488,8 @@ def _environment() -> _Environment:
     )
     kept = {name: run for name, run in FILTERS.items() if name not in _NO_FILTERS}
     made.filters = {name: _counted(run) for name, run in (kept | _OWN_FILTERS).items()}
+    tests: dict[str, Any] = made.tests
+    made.tests = {name: _counted(run) for name, run in tests.items()}
     del made.globals["lipsum"]  # random text
     made.globals.update(_GLOBALS)
     return made

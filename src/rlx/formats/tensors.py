@@ -8,10 +8,12 @@ or open them with `mapped=False`.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
 import mmap
 import os
+import re
 import reprlib
 import stat
 from collections.abc import Iterable, Mapping
@@ -24,7 +26,7 @@ import ml_dtypes
 import numpy as np
 
 from rlx.dtypes import BOOL, DType
-from rlx.errors import FormatError, nearest
+from rlx.errors import FormatError, ResourceError, nearest
 from rlx.formats.quants import Array, dequantise
 
 PathLike = str | os.PathLike[str]
@@ -37,6 +39,8 @@ U64 = DType("u64", "uint", 8, np.dtype(np.uint64))
 
 MAX_RANK = 8
 MAX_TENSORS = 1 << 18  # in one file; the largest mixtures of experts have as many in all their shards
+# One of several files of a model, of GGUF or of safetensors.
+PART_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<kind>\.gguf|\.safetensors)", re.S)
 _MAX_BYTES = 1 << 62  # beyond it, NumPy cannot describe even an empty array
 
 
@@ -127,6 +131,11 @@ class FileBytes:
         """The bytes from `first` to `end` as an array of u8, not copied."""
         return np.frombuffer(self.view[first:end], np.uint8)
 
+    def release(self) -> None:
+        """Let go of the pages that were read: whoever looks again gets them from the file."""
+        if isinstance(self.view.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            self.view.obj.madvise(mmap.MADV_DONTNEED)
+
 
 def open_bytes(path: PathLike, *, mapped: bool = True) -> FileBytes:
     """Map a regular file, or read it whole. Never waits on a pipe or a device."""
@@ -143,6 +152,11 @@ def open_bytes(path: PathLike, *, mapped: bool = True) -> FileBytes:
                 return FileBytes(file, memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)))
             return FileBytes(file, memoryview(handle.readall()))
     except (OSError, ValueError) as error:  # ValueError: a NUL or half a surrogate pair in the path
+        if getattr(error, "errno", None) == errno.ENOMEM:
+            raise ResourceError(
+                f"{file}: no room in memory for its {status.st_size / 2**20:,.0f} MiB",
+                hint="is there a limit on memory (ulimit -v)? Choose a smaller model",
+            ) from error
         reason = getattr(error, "strerror", None) or error
         raise FormatError(f"{quoted(str(file), 400)}: cannot be opened: {reason}") from error
 
@@ -220,6 +234,11 @@ class TensorFile:
         except FormatError as error:
             error.add_note(f"  tensor {quoted(name)} of {entry.file}")
             raise
+
+    def release(self) -> None:
+        """Let go of the pages that were read; arrays stay good."""
+        for file in (self._bytes or {}).values():
+            file.release()
 
     def close(self) -> None:
         """Let go of the files. Arrays that were handed out stay good; the map goes with the last of them."""

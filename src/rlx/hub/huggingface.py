@@ -1,8 +1,10 @@
 """Models of the Hugging Face hub: `org/name[:quant]`, from its cache on this machine or over https.
 
 A cache has the layout of huggingface.co/docs/hub/local-cache: `models--org--name/refs/<revision>` names a commit,
-`snapshots/<commit>/` has its files. Ours, `hub/` in the folder of models, has the same, with plain files. Sizes and
-hashes are those of the hub's API: sha256 of large files, git's blob hash of small ones.
+`snapshots/<commit>/` has its files. Ours, `hub/` in the folder of models, has the same, with plain files, and
+`listings/<commit>`, the names of all files of a commit: other programs fetch only those that they need, and only a
+listing tells whether a file is not here or not in the repository. Sizes and hashes are those of the hub's API: sha256
+of large files, git's blob hash of small ones.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from rlx.errors import FormatError, NotFoundError
 from rlx.formats.strict_json import parse_json
+from rlx.formats.tensors import PART_NAME
 from rlx.hub import store
 from rlx.hub.catalogue import is_safe_name
 from rlx.hub.progress import Tick, after, bar, say
@@ -33,7 +36,6 @@ MAIN = "main"
 _NAME = re.compile(r"(?P<org>[\w][\w.-]*)/(?P<name>[\w][\w.-]*)(?::(?P<quant>[\w][\w.-]*))?", re.ASCII)
 _REVISION = re.compile(r"[\w][\w.-]*(?:/[\w][\w.-]*)*", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<kind>\.gguf|\.safetensors)")
 _QUANT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|F16|F32))(?=[-.]|$)", re.I | re.ASCII)
 # What lies beside safetensors weights and is part of the model.
 _BESIDE = re.compile(r"[\w.-]+\.(json|jinja|txt)|tokenizer\.model|\d+_\w+/(config\.json|model\.safetensors)", re.ASCII)
@@ -69,6 +71,7 @@ class Snapshot:
     folder: Path
     commit: str
     names: tuple[str, ...]
+    in_doubt: tuple[str, ...] = ()  # files that are not here, and may or may not be in the repository
 
 
 def parse(text: str, revision: str | None = None) -> Repo | None:
@@ -122,7 +125,7 @@ def _gguf_models(known: Sequence[str]) -> list[tuple[str, ...]]:
     """Each GGUF model, in one file or in all of its parts; projectors of images are no models."""
     found = []
     for name in known:
-        part = _PART.fullmatch(name)
+        part = PART_NAME.fullmatch(name)
         if not name.endswith(".gguf") or "mmproj" in name.lower() or (part and int(part["number"]) != 1):
             continue
         count = int(part["count"]) if part else 1
@@ -140,7 +143,7 @@ def _safetensors(known: Sequence[str]) -> tuple[str, ...]:
         return ("model.safetensors",)
     index = "model.safetensors.index.json"
     shards = [n for n in known if n.startswith("model-") and n.endswith(".safetensors")]
-    first = _PART.fullmatch(shards[0]) if shards else None
+    first = PART_NAME.fullmatch(shards[0]) if shards else None
     complete = first is not None and len(shards) == int(first["count"])
     return (index, *shards) if index in known and complete else ()
 
@@ -149,7 +152,7 @@ def _has_quant(name: str, quant: str) -> bool:
     """Whether a file is of that quantisation: `x-Q4_K_M.gguf` is of `q4_k_m`, not of `Q4_K`. A file's name works."""
     if quant.lower() == PurePosixPath(name).name.lower():
         return True
-    part = _PART.fullmatch(name)
+    part = PART_NAME.fullmatch(name)
     stem = part["stem"] if part else name.removesuffix(".gguf")
     return re.search(rf"(?:^|[-./]){re.escape(quant)}(?:[-./]|$)", stem, re.I) is not None
 
@@ -177,21 +180,74 @@ def cache_folders() -> list[Path]:
 
 
 def locate(repo: Repo) -> Snapshot | None:
-    """The model in one of the caches, complete, or None; NotFoundError where the name may mean several there."""
+    """The model in one of the caches, complete, or None; NotFoundError where the name may mean several there.
+
+    Where there is a choice, the one without files in doubt.
+    """
+    found = [snapshot for snapshot, absent in _look(repo) if not absent]
+    return min(found, key=lambda snapshot: bool(snapshot.in_doubt), default=None)
+
+
+def incomplete(repo: Repo) -> list[str]:
+    """What the caches have of a model that lacks a file, a line for each place."""
+    return [
+        f"{snapshot.folder} has only a part of it: {absent} is missing" for snapshot, absent in _look(repo) if absent
+    ]
+
+
+def _look(repo: Repo) -> Iterator[tuple[Snapshot, str | None]]:
+    """All snapshots with the weights of a model, and a file that each lacks for sure."""
     for root in cache_folders():
         for folder in _snapshots(root / repo.folder, repo.revision):
             names = _names(folder)
-            if _candidates(repo, names):
-                return Snapshot(folder, folder.name, choose(repo, names))
-    return None
+            if not _candidates(repo, names):
+                continue
+            absent, in_doubt = _gaps(repo, folder, names)
+            yield Snapshot(folder, folder.name, choose(repo, names), in_doubt), absent
+
+
+def _gaps(repo: Repo, folder: Path, names: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
+    """A file that is missing in a snapshot, and those that may be."""
+    if repo.quant or not _safetensors(names):
+        return None, ()  # a GGUF file has everything inside
+    listing = _listing(repo, folder.name)
+    if listing is not None:
+        wanted = next(iter(_candidates(repo, listing)), ())
+        return next((n for n in wanted if n not in names), None), ()
+    if "tokenizer.json" not in names:
+        return "tokenizer.json", ()
+    wanted = ("tokenizer_config.json", *(("modules.json",) if _may_embed(folder / "config.json") else ()))
+    return None, tuple(n for n in wanted if n not in names)
+
+
+def _may_embed(config: Path) -> bool:
+    """Whether it may be a model for sentence-transformers; those that write text say so."""
+    try:
+        found = parse_json(config.read_bytes(), config)
+    except (OSError, FormatError):
+        return False  # opening the model says what is wrong
+    kinds = found.get("architectures") if isinstance(found, dict) else None
+    return not any("CausalLM" in str(k) or "LMHead" in str(k) for k in kinds or ())
+
+
+def _listing(repo: Repo, commit: str) -> list[str] | None:
+    """The names of all files of a commit, where it was ever asked for."""
+    home = store.home_or_none()
+    if home is None:
+        return None
+    try:
+        return (home / "hub" / repo.folder / "listings" / commit).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def models_in(folder: Path, org: str, name: str) -> list[tuple[Repo, Snapshot]]:
     """Every complete model in a folder of files of one commit, under the name that means it."""
-    names = _names(folder)
-    ggufs = [(Repo(org, name, _label(files[0])), files) for files in _gguf_models(names)]
-    weights = [(repo, files) for repo in [Repo(org, name)] if _safetensors(names) for files in _candidates(repo, names)]
-    return [(repo, Snapshot(folder, folder.name, files)) for repo, files in weights + ggufs]
+    names, repo = _names(folder), Repo(org, name)
+    found = [(Repo(org, name, _label(files[0])), files) for files in _gguf_models(names)]
+    if _safetensors(names) and _gaps(repo, folder, names)[0] is None:
+        found = [(repo, files) for files in _candidates(repo, names)] + found
+    return [(repo, Snapshot(folder, folder.name, files)) for repo, files in found]
 
 
 def _names(folder: Path) -> list[str]:
@@ -242,7 +298,11 @@ def fetch(repo: Repo, *, quiet: bool = False) -> Snapshot:
         say(f"{repo}: another rlx is fetching it; waiting", quiet=quiet)
 
     with store.lock(repo.folder, waiting):
-        missing = [remotes[n] for n in names if not _is_here(folder, remotes[n])]
+        with store.disk_errors(str(repo), root):
+            (root / "listings").mkdir(exist_ok=True)
+            store.write_text(root / "listings" / commit, "\n".join(sorted(filter(is_safe_name, remotes))))
+        absent = [remotes[n] for n in names if not _is_here(folder, remotes[n])]
+        missing = [r for r in absent if not _taken_over(repo, commit, r, folder / r.name)]
         total = sum(r.size or 0 for r in missing)
         store.check_free(str(repo), root, total)
         with store.disk_errors(str(repo), root):
@@ -279,6 +339,18 @@ def _download_all(
 def _is_here(folder: Path, remote: Remote) -> bool:
     size = store.file_size(folder / remote.name)
     return size is not None and remote.size in (None, size)
+
+
+def _taken_over(repo: Repo, commit: str, remote: Remote, target: Path) -> bool:
+    """Link a file that another program has fetched, where that can be: it is not downloaded, nor stored, twice."""
+    for root in cache_folders():
+        path = root / repo.folder / "snapshots" / commit / remote.name
+        with contextlib.suppress(OSError):  # another disk, another user's file
+            if remote.size is not None and store.file_size(path) == remote.size and _mismatch(remote, path) is None:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.link(path.resolve(), target)
+                return True
+    return False
 
 
 def _list(repo: Repo) -> tuple[str, dict[str, Remote]]:
@@ -350,6 +422,14 @@ def _continue(url: str, remote: Remote, temporary: Path, tick: Tick) -> None:
 
 
 def _check(repo: Repo, remote: Remote, path: Path) -> None:
+    wrong = _mismatch(remote, path)
+    if wrong is not None:
+        path.unlink()
+        raise FormatError(f"{repo}: {remote.name}: expected hash {wrong[0]}, found {wrong[1]}; it was dropped")
+
+
+def _mismatch(remote: Remote, path: Path) -> tuple[str, str] | None:
+    """The hash that a file should have and that it has, where they differ."""
     size = path.stat().st_size
     if remote.sha256:
         expected, found = remote.sha256, store.file_sha256(path)
@@ -360,10 +440,8 @@ def _check(repo: Repo, remote: Remote, path: Path) -> None:
                 digest.update(chunk)
         expected, found = remote.git_sha1, digest.hexdigest()
     else:
-        return
-    if found != expected:
-        path.unlink()
-        raise FormatError(f"{repo}: {remote.name}: expected hash {expected}, found {found}; it was dropped")
+        return None
+    return None if found == expected else (expected, found)
 
 
 class _SameHost(urllib.request.HTTPRedirectHandler):

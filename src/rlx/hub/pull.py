@@ -7,18 +7,26 @@ and renamed when all of it is right. `locate` looks without fetching, `remove` t
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rlx.errors import NotFoundError, RlxError, nearest
+from rlx.errors import CapabilityError, NotFoundError, RequestError, RlxError, nearest
 from rlx.hub import archives, catalogue, huggingface, licence, store
 from rlx.hub.catalogue import Entry
 from rlx.hub.progress import after, bar, say
 
 Source = Literal["path", "catalogue", "hub"]
+WEIGHTS = (".safetensors", ".gguf", ".bin")  # how files of them end
+_log = logging.getLogger("rlx.hub")
+_WITHOUT = {
+    "modules.json": "vectors are means of all tokens, not normalised, which may not be what the model was trained for",
+    "tokenizer_config.json": "a chat template and special tokens may be missing",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,7 @@ class ModelFiles:
     files: tuple[Path, ...]  # the one with the weights first
     entry: Entry | None = None
     revision: str | None = None  # the commit, of a model of the hub
+    in_doubt: tuple[str, ...] = ()  # files of the hub that another program may have left out
 
     @property
     def size(self) -> int:
@@ -46,36 +55,66 @@ def resolve(
     accept_licence: bool = False,
     revision: str | None = None,
     quiet: bool = False,
+    unsupported: bool = False,
 ) -> ModelFiles:
-    """The files of a model, fetched if they are absent.
+    """The files of a model, fetched if they are absent; one that rlx cannot run yet only with `unsupported`.
 
     `name` is an existing path, a name of the catalogue, or `org/name[:quant]` of the Hugging Face hub, of which a
     `revision` may be named. With `offline`, or RLX_OFFLINE=1 in the environment, the network is not touched.
     """
     found = locate(name, revision=revision)
-    if found is not None:
+    if found is not None and not found.in_doubt:
         return found
     entry = catalogue.find(os.fspath(name))
     offline = offline or store.is_offline()
     if entry is not None:
         if offline:
             raise _absent(entry, "not on this machine, and offline")
+        if not entry.supported and not unsupported:
+            raise CapabilityError(
+                f"{entry.name}: architecture {entry.family!r} is not supported yet, so it is not fetched",
+                hint=f"rlx pull {entry.name} fetches it all the same; rlx models lists others",
+            )
         licence.require(entry, accept=accept_licence)
         return _fetch(entry, quiet)
     repo = huggingface.parse(os.fspath(name), revision)
     assert repo is not None  # locate would have refused the name
     if offline or store.is_offline("HF_HUB_OFFLINE"):
+        if found is not None:
+            return _as_it_is(found)
+        looked = [f"looked in: {folder / repo.folder}" for folder in huggingface.cache_folders()]
         raise NotFoundError(
             f"{repo}: not on this machine, and offline",
-            notes=[f"looked in: {folder / repo.folder}" for folder in huggingface.cache_folders()],
+            notes=huggingface.incomplete(repo) or looked,
             hint="unset RLX_OFFLINE and HF_HUB_OFFLINE, copy it from a machine that has it, or give a path",
         )
-    return _of_hub(repo, huggingface.fetch(repo, quiet=quiet))
+    try:
+        return _of_hub(repo, huggingface.fetch(repo, quiet=quiet))
+    except (NotFoundError, CapabilityError) as error:
+        if found is not None:  # no network, no room: as if offline
+            return _as_it_is(found)
+        for line in huggingface.incomplete(repo):
+            error.add_note(f"  {line}")
+        raise
+
+
+def _as_it_is(found: ModelFiles) -> ModelFiles:
+    """A model of which files are in doubt, with a warning that says what depends on them."""
+    for name in found.in_doubt:
+        _warn(f"{found.name}: {name} is not in {found.folder}, and the hub could not be asked for it: {_WITHOUT[name]}")
+    return found
+
+
+@functools.cache  # once
+def _warn(text: str) -> None:
+    _log.warning(text)
 
 
 def locate(name: str | os.PathLike[str], *, revision: str | None = None) -> ModelFiles | None:
     """The files of a model that is on this machine, or None. NotFoundError for what cannot be a model's name."""
-    text = os.fspath(name)
+    text = os.fspath(name) if isinstance(name, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise RequestError(f"load: expected a model's name or path, found {name!r}", hint="rlx models lists names")
     path = _existing(text)
     if path is not None:
         return _of_path(text, path)
@@ -162,7 +201,8 @@ def _looks_like_a_path(text: str) -> bool:
 def _of_path(text: str, path: Path) -> ModelFiles:
     if path.is_dir():
         try:
-            files = tuple(sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith(".")))
+            inside = [p for p in path.iterdir() if p.is_file() and not p.name.startswith(".")]
+            files = tuple(sorted(inside, key=lambda p: (p.suffix not in WEIGHTS, p)))
         except OSError as error:
             raise NotFoundError(f"{text}: the folder cannot be read: {error.strerror}") from error
         return ModelFiles(text, "path", path, path, files)
@@ -190,7 +230,9 @@ def _of_entry(entry: Entry, folder: Path) -> ModelFiles:
 
 def _of_hub(repo: huggingface.Repo, snapshot: huggingface.Snapshot) -> ModelFiles:
     files = tuple(snapshot.folder / n for n in snapshot.names)
-    return ModelFiles(str(repo), "hub", files[0], snapshot.folder, files, revision=snapshot.commit)
+    return ModelFiles(
+        str(repo), "hub", files[0], snapshot.folder, files, revision=snapshot.commit, in_doubt=snapshot.in_doubt
+    )
 
 
 # -- fetching --------------------------------------------------------------------------------------------------------

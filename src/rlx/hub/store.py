@@ -26,7 +26,7 @@ CHUNK = 1 << 20
 PARTIAL = ".partial"
 RECORD = ".verified.json"  # file name -> sha256 and time of change, of the files that were checked
 _FULL = {errno.ENOSPC, errno.EDQUOT} if hasattr(errno, "EDQUOT") else {errno.ENOSPC}
-_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT}
 _SPARE = 16 << 20  # left free on a disk that we fill
 _POLL_S = 0.2
 

@@ -18,7 +18,7 @@ from rlx.errors import CapabilityError, FormatError
 from rlx.flow.weights import Array
 from rlx.formats import TensorFile, open_tensors
 from rlx.formats.strict_json import parse_json
-from rlx.formats.tensors import open_bytes, quoted
+from rlx.formats.tensors import broken, open_bytes, quoted
 from rlx.formats.tokenizer import Tokenizer
 from rlx.models import config as configs
 from rlx.models.family import Family, FileWeights, find
@@ -128,6 +128,7 @@ def _checked(checkpoint: Checkpoint) -> Checkpoint:
                 f"{tokenizer.source}: the tokenizer has {tokenizer.vocab_size} tokens, the model {rows}",
                 hint="is it another model's tokenizer?",
             )
+        tokenizer.stop_ids = frozenset(i for i in tokenizer.stop_ids if i < rows)  # the model cannot say the others
     return checkpoint
 
 
@@ -165,12 +166,12 @@ def _unused(file: TensorFile, name: str, why: str) -> CapabilityError:
 
 # -- files beside the weights ----------------------------------------------------------------------------------------
 def _beside(folder: Path) -> tuple[Mapping[str, Any], Tokenizer | None]:
-    settings = _json(folder / "config.json")
+    settings: Mapping[str, Any] = read_json(folder / "config.json")
     path = folder / "tokenizer.json"
     if not path.exists():
         return settings, None
     tokenizer = Tokenizer.from_json(path)
-    generation = _json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
     tokenizer.stop_ids |= _eos_ids(settings, folder) | _eos_ids(generation, folder)
     return settings, tokenizer
 
@@ -184,12 +185,13 @@ def _eos_ids(settings: Mapping[str, Any], folder: Path) -> frozenset[int]:
     return frozenset(listed)
 
 
-def _json(path: Path) -> Mapping[str, Any]:
+def read_json(path: Path, kind: type = dict) -> Any:
+    """The JSON of a file beside the weights, which must be of a kind."""
     if not path.exists():
         raise FormatError(f"{path}: is not there", hint="a folder of Hugging Face has it beside the weights")
     found = parse_json(open_bytes(path).view, path)
-    if not isinstance(found, dict):
-        raise FormatError(f"{path}: is not a JSON object")
+    if not isinstance(found, kind):
+        raise broken(path, "JSON", expected=f"a {kind.__name__}", found=type(found).__name__)
     return found
 
 

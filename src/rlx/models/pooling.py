@@ -18,10 +18,9 @@ from rlx.errors import CapabilityError, FormatError
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages import FlowStage
 from rlx.flow.state import FlowValue
-from rlx.formats.strict_json import parse_json
-from rlx.formats.tensors import broken, open_bytes, quoted
+from rlx.formats.tensors import broken, quoted
 from rlx.ir.graph import Value
-from rlx.models.load import Checkpoint
+from rlx.models.load import Checkpoint, read_json
 from rlx.types import sym
 
 # -- kinds -----------------------------------------------------------------------------------------------------------
@@ -126,7 +125,7 @@ def _from_folder(folder: Path) -> EmbedSettings:
     modules = folder / "modules.json"
     if not modules.exists():
         return settings
-    for i, entry in enumerate(_json(modules, list)):
+    for i, entry in enumerate(read_json(modules, list)):
         if not isinstance(entry, dict):
             raise broken(modules, f"module {i}", expected="an object", found=quoted(entry))
         module = _Object(modules, entry)
@@ -223,7 +222,7 @@ class _Object:
 
     @classmethod
     def read(cls, path: Path) -> _Object:
-        return cls(path, _json(path, dict) if path.exists() else {})
+        return cls(path, read_json(path) if path.exists() else {})
 
     def get(self, name: str, *kinds: type) -> Any:
         """A member, or None where it is absent or null."""
@@ -238,13 +237,6 @@ class _Object:
         if found is None:
             raise broken(self.path, f"{quoted(name)} is missing")
         return found
-
-
-def _json(path: Path, kind: type) -> Any:
-    found = parse_json(open_bytes(path).view, path)
-    if not isinstance(found, kind):
-        raise broken(path, "JSON", expected=f"a {kind.__name__}", found=type(found).__name__)
-    return found
 
 
 def _inside(path: Path, name: str) -> PurePosixPath:

@@ -85,7 +85,7 @@ class Object:
                     start = names + name
                     symbols.append(Symbol(data[start : data.index(b"\0", start)].decode(), home, value))
             return cls(data, machine, sections, symbols)
-        except (struct.error, IndexError, ValueError) as error:
+        except (struct.error, IndexError, ValueError, OverflowError) as error:
             raise FormatError(f"object: the ELF tables of {len(data)} bytes do not hold together: {error}") from error
 
     def loaded(self, *, executed: bool) -> list[int]:
@@ -115,7 +115,7 @@ def load(data: bytes, names: Sequence[str]) -> dict[str, int]:
         raise FormatError(f"object: it calls {', '.join(sorted(undefined - LIBC))}, which is not part of it")
     try:
         return _Image(obj, sorted(undefined)).functions(names)
-    except (struct.error, IndexError, ValueError) as error:
+    except (struct.error, IndexError, ValueError, OverflowError) as error:
         raise FormatError(f"object: the sections of {len(data)} bytes do not hold together: {error}") from error
 
 

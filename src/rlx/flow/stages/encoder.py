@@ -32,12 +32,12 @@ class BertEncoderLayer(FlowStage):
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "BertEncoderLayer")
         prefix = self.layer_prefix
-        with provenance("attn"):
-            x = self.norm(ctx, x + self.attention(ctx, x), f"{prefix}.attention.output.LayerNorm")
+        with provenance("attn"):  # without the residual and the norm, as in decoders
+            attended = self.attention(ctx, x)
+        x = self.norm(ctx, x + attended, f"{prefix}.attention.output.LayerNorm")
         mlp = GeluFfn.hf_bert(prefix, intermediate_size=self.intermediate_size, activation=self.activation)
         ffn = emit_stage(ctx, mlp, ctx.wrap(x))
-        with provenance("ffn"):
-            return ctx.wrap(self.norm(ctx, x + ctx.need(ffn, "ffn"), f"{prefix}.output.LayerNorm"))
+        return ctx.wrap(self.norm(ctx, x + ctx.need(ffn, "ffn"), f"{prefix}.output.LayerNorm"))
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
         batch, seq, _ = x.shape

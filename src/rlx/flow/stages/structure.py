@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from rlx.errors import GraphError, RlxError
-from rlx.flow.context import FlowCtx
+from rlx.flow.context import FlowCtx, note_stage
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
 from rlx.ir.provenance import stage as provenance
@@ -15,18 +16,15 @@ from rlx.ir.provenance import stage as provenance
 def emit_stage(ctx: FlowCtx, stage: FlowStage, value: FlowValue | None, name: str = "") -> FlowValue | None:
     """Emit one stage under its path. One that gives nothing leaves the value as it is.
 
-    Errors say which stage they came from.
+    Errors say which stage they came from, by its whole path.
     """
     name = name or stage.path
-    try:
-        if not name:
+    with provenance(name) if name else nullcontext():
+        try:
             result = stage.emit(ctx, value)
-        else:
-            with provenance(name):
-                result = stage.emit(ctx, value)
-    except RlxError as error:
-        error.add_note(f"  in stage: {name or type(stage).__name__}")
-        raise
+        except RlxError as error:
+            note_stage(error, type(stage).__name__)
+            raise
     if result is not None and not isinstance(result, FlowValue):
         found = type(result).__name__
         raise GraphError(f"stage {type(stage).__name__}: gave a {found}, expected a FlowValue", hint="ctx.wrap(x)")
