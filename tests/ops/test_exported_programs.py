@@ -6,8 +6,7 @@ import pytest
 from sample_graphs import element_types, sample_graph, user_ops
 
 from rlx.runtime import codec
-from rlx.runtime.plan import plan_records
-from rlx.runtime.plan import make_plan
+from rlx.runtime.plan import make_plan, plan_records
 from rlx.target import host
 
 NAMES = [op.name for op in user_ops() if element_types(op)]
