@@ -433,6 +433,26 @@ def _tiny(x: Array, kind: str) -> Array:
     return x.astype(np.uint8).view(getattr(ml_dtypes, types[kind])).astype(np.float64)
 
 
+@oracle("random_bits")
+def _random_bits(key: Array, *, shape: Any) -> Array:
+    """Philox 4x32-10 as its paper has it, in Python's own integers, one element after the other."""
+    words = []
+    for index in range(math.prod(shape)):
+        counter, k = [index // 4, 0, 0, 0], [int(x) for x in key]
+        for _ in range(10):
+            first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+            left, right = second >> 32 ^ counter[1] ^ k[0], first >> 32 ^ counter[3] ^ k[1]
+            counter = [left, second % 2**32, right, first % 2**32]
+            k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+        words.append(counter[index % 4])
+    return np.array(words, np.int64).reshape(shape)
+
+
+@oracle("random_uniform")
+def _random_uniform(key: Array, *, shape: Any) -> Array:
+    return np.asarray((_random_bits(key, shape=shape) // 256) / 2**24)
+
+
 @oracle("dequantise")
 def _dequantise(
     x: Array, scale: Array | None = None, zp: Array | None = None, *, axis: int | None = None, scheme: str | None = None

@@ -175,6 +175,7 @@ ROPE = "f32[2, 3, 2, 8]; f32[9, 4]; f32[9, 4]; i32[2, 3]"
 FFN = "f32[8, 12]; f32[8, 12]; f32[12, 8]; f32[6, 2]; f32[6, 2]"
 LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "eps": 1e-5}
 
+RANDOM = ("random_bits", "random_uniform")
 BAD_CALLS = [
     # -- elementwise
     *(bad(op, "i32[3]", DTypeError, f"{op}: takes floats; i32") for op in (*FLOAT_UNARY, "gelu_tanh", "round")),
@@ -244,6 +245,8 @@ BAD_CALLS = [
         "gated_delta_net_carry: takes floats of one type; f64", state_size=4),
     bad("depthwise_conv1d_causal", "f32[1, 5, 4]; f32[4, 3]; f32[1, 3, 4]", ShapeError,
         "depthwise_conv1d_causal: left_pad is f32[1, 3, 4], wanted [1, 2, 4]", kernel_size=3),
+    *(bad(op, "i32[2]", DTypeError, f"{op}: a key is two numbers of u32; i32[2]", shape=(3,)) for op in RANDOM),
+    *(bad(op, "u32[3]", ShapeError, f"{op}: a key is two numbers of u32; u32[3]", shape=(3,)) for op in RANDOM),
     bad("dequantise", "f32[2, 32]", DTypeError, "dequantise: takes packed blocks, i8 or u8; f32[2, 32]"),
     bad("dequantise", "q8_0[2, 32]; f32[]", GraphError, "dequantise: q8_0[2, 32] keeps its scales inside"),
     bad("dequantise", "i8[2, 32]", GraphError, "dequantise: i8[2, 32] has no scale"),

@@ -58,3 +58,38 @@ def test_the_gated_delta_rule_is_that_of_transformers() -> None:
     for wanted_out, wanted_state in results:
         for have, want in ((out, wanted_out.numpy()), (state, wanted_state.numpy())):
             assert np.abs(have - want).max() < 1e-4 * np.abs(want).max()
+
+
+@pytest.mark.parity
+def test_a_mamba_mixer_is_that_of_transformers() -> None:
+    """Projection, causal convolution, selective scan with skip, gate: the whole mixer."""
+    torch = pytest.importorskip("torch")
+    modeling = pytest.importorskip("transformers.models.mamba.modeling_mamba")
+    torch.manual_seed(0)
+    config = modeling.MambaConfig(hidden_size=24, state_size=5, conv_kernel=4, expand=2, time_step_rank=3)
+    mixer = modeling.MambaMixer(config, layer_idx=0).eval()
+    with torch.no_grad():
+        for p in mixer.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    x = rng.normal(size=(2, 37, 24)).astype(np.float32)
+    with torch.no_grad():
+        wanted = mixer(torch.from_numpy(x)).numpy()
+
+    w = {k: v.detach().numpy().astype(np.float32) for k, v in mixer.named_parameters()}
+    g = rlx.Graph("mixer")
+    inner, n, rank = 48, 5, 3
+    p = {name: g.param(name, a.shape) for name, a in w.items()}
+    both = g.input("x", (2, "seq", 24)) @ p["in_proj.weight"].mT
+    hidden, gate = both[:, :, :inner], both[:, :, inner:]
+    before = g.constant(np.zeros((2, 3, inner), np.float32))
+    mixed = g.depthwise_conv1d_causal(hidden, p["conv1d.weight"], before, kernel_size=4) + p["conv1d.bias"]
+    mixed = mixed.silu()
+    parts = mixed @ p["x_proj.weight"].mT
+    step = parts[:, :, :rank] @ p["dt_proj.weight"].mT + p["dt_proj.bias"]
+    step = (step.exp() + 1.0).log()  # softplus
+    b, c = parts[:, :, rank : rank + n], parts[:, :, rank + n :]
+    y = g.selective_scan(mixed, step, p["A_log"].exp().neg(), b, c, p["D"], state_size=n)
+    g.set_outputs([(y * gate.silu()) @ p["out_proj.weight"].mT])
+    for f in (rlx.compile(g), rlx.compile(g, "reference")):
+        f.set_params(w)
+        assert np.abs(f.run({"x": x})[0] - wanted).max() < 1e-4 * np.abs(wanted).max()

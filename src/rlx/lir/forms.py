@@ -12,6 +12,7 @@ from rlx.lir import linear as linear
 from rlx.lir import norm as norm
 from rlx.lir import position as position
 from rlx.lir import quant as quant
+from rlx.lir import random as random
 from rlx.lir import reduce as reduce
 from rlx.lir import sequence as sequence
 from rlx.lir import shape as shape

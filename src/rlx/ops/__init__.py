@@ -13,6 +13,7 @@ from rlx.ops import linear as linear
 from rlx.ops import norm as norm
 from rlx.ops import position as position
 from rlx.ops import quant as quant
+from rlx.ops import random as random
 from rlx.ops import reduce as reduce
 from rlx.ops import sequence as sequence
 from rlx.ops import shape as shape

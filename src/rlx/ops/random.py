@@ -1,0 +1,73 @@
+"""Random numbers: Philox 4x32 with ten rounds (Salmon et al. 2011). A key and an element's index decide its bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlx.dtypes import F32, U32
+from rlx.errors import DTypeError, ShapeError
+from rlx.ir.registry import Spec, op, sample
+from rlx.types import Size, TensorType
+
+Sizes = tuple[Size, ...]
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)  # what a round adds to the key
+WORD = 0xFFFFFFFF
+
+
+def philox(counter: list[Any], key: list[Any]) -> list[Any]:
+    """Four words of 32 bits for a counter of four and a key of two, as arrays of u64."""
+    c, k = list(counter), list(key)
+    for number in range(ROUNDS):
+        if number:
+            k = [(word + weyl) & WORD for word, weyl in zip(k, WEYL, strict=True)]
+        low, high = c[0] * MULTIPLIERS[0], c[2] * MULTIPLIERS[1]
+        c = [(high >> 32) ^ c[1] ^ k[0], high & WORD, (low >> 32) ^ c[3] ^ k[1], low & WORD]
+    return c
+
+
+def _random_bits(key: Any, *, shape: Any) -> Any:
+    count = int(np.prod(shape, dtype=np.int64))
+    blocks = np.arange(-(-count // 4), dtype=np.uint64)
+    zero = np.zeros_like(blocks)
+    words = philox([blocks & np.uint64(WORD), blocks >> np.uint64(32), zero, zero], [np.uint64(k) for k in key])
+    return np.stack(words, axis=1).reshape(-1)[:count].astype(np.uint32).reshape(shape)
+
+
+def _check_key(where: str, key: TensorType) -> None:
+    if key.dtype is not U32:
+        raise DTypeError(f"{where}: a key is two numbers of u32, found {key}")
+    if key.shape != (2,):
+        raise ShapeError(f"{where}: a key is two numbers of u32, found {key}")
+
+
+_KEY = Spec((2,), "u32", 0, 2**31)
+
+
+@op(
+    "random_bits", reference=_random_bits,
+    samples=[
+        sample(_KEY, shape=(3, 5)), sample(_KEY, shape=(130,)), sample(_KEY, shape=()), sample(_KEY, shape=(0, 4)),
+    ],
+)  # fmt: skip
+def random_bits(key: TensorType, *, shape: Sizes) -> TensorType:
+    """Random words of 32 bits. Element i is word i mod 4 of Philox 4x32-10 at counter i div 4, whatever the shape."""
+    _check_key("random_bits", key)
+    return TensorType(tuple(shape), U32)
+
+
+def _random_uniform(key: Any, *, shape: Any) -> Any:
+    return (_random_bits(key, shape=shape) >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+
+
+@op(
+    "random_uniform", reference=_random_uniform,
+    samples=[sample(_KEY, shape=(3, 50)), sample(_KEY, shape=(7,))],
+)  # fmt: skip
+def random_uniform(key: TensorType, *, shape: Sizes) -> TensorType:
+    """Random f32 numbers in [0, 1): the upper 24 of the 32 bits of `random_bits`, as a fraction."""
+    _check_key("random_uniform", key)
+    return TensorType(tuple(shape), F32)
