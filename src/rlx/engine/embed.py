@@ -22,7 +22,8 @@ from rlx.flow.flow import ModelFlow
 from rlx.models.pooling import EmbedSettings, Pool, read_settings
 
 Array = np.ndarray[Any, Any]
-TOKENS = 256  # of one batch: its activations stay in the caches; more is no faster, on one thread or two
+TOKENS = 256  # of a batch at most: its activations stay in the caches; more is no faster, on one thread or two
+ENOUGH = 128  # of a batch, for it to be as fast a token; from here on, a shorter text begins another
 WINDOW = 8192  # texts that are tokenised and sorted at a time
 LEAST = 1e-12  # what a length is divided by at least, as torch does it
 
@@ -183,13 +184,18 @@ class EmbeddingModel(Model):
 
 
 def batches(lengths: dict[int, int], size: int | None = None) -> Iterator[list[int]]:
-    """Rows of similar length, longest first: `size` rows at a time, or as many as have about TOKENS tokens."""
-    order = sorted(lengths, key=lengths.__getitem__, reverse=True)
-    at = 0
-    while at < len(order):
-        count = size or max(1, TOKENS // lengths[order[at]])
-        yield order[at : at + count]
-        at += count
+    """Rows of similar length, longest first: `size` at a time, or as many as are fast with hardly any padding."""
+    batch: list[int] = []
+    for row in sorted(lengths, key=lengths.__getitem__, reverse=True):
+        width = lengths[batch[0]] if batch else 0
+        tokens = len(batch) * width
+        full = tokens + width > TOKENS or (tokens >= ENOUGH and lengths[row] < width)
+        if batch and (full if size is None else len(batch) == size):
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
 
 
 def _checked(texts: Iterable[str]) -> list[str]:
