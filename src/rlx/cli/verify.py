@@ -103,7 +103,8 @@ def checks(name: str) -> Iterator[Check]:
         )
     missing = [m for m in ("torch", "transformers") if importlib.util.find_spec(m) is None]
     if missing:
-        yield Check("transformers", None, f"{' and '.join(missing)} not installed: pip install torch==2.13.0 transformers")
+        hint = "pip install torch==2.13.0 transformers"  # plain torch would bring gigabytes for GPUs
+        yield Check("transformers", None, f"{' and '.join(missing)} not installed: {hint}")
     else:
         yield _guarded("transformers", lambda: _like_transformers(path, answers["here"]))
 
