@@ -448,6 +448,7 @@ def test_params_that_cannot_hold_a_scheme() -> None:
 # -- a second opinion -------------------------------------------------------------------------------------------------
 @pytest.mark.parity
 @PLACES
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # they are deprecated, and still the oracle
 def test_torch_quantises_the_same(where: str) -> None:
     """Scales are powers of two: torch multiplies by 1 / scale, which is not always the quotient."""
     torch = pytest.importorskip("torch")
