@@ -469,3 +469,8 @@ def test_broadcasting_promotes_both_ways(device: str) -> None:
     wanted = [a.astype(float) + b, a.astype(float) + b, c * b.astype(float), c * b.astype(float), a.astype(float) * c]
     for have, want in zip(results, wanted, strict=True):
         np.testing.assert_allclose(have, want, rtol=1e-6)
+
+
+def test_what_define_gets_is_checked() -> None:
+    with pytest.raises(GraphError, match="define 'm': the function returned a float"):
+        GraphModule.define("m", lambda m: 3.0)

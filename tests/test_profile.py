@@ -426,6 +426,33 @@ def test_integers_made_inside_a_loop_are_whole() -> None:
         np.testing.assert_array_equal(rows_, np.arange(300) % 50)
 
 
+@NARROW
+@DEVICES
+def test_decisions_do_not_depend_on_the_precision(compute: str, device: str) -> None:
+    """Comparisons, indices of largest numbers and the ends of loops: neither type tells these numbers apart."""
+    more, step = Graph("more"), Graph("step")
+    more.set_outputs([more.input("t", ()) < 1.0])
+    step.set_outputs([step.input("t", ()) + 0.0009765625])
+    g = Graph("decide")
+    x, ids = g.input("x", (4,)), g.input("ids", (3,), "i32")
+    near = x + 0.0
+    _, places = near.topk(k=2)
+    numbers_ = ids.astype("f32")
+    whole = numbers_ + 0.5
+    draws = g.random_uniform(g.constant(np.array([1, 2], np.uint32)), shape=(64,))
+    last = g.while_loop(g.constant(0.0, "f32"), more, step)
+    g.set_outputs([near > 2048.25, near.argmax(), places, numbers_, whole, draws, last, draws < 0.5])
+    f = rlx.compile(g, device, profile=CompileProfile(precision=Precision(compute)))
+    a, i = np.array([2048.0, 2048.3, 2048.2, 2048.4], np.float32), np.array([257, 2049, 40_001], np.int32)
+    above, top, order, floats, halves, drawn, end, low = f.run({"x": a, "ids": i})
+    np.testing.assert_array_equal(above, [False, True, False, True])
+    assert top == 3 and list(order) == [3, 1] and end == 1.0
+    np.testing.assert_array_equal(floats, i)
+    np.testing.assert_array_equal(halves, i + 0.5)
+    assert not np.array_equal(drawn, rounded(drawn, compute)), "random numbers have all their bits"
+    np.testing.assert_array_equal(low, drawn < 0.5)
+
+
 def test_ops_of_users_get_what_they_were_written_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def rule(x: rlx.TensorType) -> rlx.TensorType:
         """x + 1, of f32 alone."""
@@ -465,3 +492,14 @@ def test_a_model_size_layer_compiles_by_every_preset() -> None:
     for name in ("prefill", "decode", "encoder", "training"):
         f = rlx.compile(llama_graph(SMOLLM), profile=CompileProfile.preset(name))
         assert isinstance(f, CpuGraph) and len(f.plan.main.launches) == 8
+
+
+@pytest.mark.parametrize("source", [None, b"[fusion]", 3])
+def test_profiles_are_read_from_text_or_a_path(source: Any) -> None:
+    with pytest.raises(FormatError, match="takes TOML text or a path"):
+        CompileProfile.from_toml(source)
+
+
+def test_profiles_are_made_of_their_parts() -> None:
+    with pytest.raises(CapabilityError, match="fusion is a dict, expected a Fusion"):
+        CompileProfile({"skip": True})  # type: ignore[arg-type]

@@ -25,7 +25,8 @@ from rlx import (
     Session,
     sym,
 )
-from rlx.errors import BindError, CapabilityError, GraphError, ShapeError
+from rlx.errors import BindError, CapabilityError, FormatError, GraphError, ShapeError
+from rlx.lir.custom import forget
 from rlx.runtime.variants import LazyGraph
 
 
@@ -122,6 +123,8 @@ def test_dim_bindings() -> None:
     assert binding.set("seq", 4).get(sym.ROWS) == 8, "later ones win"
     with pytest.raises(GraphError, match="is an expression, not a symbol"):
         binding.set(sym.ROWS, 8)
+    with pytest.raises(ShapeError, match="None is not a size"):
+        binding.get(None)  # type: ignore[arg-type]
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------
@@ -247,5 +250,36 @@ def test_ahead_of_time_needs_a_folder_and_machine_code(tmp_path: Path) -> None:
     config = ModelExecutionConfig.prefill(1, 2).with_mode(CompilationMode.AOT)
     with pytest.raises(CapabilityError, match="needs a folder"):
         config.compile(small())
-    with pytest.raises(CapabilityError, match="device 'reference' has no machine code"):
+    with pytest.raises(CapabilityError, match="ahead of time is for the device cpu, the session's is reference"):
         config.compile(small(), Session("reference"), folder=tmp_path)
+    config.compile(small(), folder=tmp_path / "new" / "er")
+    assert len(list((tmp_path / "new" / "er").iterdir())) == 1, "the folder is made"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FormatError, match="is no folder"):
+        config.compile(small(), folder=tmp_path / "file")
+
+
+@pytest.mark.usefixtures("own_ops")
+def test_ops_of_users_are_compiled_each_time(tmp_path: Path) -> None:
+    """Their source is no part of the key: another declaration must not meet the file of the first."""
+    config = ModelExecutionConfig.prefill(1, 2).with_mode(CompilationMode.AOT)
+    for factor in (2.0, 3.0):
+
+        def times(x: rlx.TensorType) -> rlx.TensorType:
+            """x times something."""
+            return x
+
+        rlx.op("times", decompose=lambda x, factor=factor: x * factor)(times)
+        g = Graph("own")
+        g.set_outputs([g.times(g.input("x", (3,)))])
+        f = config.compile(g, folder=tmp_path)
+        np.testing.assert_array_equal(f.run({"x": np.ones(3, np.float32)})[0], np.full(3, factor))
+        forget("times")
+    assert not list(tmp_path.iterdir())
+
+
+def test_configurations_are_made_of_variants_and_profiles() -> None:
+    with pytest.raises(GraphError, match="variant is a tuple, expected a ModelVariant"):
+        ModelExecutionConfig((1, 2))  # type: ignore[arg-type]
+    with pytest.raises(GraphError, match="profile is a str, expected a CompileProfile"):
+        ModelExecutionConfig(ModelVariant(1, 2), "decode")  # type: ignore[arg-type]

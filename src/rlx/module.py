@@ -109,6 +109,9 @@ class GraphModule:
         module = cls.hir(name)
         given = build(module)
         if given is not None:
+            if not isinstance(given, (Value, tuple, list)):
+                found = f"the function returned a {type(given).__name__}, wanted a value or several"
+                raise GraphError(f"define {name!r}: {found}")
             module.set_outputs(given)
         elif not module._graph.outputs:
             raise GraphError(f"define {name!r}: the function returned no value", hint="return the output, or a tuple")

@@ -87,6 +87,12 @@ class CompileProfile:
     passes: Passes = field(default_factory=Passes)
     precision: Precision = field(default_factory=Precision)
 
+    def __post_init__(self) -> None:
+        for name, kind in _SECTIONS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise CapabilityError(f"profile: {name} is a {type(value).__name__}, expected a {kind.__name__}")
+
     # -- presets --
     @classmethod
     def prefill(cls) -> CompileProfile:
@@ -169,6 +175,8 @@ def _read(source: str | os.PathLike[str]) -> tuple[str, str]:
     """What to call the source in errors, and its text. A string that has a line break, `[` or `=` is TOML itself."""
     if isinstance(source, str) and (not source.strip() or any(c in source for c in "\n[=")):
         return "profile", source
+    if not isinstance(source, (str, os.PathLike)):
+        raise FormatError(f"profile: takes TOML text or a path, found {type(source).__name__}")
     path = Path(source)
     try:
         return str(path), path.read_text(encoding="utf-8")

@@ -377,7 +377,7 @@ class DimBinding:
 
     def get(self, symbol: str | Size) -> int | None:
         """The size of a symbol or of an expression over bound symbols; None if unbound."""
-        size = parse_dim(symbol) if isinstance(symbol, str) else symbol
+        size = as_size(symbol)
         if any(s.name not in self._sizes for s in symbols_of(size)):
             return None
         return evaluate(size, self._sizes)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+import rlx
 from rlx.cli.main import main
 
 
@@ -28,3 +34,8 @@ def test_env_and_cache_say_where_things_are(capsys: pytest.CaptureFixture[str]) 
 def test_the_demo_compiles_runs_and_agrees_with_numpy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--rows", "7"]) == 0
     assert "Largest difference to NumPy" in capsys.readouterr().out
+
+
+def test_the_package_runs_as_a_module() -> None:
+    env = dict(os.environ, PYTHONPATH=str(Path(rlx.__file__).parents[1]))
+    assert "usage: rlx" in subprocess.check_output([sys.executable, "-m", "rlx", "--help"], env=env, text=True)

@@ -128,6 +128,12 @@ def test_adding_what_nobody_saved_is_an_error() -> None:
         flow(ResidualSave(), ResidualAdd(), ResidualAdd()).build()
 
 
+def test_a_residual_that_nobody_adds_is_named() -> None:
+    for stage, where in ((Named("first", ResidualSave()), " in stage 'first'"), (ResidualSave(), "")):
+        with pytest.raises(GraphError, match=f"flow 'f': residual <value .*> was saved{where} and never added"):
+            flow(stage, Times(3)).build()
+
+
 def test_a_named_stage_is_found_by_its_name(device: str) -> None:
     named = flow(Named("doubled", Times(2)), Times(3), Custom(lambda emit, v: v.id + emit.named("doubled")))
     close(run(named, device)[0], X * 6 + X * 2)
@@ -152,6 +158,50 @@ def test_a_stage_that_gives_no_flow_value_is_named() -> None:
 def test_only_stages_are_stages(wrong: Any) -> None:
     with pytest.raises(GraphError, match="is not a stage"):
         ModelFlow("f").stage(wrong)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda f: f.logit_softcap(0.0), "stage LogitSoftcap: cap is 0.0"),
+        (lambda f: f.logit_softcap(-2.0), "stage LogitSoftcap: cap is -2.0"),
+        (lambda f: f.logit_softcap(float("nan")), "stage LogitSoftcap: cap is nan"),
+        (lambda f: f.logit_softcap("3"), "stage LogitSoftcap: cap is '3'"),
+        (lambda f: f.rms_norm("w", -1e-5), "stage RmsNorm: eps is -1e-05"),
+        (lambda f: f.layer_norm("w", -1.0), "stage LayerNorm: eps is -1.0"),
+        (lambda f: f.repeat_layers(-1, lambda i: Times(2)), "stage Repeat 'layers': count is -1"),
+        (lambda f: f.repeat_layers(1.5, lambda i: Times(2)), "stage Repeat 'layers': count is 1.5"),
+        (lambda f: f.repeat_layers(2, Times(2)), r"stage Repeat 'layers': Times.* is not a function"),
+        (lambda f: f.repeat_layers(2, lambda i: None).build(), r"stage Repeat: 'layers\.0' is a NoneType"),
+        (
+            lambda f: f.repeat_layers(2, lambda i: None).edit("x", lambda s: s),
+            r"stage Repeat: 'layers\.0' is a NoneType",
+        ),
+        (lambda f: f.sequence(Times(2), 3), "stage Sequence: a part is a int, expected a stage"),
+        (lambda f: f.named_layer("n", 3), "stage Named 'n': its part is a int, expected a stage"),
+        (lambda f: f.dual_stream("d", "a", "a", lambda e, a, b: (a, b)), "stage DualStream 'd': both streams are 'a'"),
+        (lambda f: f.dual_stream("d", "a", "b", 3), "stage DualStream 'd': 3 is not a function"),
+        (lambda f: f.custom(3), "stage Custom: 3 is not a function"),
+        (lambda f: f.custom_named("c", None), "stage Custom 'c': None is not a function"),
+    ],
+)
+def test_settings_that_cannot_be_meant_name_their_stage(make: Any, error: str) -> None:
+    with pytest.raises(GraphError, match=error):
+        make(flow())
+
+
+@pytest.mark.parametrize(
+    ("f", "error"),
+    [
+        (lambda e, v: e.node_shape(None), "node_shape: None is not a value"),
+        (lambda e, v: e.synth_zeros("z", -1), "param 'z': -1 is not a length"),
+        (lambda e, v: e.synth_zeros("z", "4"), "param 'z': '4' is not a length"),
+    ],
+)
+def test_errors_inside_a_function_name_its_stage(f: Any, error: str) -> None:
+    with pytest.raises(GraphError, match=error) as caught:
+        flow().custom_named("mine", f).build()
+    assert "  in stage: mine" in caught.value.notes
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------
@@ -211,12 +261,63 @@ def test_a_function_may_use_other_stages_and_give_nothing(device: str) -> None:
     def tap(emit: Emit, value: FlowValue) -> None:
         twice = emit.stage(Times(2), value)
         assert twice is not None
-        side.push(emit.stage(Times(3), twice.id, "inner") or twice, "six")
+        six = emit.stage(Times(3), twice.id, "inner")
+        assert six is not None
+        side.push(six, "six")
 
     built = flow(Custom(tap), Times(-1)).with_extra_outputs(side).build()
     assert built.output_names == ["output", "six"] and len(side) == 0
     for found, wanted in zip(built.compile(device).run({"x": X}), (-X, 6 * X), strict=True):
         close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("f", "wanted"),
+    [
+        (lambda e, v: v * 2, X * 2),
+        (lambda e, v: 1 - v / 4 + v, 1 - X / 4 + X),
+        (lambda e, v: np.ones(6, np.float32) - v, 1 - X),
+        (lambda e, v: v.id * v + v * v.id, 2 * X * X),
+        (lambda e, v: e.tanh(v) * v, np.tanh(X) * X),
+        (lambda e, v: (abs(v) > 0.5).where(v, -v), np.where(abs(X) > 0.5, X, -X)),
+        (lambda e, v: v @ v.mT, X @ X.T),
+        (lambda e, v: v[:, 1:].sum(axis=-1), X[:, 1:].sum(-1)),
+        (lambda e, v: e.wrap(v.reshape(2, 9).maximum(v.reshape(2, 9) * 2), (2, 9)), np.maximum(X, 2 * X).reshape(2, 9)),
+        (lambda e, v: e.concatenate([v, v * 2], axis=0), np.concatenate([X, X * 2])),
+    ],
+)
+def test_what_flows_has_the_operators_and_ops_of_a_value(device: str, f: Any, wanted: Array) -> None:
+    close(run(flow().custom(f), device)[0], wanted)
+
+
+def test_what_operators_give_flows_too() -> None:
+    ctx = context()
+    x = ctx.wrap(ctx.input("x", (2, 3)))
+    for found in (x + 1, 1 - x, -x, x < 0, x[0], x.mT, x.exp(), x.astype("f16")):
+        assert isinstance(found, FlowValue) and found.shape == found.id.shape and found.id.graph is ctx.hir()
+    assert (str(x.dtype), x.rank, x == ctx.wrap(x), {x: 1}[x]) == ("f32", 2, True, 1)
+    with pytest.raises(AttributeError, match=r"no op 'tahn'.*'tanh'"):
+        x.tahn()
+    with pytest.raises(AttributeError):
+        x.shape = (3, 2)  # type: ignore[misc]
+    for wrong in (lambda: bool(x > 0), lambda: float(x), lambda: list(x)):
+        with pytest.raises(GraphError, match="value <value"):
+            wrong()
+
+
+def test_what_flows_belongs_to_one_build() -> None:
+    other = context()
+    stray = other.wrap(other.input("x", (3, 6)))
+    with pytest.raises(GraphError, match="is not a value of graph 'f'"):
+        flow().custom(lambda emit, v: stray).build()
+
+
+def test_a_named_function_is_found_by_its_name(device: str) -> None:
+    named = flow().custom_named("a", lambda e, v: v * 2).custom_named("b", lambda e, v: None).stage(Times(3))
+    for found, factor in zip(run(named.outputs("main", "a", "b"), device), (6, 2, 2), strict=True):
+        close(found, X * factor)
+    own = flow().custom_named("a", lambda e, v: e.set_named("a", v + 1)).outputs("main", "a")
+    close(run(own, device)[1], X + 1)  # the function's own word stays
 
 
 def test_what_a_function_gives_must_be_a_value() -> None:
@@ -412,6 +513,16 @@ def test_an_output_that_nobody_named_is_an_error() -> None:
     assert "'hidden'" in (caught.value.hint or "")
 
 
+@pytest.mark.parametrize("make", [lambda f: f.named_layer("first", Times(2)), lambda f: f.store_stream("first")])
+def test_the_main_output_is_not_called_like_another_value(make: Any) -> None:
+    assert make(flow()).outputs("first").build().output_names == ["first"]  # it is that value
+    longer = make(flow()).stage(Times(3))
+    for wrong in (longer.output("first"), longer.outputs("first")):
+        with pytest.raises(GraphError, match="flow 'f': the main output is called 'first', and so is another value"):
+            wrong.build()
+    assert longer.outputs("main", "first").build().output_names == ["main", "first"]
+
+
 # -- parts -----------------------------------------------------------------------------------------------------------
 def test_linear_in_both_layouts_with_a_bias(device: str) -> None:
     weights = {n: RNG.standard_normal(s).astype(np.float32) for n, s in {"w": (4, 6), "b": (4,), "v": (4, 5)}.items()}
@@ -574,7 +685,8 @@ def test_streams_start_a_flow_where_none_flows() -> None:
     ctx = context()
     ctx.state.streams["img"] = ctx.wrap(ctx.input("x", (2,)))
     assert LoadStream("img").emit(ctx, None) is ctx.state.streams["img"]
-    assert DualStream("d", "img", "img", lambda emit, a, b: (a, b)).emit(ctx, None) is None
+    ctx.state.streams["txt"] = ctx.state.streams["img"]
+    assert DualStream("d", "img", "txt", lambda emit, a, b: (a, b)).emit(ctx, None) is None
 
 
 # -- the context -----------------------------------------------------------------------------------------------------
@@ -596,6 +708,16 @@ def test_made_params_are_made_once_and_only_once() -> None:
         ctx.synth_param("t", [1.0, 2.0, 3.0, 5.0], (2, 2))
     with pytest.raises(ShapeError, match=r"param 'u': 3 numbers cannot have the shape \[2, 2\]"):
         ctx.synth_param("u", [1.0, 2.0, 3.0], (2, 2))
+
+
+def test_a_weight_and_a_made_param_of_one_name_are_refused() -> None:
+    ctx = context(w=np.ones(3, np.float32), v=np.ones(3, np.float32))
+    ctx.synth_param("w", [7.0, 8.0, 9.0])
+    with pytest.raises(GraphError, match="param: 'w' exists already in graph 'g'"):
+        ctx.load_param("w")
+    ctx.load_param("v")
+    with pytest.raises(GraphError, match="param: 'v' exists already in graph 'g'"):
+        ctx.synth_param("v", [7.0, 8.0, 9.0])
 
 
 def test_wrapping_checks_graph_and_shape() -> None:

@@ -11,7 +11,7 @@ from oracles import Array, expected
 
 import rlx
 from rlx import FusionPolicy, Graph, GraphModule
-from rlx.errors import DTypeError, GraphError, LowerError, ShapeError
+from rlx.errors import BindError, DTypeError, GraphError, KernelError, LowerError, ShapeError
 from rlx.hir.blocks import ACTIVATIONS, Activation
 from rlx.hir.lower import direct, lower, lowering
 from rlx.ir.registry import FUSED, HIR, OPS, Sample, get
@@ -307,3 +307,13 @@ def test_blocks_print_and_parse(name: str) -> None:
         g = graph_of(name, s, numbers(name, which))
         assert Graph.parse(g.text()) == g
         assert lower(Graph.parse(g.text())) == lower(g)
+
+
+@pytest.mark.parametrize("device", ["reference", "cpu"])
+@pytest.mark.parametrize("last", [(0, -1), (5, 0), (0, 5)])
+def test_a_place_outside_its_row_is_no_place_in_another(device: str, last: tuple[int, int]) -> None:
+    s, arrays = get("qwen35_mtp_head").samples[0], list(numbers("qwen35_mtp_head", 0))
+    assert arrays[0] is not None and arrays[0].shape[:2] == (2, 5)
+    arrays[2] = np.array(last, np.int32)
+    with pytest.raises((KernelError, BindError)):
+        run(graph_of("qwen35_mtp_head", s, arrays), arrays, device)

@@ -139,3 +139,11 @@ def test_long_runs_without_change_are_folded() -> None:
 def test_only_graphs_can_be_compared() -> None:
     with pytest.raises(GraphError, match="diff: takes two graphs, found str"):
         rlx.diff(layer(), "layer")  # type: ignore[arg-type]
+
+
+def test_modules_are_compared_as_their_graphs() -> None:
+    a, b = layer(), layer(9)
+    modules = rlx.GraphModule.from_mir(a), rlx.GraphModule.from_mir(b).plan()
+    assert diff(*modules).text() == diff(a, b).text()
+    with pytest.raises(GraphError, match="found GraphModule"):
+        diff(a, rlx.GraphModule.hir("h"))

@@ -721,3 +721,21 @@ def test_any_scan_equals_its_steps_unrolled(
     straight.set_params(params)
     for have, want in zip(run_everywhere(looped, inputs, params), straight.run(inputs), strict=True):
         np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-5)
+
+
+def test_numbers_of_steps_and_bodies_are_checked_when_a_loop_is_built() -> None:
+    g = rlx.Graph("g")
+    x = g.input("x", (2,))
+    body = body_of("body", {"c": (2,)}, lambda c: c + 1.0)
+    more = body_of("more", {"c": (2,)}, lambda c: c.sum() < 3.0)
+    wrong: list[Callable[[], Any]] = [
+        lambda: g.while_loop(x, more, body, max_steps=2.5),  # type: ignore[arg-type]
+        lambda: g.scan_checkpointed(x, body, 4.0, 2),  # type: ignore[arg-type]
+        lambda: g.scan_checkpointed(x, body, 4, "2"),  # type: ignore[arg-type]
+        lambda: g.scan_checkpointed(x, body, 4, True),
+        lambda: g.scan(x, None, 3),  # type: ignore[arg-type]
+        lambda: g.scan_backward(x, g.input("t", (3, 2)), x, [], None, 3, save_trajectory=False),  # type: ignore[arg-type]
+    ]
+    for make in wrong:
+        with pytest.raises(GraphError):
+            make()

@@ -10,6 +10,7 @@ from oracles import ORACLES
 
 import rlx
 from rlx.backends.cpu.library import kernels_compiled
+from rlx.errors import GraphError, ShapeError
 
 rng = np.random.default_rng(3)
 
@@ -76,3 +77,21 @@ def test_convolutions_are_those_of_torch(shape: Any, kernel: Any, settings: dict
     wanted = torch.nn.functional.conv2d(*(torch.from_numpy(a) for a in (x, w, b)), **settings).numpy()
     for f in (rlx.compile(g), rlx.compile(g, "reference")):
         np.testing.assert_allclose(f.run({"x": x, "w": w, "b": b})[0], wanted, atol=2e-5 * np.abs(wanted).max())
+
+
+def test_no_images_give_no_images_with_groups_too() -> None:
+    g = rlx.Graph("conv")
+    g.set_outputs([g.conv2d(g.input("x", ("n", 4, 5, 5)), g.input("w", (6, 2, 3, 3)), groups=2)])
+    inputs = {"x": np.zeros((0, 4, 5, 5), np.float32), "w": np.zeros((6, 2, 3, 3), np.float32)}
+    for device in ("reference", "cpu"):
+        assert rlx.compile(g, device).run(inputs)[0].shape == (0, 6, 3, 3)
+
+
+def test_settings_that_mean_nothing_are_refused() -> None:
+    g = rlx.Graph("conv")
+    x, w = g.input("x", (1, 2, 5, 5)), g.input("w", (3, 2, 3, 3))
+    for stride in (True, (1, False), 1.5, None, "2"):
+        with pytest.raises(GraphError, match="wanted one or two integers"):
+            g.conv2d(x, w, stride=stride)
+    with pytest.raises(ShapeError, match="have no elements"):
+        g.conv2d(x, g.input("none", (3, 2, 0, 3)))

@@ -255,3 +255,10 @@ def test_a_body_has_no_weights_of_its_own() -> None:
     assert "operand" in str(caught.value.hint)
     with pytest.raises(GraphError, match="has 0 operands, wanted at least 1"):
         g.custom_fn([], square(S))
+
+
+@pytest.mark.parametrize("i", ["a", 1.0, True, 2, -1])
+def test_outputs_have_numbers(i: Any) -> None:
+    g = rlx.Graph("g")
+    with pytest.raises(GraphError, match="does not exist"):
+        g.custom_fn_multi([g.input("x", (3,))], square((3,))).output(i)

@@ -485,3 +485,20 @@ def test_torch_reads_the_same_eight_bit_floats(scheme: str, theirs: str, where: 
     every = np.arange(256, dtype=np.uint8).reshape(1, 256)
     wanted = torch.tensor(every).view(getattr(torch, theirs)).float().numpy()
     np.testing.assert_array_equal(run(where, lambda x: x.dequantise(scheme=scheme), every), wanted)
+
+
+def test_unsigned_integers_have_no_scale_that_is_found() -> None:
+    g = rlx.Graph("u8")
+    with pytest.raises(GraphError, match="u8 needs a scale and a zp"):
+        g.quantise(g.input("x", (3,)), dtype="u8")
+
+
+@pytest.mark.parametrize("axis", [None, 1])
+def test_nothing_has_a_scale_on_both_devices(axis: int | None) -> None:
+    g = rlx.Graph("empty")
+    x = g.input("x", (0, 3))
+    g.set_outputs([g.quant_scale(x, axis=axis), g.fake_quantise(x, axis=axis)])
+    for device in ("reference", "cpu"):
+        scale, same = rlx.compile(g, device).run({"x": np.zeros((0, 3), np.float32)})
+        np.testing.assert_array_equal(scale, np.full(() if axis is None else (3,), 1e-12, np.float32))
+        assert same.shape == (0, 3)

@@ -7,6 +7,7 @@ import pytest
 from oracles import ORACLES
 
 import rlx
+from rlx.errors import ShapeError
 from rlx.ops.random import philox
 from rlx.target import supported
 
@@ -59,3 +60,11 @@ def test_uniform_numbers_fill_the_interval() -> None:
     assert abs(x.mean() - 1 / 2) < 4 / np.sqrt(12 * x.size)  # four standard deviations
     counts = np.histogram(x, 100, (0, 1))[0]
     assert ((counts - 1000) ** 2 / 1000).sum() < 160  # chi-square with 99 degrees of freedom: 1 in 10,000
+
+
+@pytest.mark.parametrize("op", ["random_bits", "random_uniform"])
+@pytest.mark.parametrize("shape", [(-1,), (1.5,), (True,)])
+def test_shapes_are_sizes(op: str, shape: tuple[object, ...]) -> None:
+    g = rlx.Graph("random")
+    with pytest.raises(ShapeError):
+        g.apply(op, g.input("key", (2,), "u32"), shape=shape)

@@ -232,6 +232,8 @@ BAD_CALLS = [
     bad("conv2d", "f32[1, 4, 8, 8]; f32[4, 2, 3, 3]", ShapeError, "groups", groups=3),
     bad("conv2d", "f32[1, 3, 8, 8]; f32[4, 3, 3, 3]", GraphError, "conv2d: stride is 0", stride=0),
     bad("conv2d", "f32[1, 3, 8, 8]; f64[4, 3, 3, 3]", DTypeError, "conv2d: takes floats of one type; f32, f64"),
+    bad("conv1d", "f32[1, 3, 8, 8]; f32[4, 3, 3]", ShapeError, "conv1d: x is [batch, channels, length]"),
+    bad("conv1d", "f32[1, 3, 8]; f32[4, 3, 3]", GraphError, "conv1d: stride is 1.5", stride=1.5),
     bad("pool2d", "f32[1, 3, 8, 8]", GraphError, "pool2d: kind 'least'", kind="least", kernel=2),
     bad("pool2d", "f32[1, 3, 8, 8]", ShapeError, "pool2d: padding (2, 2); (3, 3)", kind="max", kernel=3, padding=2),
     bad("selective_scan", "f32[1, 5, 4]; f32[1, 5, 3]; f32[4, 2]; f32[1, 5, 2]; f32[1, 5, 2]", ShapeError,

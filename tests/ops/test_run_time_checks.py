@@ -131,3 +131,24 @@ def test_sizes_assumed_equal_are_checked(place: str) -> None:
     np.testing.assert_array_equal(run.run({"x": ones(5, 3), "y": ones(5, 3)})[0], 2 * ones(5, 3))
     with pytest.raises(BindError, match=r"2.*4"):
         run.run({"x": ones(2, 3), "y": ones(4, 3)})
+
+
+WINDOWS: dict[str, Callable[[Any, Any], Any]] = {
+    "conv2d": lambda g, x: g.conv2d(x, g.input("w", (2, 2, 3, 3))),
+    "padded": lambda g, x: g.conv2d(x, g.input("w", (2, 2, 3, 3)), padding=(0, 1), dilation=(1, 2)),
+    "patches": lambda g, x: g.conv2d(x, g.input("w", (2, 2, 3, 3)), stride=3),
+    "pool2d": lambda g, x: g.pool2d(x, kind="max", kernel=3),
+}
+
+
+@EVERY_PLACE
+@pytest.mark.parametrize("build", WINDOWS.values(), ids=WINDOWS)
+def test_windows_must_fit(place: str, build: Any) -> None:
+    graph = rlx.Graph("windows")
+    graph.set_outputs(build(graph, graph.input("x", (1, 2, "n", 9))))
+    run = compiled(place, graph)
+    weight = {"w": ones(2, 2, 3, 3)} if graph.has("w") else {}
+    assert run.run({"x": ones(1, 2, 3, 9), **weight})[0].shape[2] == 1
+    for n in (2, 1, 0):
+        with pytest.raises(BindError, match=rf"3.*{n}"):
+            run.run({"x": ones(1, 2, n, 9), **weight})

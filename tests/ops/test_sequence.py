@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import rlx
+from rlx.errors import ShapeError
 
 rng = np.random.default_rng(5)
 
@@ -93,3 +94,13 @@ def test_a_mamba_mixer_is_that_of_transformers() -> None:
     for f in (rlx.compile(g), rlx.compile(g, "reference")):
         f.set_params(w)
         assert np.abs(f.run({"x": x})[0] - wanted).max() < 1e-4 * np.abs(wanted).max()
+
+
+def test_a_state_has_elements() -> None:
+    g = rlx.Graph("empty")
+    x, a, b = g.input("x", (1, 2, 3)), g.input("a", (3, 0)), g.input("b", (1, 2, 0))
+    with pytest.raises(ShapeError, match="state_size is 0"):
+        g.selective_scan(x, x, a, b, b, state_size=0)
+    q, gate = g.input("q", (1, 2, 3, 0)), g.input("g", (1, 2, 3))
+    with pytest.raises(ShapeError, match="state_size is 0"):
+        g.gated_delta_net(q, q, q, gate, gate, state_size=0)

@@ -250,3 +250,9 @@ def test_a_decomposition_that_is_not_the_op() -> None:
         g.set_outputs([g.input("x", (2, 3)).wrong()])
         rlx.compile(g)
     assert any("in the decomposition of op wrong" in note for note in caught.value.notes)
+
+
+def test_an_op_written_with_itself_is_refused_by_the_reference_too() -> None:
+    rlx.op("endless", decompose=lambda x: x.endless())(same)
+    with pytest.raises(LowerError, match="op endless: is written with itself"):
+        of_one(lambda x: x.endless(), "reference", np.ones((2, 2), np.float32))

@@ -471,3 +471,12 @@ def test_a_program_that_names_another_class_is_refused(copy: Path) -> None:
     change(copy, program=b'["echo", ["os.system", 0]]')
     with pytest.raises(FormatError, match=r"program: is no table of records: KeyError: 'os\.system'"):
         load(copy)
+
+
+def test_paths_that_cannot_be_written_are_refused_before_the_work(tmp_path: Path) -> None:
+    f = compiled()
+    for write in (f.export, f.page):
+        with pytest.raises(FormatError, match="there is no folder"):
+            write(tmp_path / "missing" / "file")
+        with pytest.raises(FormatError, match="is a folder"):
+            write(tmp_path)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 
@@ -19,10 +19,12 @@ from rlx.engine.model import Model, whole
 from rlx.engine.sampler import Sampler, Sampling, shown
 from rlx.errors import CapabilityError, RequestError, ResourceError
 from rlx.flow.flow import ModelFlow
-from rlx.formats.chat import ChatTemplate
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.resources import require
 from rlx.types import sym
+
+if TYPE_CHECKING:
+    from rlx.formats.chat import ChatTemplate
 
 Array = np.ndarray[Any, Any]
 Messages = Sequence[Mapping[str, Any]]
@@ -125,6 +127,8 @@ class LanguageModel(Model):
     @functools.cached_property
     def template(self) -> ChatTemplate | None:
         """The chat template, where the model has one."""
+        from rlx.formats.chat import ChatTemplate  # jinja2 takes its time, and raw text needs none
+
         source = self.tokenizer.chat_template
         if source is None:
             return None

@@ -44,10 +44,13 @@ class FlowCtx:
 
     def node_shape(self, id: Value | FlowValue) -> Shape:
         """The shape of a value."""
+        if not isinstance(id, (Value, FlowValue)):
+            raise GraphError(f"node_shape: {id!r} is not a value")
         return id.shape
 
-    def wrap(self, id: Value, shape: ShapeLike | None = None) -> FlowValue:
+    def wrap(self, id: Value | FlowValue, shape: ShapeLike | None = None) -> FlowValue:
         """A value ready to flow on; `shape`, if given, is what it must have."""
+        id = id.id if isinstance(id, FlowValue) else id
         if not isinstance(id, Value) or id.graph is not self.hir():
             raise GraphError(f"wrap: {id!r} is not a value of graph {self.hir().name!r}")
         if shape is not None and id.shape != as_shape(shape):
@@ -69,6 +72,9 @@ class FlowCtx:
         `transpose` turns `[out, in]` into `[in, out]`, as a view. `shape`, if given, is what the value must have (after
         transposing).
         """
+        if key in self.params:  # other numbers than the file's
+            hint = "names of inputs and params are unique; give what a stage makes a name of its own"
+            raise GraphError(f"param: {key!r} exists already in graph {self.hir().name!r}, made by a stage", hint=hint)
         value = self.state.loaded_params.get(key)
         if value is None:
             if not self.weights.has(key):
@@ -119,6 +125,8 @@ class FlowCtx:
 
     def synth_zeros(self, name: str, len: int) -> Value:
         """A vector of zeros as a param."""
+        if not hasattr(len, "__index__") or len < 0:
+            raise ShapeError(f"param {name!r}: {len!r} is not a length")
         return self.synth_param(name, np.zeros(len, np.float32))
 
     # -- inputs and names --

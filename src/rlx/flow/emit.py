@@ -33,7 +33,7 @@ class Emit(FlowCtx):
 
     def set_stream(self, name: str, value: FlowValue | Value) -> None:
         """Put a value into a stream."""
-        self.state.streams[name] = self.wrap(value.id if isinstance(value, FlowValue) else value)
+        self.state.streams[name] = self.wrap(value)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         known = name in registry.OPS and registry.LEAF not in registry.OPS[name].traits
@@ -55,9 +55,9 @@ def _plain(operand: Any) -> Any:
 
 def flowing(emit: Emit, given: Any, where: str) -> FlowValue | None:
     """What an author's function gave, as what flows on."""
-    if given is None or isinstance(given, FlowValue):
-        return given
-    if isinstance(given, Value):
+    if given is None:
+        return None
+    if isinstance(given, (Value, FlowValue)):
         return emit.wrap(given)
     raise GraphError(
         f"{where}: its function gave a {type(given).__name__}, expected a value", hint="return emit.wrap(x)"

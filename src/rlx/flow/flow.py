@@ -141,7 +141,11 @@ class ModelFlow(StageList):
         return replace(self, output_name=name)
 
     def outputs(self, *names: str) -> Self:
-        """What the main output is called, and further outputs: values that stages have named, and streams."""
+        """What the main output is called, and further outputs: values that stages have named, and streams.
+
+        The first name is that of the main output, the last value, whatever it is; a name that a stage gave to another
+        value cannot be it.
+        """
         if not names:
             raise GraphError(f"flow {self.name!r}: an output needs a name")
         return replace(self, output_name=names[0], extra_names=tuple(names[1:]))
@@ -209,14 +213,26 @@ class ModelFlow(StageList):
         value: FlowValue | None = ctx.flow_input(self.inputs[0][0])
         for stage in self.stages:
             value = emit_stage(ctx, stage, value)
-        outputs = [(self.output_name, ctx.need(value, self.name)), *self._extra(ctx)]
+        if ctx.state.residuals:
+            saved = ctx.state.residuals[-1].id
+            path = ctx.state.residual_stages.get(saved)
+            where = f" in stage {path!r}" if path else ""
+            hint = "each residual_save needs a residual_add"
+            raise GraphError(f"flow {self.name!r}: residual {saved!r} was saved{where} and never added", hint=hint)
+        main = ctx.need(value, self.name)
+        outputs = [(self.output_name, main), *self._extra(ctx, main)]
         _distinct([name for name, _ in outputs])
         found = dict(outputs) | _captured(graph, capture, self.output_name)
         graph.set_outputs(list(found.values()))
         return BuiltModel(graph, Params(graph, ctx.params, source), list(found), self.cache, self.compile_profile)
 
-    def _extra(self, ctx: FlowCtx) -> Iterator[tuple[str, Value]]:
+    def _extra(self, ctx: FlowCtx, main: Value) -> Iterator[tuple[str, Value]]:
         known = {name: value.id for name, value in ctx.state.streams.items()} | ctx.state.named
+        if known.get(self.output_name, main) is not main:
+            raise GraphError(
+                f"flow {self.name!r}: the main output is called {self.output_name!r}, and so is another value",
+                hint=f'the first name of outputs is that of the main one: outputs("main", "{self.output_name}")',
+            )
         for name in self.extra_names:
             if name not in known:
                 raise GraphError(f"flow {self.name!r}: no value is called {name!r}", hint=nearest(name, known))

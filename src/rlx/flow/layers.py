@@ -43,7 +43,7 @@ class StageList(ABC):
         return self.stage(Custom(f))
 
     def custom_named(self, name: str, f: Author) -> Self:
-        """The same, under a name in paths."""
+        """The same, under a name in paths, by which its result is found later."""
         return self.stage(Custom(f, name))
 
     def plugin(self, plugin: str | FlowStage, **settings: Any) -> Self:

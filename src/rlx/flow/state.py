@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlx.errors import GraphError, nearest
 from rlx.ir.graph import Value
@@ -11,9 +13,23 @@ from rlx.types import Size
 Shape = tuple[Size, ...]
 
 
+def _by_value(name: str) -> Callable[..., Any]:
+    """A method of `FlowValue` that does what its graph value does."""
+
+    def method(self: FlowValue, *operands: Any) -> Any:
+        return _flowing(getattr(self.id, name)(*operands))
+
+    method.__name__ = name
+    return method
+
+
 @dataclass(frozen=True, slots=True)
 class FlowValue:
-    """The value that flows from stage to stage, with its shape."""
+    """The value that flows from stage to stage, with its shape.
+
+    It has the operators and ops of its graph value, `id`, and what they give flows too: `value * 2`,
+    `value.softmax(axis=-1)`.
+    """
 
     id: Value
     shape: Shape
@@ -21,6 +37,41 @@ class FlowValue:
     @classmethod
     def of(cls, value: Value) -> FlowValue:
         return cls(value, value.shape)
+
+    def __rlx_value__(self) -> Value:
+        """What a graph takes for it where it is an operand."""
+        return self.id
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in FlowValue.__slots__:
+            raise AttributeError(name)
+        found = getattr(self.id, name)
+        if not callable(found):
+            return _flowing(found)
+        return lambda *operands, **attrs: _flowing(found(*operands, **attrs))
+
+    __array_ufunc__ = None  # NumPy hands `array + value` to us instead of looping over elements
+    __add__, __radd__ = _by_value("__add__"), _by_value("__radd__")
+    __sub__, __rsub__ = _by_value("__sub__"), _by_value("__rsub__")
+    __mul__, __rmul__ = _by_value("__mul__"), _by_value("__rmul__")
+    __truediv__, __rtruediv__ = _by_value("__truediv__"), _by_value("__rtruediv__")
+    __floordiv__, __rfloordiv__ = _by_value("__floordiv__"), _by_value("__rfloordiv__")
+    __mod__, __rmod__ = _by_value("__mod__"), _by_value("__rmod__")
+    __pow__, __rpow__ = _by_value("__pow__"), _by_value("__rpow__")
+    __matmul__, __rmatmul__ = _by_value("__matmul__"), _by_value("__rmatmul__")
+    __lt__, __le__, __gt__, __ge__ = (_by_value(f"__{name}__") for name in ("lt", "le", "gt", "ge"))
+    __neg__, __abs__, __invert__ = _by_value("__neg__"), _by_value("__abs__"), _by_value("__invert__")
+    __getitem__ = _by_value("__getitem__")
+    # it has no number while the graph is built, and says so
+    __bool__, __int__, __float__ = _by_value("__bool__"), _by_value("__int__"), _by_value("__float__")
+    __iter__ = _by_value("__iter__")
+
+
+def _flowing(found: Any) -> Any:
+    """What an op gave, as what flows: also each of several results."""
+    if isinstance(found, (list, tuple)):
+        return type(found)(map(_flowing, found)) if type(found) in (list, tuple) else found
+    return FlowValue.of(found) if isinstance(found, Value) else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +117,7 @@ class FlowState:
     cache: CacheBindings | None = None
     decode: DecodeBindings | None = None
     residuals: list[FlowValue] = field(default_factory=list)  # saved and not yet added, the last one on top
+    residual_stages: dict[Value, str] = field(default_factory=dict)  # where each was saved, for errors
     streams: dict[str, FlowValue] = field(default_factory=dict)
     inputs: dict[str, tuple[Value, Shape]] = field(default_factory=dict)  # of the graph; the first one starts the flow
     named: dict[str, Value] = field(default_factory=dict)

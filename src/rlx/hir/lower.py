@@ -186,8 +186,11 @@ def picked(x: Value, last: Value) -> Value:
     graph = x.graph
     batch, seq, hidden = x.shape
     ones = graph.one("expand", graph.constant(1, "i32"), shape=(batch, seq))
-    starts = graph.one("cumsum", graph.one("sum", ones, axis=1), axis=0, exclusive=True)  # b · seq
-    return graph.one("gather", x.reshape(batch * seq, hidden), starts + last)
+    lengths = graph.one("sum", ones, axis=1)
+    starts = graph.one("cumsum", lengths, axis=0, exclusive=True)  # b · seq
+    inside = graph.one("logical_and", graph.one("greater_equal", last, 0), graph.one("less", last, lengths))
+    rows = graph.one("where", inside, starts + last, -1)  # what lies outside would be a row of another sequence
+    return graph.one("gather", x.reshape(batch * seq, hidden), rows)
 
 
 # -- whole graphs -----------------------------------------------------------------------------------------------------

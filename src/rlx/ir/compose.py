@@ -52,6 +52,9 @@ def reference_by_parts(name: str, decompose: Callable[..., Any]) -> Callable[...
         body, results = _built(name, decompose, types, attrs)
         body.set_outputs(results)
         leaves = {f"x{i}": a for i, a in enumerate(arrays) if a is not None}
-        return tuple(evaluate.run(body, leaves, binding))
+        try:
+            return tuple(evaluate.run(body, leaves, binding))
+        except RecursionError:
+            raise LowerError(f"op {name}: is written with itself") from None
 
     return reference

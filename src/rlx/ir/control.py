@@ -78,6 +78,9 @@ class ControlBuilders:
 
     def scan_checkpointed(self, init: Any, body: Graph, length: int, num_checkpoints: int) -> Value:
         """What `scan` gives. Its gradient keeps the carries of `num_checkpoints` steps and computes others again."""
+        for name, value in (("length", length), ("num_checkpoints", num_checkpoints)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise GraphError(f"scan_checkpointed: {name} is {value!r}, wanted a number of steps")
         if not 1 <= num_checkpoints <= length:
             hint = f"choose from 1 to {length}; scan keeps all"
             raise GraphError(f"scan_checkpointed: {num_checkpoints} checkpoints for {length} steps", hint=hint)
@@ -186,8 +189,16 @@ class ControlBuilders:
 
 
 # -- bodies -----------------------------------------------------------------------------------------------------------
+def _need_graph(where: str, what: str, body: Any) -> None:
+    from rlx.ir.graph import Graph
+
+    if not isinstance(body, Graph):
+        raise GraphError(f"{where}: {what} is a {type(body).__name__}, not a Graph")
+
+
 def _one_carry(body: Graph) -> Graph:
     """A body of the seed forms, which gives the next carry and nothing else."""
+    _need_graph("scan", "its body", body)
     if len(body.outputs) != 1:
         hint = "scan_general takes several carries and ys"
         raise GraphError(f"scan: graph {body.name!r} gives {len(body.outputs)} values, wanted one carry", hint=hint)
@@ -228,6 +239,7 @@ class _Sweep:
         return 1 + xs_idx
 
     def check(self) -> None:
+        _need_graph(self.where, "body_vjp", self.body_vjp)
         names = [n.attrs["name"] for n in self.body_vjp.inputs]
         if "d_output" not in names:
             hint = nearest("d_output", names)

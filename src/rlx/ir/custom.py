@@ -38,8 +38,8 @@ class MultiOutputHandle:
 
     def output(self, i: int) -> Value:
         """Output number i."""
-        if not 0 <= i < self.n_outputs:
-            raise GraphError(f"custom_fn_multi: output {i} does not exist, there are {self.n_outputs}")
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.n_outputs:
+            raise GraphError(f"custom_fn_multi: output {i!r} does not exist, there are {self.n_outputs}")
         return self.source.results[i]
 
     def __iter__(self) -> Iterator[Value]:

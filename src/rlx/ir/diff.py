@@ -12,6 +12,7 @@ import difflib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rlx.errors import GraphError
 from rlx.ir.graph import Graph, Node, Value, attr_key
@@ -110,11 +111,9 @@ def _folded(count: int) -> Iterator[tuple[str, str]]:
         yield SAME, f"... {count} node{'s' if count > 1 else ''} as before"
 
 
-def diff(before: Graph, after: Graph) -> GraphDiff:
-    """What changed from one graph to another."""
-    for graph in (before, after):
-        if not isinstance(graph, Graph):
-            raise GraphError(f"diff: takes two graphs, found {type(graph).__name__}")
+def diff(before: Any, after: Any) -> GraphDiff:
+    """What changed from one graph, or module at MIR or LIR, to another."""
+    before, after = _graph(before), _graph(after)
     partner = _matched(before, after)
     old = {node: f"%{node.id}" for node in before.nodes}
     fresh = (f"%{i}" for i in range(len(before), len(before) + len(after)))
@@ -124,6 +123,14 @@ def diff(before: Graph, after: Graph) -> GraphDiff:
     ends = [_end(before, old)], [_end(after, new)]
     head = _marked(*heads) if heads[0] != heads[1] else []
     return GraphDiff(before, after, entries, tuple([*head, *_marked(*ends)]))
+
+
+def _graph(given: Any) -> Graph:
+    found = given if isinstance(given, Graph) or not hasattr(given, "as_graph") else given.as_graph()
+    if not isinstance(found, Graph):
+        hint = "lower a module at HIR first" if found is None and given is not None else None
+        raise GraphError(f"diff: takes two graphs, found {type(given).__name__}", hint=hint)
+    return found
 
 
 # -- matching ---------------------------------------------------------------------------------------------------------

@@ -413,6 +413,7 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
             for key, operand in zip(schema.operands[:least], operands, strict=False):
                 if operand is None:
                     raise GraphError(f"{name}: operand {key!r} is missing")
+        operands = [_held(operand) for operand in operands]
         promoted = _scalar_type(operands) if registry.ELEMENTWISE in definition.traits else None
         return [v if v is None else self._value(name, v, promoted) for v in operands]
 
@@ -594,6 +595,11 @@ def _numbers(data: Any, like: DTypeLike | None) -> np.ndarray[Any, Any]:
                 raise DTypeError(f"constant: {number} does not fit {wanted}", hint='give a wider type: dtype="i64"')
     with np.errstate(over="ignore"):  # as in any float arithmetic, what is too large is inf
         return array.astype(wanted.numpy, copy=False)
+
+
+def _held(operand: Any) -> Any:
+    """The operand; where it only holds a value, such as the one that flows through a model, that value."""
+    return operand.__rlx_value__() if hasattr(type(operand), "__rlx_value__") else operand
 
 
 def _weak(number: Any) -> WeakScalar:

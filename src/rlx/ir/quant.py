@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rlx.dtypes import U8
+from rlx.dtypes import U8, dtype
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.quant import QuantScheme
 from rlx.types import Size, TensorType
@@ -27,6 +27,10 @@ class QuantBuilders:
             return self.one("quantise", x, scale, zp, **attrs)
         if zp is not None:
             raise GraphError("quantise: has a zp, but no scale", hint="quantise(x, scale, zp)")
+        if attrs.get("dtype") is not None and dtype(attrs["dtype"]) is U8:
+            raise GraphError(
+                "quantise: u8 needs a scale and a zp, only those of i8 are found", hint="quantise(x, scale, zp)"
+            )
         found = self.one("quant_scale", x, **{k: v for k, v in attrs.items() if k in ("axis", "scheme")})
         return self.one("quantise", x, found, **attrs), found
 

@@ -8,8 +8,9 @@ from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
 from rlx.lir.loops import Apply, Choose, Const, Expr, For, Index, Let, Load, Reduce, Ref, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_form, widened
+from rlx.lir.shape import require_at_most
 from rlx.lir.views import View
-from rlx.ops.conv import Pair, pair
+from rlx.ops.conv import Pair, pair, span
 from rlx.types import product
 
 
@@ -37,12 +38,17 @@ def _inside(at: Expr, size: Expr) -> Expr:
 class _Windows:
     """Loops over the output, and loads of x relative to a window."""
 
-    def __init__(self, name: str, x: View, out: View, stride: Pair, padding: Pair, dilation: Pair) -> None:
+    def __init__(
+        self, s: Scheduler, name: str, x: View, out: View, kernel: Sequence[int], stride: Pair, padding: Pair,
+        dilation: Pair,
+    ) -> None:  # fmt: skip
         self.builder = LoopBuilder(name)
         self.x, self.out = x, out
         self.builder.param(x)
         self.settings = list(zip(stride, padding, dilation, strict=True))
         self.padded = [p > 0 for p in padding]
+        for size, k, side, spread in zip(x.shape[2:], kernel, padding, dilation, strict=True):
+            require_at_most(s, span(k, spread), size + 2 * side)
         self.lets = decode_unit(self.builder, out.shape[:3], ["b", "c", "y"])
 
     def load(self, channel: Expr, row: Expr, column: Expr, fill: float) -> Expr:
@@ -85,12 +91,12 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     out = s.result(node)
     least = {"stride": 1, "padding": 0, "dilation": 1}
     stride, padding, dilation = (pair("conv2d", name, node.attrs[name], low) for name, low in least.items())
-    loops = _Windows("conv2d", x, out, stride, padding, dilation)
-    builder = loops.builder
-    taps = builder.param(s.contiguous(weight), name="weight")
     operand = node.operands[1]
     assert operand is not None
     channels, inside, *kernel = (int(d) for d in operand.shape)
+    loops = _Windows(s, "conv2d", x, out, kernel, stride, padding, dilation)
+    builder = loops.builder
+    taps = builder.param(s.contiguous(weight), name="weight")
     group = channels // node.attrs["groups"]
     first: Expr = Const(0, I64)
     if node.attrs["groups"] > 1:
@@ -120,7 +126,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     stride = kernel if node.attrs["stride"] is None else pair("pool2d", "stride", node.attrs["stride"], 1)
     padding = pair("pool2d", "padding", node.attrs["padding"], 0)
     largest = node.attrs["kind"] == "max"
-    loops = _Windows(f"pool2d_{node.attrs['kind']}", x, out, stride, padding, (1, 1))
+    loops = _Windows(s, f"pool2d_{node.attrs['kind']}", x, out, kernel, stride, padding, (1, 1))
     fill = float("-inf") if largest else 0.0
     sizes = [("r", kernel[0]), ("q", kernel[1])]
     value = _over("max" if largest else "sum", sizes, lambda r, q: loops.load(Ref("c", I64), r, q, fill))

@@ -40,4 +40,5 @@ def _is_patches(node: Node) -> bool:
     kernel = weight.shape[2:]
     settings = {name: pair("conv2d", name, node.attrs[name], 0) for name in ("stride", "padding", "dilation")}
     plain = settings["padding"] == (0, 0) and settings["dilation"] == (1, 1) and node.attrs["groups"] == 1
-    return plain and settings["stride"] == kernel
+    fits = all(isinstance(size, int) for size in node.types[0].shape[2:])  # else run time has to find out
+    return plain and fits and settings["stride"] == kernel

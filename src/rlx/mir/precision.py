@@ -1,8 +1,9 @@
 """Precision: f32 values become f16 or bf16 between ops. MIR in, MIR out, inputs, params and outputs as they were.
 
 Narrow floats are storage: kernels widen what they load, compute in f32 and round what they store, so that ops fused
-into one kernel hand f32 on. Left alone are integers and whatever floats integers are made of (token ids that arrive as
-floats stay whole), f64, scalar constants, caches that the caller owns, and packed weights; ops of users get f32.
+into one kernel hand f32 on. Left alone are integers and whatever floats integers and decisions are made of (token ids
+that arrive as floats stay whole, what is compared is compared as it was) and floats that are made of integers, random
+numbers and scales; f64, scalar constants, caches that the caller owns, and packed weights. Ops of users get f32.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def set_precision(graph: Graph, *, compute: DType, mixed: bool = False) -> Graph
 class _Precision:
     def __init__(self, graph: Graph, compute: DType, mixed: bool) -> None:
         self.graph, self.compute, self.mixed = graph, compute, mixed
-        self.exact = _integers_come_from(graph)
+        self.exact = _integers_come_from(graph) | _made_of_integers(graph)
         self.rewriter = Rewriter(graph, "set_precision")
         self.copies: dict[tuple[Value, DType], Value] = {}
 
@@ -76,9 +77,9 @@ class _Precision:
 
 
 def _integers_come_from(graph: Graph) -> set[Value]:
-    """Floats that casts make integers of, back through ops that only move numbers or work on each alone.
+    """Floats that become integers, indices or truth values, back through ops that move or work on each number alone.
 
-    Of a loop that makes integers of floats inside, everything is left as it is: a carry may count.
+    Of a loop that makes those of floats inside, everything is left as it is: a carry may count, or end the loop.
     """
     found: set[Value] = set()
     stack: list[Value | None] = []
@@ -98,9 +99,24 @@ def _integers_come_from(graph: Graph) -> set[Value]:
 
 
 def _makes_integers(node: Node) -> bool:
-    if node.op == "cast":
-        return node.types[0].dtype.is_integer
-    return any(_makes_integers(inner) for body in _bodies(node) for inner in body.nodes)
+    """Whether it decides something by floats: casts, comparisons, indices; quantising only rounds."""
+    if bodies := _bodies(node):
+        return any(_makes_integers(inner) for body in bodies for inner in body.nodes)
+    takes_floats = any(o is not None and o.dtype.is_float for o in node.operands)
+    return takes_floats and node.definition.group != "quant" and any(not t.dtype.is_float for t in node.types)
+
+
+def _made_of_integers(graph: Graph) -> set[Value]:
+    """Floats made of integers, random numbers and scales, and what is made of nothing but those and constants."""
+    found: set[Value] = set()
+    for node in graph.nodes:
+        given = [o for o in node.operands if o is not None]
+        alone = all(o in found or _stays_wide(o) for o in given if o.dtype.is_float)
+        follows = alone and any(o in found or o.dtype.is_integer for o in given)
+        is_source = node.definition.group == "random" or node.op == "quant_scale"
+        if is_source or (follows and node.definition.traits & {ELEMENTWISE, VIEW}):
+            found.update(node.results)
+    return found
 
 
 def _bodies(node: Node) -> list[Graph]:

@@ -165,7 +165,7 @@ def while_loop(
     n = _counted("while_loop", "carries", carries, len(operands))
     if n == 0:
         raise GraphError("while_loop: needs a carry, nothing else could change")
-    if max_steps is not None and (isinstance(max_steps, bool) or max_steps < 0):
+    if max_steps is not None and (isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 0):
         raise GraphError(f"while_loop: max_steps is {max_steps!r}")
     _check_plain("while_loop", _labelled("carry", operands[:n]))
     labels = _labelled("carry", operands[:n]) + _labelled("broadcast", operands[n:])

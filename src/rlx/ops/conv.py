@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from rlx.errors import DTypeError, GraphError, ShapeError
-from rlx.ir.registry import f32, op, sample
+from rlx.errors import BindError, DTypeError, GraphError, ShapeError
+from rlx.ir.graph import Value
+from rlx.ir.registry import COMPOSED, f32, op, sample
 from rlx.types import Size, TensorType, require_equal
 
 Pair = tuple[int, int]
@@ -16,17 +17,22 @@ KINDS = ("max", "mean")
 
 def pair(where: str, name: str, value: int | Pair, least: int) -> Pair:
     """One number for both axes, or one for each."""
-    both = (value, value) if isinstance(value, int) else tuple(value)
-    if len(both) != 2 or any(not isinstance(v, int) or v < least for v in both):
+    both = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    if len(both) != 2 or any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in both):
         raise GraphError(f"{where}: {name} is {value!r}, wanted one or two integers from {least}")
     return both
 
 
+def span(kernel: int, dilation: int) -> int:
+    """How much of an axis a kernel covers."""
+    return dilation * (kernel - 1) + 1
+
+
 def output_size(where: str, size: Size, kernel: int, stride: int, padding: int, dilation: int = 1) -> Size:
     """How often a kernel fits into an axis."""
-    room = size + (2 * padding - dilation * (kernel - 1) - 1)
+    room = size + (2 * padding - span(kernel, dilation))
     if isinstance(room, int) and room < 0:
-        raise ShapeError(f"{where}: a kernel of {dilation * (kernel - 1) + 1} does not fit {size} + 2 · {padding}")
+        raise ShapeError(f"{where}: a kernel of {span(kernel, dilation)} does not fit {size} + 2 · {padding}")
     return room // stride + 1
 
 
@@ -34,7 +40,10 @@ def windows(x: Any, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, f
     """[batch, channels, out_y, out_x, kernel_y, kernel_x]: what each output looks at."""
     sides = [(0, 0), (0, 0), *((p, p) for p in padding)]
     padded = np.pad(x, sides, constant_values=fill)
-    spans = tuple(d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True))
+    spans = tuple(span(k, d) for k, d in zip(kernel, dilation, strict=True))
+    for wanted, size, side in zip(spans, x.shape[2:], padding, strict=True):
+        if wanted > size + 2 * side:  # sizes that only run time knows
+            raise BindError(f"conv: a kernel of {wanted} does not fit {size} + 2 · {side}")
     found = np.lib.stride_tricks.sliding_window_view(padded, spans, axis=(2, 3))
     return found[:, :, :: stride[0], :: stride[1], :: dilation[0], :: dilation[1]]
 
@@ -43,8 +52,8 @@ def _conv2d(x: Any, weight: Any, bias: Any = None, *, stride: Any, padding: Any,
     step, sides, spread = ((v, v) if isinstance(v, int) else v for v in (stride, padding, dilation))
     seen = windows(x, weight.shape[2:], step, sides, spread, fill=0.0)
     batch, _, height, width = seen.shape[:4]
-    split = seen.reshape(batch, groups, -1, *seen.shape[2:])
-    kernels = weight.reshape(groups, -1, *weight.shape[1:])
+    split = seen.reshape(batch, groups, x.shape[1] // groups, *seen.shape[2:])
+    kernels = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
     y = np.einsum("bgiyxrs,goirs->bgoyx", split, kernels).reshape(batch, weight.shape[0], height, width)
     return y if bias is None else y + bias[:, None, None]
 
@@ -76,6 +85,8 @@ def conv2d(
     fixed = [k for k in (out, inside, *kernel) if isinstance(k, int)]
     if len(fixed) < 4 or groups < 1 or fixed[0] % groups:
         raise ShapeError(f"conv2d: weight {weight} cannot be split into {groups} groups of fixed sizes")
+    if 0 in kernel:
+        raise ShapeError(f"conv2d: the kernels of weight {weight} have no elements")
     require_equal(x.shape[1], inside * groups, f"conv2d: x {x} has {x.shape[1]} channels, wanted {inside} · {groups}")
     if bias is not None and bias.shape != (out,):
         raise ShapeError(f"conv2d: bias is {bias}, wanted [{out}]")
@@ -122,3 +133,43 @@ def pool2d(
         raise ShapeError(f"pool2d: padding {sides} is more than half the kernel {size}")
     settings = zip(x.shape[2:], size, step, sides, strict=True)
     return x.with_shape(*x.shape[:2], *(output_size("pool2d", *axis) for axis in settings))
+
+
+def _conv1d(x: Any, weight: Any, bias: Any = None, *, stride: int, padding: int, dilation: int, groups: int) -> Any:
+    settings = {"stride": (1, stride), "padding": (0, padding), "dilation": (1, dilation), "groups": groups}
+    return _conv2d(x[:, :, None], weight[:, :, None], bias, **settings)[:, :, 0]
+
+
+def _conv1d_apart(
+    x: Value, weight: Value, bias: Value | None, *, stride: int, padding: int, dilation: int, groups: int
+) -> Value:
+    """A convolution over images of one row."""
+    row, taps = (v.reshape(v.shape[0], v.shape[1], 1, v.shape[2]) for v in (x, weight))
+    settings = {"stride": (1, stride), "padding": (0, padding), "dilation": (1, dilation), "groups": groups}
+    y = x.graph.one("conv2d", row, taps, bias, **settings)
+    return y.reshape(y.shape[0], y.shape[1], y.shape[3])
+
+
+@op(
+    "conv1d", reference=_conv1d, decompose=_conv1d_apart, traits=[COMPOSED], tolerance=1e-5,
+    samples=[
+        sample(f32(2, 3, 20), f32(4, 3, 5), f32(4), padding=2), sample(f32(1, 4, 33), f32(6, 2, 3), groups=2, stride=2),
+        sample(f32(1, 2, 17), f32(3, 2, 3), dilation=2),
+    ],
+)  # fmt: skip
+def conv1d(
+    x: TensorType, weight: TensorType, bias: TensorType | None = None, *, stride: int = 1, padding: int = 0,
+    dilation: int = 1, groups: int = 1,
+) -> TensorType:  # fmt: skip
+    """Cross-correlation of x [batch, channels, length] with weight [out, channels / groups, kernel]."""
+    if x.rank != 3 or weight.rank != 3:
+        raise ShapeError(f"conv1d: x is [batch, channels, length], weight [out, in, kernel], found {x}, {weight}")
+    rows = [t.with_shape(*t.shape[:2], 1, t.shape[2]) for t in (x, weight)]
+    for name, value, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
+        if not isinstance(value, int):
+            raise GraphError(f"conv1d: {name} is {value!r}, wanted an integer from {least}")
+    y = conv2d.rule(
+        rows[0], rows[1], bias, stride=(1, stride), padding=(0, padding), dilation=(1, dilation), groups=groups
+    )
+    assert isinstance(y, TensorType)
+    return y.with_shape(y.shape[0], y.shape[1], y.shape[3])

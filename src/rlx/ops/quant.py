@@ -291,6 +291,9 @@ def _quant_scale_apart(x: Value, *, axis: int | None, scheme: str | None) -> Val
         *leading, k, n = x.shape
         size = size.reshape(*leading, k // given.block, given.block, n)
     others = tuple(a for a in range(x.rank) if axis is None or a != axis % x.rank)
+    if given is None and any(x.shape[a] == 0 for a in others):  # nothing has a largest, but a scale nevertheless
+        shape = () if axis is None else (x.shape[axis],)
+        return x.graph.one("expand", x.graph.constant(LEAST_SCALE, x.dtype.compute), shape=shape)
     largest = x.graph.one("max", size, axis=(size.rank - 2,) if given is not None else others)
     return (largest / _levels(given)).maximum(LEAST_SCALE)  # type: ignore[no-any-return]
 
@@ -328,6 +331,8 @@ def _fake_quantise(x: Any, *, bits: int = 8, axis: int | None = None) -> Any:
 
 
 def _fake_quantise_apart(x: Value, *, bits: int, axis: int | None) -> Value:
+    if 0 in x.shape:
+        return x.astype(x.dtype.compute).astype(x.dtype)
     top, wide = 2 ** (bits - 1) - 1, x.astype(x.dtype.compute)
     others = tuple(a for a in range(x.rank) if axis is None or a != axis % x.rank)
     largest = x.graph.one("max", abs(wide), axis=others, keepdims=True)

@@ -9,7 +9,7 @@ import numpy as np
 from rlx.dtypes import F32, U32
 from rlx.errors import DTypeError, ShapeError
 from rlx.ir.registry import Spec, op, sample
-from rlx.types import Size, TensorType
+from rlx.types import Size, TensorType, as_shape
 
 Sizes = tuple[Size, ...]
 ROUNDS = 10
@@ -56,7 +56,7 @@ _KEY = Spec((2,), "u32", 0, 2**31)
 def random_bits(key: TensorType, *, shape: Sizes) -> TensorType:
     """Random words of 32 bits. Element i is word i mod 4 of Philox 4x32-10 at counter i div 4, whatever the shape."""
     _check_key("random_bits", key)
-    return TensorType(tuple(shape), U32)
+    return TensorType(as_shape(shape), U32)
 
 
 def _random_uniform(key: Any, *, shape: Any) -> Any:
@@ -70,4 +70,4 @@ def _random_uniform(key: Any, *, shape: Any) -> Any:
 def random_uniform(key: TensorType, *, shape: Sizes) -> TensorType:
     """Random f32 numbers in [0, 1): the upper 24 of the 32 bits of `random_bits`, as a fraction."""
     _check_key("random_uniform", key)
-    return TensorType(tuple(shape), F32)
+    return TensorType(as_shape(shape), F32)

@@ -33,6 +33,11 @@ def _fits(where: str, name: str, operand: TensorType | None, *shape: Size) -> No
         require_equal(have, want, f"{where}: {name} is {operand}, wanted {wanted}")
 
 
+def _check_state_size(where: str, n: Any) -> None:
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ShapeError(f"{where}: state_size is {n!r}, wanted an integer from 1")
+
+
 # -- selective scan ----------------------------------------------------------------------------------------------------
 def _selective_scan_carry(
     x: Any, delta: Any, a: Any, b: Any, c: Any, state: Any, d: Any = None, *, state_size: int
@@ -55,6 +60,7 @@ def _check_selective(
     where: str, x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType,
     state: TensorType | None, d: TensorType | None, n: int,
 ) -> None:  # fmt: skip
+    _check_state_size(where, n)
     if x.rank != 3:
         raise ShapeError(f"{where}: x is [batch, seq, channels], found {x}")
     batch, seq, channels = x.shape
@@ -132,6 +138,7 @@ def _check_delta(
     where: str, q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType,
     state: TensorType | None, n: int,
 ) -> None:  # fmt: skip
+    _check_state_size(where, n)
     if q.rank != 4:
         raise ShapeError(f"{where}: q is [batch, seq, heads, state_size], found {q}")
     batch, seq, heads, _ = q.shape

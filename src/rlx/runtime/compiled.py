@@ -26,7 +26,7 @@ from rlx.runtime.lineage import lineage
 from rlx.runtime.memory_report import MemoryReport
 from rlx.runtime.plan import CompiledPlan
 from rlx.runtime.profiler import Report, memory_of, profile, write_trace
-from rlx.runtime.resources import require
+from rlx.runtime.resources import require, writable
 from rlx.runtime.weights import WeightStore
 from rlx.target import Target
 from rlx.types import TensorType, concrete
@@ -265,7 +265,7 @@ class CpuGraph(CompiledGraph):
     def page(self, path: str | Path, *, assembly: bool = False) -> Path:
         from rlx.runtime.page import graph_page
 
-        written = Path(path)
+        written = writable(path)
         written.write_text(graph_page(self.graph, self.target, profile=self.profile, assembly=assembly), "utf-8")
         return written
 

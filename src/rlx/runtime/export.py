@@ -39,6 +39,7 @@ from rlx.profile import CompileProfile
 from rlx.runtime import codec, plan
 from rlx.runtime.compiled import CpuGraph
 from rlx.runtime.inputs import has_symbols
+from rlx.runtime.resources import writable
 from rlx.runtime.weights import WeightStore
 from rlx.target import Target
 from rlx.types import parse_type
@@ -66,6 +67,7 @@ class Parts:
 # -- writing ---------------------------------------------------------------------------------------------------------
 def export_graph(compiled: CpuGraph, path: PathLike, *, embed: bool = False, parts: Parts | None = None) -> Path:
     """Write a compiled graph to a file; with `embed` its weights too, as the kernels read them."""
+    path = writable(path)
     parts = parts or Parts()
     text, constants = codec.encode(compiled.plan, plan.plan_records())
     programs = compiled.plan.main, compiled.plan.bind
@@ -100,7 +102,7 @@ def export_graph(compiled: CpuGraph, path: PathLike, *, embed: bool = False, par
         "routines": code.symbols,
         **parts.about,
     }
-    return _write(Path(path), manifest, contents)
+    return _write(path, manifest, contents)
 
 
 def _placed(origin: Origin) -> Origin:

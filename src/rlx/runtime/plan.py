@@ -64,7 +64,7 @@ def cached_plan(graph: Graph, target: Target, profile: CompileProfile | None = N
     """The plan from the program cache, or made and stored there: not with users' ops, whose source it does not know."""
     store = cache.current()
     profile = profile or CompileProfile()
-    if store.folder is None or not _is_builtin(graph):
+    if store.folder is None or not is_builtin(graph):
         return make_plan(graph, target, profile)
     text = f"{graph.fingerprint()}|{graph.name}|{target}|{profile.key()}|{cache.source_digest()}"
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -115,10 +115,10 @@ def read_plan(data: bytes) -> CompiledPlan:
     return plan
 
 
-def _is_builtin(graph: Graph) -> bool:
+def is_builtin(graph: Graph) -> bool:
     """Whether all ops are those of rlx, in bodies too."""
     return all(
-        node.definition.is_builtin and all(_is_builtin(v) for v in node.attrs.values() if isinstance(v, Graph))
+        node.definition.is_builtin and all(is_builtin(v) for v in node.attrs.values() if isinstance(v, Graph))
         for node in graph.nodes
     )
 

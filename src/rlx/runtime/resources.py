@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlx.errors import ResourceError
+from rlx.errors import FormatError, ResourceError
 
 SMALL = 64 << 20  # bytes that nobody needs to ask for
 
@@ -26,6 +27,16 @@ def require(what: str, needed: int, hint: str | None = None) -> None:
             f"{what}: needs {needed / 2**20:,.0f} MiB, {max(room, 0) / 2**20:,.0f} MiB are free",
             hint=hint or "close other programs, or choose a smaller model",
         )
+
+
+def writable(path: str | os.PathLike[str]) -> Path:
+    """A path that a file may be written to, or an error before the work of making it."""
+    found = Path(path)
+    if found.is_dir():
+        raise FormatError(f"{found}: is a folder, wanted the path of a file")
+    if not found.parent.is_dir():
+        raise FormatError(f"{found}: there is no folder {found.parent}", hint="make it first")
+    return found
 
 
 def _limits() -> Iterator[int]:

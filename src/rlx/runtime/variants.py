@@ -23,6 +23,7 @@ from rlx.profile import CompileProfile
 from rlx.runtime.compiled import Array, CompiledGraph
 from rlx.runtime.dispatch import DispatchReport
 from rlx.runtime.memory_report import MemoryReport
+from rlx.runtime.plan import is_builtin
 from rlx.runtime.profiler import Report
 from rlx.runtime.session import Session
 from rlx.types import DimBinding, Size, as_size, sym
@@ -111,6 +112,10 @@ class ModelExecutionConfig:
     mode: CompilationMode = CompilationMode.EAGER
 
     def __post_init__(self) -> None:
+        for name, kind in (("variant", ModelVariant), ("profile", CompileProfile)):
+            found = getattr(self, name)
+            if not isinstance(found, kind):
+                raise GraphError(f"configuration: {name} is a {type(found).__name__}, expected a {kind.__name__}")
         object.__setattr__(self, "mode", _member("mode", self.mode, CompilationMode))
 
     @classmethod
@@ -161,7 +166,8 @@ class ModelExecutionConfig:
         """The specialised graph: compiled now (EAGER), at its first run (LAZY), or loaded from its file (AOT).
 
         Ahead of time, the file lies in `folder` under a name made of the keys of graph and configuration; where it is
-        not there yet, or another version of rlx wrote it, it is compiled and written.
+        not there yet, or another version of rlx wrote it, it is compiled and written. A graph with users' ops is
+        compiled each time: the key does not know their source.
         """
         session = session or Session()
         special = self.specialise(graph)
@@ -180,13 +186,20 @@ class ModelExecutionConfig:
     def _ahead(self, graph: Graph, session: Session, folder: str | os.PathLike[str] | None) -> CompiledGraph:
         from rlx.runtime.export import ExportedGraph, open_export  # which only this mode needs
 
+        if session.device.name != "cpu":
+            raise CapabilityError(
+                f"compile: ahead of time is for the device cpu, the session's is {session.device.name}"
+            )
         if folder is None:
             raise CapabilityError("compile: ahead of time needs a folder for its file", hint="compile(..., folder=...)")
+        if not is_builtin(graph):
+            return session.compile(graph, profile=self.profile)
         path = Path(folder) / self.file_name(graph, session)
         if path.exists():
             with contextlib.suppress(FormatError):  # damaged or of another version: made again
                 return ExportedGraph(open_export(path), threads=session.threads, store=session.weights)
         compiled = session.compile(graph, profile=self.profile)
+        _make_folder(path.parent)
         compiled.export(path)
         return compiled
 
@@ -227,6 +240,13 @@ class LazyGraph(CompiledGraph):
 
     def export(self, path: str | Path, *, weights: bool = False) -> Path:
         return self._ready().export(path, weights=weights)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FormatError(f"{folder}: is no folder and cannot be made one: {error.strerror}") from None
 
 
 def _digest(*parts: str) -> str:

@@ -21,12 +21,24 @@ class Custom(FlowStage):
     """A part of the graph by a function `f(emit, value) -> value`; it may give nothing and leave the value as it is."""
 
     f: Author
-    name: str | None = None
+    name: str | None = None  # its result is known by it, unless the function names another value so
+
+    def __post_init__(self) -> None:
+        if not callable(self.f):
+            raise GraphError(f"{self.where}: {self.f!r} is not a function f(emit, value)")
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         emit = Emit.of(ctx)
-        where = f"stage Custom {self.name!r}" if self.name else "stage Custom"
-        return flowing(emit, self.f(emit, value), where)
+        before = ctx.state.named.get(self.name or "")
+        given = flowing(emit, self.f(emit, value), self.where)
+        result = value if given is None else given
+        if self.name and result is not None and ctx.state.named.get(self.name) is before:
+            ctx.set_named(self.name, result)
+        return given
+
+    @property
+    def where(self) -> str:
+        return f"stage Custom {self.name!r}" if self.name else "stage Custom"
 
     @property
     def path(self) -> str:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 
+from rlx.errors import GraphError
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
+
+
+def _check_eps(stage: str, eps: float) -> None:
+    if not isinstance(eps, Real) or not 0 <= eps < math.inf:  # a root of what lies below 0 is no number
+        raise GraphError(f"stage {stage}: eps is {eps!r}, expected a number from 0")
 
 
 @dataclass(frozen=True)
@@ -15,6 +23,9 @@ class RmsNorm(FlowStage):
 
     weight_key: str
     eps: float
+
+    def __post_init__(self) -> None:
+        _check_eps("RmsNorm", self.eps)
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "RmsNorm")
@@ -32,6 +43,9 @@ class LayerNorm(FlowStage):
     gamma_key: str
     beta_key: str
     eps: float
+
+    def __post_init__(self) -> None:
+        _check_eps("LayerNorm", self.eps)
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "LayerNorm")

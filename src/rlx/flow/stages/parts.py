@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 
@@ -57,6 +59,10 @@ class LogitSoftcap(FlowStage):
     """cap · tanh(x / cap): nothing gets larger than the cap."""
 
     cap: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cap, Real) or not 0 < self.cap < math.inf:
+            raise GraphError(f"stage LogitSoftcap: cap is {self.cap!r}, expected a number above 0")
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "LogitSoftcap")

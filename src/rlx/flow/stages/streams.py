@@ -56,6 +56,12 @@ class DualStream(FlowStage):
     b: str
     f: Callable[[Emit, FlowValue, FlowValue], Any]
 
+    def __post_init__(self) -> None:
+        if self.a == self.b:  # the second result would silently take the place of the first
+            raise GraphError(f"stage DualStream {self.name!r}: both streams are {self.a!r}", hint="name two")
+        if not callable(self.f):
+            raise GraphError(f"stage DualStream {self.name!r}: {self.f!r} is not a function f(emit, a, b)")
+
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         where = f"stage DualStream {self.name!r}"
         emit = Emit.of(ctx)

@@ -10,6 +10,7 @@ from rlx.errors import GraphError, RlxError
 from rlx.flow.context import FlowCtx, note_stage
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
+from rlx.ir.provenance import here
 from rlx.ir.provenance import stage as provenance
 
 
@@ -31,6 +32,12 @@ def emit_stage(ctx: FlowCtx, stage: FlowStage, value: FlowValue | None, name: st
     return value if result is None else result
 
 
+def _stage(stage: FlowStage, what: str) -> FlowStage:
+    if not isinstance(stage, FlowStage):
+        raise GraphError(f"{what} is a {type(stage).__name__}, expected a stage")
+    return stage
+
+
 @dataclass(frozen=True)
 class Repeat(FlowStage):
     """Stages 0 .. count-1 in order, each under its number."""
@@ -39,10 +46,20 @@ class Repeat(FlowStage):
     stage_for_index: Callable[[int], FlowStage]
     name: str = "layers"
 
+    def __post_init__(self) -> None:
+        if not hasattr(self.count, "__index__") or self.count < 0:
+            raise GraphError(f"stage Repeat {self.name!r}: count is {self.count!r}, expected a whole number from 0")
+        if not callable(self.stage_for_index):
+            raise GraphError(f"stage Repeat {self.name!r}: {self.stage_for_index!r} is not a function of the index")
+
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         for i in range(self.count):
-            value = emit_stage(ctx, self.stage_for_index(i), value, f"{self.name}.{i}")
+            value = emit_stage(ctx, self.at(i), value, f"{self.name}.{i}")
         return value
+
+    def at(self, i: int) -> FlowStage:
+        """Stage i."""
+        return _stage(self.stage_for_index(i), f"stage Repeat: '{self.name}.{i}'")
 
 
 @dataclass(frozen=True)
@@ -52,7 +69,7 @@ class Sequence(FlowStage):
     stages: Iterable[FlowStage]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stages", tuple(self.stages))
+        object.__setattr__(self, "stages", tuple(_stage(stage, "stage Sequence: a part") for stage in self.stages))
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         for stage in self.stages:
@@ -66,6 +83,9 @@ class Named(FlowStage):
 
     name: str
     inner: FlowStage
+
+    def __post_init__(self) -> None:
+        _stage(self.inner, f"stage Named {self.name!r}: its part")
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         ctx.need(value, f"Named {self.name!r}")
@@ -82,6 +102,7 @@ class ResidualSave(FlowStage):
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         saved = ctx.wrap(ctx.need(value, "ResidualSave"))
         ctx.state.residuals.append(saved)
+        ctx.state.residual_stages[saved.id] = here().stage
         return saved
 
 
@@ -113,7 +134,7 @@ def edited(stage: FlowStage, visit: Visit, at: str = "", name: str = "") -> Flow
         case _ if (given := visit(path, stage)) is not None:
             return given
         case Repeat():
-            parts = [edited(stage.stage_for_index(i), visit, here, f"{stage.name}.{i}") for i in range(stage.count)]
+            parts = [edited(stage.at(i), visit, here, f"{stage.name}.{i}") for i in range(stage.count)]
             return replace(stage, stage_for_index=parts.__getitem__)
         case Sequence():
             return Sequence(edited(part, visit, here) for part in stage.stages)
