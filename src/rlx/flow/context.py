@@ -73,8 +73,10 @@ class FlowCtx:
         transposing).
         """
         if key in self.params:  # other numbers than the file's
-            hint = "names of inputs and params are unique; give what a stage makes a name of its own"
-            raise GraphError(f"param: {key!r} exists already in graph {self.hir().name!r}, made by a stage", hint=hint)
+            raise GraphError(
+                f"param: {key!r} exists already in graph {self.hir().name!r}, made by a stage",
+                hint="names of inputs and params are unique",
+            )
         value = self.state.loaded_params.get(key)
         if value is None:
             if not self.weights.has(key):

@@ -135,9 +135,14 @@ def pool2d(
     return x.with_shape(*x.shape[:2], *(output_size("pool2d", *axis) for axis in settings))
 
 
+def _of_a_row(stride: int, padding: int, dilation: int) -> dict[str, Pair]:
+    """Settings of a line, for an image of one row."""
+    return {"stride": (1, stride), "padding": (0, padding), "dilation": (1, dilation)}
+
+
 def _conv1d(x: Any, weight: Any, bias: Any = None, *, stride: int, padding: int, dilation: int, groups: int) -> Any:
-    settings = {"stride": (1, stride), "padding": (0, padding), "dilation": (1, dilation), "groups": groups}
-    return _conv2d(x[:, :, None], weight[:, :, None], bias, **settings)[:, :, 0]
+    settings = _of_a_row(stride, padding, dilation)
+    return _conv2d(x[:, :, None], weight[:, :, None], bias, groups=groups, **settings)[:, :, 0]
 
 
 def _conv1d_apart(
@@ -145,8 +150,7 @@ def _conv1d_apart(
 ) -> Value:
     """A convolution over images of one row."""
     row, taps = (v.reshape(v.shape[0], v.shape[1], 1, v.shape[2]) for v in (x, weight))
-    settings = {"stride": (1, stride), "padding": (0, padding), "dilation": (1, dilation), "groups": groups}
-    y = x.graph.one("conv2d", row, taps, bias, **settings)
+    y = x.graph.one("conv2d", row, taps, bias, groups=groups, **_of_a_row(stride, padding, dilation))
     return y.reshape(y.shape[0], y.shape[1], y.shape[3])
 
 
@@ -168,8 +172,6 @@ def conv1d(
     for name, value, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
         if not isinstance(value, int):
             raise GraphError(f"conv1d: {name} is {value!r}, wanted an integer from {least}")
-    y = conv2d.rule(
-        rows[0], rows[1], bias, stride=(1, stride), padding=(0, padding), dilation=(1, dilation), groups=groups
-    )
+    y = conv2d.rule(rows[0], rows[1], bias, groups=groups, **_of_a_row(stride, padding, dilation))
     assert isinstance(y, TensorType)
     return y.with_shape(y.shape[0], y.shape[1], y.shape[3])
