@@ -132,17 +132,18 @@ def test_equal_texts_are_computed_once(model: EmbeddingModel, monkeypatch: pytes
     assert sum(seen) == 2
 
 
-def test_batches_hold_every_row_once_and_hardly_any_padding() -> None:
+@pytest.mark.parametrize("threads", [1, 2, 16])
+def test_batches_hold_every_row_once_and_hardly_any_padding(threads: int) -> None:
     rng = np.random.default_rng(0)
     lengths = dict(enumerate(rng.integers(1, 256, 3000).tolist())) | {3000: 4 * TOKENS}
-    found = list(batches(lengths))
+    found = list(batches(lengths, threads=threads))
     assert sorted(i for rows in found for i in rows) == sorted(lengths)
     computed = 0
     for rows in found:
         width = max(lengths[i] for i in rows)
-        assert len(rows) == 1 or len(rows) * width <= TOKENS
+        assert len(rows) == 1 or len(rows) * width <= TOKENS * threads
         computed += len(rows) * width
-    assert computed < 1.005 * sum(lengths.values())
+    assert computed < 1.015 * sum(lengths.values())
     assert [len(rows) for rows in batches(dict.fromkeys(range(7), 5), 3)] == [3, 3, 1]
 
 

@@ -22,8 +22,8 @@ from rlx.flow.flow import ModelFlow
 from rlx.models.pooling import EmbedSettings, Pool, read_settings
 
 Array = np.ndarray[Any, Any]
-TOKENS = 256  # of a batch at most: its activations stay in the caches; more is no faster, on one thread or two
-ENOUGH = 128  # of a batch, for it to be as fast a token; from here on, a shorter text begins another
+TOKENS = 256  # of a batch for each thread, at most: activations stay in the caches, and threads seldom wait
+ENOUGH = 128  # of a batch for each thread, to be as fast a token: from here on, a shorter text begins another batch
 WINDOW = 8192  # texts that are tokenised and sorted at a time
 LEAST = 1e-12  # what a length is divided by at least, as torch does it
 
@@ -165,7 +165,7 @@ class EmbeddingModel(Model):
         first: dict[tuple[int, ...], int] = {}
         same = [first.setdefault(tuple(row), i) for i, row in enumerate(rows)]
         vectors = np.zeros((len(rows), self.dim), np.float32)
-        for picked in batches({i: len(row) for row, i in first.items() if row}, size):
+        for picked in batches({i: len(row) for row, i in first.items() if row}, size, self.threads):
             vectors[picked] = self._run_batch([rows[i] for i in picked])
             advance(len(picked))
         advance(len(rows) - len(first))
@@ -183,13 +183,13 @@ class EmbeddingModel(Model):
         return compiled.run({name: given[name] for name in compiled.input_types})[0]
 
 
-def batches(lengths: dict[int, int], size: int | None = None) -> Iterator[list[int]]:
+def batches(lengths: dict[int, int], size: int | None = None, threads: int = 1) -> Iterator[list[int]]:
     """Rows of similar length, longest first: `size` at a time, or as many as are fast with hardly any padding."""
     batch: list[int] = []
     for row in sorted(lengths, key=lengths.__getitem__, reverse=True):
         width = lengths[batch[0]] if batch else 0
         tokens = len(batch) * width
-        full = tokens + width > TOKENS or (tokens >= ENOUGH and lengths[row] < width)
+        full = tokens + width > TOKENS * threads or (tokens >= ENOUGH * threads and lengths[row] < width)
         if batch and (full if size is None else len(batch) == size):
             yield batch
             batch = []
