@@ -29,37 +29,22 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 @loop_form("interleave_blocks")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """Units move as they are. A unit of work is one row of units of one panel, zeros beyond the last column."""
-    matrices, out = [s.view(o) for o in node.operands], s.result(node)
-    builder = LoopBuilder("interleave_blocks")
-    width = node.attrs["width"]
-    part = width // len(matrices)
-    for view in matrices:
-        builder.param(view)
-    target = builder.param(out, written=True)
-    n, units = matrices[0].shape
-    lets = decode_unit(builder, [out.shape[0], units], ["p", "t"])
-    rows, length = builder.arg("rows", n), builder.arg("length", units)
-    j = Index("j")
-    body: list[Stmt] = []
-    for i, view in enumerate(matrices):
-        at: Expr = Apply("add", (Apply("mul", (Ref("p", I64), Const(part, I64)), I64), j), I64)
-        inside = Apply("lt", (at, rows), BOOL)
-        step = builder.stride(i, "n", view.strides[0])
-        value = Choose(inside, Load(i, ((at, step), (Ref("t", I64), 1)), view.dtype), Const(0, view.dtype))
-        panel: Expr = Apply("mul", (Ref("p", I64), length), I64)
-        place = ((panel, width), (Ref("t", I64), width), (j, 1), (Const(part * i, I64), 1))
-        body.append(For("j", part, (Store(target, place, value),), vector=True))
-    launches = out.shape[0] * units
-    builder.launch(s, For("u", builder.arg("units", launches), (*lets, *body)), launches, flops=product(out.shape))
+    """Panels of the transpose: a row of a panel is one 16-bit unit of each column, moved as it is."""
+    out = s.result(node)
+    _panels(s, node, [s.view(o).transpose((1, 0)) for o in node.operands], out)
     return [out]
 
 
 @loop_form("pack_panels")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """A unit is one row of one panel: an equal part of each matrix, zeros beyond the last column."""
     matrices, out = [s.view(o) for o in node.operands], s.result(node)
-    builder = LoopBuilder("pack_panels")
+    _panels(s, node, matrices, out)
+    return [out]
+
+
+def _panels(s: Scheduler, node: Node, matrices: Sequence[View], out: View) -> None:
+    """A unit is one row of one panel: an equal part of each matrix [k, n], zeros beyond the last column."""
+    builder = LoopBuilder(node.op)
     width = node.attrs["width"]
     part = width // len(matrices)
     for view in matrices:
@@ -75,10 +60,10 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         column = builder.stride(i, "n", view.strides[1], unit=True)
         at: Expr = Apply("add", (Apply("mul", (Ref("p", I64), Const(part, I64)), I64), j), I64)
         inside = Apply("lt", (at, columns), BOOL)
-        value = Choose(inside, Load(i, ((Ref("k", I64), row), (at, column)), view.dtype), Const(0.0, view.dtype))
+        zero = Const(view.dtype.numpy.type(0).item(), view.dtype)
+        value = Choose(inside, Load(i, ((Ref("k", I64), row), (at, column)), view.dtype), zero)
         panel: Expr = Apply("mul", (Ref("p", I64), depth), I64)
         place = ((panel, width), (Ref("k", I64), width), (j, 1), (Const(part * i, I64), 1))
         body.append(For("j", part, (Store(target, place, value),), vector=True))
     units = out.shape[0] * k
     builder.launch(s, For("u", builder.arg("units", units), (*lets, *body)), units, flops=product(out.shape))
-    return [out]
