@@ -290,15 +290,16 @@ class Executable:
 
     @staticmethod
     def _point_outputs(instance: Instance, outputs: Sequence[Array]) -> None:
+        places = [address(array) for array in outputs]
         for position, buffer, offset in instance.outputs:
-            instance.view[position] = address(outputs[buffer]) + offset
+            instance.view[position] = places[buffer] + offset
 
     def _execute(
         self, instance: Instance, inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None = None
     ) -> None:
-        words = instance.view
+        words, places = instance.view, [address(array) for array in inputs]
         for position, buffer, offset in instance.inputs:
-            words[position] = address(inputs[buffer]) + offset
+            words[position] = places[buffer] + offset
         if trace is None:
             self.pool.execute(instance.call)
             return
