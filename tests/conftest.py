@@ -7,6 +7,13 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# A commit passes or fails by what is in it: examples are drawn the same way each time.
+# `pytest --hypothesis-profile=search` draws others.
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("search", derandomize=False)
+settings.load_profile("repeatable")
 
 # Kernels compiled by one test are good for the next, but nothing of the user's cache is used or changed.
 _cache = tempfile.TemporaryDirectory(prefix="rlx-test-cache-")

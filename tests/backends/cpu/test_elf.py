@@ -127,6 +127,15 @@ def test_an_unknown_relocation_is_refused(ramp: bytes) -> None:
         elf.load(bytes(changed), ["ramp"])
 
 
+def test_a_relocation_to_no_symbol_is_refused(ramp: bytes) -> None:
+    obj = elf.Object.read(ramp)
+    (table,) = (s for s in obj.sections if s.kind == 4)
+    changed = bytearray(ramp)
+    struct.pack_into("<I", changed, table.offset + 12, 0)
+    with pytest.raises(FormatError, match="nowhere"):
+        elf.load(bytes(changed), ["ramp"])
+
+
 @pytest.mark.parametrize(
     "damage", [lambda d: b"", lambda d: d[:70], lambda d: d[: len(d) // 2], lambda d: d[:64] + bytes(len(d) - 64)]
 )

@@ -183,6 +183,8 @@ class _Image:
     def _offset(self, symbol: Symbol) -> int:
         """Where a symbol lies, counted from the start of the memory."""
         if not symbol.defined:
+            if symbol.name not in self.jumps:
+                raise FormatError(f"object: a relocation goes to symbol {symbol.name!r}, which is nowhere")
             return self.jumps[symbol.name]
         if symbol.section not in self.places:
             raise FormatError(f"object: symbol {symbol.name!r} lies in section {symbol.section}, which is not loaded")
