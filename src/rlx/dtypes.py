@@ -55,6 +55,11 @@ class DType:
         return self.kind == "packed"
 
     @property
+    def unit(self) -> int:
+        """Bytes that kernels move blocks of a packed type in: 2, or 1 where a block has an odd number of them."""
+        return 1 if self.size % 2 else 2
+
+    @property
     def compute(self) -> DType:
         """The type that arithmetic on the CPU uses: narrow floats are storage only."""
         return F32 if self.kind == "float" and self.size < 4 else self
@@ -96,6 +101,26 @@ PACKED = (
     ),
     packed_type("q6_k", 256, [("ql", "u1", (2, 2, 32)), ("qh", "u1", (2, 32)), ("scales", "i1", 16), ("d", _F2)]),
     packed_type("q8_k", 256, [("d", "<f4"), ("qs", "i1", 256), ("bsums", "<i2", 16)]),
+    packed_type("q8_1", 32, [("d", _F2), ("s", _F2), ("qs", "i1", 32)]),
+    packed_type("q1_0", 128, [("d", _F2), ("bits", "u1", 16)]),
+    packed_type("q2_0", 64, [("d", _F2), ("pairs", "u1", 16)]),
+    packed_type("tq1_0", 256, [("qs", "u1", 48), ("qh", "u1", 4), ("d", _F2)]),
+    packed_type("tq2_0", 256, [("qs", "u1", (2, 32)), ("d", _F2)]),
+    packed_type("iq1_s", 256, [("d", _F2), ("qs", "u1", 32), ("qh", "<u2", 8)]),
+    packed_type("iq1_m", 256, [("qs", "u1", 32), ("qh", "u1", 16), ("scales", "<u2", 4)]),
+    packed_type("iq2_xxs", 256, [("d", _F2), ("parts", [("qs", "u1", 4), ("signs", "<u4")], 8)]),
+    packed_type("iq2_xs", 256, [("d", _F2), ("qs", "<u2", 32), ("scales", "u1", 8)]),
+    packed_type(
+        "iq2_s", 256, [("d", _F2), ("qs", "u1", 32), ("signs", "u1", 32), ("qh", "u1", 8), ("scales", "u1", 8)]
+    ),
+    packed_type("iq3_xxs", 256, [("d", _F2), ("qs", "u1", 64), ("signs", "<u4", 8)]),
+    packed_type(
+        "iq3_s", 256, [("d", _F2), ("qs", "u1", 64), ("qh", "u1", 8), ("signs", "u1", 32), ("scales", "u1", 4)]
+    ),
+    packed_type("iq4_nl", 32, [("d", _F2), ("codes", "u1", 16)]),
+    packed_type("iq4_xs", 256, [("d", _F2), ("scales_h", "<u2"), ("scales_l", "u1", 4), ("codes", "u1", (8, 16))]),
+    packed_type("mxfp4", 32, [("e", "u1"), ("codes", "u1", 16)]),
+    packed_type("nvfp4", 64, [("d", "u1", 4), ("codes", "u1", (4, 8))]),
 )
 BY_NAME = {d.name: d for d in (*ALL, *PACKED)}
 _BY_NUMPY = {d.numpy: d for d in (*ALL, *PACKED)}

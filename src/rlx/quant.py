@@ -7,7 +7,7 @@ inside the blocks and are element types of tensors; the others have scales in te
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from rlx.dtypes import I8, PACKED, U8, DType
 from rlx.errors import GraphError, nearest
@@ -18,8 +18,25 @@ _BLOCKS = {"int8": 8, "int8a": 8, "int4": 4}
 _BLOCK = re.compile(r"(int8a?|int4)/([1-9]\d{0,8})")
 
 
+class SmallFloat(NamedTuple):
+    """How the bits of a float of few bits are shared out, and the largest number that it holds."""
+
+    exponent: int
+    mantissa: int
+    bias: int
+    largest: float
+    infinities: bool = False  # and NaN above them
+
+
+SMALL_FLOATS = {  # by kind of scheme
+    "fp8e4m3": SmallFloat(4, 3, 7, 448.0),
+    "fp8e5m2": SmallFloat(5, 2, 15, 57344.0, infinities=True),
+    "nvfp4": SmallFloat(2, 1, 1, 6.0),
+}
+
+
 class QuantScheme(str):
-    """One scheme: `GGUF_Q4_0` to `GGUF_Q8K`, `FP8_E4M3`, `FP8_E5M2`, `NVFP4`, and for blocks of any size
+    """One scheme: `GGUF_Q4_0` to `GGUF_NVFP4`, `FP8_E4M3`, `FP8_E5M2`, `NVFP4`, and for blocks of any size
     `INT8_BLOCK(size)`, `INT8_BLOCK_ASYM(size)`, which has zero points, and `INT4_BLOCK(size)`.
 
     >>> QuantScheme.GGUF_Q4K.block, QuantScheme.GGUF_Q4K.block_bytes, QuantScheme.GGUF_Q4K.bits
@@ -40,6 +57,22 @@ class QuantScheme(str):
     GGUF_Q5K: ClassVar[QuantScheme]
     GGUF_Q6K: ClassVar[QuantScheme]
     GGUF_Q8K: ClassVar[QuantScheme]
+    GGUF_Q8_1: ClassVar[QuantScheme]
+    GGUF_Q1_0: ClassVar[QuantScheme]
+    GGUF_Q2_0: ClassVar[QuantScheme]
+    GGUF_TQ1_0: ClassVar[QuantScheme]
+    GGUF_TQ2_0: ClassVar[QuantScheme]
+    GGUF_IQ1_S: ClassVar[QuantScheme]
+    GGUF_IQ1_M: ClassVar[QuantScheme]
+    GGUF_IQ2_XXS: ClassVar[QuantScheme]
+    GGUF_IQ2_XS: ClassVar[QuantScheme]
+    GGUF_IQ2_S: ClassVar[QuantScheme]
+    GGUF_IQ3_XXS: ClassVar[QuantScheme]
+    GGUF_IQ3_S: ClassVar[QuantScheme]
+    GGUF_IQ4_NL: ClassVar[QuantScheme]
+    GGUF_IQ4_XS: ClassVar[QuantScheme]
+    GGUF_MXFP4: ClassVar[QuantScheme]
+    GGUF_NVFP4: ClassVar[QuantScheme]
     FP8_E4M3: ClassVar[QuantScheme]
     FP8_E5M2: ClassVar[QuantScheme]
     NVFP4: ClassVar[QuantScheme]

@@ -22,7 +22,10 @@ class QuantBuilders:
         def one(self, op: str, *operands: Any, **attrs: Any) -> Value: ...
 
     def quantise(self, x: Value, scale: Any = None, zp: Any = None, **attrs: Any) -> Any:
-        """x in i8, u8 or a scheme's blocks. Without a scale, one is found (`quant_scale`): the result is both."""
+        """x in i8, u8 or a scheme's blocks. Without a scale, one is found (`quant_scale`): the result is both.
+
+        NVFP4 has two: E4M3 scales of blocks, and one f32 by which the largest of these is 448.
+        """
         if scale is not None:
             return self.one("quantise", x, scale, zp, **attrs)
         if zp is not None:
@@ -32,7 +35,11 @@ class QuantBuilders:
                 "quantise: u8 needs a scale and a zp, only those of i8 are found", hint="quantise(x, scale, zp)"
             )
         found = self.one("quant_scale", x, **{k: v for k, v in attrs.items() if k in ("axis", "scheme")})
-        return self.one("quantise", x, found, **attrs), found
+        if attrs.get("scheme") != QuantScheme.NVFP4:
+            return self.one("quantise", x, found, **attrs), found
+        whole = self.one("max", found, axis=tuple(range(found.rank))) / 448.0
+        small = self.one("quantise", found, whole, scheme=QuantScheme.FP8_E4M3)
+        return self.one("quantise", x, small, whole, **attrs), small, whole
 
     def dequant_matmul(
         self, x: Value, w: Value, scale: Any = None, zp: Any = None, *, scheme: Any, out_shape: Any = None

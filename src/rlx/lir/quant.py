@@ -10,21 +10,22 @@ from collections.abc import Sequence
 
 from rlx.dtypes import BOOL, F16, F32, I32, I64, DType
 from rlx.ir.graph import Node
-from rlx.lir.blocks import Block, Place, Position, Term, decode, units_of
+from rlx.lir.blocks import DECODERS, Block, Place, Position, RowBlocks, Term, decode
 from rlx.lir.elementwise import number, scalar_form
-from rlx.lir.loops import Apply, Const, Expr, Stmt
+from rlx.lir.grid_blocks import DECODERS as GRID_DECODERS
+from rlx.lir.loops import Apply, Expr, Stmt
 from rlx.lir.schedule import Elements, Scheduler, cast, loop_form, map_elements
+from rlx.lir.small_floats import FLOATS, small_bits, small_float
 from rlx.lir.views import View
 from rlx.quant import QuantScheme
 from rlx.types import Size
 
-# Eight and four bit floats: bits of the exponent, bits of the mantissa, bias.
-FLOATS = {"fp8e4m3": (4, 3, 7), "fp8e5m2": (5, 2, 15), "nvfp4": (2, 1, 1)}
+DECODERS |= GRID_DECODERS
 
 
 # -- packed blocks ----------------------------------------------------------------------------------------------------
 def packed_reads(rows: View, shape: tuple[Size, ...], strides: tuple[Size, ...]) -> tuple[View, View]:
-    """Packed rows seen as 16-bit units and as halves, at the start of the row; `element` moves along it."""
+    """Packed rows seen as units and as halves, at the start of the row; `element` moves along it."""
     units = View(rows.buffer, rows.dtype, shape, (*strides[:-1], 0), rows.offset)
     return units, View(units.buffer, F16, units.shape, units.strides, units.offset)
 
@@ -33,9 +34,10 @@ def element(e: Elements, storage: DType, index: Expr, *terms: Place, halves: int
     """The number at `index` of a packed row: read 0 is its units, read `halves` the same memory as halves."""
     block = Term(index) >> storage.block.bit_length() - 1
     within = Term(index) & storage.block - 1
-    start: Place = (*e.at[0], *(t for place in terms for t in place), (block.expr(I64), units_of(storage)))
-    reader = Block(lambda unit: (*start, (unit, 1)), units=0, halves=halves, lets=False)
-    return decode(storage, reader, Position.of(within.expr(I64)))
+    units = storage.size // storage.unit
+    start: Place = (*e.at[0], *(t for place in terms for t in place), (block.expr(I64), units))
+    rows = RowBlocks(lambda unit: (*start, (unit, 1)), units=0, halves=halves, size=storage.unit)
+    return decode(storage, Block(rows, lets=False), Position.of(within.expr(I64)))
 
 
 def _unpack(s: Scheduler, node: Node) -> Sequence[View]:
@@ -102,27 +104,6 @@ def _binary(op: str, a: Expr, b: Expr) -> Expr:
 
 
 # -- dequantise -------------------------------------------------------------------------------------------------------
-def _select(op: str, a: Expr, b: int, then: Expr, other: Expr) -> Expr:
-    return Apply("select", (Apply(op, (a, Const(b, a.dtype)), BOOL), then, other), then.dtype)
-
-
-def small_float(bits: Term, kind: str) -> Expr:
-    """The f32 that a float of few bits is: its bits at the places of an f32, times what the biases differ by.
-
-    Denormals come out right: they are denormals of f32. E4M3 has no infinities, E2M1 neither these nor NaN.
-    """
-    exponent, mantissa, bias = FLOATS[kind]
-    largest = (1 << exponent + mantissa) - 1
-    size, sign = bits & largest, bits & largest + 1
-    raw = Apply("bits", ((size << 23 - mantissa | sign << 31 - exponent - mantissa).expr(I32),), F32)
-    value: Expr = _binary("mul", raw, Const(2.0 ** (127 - bias), F32))
-    if kind == "fp8e5m2":
-        infinite = largest - 3
-        value = _select("eq", size.expr(I32), infinite, _binary("mul", value, Const(float("inf"), F32)), value)
-        return _select("gt", size.expr(I32), infinite, Const(float("nan"), F32), value)
-    return _select("eq", size.expr(I32), largest, Const(float("nan"), F32), value) if kind == "fp8e4m3" else value
-
-
 def _number(stored: Expr, part: int, layout: _Layout) -> Expr:
     """What is stored, before zero points and scales."""
     if layout.parts == 1:
@@ -167,6 +148,23 @@ def _clipped(x: Expr, low: int, high: int) -> Expr:
     return _binary("max", _binary("min", x, number(high, x)), number(low, x))
 
 
+def _whole(x: Expr, scale: Expr, zp: Expr | None, parts: int) -> Expr:
+    value = scalar_form["round"](_binary("div", x, scale))
+    value = value if zp is None else _binary("add", value, zp)
+    return value if parts == 1 else _clipped(value, -8, 7)
+
+
+def _small(x: Expr, scale: Expr, zp: Expr | None, layout: _Layout) -> Expr:
+    """The bits of a float of few bits; a block whose scale is 0 is zeros."""
+    if layout.kind != "nvfp4":
+        return small_bits(_binary("div", x, scale), layout.kind).expr(I32)
+    step = cast(small_float(Term(cast(scale, I32)), "fp8e4m3"), x.dtype)
+    step = step if zp is None else _binary("mul", step, zp)
+    zero = number(0, x)
+    number_ = Apply("select", (Apply("eq", (step, zero), BOOL), zero, _binary("div", x, step)), x.dtype)
+    return small_bits(number_, layout.kind).expr(I32)
+
+
 @loop_form("quantise")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     out = s.result(node)
@@ -174,13 +172,14 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
     def body(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
         parts = layout.parts
-        whole = []
+        stored = []
         for part in range(parts):
-            value = scalar_form["round"](_binary("div", e.load(part), e.load(parts + part)))
-            whole.append(_binary("add", value, e.load(2 * parts + part)) if layout.zero_points else value)
+            x, scale = e.load(part), e.load(parts + part)
+            zp = e.load(2 * parts + part) if layout.zero_points else None
+            stored.append(_small(x, scale, zp, layout) if layout.kind in FLOATS else _whole(x, scale, zp, parts))
         if parts == 1:
-            return (), [cast(whole[0], out.dtype)]
-        low, high = (Term(cast(_clipped(v, -8, 7), I32)) & 15 for v in whole)
+            return (), [cast(stored[0], out.dtype)]
+        low, high = (Term(cast(v, I32)) & 15 for v in stored)
         return (), [cast((low | high << 4).expr(I32), out.dtype)]
 
     reads = [*layout.wide, *layout.scales, *layout.zero_points]

@@ -19,11 +19,12 @@ from rlx.ir.graph import Value
 from rlx.ir.registry import COMPOSED, TAKES_PACKED, Spec, f32, i32, op, packed, sample
 from rlx.ops.elementwise import cast_array
 from rlx.ops.linear import matmul
-from rlx.quant import QuantScheme
+from rlx.quant import SMALL_FLOATS, QuantScheme
 from rlx.types import Size, TensorType, axis_index, require_equal
 
 LEAST_SCALE = 1e-12  # of numbers that are all zero
 FP8 = {"fp8e4m3": ml_dtypes.float8_e4m3fn, "fp8e5m2": ml_dtypes.float8_e5m2}
+SMALL = FP8 | {"nvfp4": ml_dtypes.float4_e2m1fn}
 
 
 # -- shapes -----------------------------------------------------------------------------------------------------------
@@ -63,8 +64,6 @@ def _check_scales(
     if zp is not None and zp.dtype.is_bool:
         raise DTypeError(f"{where}: zp is {zp}, wanted numbers")
     if scheme is not None:
-        if axis is not None:
-            raise GraphError(f"{where}: {scheme} has its own axis, found axis={axis}")
         wanted = scale_shape(where, shape, scheme)
     else:
         wanted = () if axis is None else (shape[axis_index(axis, len(shape), where)],)
@@ -73,12 +72,13 @@ def _check_scales(
         _require_shape(where, "zp", zp, wanted)
 
 
-def _integers_only(where: str, scheme: str | None) -> QuantScheme | None:
+def _not_packed(where: str, scheme: str | None) -> QuantScheme | None:
     if scheme is None:
         return None
     given = QuantScheme(scheme)
-    if given.kind not in ("int8", "int8a", "int4"):
-        raise GraphError(f"{where}: makes integers, found the scheme {given}", hint="int8/32, int8a/32 or int4/32")
+    if given.packed is not None:
+        hint = "int8/32, int8a/32, int4/32, fp8e4m3, fp8e5m2 or nvfp4/16"
+        raise GraphError(f"{where}: makes no blocks of files, found the scheme {given}", hint=hint)
     return given
 
 
@@ -123,16 +123,40 @@ def _dequantise(
     return numbers * _spread(scale, x.ndim, axis, given).astype(wide)
 
 
+def _small(x: Any, kind: str) -> Any:
+    """The bits of the nearest floats of few bits, ties to even, cut off at the largest."""
+    form = SMALL_FLOATS[kind]
+    with np.errstate(invalid="ignore"):
+        _, exponent = np.frexp(x)
+        step = np.ldexp(x.dtype.type(1), np.maximum(exponent - 1, 1 - form.bias) - form.mantissa)
+        nearest = np.clip(np.rint(x / step) * step, -form.largest, form.largest)
+    nan = SMALL[kind](0 if kind == "nvfp4" else np.nan)  # NaN has no sign that means anything
+    return np.where(np.isnan(x), nan, nearest.astype(SMALL[kind])).view(np.uint8)
+
+
 def _quantise(
     x: Any, scale: Any, zp: Any = None, *, axis: int | None = None, dtype: DType = I8, scheme: str | None = None
 ) -> Any:
     given = None if scheme is None else QuantScheme(scheme)
-    q = np.rint(x / _spread(scale, x.ndim, axis, given).astype(x.dtype))
+    if given is not None and given.kind == "nvfp4":
+        step = _spread(scale.view(FP8["fp8e4m3"]).astype(x.dtype), x.ndim, None, given)
+        step = step if zp is None else step * zp.astype(x.dtype)
+        with np.errstate(all="ignore"):
+            return _in_bytes(_small(np.where(step == 0, x.dtype.type(0), x / step), given.kind))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        q = x / _spread(scale, x.ndim, axis, given).astype(x.dtype)
+    if given is not None and given.kind in FP8:
+        return _small(q, given.kind)
+    q = np.rint(q)
     if zp is not None:
         q = q + _spread(zp, x.ndim, axis, given).astype(x.dtype)
     if given is None or given.kind != "int4":
         return cast_array(q, dtype)
-    nibbles = cast_array(np.clip(q, -8, 7), I8).view(np.uint8) & 15
+    return _in_bytes(cast_array(np.clip(q, -8, 7), I8).view(np.uint8) & 15)
+
+
+def _in_bytes(nibbles: Any) -> Any:
+    """Two neighbours in a byte, the first one low."""
     return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
 
 
@@ -197,14 +221,7 @@ def dequantise(
     if given.packed is not None:
         raise DTypeError(f"dequantise: {given} is stored as {given.packed}[..., k], found {x}")
     shape = numbers_shape(x, given)
-    if given.kind in FP8:
-        _check_column_scales(shape, scale, zp, given)
-    elif given.kind == "nvfp4":
-        _check_float_blocks(shape, scale, zp, given)
-    elif scale is None or (given.kind == "int8a" and zp is None):
-        raise GraphError(f"dequantise: {given} has no {'scale' if scale is None else 'zp'}")
-    else:
-        _check_scales("dequantise", shape, scale, zp, axis, given)
+    _check_scheme("dequantise", shape, scale, zp, axis, given)
     return TensorType(shape, _width(scale, zp))
 
 
@@ -212,23 +229,34 @@ def _width(*scales: TensorType | None) -> DType:
     return F64 if any(t is not None and t.dtype is F64 for t in scales) else F32
 
 
-def _check_column_scales(
-    shape: tuple[Size, ...], scale: TensorType | None, zp: TensorType | None, scheme: QuantScheme
-) -> None:
-    if zp is not None:
-        raise GraphError(f"dequantise: {scheme} has no zero points, found {zp}")
-    if scale is not None:
-        _check_scales("dequantise", shape, scale, None, None, scheme if scale.rank else None)
+def _check_scheme(
+    where: str, shape: tuple[Size, ...], scale: TensorType | None, zp: TensorType | None, axis: int | None,
+    scheme: QuantScheme,
+) -> None:  # fmt: skip
+    """Scales and zero points of numbers [..., k, n] under a scheme."""
+    if axis is not None:
+        raise GraphError(f"{where}: {scheme} has its own axis, found axis={axis}")
+    if scheme.kind == "nvfp4":
+        _check_float_blocks(where, shape, scale, zp, scheme)
+    elif scheme.kind in FP8:
+        if zp is not None:
+            raise GraphError(f"{where}: {scheme} has no zero points, found {zp}")
+        if scale is not None:
+            _check_scales(where, shape, scale, None, None, scheme if scale.rank else None)
+    elif scale is None or (scheme.kind == "int8a" and zp is None):
+        raise GraphError(f"{where}: {scheme} has no {'scale' if scale is None else 'zp'}")
+    else:
+        _check_scales(where, shape, scale, zp, axis, scheme)
 
 
 def _check_float_blocks(
-    shape: tuple[Size, ...], scale: TensorType | None, zp: TensorType | None, scheme: QuantScheme
+    where: str, shape: tuple[Size, ...], scale: TensorType | None, zp: TensorType | None, scheme: QuantScheme
 ) -> None:
     if scale is None or scale.dtype is not U8:
-        raise DTypeError(f"dequantise: scale of {scheme} is {scale}, wanted u8, the bytes of E4M3 floats")
-    _require_shape("dequantise", "scale", scale, scale_shape("dequantise", shape, scheme))
+        raise DTypeError(f"{where}: scale of {scheme} is {scale}, wanted u8, the bytes of E4M3 floats")
+    _require_shape(where, "scale", scale, scale_shape(where, shape, scheme))
     if zp is not None and (zp.rank or not zp.dtype.is_float):
-        raise ShapeError(f"dequantise: zp of {scheme} is {zp}, wanted one float, the scale of all blocks")
+        raise ShapeError(f"{where}: zp of {scheme} is {zp}, wanted one float, the scale of all blocks")
 
 
 @op(
@@ -239,6 +267,9 @@ def _check_float_blocks(
         sample(f32(32, 17), f32(4, 17, **_SCALE), scheme="int8/8"),
         sample(f32(2, 32, 5), f32(2, 2, 5, **_SCALE), i32(2, 2, 5), scheme="int8a/16"),
         sample(f32(32, 18), f32(2, 18, low=0.3, high=0.5), i32(2, 18, low=-2, high=3), scheme="int4/16"),
+        sample(f32(9, 40), f32(**_SCALE), scheme="fp8e4m3"),
+        sample(f32(9, 5), f32(5, low=1e-5, high=2), scheme="fp8e5m2"),
+        sample(f32(32, 18), _finite(2, 18), f32(**_SCALE), scheme="nvfp4/16"),
     ],
 )  # fmt: skip
 def quantise(
@@ -248,53 +279,62 @@ def quantise(
     """x / scale rounded to the nearest integer, ties to even, plus zp, kept within i8 or u8. NaN becomes 0.
 
     Scales and zero points (whole numbers) are those of `dequantise`: of the tensor, of an axis, or of blocks along k
-    with one of the schemes int8, int8a and int4.
+    with one of the schemes int8, int8a and int4. With fp8e4m3, fp8e5m2 and nvfp4 the result is the nearest float of few
+    bits, ties to even; what is larger than the largest becomes that, infinities too, and NaN stays NaN where there is
+    one. Without a scale one is found, so that the result is (q, scale), and (q, scale, zp) of nvfp4.
     """
-    given = _integers_only("quantise", scheme)
+    given = _not_packed("quantise", scheme)
     if not x.dtype.is_float or dtype not in (I8, U8):
         raise DTypeError(f"quantise: makes i8 or u8 of floats, found {dtype} of {x}")
     if given is None:
         _check_scales("quantise", x.shape, scale, zp, axis, None)
         return x.with_dtype(dtype)
     if x.rank < 2 or dtype is not I8:
-        raise ShapeError(f"quantise: {given} takes [..., k, n] and is signed, found {x} and {dtype}")
-    _check_scales("quantise", x.shape, scale, zp, axis, given)
-    if given.kind == "int8a" and zp is None:
-        raise GraphError(f"quantise: {given} has no zp")
+        raise ShapeError(f"quantise: {given} takes [..., k, n] and has a type of its own, found {x} and {dtype}")
+    _check_scheme("quantise", x.shape, scale, zp, axis, given)
     *rows, n = x.shape
     if given.elements_per_byte == 2 and (not isinstance(n, int) or n % 2):
-        raise ShapeError(f"quantise: n is {n}, two int4 share a byte")
+        raise ShapeError(f"quantise: n is {n}, two numbers of {given} share a byte")
     return TensorType((*rows, n // given.elements_per_byte), given.storage)
 
 
-def _levels(scheme: QuantScheme | None) -> int:
-    """The largest number of a signed type; its negative is used too, the one below is not."""
+def _levels(scheme: QuantScheme | None) -> float:
+    """The largest number of a type; its negative is used too, of integers the one below is not."""
+    if scheme is not None and scheme.kind in SMALL:
+        return SMALL_FLOATS[scheme.kind].largest
     return 7 if scheme is not None and scheme.kind == "int4" else 127
+
+
+def _scale_axes(rank: int, axis: int | None, scheme: QuantScheme | None) -> tuple[int, ...]:
+    """The axes whose largest magnitude makes a scale, where these are not blocks."""
+    own = rank - 1 if scheme is not None else axis
+    return tuple(a for a in range(rank) if own is None or a != own % rank)
 
 
 def _quant_scale(x: Any, *, axis: int | None = None, scheme: str | None = None) -> Any:
     given = None if scheme is None else QuantScheme(scheme)
     size = np.abs(x)
-    if given is not None:
+    if given is not None and given.block > 1:
         *leading, k, n = x.shape
         size = size.reshape(*leading, k // given.block, given.block, n).max(-2)
     else:
-        others = tuple(a for a in range(x.ndim) if axis is None or a != axis % x.ndim)
-        size = size.max(others, initial=0)
+        size = size.max(_scale_axes(x.ndim, axis, given), initial=0)
     return np.maximum(size / x.dtype.type(_levels(given)), x.dtype.type(LEAST_SCALE))
 
 
 def _quant_scale_apart(x: Value, *, axis: int | None, scheme: str | None) -> Value:
     given = None if scheme is None else QuantScheme(scheme)
     size = abs(x.astype(x.dtype.compute))
-    if given is not None:
+    if given is not None and given.block > 1:
         *leading, k, n = x.shape
         size = size.reshape(*leading, k // given.block, given.block, n)
-    others = tuple(a for a in range(x.rank) if axis is None or a != axis % x.rank)
-    if given is None and any(x.shape[a] == 0 for a in others):  # nothing has a largest, but a scale nevertheless
-        shape = () if axis is None else (x.shape[axis],)
-        return x.graph.one("expand", x.graph.constant(LEAST_SCALE, x.dtype.compute), shape=shape)
-    largest = x.graph.one("max", size, axis=(size.rank - 2,) if given is not None else others)
+        largest = x.graph.one("max", size, axis=(size.rank - 2,))
+    else:
+        others = _scale_axes(x.rank, axis, given)
+        if any(x.shape[a] == 0 for a in others):  # nothing has a largest, but a scale nevertheless
+            shape = tuple(d for a, d in enumerate(x.shape) if a not in others)
+            return x.graph.one("expand", x.graph.constant(LEAST_SCALE, x.dtype.compute), shape=shape)
+        largest = x.graph.one("max", size, axis=others)
     return (largest / _levels(given)).maximum(LEAST_SCALE)  # type: ignore[no-any-return]
 
 
@@ -302,15 +342,17 @@ def _quant_scale_apart(x: Value, *, axis: int | None, scheme: str | None) -> Val
     "quant_scale", reference=_quant_scale, decompose=_quant_scale_apart, traits=[COMPOSED], tolerance=1e-6,
     samples=[
         sample(f32(5, 7)), sample(f32(4, 5, 3), axis=1), sample(f32(9), axis=-1), sample(f32(32, 6), scheme="int8/8"),
-        sample(f32(2, 6, 4), scheme="int4/2"),
+        sample(f32(2, 6, 4), scheme="int4/2"), sample(f32(2, 6, 5), scheme="fp8e5m2"),
+        sample(f32(32, 4), scheme="nvfp4/16"),
     ],
 )  # fmt: skip
 def quant_scale(x: TensorType, *, axis: int | None = None, scheme: str | None = None) -> TensorType:
     """The least scale with which `quantise` cuts nothing off: the largest magnitude / 127 (int4: 7).
 
-    Of the whole tensor, of each index of `axis`, or of blocks along k with a scheme. Zeros have a scale of 1e-12.
+    Of the whole tensor, of each index of `axis`, or of blocks along k with a scheme. Zeros have a scale of 1e-12. Eight
+    bit floats have scales of columns (the largest magnitude / 448 or 57344); those of NVFP4 are made of floats / 6.
     """
-    given = _integers_only("quant_scale", scheme)
+    given = _not_packed("quant_scale", scheme)
     if not x.dtype.is_float:
         raise DTypeError(f"quant_scale: takes floats, found {x}")
     shape: tuple[Size, ...]
@@ -323,40 +365,210 @@ def quant_scale(x: TensorType, *, axis: int | None = None, scheme: str | None = 
     return TensorType(shape, x.dtype.compute)
 
 
-def _fake_quantise(x: Any, *, bits: int = 8, axis: int | None = None) -> Any:
-    top = x.dtype.type(2 ** (bits - 1) - 1)
-    others = tuple(a for a in range(x.ndim) if axis is None or a != axis % x.ndim)
-    step = np.maximum(np.abs(x).max(others, keepdims=True, initial=0) / top, x.dtype.type(LEAST_SCALE))
+# -- quantisation in training -----------------------------------------------------------------------------------------
+def _top(bits: int) -> int:
+    return 2 ** (bits - 1) - 1  # type: ignore[no-any-return]
+
+
+def _steps(x: Any, scale: Any, bits: int, axis: int | None) -> Any:
+    """The distances of neighbouring numbers, as they are broadcast to x."""
+    least = x.dtype.type(LEAST_SCALE)
+    if scale is not None:
+        return np.maximum(_spread(scale.astype(x.dtype), x.ndim, axis, None), least)
+    size = np.abs(x).max(_scale_axes(x.ndim, axis, None), keepdims=True, initial=0)
+    return np.maximum(size / x.dtype.type(_top(bits)), least)
+
+
+def _steps_apart(x: Value, scale: Value | None, bits: int, axis: int | None) -> Value:
+    if scale is None:
+        largest = x.graph.one("max", abs(x), axis=_scale_axes(x.rank, axis, None), keepdims=True)
+        step = largest / _top(bits)
+    else:
+        step = scale.astype(x.dtype)
+        if axis is not None:
+            step = step.reshape(*(x.shape[a] if a == axis % x.rank else 1 for a in range(x.rank)))
+    return step.maximum(LEAST_SCALE)  # type: ignore[no-any-return]
+
+
+def _check_training(where: str, x: TensorType, scale: TensorType | None, bits: int, axis: int | None) -> None:
+    if not x.dtype.is_float:
+        raise DTypeError(f"{where}: takes floats, found {x}")
+    if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 16:
+        raise GraphError(f"{where}: bits is {bits!r}, wanted 2 to 16")
+    if axis is not None:
+        axis_index(axis, x.rank, where)
+    if scale is not None:
+        _check_scales(where, x.shape, scale, None, axis, None)
+
+
+def _fake_quantise(x: Any, scale: Any = None, *, bits: int = 8, axis: int | None = None) -> Any:
+    top, step = x.dtype.type(_top(bits)), _steps(x, scale, bits, axis)
     return np.clip(np.rint(x / step), -top, top) * step
 
 
-def _fake_quantise_apart(x: Value, *, bits: int, axis: int | None) -> Value:
+def _fake_quantise_apart(x: Value, scale: Value | None = None, *, bits: int, axis: int | None) -> Value:
     if 0 in x.shape:
         return x.astype(x.dtype.compute).astype(x.dtype)
-    top, wide = 2 ** (bits - 1) - 1, x.astype(x.dtype.compute)
-    others = tuple(a for a in range(x.rank) if axis is None or a != axis % x.rank)
-    largest = x.graph.one("max", abs(wide), axis=others, keepdims=True)
-    step = (largest / top).maximum(LEAST_SCALE)
+    top, wide = _top(bits), x.astype(x.dtype.compute)
+    step = _steps_apart(wide, scale, bits, axis)
     rounded: Value = (wide / step).round().maximum(-top).minimum(top) * step
     return rounded.astype(x.dtype)
 
 
 @op(
     "fake_quantise", reference=_fake_quantise, decompose=_fake_quantise_apart, traits=[COMPOSED], tolerance=1e-6,
-    samples=[sample(f32(5, 7)), sample(f32(4, 5, 3), axis=1, bits=4), sample(f32(3, 33), axis=-1, bits=2)],
+    samples=[
+        sample(f32(5, 7)), sample(f32(4, 5, 3), axis=1, bits=4), sample(f32(3, 33), axis=-1, bits=2),
+        sample(f32(5, 7), f32(low=0.1, high=0.2), bits=4),
+        sample(f32(4, 5, 3), f32(5, low=0.1, high=0.2), axis=1, bits=5),
+    ],
 )  # fmt: skip
-def fake_quantise(x: TensorType, *, bits: int = 8, axis: int | None = None) -> TensorType:
+def fake_quantise(
+    x: TensorType, scale: TensorType | None = None, *, bits: int = 8, axis: int | None = None
+) -> TensorType:
     """x as it comes back from integers of so many bits, by a symmetric scale of the tensor or of each index of `axis`.
 
-    The scale is the largest magnitude / (2^(bits - 1) - 1), rounding is to the nearest, ties to even.
+    Rounding is to the nearest, ties to even; integers end at ±(2^(bits - 1) - 1). A scale that is given is fixed, is
+    learned (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is that of the numbers
+    at hand: the largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
     """
-    if not x.dtype.is_float:
-        raise DTypeError(f"fake_quantise: takes floats, found {x}")
-    if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 16:
-        raise GraphError(f"fake_quantise: bits is {bits!r}, wanted 2 to 16")
-    if axis is not None:
-        axis_index(axis, x.rank, "fake_quantise")
+    _check_training("fake_quantise", x, scale, bits, axis)
     return x
+
+
+def _running_scale(x: Any, state: Any, *, bits: int = 8, axis: int | None = None, decay: float = 0.99) -> Any:
+    now = _steps(x, None, bits, axis).astype(state.dtype).reshape(state.shape)
+    kept = state.dtype.type(decay)
+    return np.where(state > 0, kept * state + (1 - kept) * now, now)
+
+
+def _running_scale_apart(x: Value, state: Value, *, bits: int, axis: int | None, decay: float) -> Value:
+    wide = x.astype(x.dtype.compute)
+    if 0 in x.shape:
+        now = x.graph.one("expand", x.graph.constant(LEAST_SCALE, state.dtype), shape=state.shape)
+    else:
+        now = _steps_apart(wide, None, bits, axis).reshape(*state.shape).astype(state.dtype)
+    rest = 1 - np.dtype(state.dtype.compute.numpy).type(decay)  # as the number is that is multiplied by
+    return (state > 0).where(state * decay + now * float(rest), now)  # type: ignore[no-any-return]
+
+
+@op(
+    "running_scale", reference=_running_scale, decompose=_running_scale_apart, traits=[COMPOSED], tolerance=1e-6,
+    samples=[
+        sample(f32(5, 7), f32(low=0.1, high=0.2)), sample(f32(5, 7), f32(low=-2, high=-1)),
+        sample(f32(4, 5, 3), f32(5, low=-0.1, high=0.2), axis=1, bits=4, decay=0.5),
+    ],
+)  # fmt: skip
+def running_scale(
+    x: TensorType, state: TensorType, *, bits: int = 8, axis: int | None = None, decay: float = 0.99
+) -> TensorType:
+    """The next state of a scale that follows x: decay · state + (1 - decay) · the scale of x alone.
+
+    A state that is not positive has seen nothing yet and becomes the scale of x. Scales are those of `fake_quantise`.
+    """
+    _check_training("running_scale", x, state, bits, axis)
+    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
+        raise GraphError(f"running_scale: decay is {decay!r}, wanted 0 to 1")
+    return state
+
+
+ESTIMATORS = ("identity", "clipped", "tanh", "hard_tanh")
+
+
+def _fake_quantise_grad(
+    x: Any, dy: Any, scale: Any = None, *, bits: int = 8, axis: int | None = None, ste: str = "identity"
+) -> Any:
+    top, step = x.dtype.type(_top(bits)), _steps(x, scale, bits, axis)
+    match ste:
+        case "clipped" if scale is not None:
+            return dy * (np.abs(x) <= top * step)
+        case "tanh":
+            return dy * (1 - np.tanh(x / step) ** 2)
+        case "hard_tanh":
+            return dy * np.maximum(1 - np.abs(x / (top * step)), 0)
+        case _:  # the identity; a scale of the numbers at hand clips none of them
+            return dy.copy()
+
+
+def _fake_quantise_grad_apart(
+    x: Value, dy: Value, scale: Value | None, *, bits: int, axis: int | None, ste: str
+) -> Value:
+    given, dy = dy.dtype, dy.astype(dy.dtype.compute)
+    if ste == "identity" or (ste == "clipped" and scale is None) or 0 in x.shape:
+        return dy.astype(given)
+    top, wide = _top(bits), x.astype(x.dtype.compute)
+    step = _steps_apart(wide, scale, bits, axis)
+    if ste == "clipped":
+        inside = (abs(wide) <= step * top).where(dy, 0.0)
+    elif ste == "tanh":
+        inside = dy * (1.0 - (wide / step).tanh() * (wide / step).tanh())
+    else:
+        inside = dy * (1.0 - abs(wide / (step * top))).maximum(0.0)
+    return inside.astype(given)  # type: ignore[no-any-return]
+
+
+@op(
+    "fake_quantise_grad", reference=_fake_quantise_grad, decompose=_fake_quantise_grad_apart, traits=[COMPOSED],
+    tolerance=1e-5,
+    samples=[
+        sample(f32(5, 7), f32(5, 7)), sample(f32(5, 7), f32(5, 7), f32(low=0.1, high=0.2), bits=4, ste="clipped"),
+        sample(f32(5, 7), f32(5, 7), ste="clipped"), sample(f32(4, 5, 3), f32(4, 5, 3), axis=1, bits=2, ste="tanh"),
+        sample(f32(4, 5, 3), f32(4, 5, 3), f32(5, low=0.1, high=0.4), axis=1, bits=4, ste="hard_tanh"),
+    ],
+)  # fmt: skip
+def fake_quantise_grad(
+    x: TensorType, dy: TensorType, scale: TensorType | None = None, *, bits: int = 8, axis: int | None = None,
+    ste: str = "identity",
+) -> TensorType:  # fmt: skip
+    """The gradient of `fake_quantise` for x, by a straight-through estimator, since rounding itself has none.
+
+    `identity` is dy; `clipped` is dy where x was not cut off, else 0; with z = x / scale, `tanh` is dy · (1 - tanh(z)²)
+    and `hard_tanh` is dy · max(0, 1 - |z| / (2^(bits - 1) - 1)).
+    """
+    _check_training("fake_quantise_grad", x, scale, bits, axis)
+    _require_shape("fake_quantise_grad", "dy", dy, x.shape)
+    if dy.dtype is not x.dtype:
+        raise DTypeError(f"fake_quantise_grad: dy is {dy}, wanted the type of x, {x}")
+    if ste not in ESTIMATORS:
+        raise GraphError(f"fake_quantise_grad: ste is {ste!r}, wanted {', '.join(ESTIMATORS)}")
+    return dy
+
+
+def _fake_quantise_scale_grad(x: Any, scale: Any, dy: Any, *, bits: int = 8, axis: int | None = None) -> Any:
+    top = x.dtype.type(_top(bits))
+    z = x / _steps(x, scale, bits, axis)
+    slope = np.where(np.abs(z) <= top, np.rint(z) - z, np.sign(z) * top)
+    return (slope * dy).sum(_scale_axes(x.ndim, axis, None), dtype=x.dtype).astype(scale.dtype)
+
+
+def _fake_quantise_scale_grad_apart(x: Value, scale: Value, dy: Value, *, bits: int, axis: int | None) -> Value:
+    top, wide = _top(bits), x.astype(x.dtype.compute)
+    z = wide / _steps_apart(wide, scale, bits, axis)
+    slope = (abs(z) <= top).where(z.round() - z, (z > 0).where(wide * 0 + top, -float(top)))
+    others = _scale_axes(x.rank, axis, None)
+    return x.graph.one("sum", slope * dy.astype(wide.dtype), axis=others).astype(scale.dtype)
+
+
+@op(
+    "fake_quantise_scale_grad", reference=_fake_quantise_scale_grad, decompose=_fake_quantise_scale_grad_apart,
+    traits=[COMPOSED], tolerance=1e-5,
+    samples=[
+        sample(f32(5, 7), f32(low=0.1, high=0.2), f32(5, 7), bits=4),
+        sample(f32(4, 5, 3), f32(5, low=0.1, high=0.4), f32(4, 5, 3), axis=1, bits=4),
+    ],
+)  # fmt: skip
+def fake_quantise_scale_grad(
+    x: TensorType, scale: TensorType, dy: TensorType, *, bits: int = 8, axis: int | None = None
+) -> TensorType:
+    """The gradient of `fake_quantise` for a learned scale (LSQ, Esser et al. 2020, equation 3).
+
+    The sum of dy · (round(z) - z), where z = x / scale; where z is cut off, of dy · ±(2^(bits - 1) - 1).
+    """
+    _check_training("fake_quantise_scale_grad", x, scale, bits, axis)
+    _require_shape("fake_quantise_scale_grad", "dy", dy, x.shape)
+    if dy.dtype is not x.dtype:
+        raise DTypeError(f"fake_quantise_scale_grad: dy is {dy}, wanted the type of x, {x}")
+    return scale
 
 
 def _dequant_matmul(x: Any, w: Any, scale: Any = None, zp: Any = None, *, scheme: str) -> Any:
@@ -391,7 +603,8 @@ def dequant_matmul(
     """x times a quantised weight: [..., m, k] by numbers [k, n].
 
     GGUF weights are packed rows [n, k], as files have them, and the matmul unpacks them on the way; a param that is
-    declared plain ([n, k], [k, n], or u8 for the bytes) becomes one. Other schemes are stored as `dequantise` says.
+    declared plain ([n, k], [k, n], or u8 for the bytes) becomes one. Blocks of MXFP4 have an odd number of bytes, which
+    the matmul does not read: they become f32 once, when weights are set. Other schemes are stored as `dequantise` says.
     """
     given = QuantScheme(scheme)
     if not x.dtype.is_float:
