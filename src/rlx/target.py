@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlx.errors import CapabilityError, nearest
 
@@ -26,6 +26,7 @@ class Target:
     has_fma: bool
     cpu: str
     features: str  # LLVM feature string, "" = those of `cpu`
+    has_dot: bool = False  # multiplies bytes and adds four products in one instruction
 
     def lanes(self, element_bytes: int) -> int:
         """Elements of one vector register."""
@@ -39,11 +40,14 @@ class Target:
 AVX512 = Target(
     "avx512", "x86_64", 64, 6, 4, True, "skylake-avx512", "+avx512f,+avx512bw,+avx512dq,+avx512vl,+fma,+f16c"
 )
+AVX512VNNI = replace(
+    AVX512, name="avx512vnni", cpu="cascadelake", features=AVX512.features + ",+avx512vnni", has_dot=True
+)
 AVX2 = Target("avx2", "x86_64", 32, 6, 2, True, "haswell", "+avx2,+fma,+f16c")
 BASELINE = Target("baseline", "x86_64", 16, 4, 2, False, "x86-64", "")
 NEON = Target("neon", "aarch64", 16, 6, 4, True, "generic", "+neon")
 
-BY_NAME = {t.name: t for t in (AVX512, AVX2, BASELINE, NEON)}
+BY_NAME = {t.name: t for t in (AVX512VNNI, AVX512, AVX2, BASELINE, NEON)}
 
 
 def _cpu_flags() -> set[str]:
@@ -71,7 +75,7 @@ def supported() -> tuple[Target, ...]:
     flags = _cpu_flags()
     found = []
     if {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c"} <= flags:
-        found.append(AVX512)
+        found += [AVX512VNNI, AVX512] if "avx512_vnni" in flags else [AVX512]
     if {"avx2", "fma", "f16c"} <= flags:
         found.append(AVX2)
     return (*found, BASELINE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from layers import Llama, llama_graph
@@ -42,6 +44,25 @@ def merged(*launches: Launch) -> list[Launch]:
     p = Program("p", "avx512", ("n",), {}, {}, list(launches))
     merge_launches(p)
     return p.launches
+
+
+def test_what_one_unit_writes_the_same_unit_may_read() -> None:
+    """Row by row, whatever the kinds; not where a unit may need what another one writes."""
+    first, second = launch("a", "b", name="norm"), launch("b", "c", name="round")
+    (both,) = merged(replace(first, by_rows=True), replace(second, by_rows=True))
+    assert both.kernel.symbol.startswith("norm_round.")
+    assert [v.buffer for v in both.views(written=True)] == ["b", "c"]
+    for rows in ((True, False), (False, True)):
+        assert len(merged(*(replace(x, by_rows=r) for x, r in zip((first, second), rows, strict=True)))) == 2
+    turned = replace(second, by_rows=True, words=(View("b", F32, (N,), (2,)), *second.words[1:]))
+    assert len(merged(replace(first, by_rows=True), turned)) == 2
+    back = launch("b", "a", name="back")
+    assert len(merged(replace(first, by_rows=True), replace(back, by_rows=True))) == 2
+    third = replace(launch("c", "d", name="cut"), by_rows=True)
+    (all_,) = merged(replace(first, by_rows=True), replace(second, by_rows=True), third)
+    assert len(set(all_.kernel.words)) == len(all_.kernel.words) == 9
+    apart = launch("d", "c", name="apart")
+    assert len(merged(replace(first, by_rows=True), replace(apart, by_rows=True))) == 2
 
 
 def test_independent_neighbours_become_one() -> None:

@@ -1,8 +1,9 @@
-"""Packed blocks as expressions: the number at a position of a block, from its 16-bit units.
+"""Packed blocks as expressions: the number at a position of a block, from its bytes.
 
-Every packed type is a whole number of units long, so blocks move and interleave without anybody knowing what is inside.
 A decoder is written once, for a `Position` that is known (unrolled kernels: offsets and shifts become constants), an
-index (one lane an element) or a mixture of both. Bits are those of ggml: widen, then multiply and add in its order.
+index (one lane an element) or a mixture of both, and for blocks as files have them (`RowBlocks`) as well as for
+`Panels`, where the columns of a matmul lie side by side. Bits are those of ggml: widen, then multiply and add in its
+order.
 """
 
 from __future__ import annotations
@@ -10,14 +11,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rlx.dtypes import BOOL, F16, F32, I16, I32, I64, DType
+from rlx.dtypes import BOOL, F16, F32, I16, I32, I64, U8, DType
 from rlx.errors import LowerError
-from rlx.lir.loops import Apply, Arg, Const, Expr, For, Index, Let, Load, LoopKernel, Param, Ref, Stmt, Store
+from rlx.lir.loops import (
+    Apply,
+    Arg,
+    Assign,
+    Const,
+    Expr,
+    For,
+    Index,
+    Let,
+    Load,
+    LoopKernel,
+    Param,
+    Ref,
+    Stmt,
+    Store,
+    Var,
+)
+from rlx.ops.fused import halves_of, word_runs
 from rlx.target import Target
 
 UNIT = 2  # bytes
 GROUP = 64  # positions that are unrolled at most; longer blocks loop over groups of them
-RECENT = 4  # units that stay in registers
+RECENT = 12  # words that stay in registers
 
 Place = tuple[tuple[Expr, int | Arg], ...]
 
@@ -108,14 +126,82 @@ class Position:
         return ((self.outer & high) << self.span) + (self.inner & mask) if high else Term(self.inner & mask)
 
 
+# -- where blocks lie -----------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class RowBlocks:
+    """A block as files have it, read by 16-bit units, of which all but a few types are a whole number, or by bytes."""
+
+    unit_at: Callable[[Expr], Place]
+    units: int  # the parameter that is read as integers
+    halves: int  # the same memory read as f16
+    size: int = UNIT  # bytes of a unit
+
+    def half(self, unit: int) -> Expr:
+        """The f16 at a 16-bit unit of the block."""
+        return Load(self.halves, self.unit_at(Const(unit, I64)), F16)
+
+    def single(self, unit: int) -> Expr:
+        """The f32 at two units, the low one first."""
+        low, high = (Term(self.word(Term(u))) for u in (unit, unit + 1))
+        return Apply("bits", ((low & 0xFFFF | high << 16).expr(I32),), F32)
+
+    def split(self, byte: Term) -> tuple[Term, Term]:
+        """The word that a byte is in, and its first bit there."""
+        return (byte >> 1, (byte & 1) << 3) if self.size == UNIT else (byte, Term(0))
+
+    def word(self, index: Term) -> Expr:
+        """A unit as an i32."""
+        kind = I16 if self.size == UNIT else U8
+        return Apply("cast", (Load(self.units, self.unit_at(index.expr(I64)), kind),), I32)
+
+
+def first_word(storage: DType) -> int:
+    """The byte of a block where words begin."""
+    return 2 * sum(unit == i for i, unit in enumerate(halves_of(storage)))
+
+
+@dataclass(frozen=True)
+class Panels:
+    """A block of `lanes` columns side by side: each half, then each word, of all of them.
+
+    `block` is the number of the block. Parameter 0 is read as words, 1 as halves.
+    """
+
+    storage: DType
+    lanes: int
+    block: Expr
+    whole: bool = False  # words lie as kernels of whole numbers take them
+
+    def half(self, unit: int) -> Expr:
+        start, apart = (self.block, self.storage.size // 2 * self.lanes), halves_of(self.storage)
+        if unit in apart:
+            return Load(1, (start, (Const(apart.index(unit), I64), self.lanes), (Index("c"), 1)), F16)
+        word, high = divmod(unit, 2)
+        return Load(1, (start, (Const(word, I64), 2 * self.lanes), (Index("c"), 2), (Const(high, I64), 1)), F16)
+
+    def single(self, unit: int) -> Expr:
+        return Apply("bits", (self.word(Term(unit // 2)),), F32)
+
+    def split(self, byte: Term) -> tuple[Term, Term]:
+        at = byte - first_word(self.storage)
+        return at >> 2, (at & 3) << 3
+
+    def word(self, index: Term) -> Expr:
+        if self.whole:
+            assert isinstance(index.of, int)
+            words = [w for first, count in word_runs(self.storage, True) for w in range(first, first + count)]
+            index = Term(words.index(index.of))
+        start = Const(len(halves_of(self.storage)) * self.lanes // 2, I64)
+        place = ((self.block, self.storage.size * self.lanes // 4), (start, 1), (index.expr(I64), self.lanes))
+        return Load(0, (*place, (Index("c"), 1)), I32)
+
+
 # -- reading a block ------------------------------------------------------------------------------------------------
 @dataclass
 class Block:
     """A block under decoding. What is read or computed again and again is named by a `Let` in `stmts`, if asked."""
 
-    unit_at: Callable[[Expr], Place]
-    units: int  # the parameter that is read as i16
-    halves: int  # the same memory read as f16
+    source: RowBlocks | Panels
     lets: bool = True
     prefix: str = ""
     stmts: list[Stmt] = field(default_factory=list)
@@ -124,47 +210,40 @@ class Block:
 
     def half(self, unit: int) -> Expr:
         """The f16 at a unit, widened."""
-        load = Load(self.halves, self.unit_at(Const(unit, I64)), F16)
-        return self.keep(("half", unit), lambda: Apply("cast", (load,), F32))
+        return self.keep(("half", unit), lambda: Apply("cast", (self.source.half(unit),), F32))
 
     def single(self, unit: int) -> Expr:
-        """The f32 at two units, the low one first."""
-
-        def joined() -> Expr:
-            low, high = (Term(self._word(Term(u))) for u in (unit, unit + 1))
-            return Apply("bits", ((low & 0xFFFF | high << 16).expr(I32),), F32)
-
-        return self.keep(("single", unit), joined)
+        """The f32 at two units."""
+        return self.keep(("single", unit), lambda: self.source.single(unit))
 
     def keep(self, key: object, make: Callable[[], Expr]) -> Expr:
         """A value that is computed once a block or group."""
         if key not in self._kept:
-            self._kept[key] = self._let(make())
+            self._kept[key] = self.let(make())
         return self._kept[key]
 
     def bits(self, byte: Term, first: Term | int, width: int) -> Term:
         """`width` bits of a byte, from bit `first` on."""
-        word = Term(self._word(byte >> 1))
-        return word >> (((byte & 1) << 3) + first) & (1 << width) - 1
+        index, start = self.source.split(byte)
+        return Term(self.word(index)) >> (start + first) & (1 << width) - 1
 
     def signed(self, byte: Term) -> Term:
         """A byte as a signed number."""
-        if not isinstance(byte.of, int):
-            return (self.bits(byte, 0, 8) + 128 & 255) - 128
-        word = Term(self._word(byte >> 1))  # comes sign-extended
-        return word >> 8 if byte.of & 1 else word << 24 >> 24
+        index, start = self.source.split(byte)
+        return Term(self.word(index)) << (Term(24) - start) >> 24
 
-    def _word(self, unit: Term) -> Expr:
-        found = self._recent.pop(unit.of, None)
+    def word(self, index: Term) -> Expr:
+        """A word, as wide as the source has them; the last few stay in registers."""
+        found = self._recent.pop(index.of, None)
         if found is None:
-            load = Load(self.units, self.unit_at(unit.expr(I64)), I16)
-            found = self._let(Apply("cast", (load,), I32))
-        self._recent[unit.of] = found
+            found = self.let(self.source.word(index))
+        self._recent[index.of] = found
         if len(self._recent) > RECENT:
             del self._recent[next(iter(self._recent))]
         return found
 
-    def _let(self, value: Expr) -> Expr:
+    def let(self, value: Expr) -> Expr:
+        """A name for a value, where names are wanted."""
         if not self.lets:
             return value
         name = f"{self.prefix}v{len(self.stmts)}"
@@ -292,7 +371,17 @@ def decode(storage: DType, block: Block, position: Position) -> Expr:
 
 
 # -- kernels that the matmul calls ----------------------------------------------------------------------------------
-# Weights lie as [panel][block][unit][column]: one vector of columns after the other, unit by unit.
+# Weights lie as [panel][vector of columns][block][halves and words][lane]. All kernels of a type take the same words:
+# two views of a panel, two of the rows of x, what is written; then `blocks` to go over, `stride` blocks from one vector
+# of columns to the next, `x_row` elements from one row of x to the next.
+ARGUMENTS = ("blocks", "stride", "x_row")
+
+
+def block_number(vector: Expr) -> Expr:
+    """The number of block `u` of a vector of columns."""
+    return Apply("add", (Apply("mul", (vector, Arg("stride")), I64), Index("u")), I64)
+
+
 def _grouped(storage: DType) -> tuple[Term, int, int]:
     """How a block is walked: the group as a term, its length as a power of two, and how many groups there are."""
     length = min(storage.block, GROUP)
@@ -300,60 +389,64 @@ def _grouped(storage: DType) -> tuple[Term, int, int]:
     return (Term(Index("g")) if groups > 1 else Term(0)), length.bit_length() - 1, groups
 
 
-def _over_blocks(groups: int, body: For) -> For:
-    return For("u", Arg("blocks"), (For("g", groups, (body,)) if groups > 1 else body,))
+def _over_blocks(groups: int, body: tuple[Stmt, ...]) -> For:
+    return For("u", Arg("blocks"), (For("g", groups, body),) if groups > 1 else body)
 
 
-def unpack_kernel(storage: DType, width: int) -> LoopKernel:
-    """Blocks of one panel as f32 rows: out[k][width]. A unit is a block."""
+def unpack_kernel(storage: DType, width: int, lanes: int) -> LoopKernel:
+    """Blocks of one panel as f32 rows: out[k][width]. A unit is a vector of columns."""
     outer, span, groups = _grouped(storage)
-    block = Block(_unit_place(storage, width), units=0, halves=1)
+    block = Block(Panels(storage, lanes, block_number(Index("v"))))
     body = block.stmts
     for inner in range(1 << span):
         value = decode(storage, block, Position(outer, span, inner))
         row = ((Index("u"), storage.block * width), (outer.expr(I64), width << span), (Const(inner, I64), width))
-        body.append(Store(2, (*row, (Index("c"), 1)), value))
-    params = (Param("units", I16), Param("halves", F16), Param("out", F32, True))
-    root = _over_blocks(groups, For("c", width, tuple(body), vector=True))
-    return LoopKernel(f"unpack_{storage}", params, (), root)
+        body.append(Store(4, (*row, (Index("v"), lanes), (Index("c"), 1)), value))
+    params = (*PANEL, Param("x_words", I32), Param("x", F32), Param("out", F32, True))
+    root = For("v", width // lanes, (For("c", lanes, (_over_blocks(groups, tuple(body)),), vector=True),))
+    return LoopKernel(f"unpack_{storage}", params, ARGUMENTS, root)
+
+
+PANEL = (Param("words", I32), Param("halves", F16))
 
 
 def dot_kernel(storage: DType, width: int, target: Target, rows: int) -> LoopKernel:
     """sums[rows][width] += x[rows][k] · blocks of one panel: one chain of multiply-adds over k a sum.
 
-    A unit is a block. The rows of x lie `x_row` elements apart; a weight is unpacked once for all of them.
+    There is one unit, with all columns, so that enough chains run side by side; a weight is unpacked once for all rows.
     """
     outer, span, groups = _grouped(storage)
     lanes = target.lanes(4)
     vectors = range(width // lanes)
     cells = [(r, v) for v in vectors for r in range(rows)]
     place = {(r, v): ((Index("c"), 1), (Const(r * width + v * lanes, I64), 1)) for r, v in cells}
-    blocks = [Block(_unit_place(storage, width, v * lanes), units=0, halves=1, prefix=f"c{v}") for v in vectors]
-    body: list[Stmt] = [Let(f"sum{r}_{v}_0", Load(3, place[r, v], F32)) for r, v in cells]
+    blocks = [Block(Panels(storage, lanes, block_number(Const(v, I64))), prefix=f"c{v}") for v in vectors]
+    body: list[Stmt] = [Let(f"sum{r}_{v}_0", Ref(f"sum{r}_{v}", F32)) for r, v in cells]
     for inner in range(1 << span):
         at: Place = ((Index("u"), storage.block), (outer.expr(I64), 1 << span), (Const(inner, I64), 1))
         for r in range(rows):
             here = (*at, (Const(r, I64), Arg("x_row"))) if r else at
-            body.append(Let(f"x{r}_{inner}", Load(2, here, F32)))
+            body.append(Let(f"x{r}_{inner}", Load(3, here, F32)))
         for v in vectors:
             before = len(blocks[v].stmts)
             weight = decode(storage, blocks[v], Position(outer, span, inner))
             body += [*blocks[v].stmts[before:], Let(f"w{v}_{inner}", weight)]
             for r in range(rows):
                 x, w, total = (Ref(n, F32) for n in (f"x{r}_{inner}", f"w{v}_{inner}", f"sum{r}_{v}_{inner}"))
-                if target.has_fma:
-                    more: Expr = Apply("fma", (x, w, total), F32)
-                else:
-                    more = Apply("add", (_mul(x, w), total), F32)
-                body.append(Let(f"sum{r}_{v}_{inner + 1}", more))
-    body += [Store(3, place[r, v], Ref(f"sum{r}_{v}_{1 << span}", F32)) for r, v in cells]
-    params = (Param("units", I16), Param("halves", F16), Param("x", F32), Param("sums", F32, True))
-    root = _over_blocks(groups, For("c", lanes, tuple(body), vector=True))
-    return LoopKernel(f"dot_{storage}_{rows}", params, ("x_row",), root)
+                body.append(Let(f"sum{r}_{v}_{inner + 1}", multiply_add(x, w, total, target)))
+    body += [Assign(f"sum{r}_{v}", Ref(f"sum{r}_{v}_{1 << span}", F32)) for r, v in cells]
+    params = (*PANEL, Param("x_words", I32), Param("x", F32), Param("sums", F32, True))
+    columns: tuple[Stmt, ...] = (
+        *(Var(f"sum{r}_{v}", Load(4, place[r, v], F32)) for r, v in cells),
+        _over_blocks(groups, tuple(body)),
+        *(Store(4, place[r, v], Ref(f"sum{r}_{v}", F32)) for r, v in cells),
+    )
+    root = For("all", 1, (For("c", lanes, columns, vector=True),))
+    return LoopKernel(f"dot_{storage}_{rows}", params, ARGUMENTS, root)
 
 
-def _unit_place(storage: DType, width: int, column: int = 0) -> Callable[[Expr], Place]:
-    def place(unit: Expr) -> Place:
-        return ((Index("u"), units_of(storage) * width), (unit, width), (Index("c"), 1), (Const(column, I64), 1))
-
-    return place
+def multiply_add(x: Expr, y: Expr, total: Expr, target: Target) -> Expr:
+    """x · y + total, rounded once where the target does that."""
+    if target.has_fma:
+        return Apply("fma", (x, y, total), F32)
+    return Apply("add", (_mul(x, y), total), F32)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.dtypes import BOOL, I64
+from rlx.dtypes import BOOL, I16, I32, I64
 from rlx.ir.graph import Node
+from rlx.lir.blocks import Place, first_word, units_of
 from rlx.lir.elementwise import body_lets
 from rlx.lir.loops import Apply, Choose, Const, Expr, For, Index, Load, Ref, Stmt, Store
-from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, decode_unit, loop_form, map_elements
+from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, cast, decode_unit, loop_form, map_elements
 from rlx.lir.views import View
+from rlx.ops.fused import FOUR, halves_of, word_runs
 from rlx.types import product
 
 
@@ -27,32 +29,82 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     return outs
 
 
+def _sum(*terms: tuple[Expr, int]) -> Expr:
+    """An index from its parts, each of which counts so many."""
+    total: Expr | None = None
+    for index, size in terms:
+        part = index if size == 1 else Apply("mul", (index, Const(size, I64)), I64)
+        total = part if total is None else Apply("add", (total, part), I64)
+    assert total is not None
+    return total
+
+
 @loop_form("interleave_blocks")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """Panels of the transpose: a row of a panel is one 16-bit unit of each column, moved as it is."""
+    """A unit is a block of all columns of a panel; zeros beyond the last column."""
     out = s.result(node)
-    _panels(s, node, [s.view(o).transpose((1, 0)) for o in node.operands], out)
+    matrices = [s.view(o) for o in node.operands]
+    storage, lanes, width = node.operands[0].dtype, node.attrs["lanes"], node.attrs["width"]  # type: ignore[union-attr]
+    part, units = width // len(matrices), units_of(storage)
+    builder = LoopBuilder(node.op)
+    for view in matrices:
+        builder.param(View(view.buffer, I16, view.shape, view.strides, view.offset))
+    whole = builder.param(View(out.buffer, I32, out.shape, out.strides, out.offset // 2), written=True)
+    half = builder.param(out, written=True)
+    n, blocks = node.operands[0].type.array_shape  # type: ignore[union-attr]
+    lets = decode_unit(builder, [out.shape[0], blocks], ["p", "k"])
+    columns, count = builder.arg("columns", n), builder.arg("blocks", blocks)
+    row = builder.arg("row", blocks * units)
+    halves, first, c = halves_of(storage), first_word(storage) // 2, Index("c")
+    vectors, start = width // lanes, len(halves) * lanes // 2
+    body: list[Stmt] = []
+    for source in range(len(matrices)):  # whose vectors follow each other in a panel
+        v, many = Index("v"), vectors // len(matrices)
+        at = _sum((Ref("p", I64), part), (v, lanes), (c, 1))
+        inside = Apply("lt", (at, columns), BOOL)
+        vector = _sum((Ref("p", I64), vectors), (Const(source * many, I64), 1), (v, 1))
+        number = Apply("add", (Apply("mul", (vector, count), I64), Ref("k", I64)), I64)
+        column: Place = ((at, row), (Ref("k", I64), units))
+
+        def unit(*more: tuple[Expr, int], source: int = source, column: Place = column, inside: Expr = inside) -> Expr:
+            return Choose(inside, Load(source, (*column, *more), I16), Const(0, I16))
+
+        inner: list[Stmt] = []
+        for i, offset in enumerate(halves):
+            place: Place = ((number, units * lanes), (Const(i, I64), lanes), (c, 1))
+            inner.append(For("c", lanes, (Store(half, place, unit((Const(offset, I64), 1))),), vector=True))
+        done = 0
+        for word, length in word_runs(storage, node.attrs["whole"]):
+            w, low, high = Index("w"), (Const(first + 2 * word, I64), 1), (Const(first + 2 * word + 1, I64), 1)
+            both = Apply("or", (
+                Apply("and", (cast(unit((w, 2), low), I32), Const(0xFFFF, I32)), I32),
+                Apply("shl", (cast(unit((w, 2), high), I32), Const(16, I32)), I32),
+            ), I32)  # fmt: skip
+            place = ((number, units * lanes // 2), (Const(start + done * lanes, I64), 1), (w, lanes), (c, 1))
+            inner.append(For("w", length, (For("c", lanes, (Store(whole, place, both),), vector=True),)))
+            done += length
+        body.append(For("v", many, tuple(inner)))
+    total = out.shape[0] * blocks
+    builder.launch(s, For("u", builder.arg("units", total), (*lets, *body)), total, flops=product(out.shape))
     return [out]
 
 
-@loop_form("pack_panels")
+@loop_form("pack_panels", "pack_bytes")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
+    """A unit is one row of one panel: an equal part of each matrix [k, n], zeros beyond the last column.
+
+    A row of words has four rows of bytes.
+    """
     matrices, out = [s.view(o) for o in node.operands], s.result(node)
-    _panels(s, node, matrices, out)
-    return [out]
-
-
-def _panels(s: Scheduler, node: Node, matrices: Sequence[View], out: View) -> None:
-    """A unit is one row of one panel: an equal part of each matrix [k, n], zeros beyond the last column."""
     builder = LoopBuilder(node.op)
     width = node.attrs["width"]
     part = width // len(matrices)
     for view in matrices:
         builder.param(view)
     target = builder.param(out, written=True)
-    k, n = matrices[0].shape
-    lets = decode_unit(builder, [out.shape[0], k], ["p", "k"])
-    columns, depth = builder.arg("columns", n), builder.arg("depth", k)
+    n = matrices[0].shape[1]
+    lets = decode_unit(builder, [out.shape[0], out.shape[1]], ["p", "k"])
+    columns, depth = builder.arg("columns", n), builder.arg("depth", out.shape[1])
     j = Index("j")
     body: list[Stmt] = []
     for i, view in enumerate(matrices):
@@ -61,9 +113,18 @@ def _panels(s: Scheduler, node: Node, matrices: Sequence[View], out: View) -> No
         at: Expr = Apply("add", (Apply("mul", (Ref("p", I64), Const(part, I64)), I64), j), I64)
         inside = Apply("lt", (at, columns), BOOL)
         zero = Const(view.dtype.numpy.type(0).item(), view.dtype)
-        value = Choose(inside, Load(i, ((Ref("k", I64), row), (at, column)), view.dtype), zero)
+        if node.op == "pack_bytes":
+            value: Expr = Const(0, I32)
+            for byte in range(FOUR):
+                k = Apply("add", (Apply("mul", (Ref("k", I64), Const(FOUR, I64)), I64), Const(byte, I64)), I64)
+                number = Choose(inside, Load(i, ((k, row), (at, column)), view.dtype), zero)
+                low = Apply("and", (cast(number, I32), Const(255, I32)), I32)
+                value = Apply("or", (value, Apply("shl", (low, Const(8 * byte, I32)), I32)), I32)
+        else:
+            value = Choose(inside, Load(i, ((Ref("k", I64), row), (at, column)), view.dtype), zero)
         panel: Expr = Apply("mul", (Ref("p", I64), depth), I64)
         place = ((panel, width), (Ref("k", I64), width), (j, 1), (Const(part * i, I64), 1))
         body.append(For("j", part, (Store(target, place, value),), vector=True))
-    units = out.shape[0] * k
+    units = out.shape[0] * out.shape[1]
     builder.launch(s, For("u", builder.arg("units", units), (*lets, *body)), units, flops=product(out.shape))
+    return [out]

@@ -32,11 +32,23 @@ class TileOperand:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Packed weights of a matmul: what they are, and the kernels (see `lir/blocks.py`) that read them."""
+    """Packed weights of a matmul: what they are, and the kernels (see `lir/blocks.py`) that read them.
+
+    With `tiles`, sums are of whole numbers: A is words of activations, `unpack` takes weights apart, and tiles of so
+    many rows, the fewest first, multiply what it leaves (see `lir/block_dots.py`).
+    """
 
     storage: DType
     unpack: LoopKernel
+    unpacked_bytes: int  # that a block of one column has after that
     dots: tuple[LoopKernel, ...]  # for 1, 2, ... rows
+    tiles: tuple[LoopKernel, ...] = ()
+    tile_rows: int = 0  # of the highest tile
+    x_words: int = 0  # that a block of A is
+
+    @property
+    def kernels(self) -> tuple[LoopKernel, ...]:
+        return (self.unpack, *self.dots, *self.tiles)
 
 
 @dataclass(frozen=True)
@@ -45,8 +57,8 @@ class MatmulKernel:
 
     `packed`: B is panels from the weight store, `[panels][k][panel]`, zero-padded to whole panels; else B is any
     strided matrix and each panel is packed into scratch by the call that uses it. With `blocks`, panels hold packed
-    weights, `[panels][block][unit][panel]`: `unpack` makes numbers of them in scratch, `dots` use them up at once where
-    m is small. With `weights` 2, each panel holds half a panel of each of two matrices, and the epilogue sees both.
+    weights (see `lir/blocks.py`): `unpack` makes numbers of them in scratch, `dots` use them up at once where m is
+    small. With `weights` 2, each panel holds half a panel of each of two matrices, and the epilogue sees both.
     `epilogue` is a loop kernel over (rows, columns) of a tile: its first parameter is the tile (rows `panel` apart),
     the others are `operands`; its arguments are `columns` and one row stride an operand. Without one, the only operand
     is C of the same dtype. A unit is (batch, row block, panel), panel fastest.
@@ -75,7 +87,7 @@ class MatmulKernel:
         inner = self.epilogue.fingerprint if self.epilogue else "-"
         text = f"matmul|{self.dtype}|{self.packed}|{self.weights}|{inner}|{self.operands}"
         if self.blocks:
-            text += "".join(f"|{k.fingerprint}" for k in (self.blocks.unpack, *self.blocks.dots))
+            text += "".join(f"|{k.fingerprint}" for k in self.blocks.kernels)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
@@ -97,8 +109,10 @@ class MatmulKernel:
         pair = ", 2 weights interleaved" if self.weights == 2 else ""
         lines = [f"kernel {self.symbol}(a: {self.dtype}, b: {self.dtype} {b}{pair})"]
         if self.blocks is not None:
-            few = ", ".join(d.symbol for d in self.blocks.dots)
+            few, many = (", ".join(k.symbol for k in kernels) for kernels in (self.blocks.dots, self.blocks.tiles))
             lines.append(f"  blocks become numbers by {self.blocks.unpack.symbol}, few rows are multiplied by {few}")
+            if many:
+                lines.append(f"  activations have 8 bits; tiles are multiplied by {many}")
         if self.epilogue is not None:
             lines += ["  epilogue:"] + ["  " + line for line in self.epilogue.text().splitlines()]
         return "\n".join(lines)
@@ -114,7 +128,8 @@ class AttentionKernel:
     `cached`: k and v are caches that the runtime owns, k `[batch][kv_head][block][head_dim][KEY_BLOCK]`, v
     `[batch][kv_head][capacity][value_dim]`, read where they lie. Row i of batch b sits at `positions[b][i]`, an i32,
     and sees the keys up to there, all (causal) or the last `window` of them (sliding). A negative position is padding,
-    whose result is zeros; one that is not below `capacity` is a fault.
+    whose result is zeros; one that is not below `capacity` is a fault. Packed caches are both rows, as v is, with
+    strides in 16-bit units. In a `ring`, position p lies at p modulo `capacity`, which is whole blocks.
     """
 
     dtype: DType  # of q and the result, and of k and v unless said: f32, f16, bf16 or f64
@@ -128,6 +143,7 @@ class AttentionKernel:
     mask_dtype: DType | None
     cached: bool = False
     cache_dtype: DType | None = None  # of k and v in a cache, where it is not `dtype`
+    ring: bool = False
 
     kind = "attention"
 
@@ -160,7 +176,7 @@ class AttentionKernel:
         window = f" {self.window}" if self.mask == "sliding" else ""
         operands = f"q, k, v: {self.dtype}"
         if self.cached:
-            operands = f"q: {self.dtype}, k, v: cache of {self.cache_dtype or self.dtype}"
+            operands = f"q: {self.dtype}, k, v: {'ring' if self.ring else 'cache'} of {self.cache_dtype or self.dtype}"
         return (
             f"kernel {self.symbol}({operands}) head_dim {self.head_dim}, "
             f"{self.group} query heads a key head, "

@@ -5,19 +5,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from rlx.dtypes import F32, I64, DType
+from rlx.dtypes import F32, I32, I64, U8, DType
 from rlx.ir.graph import Graph, Node
+from rlx.lir import block_dots
 from rlx.lir.blocks import dot_kernel, dot_rows, unpack_kernel
 from rlx.lir.elementwise import body_lets
 from rlx.lir.kernels import ROW_BLOCK, Blocks, MatmulKernel, TileOperand
 from rlx.lir.loops import Apply, Arg, Const, Expr, For, Index, Let, Load, LoopKernel, Param, Reduce, Ref, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_form, widened
 from rlx.lir.views import View, collapse
+from rlx.ops.activations import activations_for
+from rlx.ops.fused import FOUR
 from rlx.target import Target
-from rlx.types import Size, product
+from rlx.types import Size, contiguous_strides, dim_floordiv, product
 
 
-@loop_form("matmul")
+@loop_form("matmul", "integer_matmul")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     a, b = (s.view(o) for o in node.operands)
     out = s.result(node)
@@ -60,6 +63,8 @@ def _launch(
     storage: DType | None = None,
 ) -> None:
     """One matmul launch. Leading axes and rows collapse into at most two batch axes and one row axis."""
+    if a.dtype is U8:
+        a = _as_words(s.contiguous(a))
     if a.strides[-1] != 1 and a.shape[-1] != 1:
         a = s.copied(a)
     plan = _collapse(a, b, operands, outs, packed)
@@ -76,6 +81,9 @@ def _launch(
     assert plan is not None
     sizes, strides = plan
     m, k = sizes[-1], a.shape[-1]
+    whole = storage is not None and a.dtype is I32  # words of 8-bit activations
+    if storage is not None and whole:
+        k = k // activations_for(storage.block).words * storage.block
     batch1, batch0 = (sizes[-2] if len(sizes) > 1 else 1), (sizes[-3] if len(sizes) > 2 else 1)
 
     def steps(index: int) -> tuple[Size, Size, Size]:
@@ -83,8 +91,10 @@ def _launch(
         return own[0], own[1], own[2]
 
     tile = _tile_operands(operands, outs)
-    epilogue = None if _is_plain(body) else _epilogue(s, body, tile, outs[0].dtype.compute, a, weights)
-    kernel = MatmulKernel(a.dtype, packed, weights, epilogue, tuple(tile), _blocks(storage, s.target))
+    sums = F32 if whole else a.dtype
+    epilogue = None if _is_plain(body) else _epilogue(s, body, tile, sums, weights)
+    blocks = None if storage is None else (_whole_blocks if whole else _blocks)(storage, s.target)
+    kernel = MatmulKernel(sums, packed, weights, epilogue, tuple(tile), blocks)
     panel = s.target.panel(a.dtype.size) // weights
     row_blocks = (m + (ROW_BLOCK - 1)) // ROW_BLOCK
     words: dict[str, View | Size | None] = {
@@ -97,18 +107,35 @@ def _launch(
         words |= {f"ptr{i}": view, f"row{i}": row, f"outer{i}": outer, f"inner{i}": inner}
     panels = (columns + (panel - 1)) // panel
     units = batch0 * batch1 * panels * row_blocks
-    flops = product(outs[0].shape[:-1]) * columns * k * (2 * weights)
+    flops = product(outs[0].shape[:-1]) * columns * k * (2 * weights) * (4 if sums is I32 else 1)
     s.launch(kernel, words, units, "panels", flops=flops)
 
 
 @functools.cache
-def _blocks(storage: DType | None, target: Target) -> Blocks | None:
+def _blocks(storage: DType, target: Target) -> Blocks:
     """The kernels for packed weights; made once, since every layer asks."""
-    if storage is None:
-        return None
-    width = target.panel(F32.size)
+    width, lanes = target.panel(F32.size), target.lanes(F32.size)
     dots = tuple(dot_kernel(storage, width, target, rows) for rows in range(1, dot_rows(storage) + 1))
-    return Blocks(storage, unpack_kernel(storage, width), dots)
+    return Blocks(storage, unpack_kernel(storage, width, lanes), storage.block * F32.size, dots)
+
+
+@functools.cache
+def _whole_blocks(storage: DType, target: Target) -> Blocks:
+    """The kernels for packed weights and 8-bit activations."""
+    width, lanes = target.panel(F32.size), target.lanes(F32.size)
+    dots = tuple(block_dots.dot_kernel(storage, width, target, n + 1) for n in range(block_dots.DOT_ROWS))
+    rows = block_dots.TILE_ROWS
+    tiles = tuple(block_dots.tile_kernel(storage, width, target, n) for n in range(rows // 2, rows + 1))
+    size = block_dots.apart_words(storage) * I32.size
+    x_words = activations_for(storage.block).words
+    return Blocks(storage, block_dots.codes_kernel(storage, width, lanes), size, dots, tiles, rows, x_words)
+
+
+def _as_words(view: View) -> View:
+    """Bytes four by four: rows are a whole number of words."""
+    *leading, k = view.shape
+    shape = (*leading, k // FOUR)
+    return View(view.buffer, I32, shape, contiguous_strides(shape), dim_floordiv(view.offset, FOUR))
 
 
 def _collapse(
@@ -139,18 +166,16 @@ def _tile_operands(operands: Sequence[View], outs: Sequence[View]) -> list[TileO
     return tile
 
 
-def _epilogue(
-    s: Scheduler, body: Graph | None, tile: Sequence[TileOperand], kind: object, a: View, weights: int
-) -> LoopKernel:
+def _epilogue(s: Scheduler, body: Graph | None, tile: Sequence[TileOperand], sums: DType, weights: int) -> LoopKernel:
     """The body over one tile: rows of sums in scratch, operands at the tile's place."""
     assert body is not None
-    width = s.target.panel(a.dtype.size)
+    width = s.target.panel(sums.size)
     r, j = Index("r"), Index("j")
-    params = (Param("sums", a.dtype), *(Param(o.name, o.dtype, o.written) for o in tile))
+    params = (Param("sums", sums), *(Param(o.name, o.dtype, o.written) for o in tile))
     inputs: list[Expr] = []
     for i in range(weights):
         offset: tuple[tuple[Expr, int | Arg], ...] = ((Const(width // weights * i, I64), 1),) if i else ()
-        inputs.append(Load(0, ((r, width), (j, 1), *offset), a.dtype))
+        inputs.append(Load(0, ((r, width), (j, 1), *offset), sums))
 
     def place(i: int) -> tuple[tuple[Expr, int | Arg], ...]:
         row: tuple[tuple[Expr, int | Arg], ...] = ((r, Arg(f"row{i}")),)

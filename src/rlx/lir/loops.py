@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
-from rlx.dtypes import BOOL, I64, DType
+from rlx.dtypes import BOOL, I32, I64, DType
 
 Scalar = float | int | bool
 
@@ -103,19 +103,46 @@ class Reduce:
         return self.value.dtype
 
 
-Expr = Index | Arg | Const | Ref | Load | Apply | Choose | Reduce
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Integers that are part of the code; the name tells them apart from those of all other tables."""
+
+    name: str
+    values: tuple[int, ...] = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, name: str, values: tuple[int, ...]) -> Table:
+        """A table whose name ends in a digest of its values."""
+        return cls(f"{name}.{hashlib.blake2b(repr(values).encode(), digest_size=4).hexdigest()}", values)
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The integer of a table at an index that always lies inside it."""
+
+    table: Table
+    index: Expr
+
+    @property
+    def dtype(self) -> DType:
+        return I32
+
+
+Expr = Index | Arg | Const | Ref | Load | Apply | Choose | Reduce | Lookup
 
 # Names an emitter must know. Float arguments are f32 or f64 (narrow floats are widened on load).
 SCALAR_OPS = {
     "add": 2, "sub": 2, "mul": 2, "div": 2, "floordiv": 2, "mod": 2, "pow": 2, "max": 2, "min": 2, "fma": 3,
-    "neg": 1, "abs": 1, "exp": 1, "log": 1, "tanh": 1, "erf": 1, "sqrt": 1, "sin": 1, "cos": 1,
-    "eq": 2, "ne": 2, "lt": 2, "le": 2, "gt": 2, "ge": 2, "and": 2, "or": 2, "not": 1, "shl": 2, "shr": 2,
-    "select": 3, "cast": 1, "order": 1, "bits": 1, "quot": 2, "rem": 2,
+    "neg": 1, "abs": 1, "exp": 1, "log": 1, "tanh": 1, "erf": 1, "sqrt": 1, "sin": 1, "cos": 1, "tan": 1, "atan": 1,
+    "eq": 2, "ne": 2, "lt": 2, "le": 2, "gt": 2, "ge": 2, "and": 2, "or": 2, "xor": 2, "not": 1, "shl": 2, "shr": 2,
+    "select": 3, "cast": 1, "order": 1, "bits": 1, "quot": 2, "rem": 2, "dot_u8": 3, "dot_u7": 3,
 }  # fmt: skip
 # order: a signed integer as wide as x that sorts as x does, -0.0 as 0.0 and NaN above everything.
 # bits: the f32 that has the bits of an i32.
 # shl, shr: shifts of integers; bits that come in from the left are copies of the sign.
 # quot, rem: quotient and remainder of non-negative indices.
+# dot_u8(total, x, y): total plus the products of the four bytes of x, unsigned, and those of y, signed; all are i32.
+# dot_u7: the same where no byte of x is above 127, which some targets do faster.
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +265,8 @@ def children(expr: Expr) -> tuple[Expr, ...]:
             return (expr.condition, expr.then, expr.other)
         case Reduce():
             return (expr.value,)
+        case Lookup():
+            return (expr.index,)
         case _:
             return ()
 
@@ -257,7 +286,7 @@ def depends_on(expr: Expr, index: str) -> bool:
 # -- text -----------------------------------------------------------------------------------------------------------
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%", "eq": "==", "ne": "!=", "lt": "<",
-    "le": "<=", "gt": ">", "ge": ">=", "and": "&", "or": "|", "shl": "<<", "shr": ">>",
+    "le": "<=", "gt": ">", "ge": ">=", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>",
 }  # fmt: skip
 
 
@@ -286,6 +315,8 @@ def expr_text(expr: Expr, params: tuple[Param, ...], lets: Mapping[str, Expr] | 
             return f"({show(expr.then)} if {show(expr.condition)} else {show(expr.other)})"
         case Reduce():
             return f"{expr.op}({expr.index} in {_extent(expr.extent)}: {show(expr.value)})"
+        case Lookup():
+            return f"{expr.table.name.partition('.')[0]}[{show(expr.index)}]"
 
 
 def _extent(extent: int | Arg) -> str:
@@ -332,10 +363,10 @@ def statements(root: Stmt) -> Iterator[Stmt]:
 def expressions(root: Stmt) -> Iterator[Expr]:
     """Every expression of every statement inside `root`, nested ones included."""
     for stmt in statements(root):
-        for field in fields(stmt):
-            value = getattr(stmt, field.name)
-            if field.name in ("value", "start", "condition"):
+        for part in fields(stmt):
+            value = getattr(stmt, part.name)
+            if part.name in ("value", "start", "condition"):
                 yield from walk(value)
-            elif field.name == "at":
+            elif part.name == "at":
                 for index, _ in value:
                     yield from walk(index)

@@ -1,6 +1,7 @@
-"""Neighbouring loop launches of one kind over the same units become one, if neither needs the other.
+"""Neighbouring loop launches over the same units become one: of one kind, if neither needs the other, or row by row.
 
-So the keys and the values of a cache are concatenated by one launch.
+So the keys and the values of a cache are concatenated by one launch, and a normalised row is rounded to 8 bits by the
+unit that wrote it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from rlx.lir.loops import (
     Index,
     Let,
     Load,
+    Lookup,
     LoopKernel,
     Param,
     Reduce,
@@ -50,19 +52,28 @@ def merge_launches(program: Program) -> None:
 def _join(a: Launch, b: Launch) -> Launch | None:
     if not isinstance(a.kernel, LoopKernel) or not isinstance(b.kernel, LoopKernel):
         return None
-    same_loops = a.kernel.chunk == b.kernel.chunk == 0 and a.units == b.units and a.kernel.name == b.kernel.name
-    if not same_loops or a.kernel.root.index != b.kernel.root.index or a.kernel.lets or b.kernel.lets:
+    by_rows, alike = a.by_rows and b.by_rows, a.kernel.name == b.kernel.name
+    if a.units != b.units or a.kernel.root.index != b.kernel.root.index or not (by_rows or alike):
+        return None
+    if a.kernel.chunk or b.kernel.chunk or a.kernel.lets or b.kernel.lets:
         return None
     writes_a, writes_b = ({v.buffer for v in x.views(written=True)} for x in (a, b))
     touches_a, touches_b = ({v.buffer for v in x.views()} for x in (a, b))
-    if writes_a & touches_b or writes_b & touches_a:
+    shared = writes_a & touches_b
+    if writes_b & touches_a or (shared and not by_rows):
         return None
-    renamed = _Renamer(a.kernel.root.index, len(a.kernel.params))
+    if not all(v.is_contiguous() and v.offset == 0 for x in (a, b) for v in x.views() if v.buffer in shared):
+        return None
+    if not shared and not alike:
+        return None
+    suffix = chr(ord("b") + len(a.also))  # another one for each launch that joins
+    renamed = _Renamer(a.kernel.root.index, len(a.kernel.params), suffix)
     second = b.kernel
-    params = a.kernel.params + tuple(Param(f"{p.name}b", p.dtype, p.written) for p in second.params)
-    args = a.kernel.args + tuple(f"{n}b" for n in second.args)
+    params = a.kernel.params + tuple(Param(f"{p.name}{suffix}", p.dtype, p.written) for p in second.params)
+    args = a.kernel.args + tuple(f"{n}{suffix}" for n in second.args)
     body = a.kernel.root.body + tuple(renamed.stmt(s) for s in second.root.body)
-    kernel = LoopKernel(f"{a.kernel.name}2", params, args, replace(a.kernel.root, body=body))
+    name = f"{a.kernel.name}{2 if alike else f'_{second.name}'}"
+    kernel = LoopKernel(name, params, args, replace(a.kernel.root, body=body))
     cut_a, cut_b = len(a.kernel.params), len(second.params)
     words = a.words[:cut_a] + b.words[:cut_b] + a.words[cut_a:] + b.words[cut_b:]
     return replace(a, kernel=kernel, words=words, flops=a.flops + b.flops, also=(*a.also, b.node, *b.also))
@@ -71,15 +82,16 @@ def _join(a: Launch, b: Launch) -> Launch | None:
 class _Renamer:
     """The second kernel's body under names that do not clash with the first's."""
 
-    def __init__(self, root: str, params: int) -> None:
+    def __init__(self, root: str, params: int, suffix: str) -> None:
         self.root = root
         self.params = params
+        self.suffix = suffix
 
     def name(self, name: str) -> str:
-        return name if name == self.root else f"{name}b"
+        return name if name == self.root else f"{name}{self.suffix}"
 
     def extent(self, extent: int | Arg) -> int | Arg:
-        return extent if isinstance(extent, int) else Arg(f"{extent.name}b")
+        return extent if isinstance(extent, int) else Arg(f"{extent.name}{self.suffix}")
 
     def at(self, at: tuple[tuple[Expr, int | Arg], ...]) -> tuple[tuple[Expr, int | Arg], ...]:
         return tuple((self.expr(i), self.extent(s)) for i, s in at)
@@ -89,9 +101,9 @@ class _Renamer:
             case Index():
                 return Index(self.name(e.name))
             case Arg():
-                return Arg(f"{e.name}b")
+                return Arg(f"{e.name}{self.suffix}")
             case Ref():
-                return Ref(f"{e.name}b", e.dtype)
+                return Ref(f"{e.name}{self.suffix}", e.dtype)
             case Load():
                 return Load(e.param + self.params, self.at(e.at), e.dtype)
             case Apply():
@@ -100,17 +112,19 @@ class _Renamer:
                 return Choose(self.expr(e.condition), self.expr(e.then), self.expr(e.other))
             case Reduce():
                 return Reduce(e.op, self.name(e.index), self.extent(e.extent), self.expr(e.value))
+            case Lookup():
+                return Lookup(e.table, self.expr(e.index))
             case _:
                 return e
 
     def stmt(self, s: Stmt) -> Stmt:
         match s:
             case Let():
-                return Let(f"{s.name}b", self.expr(s.value))
+                return Let(f"{s.name}{self.suffix}", self.expr(s.value))
             case Var():
-                return Var(f"{s.name}b", self.expr(s.start))
+                return Var(f"{s.name}{self.suffix}", self.expr(s.start))
             case Assign():
-                return Assign(f"{s.name}b", self.expr(s.value))
+                return Assign(f"{s.name}{self.suffix}", self.expr(s.value))
             case Store():
                 return Store(s.param + self.params, self.at(s.at), self.expr(s.value))
             case Check():

@@ -11,9 +11,8 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from rlx.dtypes import I16
+from rlx.dtypes import I16, U8
 from rlx.ir.graph import Array
-from rlx.lir.blocks import units_of
 from rlx.lir.kernels import Kernel, MatmulKernel
 from rlx.lir.loops import Let, LoopKernel, Ref, statements, walk
 from rlx.lir.views import View
@@ -34,11 +33,12 @@ class Buffer:
     note: str = ""  # how a weight is laid out
 
     def view(self) -> View:
-        """All of it, without gaps; packed blocks are seen as the 16-bit units they are made of."""
-        if self.type.dtype.is_packed:
+        """All of it, without gaps; packed blocks are seen as the units they are made of, of 16 or of 8 bits."""
+        storage = self.type.dtype
+        if storage.is_packed:
             *lead, blocks = self.type.array_shape
-            shape = (*lead, blocks * units_of(self.type.dtype))
-            return View(self.name, I16, shape, contiguous_strides(shape))
+            shape = (*lead, blocks * (storage.size // storage.unit))
+            return View(self.name, I16 if storage.unit == 2 else U8, shape, contiguous_strides(shape))
         return View(self.name, self.type.dtype, self.type.shape, contiguous_strides(self.type.shape))
 
 
@@ -55,6 +55,7 @@ class Launch:
     node: int = -1
     flops: Size = 0
     also: tuple[int, ...] = ()  # further nodes whose launches were merged into this one
+    by_rows: bool = False  # a unit touches its own share of each contiguous operand only, weights aside
 
     def views(self, written: bool | None = None) -> list[View]:
         """Operand views; only those the kernel writes, or only those it reads, if asked."""

@@ -83,7 +83,9 @@ class Rows:
                 return
             body = [inner]
         lets = decode_unit(builder, outer, names) if outer else []
-        builder.launch(s, For("u", builder.arg("units", units), (*lets, *body)), units, flops=flops)
+        root = For("u", builder.arg("units", units), (*lets, *body))
+        whole = len(outer) == 1 and not self.vector and self.kept_strides[0][0] == product(self.reduced)
+        builder.launch(s, root, units, flops=flops, by_rows=whole)
 
 
 def rows_over(builder: LoopBuilder, views: Sequence[View], shape: Sequence[Size], axes: Sequence[int]) -> Rows:

@@ -173,12 +173,13 @@ class Scheduler:
         split: str,
         *,
         flops: Size = 0,
+        by_rows: bool = False,
     ) -> None:
         """Add a launch; `words` has a value for each word of the kernel that the backend does not fill in."""
         assert self.node is not None
         values = tuple(words.get(w) for w in kernel.words)
         self.program.launches.append(
-            Launch(kernel, values, units, split, False, str(self.node.origin), self.node.id, flops)
+            Launch(kernel, values, units, split, False, str(self.node.origin), self.node.id, flops, by_rows=by_rows)
         )
 
     def assume(self, a: Size, b: Size, relation: str = "==") -> None:
@@ -218,12 +219,13 @@ class LoopBuilder:
         return self.arg(f"{self.params[param].name}_{axis}", size)
 
     def launch(
-        self, scheduler: Scheduler, root: For, units: Size, *, chunk: int = 0, split: str = "rows", flops: Size = 0
-    ) -> None:
+        self, scheduler: Scheduler, root: For, units: Size, *, chunk: int = 0, split: str = "rows", flops: Size = 0,
+        by_rows: bool = False,
+    ) -> None:  # fmt: skip
         kernel = LoopKernel(self.name, tuple(self.params), tuple(self.args), root, chunk)
         words: dict[str, View | Size | None] = {p.name: v for p, v in zip(self.params, self.views, strict=True)}
         words |= self.args
-        scheduler.launch(kernel, words, units, split, flops=flops)
+        scheduler.launch(kernel, words, units, split, flops=flops, by_rows=by_rows)
 
 
 CHUNK = 4096  # elements of a one-dimensional loop that are one unit

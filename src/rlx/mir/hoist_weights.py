@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from rlx.dtypes import F32
+from rlx.dtypes import F32, I32, DType
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter
 from rlx.mir.bodies import identity
 from rlx.mir.weights import packed_rows, weight_nodes
+from rlx.ops.activations import WHOLE
+from rlx.ops.fused import FOUR, has_panels
 from rlx.target import Target
 
 
@@ -43,6 +45,8 @@ class _Hoister:
         self.names = (f"@{i}" for i in itertools.count())
         self.outputs: list[Value] = []
         self.panels: dict[tuple[Value, ...], Value] = {}
+        self.blocks: dict[tuple[tuple[Value, ...], bool], Value] = {}
+        self.words: dict[Value, Value] = {}  # of rounded left sides
 
     def run(self) -> Hoisted:
         for node in self.graph.nodes:
@@ -56,7 +60,7 @@ class _Hoister:
         return Hoisted(self.main.graph, bind, self.derived)
 
     def _main(self, node: Node) -> None:
-        packed = self._packed_matmul(node)
+        packed = self._packed_bytes(node) if node.op == "integer_matmul" else self._packed_matmul(node)
         if packed is None:
             operands = tuple(None if o is None else self._operand(o) for o in node.operands)
             packed = self.main.graph.append(node.op, operands, node.attrs, node.types, node.origin).results
@@ -92,16 +96,18 @@ class _Hoister:
             return None
         rows = [packed_rows(m) for m in matrices]
         blocks = None
-        if rows[0] is not None and x.dtype is F32:
+        if rows[0] is not None and x.dtype is F32 and has_panels(rows[0].dtype):
             blocks = rows[0].dtype
-            panels = self._interleave(node, tuple(r for r in rows if r is not None))
+            left = self._left(node, x, blocks)
+            panels = self._interleave(node, tuple(r for r in rows if r is not None), whole=left.dtype is I32)
         else:
             panels = self._pack(node, tuple(matrices))
+            left = self._operand(x)
         others = [self._operand(o) for o in rest[weights:]]
         return self.main.make(
             node,
             "fused_matmul",
-            self._operand(x),
+            left,
             panels,
             *others,
             body=body,
@@ -111,6 +117,31 @@ class _Hoister:
             blocks=blocks,
         )
 
+    def _packed_bytes(self, node: Node) -> tuple[Value, ...] | None:
+        """A product of bytes: words of four are multiplied at once."""
+        x, w = (o for o in node.operands if o is not None)
+        k = w.shape[0]
+        if w.node not in self.weights or x.node in self.weights or w.rank != 2 or not isinstance(k, int) or k % FOUR:
+            return None
+        if (w,) not in self.panels:
+            width = self.target.panel(I32.size)
+            packed = self.bind.one(node, "pack_bytes", self.bind.values[w], width=width)
+            self.panels[w,] = self._derive(node, packed)
+        return self.main.make(
+            node, "fused_matmul", self._operand(x), self.panels[w,], body=identity(node[0]), weights=1,
+            columns=w.shape[1], packed=True,
+        )  # fmt: skip
+
+    def _left(self, like: Node, x: Value, blocks: DType) -> Value:
+        """The left side of a matmul by packed weights: words for kernels of whole numbers, where x was rounded."""
+        if x.node.op != "round_blocks" or blocks.name not in WHOLE or x.node.attrs["block"] != blocks.block:
+            return self._operand(x)
+        if x not in self.words:
+            source = x.node.operands[0]
+            assert source is not None
+            self.words[x] = self.main.one(like, "activation_blocks", self._operand(source), block=blocks.block)
+        return self.words[x]
+
     def _pack(self, like: Node, matrices: tuple[Value, ...]) -> Value:
         if matrices not in self.panels:
             width = self.target.panel(matrices[0].dtype.size)
@@ -118,12 +149,12 @@ class _Hoister:
             self.panels[matrices] = self._derive(like, packed)
         return self.panels[matrices]
 
-    def _interleave(self, like: Node, rows: tuple[Value, ...]) -> Value:
-        if rows not in self.panels:
-            width = self.target.panel(F32.size)
-            packed = self.bind.one(like, "interleave_blocks", *(self.bind.values[r] for r in rows), width=width)
-            self.panels[rows] = self._derive(like, packed)
-        return self.panels[rows]
+    def _interleave(self, like: Node, rows: tuple[Value, ...], *, whole: bool) -> Value:
+        if (rows, whole) not in self.blocks:
+            attrs = {"width": self.target.panel(F32.size), "lanes": self.target.lanes(F32.size), "whole": whole}
+            packed = self.bind.one(like, "interleave_blocks", *(self.bind.values[r] for r in rows), **attrs)
+            self.blocks[rows, whole] = self._derive(like, packed)
+        return self.blocks[rows, whole]
 
 
 def _only_needed(graph: Graph) -> Graph:

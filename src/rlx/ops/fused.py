@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from rlx.dtypes import I16, DType
+from rlx.dtypes import F32, I8, I16, I32, U8, DType
+from rlx.dtypes import dtype as dtype_of
 from rlx.errors import GraphError, ShapeError
 from rlx.ir import evaluate
 from rlx.ir.graph import Graph, Value
 from rlx.ir.registry import FUSED, TAKES_PACKED, op
 from rlx.ir.rewrite import inline
+from rlx.ops.activations import activations_for, numbers_of
 from rlx.ops.norm import check_scale, layer_norm_array, rms_norm_array
 from rlx.ops.quant import unpacked
 from rlx.types import Size, TensorType, broadcast, require_equal
@@ -79,31 +81,111 @@ def pack_panels(*ws: TensorType, width: int) -> TensorType:
     return ws[0].with_shape((n + (part - 1)) // part, k, width)
 
 
-def interleave_array(*ws: Any, width: int) -> Any:
-    """Packed rows [n, blocks] as panels of `width` columns, unit by unit: [panels, blocks, units, width]."""
+FOUR = 4  # bytes of a word, which one instruction multiplies and adds up
+
+
+def _pack_bytes(w: Any, *, width: int) -> Any:
+    panels = pack_array(w, width=width)
+    count, k, _ = panels.shape
+    words = panels.reshape(count, k // FOUR, FOUR, width).transpose(0, 1, 3, 2)
+    return np.ascontiguousarray(words).view(np.int32)[..., 0]
+
+
+@op("pack_bytes", reference=_pack_bytes, traits=[FUSED])
+def pack_bytes(w: TensorType, *, width: int) -> TensorType:
+    """Weights of 8 bits in panels of words, each with four numbers of a column: [panels, k / 4, width]."""
+    k, n = w.shape
+    assert w.dtype is I8 and isinstance(k, int) and k % FOUR == 0, "legal before this op is made"
+    return TensorType(((n + (width - 1)) // width, k // FOUR, width), I32)
+
+
+def _unpack_bytes(panels: Any, columns: int) -> Any:
+    count, words, width = panels.shape
+    numbers = np.ascontiguousarray(panels).view(np.int8).reshape(count, words, width, FOUR)
+    return unpack_panels(numbers.transpose(0, 1, 3, 2).reshape(count, words * FOUR, width), columns, 1)[0]
+
+
+def halves_of(storage: DType) -> list[int]:
+    """The 16-bit units of a block that panels keep apart: its floats, if all the rest is 32-bit words then."""
+    fields: Mapping[str, Any] = storage.numpy.fields or {}
+    found = [offset // 2 for base, offset, *_ in fields.values() if base == np.float16]
+    return found if (storage.size - 2 * len(found)) % 4 == 0 else []
+
+
+def has_panels(storage: DType) -> bool:
+    """Whether blocks of a type can be interleaved."""
+    return (storage.size - 2 * len(halves_of(storage))) % 4 == 0
+
+
+# Runs of words (first, count) in the order that kernels of whole numbers take them, where that is not the order of
+# files: memory is fetched ahead only where it is read in order. Codes of q6_k have their low bits in two runs of words
+# and their high bits in a third one.
+WORD_ORDER = {
+    "q6_k": [(48, 4)]
+    + [
+        (first, 4)
+        for h in range(2)
+        for a in range(2)
+        for first in (32 + 8 * h + 4 * a, 16 * h + 4 * a, 16 * h + 8 + 4 * a)
+    ]
+}
+
+
+def word_runs(storage: DType, whole: bool) -> list[tuple[int, int]]:
+    """The 32-bit words of a block as panels have them, as runs of (first, count)."""
+    natural = [(0, (storage.size - 2 * len(halves_of(storage))) // 4)]
+    return WORD_ORDER.get(storage.name, natural) if whole else natural
+
+
+def _units_of_words(storage: DType, whole: bool) -> list[int]:
+    """The 16-bit units of the words of a block, as panels have them."""
+    halves = halves_of(storage)
+    natural = [u for u in range(storage.size // 2) if u not in halves]
+    words = [w for first, count in word_runs(storage, whole) for w in range(first, first + count)]
+    return [natural[2 * w + i] for w in words for i in range(2)]
+
+
+def interleave_array(*ws: Any, width: int, lanes: int, whole: bool) -> Any:
+    """Packed rows [n, blocks] as panels of `width` columns: [panels, vectors, blocks, units]."""
     n, blocks = ws[0].shape
-    part, units = width // len(ws), ws[0].dtype.itemsize // 2
-    count = -(-n // part)
+    part, storage = width // len(ws), dtype_of(ws[0].dtype)
+    count, units = -(-n // part), storage.size // 2
+    halves, words = halves_of(storage), _units_of_words(storage, whole)
     rows = [np.ascontiguousarray(w).view(np.int16).reshape(n, blocks, units) for w in ws]
     padded = [np.pad(r, ((0, count * part - n), (0, 0), (0, 0))).reshape(count, part, blocks, units) for r in rows]
-    return np.ascontiguousarray(np.concatenate(padded, axis=1).transpose(0, 2, 3, 1))
+    columns = np.concatenate(padded, axis=1).reshape(count, width // lanes, lanes, blocks, units)
+    split = [columns[..., halves], columns[..., words].reshape(*columns.shape[:-1], -1, 2)]
+    ordered = [np.moveaxis(part, 2, 4).reshape(count, width // lanes, blocks, -1) for part in split]
+    return np.ascontiguousarray(np.concatenate(ordered, axis=-1))
 
 
-def deinterleave_array(panels: Any, storage: DType, columns: int, weights: int) -> list[Any]:
+def deinterleave_array(panels: Any, storage: DType, columns: int, weights: int, whole: bool) -> list[Any]:
     """The matrices [k, n] in f32 that `interleave_blocks` was given the packed rows of."""
-    count, blocks, units, width = panels.shape
-    part = width // weights
-    rows = np.ascontiguousarray(panels.transpose(0, 3, 1, 2)).reshape(count, weights, part, blocks * units)
-    packed = [np.ascontiguousarray(rows[:, i]).reshape(count * part, -1)[:columns] for i in range(weights)]
+    count, vectors, blocks, size = panels.shape
+    units = storage.size // 2
+    lanes = size // units
+    halves, words = halves_of(storage), _units_of_words(storage, whole)
+    rows = np.empty((count, vectors, lanes, blocks, units), np.int16)
+    cut = len(halves) * lanes
+    rows[..., halves] = np.moveaxis(panels[..., :cut].reshape(count, vectors, blocks, -1, lanes), 4, 2)
+    pairs = np.moveaxis(panels[..., cut:].reshape(count, vectors, blocks, -1, lanes, 2), 4, 2)
+    rows[..., words] = pairs.reshape(count, vectors, lanes, blocks, -1)
+    part = vectors * lanes // weights
+    apart = rows.reshape(count, weights, part, blocks * units)
+    packed = [np.ascontiguousarray(apart[:, i]).reshape(count * part, -1)[:columns] for i in range(weights)]
     return [unpacked(p.view(storage.numpy)).T for p in packed]
 
 
 @op("interleave_blocks", reference=interleave_array, traits=[FUSED, TAKES_PACKED])
-def interleave_blocks(*ws: TensorType, width: int) -> TensorType:
-    """Packed weights [n, k] in the order that the matmul kernel unpacks them: [panels, blocks, units, width]."""
+def interleave_blocks(*ws: TensorType, width: int, lanes: int, whole: bool) -> TensorType:
+    """Packed weights [n, k] in the order that matmul kernels read them: [panels, vectors, blocks, 16-bit units].
+
+    A vector is `lanes` columns. Of each block come the f16 numbers, of all columns, then the rest by 32-bit words: in
+    the order of files, or, with `whole`, as kernels of whole numbers take them.
+    """
     n, blocks = ws[0].array_shape
     part = width // len(ws)
-    return TensorType(((n + (part - 1)) // part, blocks, ws[0].dtype.size // 2, width), I16)
+    return TensorType(((n + (part - 1)) // part, width // lanes, blocks, ws[0].dtype.size // 2 * lanes), I16)
 
 
 def _fused_matmul(
@@ -111,7 +193,12 @@ def _fused_matmul(
     binding: Mapping[str, int],
 ) -> Any:  # fmt: skip
     if blocks is not None:
-        matrices, others = deinterleave_array(rest[0], blocks, int(columns), weights), rest[1:]
+        whole = x.dtype == np.int32
+        matrices, others = deinterleave_array(rest[0], blocks, int(columns), weights, whole), rest[1:]
+        x = numbers_of(x, blocks.block) if whole else x
+    elif packed and x.dtype == np.uint8:
+        numbers = _unpack_bytes(rest[0], int(columns)).astype(np.float64)  # exact: sums are far below 2^53
+        return _run_body(body, [np.matmul(x.astype(np.float64), numbers).astype(np.int32), *rest[1:]], binding)
     elif packed:
         matrices, others = unpack_panels(rest[0], int(columns), weights), rest[1:]
     else:
@@ -137,14 +224,22 @@ def fused_matmul(
     """x times one or two weights, and elementwise work on the sums while they are in registers.
 
     Operands are x, the weights (one packed tensor, or `weights` matrices), then what the body reads beside the sums.
-    `columns` is the width of each product; `blocks` is what the packed tensor holds where that is not plain numbers.
+    `columns` is the width of each product; `blocks` is what the packed tensor holds where that is not plain numbers:
+    then x may be what `activation_blocks` makes. Bytes times bytes (`pack_bytes`) are summed up as i32.
     """
     used = 1 if packed else weights
     matrices = rest[:used]
-    k = matrices[0].shape[-2] if blocks is None else matrices[0].shape[1] * blocks.block
+    sums = x.dtype
+    if blocks is not None:
+        words = x.dtype is I32  # of 8-bit activations
+        k, sums = matrices[0].shape[2] * (activations_for(blocks.block).words if words else blocks.block), F32
+    elif x.dtype is U8:
+        k, sums = matrices[0].shape[-2] * FOUR, I32
+    else:
+        k = matrices[0].shape[-2]
     require_equal(x.shape[-1], k, f"fused_matmul: inner sizes differ, {x.shape[-1]} and {k}")
     leading = x.shape[:-2] if packed else broadcast(x.shape[:-2], matrices[0].shape[:-2], where="fused_matmul")
-    acc = TensorType((*leading, x.shape[-2], columns), x.dtype)
+    acc = TensorType((*leading, x.shape[-2], columns), sums)
     return _check_body("fused_matmul", body, (acc,) * weights + tuple(rest[used:]))
 
 

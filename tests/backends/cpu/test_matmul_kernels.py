@@ -585,7 +585,7 @@ def test_scratch_does_not_grow_with_k_beyond_a_slab(target: Target) -> None:
 
 def test_narrow_floats_have_no_tiles() -> None:
     with pytest.raises(LowerError, match="no tiles of bf16"):
-        matmul.geometry(BF16, BASELINE)
+        matmul.geometry(MatmulKernel(BF16, True, 1, None, ()), BASELINE)
 
 
 def test_two_weights_must_be_packed() -> None:

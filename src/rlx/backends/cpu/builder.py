@@ -94,7 +94,14 @@ class Module:
     def __init__(self) -> None:
         self.functions: dict[str, str] = {}
         self.declarations: dict[str, str] = {}
-        self.globals: list[str] = []
+        self.tables: dict[str, str] = {}
+
+    def table(self, name: str, scalar: str, values: Sequence[int]) -> Value:
+        """Constants in memory, once a module; the name tells equal ones."""
+        if name not in self.tables:
+            numbers = ", ".join(f"{scalar} {v}" for v in values)
+            self.tables[name] = f"private unnamed_addr constant [{len(values)} x {scalar}] [{numbers}], align 64"
+        return Value("ptr", f"@table.{name}")
 
     def declare(self, name: str, result: str, arguments: Sequence[str]) -> None:
         self.declarations[name] = f"declare {result} @{name}({', '.join(arguments)})"
@@ -125,7 +132,8 @@ class Module:
 
     def text(self) -> str:
         declared = [d for n, d in sorted(self.declarations.items()) if n not in self.functions]
-        return "\n".join(self.globals + declared) + "\n\n" + "\n".join(self.functions.values())
+        tables = [f"@table.{n} = {t}" for n, t in sorted(self.tables.items())]
+        return "\n".join(tables + declared) + "\n\n" + "\n".join(self.functions.values())
 
 
 class Builder:

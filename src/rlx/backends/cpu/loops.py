@@ -28,11 +28,13 @@ from rlx.lir.loops import (
     Index,
     Let,
     Load,
+    Lookup,
     LoopKernel,
     Reduce,
     Ref,
     Stmt,
     Store,
+    Table,
     Var,
     statements,
     walk,
@@ -44,7 +46,7 @@ MEMORY = {"f64": "double", "f32": "float", "f16": "i16", "bf16": "i16", "i64": "
           "i8": "i8", "u32": "i32", "u8": "i8", "bool": "i8"}  # fmt: skip
 REGISTER = MEMORY | {"bool": "i1"}
 
-HEAVY = ("exp", "log", "tanh", "erf", "sin", "cos", "pow")  # not worth unrolling
+HEAVY = ("exp", "log", "tanh", "erf", "sin", "cos", "tan", "atan", "pow")  # not worth unrolling
 ACCUMULATORS = 4  # independent chains of a vectorised reduction
 
 
@@ -345,6 +347,8 @@ class _Emitter:
                 return self.choose(expr)
             case Reduce():
                 return self.reduce_lanes(expr) if count == 1 else self.reduce_serial(expr)
+            case Lookup():
+                return self.lookup(expr)
 
     def broadcast(self, value: Value) -> Value:
         """A scalar, or a value from outside the vector loop, in every lane."""
@@ -384,6 +388,33 @@ class _Emitter:
         self.b.module.declare(name, type_, [pointers.type, live.type, type_])
         places = f"{pointers.type} align {align} {pointers.text}"
         return self.b.assign(type_, f"call {type_} @{name}({places}, {live}, {type_} zeroinitializer)")
+
+    def lookup(self, expr: Lookup) -> Value:
+        """Where lanes differ, each loads its own; the index is inside the table even in lanes that are not live."""
+        b, count = self.b, self.lanes.count
+        same = self.uniform(expr.index)
+        table = b.module.table(expr.table.name, "i32", expr.table.values)
+        if same is not None:
+            return b.splat(b.load("i32", b.offset(table, same, "i32"), align=4), count)
+        at = self.value(expr.index)
+        if len(expr.table.values) <= 16 and self.target.arch == "x86_64" and count in (8, 16):
+            return self._shuffled(expr.table, at)
+        places = b.assign(f"<{count} x ptr>", f"getelementptr i32, {table}, {at}")
+        return self._gather(vector(count, "i32"), places, 4, None)
+
+    def _shuffled(self, table: Table, at: Value) -> Value:
+        """A lookup in a table that fits into one register, or two: several times as fast as a load a lane."""
+        b, type_ = self.b, vector(lanes_of(at.type), "i32")
+        at = at if at.type == type_ else b.convert("trunc", at, type_)
+        values = [*table.values, *[0] * (16 - len(table.values))]
+
+        def register(part: list[int]) -> Value:
+            return Value(type_, f"<{', '.join(f'i32 {v}' for v in part)}>")
+
+        if lanes_of(type_) == 16:
+            return b.call(type_, "llvm.x86.avx512.permvar.si.512", register(values), at)
+        low, high = (b.call(type_, "llvm.x86.avx2.permd", register(part), at) for part in (values[:8], values[8:]))
+        return b.select(b.icmp("sgt", at, const(type_, 7)), high, low)
 
     def choose(self, expr: Choose) -> Value:
         """Each side is evaluated under its own mask, so that what is not taken is not loaded."""
@@ -467,7 +498,7 @@ class _Emitter:
                 return self.cast(args[0], kind, expr.dtype)
             case "select":
                 return self.b.select(args[0], args[1], args[2])
-            case "and" | "or":
+            case "and" | "or" | "xor":
                 return self.b.op(expr.op, args[0], args[1])
             case "shl" | "shr":
                 return self.b.op("shl" if expr.op == "shl" else "ashr", args[0], args[1])
@@ -479,6 +510,8 @@ class _Emitter:
                 return self.order(args[0])
             case "bits":
                 return self.b.convert("bitcast", args[0], vector(lanes_of(args[0].type), "float"))
+            case "dot_u8" | "dot_u7":
+                return dot(self.b, args[0], args[1], args[2], self.target, small=expr.op == "dot_u7")
             case _:
                 return self.arithmetic(expr.op, args, expr.dtype)
 
@@ -509,7 +542,7 @@ class _Emitter:
                 return math.min(b, args[0], args[1])
             case "fma":
                 return math.fma(b, args[0], args[1], args[2], target)
-            case "exp" | "log" | "tanh" | "erf" | "sin" | "cos" | "pow":
+            case "exp" | "log" | "tanh" | "erf" | "sin" | "cos" | "tan" | "atan" | "pow":
                 return getattr(math, op)(b, *args, target)  # type: ignore[no-any-return]
         raise LowerError(f"loops: no float operation {op!r}")
 
@@ -603,3 +636,45 @@ class _Emitter:
 
     def to_memory(self, x: Value, dtype: DType) -> Value:
         return self.b.convert("zext", x, vector(lanes_of(x.type), "i8")) if dtype is BOOL else x
+
+
+# -- products of bytes ------------------------------------------------------------------------------------------------
+_MULTIPLY_BYTES = {16: "ssse3.pmadd.ub.sw.128", 32: "avx2.pmadd.ub.sw", 64: "avx512.pmaddubs.w.512"}
+_MULTIPLY_WORDS = {16: "sse2.pmadd.wd", 32: "avx2.pmadd.wd", 64: "avx512.pmaddw.d.512"}
+
+
+def dot(b: Builder, total: Value, x: Value, y: Value, target: Target, *, small: bool) -> Value:
+    """total + the four products of the bytes of x, unsigned (below 128 if `small`), and of y, signed, in each i32."""
+    lanes = lanes_of(total.type)
+    size = 4 * lanes
+    if target.arch != "x86_64" or size != target.vector_bytes:
+        return _dot_by_shifts(b, total, x, y)
+    as_bytes = vector(size, "i8")
+    if target.has_dot:
+        sides = (b.convert("bitcast", v, as_bytes) for v in (x, y))
+        return b.call(total.type, f"llvm.x86.avx512.vpdpbusd.{8 * size}", total, *sides)
+    as_words = vector(2 * lanes, "i16")
+    if small and size > 16:  # two products fit into 16 bits
+        sides = (b.convert("bitcast", v, as_bytes) for v in (x, y))
+        pairs = b.call(as_words, f"llvm.x86.{_MULTIPLY_BYTES[size]}", *sides)
+        return b.op("add", total, _add_pairs(b, pairs, const(as_words, 1), total.type))
+    x, y = b.convert("bitcast", x, as_words), b.convert("bitcast", y, as_words)
+    eight = const(as_words, 8)
+    even = b.op("and", x, const(as_words, 255)), b.op("ashr", b.op("shl", y, eight), eight)
+    odd = b.op("lshr", x, eight), b.op("ashr", y, eight)
+    for left, right in (even, odd):
+        total = b.op("add", total, _add_pairs(b, left, right, total.type))
+    return total
+
+
+def _add_pairs(b: Builder, x: Value, y: Value, result: str) -> Value:
+    """The sums of the products of two neighbours."""
+    return b.call(result, f"llvm.x86.{_MULTIPLY_WORDS[2 * lanes_of(x.type)]}", x, y)
+
+
+def _dot_by_shifts(b: Builder, total: Value, x: Value, y: Value) -> Value:
+    for byte in range(4):
+        left = b.op("and", b.op("lshr", x, const(x.type, 8 * byte)), const(x.type, 255))
+        right = b.op("ashr", b.op("shl", y, const(y.type, 24 - 8 * byte)), const(y.type, 24))
+        total = b.op("add", total, b.op("mul", left, right))
+    return total

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rlx.backends.cpu.builder import Body, Builder, Module, Value, const, i64, intrinsic_suffix, vector
+from rlx.backends.cpu.builder import Body, Builder, Module, Value, const, i64, intrinsic_suffix, scalar_of, vector
+from rlx.backends.cpu.loops import dot
 from rlx.backends.cpu.routine import Entry, Routine
 from rlx.dtypes import DType
 from rlx.errors import LowerError
@@ -29,7 +30,7 @@ IN_PLACE_TILES = 2  # tiles of a row block up to which packing contiguous rows o
 WIDE_SLAB = 16  # k steps of a slab where many panels take turns at rows of B
 WIDE_PANELS = 4  # the fewest panels for that
 
-_SCALAR = {"f32": "float", "f64": "double"}
+_SCALAR = {"f32": "float", "f64": "double", "i32": "i32"}  # of i32, words of A and B are four bytes each
 _TILE_ARGUMENTS = (
     ("ptr noalias", "a"), ("i64", "lda"), ("ptr noalias", "b"), ("i64", "ldb"), ("i64", "k"),
     ("ptr noalias", "c"), ("i64", "ldc"), ("ptr", "ahead"), ("i64", "ahead_step"), ("i64", "accumulate"),
@@ -70,10 +71,12 @@ class Geometry:
         return -(-ROW_BLOCK // self.rows) * self.rows
 
 
-def geometry(dtype: DType, target: Target) -> Geometry:
-    if dtype.name not in _SCALAR:
+def geometry(kernel: MatmulKernel, target: Target) -> Geometry:
+    dtype = kernel.dtype
+    if dtype.name not in _SCALAR or (dtype.is_integer and not kernel.packed):
         raise LowerError(f"cpu matmul: no tiles of {dtype}", hint="widen the operands to f32 first")
-    return Geometry(dtype, target.lanes(dtype.size), target.tile_rows, target.tile_vectors)
+    rows = kernel.blocks.tile_rows if kernel.blocks and kernel.blocks.tiles else target.tile_rows
+    return Geometry(dtype, target.lanes(dtype.size), rows, target.tile_vectors)
 
 
 # -- what the rest of the backend asks for ----------------------------------------------------------------------------
@@ -84,12 +87,12 @@ def entry(kernel: MatmulKernel, target: Target, compile_loops: CompileLoops) -> 
     """
     if kernel.weights != 1 and not kernel.packed:
         raise LowerError("cpu matmul: two weights share a panel only when they are packed")
-    heights = range(1, target.tile_rows + 1)
+    whole = kernel.blocks is not None and kernel.blocks.tiles  # those have tiles of their own
+    heights = range(0) if whole else range(1, target.tile_rows + 1)
     tiles = tuple(micro_kernel(kernel.dtype, h, target.tile_vectors, target) for h in heights)
-    tables = {"tiles": tiles if kernel.packed else (*tiles, _packing(geometry(kernel.dtype, target)))}
+    tables = {"tiles": tiles if kernel.packed else (*tiles, _packing(geometry(kernel, target)))}
     if kernel.blocks is not None:
-        readers = (kernel.blocks.unpack, *kernel.blocks.dots)
-        tables["blocks"] = tuple(compile_loops(reader, target) for reader in readers)
+        tables["blocks"] = tuple(compile_loops(reader, target) for reader in kernel.blocks.kernels)
     if kernel.epilogue is not None:
         tables["epilogue"] = (compile_loops(kernel.epilogue, target),)
     return Entry(_nest(kernel, target), tables)
@@ -102,10 +105,12 @@ def panel_columns(kernel: MatmulKernel, target: Target) -> int:
 
 def scratch_bytes(kernel: MatmulKernel, target: Target, k: int) -> int:
     """Scratch that a launch with this `k` needs, the driver's header included."""
-    form = geometry(kernel.dtype, target)
-    unit = kernel.blocks.storage.block if kernel.blocks else form.lanes
-    stored = kernel.packed and not kernel.blocks
-    packed = 0 if stored else min(-(-k // unit) * unit, SLAB) * form.step_bytes
+    form = geometry(kernel, target)
+    if kernel.blocks:
+        block = kernel.blocks.storage.block
+        packed = min(-(-k // block), SLAB // block) * kernel.blocks.unpacked_bytes * form.panel
+    else:
+        packed = 0 if kernel.packed else min(-(-k // form.lanes) * form.lanes, SLAB) * form.step_bytes
     return _sums_end(form) + packed
 
 
@@ -186,6 +191,8 @@ def _lines_of_a_step(form: Geometry) -> int:
 
 
 def _multiply_add(b: Builder, target: Target, x: Value, y: Value, total: Value) -> Value:
+    if scalar_of(total.type) == "i32":
+        return dot(b, total, x, y, target, small=False)
     if target.has_fma:
         return b.intrinsic("fma", x, y, total)
     return b.op("fadd", b.op("fmul", x, y), total)
@@ -194,10 +201,12 @@ def _multiply_add(b: Builder, target: Target, x: Value, y: Value, total: Value) 
 # -- the nest ---------------------------------------------------------------------------------------------------------
 def _nest(kernel: MatmulKernel, target: Target) -> Routine:
     """The loops over units, K slabs and tiles; what the epilogue computes is behind an address, so nests are shared."""
-    form = geometry(kernel.dtype, target)
+    form = geometry(kernel, target)
     operands = "".join(f".{o.dtype.size}{'c' if o.columns else 'r'}" for o in kernel.operands)
     finish = "epilogue" if kernel.epilogue else "copy"
-    right = f"{kernel.blocks.storage}" if kernel.blocks else "panels" if kernel.packed else "rows"
+    right = "panels" if kernel.packed else "rows"
+    if kernel.blocks:
+        right = f"{kernel.blocks.storage}{'.int' if kernel.blocks.tiles else ''}"
     symbol = f"matmul_nest.{kernel.dtype}.{right}.{kernel.weights}.{finish}{operands}"
 
     def emit(module: Module) -> None:
@@ -269,7 +278,7 @@ class _Nest:
             for i in range(len(kernel.operands)):
                 self._store_arg(2 + len(kernel.operands) + i, self.word[f"row{i}"])
         if kernel.blocks is not None:
-            self.block_args = b.stack("i64", 5)
+            self.block_args = b.stack("i64", 8)
             self.few = b.icmp("sle", self.word["m"], len(kernel.blocks.dots))
         if not kernel.packed:
             self.memo = b.stack("i64", 2)  # address and columns of what the packed panel in scratch was made from
@@ -370,11 +379,8 @@ class _Nest:
             self._store_arg(1 + len(self.kernel.operands), stripe.columns)
         if self.kernel.blocks is not None:
             blocks = self.kernel.blocks
-            b.when(
-                self.few,
-                lambda: self.dot(rows, stripe, blocks),
-                lambda: self.each_tile(rows, stripe, self._unpacked(stripe, blocks)),
-            )
+            many = self.each_tile_of_codes if blocks.tiles else self.each_tile_of_numbers
+            b.when(self.few, lambda: self.dot(rows, stripe, blocks), lambda: many(rows, stripe, blocks))
         else:
             self.each_tile(rows, stripe, self._panel(rows, stripe) if self.kernel.packed else self._rows(rows, stripe))
 
@@ -382,33 +388,69 @@ class _Nest:
         """Bytes of a panel over `k` steps."""
         return self.b.mul(self.b.sdiv(k, blocks.storage.block), blocks.storage.size * self.form.panel)
 
-    def _call_blocks(self, which: Value, count: Value, *pointers: Value) -> None:
-        """Unpack (0), or multiply so many rows; the first pointer is read as units and as halves."""
-        b = self.b
-        for i, word in enumerate((pointers[0], *pointers)):
+    def _call_blocks(self, which: Value, kernel: LoopKernel, count: Value, *pointers: Value) -> None:
+        """A kernel of the table, over `count` blocks: `kernel` is one like it. Each pointer is read in two ways."""
+        b, (panel, x, out) = self.b, pointers
+        stride = b.sdiv(self.word["k"], self.kernel.blocks.storage.block)  # type: ignore[union-attr]
+        for i, word in enumerate((panel, panel, x, x, out, count, stride, self.word["a_row"])):
             b.store(word, b.offset(self.block_args, 8 * i), align=8)
-        kernel = b.load("ptr", b.offset(self.word["blocks"], b.mul(which, 8)), align=8)
-        b.call_pointer(kernel, self.block_args, i64(0), count, self.scratch)
+        assert isinstance(kernel.root.extent, int)
+        function = b.load("ptr", b.offset(self.word["blocks"], b.mul(which, 8)), align=8)
+        b.call_pointer(function, self.block_args, i64(0), i64(kernel.root.extent), self.scratch)
 
-    def _unpacked(self, stripe: _Stripe, blocks: Blocks) -> _Right:
-        """Packed weights: numbers in scratch, made anew for each slab."""
-        b, form = self.b, self.form
-        here = b.offset(stripe.b, self._block_bytes(blocks, stripe.start))
-        self._call_blocks(i64(0), b.sdiv(stripe.length, blocks.storage.block), here, self.packed)
-        return _Right(self.packed, i64(form.panel), self.packed, i64(0), i64(0))
+    def _unpack(self, stripe: _Stripe, blocks: Blocks) -> Value:
+        """The blocks of a slab in scratch, as numbers or as codes; how many there are."""
+        b = self.b
+        first, count = (b.sdiv(k, blocks.storage.block) for k in (stripe.start, stripe.length))
+        here = b.offset(stripe.b, b.mul(first, blocks.storage.size * self.form.lanes))
+        self._call_blocks(i64(0), blocks.unpack, count, here, self.packed, self.packed)
+        return count
+
+    def each_tile_of_numbers(self, rows: _Block, stripe: _Stripe, blocks: Blocks) -> None:
+        """Packed weights as panels of numbers in scratch, made anew for each slab."""
+        self._unpack(stripe, blocks)
+        self.each_tile(rows, stripe, _Right(self.packed, i64(self.form.panel), self.packed, i64(0), i64(0)))
+
+    def each_tile_of_codes(self, rows: _Block, stripe: _Stripe, blocks: Blocks) -> None:
+        """Packed weights as codes in scratch, and rows of activations, of which a block is so many words."""
+        b, form, word = self.b, self.form, self.word
+        count = self._unpack(stripe, blocks)
+        k_words = b.sdiv(b.mul(stripe.start, blocks.x_words), blocks.storage.block)
+        b.when(b.icmp("eq", stripe.start, 0), lambda: self._clear(stripe, self._rows_of(rows)))
+        lowest = blocks.tile_rows - len(blocks.tiles) + 1
+
+        def tile(index: Value, row: Value) -> list[Value]:
+            height = b.add(self.short, b.assign("i64", f"zext {b.icmp('slt', index, self.longer)} to i64"))
+            sums = b.offset(stripe.sums, b.mul(b.sub(row, rows.first_row), form.panel), form.scalar)
+            x = b.offset(rows.a, b.add(b.mul(row, word["a_row"]), k_words), form.scalar)
+            which = b.add(height, 1 + len(blocks.dots) - lowest)
+            self._call_blocks(which, blocks.tiles[0], count, self.packed, x, sums)
+            b.when(stripe.last, lambda: self.finish(stripe, row, height, sums))
+            return [b.add(row, height)]
+
+        b.loop(rows.first_tile, rows.last_tile, 1, tile, [rows.first_row])
+
+    def _rows_of(self, rows: _Block) -> Value:
+        b = self.b
+        end = b.add(b.mul(rows.last_tile, self.short), b.min(rows.last_tile, self.longer))
+        return b.sub(end, rows.first_row)
 
     def dot(self, rows: _Block, stripe: _Stripe, blocks: Blocks) -> None:
         """A few rows times packed weights, with no way through memory: the same chains over k as a tile's."""
-        b, form, m = self.b, self.form, self.word["m"]
+        m = self.word["m"]
+        self._clear(stripe, m)
+        count = self.b.sdiv(self.word["k"], blocks.storage.block)
+        self._call_blocks(m, blocks.dots[0], count, stripe.b, rows.a, stripe.sums)
+        self.finish(stripe, i64(0), m, stripe.sums)
+
+    def _clear(self, stripe: _Stripe, rows: Value) -> None:
+        b, form = self.b, self.form
 
         def clear(cell: Value) -> None:
             place = b.offset(stripe.sums, b.mul(cell, form.lanes), form.scalar)
             b.store(const(form.vector, 0.0), place, align=form.dtype.size)
 
-        b.loop(0, b.mul(m, form.vectors), 1, clear)
-        count = b.sdiv(self.word["k"], blocks.storage.block)
-        self._call_blocks(m, count, stripe.b, rows.a, stripe.sums, self.word["a_row"])
-        self.finish(stripe, i64(0), m, stripe.sums)
+        b.loop(0, b.mul(rows, form.vectors), 1, clear)
 
     def _panel(self, rows: _Block, stripe: _Stripe) -> _Right:
         """B in panels: the next slab, of this panel or the next one, follows in memory; all tiles prefetch a share."""

@@ -1,0 +1,99 @@
+"""Loop forms of 8-bit activations: a unit is one row, so that what made the row can round it as well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlx.dtypes import BOOL, F32, I8, I32, I64
+from rlx.ir.graph import Node
+from rlx.lir.elementwise import scalar_form
+from rlx.lir.loops import Apply, Arg, Const, Expr, For, Index, Let, Load, Reduce, Ref, Stmt, Store
+from rlx.lir.schedule import LoopBuilder, Scheduler, cast, loop_form
+from rlx.lir.views import View
+from rlx.ops.activations import LARGEST, SHORT, activations_for
+from rlx.types import product
+
+_BLOCK = Ref("block", I64)  # of all rows
+
+
+def _over_rows(s: Scheduler, builder: LoopBuilder, x: View, block: int, body: Sequence[Stmt], flops: int) -> None:
+    """Launch `body`, which is about one block, over the blocks of each row."""
+    units, count = product(x.shape[:-1]), x.shape[-1] // block
+    number = Apply("add", (Apply("mul", (Index("u"), builder.arg("count", count)), I64), Index("b")), I64)
+    loop = For("b", builder.arg("count", count), (Let("block", number), *body))
+    root = For("u", builder.arg("units", units), (loop,))
+    builder.launch(s, root, units, flops=product(x.shape) * flops, by_rows=True)
+
+
+def _f32(op: str, *args: Expr) -> Expr:
+    return Apply(op, args, F32)
+
+
+def _code(*at: tuple[Expr, int | Arg]) -> Expr:
+    """A number of the block times the inverse of its scale, rounded."""
+    x = Load(0, at, F32)
+    return scalar_form["round"](_f32("mul", x, Ref("inverse", F32)))
+
+
+def _scales(block: int) -> list[Stmt]:
+    """`largest`, `scale` and `inverse` of the block."""
+    x = Load(0, ((_BLOCK, block), (Index("i"), 1)), F32)
+    largest = Ref("largest", F32)
+    some = Apply("gt", (largest, Const(0.0, F32)), BOOL)
+    inverse = _f32("div", Const(float(LARGEST), F32), largest)
+    return [
+        Let("largest", Reduce("max", "i", block, _f32("abs", x))),
+        Let("scale", _f32("div", largest, Const(float(LARGEST), F32))),
+        Let("inverse", Apply("select", (some, inverse, Const(0.0, F32)), F32)),
+    ]
+
+
+@loop_form("round_blocks")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    x, out = s.contiguous(s.view(node.operands[0])), s.result(node)
+    block = node.attrs["block"]
+    builder = LoopBuilder(node.op)
+    builder.param(x)
+    builder.param(out, written=True)
+    at = ((_BLOCK, block), (Index("i"), 1))
+    value = _f32("mul", _code(*at), Ref("scale", F32))
+    _over_rows(s, builder, x, block, [*_scales(block), For("i", block, (Store(1, at, value),), vector=True)], 4)
+    return [out]
+
+
+@loop_form("activation_blocks")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    x, out = s.contiguous(s.view(node.operands[0])), s.result(node)
+    form = activations_for(node.attrs["block"])
+    builder = LoopBuilder(node.op)
+    builder.param(x)
+    for dtype in (I32, F32, I8):
+        builder.param(View(out.buffer, dtype, out.shape, out.strides, out.offset * (4 // dtype.size)), written=True)
+    whole, numbers, signed = 1, 2, 3
+    u, i, run = _BLOCK, Index("i"), Index("g")
+
+    def word(index: int, *more: tuple[Expr, int | Arg]) -> tuple[tuple[Expr, int | Arg], ...]:
+        return ((u, form.words), (Const(index, I64), 1), *more)
+
+    def byte(index: int, *more: tuple[Expr, int | Arg]) -> tuple[tuple[Expr, int | Arg], ...]:
+        return ((u, 4 * form.words), (Const(4 * index, I64), 1), *more)
+
+    def total(length: int, *more: tuple[Expr, int | Arg]) -> Expr:
+        return Reduce("sum", "i", length, _code((u, form.block), *more, (i, 1)))
+
+    codes = Store(signed, byte(form.codes, (i, 1)), _code((u, form.block), (i, 1)))
+    body: list[Stmt] = [*_scales(form.block), Store(numbers, word(form.scale), Ref("scale", F32))]
+    body.append(For("i", form.block, (codes,), vector=True))
+    if form is SHORT:
+        body.append(Let("sum", total(form.block)))
+        body.append(Store(whole, word(form.sums), cast(_f32("neg", Ref("sum", F32)), I32)))
+        body.append(Store(numbers, word(form.total), _f32("mul", Ref("sum", F32), Ref("scale", F32))))
+    else:
+        short = Store(whole, word(form.sums, (run, 1)), cast(_f32("neg", total(16, (run, 16))), I32))
+        sum_ = Ref("sum", I32)
+        high = Store(signed, byte(form.high, (run, 1)), Apply("shr", (sum_, Const(7, I32)), I32))
+        low = Store(signed, byte(form.low, (run, 1)), Apply("and", (sum_, Const(127, I32)), I32))
+        body.append(For("g", 16, (short,)))
+        body.append(For("g", 8, (Let("sum", cast(total(32, (run, 32)), I32)), high, low)))
+    _over_rows(s, builder, x, form.block, body, 5)
+    return [out]
