@@ -1,4 +1,7 @@
-"""Sentences to vectors by all-MiniLM-L6-v2 in f32: rlx against sentence-transformers, ONNX Runtime and OpenVINO.
+"""Sentences to vectors by all-MiniLM-L6-v2: rlx against sentence-transformers, ONNX Runtime and OpenVINO.
+
+In f32, or with `--precision int8` in 8-bit integers: ONNX Runtime's are dynamic as rlx's are, OpenVINO's are NNCF's,
+calibrated on some of the sentences; then the table says how well each agrees with what people say of pairs.
 
 The work is the test set of STS-B, 2,758 sentences, tokenisation and pooling included: `all` at once, the `distinct`
 ones at once (rlx computes equal texts once, its peers do not), and `one` at a time. Prints sentences a second as
@@ -14,7 +17,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +30,22 @@ from worker import Case
 SINGLE = 60  # sentences one at a time in a round
 ASSETS = Path(os.environ.get("RLX_ASSETS", Path(__file__).parents[2] / "shared" / "assets"))
 OURS = "rlx"
-PEERS = {
-    "sentence-transformers": ("embed_engines:sentence_transformers", ("sentence_transformers", "torch")),
-    "onnxruntime": ("embed_engines:onnxruntime", ("onnxruntime", "tokenizers")),
-    "openvino": ("embed_engines:openvino", ("openvino", "tokenizers")),
+PEERS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
+    "f32": {
+        "sentence-transformers": ("sentence_transformers", ("sentence_transformers", "torch")),
+        "onnxruntime": ("onnxruntime", ("onnxruntime", "tokenizers")),
+        "openvino": ("openvino", ("openvino", "tokenizers")),
+    },
+    "int8": {
+        "onnxruntime": ("onnxruntime_int8", ("onnxruntime", "onnx", "tokenizers", "torch")),
+        "openvino": ("openvino_int8", ("openvino", "nncf", "tokenizers", "torch")),
+    },
 }
+WEIGHT_BYTES = {"f32": 4.0, "int8": 1.0}
+# How far an element may be from float64's, of the largest: NNCF's 8-bit vectors are far off, and still rank well.
+MAX_ERROR = {"f32": 1e-5, "int8": 1.0}
+NARROW = {"f32": 1.0, "int8": 4.0}  # VNNI multiplies four pairs of 8-bit numbers where an FMA multiplies one of f32
+CALIBRATION = 300  # sentences, evenly spread
 Array = np.ndarray[Any, Any]
 
 
@@ -49,15 +63,20 @@ class Encoder:
         self.weights = {name: file.dequantised(name).astype(np.float64) for name in file.names}
         self.tokenizer = Tokenizer.from_json(folder / "tokenizer.json")
         layers = 4 * self.dim**2 + 2 * self.dim * self.ffn
-        self.bytes = 4.0 * self.layers * layers
+        self.weights_read = float(self.layers * layers)
 
     def flops(self, texts: list[str]) -> float:
         """Of the matrix products of each distinct sentence, once."""
         lengths = np.array([len(row) for row in self.tokenizer.encode_batch(set(texts))], np.float64)
-        return float(2 * lengths.sum() * self.bytes / 4 + 4 * (lengths**2).sum() * self.dim * self.layers)
+        return float(2 * lengths.sum() * self.weights_read + 4 * (lengths**2).sum() * self.dim * self.layers)
 
     def vector(self, text: str) -> Array:
-        tokens = self.tokenizer.encode(text)
+        mean = self.mean(self.tokenizer.encode(text))
+        found: Array = mean / np.linalg.norm(mean)
+        return found
+
+    def mean(self, tokens: Sequence[int]) -> Array:
+        """Over the tokens of one text."""
         tables = [self.weights[f"embeddings.{n}_embeddings.weight"] for n in ("word", "position", "token_type")]
         x = self.norm(tables[0][tokens] + tables[1][: len(tokens)] + tables[2][0], "embeddings.LayerNorm")
         for i in range(self.layers):
@@ -66,8 +85,8 @@ class Encoder:
             inner = self.linear(x, f"{layer}.intermediate.dense")
             inner = inner * (1 + erf(inner / np.sqrt(2))) / 2
             x = self.norm(x + self.linear(inner, f"{layer}.output.dense"), f"{layer}.output.LayerNorm")
-        mean: Array = x.mean(0)
-        return mean / np.linalg.norm(mean)
+        found: Array = x.mean(0)
+        return found
 
     def attention(self, x: Array, name: str) -> Array:
         q, k, v = (
@@ -87,33 +106,49 @@ class Encoder:
         return found * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
 
 
-def sentences(path: Path) -> dict[str, list[str]]:
-    """The texts of each case, from a CSV file whose first two columns are sentences."""
+def sentences(path: Path) -> tuple[dict[str, list[str]], list[float]]:
+    """The texts of each case, and what people say of the pairs: a CSV file of two sentences and a number a line."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.reader(file))
     everything = [row[0] for row in rows] + [row[1] for row in rows]
     distinct = list(dict.fromkeys(everything))
     step = max(1, len(distinct) // SINGLE)
-    return {"all": everything, "distinct": distinct, "one": distinct[::step][:SINGLE]}
+    texts = {"all": everything, "distinct": distinct, "one": distinct[::step][:SINGLE]}
+    return texts, [float(row[2]) for row in rows]
 
 
-def run(model: Path, texts: Mapping[str, list[str]], python: str, threads: int, rounds: int) -> Result:
+def shared_folder(folder: Path, model: Path, texts: Sequence[str]) -> None:
+    """What processes make their files from."""
+    (folder / "model").symlink_to(model.resolve())
+    some = texts[:: max(1, len(texts) // CALIBRATION)]
+    (folder / "calibration.json").write_text(json.dumps(some), encoding="utf-8")
+
+
+def run(
+    model: Path, texts: Mapping[str, list[str]], scores: Sequence[float], python: str, threads: int, rounds: int,
+    precision: str,
+) -> Result:  # fmt: skip
     encoder = Encoder(model)
-    libraries = [Library(OURS, "embed_engines:rlx", ("rlx",))]
-    libraries += [Library(name, factory, packages, python) for name, (factory, packages) in PEERS.items()]
+    libraries = [Library(OURS, f"embed_engines:rlx{'' if precision == 'f32' else '_int8'}", ("rlx",))]
+    for name, (function, packages) in PEERS[precision].items():
+        libraries.append(Library(name, f"embed_engines:{function}", packages, python))
+    size = WEIGHT_BYTES[precision] * encoder.weights_read
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        (folder / "model").symlink_to(model.resolve())
+        shared_folder(folder, model, next(iter(texts.values())))
+        (folder / "scores.json").write_text(json.dumps(scores), encoding="utf-8")
         cases = []
         for name, some in texts.items():
             (folder / f"{name}.json").write_text(json.dumps(some), encoding="utf-8")
             flops = encoder.flops(some) / (len(some) if name == "one" else 1)
-            cases.append(Case(name, {"sentences": len(some)}, flops, encoder.bytes, scratch))
+            cases.append(Case(name, {"sentences": len(some)}, flops, size, scratch, NARROW[precision]))
 
         def reference(case: Case) -> Array:
             return np.stack([encoder.vector(text) for text in texts[case.name][:CHECKED]])
 
-        return compare(libraries, cases, threads=threads, rounds=rounds, reference=reference)
+        return compare(
+            libraries, cases, threads=threads, rounds=rounds, reference=reference, max_error=MAX_ERROR[precision]
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -131,43 +166,50 @@ def rate(case: CaseResult, library: str) -> str:
     return f"{count / timing.median:.0f}/{count / timing.best:.0f}"
 
 
-def ratios(case: CaseResult) -> dict[str, tuple[float, float]]:
+def ratios(case: CaseResult, peers: Sequence[str]) -> dict[str, tuple[float, float]]:
     """How many times as fast rlx is as each peer, and as the best of them."""
     if not case.ok(OURS):
         return {}
-    found = {peer: case.ratio(OURS, peer) for peer in PEERS if case.ok(peer)}
-    best = case.best_peer(list(PEERS))
+    found = {peer: case.ratio(OURS, peer) for peer in peers if case.ok(peer)}
+    best = case.best_peer(peers)
     return found | ({"best peer": found[best]} if best else {})
 
 
-def print_table(result: Result) -> None:
+def print_table(result: Result, precision: str) -> None:
     print_heading(result)
-    print("\nsentences a second, or milliseconds of one, and how many times as fast rlx is, as median/best\n")
-    heading = ["case", "sentences", OURS, *PEERS, *(f"/{peer}" for peer in PEERS), "/best peer", "rlx/roof"]
+    peers = list(PEERS[precision])
+    print(f"\n{precision}: sentences a second or milliseconds of one; how many times as fast rlx is, as median/best\n")
+    heading = ["case", "sentences", OURS, *peers, *(f"/{peer}" for peer in peers), "/best peer", "rlx/roof"]
     print("| " + " | ".join(heading) + " |\n|" + "---|" * len(heading))
     for case in result.cases:
-        found = ratios(case)
-        cells = [case.case.name, str(case.case.dims["sentences"]), *(rate(case, name) for name in (OURS, *PEERS))]
-        cells += ["{:.2f}/{:.2f}".format(*found[name]) if name in found else "-" for name in (*PEERS, "best peer")]
+        found = ratios(case, peers)
+        cells = [case.case.name, str(case.case.dims["sentences"]), *(rate(case, name) for name in (OURS, *peers))]
+        cells += ["{:.2f}/{:.2f}".format(*found[name]) if name in found else "-" for name in (*peers, "best peer")]
         roof = result.ceilings.roof(case.case) / 1e9
         cells.append("/".join(f"{g / roof:.2f}" for g in case.gflops(OURS)) if case.ok(OURS) else "-")
         print("| " + " | ".join(cells) + " |")
     print()
+    for case in result.cases:
+        notes = [f"{name}: {timing.note}" for name, timing in case.timings.items() if name in (OURS, *peers)]
+        if case.case.name == "all":
+            print(", ".join(notes))
     for problem in result.problems():
         print(f"NOT VALID: {problem}")
 
 
-def to_json(result: Result) -> dict[str, Any]:
+def to_json(result: Result, precision: str) -> dict[str, Any]:
     content = result.to_json()
     for case in content["cases"]:
         del case["subject"]  # a temporary folder
-    return content | {"times_as_fast": {case.case.name: ratios(case) for case in result.cases}}
+    found = {case.case.name: ratios(case, list(PEERS[precision])) for case in result.cases}
+    return {"precision": precision} | content | {"times_as_fast": found}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--precision", choices=tuple(PEERS), default="f32")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="minilm-l6 of the catalogue unless given")
     parser.add_argument("--sentences", type=Path, default=ASSETS / "text" / "stsb-en-test.csv", metavar="CSV")
     parser.add_argument("--cases", nargs="+", choices=("all", "distinct", "one"), default=["all", "distinct", "one"])
@@ -179,13 +221,14 @@ def main() -> int:
         from rlx.hub.pull import resolve
 
         args.model = resolve("minilm-l6").path.parent
-    texts = {name: some for name, some in sentences(args.sentences).items() if name in args.cases}
+    texts, scores = sentences(args.sentences)
+    texts = {name: some for name, some in texts.items() if name in args.cases}
     runs, problems = [], 0
     for threads in args.threads:
-        result = run(args.model, texts, args.python, threads, args.rounds)
-        print_table(result)
+        result = run(args.model, texts, scores, args.python, threads, args.rounds, args.precision)
+        print_table(result, args.precision)
         problems += len(result.problems())
-        runs.append(to_json(result))
+        runs.append(to_json(result, args.precision))
         if args.json:
             write_json(args.json, {"runs": runs})  # after each: a long run that is broken off is not lost
     return 1 if problems else 0

@@ -1,44 +1,30 @@
 """What `embed.py` asks of a library: sentences to vectors, timed all at once or one by one. Runs in its own process.
 
-A case's subject is a folder with the sentences of each case, a link to the model, and the ONNX file once it is made.
+A case's subject is a folder with the sentences of each case, the scores of their pairs, and what `minilm_files` needs.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import minilm_files
 import numpy as np
+from minilm_files import EPSILON, LIMIT, Batch
 from worker import Case, Prepared
 
 BATCH = 32  # for libraries that are fed batches, and the default of sentence-transformers
-LIMIT = 256  # tokens of a sentence that the model reads
 CHECKED = 100  # sentences whose vectors are compared
 
 Embed = Callable[[Sequence[str]], np.ndarray]
+Pool = Callable[[Sequence[Batch]], Sequence[np.ndarray]]  # means over tokens of each batch
 _made: dict[str, Embed] = {}  # what the cases of a process share
-
-
-def rlx(case: Case, threads: int) -> Prepared:
-    return prepare(rlx_embed, case, threads)
-
-
-def sentence_transformers(case: Case, threads: int) -> Prepared:
-    return prepare(sentence_transformers_embed, case, threads)
-
-
-def onnxruntime(case: Case, threads: int) -> Prepared:
-    return prepare(onnxruntime_embed, case, threads)
-
-
-def openvino(case: Case, threads: int) -> Prepared:
-    return prepare(openvino_embed, case, threads)
 
 
 def prepare(make: Callable[[Path, int], Embed], case: Case, threads: int) -> Prepared:
@@ -65,17 +51,28 @@ def prepare(make: Callable[[Path, int], Embed], case: Case, threads: int) -> Pre
         embed(some)
         return time.perf_counter() - begin
 
-    return Prepared(wake, lambda: embed(texts[:CHECKED]), seconds=one_by_one if case.name == "one" else at_once)
+    note = f"Spearman {agreement(embed(texts), folder):.4f}" if case.name == "all" else ""
+    timing = one_by_one if case.name == "one" else at_once
+    return Prepared(wake, lambda: embed(texts[:CHECKED]), note=note, seconds=timing)
+
+
+def agreement(vectors: np.ndarray, folder: Path) -> float:
+    """Spearman's correlation of what people say of pairs with the cosines: first halves of the pairs come first."""
+    from scipy.stats import spearmanr
+
+    scores: list[float] = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
+    first, second = vectors[: len(scores)], vectors[len(scores) :]
+    return float(spearmanr((first * second).sum(1), scores).statistic)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The libraries.
 
 
-def rlx_embed(folder: Path, threads: int) -> Embed:
+def rlx_embed(folder: Path, threads: int, *, precision: str) -> Embed:
     import rlx
 
-    model: Any = rlx.load(folder / "model", threads=threads)
+    model: Any = rlx.load(folder / "model", threads=threads, precision=precision)
     embed: Embed = model.embed
     return embed
 
@@ -90,29 +87,55 @@ def sentence_transformers_embed(folder: Path, threads: int) -> Embed:
     return lambda texts: model.encode(list(texts), show_progress_bar=False)
 
 
-def onnxruntime_embed(folder: Path, threads: int) -> Embed:
+def onnxruntime_embed(folder: Path, threads: int, *, file: Callable[[Path], Path]) -> Embed:
     """At its own graph optimisations: those of onnxruntime.transformers made it slower."""
+    session = onnxruntime_session(file(folder), threads)
+
+    def pool(work: Sequence[Batch]) -> list[np.ndarray]:
+        return [session.run(None, {"input_ids": tokens, "attention_mask": mask})[0] for tokens, mask in work]
+
+    return batched(folder, pool)
+
+
+def onnxruntime_session(path: Path, threads: int) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    session: Any = onnxruntime.InferenceSession(onnx_file(folder), options, providers=["CPUExecutionProvider"])
-    return batched(folder, lambda tokens, mask: session.run(None, {"input_ids": tokens, "attention_mask": mask})[0])
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def openvino_embed(folder: Path, threads: int) -> Embed:
+def openvino_embed(folder: Path, threads: int, *, file: Callable[[Path], Path]) -> Embed:
+    """One batch with all threads; several at once, each with a thread of its own, which is faster."""
     import openvino
 
-    settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
-    request: Any = openvino.Core().compile_model(onnx_file(folder), "CPU", settings).create_infer_request()
-    return batched(
-        folder,
-        lambda tokens, mask: request.infer({"input_ids": tokens, "attention_mask": mask}, share_outputs=True)[0],
-    )
+    path = file(folder)
+    request: Any = openvino_model(path, threads).create_infer_request()
+    queue: Any = openvino.AsyncInferQueue(openvino_model(path, threads, streams=threads), threads)
+    found: dict[int, np.ndarray] = {}
+    queue.set_callback(lambda done, at: found.__setitem__(at, done.get_output_tensor().data.copy()))
+
+    def pool(work: Sequence[Batch]) -> list[np.ndarray]:
+        if len(work) == 1:
+            tokens, mask = work[0]
+            return [request.infer({"input_ids": tokens, "attention_mask": mask}, share_outputs=True)[0]]
+        for at, (tokens, mask) in enumerate(work):
+            queue.start_async({"input_ids": tokens, "attention_mask": mask}, at)
+        queue.wait_all()
+        return [found[at] for at in range(len(work))]
+
+    return batched(folder, pool)
 
 
-def batched(folder: Path, hidden: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Embed:
-    """Tokens to hidden states made sentences to vectors: sorted by length, which is the best case of such a library."""
+def openvino_model(path: Path, threads: int, streams: int = 1) -> Any:
+    import openvino
+
+    settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "NUM_STREAMS": streams}
+    return openvino.Core().compile_model(path, "CPU", settings)
+
+
+def batched(folder: Path, pool: Pool) -> Embed:
+    """Means over tokens made sentences to vectors: sorted by length, which is the best case of such a library."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
@@ -122,49 +145,23 @@ def batched(folder: Path, hidden: Callable[[np.ndarray, np.ndarray], np.ndarray]
     def embed(texts: Sequence[str]) -> np.ndarray:
         rows = [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts))]
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        vectors: list[np.ndarray] = [np.empty(0)] * len(rows)
-        for start in range(0, len(order), BATCH):
-            picked = order[start : start + BATCH]
-            width = len(rows[picked[-1]])
-            tokens, mask = (np.zeros((len(picked), width), np.int64) for _ in range(2))
-            for at, i in enumerate(picked):
-                tokens[at, : len(rows[i])] = rows[i]
-                mask[at, : len(rows[i])] = 1
-            counts = mask.astype(np.float32)
-            pooled = np.matmul(counts[:, None], hidden(tokens, mask))[:, 0] / counts.sum(1, keepdims=True)
-            pooled /= np.maximum(np.linalg.norm(pooled, axis=1, keepdims=True), 1e-12)
-            for at, i in enumerate(picked):
-                vectors[i] = pooled[at]
-        return np.stack(vectors)
+        parts = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
+        found = np.concatenate(pool([minilm_files.padded([rows[i] for i in part]) for part in parts]))
+        vectors = np.empty_like(found)
+        vectors[order] = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), EPSILON)
+        return vectors
 
     return embed
 
 
-def onnx_file(folder: Path) -> str:
-    """The same weights as ONNX, made by torch; the first that needs the file makes it."""
-    path = folder / "model.onnx"
-    if path.exists():
-        return str(path)
-    import torch
-    import transformers
+def engine(make: Callable[..., Embed], **options: Any) -> Callable[[Case, int], Prepared]:
+    return functools.partial(prepare, functools.partial(make, **options))
 
-    class Encoder(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bert: Any = transformers.AutoModel.from_pretrained(
-                folder / "model", attn_implementation="eager"
-            ).eval()
 
-        def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            states: torch.Tensor = self.bert(input_ids=tokens, attention_mask=mask).last_hidden_state
-            return states
-
-    tokens, mask = torch.ones(2, 7, dtype=torch.long), torch.ones(2, 7, dtype=torch.long)
-    mask[0, 4:] = 0  # padding in the example, so that nothing of the mask is traced away
-    given, made = ["input_ids", "attention_mask"], ["hidden"]
-    names = {"input_names": given, "output_names": made}
-    axes = {name: {0: "batch", 1: "seq"} for name in (*given, *made)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that tracing may go wrong; the vectors are compared
-        torch.onnx.export(Encoder().eval(), (tokens, mask), str(path), **names, dynamic_axes=axes, dynamo=False)
-    return str(path)
+rlx = engine(rlx_embed, precision="f32")
+rlx_int8 = engine(rlx_embed, precision="int8")
+sentence_transformers = engine(sentence_transformers_embed)
+onnxruntime = engine(onnxruntime_embed, file=minilm_files.onnx_file)
+onnxruntime_int8 = engine(onnxruntime_embed, file=minilm_files.onnx_int8_file)
+openvino = engine(openvino_embed, file=minilm_files.onnx_file)
+openvino_int8 = engine(openvino_embed, file=minilm_files.openvino_int8_file)

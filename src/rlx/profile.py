@@ -1,7 +1,9 @@
 """Compile profiles: what a compilation may do, as data. Presets by name, and TOML both ways.
 
-A profile says how HIR blocks are lowered and which fusions happen (`fusion`), which other passes run (`passes`) and in
-which element type values are kept between ops (`precision`). `rlx.compile(graph, profile=...)` honours every field.
+A profile says how HIR blocks are lowered and which fusions happen (`fusion`), which other passes run (`passes`), in
+which element type values are kept between ops (`precision`), which ops are written with simpler ones
+(`kernel_dispatch`) and what is done on one device alone (`backend`). `rlx.compile(graph, profile=...)` honours every
+field.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import enum
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ class FusionPolicy(enum.Enum):
 
 # Devices that a profile may be meant for, then the processors that `rlx.target` knows.
 DEVICES = ("cpu", "cuda", "metal", "mlx", "rocm", "wgpu", "tpu")
-PROCESSORS = ("avx512", "avx2", "baseline", "neon")
+PROCESSORS = ("avx512vnni", "avx512", "avx2", "baseline", "neon")
 NARROW = ("f16", "bf16")
 
 
@@ -63,20 +65,91 @@ class Passes:
 class Precision:
     """The type that f32 values are stored in between kernels: `compute` is f32, f16 or bf16. Arithmetic stays f32.
 
-    With `mixed = "auto"` reductions, softmax and norms keep f32 results.
+    With int8 values stay f32, but matmuls by weights multiply 8-bit integers: a scale for each row, and each column.
+    With `mixed = "auto"` reductions, softmax and norms keep f32 results. `activations` is what the left sides of
+    matmuls by packed weights are rounded to: f32 is not at all, int8 is 8 bits with a scale a block, which is faster.
     """
 
     compute: str = "f32"
     mixed: str = "none"
+    activations: str = "f32"
 
     def __post_init__(self) -> None:
-        _choice("precision.compute", self.compute, ("f32", *NARROW))
+        _choice("precision.compute", self.compute, ("f32", *NARROW, "int8"))
         _choice("precision.mixed", self.mixed, ("none", "auto"))
-        if self.mixed == "auto" and self.compute == "f32":
+        _choice("precision.activations", self.activations, ("f32", "int8"))
+        if self.mixed == "auto" and self.compute not in NARROW:
             raise CapabilityError(
-                "profile: precision.mixed is 'auto', precision.compute is 'f32': there is nothing to mix",
+                f"profile: precision.mixed is 'auto', precision.compute is {self.compute!r}: there is nothing to mix",
                 hint="set precision.compute to 'bf16' or 'f16'",
             )
+
+
+class KernelDispatchPolicy(enum.Enum):
+    """Whether an op runs as a kernel of its own, or as its common form: written with simpler ops.
+
+    PREFER_NATIVE takes the kernel where there is one. FORCE_COMMON takes the common form where there is one, to look
+    for faults in kernels. FORCE_NATIVE makes an op that has no kernel of its own an error.
+    """
+
+    PREFER_NATIVE = "prefer_native"
+    FORCE_COMMON = "force_common"
+    FORCE_NATIVE = "force_native"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelDispatchConfig:
+    """A policy, and the names of ops that it does not hold for; an op in both lists is native."""
+
+    policy: KernelDispatchPolicy = KernelDispatchPolicy.PREFER_NATIVE
+    force_common_kinds: tuple[str, ...] = ()
+    force_native_kinds: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policy", _one_of("kernel_dispatch.policy", self.policy, KernelDispatchPolicy))
+        for name in ("force_common_kinds", "force_native_kinds"):
+            given = getattr(self, name)
+            if not isinstance(given, (list, tuple)) or not all(isinstance(kind, str) for kind in given):
+                raise CapabilityError(f"profile: kernel_dispatch.{name} is {given!r}, expected a list of names of ops")
+            object.__setattr__(self, name, tuple(sorted(set(given))))
+
+    def of(self, op: str) -> KernelDispatchPolicy:
+        """The policy for one op."""
+        if op in self.force_native_kinds:
+            return KernelDispatchPolicy.FORCE_NATIVE
+        return KernelDispatchPolicy.FORCE_COMMON if op in self.force_common_kinds else self.policy
+
+
+@dataclass(frozen=True, slots=True)
+class CpuBackend:
+    """On the CPU: with `unfuse_regions` elementwise ops do not join each other in one kernel."""
+
+    unfuse_regions: bool = False
+
+    def __post_init__(self) -> None:
+        _flags("backend.cpu", self)
+
+
+@dataclass(frozen=True, slots=True)
+class MetalBackend:
+    """For a Metal device, which rlx does not have: kept and written back, so that profiles of others can be read."""
+
+    skip_fusion: bool = False
+    unfuse_regions: bool = False
+
+    def __post_init__(self) -> None:
+        _flags("backend.metal", self)
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Settings of single devices; those of another device than the one that is compiled for change nothing."""
+
+    cpu: CpuBackend = field(default_factory=CpuBackend)
+    metal: MetalBackend = field(default_factory=MetalBackend)
+
+    def __post_init__(self) -> None:
+        _parts("backend.", self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +159,28 @@ class CompileProfile:
     fusion: Fusion = field(default_factory=Fusion)
     passes: Passes = field(default_factory=Passes)
     precision: Precision = field(default_factory=Precision)
+    kernel_dispatch: KernelDispatchConfig = field(default_factory=KernelDispatchConfig)
+    backend: Backend = field(default_factory=Backend)
 
     def __post_init__(self) -> None:
-        for name, kind in _SECTIONS.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise CapabilityError(f"profile: {name} is a {type(value).__name__}, expected a {kind.__name__}")
+        _parts("", self)
+
+    def with_kernel_dispatch(self, given: KernelDispatchConfig | KernelDispatchPolicy) -> CompileProfile:
+        """The same profile with another policy, or with a whole configuration of it."""
+        config = given if isinstance(given, KernelDispatchConfig) else KernelDispatchConfig(given)
+        return replace(self, kernel_dispatch=config)
+
+    def in_environment(self) -> CompileProfile:
+        """The profile with what the variable RLX_KERNEL_DISPATCH says, `common` or `native`, unless it says so itself.
+
+        For looking for faults in a program that cannot be changed.
+        """
+        said = os.environ.get("RLX_KERNEL_DISPATCH", "")
+        if not said or self.kernel_dispatch.policy is not KernelDispatchPolicy.PREFER_NATIVE:
+            return self
+        _choice("RLX_KERNEL_DISPATCH", said, ("common", "native"))
+        policy = KernelDispatchPolicy(f"force_{said}")
+        return replace(self, kernel_dispatch=replace(self.kernel_dispatch, policy=policy))
 
     # -- presets --
     @classmethod
@@ -137,28 +226,21 @@ class CompileProfile:
             tables = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise FormatError(f"{where}: is not TOML: {error}") from error
-        _known(where, "", tables, cls)
         try:
-            return cls(**{f.name: _section(where, f.name, tables.get(f.name, {})) for f in fields(cls)})
+            made: CompileProfile = _record(where, "", cls, tables)
+            return made
         except CapabilityError as error:
             raise FormatError(f"{where}: {str(error).removeprefix('profile: ')}", hint=error.hint) from error
 
     def to_toml(self) -> str:
         """The profile as TOML, every field written out."""
-        parts = []
-        for section in fields(self):
-            values = getattr(self, section.name)
-            lines = [f"{f.name} = {_toml(getattr(values, f.name))}" for f in fields(values)]
-            parts.append("\n".join([f"[{section.name}]", *lines]))
-        return "\n\n".join(parts) + "\n"
+        return "\n\n".join(_tables("", self)) + "\n"
 
     def key(self) -> str:
         """A digest of what the profile changes in the result, the same in every process."""
-        lines = [line for line in self.to_toml().splitlines() if not line.startswith("verbose")]
+        lines = [line for line in self.in_environment().to_toml().splitlines() if not line.startswith("verbose")]
         return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
-
-_SECTIONS = {"fusion": Fusion, "passes": Passes, "precision": Precision}
 
 # The families that the names stand for need nothing of their own; what they share is said once.
 PRESETS: dict[str, Callable[[], CompileProfile]] = {
@@ -184,12 +266,36 @@ def _read(source: str | os.PathLike[str]) -> tuple[str, str]:
         raise FormatError(f"{path}: cannot be read: {error}") from error
 
 
-def _section(where: str, name: str, values: Any) -> Any:
-    section = _SECTIONS[name]
+def _parts_of(record: Any) -> dict[str, Any]:
+    """The fields of a record that are records: name -> kind."""
+    return {f.name: f.default_factory for f in fields(record) if isinstance(f.default_factory, type)}
+
+
+def _parts(where: str, record: Any) -> None:
+    for name, kind in _parts_of(record).items():
+        value = getattr(record, name)
+        if not isinstance(value, kind):
+            raise CapabilityError(f"profile: {where}{name} is a {type(value).__name__}, expected a {kind.__name__}")
+
+
+def _record(where: str, name: str, kind: Any, values: Any) -> Any:
+    """A record from a table, and its parts from the tables inside that."""
     if not isinstance(values, dict):
         raise FormatError(f"{where}: {name} is {values!r}, expected a table", hint=f"write [{name}]")
-    _known(where, f"[{name}] ", values, section)
-    return section(**values)
+    _known(where, f"[{name}] " if name else "", values, kind)
+    inner = {part: f"{name}.{part}" if name else part for part in _parts_of(kind)}
+    made = {part: _record(where, inner[part], of, values.get(part, {})) for part, of in _parts_of(kind).items()}
+    return kind(**(values | made))
+
+
+def _tables(name: str, record: Any) -> list[str]:
+    """The table of a record, if it has fields of its own, and those of its parts."""
+    parts = _parts_of(record)
+    lines = [f"{f.name} = {_toml(getattr(record, f.name))}" for f in fields(record) if f.name not in parts]
+    found = ["\n".join([f"[{name}]", *lines])] if lines else []
+    for part in parts:
+        found += _tables(f"{name}.{part}" if name else part, getattr(record, part))
+    return found
 
 
 def _known(where: str, place: str, values: Mapping[str, Any], record: Any) -> None:
@@ -203,6 +309,8 @@ def _known(where: str, place: str, values: Mapping[str, Any], record: Any) -> No
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
     return f'"{value.value if isinstance(value, enum.Enum) else value}"'
 
 

@@ -51,6 +51,18 @@ class Piped:
         return False
 
 
+def test_a_precision_is_handed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_bert.write(tmp_path, files={}, hidden_size=96)
+    found = []
+    for precision in ("f32", "int8"):
+        assert main(["embed", "-m", str(tmp_path), "--precision", precision, "fom"]) == 0
+        found.append(np.array(json.loads(capsys.readouterr().out)))
+    assert 1e-6 < np.abs(found[0] - found[1]).max() < 0.1
+    with pytest.raises(SystemExit):
+        main(["embed", "-m", str(tmp_path), "--precision", "int3", "fom"])
+    assert "invalid choice: 'int3'" in capsys.readouterr().err
+
+
 # -- vectors ---------------------------------------------------------------------------------------------------------
 def test_a_vector_a_line_goes_to_stdout_and_timings_to_stderr(
     model: Path, wanted: Any, capsys: pytest.CaptureFixture[str]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import logging
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import small_bert
+import tiny_llama
+from scipy.stats import spearmanr
 from small_bert import CLS, SEP, WORDS, hidden_states, pooled, sentence_transformers, tokens_of
 
 from rlx.engine import embed as module
@@ -19,8 +23,10 @@ from rlx.engine.embed import TOKENS, EmbeddingModel, batches
 from rlx.engine.model import load
 from rlx.errors import CapabilityError, FormatError, RequestError
 from rlx.models.pooling import KINDS
+from rlx.profile import CompileProfile, Precision
 
 Array = np.ndarray[Any, Any]
+ASSETS = Path(os.environ.get("RLX_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))
 MORE = WORDS * 2
 # On both sides of 64, where blocks of keys and of sums end.
 TEXTS = [" ".join(MORE[i : i + n]) for i, n in enumerate((3, 1, 62, 0, 140, 3, 63, 16, 61, 5))]
@@ -322,6 +328,72 @@ def test_a_closed_model_refuses(tmp_path: Path) -> None:
         model.embed("bal")
     with pytest.raises(RequestError, match="closed"):
         model.embed("bal")
+
+
+# -- 8-bit integers --------------------------------------------------------------------------------------------------
+WIDE = {"hidden_size": 96, "intermediate_size": 128}  # wide enough for weights to become integers
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("wide")
+    small_bert.write(found, files={}, **WIDE)
+    return found
+
+
+def test_vectors_of_integers_are_close_to_those_of_numpy(wide_folder: Path) -> None:
+    weights = small_bert.random_weights(small_bert.settings(**WIDE))
+    wanted = unit(np.stack([pooled(hidden_states(weights, tokens_of(text)), "mean") for text in TEXTS]))
+    found = unit(encoder(wide_folder, precision="int8").embed(TEXTS))
+    assert (found * wanted).sum(1).min() > 0.999
+    assert np.abs(found - wanted).max() > 1e-5, "it is not f32"
+    assert np.abs(unit(encoder(wide_folder, precision="f32").embed(TEXTS)) - wanted).max() < 2e-6
+
+
+def test_vectors_of_integers_depend_on_their_text_alone(wide_folder: Path) -> None:
+    model = encoder(wide_folder, precision="int8")
+    together = model.embed(TEXTS)
+    for text, row in zip(TEXTS, together, strict=True):
+        assert np.array_equal(model.embed(text), row)
+    assert np.array_equal(model.embed(TEXTS, batch_size=3), together)
+    assert np.array_equal(encoder(wide_folder, precision="int8", threads=2).embed(TEXTS), together)
+
+
+def test_a_precision_overrules_the_profile(wide_folder: Path) -> None:
+    plain, whole = (encoder(wide_folder, precision=p) for p in ("auto", "int8"))
+    assert plain.profile.precision.compute == "f32" and whole.profile.precision.compute == "int8"
+    assert plain.fingerprint(0) != whole.fingerprint(0)
+    profile = CompileProfile(precision=Precision("int8"))
+    assert encoder(wide_folder, profile=profile).profile == profile
+    assert encoder(wide_folder, profile=profile, precision="f32").profile == CompileProfile()
+    assert whole.memory().weights < plain.memory().weights
+
+
+def test_what_cannot_be_computed_in_integers_says_so(wide_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CapabilityError, match="precision 'int4' is not supported for encoders") as caught:
+        encoder(wide_folder, precision="int4")
+    assert caught.value.hint == "there is: auto, f32, int8"
+    tiny_llama.write(tmp_path)
+    with pytest.raises(CapabilityError, match="precision 'int8' is not supported for decoders") as caught:
+        load(tmp_path, precision="int8")
+    assert caught.value.hint == "there is: auto, f32"
+
+
+@pytest.mark.weights
+def test_integers_rank_sentences_as_people_do() -> None:
+    """MiniLM on pairs of STS-B: Spearman's correlation is at most 0.002 below that of f32, which is 0.8203."""
+    file = ASSETS / "text" / "stsb-en-test.csv"
+    if not file.exists():
+        pytest.skip(f"{file} is absent")
+    with file.open(encoding="utf-8", newline="") as lines:
+        first, second, scores = zip(*csv.reader(lines), strict=True)
+    model = load("minilm-l6", precision="int8")
+    assert isinstance(model, EmbeddingModel)
+    a, b = model.embed(first), model.embed(second)
+    assert spearmanr((a * b).sum(1), [float(score) for score in scores]).statistic > 0.8183
+    plain = load("minilm-l6")
+    assert isinstance(plain, EmbeddingModel)
+    assert (plain.embed(first[:100]) * a[:100]).sum(1).min() > 0.99
 
 
 # -- progress --------------------------------------------------------------------------------------------------------

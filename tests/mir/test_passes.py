@@ -24,7 +24,7 @@ from rlx.mir.dce import dce
 from rlx.mir.expand import expand
 from rlx.mir.fold_constants import fold_constants
 from rlx.mir.fuse_epilogues import fuse_epilogues
-from rlx.mir.fuse_norms import fuse_norms
+from rlx.mir.fuse_norms import fuse_norms, quantise_norms
 from rlx.mir.fuse_regions import fuse_regions
 from rlx.mir.hoist_weights import Hoisted, hoist_weights
 from rlx.mir.legalize import legalize
@@ -47,10 +47,12 @@ def after_regions(graph: Graph, *, report: FusionReport) -> Graph:
 PASSES: dict[str, Callable[..., Graph | Hoisted]] = {
     "canonicalize": canonicalize, "fold_constants": fold_constants, "cse": cse, "dce": dce, "legalize": legalize,
     "merge_gates": merge_gates, "merge_matmuls": merge_matmuls, "merge_ropes": merge_ropes, "fuse_norms": fuse_norms,
-    "fuse_regions": fuse_regions, "fuse_epilogues": after_regions,
+    "quantise_norms": quantise_norms, "fuse_regions": fuse_regions, "fuse_epilogues": after_regions,
     "hoist_weights": functools.partial(hoist_weights, target=AVX512), "unfuse": unfuse, "expand": expand,
 }  # fmt: skip
-REPORTS = {"merge_gates", "merge_matmuls", "merge_ropes", "fuse_norms", "fuse_regions", "fuse_epilogues"}
+REPORTS = {
+    "merge_gates", "merge_matmuls", "merge_ropes", "fuse_norms", "quantise_norms", "fuse_regions", "fuse_epilogues",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

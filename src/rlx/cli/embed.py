@@ -1,4 +1,4 @@
-"""`rlx embed [TEXT ...]`: vectors of texts, or a ranked search over a file of lines.
+"""`rlx embed [TEXT ...]`: vectors of texts, or a ranked search over a file of lines. A vision model takes image files.
 
 Results go to stdout, everything else to stderr.
 """
@@ -22,6 +22,7 @@ from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.engine.embed import EmbeddingModel
 from rlx.engine.model import load
+from rlx.engine.vision import VisionModel
 from rlx.errors import CapabilityError, RequestError
 
 DEFAULT = "minilm-l6"
@@ -32,7 +33,7 @@ Array = np.ndarray[Any, Any]
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("embed", help="vectors of texts, or a search over lines")
-    command.add_argument("texts", nargs="*", metavar="TEXT", help="texts; without any, the lines of stdin")
+    command.add_argument("texts", nargs="*", metavar="TEXT", help="texts or image files; without any, lines of stdin")
     command.add_argument("-m", "--model", default=DEFAULT, help=f"catalogue name, file, folder, org/name ({DEFAULT})")
     command.add_argument("--file", metavar="FILE", help="one text a line; - is stdin")
     command.add_argument("--out", type=Path, metavar="FILE.npy", help="write the vectors here, a row a text")
@@ -43,6 +44,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--no-truncate", action="store_true", help="refuse texts that are too long instead of cutting them"
     )
     command.add_argument("--batch-size", type=int, metavar="N", help="texts computed at a time")
+    command.add_argument(
+        "--precision", choices=("auto", "f32", "int8"), default="auto", help="int8: matrix products in 8-bit integers"
+    )
     command.add_argument("--threads", type=int, metavar="N", help="of the pool; all usable cores if not given")
     command.add_argument("--json", action="store_true", help="one JSON object instead of text")
     command.set_defaults(run=run)
@@ -51,13 +55,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     texts = read_texts(arguments.texts, arguments.file)
-    with opened(arguments.model, arguments.threads) as model:
+    with opened(arguments.model, arguments.threads, arguments.precision) as model:
         begin = time.perf_counter()
-        vectors = model.embed(
-            texts, prompt=_document_prompt(model, arguments), batch_size=arguments.batch_size,
-            truncate=not arguments.no_truncate, show_progress=len(texts) >= MANY,
-        )  # fmt: skip
-        found: dict[str, Any] = {"model": model.name, "texts": len(texts), "dim": model.dim}
+        vectors = vectors_of(model, texts, arguments)
+        found: dict[str, Any] = {"model": model.name, _what(model): len(texts), "dim": model.dim}
         if arguments.out is not None:
             save(arguments.out, vectors)
             found["out"] = str(arguments.out)
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         elif arguments.out is None:
             found["vectors"] = vectors
         seconds = time.perf_counter() - begin
-        show(found, as_json=arguments.json)
+        show(found, len(texts), as_json=arguments.json)
         say_timings(model, len(texts), seconds)
     return 0
 
@@ -124,15 +125,31 @@ def lines(data: bytes, where: str) -> list[str]:
 
 
 # -- a model ---------------------------------------------------------------------------------------------------------
-def opened(name: str, threads: int | None) -> EmbeddingModel:
+def opened(name: str, threads: int | None, precision: str = "auto") -> EmbeddingModel | VisionModel:
     """The model, fetched if it is absent, with a line while it loads."""
     hub.resolve(name)  # draws a bar of its own
     with console.status(f"loading {name}"):
-        model = load(name, threads=threads)
-    if not isinstance(model, EmbeddingModel):
+        model = load(name, threads=threads, precision=precision)
+    if not isinstance(model, (EmbeddingModel, VisionModel)):
         model.close()
         raise CapabilityError(f"embed: {name} is a decoder: it writes text", hint=f"rlx run -m {name} -p '...'")
     return model
+
+
+def vectors_of(model: EmbeddingModel | VisionModel, texts: Sequence[str], arguments: argparse.Namespace) -> Array:
+    """The vectors of texts; for a vision model these are the names of image files."""
+    if isinstance(model, VisionModel):
+        if arguments.prompt is not None:
+            raise UsageError(f"embed: {model.name} reads images, which have no --prompt")
+        return model.encode_image(list(texts), **({"batch_size": n} if (n := arguments.batch_size) else {}))
+    return model.embed(
+        texts, prompt=_document_prompt(model, arguments), batch_size=arguments.batch_size,
+        truncate=not arguments.no_truncate, show_progress=len(texts) >= MANY,
+    )  # fmt: skip
+
+
+def _what(model: EmbeddingModel | VisionModel) -> str:
+    return "images" if isinstance(model, VisionModel) else "texts"
 
 
 def _document_prompt(model: EmbeddingModel, arguments: argparse.Namespace) -> str | None:
@@ -142,10 +159,15 @@ def _document_prompt(model: EmbeddingModel, arguments: argparse.Namespace) -> st
     return next((name for name in DOCUMENT_PROMPTS if name in model.settings.prompts), None)
 
 
-def ranked(model: EmbeddingModel, query: str, texts: Sequence[str], vectors: Array, top: int) -> list[dict[str, Any]]:
+def ranked(
+    model: EmbeddingModel | VisionModel, query: str, texts: Sequence[str], vectors: Array, top: int
+) -> list[dict[str, Any]]:
     """The texts closest to the query, closest first. What several lines say comes once, empty lines not at all."""
-    prompt = "query" if "query" in model.settings.prompts else None
-    scores = model.similarity(vectors, model.embed(query, prompt=prompt))
+    if isinstance(model, VisionModel):
+        scores = vectors / np.linalg.norm(vectors, axis=1, keepdims=True) @ model.encode_image(query, normalize=True)
+    else:
+        prompt = "query" if "query" in model.settings.prompts else None
+        scores = model.similarity(vectors, model.embed(query, prompt=prompt))
     first = {text: i for i, text in reversed(list(enumerate(texts))) if text.strip()}
     order = sorted(first.values(), key=lambda i: (-scores[i], i))
     return [{"score": round(float(scores[i]), 6), "line": i + 1, "text": texts[i]} for i in order[:top]]
@@ -168,7 +190,7 @@ def save(path: Path, vectors: Array) -> None:
         raise RequestError(f"embed: {path} cannot be written: {error.strerror}") from error
 
 
-def show(found: dict[str, Any], *, as_json: bool) -> None:
+def show(found: dict[str, Any], count: int, *, as_json: bool) -> None:
     """Results on stdout: ranked lines, or a vector a line."""
     vectors = found.get("vectors")
     if as_json:
@@ -181,15 +203,17 @@ def show(found: dict[str, Any], *, as_json: bool) -> None:
         for row in vectors:
             console.write(json.dumps(_numbers(row)) + "\n")
     if "out" in found:
-        console.note(f"{found['texts']} vectors of {found['dim']} numbers in {found['out']}")
+        console.note(f"{count} vectors of {found['dim']} numbers in {found['out']}")
 
 
-def say_timings(model: EmbeddingModel, count: int, seconds: float) -> None:
+def say_timings(model: EmbeddingModel | VisionModel, count: int, seconds: float) -> None:
     """One grey line at the end."""
     spent = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
-    rate = f"{count} texts {spent} {count / seconds:.0f}/s" if count != 1 else f"1 text {spent}"
+    what = _what(model)
+    rate = f"{count} {what} {spent} {count / seconds:.0f}/s" if count != 1 else f"1 {what[:-1]} {spent}"
+    how = f"{model.pooling} of {model.dim}" if isinstance(model, EmbeddingModel) else f"{model.dim} numbers"
     threads = f"{model.threads} thread{'s' if model.threads > 1 else ''}"
-    console.aside(console.joined([rate, f"{model.pooling} of {model.dim}", model.target, threads]))
+    console.aside(console.joined([rate, how, model.target, threads]))
 
 
 def _numbers(row: Array) -> list[float]:

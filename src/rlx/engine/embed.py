@@ -33,14 +33,22 @@ log = logging.getLogger("rlx.embed")
 class EmbeddingModel(Model):
     """An encoder: `embed` makes vectors of texts. Safe from several threads at once."""
 
+    precisions = ("auto", "f32", "int8")
+
     def _flow(self) -> ModelFlow:
         return super()._flow().stage(Pool(self.settings.kind))
+
+    def _hidden_flow(self) -> ModelFlow:
+        return super()._flow()
 
     # -- parts --
     @functools.cached_property
     def settings(self) -> EmbedSettings:
         """What the model's files say of making vectors."""
-        found = read_settings(self.checkpoint)
+        return self.told(read_settings(self.checkpoint))
+
+    def told(self, found: EmbedSettings) -> EmbedSettings:
+        """The settings; a warning, where the files say nothing."""
         if not found.source:
             log.warning("%s: no file says how to pool: vectors are the mean over tokens", self.name)
         return found
@@ -62,7 +70,7 @@ class EmbeddingModel(Model):
         ends = len(self.tokenizer.prefix) + len(self.tokenizer.suffix)
         if limit <= ends:
             what = f"texts have at most {limit} token{'s' * (limit != 1)}, of which {ends} are special"
-            longest = int(self.checkpoint.config.context)
+            longest = self.facts.longest
             if min(self.settings.limit or longest, longest) > ends:
                 raise RequestError(f"embed: {what}", hint="load the model with a larger context=")
             raise FormatError(f"{self.checkpoint.path}: {what}")
@@ -71,7 +79,7 @@ class EmbeddingModel(Model):
     @property
     def dim(self) -> int:
         """How many numbers a vector has."""
-        return int(self.checkpoint.config.dim)
+        return self.facts.dim
 
     # -- vectors --
     def embed(

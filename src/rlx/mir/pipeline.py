@@ -19,18 +19,20 @@ from rlx.mir.dce import dce
 from rlx.mir.expand import expand, has_composed
 from rlx.mir.fold_constants import fold_constants
 from rlx.mir.fuse_epilogues import fuse_epilogues
-from rlx.mir.fuse_norms import fuse_norms
+from rlx.mir.fuse_norms import fuse_norms, quantise_norms
 from rlx.mir.fuse_regions import fuse_regions
 from rlx.mir.hoist_weights import Hoisted, hoist_weights
+from rlx.mir.int8 import int8_matmuls
 from rlx.mir.legalize import legalize
 from rlx.mir.merge_matmuls import merge_gates, merge_matmuls
 from rlx.mir.merge_ropes import merge_ropes
 from rlx.mir.patches_as_matmuls import patches_as_matmuls
 from rlx.mir.precision import set_precision
 from rlx.mir.report import FusionReport
+from rlx.mir.round_activations import round_activations
 from rlx.mir.unfuse import unfuse
 from rlx.mir.weights import weights_first
-from rlx.profile import CompileProfile
+from rlx.profile import NARROW, CompileProfile, KernelDispatchConfig, Precision
 from rlx.target import Target
 
 
@@ -51,18 +53,27 @@ class Optimised:
 
 def arrive(graph: Graph, profile: CompileProfile) -> tuple[Pass, ...]:
     """What has to happen to a graph first: composed and fused ops come apart, values get the precision asked for."""
-    passes: list[Pass] = [expand] if has_composed(graph) else []
+    passes: list[Pass] = []
+    if has_composed(graph, profile.kernel_dispatch) or profile.kernel_dispatch != KernelDispatchConfig():
+        passes.append(partial(expand, dispatch=profile.kernel_dispatch))
     if passes or any(n.definition.traits & {FUSED, CONTROL} for n in graph.nodes):
         passes.append(unfuse)
-    if profile.precision.compute != "f32":
+    if profile.precision.compute in NARROW:
         mixed = profile.precision.mixed == "auto"
         passes.append(partial(set_precision, compute=dtype(profile.precision.compute), mixed=mixed))
+    if profile.precision.activations == "int8":
+        passes.append(round_activations)
     return tuple(passes)
 
 
 def rounded(graph: Graph, profile: CompileProfile) -> Graph:
     """The graph as the reference device runs it: nothing is made faster, numbers have the precision of the profile."""
-    return run_passes(graph, arrive(graph, profile)) if profile.precision.compute != "f32" else graph
+    if profile.precision.compute == "f32" and profile.precision.activations == "f32":
+        return graph
+    passes = arrive(graph, profile)
+    if profile.precision.compute == "int8":
+        passes = (*passes, patches_as_matmuls, legalize, int8_matmuls)
+    return run_passes(graph, passes)
 
 
 def simplify() -> tuple[Pass, ...]:
@@ -70,12 +81,12 @@ def simplify() -> tuple[Pass, ...]:
     return (canonicalize, fold_constants, cse, dce)
 
 
-def merge(report: FusionReport) -> tuple[Pass, ...]:
+def merge(report: FusionReport, *, gates: bool) -> tuple[Pass, ...]:
     """Passes that join work on whole tensors, before weights are packed."""
     return (
         patches_as_matmuls,
         legalize,
-        partial(merge_gates, report=report),
+        *((partial(merge_gates, report=report),) if gates else ()),
         partial(merge_matmuls, report=report),
         canonicalize,
         partial(merge_ropes, report=report),
@@ -83,14 +94,15 @@ def merge(report: FusionReport) -> tuple[Pass, ...]:
     )
 
 
-def fuse(report: FusionReport, *, skip: bool = False) -> tuple[Pass, ...]:
+def fuse(report: FusionReport, profile: CompileProfile) -> tuple[Pass, ...]:
     """Passes that join elementwise work, after weights are packed."""
-    if skip:
+    if profile.fusion.skip:
         return (weights_first, partial(fuse_regions, join=False), dce)
     return (
         weights_first,
         partial(fuse_norms, report=report),
-        partial(fuse_regions, report=report),
+        partial(quantise_norms, report=report),
+        partial(fuse_regions, report=report, join=not profile.backend.cpu.unfuse_regions),
         partial(fuse_epilogues, report=report),
         dce,
     )
@@ -106,19 +118,22 @@ def chosen(passes: Sequence[Pass], profile: CompileProfile) -> tuple[Pass, ...]:
 def split(graph: Graph, target: Target, profile: CompileProfile, report: FusionReport, log: PassLog) -> Hoisted:
     """The graph without what depends on weights alone, and that by itself; bodies of loops and branches are done."""
 
+    int8 = profile.precision.compute == "int8"
+    inside = replace(profile, precision=Precision()) if int8 else profile  # what is in a loop stays f32
+
     def body(inner: Graph) -> Hoisted:
-        parts = split(unfuse(inner), target, profile, report, log)
-        return replace(parts, main=run_passes(parts.main, chosen(fuse(report, skip=profile.fusion.skip), profile), log))
+        parts = split(unfuse(inner), target, inside, report, log)
+        return replace(parts, main=run_passes(parts.main, chosen(fuse(report, profile), profile), log))
 
     graph = optimise_bodies(graph, body)
-    merging = (patches_as_matmuls, legalize) if profile.fusion.skip else merge(report)
-    return hoist_weights(run_passes(graph, chosen((*simplify(), *merging, dce), profile), log), target)
+    merging = (patches_as_matmuls, legalize) if profile.fusion.skip else merge(report, gates=not int8)
+    passes = (*simplify(), *merging, *((int8_matmuls,) if int8 else ()), dce)
+    return hoist_weights(run_passes(graph, chosen(passes, profile), log), target)
 
 
 def optimise(graph: Graph, target: Target, profile: CompileProfile | None = None) -> Optimised:
     """Run the whole pipeline for a target."""
     profile = profile or CompileProfile()
-    skip = profile.fusion.skip
     report, log = FusionReport(), PassLog()
     dump(graph, "built")
     graph = run_passes(graph, chosen(arrive(graph, profile), profile), log)
@@ -126,8 +141,8 @@ def optimise(graph: Graph, target: Target, profile: CompileProfile | None = None
     for part in (hoisted.main, hoisted.bind):
         verify(part)
         dump(part, "hoist_weights")
-    main = run_passes(hoisted.main, chosen(fuse(report, skip=skip), profile), log)
-    bind = run_passes(hoisted.bind, chosen(fuse(FusionReport(), skip=skip), profile), log)
+    main = run_passes(hoisted.main, chosen(fuse(report, profile), profile), log)
+    bind = run_passes(hoisted.bind, chosen(fuse(FusionReport(), profile), profile), log)
     done = Optimised(main, bind, hoisted.derived, report, log)
     if profile.passes.verbose:
         print(done.text(), file=sys.stderr)

@@ -16,6 +16,8 @@ from rlx.ir.registry import ELEMENTWISE, LEAF, VIEW
 from rlx.ir.rewrite import Rewriter
 
 DELICATE = ("reduce", "norm")  # groups that keep f32 results where types are mixed
+CARRYING = ("sequence", "update")  # groups whose ops change states
+QUANTISING = ("quant", "int8")  # groups whose ops take scales and numbers as they are, and only round
 MOVES = ("gather", "concatenate", "pad", "cumsum")  # with views and elementwise ops: how indices are computed
 
 
@@ -103,7 +105,7 @@ def _makes_integers(node: Node) -> bool:
     if bodies := _bodies(node):
         return any(_makes_integers(inner) for body in bodies for inner in body.nodes)
     takes_floats = any(o is not None and o.dtype.is_float for o in node.operands)
-    return takes_floats and node.definition.group != "quant" and any(not t.dtype.is_float for t in node.types)
+    return takes_floats and node.definition.group not in QUANTISING and any(not t.dtype.is_float for t in node.types)
 
 
 def _made_of_integers(graph: Graph) -> set[Value]:
@@ -113,7 +115,7 @@ def _made_of_integers(graph: Graph) -> set[Value]:
         given = [o for o in node.operands if o is not None]
         alone = all(o in found or _stays_wide(o) for o in given if o.dtype.is_float)
         follows = alone and any(o in found or o.dtype.is_integer for o in given)
-        is_source = node.definition.group == "random" or node.op == "quant_scale"
+        is_source = node.definition.group == "random" or node.op in ("quant_scale", "quantise_rows")
         if is_source or (follows and node.definition.traits & {ELEMENTWISE, VIEW}):
             found.update(node.results)
     return found
@@ -124,12 +126,16 @@ def _bodies(node: Node) -> list[Graph]:
 
 
 def _takes_f32(node: Node) -> bool:
-    """Ops of users, of which nothing is known, and those of quantised numbers: a rounded scale is another scale."""
-    return not node.definition.is_builtin or node.definition.group == "quant"
+    """Ops of users, of which nothing is known, and those of quantised numbers: a rounded scale is another scale.
+
+    And recurrences over a state that the caller owns, and updates of one, which is f32.
+    """
+    carries = node.definition.group in CARRYING and any(o is not None and _is_cache(o) for o in node.operands)
+    return carries or not node.definition.is_builtin or node.definition.group in QUANTISING
 
 
 def _is_cache(value: Value) -> bool:
-    return value.node.op in ("state", "kv_append")
+    return value.node.op in ("state", "kv_append", "assign", "adamw_update", "sgd_update")
 
 
 def _stays_wide(value: Value) -> bool:

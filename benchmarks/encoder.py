@@ -1,0 +1,157 @@
+"""all-MiniLM-L6-v2 on token ids: rlx against torch.compile, ONNX Runtime, OpenVINO and JAX, in f32 and in int8.
+
+Embedding, mask and pooling are part of the work, tokenisation is not. A case is a batch size and a width; prints
+milliseconds as median/best and how many times as fast rlx is as each peer. `--json` keeps every round. In int8, ONNX
+Runtime finds ranges as it runs, as rlx does, and OpenVINO's model is NNCF's, calibrated on sentences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from embed import ASSETS, MAX_ERROR, NARROW, WEIGHT_BYTES, Encoder, sentences, shared_folder
+from encoder_engines import tokens_of
+from harness import CaseResult, Library, Result, compare, geometric_mean, print_heading, write_json
+from worker import Case
+
+OURS = "rlx"
+SHAPES = {"B1 S32": (1, 32), "B1 S128": (1, 128), "B32 S128": (32, 128)}
+PEERS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
+    "f32": {
+        "torch.compile": ("torch_compile", ("torch", "transformers")),
+        "onnxruntime": ("onnxruntime", ("onnxruntime", "torch", "transformers")),
+        "openvino": ("openvino", ("openvino", "torch", "transformers")),
+        "jax": ("jax", ("jax", "transformers")),
+    },
+    "int8": {
+        "onnxruntime": ("onnxruntime_int8", ("onnxruntime", "onnx", "torch", "transformers")),
+        "openvino": ("openvino_int8", ("openvino", "nncf", "torch", "transformers", "tokenizers")),
+    },
+}
+Array = np.ndarray[Any, Any]
+
+
+def cases(encoder: Encoder, names: Sequence[str], subject: str, precision: str) -> list[Case]:
+    """FLOPs are those of the matrix products, of padding too; bytes are those of the weights."""
+    found = []
+    for name in names:
+        batch, seq = SHAPES[name]
+        flops = 2.0 * batch * seq * encoder.weights_read + 4.0 * batch * seq**2 * encoder.dim * encoder.layers
+        size = WEIGHT_BYTES[precision] * encoder.weights_read
+        found.append(Case(name, {"batch": batch, "seq": seq}, flops, size, subject, NARROW[precision]))
+    return found
+
+
+def run(args: argparse.Namespace, threads: int, precision: str) -> Result:
+    encoder = Encoder(args.model)
+    libraries = [Library(OURS, f"encoder_engines:rlx{'' if precision == 'f32' else '_int8'}", ("rlx",))]
+    for name, (function, packages) in PEERS[precision].items():
+        libraries.append(Library(name, f"encoder_engines:{function}", packages, args.python))
+
+    def reference(case: Case) -> Array:
+        tokens, mask = tokens_of(case)
+        return np.stack([encoder.mean(row[: kept.sum()]) for row, kept in zip(tokens, mask, strict=True)])
+
+    with tempfile.TemporaryDirectory() as scratch:
+        shared_folder(Path(scratch), args.model, sentences(args.sentences)[0]["distinct"])
+        wanted = cases(encoder, args.cases, scratch, precision)
+        return compare(
+            libraries, wanted, threads=threads, rounds=args.rounds, reference=reference, max_error=MAX_ERROR[precision]
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Printing.
+
+
+def milliseconds(case: CaseResult, library: str) -> str:
+    if not case.ok(library):
+        return "-"
+    timing = case.timings[library]
+    return f"{timing.median * 1e3:.2f}/{timing.best * 1e3:.2f}"
+
+
+def ratios(case: CaseResult, peers: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """How many times as fast rlx is as each peer, and as the best of them."""
+    if not case.ok(OURS):
+        return {}
+    found = {peer: case.ratio(OURS, peer) for peer in peers if case.ok(peer)}
+    best = case.best_peer(peers)
+    return found | ({"best peer": found[best]} if best else {})
+
+
+def summary(result: Result, peers: Sequence[str]) -> float | None:
+    """The geometric mean over the best peer, if every case has one."""
+    found = [ratios(case, peers).get("best peer") for case in result.cases]
+    medians = [pair[0] for pair in found if pair is not None]
+    return geometric_mean(medians) if len(medians) == len(found) and not result.busy() else None
+
+
+def print_table(result: Result, precision: str) -> None:
+    print(f"\n## {precision}, {result.threads} thread(s)\n")
+    print_heading(result)
+    peers = list(PEERS[precision])
+    print("\nmilliseconds, and how many times as fast rlx is, as median/best\n")
+    heading = ["case", OURS, *peers, *(f"/{peer}" for peer in peers), "/best peer", "rlx/roof", "rlx error"]
+    print("| " + " | ".join(heading) + " |\n|" + "---|" * len(heading))
+    for case in result.cases:
+        found = ratios(case, peers)
+        cells = [case.case.name, *(milliseconds(case, name) for name in (OURS, *peers))]
+        cells += ["{:.2f}/{:.2f}".format(*found[name]) if name in found else "-" for name in (*peers, "best peer")]
+        roof = result.ceilings.roof(case.case) / 1e9
+        cells.append("/".join(f"{g / roof:.2f}" for g in case.gflops(OURS)) if case.ok(OURS) else "-")
+        error = case.timings[OURS].error if OURS in case.timings else None
+        cells.append("-" if error is None else f"{error:.1e}")
+        print("| " + " | ".join(cells) + " |")
+    mean = summary(result, peers)
+    print(f"\ngeometric mean over the best peer: {'-' if mean is None else f'{mean:.2f}'}\n")
+    for problem in result.problems():
+        print(f"NOT VALID: {problem}")
+
+
+def to_json(result: Result, precision: str) -> dict[str, Any]:
+    content, peers = result.to_json(), list(PEERS[precision])
+    for case in content["cases"]:
+        del case["subject"]  # a temporary folder
+    found = {case.case.name: ratios(case, peers) for case in result.cases}
+    return {"precision": precision} | content | {"times_as_fast": found, "geometric_mean": summary(result, peers)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--precision", nargs="+", choices=tuple(PEERS), default=list(PEERS))
+    parser.add_argument("--cases", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="minilm-l6 of the catalogue unless given")
+    parser.add_argument("--sentences", type=Path, default=ASSETS / "text" / "stsb-en-test.csv", metavar="CSV",
+                        help="what OpenVINO's int8 is calibrated on")  # fmt: skip
+    parser.add_argument("--python", default=os.environ.get("RLX_PEERS_PYTHON", sys.executable), metavar="PATH",
+                        help="interpreter that has the peers; RLX_PEERS_PYTHON unless given")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="PATH")
+    args = parser.parse_args()
+    if args.model is None:
+        from rlx.hub.pull import resolve
+
+        args.model = resolve("minilm-l6").path.parent
+    runs, problems = [], 0
+    for precision in args.precision:
+        for threads in args.threads:
+            result = run(args, threads, precision)
+            print_table(result, precision)
+            problems += len(result.problems())
+            runs.append(to_json(result, precision))
+            if args.json:
+                write_json(args.json, {"runs": runs})  # after each: a long run that is broken off is not lost
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
