@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from oracles import NUMPY, Array
@@ -159,6 +161,171 @@ def test_the_reference_agrees(target: str) -> None:
             array[...] = np.sin(np.arange(array.size)).reshape(array.shape)
         results.append(cache.step(step(heads, kv_heads, dim, place=place), prompt, slice(None), positions))
     np.testing.assert_allclose(results[1], results[0], rtol=1e-5, atol=1e-5)
+
+
+# -- rings ------------------------------------------------------------------------------------------------------------
+def ring_graph(window: int, dtype: str = "f32", heads: int = 4, kv_heads: int = 2, dim: int = 32) -> rlx.Graph:
+    """A step over a ring."""
+    graph = rlx.Graph("ring")
+    q = graph.input("q", ("batch", "seq", heads, dim))
+    k, v = (graph.input(n, ("batch", "seq", kv_heads, dim)) for n in "kv")
+    positions = graph.input("positions", ("batch", "seq"), "i32")
+    blocks = rlx.dim("blocks")
+    shape = ("batch", kv_heads, blocks, 64, dim) if dtype == "q8_0" else ("batch", kv_heads, blocks, dim, 64)
+    keys = graph.state("keys", shape, dtype).kv_append(k, positions, kind="keys", ring=True)
+    values = graph.state("values", ("batch", kv_heads, blocks * 64, dim), dtype)
+    values = values.kv_append(v, positions, kind="values", ring=True)
+    return graph.set_outputs(q.cached_attention(keys, values, positions, mask_kind=f"sliding({window})", ring=True))
+
+
+def a_ring(dtype: str, blocks: int, batch: int = 1, kv_heads: int = 2, dim: int = 32) -> dict[str, Array]:
+    if dtype == "q8_0":
+        keys = spoiled(batch, kv_heads, blocks, 64, dim)
+        return {"keys": keys, "values": spoiled(batch, kv_heads, 64 * blocks, dim)}
+    keys = np.full((batch, kv_heads, blocks, dim, 64), np.nan, NUMPY[dtype])
+    return {"keys": keys, "values": np.full((batch, kv_heads, 64 * blocks, dim), np.nan, NUMPY[dtype])}
+
+
+def spoiled(*shape: int) -> Array:
+    """A packed cache full of NaN."""
+    return np.frombuffer(b"\xff" * 34 * (math.prod(shape) // 32), Q8).reshape(*shape[:-1], shape[-1] // 32).copy()
+
+
+@EVERY_TARGET
+@pytest.mark.parametrize("dtype", ("f32", "f16", "q8_0"))
+def test_a_ring_gives_the_bits_of_a_cache_of_everything(dtype: str, target: str) -> None:
+    """However the tokens come, as long as window and chunk fit into it."""
+    window, length = 100, 500
+    run, prompt = compiled(ring_graph(window, dtype), target), a_prompt(1, length, 4, 2, 32)
+    expected = run.run({**prompt, **a_ring(dtype, 8), "positions": at(0, length)})[0]
+    for size in (1, 29, 92):
+        ring, found = a_ring(dtype, 3), []
+        for i in range(0, length, size):
+            chunk = slice(i, min(i + size, length))
+            tokens = {n: x[:, chunk] for n, x in prompt.items()}
+            found.append(run.run({**tokens, **ring, "positions": at(chunk.start, chunk.stop)})[0])
+        assert_same_bits(np.concatenate(found, axis=1), expected)
+
+
+@EVERY_PLACE
+def test_a_ring_says_when_it_is_too_small(place: str) -> None:
+    """From the oldest key that is seen to the newest query there are 128 positions at most."""
+    run = compiled(ring_graph(window=100), place)
+    prompt = a_prompt(2, 40, 4, 2, 32)
+
+    def attend(*positions: int) -> None:
+        rows = np.full((2, 40), -1, np.int32)
+        rows[1, [0, 36, *range(37, 37 + len(positions) - 2)]] = positions
+        run.run({**prompt, **a_ring("f32", 2, batch=2), "positions": rows})
+
+    attend(1000, 1028)
+    attend(0, 127)
+    attend(2**31 - 29, 2**31 - 1)
+    for bad in ((1000, 1029), (1029, 1000), (0, 128), (5, 2**31 - 1), (1010, 1012, 1039, 1011)):
+        with pytest.raises(KernelError, match=r"attention"):
+            attend(*bad)
+    with pytest.raises(KernelError):
+        run.run({**prompt, **a_ring("f32", 0, batch=2), "positions": at(0, 40, 2)})
+    nothing = run.run({**prompt, **a_ring("f32", 0, batch=2), "positions": np.full((2, 40), -1, np.int32)})[0]
+    assert not nothing.any()
+
+
+# -- packed caches ----------------------------------------------------------------------------------------------------
+Q8 = np.dtype([("d", "<f2"), ("qs", "i1", 32)])
+
+
+def quantised(x: Array) -> Array:
+    """By the `gguf` package: [..., dim] as blocks."""
+    found: Array = gguf.quants.quantize(x, gguf.GGMLQuantizationType.Q8_0).view(Q8)
+    return found
+
+
+def dequantised(blocks: Array) -> Array:
+    numbers: Array = gguf.quants.dequantize(blocks.view(np.uint8), gguf.GGMLQuantizationType.Q8_0)
+    return numbers
+
+
+def packed_step_graph(heads: int, kv_heads: int, dim: int, value_dim: int, mask_kind: str) -> rlx.Graph:
+    graph = rlx.Graph("packed")
+    q, k = graph.input("q", ("batch", "seq", heads, dim)), graph.input("k", ("batch", "seq", kv_heads, dim))
+    v = graph.input("v", ("batch", "seq", kv_heads, value_dim))
+    positions = graph.input("positions", ("batch", "seq"), "i32")
+    keys = graph.state("keys", ("batch", kv_heads, 4, 64, dim), "q8_0").kv_append(k, positions, kind="keys")
+    values = graph.state("values", ("batch", kv_heads, 250, value_dim), "q8_0").kv_append(v, positions, kind="values")
+    return graph.set_outputs(q.cached_attention(keys, values, positions, mask_kind=mask_kind))
+
+
+@EVERY_PLACE
+@pytest.mark.parametrize("kind", ("keys", "values"))
+def test_packed_rows_are_those_of_gguf(kind: str, place: str) -> None:
+    """Among them blocks of zeros, of equal numbers, numbers that lie half way, and tiny ones."""
+    rng = np.random.default_rng(5)
+    new = rng.standard_normal((2, 6, 3, 96)).astype(np.float32) * 10.0 ** rng.integers(-6, 4, (2, 6, 3, 1))
+    new[0, 0], new[0, 1, :, :32] = 0, 7
+    new[0, 2] = np.tile(np.arange(-15.5, 16.5), 3)
+    new[0, 2, :, ::32] = 127
+    graph = rlx.Graph("append")
+    shape = (2, 3, 2, 64, 96) if kind == "keys" else (2, 3, 128, 96)
+    state, tokens = graph.state("cache", shape, "q8_0"), graph.input("new", (2, 6, 3, 96))
+    positions = graph.input("positions", (2, 6), "i32")
+    appended = state.kv_append(tokens, positions, kind=kind)
+    run = compiled(graph.set_outputs([appended, appended.dequantise()]), place)
+    where = np.array([[0, 1, 2, 5, -1, 127], [9, 9, -4, 64, 63, 100]], np.int32)
+    cache = np.zeros((2, 3, 128, 3), Q8)
+    cache["d"], cache["qs"] = 3, rng.integers(-128, 128, (2, 3, 128, 3, 32))
+    expected = cache.copy()
+    for b, s in np.ndindex(2, 6):
+        if where[b, s] >= 0:
+            expected[b, :, where[b, s]] = quantised(new[b, s].astype(np.float32))
+    state_array = cache.reshape(*shape[:-1], 3)
+    blocks, found = run.run({"cache": state_array, "new": new.astype(np.float32), "positions": where})
+    assert blocks.shape == state_array.shape and found.shape == shape
+    assert_same_bits(blocks, expected)
+    assert_same_bits(found, dequantised(expected))
+    if place != "reference":
+        assert_same_bits(cache, expected)
+
+
+@EVERY_PLACE
+@pytest.mark.parametrize("mask_kind", ("causal", "sliding(70)"))
+@pytest.mark.parametrize("sizes", ((4, 2, 64, 64), (3, 1, 32, 96), (8, 1, 128, 128), (2, 2, 96, 32)))
+def test_attention_reads_a_packed_cache(sizes: tuple[int, int, int, int], mask_kind: str, place: str) -> None:
+    """As NumPy does in f64, over what the blocks stand for; in one go and token by token, with the same bits."""
+    heads, kv_heads, dim, value_dim = sizes
+    rng, length = np.random.default_rng(6), 150
+    q = rng.standard_normal((1, length, heads, dim)).astype(np.float32)
+    k, v = (rng.standard_normal((1, length, kv_heads, d)).astype(np.float32) for d in (dim, value_dim))
+    run = compiled(packed_step_graph(heads, kv_heads, dim, value_dim, mask_kind), place)
+
+    def cache() -> dict[str, Array]:
+        return {"keys": spoiled(1, kv_heads, 4, 64, dim), "values": spoiled(1, kv_heads, 250, value_dim)}
+
+    whole = run.run({"q": q, "k": k, "v": v, **cache(), "positions": at(0, length)})[0]
+    k64, v64 = (np.repeat(dequantised(quantised(x)), heads // kv_heads, axis=2) for x in (k, v))
+    scores = np.einsum("bqhd,bkhd->bhqk", q.astype(np.float64), k64) / math.sqrt(dim)
+    rows, keys = np.ogrid[:length, :length]
+    seen = (keys <= rows) & (keys > rows - (70 if "70" in mask_kind else length))
+    weights = np.where(seen, np.exp(scores), 0)
+    expected = np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), v64)
+    np.testing.assert_allclose(whole, expected, rtol=2e-5, atol=2e-5)
+    if place != "reference":
+        states, steps = cache(), []
+        for i in range(length):
+            token = {name: x[:, i : i + 1] for name, x in (("q", q), ("k", k), ("v", v))}
+            steps.append(run.run({**token, **states, "positions": at(i, i + 1)})[0])
+        assert_same_bits(np.concatenate(steps, axis=1), whole)
+
+
+@EVERY_PLACE
+def test_nan_and_inf_do_not_get_lost_in_a_packed_cache(place: str) -> None:
+    graph = rlx.Graph("append")
+    state, tokens = graph.state("cache", (1, 1, 64, 32), "q8_0"), graph.input("new", (1, 2, 1, 32))
+    positions = graph.constant(np.array([[0, 1]], np.int32))
+    run = compiled(graph.set_outputs(state.kv_append(tokens, positions, kind="values").dequantise()), place)
+    new = np.ones((1, 2, 1, 32), np.float32)
+    new[0, 0, 0, 3], new[0, 1, 0, 4] = np.nan, np.inf
+    found = run.run({"cache": np.zeros((1, 1, 64, 1), Q8), "new": new})[0]
+    assert np.isnan(found[0, 0, 0, 3]) and np.isnan(found[0, 0, 1, 4]) and not found[0, 0, 2:].any()
 
 
 # -- appending --------------------------------------------------------------------------------------------------------
@@ -390,7 +557,7 @@ def test_element_types_have_to_go_together() -> None:
     names = ("f32", "f16", "f64", "i32")
     keys, values = ({t: graph.input(f"{n}_{t}", GOOD[n], t) for t in names} for n in ("keys", "values"))
     for types in (("f32", "f16"), ("f64", "f64")):
-        with pytest.raises(DTypeError, match="both caches have one float type"):
+        with pytest.raises(DTypeError, match="both caches have one type"):
             graph.cached_attention(q, keys[types[0]], values[types[1]], positions)
     with pytest.raises(DTypeError, match="a cache of keys holds floats"):
         graph.cached_attention(q, keys["i32"], values["f32"], positions)

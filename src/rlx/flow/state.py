@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rlx.dtypes import dtype
 from rlx.errors import GraphError, nearest
-from rlx.ir.graph import Value
-from rlx.types import Size
+from rlx.ir.graph import Graph, Value
+from rlx.ops.attention import split_mask
+from rlx.runtime.kv_cache import KvCacheSpec
+from rlx.types import Size, dim, sym
 
 Shape = tuple[Size, ...]
 
@@ -76,10 +79,50 @@ def _flowing(found: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class CacheBindings:
-    """The runtime-owned KV cache: one keys and one values leaf a layer."""
+    """The runtime-owned cache: a keys and a values leaf a layer, of the kind that its mask asks for, and states."""
 
-    keys: list[Value]
-    values: list[Value]
+    graph: Graph
+    spec: KvCacheSpec
+    windows: dict[int, int] = field(default_factory=dict)  # of the layers that have attended
+    states: dict[str, tuple[int, ...]] = field(default_factory=dict)  # recurrent ones, sizes for one sequence
+
+    def attend(
+        self, layer: int, q: Value, k: Value, v: Value, positions: Value, *, mask_kind: str,
+        scale: float | None = None, softcap: float | None = None,
+    ) -> Value:  # fmt: skip
+        """Append keys and values of the tokens at these positions to a layer's cache, then attend over it.
+
+        A layer with a sliding window has a ring, in which old positions make room for new ones.
+        """
+        if layer in self.windows or not 0 <= layer < self.spec.layers:
+            problem = "attends twice" if layer in self.windows else f"is not one of its {self.spec.layers}"
+            raise GraphError(f"kv_cache: layer {layer} {problem}", hint="layer_idx counts the layers from 0")
+        window = self.windows[layer] = split_mask(mask_kind)[1]
+        kept = {"ring": window > 0}
+        keys, values = self.leaves(layer, window)
+        keys = keys.kv_append(k, positions, kind="keys", **kept)
+        values = values.kv_append(v, positions, kind="values", **kept)
+        how = {"mask_kind": mask_kind, "scale": scale, "softcap": softcap, **kept}
+        return self.graph.one("cached_attention", q, keys, values, positions, **how)
+
+    def leaves(self, layer: int, window: int) -> tuple[Value, Value]:
+        spec, kind, blocks = self.spec, dtype(self.spec.dtype), dim(f"ring{window}" if window else "blocks")
+        block = (64, spec.head_dim) if kind.is_packed else (spec.head_dim, 64)
+        keys = self.graph.state(f"keys.{layer}", (sym.BATCH, spec.kv_heads, blocks, *block), kind)
+        return keys, self.graph.state(f"values.{layer}", (sym.BATCH, spec.kv_heads, blocks * 64, spec.head_dim), kind)
+
+    def state(self, name: str, shape: tuple[int, ...]) -> Value:
+        """A recurrent state `[batch, *shape]`, for an op that carries it on: that op writes it in place."""
+        if name in self.states:
+            raise GraphError(f"kv_cache: there is a state {name!r} already", hint="each layer has names of its own")
+        self.states[name] = shape
+        return self.graph.state(name, (sym.BATCH, *shape))
+
+    @property
+    def bound(self) -> KvCacheSpec:
+        """The cache that the layers have turned out to need."""
+        windows = tuple(self.windows.get(i) for i in range(self.spec.layers))
+        return replace(self.spec, windows=windows, states=tuple(self.states.items()))
 
 
 @dataclass(frozen=True, slots=True)

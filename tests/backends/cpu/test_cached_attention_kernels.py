@@ -26,12 +26,13 @@ from test_attention_kernels import (
 )
 
 from rlx.backends.cpu import attention, toolchain
-from rlx.dtypes import BF16, F16, F32, F64, I32, DType
+from rlx.dtypes import BF16, BY_NAME, F16, F32, F64, I32, DType
 from rlx.errors import LowerError
 from rlx.lir.kernels import BEYOND_CAPACITY, AttentionKernel
 from rlx.target import AVX512, Target
 
 Array = npt.NDArray[Any]
+Q8 = BY_NAME["q8_0"]
 
 
 # -- compiling and calling --------------------------------------------------------------------------------------------
@@ -71,7 +72,7 @@ class CompiledCached(Compiled):
             ("v", values, ("batch", "head", "seq")),
         ):  # fmt: skip
             for axis, stride in zip(axes, array.strides, strict=False):
-                given[f"{name}_{axis}"] = stride // array.itemsize
+                given[f"{name}_{axis}"] = stride // (2 if array.dtype.names else array.itemsize)
         return np.array([given[word] for word in self.kernel.words], np.int64)
 
     def units(self, operands: Cached) -> int:  # type: ignore[override]
@@ -350,6 +351,26 @@ def test_nothing_outside_a_buffer_is_touched(kernel: AttentionKernel, at_end: bo
 
 
 @EVERY_TARGET
+@pytest.mark.parametrize("at_end", (True, False), ids=("end", "start"))
+def test_nothing_outside_a_packed_cache_is_touched(at_end: bool, target: Target) -> None:
+    """Nor outside a ring, of which all blocks are read: it gives what a cache of all positions gives."""
+    kernel = over_cache(a_kernel(head_dim=64, value_dim=96, group=3, mask="sliding", window=50), Q8)
+    rng, q = np.random.default_rng(7), random(kernel, 5, 5, kv_heads=2).q
+    keys, values = (np.zeros(shape, Q8.numpy) for shape in ((1, 2, 3, 64, 2), (1, 2, 192, 3)))
+    for x in (keys, values):
+        x["d"], x["qs"] = rng.uniform(0, 0.01, x.shape), rng.integers(-127, 128, x["qs"].shape)
+    ring_keys, ring_values = keys[:, :, [2]], values[:, :, 128:]  # one block: positions 128 .. 192
+    whole, ring = compiled_cached(kernel, target), compiled_cached(replace(kernel, ring=True), target)
+    for first in (177, 187):
+        positions = np.arange(first, first + 5, dtype=np.int32)[None]
+        arrays = (guarded_copy(np.ascontiguousarray(x), at_end=at_end) for x in (q, keys, values, positions))
+        expected = whole(Cached(*arrays))
+        assert np.isfinite(expected).all() and expected.any()
+        arrays = (guarded_copy(np.ascontiguousarray(x), at_end=at_end) for x in (q, ring_keys, ring_values, positions))
+        assert_same_bits(ring(Cached(*arrays)), expected)
+
+
+@EVERY_TARGET
 def test_a_position_beyond_the_capacity_is_a_fault(target: Target) -> None:
     """It goes to the status word, and nothing is read there: with `room=0`, guard pages lie after the caches."""
     kernel = over_cache(a_kernel(head_dim=20, value_dim=16, group=2, mask="causal"))
@@ -368,9 +389,11 @@ def test_a_position_beyond_the_capacity_is_a_fault(target: Target) -> None:
 
 
 @EVERY_TARGET
-@pytest.mark.parametrize("cache_dtype", (F32, F16, BF16), ids=str)
+@pytest.mark.parametrize("cache_dtype", (F32, F16, BF16, Q8), ids=str)
 def test_objects_call_nothing(cache_dtype: DType, target: Target) -> None:
-    entry = attention.entry(over_cache(a_kernel(F32, 20, 33, 2, "sliding", softcap=2.0), cache_dtype), target)
+    sizes = (32, 96) if cache_dtype is Q8 else (20, 33)
+    kernel = replace(over_cache(a_kernel(F32, *sizes, 2, "sliding", softcap=2.0), cache_dtype), ring=True)
+    entry = attention.entry(kernel, target)
     assert set(toolchain.undefined_symbols(object_of([entry.routine], target))) <= {"memset"}
 
 
@@ -399,6 +422,10 @@ def test_a_cache_makes_another_kernel() -> None:
         (over_cache(a_kernel(mask="causal"), F64), "queries of f32 over a cache of f64"),
         (over_cache(a_kernel(mask="causal"), I32), "queries of f32 over a cache of i32"),
         (replace(a_kernel(), cache_dtype=F16), "without a cache, there is none of f16"),
+        (over_cache(a_kernel(F64, mask="causal"), Q8), "queries of f64 over a cache of q8_0"),
+        (over_cache(a_kernel(mask="causal"), BY_NAME["q4_0"]), "queries of f32 over a cache of q4_0"),
+        (over_cache(a_kernel(head_dim=80, mask="causal"), Q8), "heads of 80 and 80 are no whole blocks"),
+        (replace(over_cache(a_kernel(mask="causal")), ring=True), "a sliding window, not with mask 'causal'"),
     ),
 )
 def test_kernels_that_cannot_be_are_refused(kernel: AttentionKernel, message: str) -> None:

@@ -6,12 +6,13 @@ has no masks, and LLVM 22 turns a masked store of one narrowed lane into a store
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rlx.backends.cpu.attention.plan import SCALAR, Plan
 from rlx.backends.cpu.builder import Builder, Value, const, i64, lanes_of, vector
 from rlx.backends.cpu.math import bfloat_to_float, float_to_bfloat, float_to_half, half_to_float
 from rlx.dtypes import BF16, F16, F64, DType
+from rlx.lir.blocks import UNIT
 
 
 def stored_type(dtype: DType) -> str:
@@ -44,6 +45,31 @@ def widen(b: Builder, plan: Plan, stored: Value, dtype: DType) -> Value:
     if dtype.compute is plan.compute:
         return stored
     return b.convert("fpext" if plan.compute is F64 else "fptrunc", stored, vector(lanes_of(stored.type), plan.scalar))
+
+
+def load_packed(b: Builder, plan: Plan, row: Value, column: Value) -> Value:
+    """The numbers of a packed row from `column` on: a vector of them lies within a block."""
+    block = b.offset(row, b.mul(b.sdiv(column, plan.stored.block), plan.stored.size))
+    scale = b.splat(load_scales(b, plan, [block], 1), plan.lanes)
+    numbers = b.offset(b.offset(block, UNIT), b.srem(column, plan.stored.block))
+    return unpack(b, plan, b.load(vector(plan.lanes, "i8"), numbers, align=1), scale)
+
+
+def load_scales(b: Builder, plan: Plan, blocks: Sequence[Value], lanes: int) -> Value:
+    """The scales of some blocks, widened; of one, a number."""
+    if lanes == 1:
+        return b.extract(load_scales(b, plan, [blocks[0]] * 2, 2), 0)
+    halves = const(vector(lanes, "i16"), 0)
+    for lane, block in enumerate(blocks):
+        halves = b.insert(halves, b.load("i16", block, align=UNIT), lane)
+    return half_to_float(b, halves, plan.target)
+
+
+def unpack(b: Builder, plan: Plan, numbers: Value, scales: Value) -> Value:
+    """Bytes times scales."""
+    lanes = lanes_of(numbers.type)
+    wide = b.convert("sext", numbers, vector(lanes, "i32"))
+    return b.op("fmul", b.convert("sitofp", wide, vector(lanes, plan.scalar)), scales)
 
 
 def store(b: Builder, plan: Plan, value: Value, pointer: Value, live: int) -> None:

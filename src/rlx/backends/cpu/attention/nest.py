@@ -103,7 +103,11 @@ class Unit:
         b, words = self.b, self.words
         index = b.add(b.mul(self.batch, words["positions_batch"]), self.first)
         positions = b.offset(words["positions"], index, "i32")
-        arguments = positions, self.positions, words["capacity"], *self.results()
+        newest = i64(0)
+        if self.plan.kernel.ring:
+            row = b.offset(words["positions"], b.mul(self.batch, words["positions_batch"]), "i32")
+            newest = self.call("newest", row, words["q_len"], result="i64")
+        arguments = positions, self.positions, words["capacity"], newest, *self.results()
         present = self.call("locate", self.scratch, *arguments, result="i64")
         unit = replace(self, positions=present, rows=b.mul(present, self.plan.kernel.group))
         b.when(b.icmp("sgt", present, 0), unit.emit_present)
@@ -149,8 +153,8 @@ class Unit:
         b, index = self.b, i64(0)
         for axis, at in (("batch", self.batch), ("head", head), ("seq", position)):
             index = b.add(index, b.mul(at, self.words[f"{operand}_{axis}"]))
-        dtype = self.plan.stored if operand in ("k", "v") else self.plan.kernel.dtype
-        return b.offset(self.words[operand], b.mul(index, dtype.size))
+        size = self.plan.stride_bytes if operand in ("k", "v") else self.plan.kernel.dtype.size
+        return b.offset(self.words[operand], b.mul(index, size))
 
     def mask(self) -> Value:
         """Where the mask of this batch row, or the bias of the first query row, lies."""
@@ -171,17 +175,19 @@ class Unit:
         """All rows against the keys `base` .. `base + count`."""
         b = self.b
         if self.plan.kernel.mask != "custom":
-            self.visible_block(base, count, count)
+            slot = b.srem(base, self.words["capacity"]) if self.plan.kernel.ring else base
+            self.visible_block(base, slot, count, count)
             return
         flags = b.offset(mask, b.mul(base, self.plan.mask_dtype.size))
         kept = self.call("keep", self.scratch, flags, count, result="i64")
-        b.when(b.icmp("sgt", kept, 0), lambda: self.visible_block(base, count, kept))
+        b.when(b.icmp("sgt", kept, 0), lambda: self.visible_block(base, base, count, kept))
 
-    def visible_block(self, base: Value, count: Value, kept: Value) -> None:
+    def visible_block(self, base: Value, slot: Value, count: Value, kept: Value) -> None:
+        """`slot` is where the first key lies, which only in a ring is not its position."""
         b, plan = self.b, self.plan
-        keys = self.cached_keys(base) if plan.kernel.cached else self.packed_keys(base, count)
+        keys = self.cached_keys(slot) if plan.kernel.cached else self.packed_keys(slot, count)
         if plan.packs_values:
-            self.addresses("value_rows", "v", base, count)
+            self.addresses("value_rows", "v", slot, count)
             # A bias looks for inf and NaN in all 64 rows, so all have to be there.
             self.call("pack_values", self.scratch, i64(KEY_BLOCK) if plan.kernel.mask == "bias" else count)
         finite = self.call("finite", self.scratch, result="i1") if plan.kernel.mask == "bias" else None
@@ -200,7 +206,7 @@ class Unit:
                     weights(KEY_BLOCK)
                 else:
                     b.when(b.icmp("sle", reach, plan.spans[0]), *(functools.partial(weights, s) for s in plan.spans))
-                Outputs(self, row, height, base, count).emit(finite)
+                Outputs(self, row, height, base, slot, count).emit(finite)
 
             if plan.limited:
                 b.when(self.sees(row, height, base), attend)
@@ -216,18 +222,20 @@ class Unit:
         packed = plan.region(self.b, self.scratch, "keys")
         return Keys(packed, plan.panel, plan.head_stride * plan.panel, packed, 0)
 
-    def cached_keys(self, base: Value) -> Keys:
-        """A block of the cache is [head_dim][64]: strips of it are panels whose rows lie apart."""
+    def cached_keys(self, slot: Value) -> Keys:
+        """A block of the cache is [head_dim][64], or made so: strips of it are panels whose rows lie apart."""
         b, plan = self.b, self.plan
         head = b.add(b.mul(self.batch, self.words["k_batch"]), b.mul(self.key_head, self.words["k_head"]))
-        index = b.add(head, b.mul(base, plan.kernel.head_dim))
-        place = b.offset(self.words["k"], b.mul(index, plan.stored.size))
+        place = b.offset(self.words["k"], b.mul(head, plan.stride_bytes))
+        place = b.offset(place, b.mul(slot, plan.row_bytes(plan.kernel.head_dim)))
         if not plan.widens_keys:
             following = b.offset(place, plan.kernel.head_dim * KEY_BLOCK, plan.scalar)
             return Keys(place, KEY_BLOCK, plan.panel, following, plan.panel * plan.size)
-        self.call("widen_keys", self.scratch, place)
-        widened = plan.region(b, self.scratch, "keys")
-        return Keys(widened, KEY_BLOCK, plan.panel, widened, 0)
+        self.call("unpack_keys" if plan.packed else "widen_keys", self.scratch, place)
+        size = plan.row_bytes(plan.kernel.head_dim)
+        # While one block is multiplied, the next one comes: a share of it with each row that is read.
+        following, share = b.offset(place, KEY_BLOCK * size), size * plan.panel // plan.kernel.head_dim
+        return Keys(plan.region(b, self.scratch, "keys"), KEY_BLOCK, plan.panel, following, share)
 
     def addresses(self, region: str, operand: str, base: Value, count: Value) -> None:
         """Note where the rows of the block lie; zeros stand in for those past `count` and those not kept."""
@@ -273,7 +281,7 @@ class Unit:
         queries = plan.region(b, scratch, "queries", b.mul(row, plan.head_stride))
         vectors = min(span, plan.panel) // plan.lanes
         tile = _micro_kernel(b, plan, self.words["parts"], vectors, height)
-        step = _ahead_step(b, plan, height, vectors, i64(keys.ahead_step))
+        step = _ahead_step(b, plan, row, height, vectors, i64(keys.ahead_step))
 
         def panel(index: Value) -> None:
             right = b.offset(keys.first, b.mul(index, keys.apart), plan.scalar)
@@ -299,6 +307,7 @@ class Outputs:
     row: Value
     height: Value
     base: Value
+    slot: Value
     count: Value
 
     def emit(self, finite: Value | None) -> None:
@@ -315,12 +324,12 @@ class Outputs:
         unit, plan, b = self.unit, self.unit.plan, self.unit.b
         weights = plan.region(b, unit.scratch, "scores", b.mul(i64(first), KEY_BLOCK))
         outputs = plan.region(b, unit.scratch, "outputs", b.mul(b.add(self.row, first), plan.value_stride))
+        values, stride = unit.place("v", unit.key_head, self.slot), unit.words["v_seq"]
+        following = b.offset(values, b.mul(stride, KEY_BLOCK * plan.stride_bytes))
         if plan.packs_values:
-            values, stride = plan.region(b, unit.scratch, "values"), i64(0)
-        else:
-            values, stride = unit.place("v", unit.key_head, self.base), unit.words["v_seq"]
-        keys = i64(begin), i64(end)
-        unit.call("weigh", unit.words["parts"], weights, i64(height), *keys, values, stride, outputs)
+            values = plan.region(b, unit.scratch, "values")
+        rows = self.row, i64(height), i64(begin), i64(end)
+        unit.call("weigh", unit.words["parts"], weights, *rows, values, stride, following, outputs)
 
     def limited(self) -> None:
         """Keys that all rows of the tile see go together, those before and after them row by row."""
@@ -377,14 +386,16 @@ def _micro_kernel(b: Builder, plan: Plan, parts: Value, width: int, height: Valu
     return b.load("ptr", b.offset(parts, index, "ptr"), align=8)
 
 
-def _ahead_step(b: Builder, plan: Plan, height: Value, vectors: int, step: Value) -> Value:
+def _ahead_step(b: Builder, plan: Plan, row: Value, height: Value, vectors: int, step: Value) -> Value:
     """How many bytes a prefetch moves on with each row of K or V that a tile reads, if the rows are `step` bytes apart.
 
     Where nothing is packed, rows that follow each other are a stream, which the hardware fetches by itself unless
     prefetches of some of its lines get in the way. A tile of several rows would make half of those that it needs:
-    1.4 times as fast without.
+    1.4 times as fast without. What is unpacked is read in bursts, which nobody foresees: the first tile fetches.
     """
     width = vectors * plan.lanes * plan.size
+    if plan.widens_keys:
+        return b.select(b.icmp("eq", row, 0), step, i64(0))
     if width <= LINE or plan.packs_keys or plan.packs_values:
         return step
     stream = b.op("and", b.icmp("eq", step, width), b.icmp("sgt", height, 1))
@@ -395,8 +406,8 @@ def _define_weigh(module: Module, plan: Plan) -> None:
     """outputs[height] += weights[height][begin..end] · values[begin..end], strip by strip."""
 
     def emit(
-        b: Builder, parts: Value, weights: Value, height: Value, begin: Value, end: Value, values: Value,
-        stride: Value, outputs: Value,
+        b: Builder, parts: Value, weights: Value, row: Value, height: Value, begin: Value, end: Value, values: Value,
+        stride: Value, following: Value, outputs: Value,
     ) -> None:  # fmt: skip
         left, keys = b.offset(weights, begin, plan.scalar), b.sub(end, begin)
 
@@ -406,11 +417,13 @@ def _define_weigh(module: Module, plan: Plan) -> None:
             if plan.packs_values:
                 apart, start = i64(vectors * plan.lanes), b.mul(column, KEY_BLOCK)
             right = b.offset(values, b.add(start, b.mul(begin, apart)), plan.scalar)
-            if plan.packs_values:
-                ahead, step = right, i64(0)
-            else:
-                ahead = b.offset(right, b.mul(apart, KEY_BLOCK), plan.scalar)
-                step = _ahead_step(b, plan, height, vectors, b.mul(apart, plan.size))
+            ahead, step = right, i64(0)
+            if plan.kernel.cached or not plan.packs_values:
+                bytes_apart = b.mul(stride, plan.stride_bytes)
+                ahead = b.offset(
+                    b.offset(following, b.mul(begin, bytes_apart)), b.mul(first, plan.row_bytes(64) * plan.lanes // 64)
+                )
+                step = _ahead_step(b, plan, row, height, vectors, bytes_apart)
             b.call_pointer(
                 _micro_kernel(b, plan, parts, vectors, height), left, i64(KEY_BLOCK), right, apart, keys,
                 b.offset(outputs, column, plan.scalar), i64(plan.value_stride), ahead, step, i64(1),
@@ -419,13 +432,13 @@ def _define_weigh(module: Module, plan: Plan) -> None:
         each_strip(b, plan, strip)
 
     plan.define(
-        module, "weigh", "ptr parts, ptr weights, i64 height, i64 begin, i64 end, ptr values, i64 stride, "
-        "ptr outputs", emit,
+        module, "weigh", "ptr parts, ptr weights, i64 row, i64 height, i64 begin, i64 end, ptr values, i64 stride, "
+        "ptr following, ptr outputs", emit,
     )  # fmt: skip
 
 
 _PARTS = (
-    rows.define_locate, rows.define_start, packing.define_keep, packing.define_addresses, packing.define_pack_keys,
-    packing.define_widen_keys, packing.define_pack_values, packing.define_finite, softmax.define_softmax, _define_weigh,
-    rows.define_finish,
+    rows.define_newest, rows.define_locate, rows.define_start, packing.define_keep, packing.define_addresses,
+    packing.define_pack_keys, packing.define_widen_keys, packing.define_unpack_keys, packing.define_pack_values,
+    packing.define_finite, softmax.define_softmax, _define_weigh, rows.define_finish,
 )  # fmt: skip

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rlx.backends.cpu.attention.elements import clear, load, load_stored, sweep, widen
+from rlx.backends.cpu.attention.elements import clear, load, load_packed, load_scales, load_stored, sweep, unpack, widen
 from rlx.backends.cpu.attention.plan import LINE, Plan, Strips
 from rlx.backends.cpu.builder import Builder, Module, Value, const, i64, lanes_of, vector
 from rlx.dtypes import DType
+from rlx.lir.blocks import UNIT
 from rlx.lir.kernels import KEY_BLOCK
 
 
@@ -49,7 +50,7 @@ def define_addresses(module: Module, plan: Plan) -> None:
 
     def emit(b: Builder, scratch: Value, rows: Value, source: Value, stride: Value, count: Value) -> None:
         zeros = b.splat(b.convert("ptrtoint", plan.region(b, scratch, "zeros"), "i64"), lanes)
-        first, apart = b.convert("ptrtoint", source, "i64"), b.mul(stride, plan.stored.size)
+        first, apart = b.convert("ptrtoint", source, "i64"), b.mul(stride, plan.stride_bytes)
         places = b.splat(first, lanes)
         for lane in range(1, lanes):
             places = b.insert(places, b.add(first, b.mul(apart, lane)), lane)
@@ -113,7 +114,7 @@ def define_pack_keys(module: Module, plan: Plan) -> None:
 
 def define_widen_keys(module: Module, plan: Plan) -> None:
     """A block of a cache of narrow keys, [head_dim][64] as it is."""
-    if not plan.widens_keys:
+    if not plan.widens_keys or plan.packed:
         return
     dtype, lanes = plan.stored, plan.lanes
     elements = plan.kernel.head_dim * KEY_BLOCK
@@ -129,6 +130,35 @@ def define_widen_keys(module: Module, plan: Plan) -> None:
         sweep(b, elements, LINE // dtype.size, line)
 
     plan.define(module, "widen_keys", "ptr scratch, ptr keys", emit)
+
+
+def define_unpack_keys(module: Module, plan: Plan) -> None:
+    """64 packed rows of a cache as [head_dim][64]. They are turned while they are bytes: a vector holds most then."""
+    if not plan.packed:
+        return
+    storage, lanes, square = plan.stored, plan.lanes, 16  # bytes: what x86 interleaves within
+    row = plan.row_bytes(plan.kernel.head_dim)
+
+    def emit(b: Builder, scratch: Value, keys: Value) -> None:
+        def block(index: Value) -> None:
+            first = b.offset(keys, b.mul(index, storage.size))
+            blocks = [b.offset(first, j * row) for j in range(KEY_BLOCK)]
+            for place in blocks:  # of the next 64 rows
+                b.prefetch(b.offset(place, KEY_BLOCK * row), locality=2)
+            scales = [load_scales(b, plan, blocks[j : j + lanes], lanes) for j in range(0, KEY_BLOCK, lanes)]
+            for part in range(0, storage.block, square):
+                pieces = [b.load(vector(square, "i8"), b.offset(p, UNIT + part), align=1) for p in blocks]
+                lines = _transpose(b, [_join(b, pieces[i::square]) for i in range(square)], square)
+                for i, line in enumerate(lines):
+                    at = b.mul(b.add(b.mul(index, storage.block), part + i), KEY_BLOCK)
+                    for n, scale in enumerate(scales):
+                        numbers = b.shuffle(line, line, range(n * lanes, (n + 1) * lanes))
+                        place = plan.region(b, scratch, "keys", b.add(at, n * lanes))
+                        b.store(unpack(b, plan, numbers, scale), place, align=plan.size)
+
+        b.loop(0, plan.kernel.head_dim // storage.block, 1, block)
+
+    plan.define(module, "unpack_keys", "ptr scratch, ptr keys", emit)
 
 
 def _join(b: Builder, pieces: Sequence[Value]) -> Value:
@@ -167,8 +197,12 @@ def define_pack_values(module: Module, plan: Plan) -> None:
                 index = b.add(b.mul(first, KEY_BLOCK * lanes), b.mul(j, vectors * lanes))
                 place = plan.region(b, scratch, "values", index)
                 for v in range(vectors):
-                    at = b.mul(b.add(first, v), lanes * dtype.size)
-                    loaded = load(b, plan, dtype, b.offset(row, at), live if v == vectors - 1 else lanes)
+                    column = b.mul(b.add(first, v), lanes)
+                    if plan.packed:
+                        loaded = load_packed(b, plan, row, column)
+                    else:
+                        at = b.mul(column, dtype.size)
+                        loaded = load(b, plan, dtype, b.offset(row, at), live if v == vectors - 1 else lanes)
                     b.store(loaded, b.offset(place, v * lanes, plan.scalar), align=plan.size)
 
             each_strip(b, plan, strip)

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 
 from rlx.backends.cpu.builder import Builder, Int, Module, Value, vector
 from rlx.backends.cpu.matmul import HEADER_BYTES
-from rlx.dtypes import F32, F64, DType
+from rlx.dtypes import BY_NAME, F32, F64, DType
 from rlx.errors import LowerError
+from rlx.lir.blocks import UNIT
 from rlx.lir.kernels import KEY_BLOCK, AttentionKernel
 from rlx.target import Target
 
 MASKS = ("none", "causal", "sliding", "custom", "bias")
 CACHED_MASKS = ("causal", "sliding")
 LINE = 64  # bytes of a cache line
+PACKED = BY_NAME["q8_0"]  # the packed type that a cache may have: an f16, then a byte a number
 SCALAR = {F32: "float", F64: "double"}
 
 
@@ -54,7 +56,16 @@ class Plan:
             raise LowerError(f"cpu attention: a cache goes with masks {', '.join(CACHED_MASKS)}, not {kernel.mask!r}")
         if kernel.cache_dtype is not None and not kernel.cached:
             raise LowerError(f"cpu attention: without a cache, there is none of {kernel.cache_dtype}")
-        if not self.stored.is_float or self.stored.compute is not self.compute:
+        if kernel.ring and not (kernel.cached and kernel.mask == "sliding"):
+            raise LowerError(f"cpu attention: a ring is a cache with a sliding window, not with mask {kernel.mask!r}")
+        if self.packed:
+            blocks = self.stored.block
+            if self.stored is not PACKED or self.compute is not F32:
+                raise LowerError(f"cpu attention: queries of {kernel.dtype} over a cache of {self.stored}")
+            if kernel.head_dim % blocks or kernel.value_dim % blocks:
+                sizes = f"{kernel.head_dim} and {kernel.value_dim}"
+                raise LowerError(f"cpu attention: heads of {sizes} are no whole blocks of {blocks} ({self.stored})")
+        elif not self.stored.is_float or self.stored.compute is not self.compute:
             raise LowerError(f"cpu attention: queries of {kernel.dtype} over a cache of {self.stored}")
 
     @property
@@ -70,6 +81,20 @@ class Plan:
     def stored(self) -> DType:
         """The element type of k and v in memory."""
         return self.kernel.cache_dtype or self.kernel.dtype
+
+    @property
+    def packed(self) -> bool:
+        """Whether k and v are rows of quantised blocks."""
+        return self.stored.is_packed
+
+    @property
+    def stride_bytes(self) -> int:
+        """What strides of k and v count: elements, or the units of packed blocks."""
+        return UNIT if self.packed else self.stored.size
+
+    def row_bytes(self, extent: int) -> int:
+        """Bytes of so many neighbouring numbers of k or v."""
+        return extent // self.stored.block * self.stored.size
 
     @property
     def compute(self) -> DType:
@@ -192,7 +217,7 @@ class Plan:
 
     @property
     def zero_bytes(self) -> int:
-        return max(self.kernel.head_dim, self.kernel.value_dim) * self.stored.size
+        return self.row_bytes(max(self.kernel.head_dim, self.kernel.value_dim))
 
     def region(self, b: Builder, scratch: Value, name: str, index: Int = 0, unit: str | None = None) -> Value:
         """The address of element `index` of a region of scratch."""

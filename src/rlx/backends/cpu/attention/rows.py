@@ -11,6 +11,24 @@ from rlx.backends.cpu.builder import Builder, Module, Value, const, i64
 from rlx.lir.kernels import BEYOND_CAPACITY
 
 
+def define_newest(module: Module, plan: Plan) -> None:
+    """Over a ring: the newest position of a batch row, -1 without any."""
+    if not plan.kernel.ring:
+        return
+
+    def emit(b: Builder, positions: Value, count: Value) -> Value:
+        def position(i: Value, newest: Value) -> list[Value]:
+            return [b.max(newest, _position(b, positions, i))]
+
+        return b.loop(0, count, 1, position, [i64(-1)])[0]
+
+    plan.define(module, "newest", "ptr positions, i64 count", emit, result="i64")
+
+
+def _position(b: Builder, positions: Value, i: Value) -> Value:
+    return b.convert("sext", b.load("i32", b.offset(positions, i, "i32"), align=4), "i64")
+
+
 def define_locate(module: Module, plan: Plan) -> None:
     """Over a cache: which query positions of the unit are there, the limits of their rows, and zeros for the others.
 
@@ -21,12 +39,17 @@ def define_locate(module: Module, plan: Plan) -> None:
         return
 
     def emit(
-        b: Builder, scratch: Value, positions: Value, count: Value, capacity: Value, out: Value, out_seq: Value,
-        out_head: Value,
+        b: Builder, scratch: Value, positions: Value, count: Value, capacity: Value, newest: Value, out: Value,
+        out_seq: Value, out_head: Value,
     ) -> Value:  # fmt: skip
         def position(i: Value, found: Value) -> list[Value]:
-            at = b.convert("sext", b.load("i32", b.offset(positions, i, "i32"), align=4), "i64")
-            b.when(b.icmp("sge", at, capacity), lambda: b.store(i64(BEYOND_CAPACITY), scratch, align=8))
+            at = _position(b, positions, i)
+            # A ring has to hold what lies between the oldest key of the row and the newest of all.
+            oldest = b.max(b.sub(at, kernel.window - 1), 0)
+            beyond = b.icmp("sge", b.sub(newest, oldest) if kernel.ring else at, capacity)
+            present = b.icmp("sge", at, 0)
+            fault, fits = b.op("and", present, beyond), b.op("and", present, b.op("xor", beyond, Value("i1", "true")))
+            b.when(fault, lambda: b.store(i64(BEYOND_CAPACITY), scratch, align=8))
 
             def keep() -> list[Value]:
                 b.store(i, plan.region(b, scratch, "present", found, "i64"), align=8)
@@ -43,15 +66,15 @@ def define_locate(module: Module, plan: Plan) -> None:
                 b.loop(0, kernel.group, 1, head)
                 return [found]
 
-            return b.when(b.icmp("ult", at, capacity), keep, leave_out)  # a negative number is a large one here
+            return b.when(fits, keep, leave_out)
 
         found = b.loop(0, count, 1, position, [i64(0)])[0]
         _note_extremes(b, plan, scratch, b.mul(found, kernel.group))
         return found
 
     plan.define(
-        module, "locate", "ptr scratch, ptr positions, i64 count, i64 capacity, ptr out, i64 out_seq, i64 out_head",
-        emit, result="i64",
+        module, "locate", "ptr scratch, ptr positions, i64 count, i64 capacity, i64 newest, ptr out, i64 out_seq, "
+        "i64 out_head", emit, result="i64",
     )  # fmt: skip
 
 

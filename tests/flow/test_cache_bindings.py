@@ -1,0 +1,46 @@
+"""The runtime's cache in a flow: a layer's mask decides what is kept for it, and each layer attends once."""
+
+from __future__ import annotations
+
+import pytest
+
+import rlx
+from rlx.errors import CapabilityError, GraphError
+from rlx.flow.state import CacheBindings
+from rlx.ir.graph import Value
+from rlx.ops.attention import MaskKind
+from rlx.runtime.kv_cache import KvCacheSpec
+
+
+def attend(cache: CacheBindings, layer: int, mask: str = MaskKind.CAUSAL) -> Value:
+    graph, name = cache.graph, f"{len(cache.graph.nodes)}"
+    q = graph.input(f"q{name}", ("batch", "seq", 4, 32))
+    k, v = (graph.input(f"{n}{name}", ("batch", "seq", 2, 32)) for n in "kv")
+    return cache.attend(layer, q, k, v, graph.input(f"at{name}", ("batch", "seq"), "i32"), mask_kind=mask)
+
+
+@pytest.mark.parametrize("dtype", ("f32", "q8_0"))
+def test_layers_with_a_window_have_rings(dtype: str) -> None:
+    cache = CacheBindings(rlx.Graph("layers"), KvCacheSpec(4, 2, 32, dtype))
+    for layer, mask in enumerate((MaskKind.sliding(40), MaskKind.CAUSAL, MaskKind.sliding(7))):
+        out = attend(cache, layer, mask)
+        assert out.node.attrs["ring"] == (mask != MaskKind.CAUSAL)
+    block = "64, 32" if dtype == "q8_0" else "32, 64"
+    for layer, symbol in enumerate(("ring40", "blocks", "ring7")):
+        assert str(cache.graph.named(f"keys.{layer}").type) == f"{dtype}[batch, 2, {symbol}, {block}]"
+        assert str(cache.graph.named(f"values.{layer}").type) == f"{dtype}[batch, 2, 64*{symbol}, 32]"
+    assert cache.bound == KvCacheSpec(4, 2, 32, dtype, (40, 0, 7, None))
+
+
+def test_a_layer_attends_once_and_has_to_be_there() -> None:
+    cache = CacheBindings(rlx.Graph("layers"), KvCacheSpec(2, 2, 32))
+    attend(cache, 0)
+    with pytest.raises(GraphError, match="kv_cache: layer 0 attends twice"):
+        attend(cache, 0)
+    with pytest.raises(GraphError, match="kv_cache: layer 2 is not one of its 2"):
+        attend(cache, 2)
+
+
+def test_packed_heads_are_whole_blocks() -> None:
+    with pytest.raises(CapabilityError, match="q8_0 packs 32 numbers a block, heads of 80 are not whole blocks"):
+        KvCacheSpec(2, 2, 80, "q8_0")
