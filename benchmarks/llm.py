@@ -53,11 +53,11 @@ def cases(path: Path) -> list[Case]:
     ]
 
 
-def peak_bytes(library: Library, path: Path, threads: int) -> int | None:
+def peak_bytes(library: Library, path: Path, threads: int, what: str = "memory") -> int | None:
     """The most memory a fresh process of the library has; None where it does not say."""
-    script = [library.python, llm_engines.__file__, library.name, str(path), str(threads), "memory"]
+    script = [library.python, llm_engines.__file__, library.name, str(path), str(threads), what]
     done = subprocess.run(script, stdout=subprocess.PIPE, text=True)
-    return int(done.stdout) * 1024 if done.returncode == 0 else None
+    return int(done.stdout.split()[-1]) * 1024 if done.returncode == 0 else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """What `llm.py` asks of a library: load a model, read a prompt, write tokens. Runs in the library's own process.
 
-Run as a script it is a fresh process that loads a model and prints a line when the first token is there (`first`), or
-the most memory it had while it read a long prompt and wrote some tokens (`memory`). Imports are where they are needed:
-what a process imports is part of its start and of its memory.
+Run as a script it is a fresh process that loads a model and prints a line when the first token is there, and another
+with the most memory it had until then (`first`), or the latter after it read a long prompt and wrote some tokens
+(`memory`). Imports are where they are needed: what a process imports is part of its start and of its memory.
 """
 
 from __future__ import annotations
@@ -175,9 +175,9 @@ def main(name: str, path: str, threads: str, what: str) -> None:
     engine = ENGINES[name](path, int(threads))
     if what == "first":
         print(engine.read(engine.prompt()), file=answers, flush=True)
-        return
-    engine.read(list(range(1000, 1512)))
-    engine.write(engine.prompt(), 32)
+    else:
+        engine.read(list(range(1000, 1512)))
+        engine.write(engine.prompt(), 32)
     with open("/proc/self/status") as status:  # not getrusage, which counts what the process was before exec
         print(next(line.split()[1] for line in status if line.startswith("VmHWM")), file=answers, flush=True)
 

@@ -26,7 +26,7 @@ from rlx import target as targets
 from rlx.backends.cpu import driver, elf
 from rlx.backends.cpu.library import Code, KernelLibrary, kernels_compiled
 from rlx.errors import BindError, CapabilityError, FormatError, KernelError
-from rlx.runtime import codec, export
+from rlx.runtime import codec, container, export
 from rlx.types import Composite, Dim, Symbol
 
 Array = np.ndarray[Any, Any]
@@ -350,7 +350,7 @@ def change(path: Path, **changes: Any) -> None:
     for name, section in file.manifest["sections"].items():
         sections[name] = file.arrays(name) if "arrays" in section else file.section(name)
     plain = {k: v for k, v in file.manifest.items() if k not in ("sections", "bytes")}
-    export._write(path, {**plain, **changes.pop("manifest", {})}, {**sections, **changes})
+    container.write(path, {**plain, **changes.pop("manifest", {})}, {**sections, **changes})
 
 
 @pytest.mark.parametrize("key, value", [("rlx", "9.9.9"), ("source", "ffffffffffffffff")])

@@ -11,7 +11,7 @@ import pytest
 from layers import MINILM, SMOLLM, Bert, Llama, bert_graph, bert_inputs, compiled, llama_graph, llama_inputs, weights
 
 from rlx.backends.cpu.driver import driver_text
-from rlx.backends.cpu.library import kernel_text
+from rlx.backends.cpu.generators import kernel_text
 from rlx.backends.cpu.toolchain import compile_text, undefined_symbols
 from rlx.lir.loops import LoopKernel
 from rlx.lir.program import WEIGHT, Program

@@ -1,8 +1,8 @@
-"""The cache folder: compiled programs and kernels on disk.
+"""The cache folder: compiled programs and kernels on disk, and starts: models with their weights packed, to be mapped.
 
 What lies there is executed, so the folder is ours alone (mode 0700, our owner), files are written to a temporary name
 and renamed, and every file carries a digest that is checked when it is read. `RLX_CACHE` is `off`, `readonly` or a
-folder.
+folder; starts are as large as models, and `RLX_CACHE_LIMIT` says how many gigabytes they may take (8; 0: keep none).
 """
 
 from __future__ import annotations
@@ -10,14 +10,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import os
+import shutil
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlx.errors import CapabilityError
+
 _PACKAGE = Path(__file__).resolve().parent.parent
 _DIGEST = 32
+STARTS = "starts"  # the folder of files that are mapped, not read
+LIMIT_GB = 8.0  # of starts
+SHARE = 0.25  # of the free disk, at most, for one more
+LEFTOVER_S = 3600.0  # after which a temporary file belongs to nobody
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,67 @@ class Cache:
         except OSError:
             return
 
+    # -- starts --
+    def start(self, key: str) -> Path | None:
+        """Where a start lies that is there."""
+        path = None if self.folder is None else self.folder / STARTS / key
+        return path if path is not None and path.is_file() else None
+
+    def starts(self) -> list[Path]:
+        """All that are there."""
+        folder = None if self.folder is None else self.folder / STARTS
+        return sorted(p for p in folder.iterdir() if p.name[0] != ".") if folder is not None and folder.is_dir() else []
+
+    def room(self, key: str, size: int) -> Path | None:
+        """Where a start of so many bytes may be written, after older ones had to go; None where there is no room.
+
+        A key is `whose-state`: of one owner, only the start of the last state stays.
+        """
+        limit = start_limit()
+        if self.folder is None or not self.writable or size > limit:
+            return None
+        folder = self.folder / STARTS
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for old in folder.glob(f"{key.partition('-')[0]}-*"):
+                old.unlink(missing_ok=True)
+            if size > SHARE * shutil.disk_usage(folder).free:
+                return None
+            self._trim(folder, limit - size)
+        except OSError:
+            return None
+        return folder / key
+
+    def used(self, path: Path) -> None:
+        """Note that a start was used: those that were not are the first to go."""
+        if self.writable:
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
+    def drop(self, path: Path) -> None:
+        """Remove a start that is of no use."""
+        if self.writable:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    @staticmethod
+    def _trim(folder: Path, limit: float) -> None:
+        """Remove the starts that were used longest ago, until the others have no more than `limit` bytes."""
+        found = sorted(((p, p.stat()) for p in folder.iterdir()), key=lambda x: -x[1].st_mtime)
+        total = 0
+        for path, status in found:
+            total += status.st_size
+            leftover = path.name.startswith(".") and time.time() - status.st_mtime > LEFTOVER_S
+            if leftover or (total > limit and not path.name.startswith(".")):
+                path.unlink(missing_ok=True)
+
+    def kinds(self) -> Iterator[tuple[str, int, int]]:
+        """Files and bytes of each kind of entry."""
+        folders = [] if self.folder is None else sorted(p for p in self.folder.iterdir() if p.is_dir())
+        for folder in folders:
+            sizes = [p.stat().st_size for p in folder.iterdir() if p.is_file()]
+            yield folder.name, len(sizes), sum(sizes)
+
     def size(self) -> tuple[int, int]:
         """Files and bytes in the folder."""
         if self.folder is None:
@@ -78,6 +149,18 @@ class Cache:
                     path.unlink(missing_ok=True)
                     count += 1
         return count
+
+
+def start_limit() -> float:
+    """Bytes that starts may take."""
+    text = os.environ.get("RLX_CACHE_LIMIT", "")
+    try:
+        limit = float(text) if text else LIMIT_GB
+    except ValueError:
+        limit = math.nan
+    if not limit >= 0:
+        raise CapabilityError(f"RLX_CACHE_LIMIT: expected gigabytes, such as 8 or 0.5, found {text!r}")
+    return limit * 1e9
 
 
 def current() -> Cache:
@@ -114,8 +197,37 @@ def _default_folder() -> Path:
 
 @functools.cache
 def source_digest() -> str:
-    """A digest of the sources of rlx: what they make is good for them alone."""
+    """A digest of the sources of rlx: what they make is good for them alone.
+
+    Reading them all takes a tenth of a warm start, so it is looked up by what the file system says of them.
+    """
+    store, state = current(), _source_state()
+    known = store.read("sources", state)
+    if known is not None:
+        return known.decode()
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(_PACKAGE.rglob("*.py")):
         digest.update(path.read_bytes())
+    if state == _source_state():  # else somebody is editing them
+        store.write("sources", state, digest.hexdigest().encode())
     return digest.hexdigest()
+
+
+def _source_state() -> str:
+    """Changes with every change of a source: no program can set back the time of change (ctime) of a file."""
+    digest = hashlib.blake2b(digest_size=16)
+    folders = [str(_PACKAGE)]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in sorted(entries, key=lambda e: e.name):
+                if entry.is_dir():
+                    folders.append(entry.path)
+                elif entry.name.endswith(".py"):
+                    digest.update(f"{entry.path}|{identity(entry.stat())}\n".encode())
+    return digest.hexdigest()
+
+
+def identity(status: os.stat_result) -> str:
+    """What tells two states of a file apart."""
+    s = status
+    return f"{s.st_dev} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}"

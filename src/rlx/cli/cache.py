@@ -1,15 +1,20 @@
-"""`rlx cache`: where compiled programs are kept, how large they are; `--clear` removes them."""
+"""`rlx cache`: where compiled programs and started models are kept, how large they are; `--clear` removes them."""
 
 from __future__ import annotations
 
 import argparse
 
-from rlx.backends.cache import current
+from rlx.backends.cache import STARTS, Cache, current, start_limit
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser("cache", help="show or clear the cache of compiled programs")
+    command = commands.add_parser(
+        "cache",
+        help="show or clear the cache of compiled programs and started models",
+        epilog="RLX_CACHE is off, readonly or a folder; RLX_CACHE_LIMIT is how many gigabytes started models may take",
+    )
     command.add_argument("--clear", action="store_true", help="remove everything in it")
+    command.add_argument("--verify", action="store_true", help="read the weights of all starts; remove damaged ones")
     command.set_defaults(run=run)
 
 
@@ -21,6 +26,30 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.clear:
         print(f"removed {store.clear()} files from {store.folder}")
         return 0
+    if arguments.verify:
+        return verify(store)
     files, size = store.size()
     print(f"{store.folder}: {files} files, {size / 1e6:.1f} MB" + ("" if store.writable else " (read only)"))
+    for kind, count, held in store.kinds():
+        limit = f" of {start_limit() / 1e6:,.0f} MB" if kind == STARTS else ""
+        print(f"  {kind:10} {count:6} files  {held / 1e6:10.1f} MB{limit}")
+    return 0
+
+
+def verify(store: Cache) -> int:
+    """Compare every byte of every start with its digest."""
+    from rlx.errors import FormatError
+    from rlx.runtime import container
+
+    found = store.starts()
+    bad = 0
+    for path in found:
+        try:
+            file = container.read(path, "a start")
+            file.check(file.manifest["sections"])
+        except FormatError as error:
+            bad += 1
+            store.drop(path)
+            print(f"{error}: removed")
+    print(f"{bad} of {len(found)} starts were damaged")
     return 0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rlx.formats.gguf import MAGIC as _GGUF_MAGIC
-from rlx.formats.gguf import is_later_part, open_gguf
-from rlx.formats.llama2c import open_llama2c
-from rlx.formats.quants import dequantise
-from rlx.formats.safetensors import INDEX_NAME, open_safetensors
 from rlx.formats.tensors import PathLike, TensorEntry, TensorFile, broken, open_bytes
+
+if TYPE_CHECKING:
+    from rlx.formats.gguf import open_gguf
+    from rlx.formats.llama2c import open_llama2c
+    from rlx.formats.quants import dequantise
+    from rlx.formats.safetensors import open_safetensors
 
 __all__ = [
     "TensorEntry",
@@ -22,27 +25,41 @@ __all__ = [
     "open_tensors",
 ]
 
+# Readers are imported when they are used: a model that was started before opens its file with none of them.
+_LATER = {"open_gguf": "gguf", "open_llama2c": "llama2c", "open_safetensors": "safetensors", "dequantise": "quants"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+
 
 def open_tensors(path: PathLike, *, mapped: bool = True) -> TensorFile:
     """Open a GGUF or safetensors file, an index of shards, a llama2.c `.bin`, or a folder that holds one model."""
+    from rlx.formats import gguf, llama2c, safetensors
+
     file = Path(path)
     if os.path.isdir(file):
         file = _model_of_folder(file)
     if file.name.endswith((".safetensors", ".json")):
-        return open_safetensors(file, mapped=mapped)
+        return safetensors.open_safetensors(file, mapped=mapped)
     start = bytes(open_bytes(file).view[:4])
-    if start == _GGUF_MAGIC:
-        return open_gguf(file, mapped=mapped)
+    if start == gguf.MAGIC:
+        return gguf.open_gguf(file, mapped=mapped)
     if start.startswith((b"PK\x03\x04", b"\x80")) and file.suffix in (".bin", ".pt", ".pth"):
         raise broken(
             file, "a pickle of PyTorch, which can run code, so it is not read", hint="save the model as safetensors"
         )
     if file.suffix == ".bin":
-        return open_llama2c(file, mapped=mapped)
+        return llama2c.open_llama2c(file, mapped=mapped)
     raise broken(file, "no known model file", at=0, expected="GGUF, safetensors or a llama2.c .bin", found=start)
 
 
 def _model_of_folder(folder: Path) -> Path:
+    from rlx.formats.gguf import is_later_part
+    from rlx.formats.safetensors import INDEX_NAME
+
     for name in (INDEX_NAME, "model.safetensors"):
         if os.path.exists(folder / name):
             return folder / name

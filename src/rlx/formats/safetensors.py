@@ -6,12 +6,17 @@ Layout: eight bytes of header length, a JSON header, then the data, which the te
 
 from __future__ import annotations
 
+import json
 import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlx.dtypes import BF16, BOOL, F16, F32, F64, I8, I16, I32, I64, U8, U32, DType
+from rlx.errors import FormatError
 from rlx.formats.strict_json import MAX_BYTES, parse_json
 from rlx.formats.tensors import (
     F8E4M3,
@@ -19,6 +24,7 @@ from rlx.formats.tensors import (
     MAX_TENSORS,
     U16,
     U64,
+    Array,
     FileBytes,
     PathLike,
     TensorEntry,
@@ -29,6 +35,7 @@ from rlx.formats.tensors import (
     quoted,
     stored_bytes,
 )
+from rlx.types import TensorType
 
 INDEX_NAME = "model.safetensors.index.json"
 DTYPES: dict[str, DType] = {
@@ -173,3 +180,29 @@ def _are_sizes(value: object) -> bool:
 def _json_kind(value: object) -> str:
     kinds = {dict: "an object", list: "a list", str: "a string", bool: "a bool", int: "a number", float: "a number"}
     return kinds.get(type(value), "nothing")
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+def write_safetensors(
+    path: PathLike, tensors: Mapping[str, tuple[TensorType, Callable[[], Array]]], **metadata: str
+) -> None:
+    """Write tensors by name: what each is, and a function that gives it, asked when its turn has come."""
+    names = {kind: name for name, kind in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    end = 0
+    for name, (type_, _) in tensors.items():
+        size = stored_bytes(tuple(int(n) for n in type_.shape), type_.dtype)
+        if type_.dtype not in names or size is None:
+            raise FormatError(f"{path}: tensor {quoted(name)}: safetensors has no type {type_.dtype}")
+        header[name] = {"dtype": names[type_.dtype], "shape": list(type_.shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that data is aligned, as the format advises
+    with open(path, "wb") as file:
+        file.write(_LENGTH.pack(len(text)))
+        file.write(text)
+        for name, (type_, read) in tensors.items():
+            array = np.ascontiguousarray(read(), type_.dtype.numpy)
+            if array.shape != type_.shape:
+                raise FormatError(f"{path}: tensor {quoted(name)}: expected {type_}, found shape {list(array.shape)}")
+            file.write(array.reshape(-1).view(np.uint8).data)

@@ -7,10 +7,11 @@ NaN and Infinity, lone surrogates: things that other readers take in different w
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rlx.errors import FormatError
 from rlx.formats.tensors import broken, quoted
@@ -22,8 +23,13 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.S)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def parse_json(source: bytes | memoryview, file: Path, *, at: int = 0, max_values: int = MAX_VALUES) -> Any:
-    """The value that `source` holds; `at` is where it begins in `file`."""
+def parse_json(
+    source: bytes | memoryview, file: Path, *, at: int = 0, max_values: int = MAX_VALUES, infinity: bool = False
+) -> Any:
+    """The value that `source` holds; `at` is where it begins in `file`.
+
+    With `infinity` it may have that word for a number, as Python writes it into configurations.
+    """
     if len(source) > MAX_BYTES:
         raise broken(file, "JSON", at=at, expected=f"at most {MAX_BYTES} bytes", found=len(source))
     data = bytes(source)
@@ -40,7 +46,9 @@ def parse_json(source: bytes | memoryview, file: Path, *, at: int = 0, max_value
             raise broken(file, f"JSON has two members {quoted(twice)} in one object", at=at or None)
         return found
 
-    def constant(name: str) -> NoReturn:
+    def constant(name: str) -> float:
+        if infinity and name == "Infinity":
+            return math.inf
         raise broken(file, "JSON", at=at or None, expected="a number", found=name)
 
     try:

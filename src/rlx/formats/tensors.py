@@ -27,8 +27,8 @@ import numpy as np
 
 from rlx.dtypes import BOOL, DType
 from rlx.errors import FormatError, ResourceError, nearest
-from rlx.formats.quants import Array, dequantise
 
+Array = np.ndarray[Any, Any]
 PathLike = str | os.PathLike[str]
 
 # Stored in files, but no type of graphs.
@@ -228,6 +228,8 @@ class TensorFile:
 
     def dequantised(self, name: str) -> Array:
         """The elements as float32, in the tensor's shape; stored float32 is a view."""
+        from rlx.formats.quants import dequantise  # and its tables
+
         entry = self.entry(name)
         try:
             return dequantise(self.array(name), entry.storage, entry.size).reshape(entry.shape)

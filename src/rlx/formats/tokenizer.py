@@ -27,23 +27,11 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from rlx.errors import FormatError, RequestError
-from rlx.formats.gguf_vocab import read_vocab
 from rlx.formats.pieces import Pieces, rule_of
 from rlx.formats.rust_calls import rust_call
 from rlx.formats.special_tokens import SpecialIds, is_marker, stop_ids
 from rlx.formats.strict_json import parse_json
 from rlx.formats.tensors import PathLike, broken, open_bytes, quoted
-from rlx.formats.token_models import (
-    BYTE,
-    CONTROL,
-    MAX_TOKENS,
-    NORMAL,
-    UNKNOWN,
-    Vocabulary,
-    add_special_tokens,
-    check_charsmap,
-    sentencepiece_bpe,
-)
 
 MAX_JSON_BYTES = 1 << 27
 MAX_GROWTH = 256  # how many times longer a normalizer may make a text
@@ -105,6 +93,8 @@ class Tokenizer:
         `config` is the content of tokenizer_config.json, which names bos, eos and the rest and may have the chat
         template; with a path, the files that lie beside it are read. Without any, tokens are known by their names.
         """
+        from rlx.formats.token_models import MAX_TOKENS
+
         if isinstance(source, bytes):
             where, data = "tokenizer.json", source
         else:
@@ -124,8 +114,20 @@ class Tokenizer:
         return cls(rust, source=where, special=special, vocab_size=vocab_size, chat_template=template)
 
     @classmethod
+    def restored(cls, described: Mapping[str, Any], data: bytes, where: str) -> Tokenizer:
+        """The tokenizer that `described` and `to_json` tell of, in a file that is trusted."""
+        with rust_call(where):
+            rust = RustTokenizer.from_buffer(data)
+        kept = {name: described[name] for name in ("source", "vocab_size", "chat_template", "special")}
+        tokenizer = cls(rust, **kept)
+        tokenizer.stop_ids = frozenset(described["stop_ids"])
+        return tokenizer
+
+    @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], *, source: PathLike = "GGUF") -> Tokenizer:
         """From the metadata of a GGUF file; `source` names the file in messages."""
+        from rlx.formats.gguf_vocab import read_vocab
+
         vocab = read_vocab(metadata, str(source))
         return cls(
             vocab.rust, source=str(source), special=vocab.special, vocab_size=vocab.size,
@@ -135,6 +137,16 @@ class Tokenizer:
     @classmethod
     def from_tok512(cls, path: PathLike, vocab_size: int) -> Tokenizer:
         """From llama2.c's tokenizer.bin; the file does not say how many tokens it has, so the model's size is given."""
+        from rlx.formats.token_models import (
+            BYTE,
+            CONTROL,
+            NORMAL,
+            UNKNOWN,
+            Vocabulary,
+            add_special_tokens,
+            sentencepiece_bpe,
+        )
+
         file = open_bytes(path)
         tokens, scores = _read_tokenizer_bin(bytes(file.view), vocab_size, file.path)
         kinds = np.full(vocab_size, NORMAL)
@@ -144,6 +156,16 @@ class Tokenizer:
         add_special_tokens(rust, vocabulary, prefix=(1,))
         special = SpecialIds(bos=1, eos=2, unk=0)
         return cls(rust, source=str(file.path), special=special, vocab_size=vocab_size)
+
+    def described(self) -> dict[str, Any]:
+        """What it is beside its tokenizer.json, for `restored`."""
+        roles = {role: getattr(self, f"{role}_id") for role, _ in SpecialIds().items()}
+        kept = {name: getattr(self, name) for name in ("source", "vocab_size", "chat_template")}
+        return {**kept, "special": SpecialIds(**roles), "stop_ids": sorted(self.stop_ids)}
+
+    def to_json(self) -> bytes:
+        """Its tokenizer.json."""
+        return bytes(self._parsing.to_str(), "utf-8")
 
     # -- text to ids --
     def encode(
@@ -337,6 +359,8 @@ _HIDDEN = re.compile(rb"\\u00[2-7]")  # an escape where the character itself wou
 
 def _check_charsmaps(data: bytes, where: str) -> None:
     """Check tables inside a tokenizer.json before the library sees them."""
+    from rlx.formats.token_models import check_charsmap
+
     if _HIDDEN.search(data):
         data = json.dumps(parse_json(data, Path(where)), ensure_ascii=False).encode()
     for found in _CHARSMAP.finditer(data):
@@ -459,6 +483,8 @@ def _template_of_config(config: Mapping[str, Any], where: str) -> str | None:
 # -- llama2.c's tokenizer.bin ----------------------------------------------------------------------------------------
 def _read_tokenizer_bin(data: bytes, vocab_size: int, file: Path) -> tuple[list[str], list[float]]:
     """Tokens and scores. Files differ in header and scores; the layout that fits the size of the file counts."""
+    from rlx.formats.token_models import MAX_TOKENS
+
     if not 259 <= vocab_size <= MAX_TOKENS:
         raise broken(file, "vocabulary size", expected=f"259 to {MAX_TOKENS}", found=vocab_size)
     for header, scored in ((4, True), (0, True), (0, False), (4, False)):

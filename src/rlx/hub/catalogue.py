@@ -319,7 +319,7 @@ CATALOGUE: dict[str, Entry] = {
         Entry(
             "gemma3-270m", "Gemma 3 270M, Q4_K_M: a small base model that continues text", "base", "gemma3",
             "Gemma Terms of Use", "google/gemma-3-270m", _GEMMA_FILES,
-            aliases=("gemma-3-270m",), terms=_GEMMA_TERMS, supported=False,
+            aliases=("gemma-3-270m",), terms=_GEMMA_TERMS,
         ),
         Entry(
             "stories15m", "TinyStories 15M of llama2.c, F32: continues children's stories", "base", "llama",

@@ -11,18 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import http.client
 import os
 import re
-import ssl
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import TYPE_CHECKING, Any
 
 from rlx.errors import FormatError, NotFoundError
 from rlx.formats.strict_json import parse_json
@@ -30,6 +25,9 @@ from rlx.formats.tensors import PART_NAME
 from rlx.hub import store
 from rlx.hub.catalogue import is_safe_name
 from rlx.hub.progress import Tick, after, bar, say
+
+if TYPE_CHECKING:
+    import http.client
 
 PREFIX = "hf:"
 MAIN = "main"
@@ -223,7 +221,7 @@ def _gaps(repo: Repo, folder: Path, names: Sequence[str]) -> tuple[str | None, t
 def _may_embed(config: Path) -> bool:
     """Whether it may be a model for sentence-transformers; those that write text say so."""
     try:
-        found = parse_json(config.read_bytes(), config)
+        found = parse_json(config.read_bytes(), config, infinity=True)
     except (OSError, FormatError):
         return False  # opening the model says what is wrong
     kinds = found.get("architectures") if isinstance(found, dict) else None
@@ -355,14 +353,16 @@ def _taken_over(repo: Repo, commit: str, remote: Remote, target: Path) -> bool:
 
 def _list(repo: Repo) -> tuple[str, dict[str, Remote]]:
     """The commit of a revision and its files."""
-    revision = urllib.parse.quote(repo.revision, safe="")
+    from rlx.hub.fetching import TROUBLES, quote
+
+    revision = quote(repo.revision, safe="")
     url = f"{endpoint()}/api/models/{repo.org}/{repo.name}/revision/{revision}?blobs=true"
     for attempt in range(_TRIES):
         try:
             with _open(url) as reply:
                 answer = reply.read(_MAX_ANSWER + 1)
             break
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, *TROUBLES) as error:
             _explain_or_wait(repo, error, attempt)
     found = parse_json(answer, Path(str(repo)))
     commit = found.get("sha") if isinstance(found, dict) else None
@@ -387,17 +387,21 @@ def _remote(sibling: dict[str, Any]) -> Remote:
 
 
 def _download(repo: Repo, commit: str, remote: Remote, temporary: Path, tick: Tick) -> None:
-    url = f"{endpoint()}/{repo.org}/{repo.name}/resolve/{commit}/{urllib.parse.quote(remote.name)}"
+    from rlx.hub.fetching import TROUBLES, quote
+
+    url = f"{endpoint()}/{repo.org}/{repo.name}/resolve/{commit}/{quote(remote.name)}"
     for attempt in range(_TRIES):
         try:
             _continue(url, remote, temporary, tick)
             return
-        except (urllib.error.URLError, http.client.HTTPException, ssl.SSLError, TimeoutError, ConnectionError) as error:
+        except TROUBLES as error:
             _explain_or_wait(repo, error, attempt)
 
 
 def _continue(url: str, remote: Remote, temporary: Path, tick: Tick) -> None:
     """Append what is missing to the temporary file; a commit never changes, so its bytes fit whenever they came."""
+    from rlx.hub.fetching import IncompleteRead
+
     have = store.file_size(temporary) or 0
     if remote.size is None or have > remote.size:
         have = 0
@@ -418,7 +422,7 @@ def _continue(url: str, remote: Remote, temporary: Path, tick: Tick) -> None:
             file.flush()
             os.fsync(file.fileno())
     if remote.size is not None and have < remote.size:
-        raise http.client.IncompleteRead(b"", remote.size - have)
+        raise IncompleteRead(b"", remote.size - have)
 
 
 def _check(repo: Repo, remote: Remote, path: Path) -> None:
@@ -444,46 +448,19 @@ def _mismatch(remote: Remote, path: Path) -> tuple[str, str] | None:
     return None if found == expected else (expected, found)
 
 
-class _SameHost(urllib.request.HTTPRedirectHandler):
-    """Follows to other hosts, as large files need it, but the token stays with the hub, and https stays https."""
-
-    def redirect_request(
-        self,
-        req: urllib.request.Request,
-        fp: IO[bytes],
-        code: int,
-        msg: str,
-        headers: http.client.HTTPMessage,
-        newurl: str,
-    ) -> urllib.request.Request | None:
-        old, new = urllib.parse.urlsplit(req.full_url), urllib.parse.urlsplit(newurl)
-        if new.scheme != "https" and new.scheme != old.scheme:
-            raise urllib.error.URLError(f"redirected from {old.scheme} to {new.scheme}")
-        found = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if found is not None and (old.scheme, old.netloc) != (new.scheme, new.netloc):
-            found.remove_header("Authorization")
-        return found
-
-
 def _open(url: str, start: int = 0) -> http.client.HTTPResponse:
-    if urllib.parse.urlsplit(url).scheme not in ("https", "http"):
+    from rlx.hub import fetching
+
+    if not fetching.is_web(url):
         raise NotFoundError(f"HF_ENDPOINT is {endpoint()}, which is no address of https")
-    request = urllib.request.Request(url, headers={"User-Agent": "rlx", "Accept-Encoding": "identity"})
-    token = os.environ.get("HF_TOKEN", "").strip()
-    if token:
-        request.add_header("Authorization", f"Bearer {token}")
-    if start:
-        request.add_header("Range", f"bytes={start}-")
-    reply = urllib.request.build_opener(_SameHost).open(request, timeout=_TIMEOUT_S)
-    assert isinstance(reply, http.client.HTTPResponse)
-    return reply
+    return fetching.opened(url, os.environ.get("HF_TOKEN", "").strip(), start, _TIMEOUT_S)
 
 
 def _explain_or_wait(repo: Repo, error: Exception, attempt: int) -> None:
     """Raise what another try cannot mend; else wait for it, longer each time."""
-    code = error.code if isinstance(error, urllib.error.HTTPError) else None
-    if isinstance(error, urllib.error.HTTPError):
-        error.close()
+    from rlx.hub.fetching import status
+
+    code = status(error)
     if code == 404:
         raise NotFoundError(f"{repo}: the hub has no such model or revision", notes=[f"asked: {endpoint()}"]) from error
     if code in (401, 403):

@@ -13,12 +13,15 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rlx.errors import CapabilityError, NotFoundError, RequestError, RlxError, nearest
-from rlx.hub import archives, catalogue, huggingface, licence, store
+from rlx.hub import catalogue, licence, store
 from rlx.hub.catalogue import Entry
 from rlx.hub.progress import after, bar, say
+
+if TYPE_CHECKING:  # what a model of the catalogue that is here does not need is imported by the functions that do
+    from rlx.hub import archives, huggingface
 
 Source = Literal["path", "catalogue", "hub"]
 WEIGHTS = (".safetensors", ".gguf", ".bin")  # how files of them end
@@ -77,6 +80,8 @@ def resolve(
             )
         licence.require(entry, accept=accept_licence)
         return _fetch(entry, quiet)
+    from rlx.hub import huggingface
+
     repo = huggingface.parse(os.fspath(name), revision)
     assert repo is not None  # locate would have refused the name
     if offline or store.is_offline("HF_HUB_OFFLINE"):
@@ -125,6 +130,8 @@ def locate(name: str | os.PathLike[str], *, revision: str | None = None) -> Mode
         if revision is not None:
             raise NotFoundError(f"{text}: revision {revision!r} is asked for, but a catalogue name has no revisions")
         return _present(entry)
+    from rlx.hub import huggingface
+
     repo = huggingface.parse(text, revision)
     if repo is not None:
         snapshot = huggingface.locate(repo)
@@ -139,7 +146,11 @@ def locate(name: str | os.PathLike[str], *, revision: str | None = None) -> Mode
 
 def names_a_model(text: str) -> bool:
     """Whether a word of the command line means a model: an existing path, a catalogue name, `org/name[:quant]`."""
-    return _existing(text) is not None or catalogue.find(text) is not None or huggingface.parse(text) is not None
+    if _existing(text) is not None or catalogue.find(text) is not None:
+        return True
+    from rlx.hub import huggingface
+
+    return huggingface.parse(text) is not None
 
 
 def remove(name: str) -> int:
@@ -147,6 +158,8 @@ def remove(name: str) -> int:
     entry = catalogue.find(name)
     if entry is not None:
         return _remove_tree(entry.name, model_folder(entry), [f.name for f in entry.files])
+    from rlx.hub import huggingface
+
     repo = huggingface.parse(name)
     if repo is None:
         if _existing(name) is not None:
@@ -172,6 +185,8 @@ def stored() -> list[ModelFiles]:
 
 def hub_models() -> list[ModelFiles]:
     """The models of the hub that rlx fetched."""
+    from rlx.hub import huggingface
+
     home = store.home_or_none()
     found = []
     for folder in sorted((home / "hub").glob("models--*--*/snapshots/*")) if home else []:
@@ -195,6 +210,8 @@ def _existing(text: str) -> Path | None:
 
 
 def _looks_like_a_path(text: str) -> bool:
+    from rlx.hub import huggingface
+
     return text.startswith(("/", "\\", "~", ".")) or text.count("/") > 1 or text.endswith(huggingface.MODEL_ENDINGS)
 
 
@@ -263,6 +280,8 @@ def _fetch(entry: Entry, quiet: bool) -> ModelFiles:
 
 
 def _fetch_into(entry: Entry, folder: Path, partial: Path, quiet: bool) -> None:
+    from rlx.hub import archives  # tar, zip and the like, which only a download needs
+
     have = store.verified(folder, {f.name: (f.size, f.sha256) for f in entry.files})
     joins = [archives.Join(f, partial / f.name.replace("/", "--")) for f in entry.files if f.name not in have]
     for join in joins:
@@ -287,6 +306,8 @@ def _fetch_into(entry: Entry, folder: Path, partial: Path, quiet: bool) -> None:
 
 def _take(archive: catalogue.Archive, path: Path, joins: list[archives.Join]) -> None:
     """Append all pieces of an archive that are still missing. An archive that gives wrong pieces is dropped."""
+    from rlx.hub import archives  # tar, zip and the like, which only a download needs
+
     try:
         with archives.opened(archive, path) as member:
             for join in joins:

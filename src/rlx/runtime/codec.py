@@ -18,7 +18,6 @@ import numpy as np
 
 from rlx.dtypes import BY_NAME, DType
 from rlx.errors import CapabilityError, FormatError
-from rlx.ir.graph import Array as Constant
 from rlx.types import Composite, Dim
 
 Array = np.ndarray[Any, Any]
@@ -41,7 +40,9 @@ def records_of(*modules: ModuleType) -> dict[str, type]:
 
 def encode(value: Any, classes: Classes) -> tuple[str, list[Array]]:
     """A value as text, and the arrays in it. What is neither plain data nor a record of `classes` is refused."""
-    writer = _Writer(classes)
+    from rlx.ir.graph import Array as Constant  # which only programs have: other records are read without graphs
+
+    writer = _Writer(classes, Constant)
     writer.add(value)
     return json.dumps(writer.entries, separators=(",", ":")), writer.arrays
 
@@ -65,7 +66,8 @@ def decode(text: str | bytes, classes: Classes, arrays: Sequence[Array], where: 
 class _Writer:
     """Builds the table."""
 
-    def __init__(self, classes: Classes) -> None:
+    def __init__(self, classes: Classes, constant: type) -> None:
+        self.constant = constant
         self.names = {c: name for name, c in classes.items()}
         self.entries: list[Any] = []
         self.arrays: list[Array] = []
@@ -96,10 +98,10 @@ class _Writer:
                 return self._composite(_DTYPE, [value.name])
             case Dim():
                 return self._composite(_DIM, [value.terms])
-            case Constant():
-                return self._composite(_CONSTANT, [self._aside(value.data)])
             case np.ndarray():
                 return self._composite(_ARRAY, [self._aside(value)])
+        if isinstance(value, self.constant):
+            return self._composite(_CONSTANT, [self._aside(value.data)])  # type: ignore[attr-defined]
         raise CapabilityError(
             f"export: {kind.__module__}.{kind.__qualname__} is no record that a file can hold",
             hint="a graph that calls Python functions can only run where they are",
@@ -138,9 +140,15 @@ def _makers(classes: Classes, arrays: Sequence[Array]) -> dict[str, Callable[[li
         _DTYPE: lambda parts: BY_NAME[parts[0]],
         _DIM: lambda parts: Dim(parts[0]),
         _ARRAY: lambda parts: arrays[parts[0]],
-        _CONSTANT: lambda parts: Constant(arrays[parts[0]]),
+        _CONSTANT: lambda parts: _constant(arrays[parts[0]]),
     }
     return makers | {name: _maker(kind) for name, kind in classes.items()}
+
+
+def _constant(array: Array) -> Any:
+    from rlx.ir.graph import Array as Constant
+
+    return Constant(array)
 
 
 def _has_digest(kind: type) -> bool:
@@ -164,4 +172,8 @@ def _maker(kind: type) -> Callable[[list[Any]], Any]:
             return Composite(*parts)
 
         return size
+    fields = dataclasses.fields(kind)
+    if any(field.kw_only for field in fields):  # such come last in calls, wherever they are declared
+        names = [field.name for field in fields]
+        return lambda parts: kind(**dict(zip(names, parts, strict=True)))
     return lambda parts: kind(*parts)

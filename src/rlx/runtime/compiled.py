@@ -11,25 +11,26 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlx.backends.cpu.executable import Executable
 from rlx.errors import BindError, CapabilityError, nearest
-from rlx.ir import evaluate
-from rlx.ir.graph import Graph
 from rlx.profile import CompileProfile
-from rlx.runtime.dispatch import DispatchReport, all_on_host, dispatch_report
 from rlx.runtime.inputs import Leaf, as_array, check_fixed, check_names, has_symbols, solve_symbols
-from rlx.runtime.lineage import lineage
-from rlx.runtime.memory_report import MemoryReport
-from rlx.runtime.plan import CompiledPlan
-from rlx.runtime.profiler import Report, memory_of, profile, write_trace
 from rlx.runtime.resources import require, writable
+from rlx.runtime.signature import Signature
 from rlx.runtime.weights import WeightStore
 from rlx.target import Target
 from rlx.types import TensorType, concrete
+
+if TYPE_CHECKING:  # reports and what they are made of are imported when one is asked for
+    from rlx.ir.graph import Graph
+    from rlx.runtime.dispatch import DispatchReport
+    from rlx.runtime.memory_report import MemoryReport
+    from rlx.runtime.plan import CompiledPlan
+    from rlx.runtime.profiler import Report
 
 Array = np.ndarray[Any, Any]
 _alive: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
@@ -38,13 +39,15 @@ _alive: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
 class CompiledGraph(ABC):
     """A graph ready to run. Safe to call from several threads."""
 
-    def __init__(self, graph: Graph, device: str) -> None:
-        self.graph = graph
-        self.name, self._limits = graph.name, graph.limits
+    graph: Graph  # as it was built
+
+    def __init__(self, signature: Signature, device: str) -> None:
+        self.signature = signature
+        self.name, self._limits = signature.name, signature.limits
         self.device = device
-        self.input_types: dict[str, TensorType] = {n.attrs["name"]: n.types[0] for n in graph.inputs}
-        self._states = [n.attrs["name"] for n in graph.inputs if n.op == "state"]
-        self.param_types: dict[str, TensorType] = {n.attrs["name"]: n.types[0] for n in graph.params}
+        self.input_types: dict[str, TensorType] = dict(signature.inputs)
+        self._states = list(signature.states)
+        self.param_types: dict[str, TensorType] = dict(signature.params)
         self._params: dict[str, Array] = {}
         self._lock = threading.Lock()
         self._stale = True
@@ -118,6 +121,8 @@ class CompiledGraph(ABC):
 
     def dispatch(self) -> DispatchReport:
         """What computes each node of the graph: machine code, the ops that it was decomposed into, or Python."""
+        from rlx.runtime.dispatch import all_on_host
+
         return all_on_host(self.graph)
 
     def memory(self, sizes: Mapping[str, int] | None = None) -> MemoryReport:
@@ -139,22 +144,33 @@ class CompiledGraph(ABC):
 class ReferenceGraph(CompiledGraph):
     """Runs the graph as built, op by op, in NumPy."""
 
+    def __init__(self, graph: Graph, device: str) -> None:
+        super().__init__(Signature.of(graph), device)
+        self.graph = graph
+
     def _bind(self) -> None:
         pass
 
     def run(self, inputs: Mapping[str, Any] | None = None, *, trace: str | Path | None = None) -> list[Array]:
         if trace is not None:
             raise CapabilityError("trace: the reference device has no launches to show", hint="compile for device cpu")
+        from rlx.ir import evaluate
+
         self._bound()
         arrays, sizes = self._check_inputs({} if inputs is None else inputs)
         return [np.array(r, order="C") for r in evaluate.run(self.graph, {**self._params, **arrays}, sizes)]
 
     def report(self, inputs: Mapping[str, Any] | None = None) -> Report:
+        from rlx.runtime.profiler import Report
+
         return Report(self.graph.name, self.device, threads=1)
 
 
 class CpuGraph(CompiledGraph):
     """Runs machine code."""
+
+    plan: CompiledPlan
+    _binder: Executable | None
 
     def __init__(
         self,
@@ -165,14 +181,18 @@ class CpuGraph(CompiledGraph):
         store: WeightStore,
         profile: CompileProfile | None = None,
     ) -> None:
-        super().__init__(graph, "cpu")
+        super().__init__(Signature.of(graph), "cpu")
+        self.graph = graph
+        self.plan = plan
+        self._set_up(Executable.of(plan.main, target, threads), store, profile)
+        self._binder = bind_executable(plan, target, threads)
+
+    def _set_up(self, executable: Executable, store: WeightStore, profile: CompileProfile | None) -> None:
         self.profile = profile
         self._store = store
-        self.plan = plan
-        self.target = target
-        self.executable = Executable(plan.main, target, threads)
-        self._binder = Executable(plan.bind, target, threads, aligned_outputs=True) if plan.derived else None
-        self._symbols = plan.main.symbols
+        self.target = executable.target
+        self.executable = executable
+        self._symbols = executable.layout.symbols
         self._leaves = [(n, t.dtype.numpy, n in self._states) for n, t in self.input_types.items()]
         self._known: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}  # input shapes -> symbol sizes
         self._last: tuple[int, ...] | None = None
@@ -209,6 +229,8 @@ class CpuGraph(CompiledGraph):
         if trace is None:
             outputs = self.executable.run(key, arrays)
         else:
+            from rlx.runtime.profiler import write_trace
+
             outputs, stamps = self.executable.trace_run(key, arrays)
             write_trace(Path(trace), self.executable, stamps, key)
         self._last = key
@@ -241,6 +263,8 @@ class CpuGraph(CompiledGraph):
         return arrays, found
 
     def report(self, inputs: Mapping[str, Any] | None = None) -> Report:
+        from rlx.runtime.profiler import profile
+
         if inputs is not None:
             self._bound()
             arrays, key = self._prepare(inputs)
@@ -252,9 +276,14 @@ class CpuGraph(CompiledGraph):
         return profile(self, None, [])
 
     def dispatch(self) -> DispatchReport:
+        from rlx.runtime.dispatch import dispatch_report
+        from rlx.runtime.lineage import lineage
+
         return dispatch_report(lineage(self.graph, self.target, self.profile))
 
     def memory(self, sizes: Mapping[str, int] | None = None) -> MemoryReport:
+        from rlx.runtime.profiler import memory_of
+
         if sizes is None and self._last is None and self._symbols:
             raise BindError(f"memory: {', '.join(self._symbols)} not known yet", hint="give sizes, or run it once")
         if sizes is None:
@@ -273,6 +302,11 @@ class CpuGraph(CompiledGraph):
         from rlx.runtime.export import export_graph
 
         return export_graph(self, path, embed=weights)
+
+
+def bind_executable(plan: CompiledPlan, target: Target, threads: int | None) -> Executable | None:
+    """What makes the derived weights, if there are any."""
+    return Executable.of(plan.bind, target, threads, aligned_outputs=True) if plan.derived else None
 
 
 def _stand_in(type_: TensorType, sizes: Mapping[str, int]) -> Array:

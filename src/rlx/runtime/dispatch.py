@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rlx.ir.graph import Graph, Node
 from rlx.ir.registry import HIR, LEAF, VIEW
+from rlx.mir.common_forms import common_form
 from rlx.mir.weights import weight_nodes
 from rlx.runtime.lineage import Lineage, inner_nodes, marks, sources
 
@@ -130,7 +131,8 @@ def _path(node: Node, became: tuple[str, ...], kinds: list[str]) -> str:
         return VIEWED
     if "host" in kinds:
         return HOST
-    return DECOMPOSED if node.definition.decompose is not None and node.op not in became else NATIVE
+    has_parts = node.definition.decompose is not None or node.op in common_form
+    return DECOMPOSED if has_parts and node.op not in became else NATIVE
 
 
 def _ops(node: Node, images: list[Node]) -> tuple[str, ...]:

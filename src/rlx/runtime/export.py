@@ -7,19 +7,13 @@ mapped, not read. The file is executable code: load only what you would also run
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
-import json
-import math
 import os
-import secrets
 import stat
-import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,16 +22,17 @@ from rlx import target as targets
 from rlx.backends import cache
 from rlx.backends.cpu.library import Code, library
 from rlx.backends.cpu.toolchain import llvm_version
-from rlx.dtypes import dtype
 from rlx.errors import CapabilityError, FormatError
-from rlx.formats.strict_json import parse_json
-from rlx.formats.tensors import PathLike, broken, open_bytes
+from rlx.formats.tensors import PathLike
 from rlx.ir import provenance
 from rlx.ir.graph import Graph
 from rlx.ir.provenance import Origin
 from rlx.profile import CompileProfile
-from rlx.runtime import codec, plan
+from rlx.runtime import codec, container, plan
 from rlx.runtime.compiled import CpuGraph
+from rlx.runtime.container import SUFFIX as SUFFIX
+from rlx.runtime.container import Container
+from rlx.runtime.container import Content as Content
 from rlx.runtime.inputs import has_symbols
 from rlx.runtime.resources import writable
 from rlx.runtime.weights import WeightStore
@@ -45,13 +40,7 @@ from rlx.target import Target
 from rlx.types import parse_type
 
 Array = np.ndarray[Any, Any]
-Content = bytes | Mapping[str, Array]  # of a section
-SUFFIX = ".rlxp"
 WEIGHTS = "weights"  # the section of weights as kernels read them
-MAGIC, VERSION = b"RLXP", 1
-_DIGEST = 32  # bytes
-_HEAD = struct.Struct(f"<4sIQ{_DIGEST}s")  # magic, version, bytes of the manifest, its digest
-_LINE = 64  # sections and arrays begin on a cache line
 PLACES = codec.records_of(provenance)
 
 
@@ -102,7 +91,7 @@ def export_graph(compiled: CpuGraph, path: PathLike, *, embed: bool = False, par
         "routines": code.symbols,
         **parts.about,
     }
-    return _write(path, manifest, contents)
+    return container.write(path, manifest, contents)
 
 
 def _placed(origin: Origin) -> Origin:
@@ -117,98 +106,15 @@ def _embedded(compiled: CpuGraph) -> dict[str, Array]:
     return held | {n: compiled._params[n] for n, t in compiled.param_types.items() if has_symbols(t)}
 
 
-def _write(path: Path, manifest: Mapping[str, Any], contents: Mapping[str, Content]) -> Path:
-    sections: dict[str, dict[str, Any]] = {}
-    pieces: list[tuple[int, memoryview]] = []  # and where they lie
-    end = 0
-    for name, content in contents.items():
-        arrays = content if isinstance(content, Mapping) else {"": np.frombuffer(content, np.uint8)}
-        at = end = _round_up(end)
-        index: list[tuple[str, str, tuple[int, ...], int]] = []
-        digest = hashlib.blake2b(digest_size=_DIGEST)
-        for key, array in arrays.items():
-            data, place = _bytes(array), _round_up(end)
-            index.append((key, dtype(array.dtype).name, array.shape, place - at))
-            pieces.append((place, data))
-            digest.update(bytes(place - end))
-            digest.update(data)
-            end = place + len(data)
-        sections[name] = {"at": at, "bytes": end - at, "digest": digest.hexdigest()}
-        if isinstance(content, Mapping):
-            sections[name]["arrays"] = index
-    written = json.dumps({**manifest, "bytes": end, "sections": sections}, indent=1).encode()
-    with _replaced(path) as file:
-        file.write(_HEAD.pack(MAGIC, VERSION, len(written), hashlib.blake2b(written, digest_size=_DIGEST).digest()))
-        file.write(written)
-        for place, data in pieces:
-            file.seek(_start(written) + place)
-            file.write(data)
-        file.truncate(_start(written) + end)
-    return path
-
-
-@contextlib.contextmanager
-def _replaced(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes its name when it is whole."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
-            yield file
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-
-
-def _bytes(array: Array) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def _round_up(n: int) -> int:
-    return -(-n // _LINE) * _LINE
-
-
-def _start(manifest: bytes | memoryview) -> int:
-    """Where the sections begin."""
-    return _round_up(_HEAD.size + len(manifest))
-
-
 # -- reading ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class ExportFile:
-    """An opened export: its manifest, and the bytes behind it."""
-
-    path: Path
-    manifest: Mapping[str, Any]
-    data: memoryview
+class ExportFile(Container):
+    """An opened export."""
 
     @property
     def target(self) -> Target:
         """What the code is for."""
         return Target(**self.manifest["target"])
-
-    def section(self, name: str) -> bytes:
-        return bytes(self._bytes(name))
-
-    def arrays(self, name: str) -> dict[str, Array]:
-        """Arrays by name, mapped from the file; none where there is no such section."""
-        found = {}
-        for key, kind, shape, at in self.manifest["sections"].get(name, {}).get("arrays", ()):
-            element = dtype(kind).numpy
-            data = self._bytes(name)[at : at + math.prod(shape) * element.itemsize]
-            found[key] = np.frombuffer(data, np.uint8).view(element).reshape(shape)
-        return found
-
-    def check(self, names: Iterable[str]) -> None:
-        """Refuse sections whose bytes are not those that were written."""
-        for name in names:
-            found = hashlib.blake2b(self._bytes(name), digest_size=_DIGEST).hexdigest()
-            if found != self.manifest["sections"][name]["digest"]:
-                raise broken(self.path, f"section {name!r} is damaged", hint="export it again, or copy it again")
-
-    def _bytes(self, name: str) -> memoryview:
-        found = self.manifest["sections"][name]
-        return self.data[found["at"] : found["at"] + found["bytes"]]
 
 
 def open_export(path: PathLike, *, verify: bool = False) -> ExportFile:
@@ -226,23 +132,8 @@ def open_export(path: PathLike, *, verify: bool = False) -> ExportFile:
 
 def read_export(path: PathLike) -> ExportFile:
     """Open an export to look at: its manifest is whole, and its length is right."""
-    file = open_bytes(path)
-    if file.size < _HEAD.size or bytes(file.view[:4]) != MAGIC:
-        raise broken(file.path, "not an export of rlx", at=0, expected=MAGIC, found=bytes(file.view[:4]))
-    _, version, size, digest = _HEAD.unpack_from(file.view)
-    if version != VERSION:
-        hint = "another version of rlx made it: export it again with this one"
-        raise broken(file.path, "version of the format", at=4, expected=VERSION, found=version, hint=hint)
-    written = file.view[_HEAD.size : _HEAD.size + size]
-    if hashlib.blake2b(written, digest_size=_DIGEST).digest() != digest:
-        hint = "export it again, or copy it again"
-        raise broken(file.path, "the manifest is damaged or cut short", at=_HEAD.size, hint=hint)
-    manifest = parse_json(written, file.path)
-    whole = _start(written) + manifest["bytes"]
-    if file.size != whole:
-        hint = "it was not copied whole"
-        raise broken(file.path, "length", expected=f"{whole} bytes", found=f"{file.size} bytes", hint=hint)
-    return ExportFile(file.path, manifest, file.view[_start(written) :])
+    found = container.read(path)
+    return ExportFile(found.path, found.manifest, found.data)
 
 
 def _check_mode(path: Path) -> None:
@@ -294,6 +185,7 @@ class ExportedGraph(CpuGraph):
         self.leaves = _leaves(file.manifest)
         super().__init__(self.leaves, found, file.target, threads, store or WeightStore(), profile)
         del self.graph
+        self.signature = replace(self.signature, outputs=tuple(map(parse_type, file.manifest["outputs"])))
         if WEIGHTS in file.manifest["sections"]:
             arrays = file.arrays(WEIGHTS)
             self._params = {n: arrays[n] for n in self.param_types if n in arrays}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from rlx.backends.cpu.library import kernel_text
+from rlx.backends.cpu.generators import kernel_text
 from rlx.ir.diff import diff
 from rlx.ir.graph import Graph, Node
 from rlx.ir.registry import HIR, LEAF

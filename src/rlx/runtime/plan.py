@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,11 +24,13 @@ from rlx.lir import kernels, loops, program, views
 from rlx.lir.program import Program
 from rlx.mir import report
 from rlx.mir.report import FusionReport
-from rlx.module import LirModule, plan_lir
 from rlx.profile import CompileProfile
 from rlx.runtime import codec, weights
 from rlx.runtime.weights import Recipe, recipes
 from rlx.target import Target
+
+if TYPE_CHECKING:
+    from rlx.module import LirModule
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class CompiledPlan:
 
 def make_plan(graph: Graph, target: Target, profile: CompileProfile | None = None) -> CompiledPlan:
     """Compile a graph to programs, without the cache."""
+    from rlx.module import plan_lir  # all passes; a plan from the cache needs none
+
     return planned(plan_lir(graph, target, profile or CompileProfile()), graph)
 
 

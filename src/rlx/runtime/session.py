@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import TYPE_CHECKING
 
 from rlx import target as targets
 from rlx.backends.base import device as find_device
 from rlx.errors import CapabilityError, GraphError
-from rlx.hir.lower import lower
-from rlx.ir.graph import Graph
-from rlx.mir.pipeline import rounded
-from rlx.module import GraphModule
 from rlx.profile import PROCESSORS, CompileProfile
-from rlx.runtime.compiled import CompiledGraph, CpuGraph, ReferenceGraph
-from rlx.runtime.plan import cached_plan, planned
 from rlx.runtime.weights import WeightStore
 from rlx.target import Target
+
+if TYPE_CHECKING:  # a session may never compile: a model that was started before comes with its code
+    from rlx.ir.graph import Graph
+    from rlx.module import GraphModule
+    from rlx.runtime.compiled import CompiledGraph
 
 # One thread compiles at a time: Python and LLVM are serial, so more would only take turns. A fork waits for it, because
 # a child could never release what another thread of its parent holds half-way (`cached_property` of Python 3.11 locks).
@@ -36,7 +36,12 @@ class Session:
 
     def compile(self, graph: Graph | GraphModule, *, profile: CompileProfile | None = None) -> CompiledGraph:
         """A graph, or a module at any level, ready to run on this session's device; `profile` says how to compile."""
-        module = graph if isinstance(graph, GraphModule) else _module(graph)
+        from rlx.hir.lower import lower
+        from rlx.mir.pipeline import rounded
+        from rlx.runtime.compiled import CpuGraph, ReferenceGraph
+        from rlx.runtime.plan import cached_plan, planned
+
+        module = _module(graph)
         if profile is not None and not isinstance(profile, CompileProfile):
             raise GraphError(f"compile: profile is a {type(profile).__name__}, expected a CompileProfile")
         hir = module.as_hir()
@@ -44,7 +49,7 @@ class Session:
         if not source.outputs:
             raise GraphError(f"compile: graph {module.name!r} has no outputs", hint="call g.set_outputs([...])")
         with _guard:
-            source.verify()
+            source = source.verify().copy()  # which the caller may go on building
             lir = module.as_lir()
             if lir is not None and profile is not None:
                 raise GraphError(f"compile: module {module.name!r} is planned already, a profile comes too late")
@@ -70,7 +75,12 @@ class Session:
         raise CapabilityError(f"compile: the profile is for {wanted}, the session's device is {self.device.name}")
 
 
-def _module(graph: Graph) -> GraphModule:
+def _module(graph: Graph | GraphModule) -> GraphModule:
+    from rlx.ir.graph import Graph
+    from rlx.module import GraphModule
+
+    if isinstance(graph, GraphModule):
+        return graph
     if not isinstance(graph, Graph):
         raise GraphError(f"compile: takes a Graph, found {type(graph).__name__}", hint="or a GraphModule")
     return GraphModule(graph)

@@ -19,13 +19,14 @@ from rlx.errors import CapabilityError, FormatError, GraphError
 from rlx.ir.graph import Graph
 from rlx.mir.bind_dims import bind_dims
 from rlx.module import GraphModule
-from rlx.profile import CompileProfile
+from rlx.profile import CompileProfile, KernelDispatchConfig, KernelDispatchPolicy
 from rlx.runtime.compiled import Array, CompiledGraph
 from rlx.runtime.dispatch import DispatchReport
 from rlx.runtime.memory_report import MemoryReport
 from rlx.runtime.plan import is_builtin
 from rlx.runtime.profiler import Report
 from rlx.runtime.session import Session
+from rlx.runtime.signature import Signature
 from rlx.types import DimBinding, Size, as_size, sym
 
 Extras = tuple[tuple[str, int], ...]
@@ -137,6 +138,10 @@ class ModelExecutionConfig:
         """The same by another profile, or by the preset of that name."""
         return replace(self, profile=CompileProfile.preset(profile) if isinstance(profile, str) else profile)
 
+    def with_kernel_dispatch(self, given: KernelDispatchConfig | KernelDispatchPolicy) -> ModelExecutionConfig:
+        """The same by a profile with another policy of kernels."""
+        return replace(self, profile=self.profile.with_kernel_dispatch(given))
+
     def with_mode(self, mode: CompilationMode) -> ModelExecutionConfig:
         """The same in another mode."""
         return replace(self, mode=mode)
@@ -208,7 +213,8 @@ class LazyGraph(CompiledGraph):
     """Compiles when it first runs, or when its weights are first made ready; until then it only takes weights."""
 
     def __init__(self, graph: Graph, session: Session, profile: CompileProfile) -> None:
-        super().__init__(graph, session.device.name)
+        super().__init__(Signature.of(graph), session.device.name)
+        self.graph = graph
         self._session = session
         self._profile = profile
         self.compiled: CompiledGraph | None = None

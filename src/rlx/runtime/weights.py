@@ -11,12 +11,12 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlx.ir.graph import Graph, Node
-from rlx.ir.rewrite import Rewriter
+if TYPE_CHECKING:
+    from rlx.ir.graph import Graph, Node
 
 Array = np.ndarray[Any, Any]
 Key = tuple[str, tuple[int, ...]]
@@ -35,6 +35,8 @@ class Recipe:
 
 def recipes(bind: Graph) -> list[Recipe]:
     """One for each output of a bind graph."""
+    from rlx.ir.rewrite import Rewriter  # where nothing is compiled, nothing is rewritten
+
     found = []
     for output in bind.outputs:
         needed = bind.reachable([output])

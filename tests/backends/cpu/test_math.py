@@ -29,7 +29,8 @@ NUMPY: dict[str, Any] = {
 DIGITS = {np.dtype(np.float32): 24, np.dtype(np.float64): 53}
 LOWEST_EXPONENT = {np.dtype(np.float32): -149, np.dtype(np.float64): -1074}
 LONG = np.longdouble
-UNARY = ("exp", "exp2", "log", "tanh", "erf", "sin", "cos")
+UNARY = ("exp", "exp2", "log", "tanh", "erf", "sin", "cos", "tan", "atan")
+CIRCULAR = ("sin", "cos", "tan")
 SCALARS = ("float", "double")
 
 needs_long_double = pytest.mark.skipif(np.finfo(LONG).nmant < 63, reason="long double is no longer than double here")
@@ -142,11 +143,13 @@ def same_bits(a: Array, b: Array) -> bool:
 BOUNDS = {
     "float": {
         "exp": (0.9, 1.2), "exp2": (0.9, 1.15), "log": (1.2, 1.3), "tanh": (1.8, 1.95), "erf": (1.7, 2.2),
-        "sin": (1.95, 2.2), "cos": (1.95, 2.2), "pow": (0.57, 0.57),
+        "sin": (1.95, 2.2), "cos": (1.95, 2.2), "pow": (0.57, 0.57), "tan": (0.7, 0.7),
+        "atan": (0.55, 0.55),
     },
     "double": {
         "exp": (0.95, 1.2), "exp2": (0.95, 1.25), "log": (0.9, 0.9), "tanh": (1.6, 1.9), "erf": (1.9, 2.3),
-        "sin": (1.95, 2.0), "cos": (1.95, 2.0), "pow": (1.0, 1.2),
+        "sin": (1.95, 2.0), "cos": (1.95, 2.0), "pow": (1.0, 1.2), "tan": (0.95, 0.95),
+        "atan": (0.75, 0.8),
     },
 }  # fmt: skip
 
@@ -158,12 +161,12 @@ def bound(name: str, scalar: str, target: Target) -> float:
 # -- accuracy -----------------------------------------------------------------------------------------------------
 REFERENCE: dict[str, Callable[[Array], Array]] = {
     "exp": np.exp, "exp2": np.exp2, "log": np.log, "tanh": np.tanh, "erf": scipy.special.erf, "sin": np.sin,
-    "cos": np.cos,
+    "cos": np.cos, "tan": np.tan, "atan": np.arctan,
 }  # fmt: skip
 # Where the function is neither trivial nor saturated.
 BUSY = {
     "exp": (-105.0, 90.0), "exp2": (-152.0, 130.0), "log": (0.0, 4.0), "tanh": (-10.0, 10.0), "erf": (-4.5, 4.5),
-    "sin": (-1e6, 1e6), "cos": (-1e6, 1e6),
+    "sin": (-1e6, 1e6), "cos": (-1e6, 1e6), "tan": (-1e6, 1e6), "atan": (-100.0, 100.0),
 }  # fmt: skip
 BUSY_DOUBLE = BUSY | {"exp": (-750.0, 715.0), "exp2": (-1080.0, 1030.0), "tanh": (-22.0, 22.0), "erf": (-6.5, 6.5)}
 
@@ -175,7 +178,7 @@ def float_sweep(name: str) -> tuple[Array, Array]:
     low, high = BUSY[name]
     patterns = np.linspace(0, 2**32 - 1, 2_000_000).astype(np.uint32) ^ rng.integers(0, 2048, 2_000_000, np.uint32)
     x = np.concatenate([patterns.view(np.float32), rng.uniform(low, high, 500_000).astype(np.float32)])
-    if name in ("sin", "cos"):
+    if name in CIRCULAR:
         x = np.concatenate([x[~(np.abs(x) > 1e6)], rng.uniform(-50, 50, 500_000).astype(np.float32)])
     with np.errstate(all="ignore"):
         exact: Array = REFERENCE[name](x.astype(np.float64))
@@ -202,7 +205,7 @@ def double_points(name: str, count: int) -> Array:
     x: Array = np.concatenate([anything, rng.uniform(low, high, count), rng.uniform(-2, 2, count), small])
     if name == "log":
         x = np.abs(np.concatenate([x, 1 + small / 16, rng.uniform(0.7, 1.6, count)]))
-    if name in ("sin", "cos"):
+    if name in CIRCULAR:
         x = np.concatenate([x[np.abs(x) <= 1e6], rng.integers(-600_000, 600_000, count) * (np.pi / 2)])
     finite: Array = x[np.isfinite(x)]
     return finite
@@ -264,6 +267,20 @@ def test_sine_and_cosine_stay_exact_where_stated_and_bounded_everywhere(scalar: 
         assert np.abs(function(huge)).max() <= 1
 
 
+@needs_long_double
+@on_every_target
+@pytest.mark.parametrize("scalar", SCALARS)
+def test_the_tangent_stays_exact_where_stated_and_is_a_number_everywhere(scalar: str, target: Target) -> None:
+    limit = 9 if target.has_fma else 8
+    function = unary("tan", scalar, full(target, scalar), target)
+    x = (10 ** np.random.default_rng(3).uniform(6, limit, 400)).astype(NUMPY[scalar])
+    poles = (np.arange(1, 200_000) * (np.pi / 2)).astype(NUMPY[scalar])
+    for points in (x, poles):
+        assert ulps(function(points), np.tan(points.astype(LONG))).max() <= bound("tan", scalar, target)
+    huge = (10 ** np.linspace(6, 38 if scalar == "float" else 300, 4000)).astype(NUMPY[scalar])
+    assert not np.isnan(function(huge)).any()
+
+
 # -- special values -----------------------------------------------------------------------------------------------
 INF, NAN = np.inf, np.nan
 SPECIAL: dict[str, list[tuple[float, float]]] = {
@@ -274,6 +291,18 @@ SPECIAL: dict[str, list[tuple[float, float]]] = {
     "erf": [(0.0, 0.0), (-0.0, -0.0), (INF, 1), (-INF, -1), (NAN, NAN), (1e30, 1), (-1e30, -1)],
     "sin": [(0.0, 0.0), (-0.0, -0.0), (INF, NAN), (-INF, NAN), (NAN, NAN), (1e-45, 1e-45), (-1e-30, -1e-30)],
     "cos": [(0.0, 1), (-0.0, 1), (INF, NAN), (-INF, NAN), (NAN, NAN), (1e-45, 1)],
+    "tan": [(0.0, 0.0), (-0.0, -0.0), (INF, NAN), (-INF, NAN), (NAN, NAN), (1e-45, 1e-45), (-1e-30, -1e-30)],
+    "atan": [
+        (0.0, 0.0),
+        (-0.0, -0.0),
+        (INF, np.pi / 2),
+        (-INF, -np.pi / 2),
+        (NAN, NAN),
+        (1e-45, 1e-45),
+        (1, np.pi / 4),
+        (-1, -np.pi / 4),
+        (1e38, np.pi / 2),
+    ],
 }
 
 

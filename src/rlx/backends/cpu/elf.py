@@ -122,8 +122,6 @@ def load(data: bytes, names: Sequence[str]) -> dict[str, int]:
 class _Image:
     """An object in memory: code and the jumps to the C library on pages that are executed, constants on others."""
 
-    _kept: list[mmap.mmap] = []  # noqa: RUF012  addresses become plain numbers: nobody knows when the last user is gone
-
     def __init__(self, obj: Object, libc: Sequence[str]) -> None:
         self.obj = obj
         self.places: dict[int, int] = {}  # of sections
@@ -136,7 +134,9 @@ class _Image:
         self._write()
         _protect(self.base, constants, _READ | _EXECUTE)
         _protect(self.base + constants, size - constants, _READ)
-        self._kept.append(self.memory)
+        # Addresses become plain numbers, so nobody knows when the last user is gone. Not even the end of the
+        # interpreter may free the memory: a daemon thread can be inside it.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.memory))
 
     def functions(self, names: Iterable[str]) -> dict[str, int]:
         known = {s.name: s for s in self.obj.symbols if s.defined}

@@ -8,54 +8,32 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from sys import getrefcount
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlx.backends.cpu import driver
 from rlx.backends.cpu import pool as pools
-from rlx.backends.cpu.library import inner_size, library, scratch_bytes
+from rlx.backends.cpu.layout import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Layout, lay_out
+from rlx.backends.cpu.library import library
 from rlx.backends.cpu.memory import Bytes, Guarded, address, aligned, checking
-from rlx.backends.cpu.records import ARGUMENTS, ENDLESS, FUNCTION, UNITS, Records
+from rlx.backends.cpu.records import ARGUMENTS, FUNCTION, UNITS
 from rlx.errors import BindError, KernelError
-from rlx.lir.kernels import BEYOND_CAPACITY
-from rlx.lir.memory import Plan, lifetimes, plan
-from rlx.lir.program import ARENA, CONST, INPUT, LAUNCH, NEXT, OUTPUT, TEST, WEIGHT, Buffer, Program
-from rlx.lir.views import View
+from rlx.lir.memory import Plan, plan
 from rlx.target import Target
-from rlx.types import Size, compile_sizes, is_monotone, round_up_power_of_two
+from rlx.types import compile_sizes, round_up_power_of_two
+
+if TYPE_CHECKING:
+    from rlx.lir.program import Program
 
 Array = np.ndarray[Any, Any]
 KEPT_BYTES = 1 << 16  # outputs up to this size may be kept for the next run
 HELD_BY_US = 3  # references to a kept array that nobody else holds: our list, the loop, the question itself
 TRACE = 4  # word of a request that has the address of the time stamps
 FRAMES = 256  # bindings whose sizes are remembered
-FAULTS = {
-    1: "an index lies outside the axis it selects from",
-    BEYOND_CAPACITY: "a position lies outside the capacity of a cache",
-}
-
-
-class _SizeTable:
-    """Every distinct size of the program, to be evaluated together."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[Size, int] = {}
-
-    def add(self, size: Size) -> int:
-        return self.sizes.setdefault(size, len(self.sizes))
-
-
-@dataclass
-class Pointers:
-    """Argument words that are addresses: their positions, which buffer they point into, and how far."""
-
-    positions: list[int] = field(default_factory=list)
-    buffers: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)  # numbers in the size table, in bytes
 
 
 @dataclass
@@ -117,86 +95,52 @@ class Instance:
 
 
 class Executable:
-    """A linked program. `bind` gives it weights, `run` runs it."""
+    """A linked program. `bind` gives it weights, `run` runs it.
+
+    Its machine code is loaded. `program` is only asked for by reports, for the words of an error, and for scratch that
+    depends on sizes: a layout from a cache has what else there is to know.
+    """
 
     def __init__(
-        self, program: Program, target: Target, threads: int | None = None, *, aligned_outputs: bool = False
-    ) -> None:
+        self, layout: Layout, program: Callable[[], Program], target: Target, threads: int | None = None, *,
+        aligned_outputs: bool = False,
+    ) -> None:  # fmt: skip
         # Weights that kernels read again and again are worth starting on a cache line: NumPy's memory does not, and a
         # vector that straddles two lines is read twice.
         self._allocate = _aligned_empty if aligned_outputs else np.empty
-        self.program = program
+        self._make_program = program
+        self.layout, self.records = layout, layout.records
         self.target = target
         code = library(target)
-        self._linked = code.link(program.kernels().values())
         self.pool = pools.shared(threads, code.driver)
         self.threads = self.pool.threads
-        self.entries = [self._linked[launch.kernel.symbol].address for launch in program.launches]
+        self.entries = [code.address([symbol]) for symbol in layout.entries]
         self._weights: Mapping[str, Array] = {}  # replaced, never changed: a run that has begun keeps its own
-        self._constants = {n: b.value.data for n, b in program.buffers.items() if b.value is not None}
         self._instances: list[Instance] = []
         self._frames: dict[tuple[int, ...], Frame] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._check = checking()
-        self._lay_out()
-
-    # -- layout, once --------------------------------------------------------------------------------------------------
-    def _lay_out(self) -> None:
-        """Give every word of every launch a position in one block, and sort words by where their value comes from."""
-        program = self.program
-        self._table = _SizeTable()
-        self._numbers: tuple[list[int], list[int]] = ([], [])  # positions, size numbers
-        fixed: list[tuple[int, int]] = []
-        self._pointers: dict[str, Pointers] = {k: Pointers() for k in (INPUT, OUTPUT, WEIGHT, CONST, ARENA)}
-        self._order = {
-            kind: {b.name: i for i, b in enumerate(b for b in program.buffers.values() if b.kind == kind)}
-            for kind in self._pointers
-        }
-        self._order[INPUT] = {n: i for i, n in enumerate(program.inputs)}
-        self._order[OUTPUT] = {n: i for i, n in enumerate(program.outputs)}
-        records = self.records = Records(program)
-        for step, position in zip(records.walk, records.starts, strict=True):
-            if step.kind == LAUNCH:
-                launch = program.launches[step.number]
-                addresses = self._linked[launch.kernel.symbol].words
-                for i, (name, value) in enumerate(zip(launch.kernel.words, launch.words, strict=True), start=position):
-                    if isinstance(value, View):
-                        self._pointer(i, program.buffers[value.buffer], value)
-                    elif value is not None:
-                        self._numbers[0].append(i)
-                        self._numbers[1].append(self._table.add(value))
-                    else:
-                        fixed.append((i, addresses.get(name, 0)))
-            elif step.kind == TEST:
-                predicate = program.controls[step.number].predicate
-                assert predicate is not None
-                self._pointer(position, program.buffers[predicate.buffer], predicate)
-        self._template = np.zeros(records.word_count, np.int64)  # the words that no size changes
-        for position, value in fixed:
-            self._template[position] = value
-        self._units = [self._table.add(launch.units) for launch in program.launches]
-        lengths = [plan.loop.length for plan in records.loops.values()]
-        records.weigh(program, self._table.add)
-        self._steps = [self._table.add(ENDLESS if length is None else length) for length in lengths]
-        inner = [(x.kernel, self._table.add(inner_size(x.kernel, x.words))) for x in program.launches]
-        self._inner = list({(kernel.symbol, number): (kernel, number) for kernel, number in inner}.values())
-        self._lives = lifetimes(program)
-        self._arena = [program.buffers[x.name] for x in self._lives]
-        self._arena_bytes = [self._table.add(b.type.bytes) for b in self._arena]
-        self._shapes = [[self._table.add(d) for d in program.buffers[n].type.shape] for n in program.outputs]
-        self._asserted = [(self._table.add(a.a), self._table.add(a.b), a) for a in program.assertions]
-        everywhere = compile_sizes((*program.symbols, *records.symbols), list(self._table.sizes))
-        start = (0,) * len(records.symbols)  # of loops
+        self._template = np.zeros(layout.records.word_count, np.int64)  # the words that no size changes
+        for position, symbols in layout.tables:
+            self._template[position] = code.address(symbols)
+        everywhere = compile_sizes((*layout.symbols, *layout.loop_symbols), layout.sizes)
+        start = (0,) * len(layout.loop_symbols)
         self._evaluate: Callable[..., tuple[int, ...]] = lambda *key: everywhere(*key, *start)
-        self._rounds = all(is_monotone(b.type.bytes) for b in self._arena)
-        self._output_types = [program.buffers[n].type.dtype.numpy for n in program.outputs]
+        self._output_types = [dtype.numpy for dtype in layout.output_types]
 
-    def _pointer(self, position: int, buffer: Buffer, view: View) -> None:
-        found = self._pointers[buffer.kind]
-        found.positions.append(position)
-        found.buffers.append(self._order[buffer.kind][buffer.name])
-        found.offsets.append(self._table.add(view.offset * view.dtype.size))
-        self.records.move(view, position, self._table.add)
+    @classmethod
+    def of(
+        cls, program: Program, target: Target, threads: int | None = None, *, aligned_outputs: bool = False
+    ) -> Executable:
+        """Compile and link a program."""
+        entries = library(target).link(program.kernels().values())
+        layout = lay_out(program, entries, target)
+        return cls(layout, lambda: program, target, threads, aligned_outputs=aligned_outputs)
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """What it was laid out from."""
+        return self._make_program()
 
     # -- weights -------------------------------------------------------------------------------------------------------
     def bind(self, weights: Mapping[str, Array]) -> None:
@@ -217,37 +161,48 @@ class Executable:
 
     def plan_memory(self, key: tuple[int, ...]) -> Plan:
         """The arena for a size class: each symbol rounded up to a power of two, where sizes can only grow with it."""
-        rounded = tuple(round_up_power_of_two(v) for v in key) if self._rounds else key
+        rounded = tuple(round_up_power_of_two(v) for v in key) if self.layout.rounds else key
         found = self._plans.get(rounded)
         if found is None:
             values = self._evaluate(*rounded)
-            found = plan(self._lives, {b.name: values[i] for b, i in zip(self._arena, self._arena_bytes, strict=True)})
+            lives = self.layout.lives
+            found = plan(lives, {x.name: values[i] for x, i in zip(lives, self.layout.arena_bytes, strict=True)})
             if len(self._plans) >= FRAMES:
                 self._plans.clear()
             self._plans[rounded] = found
         return found
 
     def _make_frame(self, key: tuple[int, ...]) -> Frame:
+        layout = self.layout
         values = self._evaluate(*key)
-        for a, b, assertion in self._asserted:
-            if not assertion.holds(values[a], values[b]):
-                raise BindError(assertion.message(values[a], values[b]), notes=[assertion.where])
+        for i, asserted in enumerate(layout.assertions):
+            a, b = values[asserted.a], values[asserted.b]
+            if not asserted.holds(a, b):
+                said = self.program.assertions[i]
+                raise BindError(said.message(a, b), notes=[said.where])
         numbers = np.array(values, np.int64)
         words = self._template.copy()
-        words[self._numbers[0]] = numbers[self._numbers[1]]
-        for found in self._pointers.values():
+        words[layout.number_words] = numbers[layout.number_sizes]
+        for found in layout.pointers.values():
             words[found.positions] = numbers[found.offsets]
         memory = self.plan_memory(key)
-        scratch = 64
-        for kernel, inner in self._inner:
-            scratch = max(scratch, scratch_bytes(kernel, self.target, values[inner]))
-        shapes = [tuple(values[i] for i in shape) for shape in self._shapes]
+        scratch = max([layout.scratch, *self._scratch_by_size(values)])
+        shapes = [tuple(values[i] for i in shape) for shape in layout.shapes]
         outputs = list(zip(shapes, self._output_types, strict=True))
         private = -(-scratch // 64) * 64
         whole = private + -(-self.records.private_bytes // 64) * 64
-        steps = [values[i] for i in self._steps]
+        steps = [values[i] for i in layout.steps]
         solo = self.records.solo(values, steps, self.threads) if steps else []
-        return Frame(words, numbers[self._units], steps, solo, memory, whole, private, outputs, values)
+        return Frame(words, numbers[layout.units], steps, solo, memory, whole, private, outputs, values)
+
+    def _scratch_by_size(self, values: Sequence[int]) -> Iterator[int]:
+        """What the kernels need whose scratch depends on run-time sizes."""
+        if self.layout.scratch_of:
+            from rlx.backends.cpu.generators import scratch_bytes
+
+            kernels = self.program.kernels()
+            for symbol, size in self.layout.scratch_of:
+                yield scratch_bytes(kernels[symbol], self.target, values[size])
 
     # -- running -------------------------------------------------------------------------------------------------------
     def run(
@@ -322,10 +277,11 @@ class Executable:
             instance.records, instance.loops, address(instance.words), frame.private, frame.values, frame.steps,
             frame.solo,
         )  # fmt: skip
+        names, constants = self.layout.names, self.layout.constants
         bases = self._arena_bases(instance, frame)
-        self._add(instance, ARENA, [bases.get(n, 0) for n in self._order[ARENA]])
-        self._add(instance, CONST, [address(self._constants[n]) for n in self._order[CONST]])
-        self._add(instance, WEIGHT, [address(weights[n]) for n in self._order[WEIGHT]])
+        self._add(instance, ARENA, [bases.get(n, 0) for n in names[ARENA]])
+        self._add(instance, CONST, [address(constants[n]) for n in names[CONST]])
+        self._add(instance, WEIGHT, [address(weights[n]) for n in names[WEIGHT]])
         instance.kept = []
         instance.inputs = self._moving(INPUT, frame)
         instance.outputs = self._moving(OUTPUT, frame)
@@ -337,20 +293,21 @@ class Executable:
 
     def _moving(self, kind: str, frame: Frame) -> list[tuple[int, int, int]]:
         """Position, buffer number and byte offset of the words that hold addresses of inputs or outputs."""
-        found = self._pointers[kind]
-        return [(p, b, int(frame.words[p])) for p, b in zip(found.positions, found.buffers, strict=True)]
+        found = self.layout.pointers[kind]
+        positions, offsets = found.positions.tolist(), frame.words[found.positions].tolist()
+        return list(zip(positions, found.buffers.tolist(), offsets, strict=True))
 
     def _add(self, instance: Instance, kind: str, addresses: Sequence[int]) -> None:
-        found = self._pointers[kind]
-        if found.positions:
+        found = self.layout.pointers[kind]
+        if len(found.positions):
             instance.words[found.positions] += np.array(addresses, np.int64)[found.buffers]
 
     def _arena_bases(self, instance: Instance, frame: Frame) -> dict[str, int]:
         if not self._check:
             base = address(instance.arena)
             return {name: base + offset for name, offset in frame.plan.offsets.items()}
-        instance.guards = [Guarded(frame.values[i]) for i in self._arena_bytes]
-        return {b.name: g.address for b, g in zip(self._arena, instance.guards, strict=True)}
+        instance.guards = [Guarded(frame.values[i]) for i in self.layout.arena_bytes]
+        return {x.name: g.address for x, g in zip(self.layout.lives, instance.guards, strict=True)}
 
     def _run_checked(
         self,
@@ -386,7 +343,7 @@ class Executable:
         launch = self.program.launches[step.number] if step is not None else None
         where = launch.kernel.symbol if launch else "a kernel"
         notes = [f"built at: {launch.where}"] if launch and launch.where else []
-        return KernelError(f"{where}: {FAULTS.get(code, f'fault {code}')}", notes=notes)
+        return KernelError(f"{where}: {_fault_text(code)}", notes=notes)
 
     def trace_run(self, key: tuple[int, ...], inputs: Sequence[Array]) -> tuple[list[Array], Trace]:
         """A run, and its time stamps."""
@@ -395,11 +352,21 @@ class Executable:
         entered: dict[int, int] = {}
         steps: dict[int, int] = {}
         for record, step in enumerate(self.records.walk):
-            if step.kind != LAUNCH:
+            if step.kind != driver.LAUNCH:
                 entered.setdefault(step.number, record)
-                if step.kind == NEXT:
+                if step.kind == driver.NEXT:
                     steps[step.number] = int(stamps[record, :, 1].max())
         return outputs, Trace(stamps[self.records.launches], stamps[list(entered.values())], steps)
+
+
+def _fault_text(code: int) -> str:
+    from rlx.lir.kernels import BEYOND_CAPACITY
+
+    known = {
+        1: "an index lies outside the axis it selects from",
+        BEYOND_CAPACITY: "a position lies outside the capacity of a cache",
+    }
+    return known.get(code, f"fault {code}")
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

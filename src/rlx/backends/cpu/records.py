@@ -1,21 +1,18 @@
 """The records of a program: what the driver walks, as memory.
 
-`Records` numbers the steps of a program and the words of their arguments, once. `fill` writes what depends on sizes and
-addresses: how often loops run, and how far the addresses in them move.
+`Records` has the steps of a program and the words of their arguments, numbered once (`layout.py`). `fill` writes what
+depends on sizes and addresses: how often loops run, and how far the addresses in them move.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from rlx.backends.cpu import driver
-from rlx.lir.program import ENTER, JUMP, LAUNCH, LEAVE, NEXT, TEST, Loop, Program
-from rlx.lir.views import View, moving
-from rlx.types import Size
 
 Words = np.ndarray[Any, np.dtype[np.int64]]
 ENDLESS = 1 << 62  # steps of a loop that only its predicate ends
@@ -24,10 +21,15 @@ GUESSED_STEPS = 16  # of such a loop, where it is weighed against others
 # Measured 80 ns on a quiet machine; a busy one takes longer, while a loop on one thread is never slow for that.
 BARRIER, FLOP, BYTE = 200.0, 1 / 50, 1 / 90
 FUNCTION, ARGUMENTS, UNITS, FLAGS = range(driver.RECORD_WORDS)
-_KINDS = {
-    LAUNCH: driver.LAUNCH, ENTER: driver.ENTER, NEXT: driver.NEXT, TEST: driver.TEST, JUMP: driver.JUMP,
-    LEAVE: driver.LEAVE,
-}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A step of the walk: its kind as the driver has it, the launch or control that it is of, and the loops around."""
+
+    kind: int
+    number: int
+    loops: tuple[int, ...] = ()
 
 
 @dataclass
@@ -43,7 +45,6 @@ class LoopPlan:
     """A loop in the records: its edges, the words that a thread copies, and those of them that move."""
 
     number: int  # among the loops
-    loop: Loop
     outer: LoopPlan | None
     low: int  # the words of its launches are [low, high)
     enter: int  # records
@@ -60,89 +61,20 @@ class LoopPlan:
         return self.home + 8 * (1 + position - self.low)
 
 
+@dataclass
 class Records:
     """The walk through a program, numbered: records, and the position of the first word of each."""
 
-    def __init__(self, program: Program) -> None:
-        self.walk = list(program.steps())
-        self.launches = [record for record, step in enumerate(self.walk) if step.kind == LAUNCH]
-        self.loops: dict[int, LoopPlan] = {}  # by number of the control
-        self.symbols = {s: number for number, c in enumerate(program.controls) for s in c.symbols}
-        self.starts: list[int] = []
-        self.word_count = 0
-        for record, step in enumerate(self.walk):
-            self.starts.append(self.word_count)
-            control = None if step.kind == LAUNCH else program.controls[step.number]
-            if control is None:
-                self.word_count += len(program.launches[step.number].kernel.words)
-            elif step.kind == TEST:
-                self.word_count += 1
-            elif isinstance(control, Loop):
-                self._edge(record, step.kind, step.number, control, step.loops)
-        self.private_bytes = 0
-        for plan in self.loops.values():
-            plan.home = self.private_bytes
-            self.private_bytes = plan.place(plan.high)
-        self.work: dict[int, tuple[int, int, int]] = {}  # flops, bytes, units of launches in loops: size numbers
-        self.template = np.zeros((len(self.walk), driver.RECORD_WORDS), np.int64)
-        self._write(program)
-
-    def _edge(self, record: int, kind: str, number: int, loop: Loop, inside: Sequence[int]) -> None:
-        if kind == ENTER:
-            outer = self.loops[inside[-1]] if inside else None
-            self.loops[number] = LoopPlan(len(self.loops), loop, outer, self.word_count, record, inside=tuple(inside))
-        elif kind == NEXT:
-            self.loops[number].exit = record + 1
-        elif kind == LEAVE:
-            self.loops[number].leave, self.loops[number].high = record, self.word_count
-
-    def _write(self, program: Program) -> None:
-        """What depends on nothing: kinds, flags, where branches go. Arguments are places in the words or in a copy."""
-        self.shared = [r for r, step in enumerate(self.walk) if step.kind in (LAUNCH, TEST) and not step.loops]
-        self.private = [r for r, step in enumerate(self.walk) if step.kind in (LAUNCH, TEST) and step.loops]
-        tests: dict[int, int] = {}  # the records at which branches test and jump
-        jumps: dict[int, int] = {}
-        for record, (step, row) in enumerate(zip(self.walk, self.template, strict=True)):
-            row[FLAGS] = _KINDS[step.kind]
-            if step.kind in (LAUNCH, TEST):
-                start = self.starts[record]
-                row[ARGUMENTS] = self.loops[step.loops[-1]].place(start) if step.loops else 8 * start
-                row[FLAGS] |= driver.PRIVATE if step.loops else 0
-            if step.kind == LAUNCH:
-                row[FLAGS] |= driver.BARRIER_AFTER if program.launches[step.number].barrier else 0
-                continue
-            control = program.controls[step.number]
-            if step.kind == LEAVE:
-                row[FLAGS] |= driver.BARRIER_AFTER if control.barrier else 0
-            if isinstance(control, Loop):
-                plan = self.loops[step.number]
-                row[FUNCTION] = {TEST: plan.exit, LEAVE: plan.enter}.get(step.kind, 0)
-                if step.kind == NEXT:
-                    row[FLAGS] |= driver.BARRIER_AFTER if control.between else 0
-                    row[FLAGS] |= driver.ENDS if control.last < control.end else 0
-            elif step.kind == TEST:
-                tests[step.number] = record
-            elif step.kind == JUMP:
-                jumps[step.number] = record
-                self.template[tests[step.number], FUNCTION] = record + 1
-            else:
-                self.template[jumps[step.number], FUNCTION] = record
-                row[FUNCTION] = tests[step.number]
-
-    def move(self, view: View, position: int, number: Callable[[Size], int]) -> None:
-        """Note how the word moves that has the address of a view; `number` is that of a size in the table."""
-        for symbol, step in moving(view.offset, self.symbols).items():
-            plan = self.loops[self.symbols[symbol]]
-            moves = plan.alternating if symbol == plan.loop.parity else plan.linear
-            moves.positions.append(position)
-            moves.steps.append(number(step * view.dtype.size))
-
-    def weigh(self, program: Program, number: Callable[[Size], int]) -> None:
-        """Note what the launches in loops do; `number` is of a size in the table."""
-        for step in self.walk:
-            if step.kind == LAUNCH and step.loops:
-                launch = program.launches[step.number]
-                self.work[step.number] = number(launch.flops), number(launch.bytes), number(launch.units)
+    walk: list[Mark]
+    starts: list[int]
+    word_count: int
+    loops: dict[int, LoopPlan]  # by number of the control
+    private_bytes: int  # of a thread's scratch
+    template: Words  # what depends on nothing: kinds, flags, where branches go
+    shared: list[int]  # records whose arguments are places in the words
+    private: list[int]  # records whose arguments are places in a thread's copy
+    work: dict[int, tuple[int, int, int]]  # flops, bytes, units of launches in loops: size numbers
+    launches: list[int]  # the records that are launches
 
     def solo(self, values: Sequence[int], steps: Sequence[int], threads: int) -> list[bool]:
         """Which loops one thread runs alone, because barriers would cost more than sharing the work could save."""
@@ -152,11 +84,11 @@ class Records:
                 continue
             inner = self.loops[step.loops[-1]].number
             barriers[inner] += bool(self.template[record, FLAGS] & driver.BARRIER_AFTER)
-            if step.kind == LAUNCH:
+            if step.kind == driver.LAUNCH:
                 flops, moved, units = (values[i] for i in self.work[step.number])
                 alone = max(flops * FLOP, moved * BYTE)
                 saved[inner] += alone - alone / max(1, min(threads, units))
-            elif step.kind == LEAVE and step.number in self.loops:
+            elif step.kind == driver.LEAVE and step.number in self.loops:
                 own = self.loops[step.number].number
                 times = min(steps[own], GUESSED_STEPS) if steps[own] == ENDLESS else steps[own]
                 saved[inner] += saved[own] * times

@@ -1,21 +1,25 @@
 """The LLVM tool chain: IR text in, relocatable objects and addresses of loaded functions out.
 
-llvmlite is imported by the first call that needs it. Objects are position-independent ELF of the small code model,
-linked by JITLink, so the same bytes serve the process that made them and any later one that finds them on disk.
+llvmlite is imported by the first call that needs it. Objects are position-independent ELF of the small code model, so
+the same bytes serve the process that made them and any later one that finds them on disk; where `elf.py` can load them,
+that later one needs no LLVM, elsewhere JITLink links them.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import platform
 import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+from rlx.backends.cpu import elf
 from rlx.backends.cpu.elf import LIBC as LIBC
 from rlx.backends.cpu.elf import Object
 from rlx.errors import LowerError
@@ -102,12 +106,21 @@ def llvm_version() -> str:
         return ".".join(map(str, _llvm().llvm_version_info))
 
 
+@functools.cache
+def llvm_identity() -> str:
+    """Tells LLVM libraries apart without loading one, which takes longer than all else of a warm start."""
+    spec = importlib.util.find_spec("llvmlite")
+    folder = Path(spec.origin).parent / "binding" if spec is not None and spec.origin else None
+    files = sorted(folder.glob("*llvmlite*")) if folder is not None else []
+    if not files:  # packed in another way: only LLVM itself can tell
+        return llvm_version()
+    found = ((path, path.stat()) for path in files)
+    return " ".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in found)
+
+
 def cpu_identity(target: Target) -> str:
     """What an object depends on beside its text; part of every cache key."""
-    version = llvm_version()
-    with _guard:
-        triple = _triple(target)
-    return f"llvm={version} triple={triple} target={target.name} cpu={target.cpu} features={target.features}"
+    return f"llvm={llvm_identity()} target={target.name} cpu={target.cpu} features={target.features}"
 
 
 def undefined_symbols(obj: bytes) -> list[str]:
@@ -129,6 +142,8 @@ class CodeLibrary:
     def load(self, obj: bytes, symbols: Sequence[str]) -> dict[str, int]:
         """The addresses of `symbols` in this process. Equal names in different objects do not meet."""
         self._refuse(obj, symbols)
+        if elf.can_load():
+            return elf.load(obj, symbols)
         with _guard:
             llvm = _llvm()
             if self._linker is None:

@@ -1,0 +1,58 @@
+"""The generators by kind of kernel: the routines of a kernel, the scratch it needs, its text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rlx.backends.cpu import attention, loops, matmul
+from rlx.backends.cpu.builder import Module
+from rlx.backends.cpu.routine import Entry, Routine
+from rlx.backends.cpu.toolchain import assembly
+from rlx.lir.kernels import AttentionKernel, Kernel, MatmulKernel
+from rlx.lir.loops import LoopKernel
+from rlx.target import Target
+from rlx.types import Size
+
+
+def entry(kernel: Kernel, target: Target) -> Entry:
+    """The routines of a kernel."""
+    match kernel:
+        case LoopKernel():
+            return Entry(loops.routine(kernel, target))
+        case MatmulKernel():
+            return matmul.entry(kernel, target, loops.routine)
+        case AttentionKernel():
+            return attention.entry(kernel, target)
+
+
+def scratch_bytes(kernel: Kernel, target: Target, k: int) -> int:
+    """Bytes of scratch a thread needs for a kernel; `k` is the inner size of a matmul."""
+    match kernel:
+        case MatmulKernel():
+            return matmul.scratch_bytes(kernel, target, k)
+        case AttentionKernel():
+            return attention.scratch_bytes(kernel, target)
+        case _:
+            return 64
+
+
+def inner_size(kernel: Kernel, words: Sequence[object]) -> Size:
+    """The run-time word that scratch depends on: k of a matmul, 0 for others."""
+    if isinstance(kernel, MatmulKernel):
+        return words[kernel.words.index("k")]  # type: ignore[return-value]
+    return 0
+
+
+def module_text(routines: Sequence[Routine]) -> str:
+    """The LLVM IR of some routines."""
+    module = Module()
+    for routine in routines:
+        routine.emit(module)
+    return module.text()
+
+
+def kernel_text(kernels: Iterable[Kernel], target: Target, *, level: str) -> str:
+    """The LLVM IR or assembly of kernels, for people."""
+    routines = {r.symbol: r for k in kernels for r in entry(k, target).routines()}
+    text = module_text(list(routines.values()))
+    return text if level == "llvm" else assembly(text, target)

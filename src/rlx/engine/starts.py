@@ -1,0 +1,322 @@
+"""Starts: what a model was when it was first loaded, kept in the cache folder, so that the next process begins at once.
+
+A start has the layout of the compiled program, the weights as kernels read them, the tokenizer, and where the machine
+code lies. Weights that kernels read as the model's file has them are not copied: they are mapped from there. A start
+belongs to one state of the model's files, one set of settings, one target and one version of the sources of rlx; one
+that is damaged, or has lost its code, is removed, and the model is loaded as if it were new.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlx.backends import cache
+from rlx.backends.cpu.library import Homes, library
+from rlx.dtypes import dtype
+from rlx.engine.model import Facts, Model, Prepared, class_of, owner, with_precision
+from rlx.errors import FormatError, ResourceError, RlxError
+from rlx.formats import special_tokens
+from rlx.formats.tensors import PART_NAME, open_bytes
+from rlx.formats.tokenizer import Tokenizer
+from rlx.runtime import codec, container
+from rlx.runtime.compiled import CpuGraph
+from rlx.runtime.container import Container
+from rlx.runtime.inputs import has_symbols
+from rlx.runtime.kept import KeptGraph, kept_records
+from rlx.runtime.session import Session
+
+if TYPE_CHECKING:
+    from rlx.engine.model import Loaded
+    from rlx.flow.flow import BuiltModel
+    from rlx.models.load import Checkpoint
+
+Array = np.ndarray[Any, Any]
+KIND = "start"
+KINDS = ("decoder", "encoder")  # of families, of which a start has all that a model is
+WEIGHTS = "weights"
+MOST_FILES = 256  # of a model; a folder with more is no model's own
+ENDS = 4096  # bytes at both ends of a file that tell its states apart
+SETTLED_NS = 50_000_000  # the clock of file systems ticks: what changed just now may change again in the same tick
+SAMPLES, SAMPLE = 256, 4096  # of weights: how many pieces, about, and of how many bytes
+_OURS = "rlx.models."  # where the flows are that the sources of rlx tell everything of
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the start of a model would be, for the files that it has now."""
+
+    store: cache.Cache
+    key: str  # whose it is, and of which state
+    path: Path  # of the model
+    files: tuple[Path, ...]
+    state: str  # of the files
+    session: Session
+    began: int  # time in nanoseconds
+
+
+def find(path: Path, session: Session, settings: Mapping[str, Any]) -> Start | None:
+    """The start of a model with these settings; None where none can be kept."""
+    store, profile = cache.current(), settings["profile"]
+    if store.folder is None or session.device.name != "cpu" or _has_foreign_families():
+        return None
+    if profile.passes.verbose or os.environ.get("RLX_DUMP"):  # who wants to see the passes wants them run
+        return None
+    began = time.time_ns()
+    try:
+        files = tuple(_files(path))
+        state = _state(files)
+        asked = " ".join(f"{name}={settings[name]!r}" for name in ("context", "cache", "precision"))
+    except (OSError, ValueError):  # whoever opens the model says what is wrong
+        return None
+    if len(files) > MOST_FILES:
+        return None
+    whose = f"{session.target}|{os.path.realpath(path)}|{profile.key()}|{asked}"
+    key = f"{_digest(whose)}-{_digest(f'{cache.source_digest()}|{state}|{whose}')}"
+    return Start(store, key, path, files, state, session, began)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+
+
+def _has_foreign_families() -> bool:
+    """Whether somebody has declared families of their own: the key does not know their source."""
+    known = sys.modules.get("rlx.models.family")
+    return known is not None and any(not (f.flow.__module__ or "").startswith(_OURS) for f in known.FAMILIES.values())
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """Everything that a model is read from, and may be: a GGUF with its parts, or all of a folder."""
+    if path.suffix == ".gguf" and path.is_file():
+        part = PART_NAME.fullmatch(path.name)
+        parts = [path] if part is None else sorted(path.parent.glob(f"*-of-{part['count']}.gguf"))
+        yield from parts
+        yield path.parent / "profile.toml"
+        return
+    count = 0
+    for folder, _, names in os.walk(path if path.is_dir() else path.parent):
+        for name in sorted(names):
+            yield Path(folder, name)
+            count += 1
+            if count > MOST_FILES:
+                return
+
+
+def _state(files: Sequence[Path]) -> str:
+    """A digest that changes when a file does, or comes, or goes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in files:
+        try:
+            with open(path, "rb") as file:
+                status = os.fstat(file.fileno())
+                digest.update(f"{os.path.realpath(path)}|{cache.identity(status)}|".encode(errors="surrogateescape"))
+                digest.update(file.read(ENDS))
+                file.seek(max(status.st_size - ENDS, 0))
+                digest.update(file.read(ENDS))
+        except FileNotFoundError:
+            digest.update(b"absent")
+    return digest.hexdigest()
+
+
+# -- keeping ---------------------------------------------------------------------------------------------------------
+def keep(model: Model, start: Start) -> None:
+    """Write the start of a model that was just loaded, if that is possible and there is room for it."""
+    compiled, checkpoint = model.compiled, model.checkpoint
+    if model.facts.kind not in KINDS or type(compiled) is not CpuGraph or not _is_settled(start):
+        return
+    if any(map(has_symbols, compiled.param_types.values())):
+        return
+    layout = compiled.executable.layout
+    homes = library(compiled.target).homes(layout.routines())
+    if homes is None or not _is_builtin(compiled):
+        return
+    placed = _in_place(start, checkpoint, compiled)
+    weights = {n: a for n, a in compiled.executable._weights.items() if n not in placed}
+    path = start.store.room(start.key, sum(a.nbytes for a in weights.values()))
+    if path is None:
+        return
+    tokenizer = checkpoint.tokenizer
+    records: dict[str, Any] = {
+        "signature": compiled.signature,
+        "layout": layout,
+        "cache": model.built.cache,
+        "tokenizer": None if tokenizer is None else tokenizer.described(),
+        "embed": getattr(model, "settings", None),
+    }
+    text, arrays = codec.encode(records, _classes(model.facts.kind))
+    manifest = {
+        "kind": KIND,
+        "key": start.key,
+        "facts": asdict(model.facts),
+        "digest": model.digest,
+        "objects": dict(homes.objects),
+        "driver": homes.driver,
+        "in_place": placed,
+        "sampled": _sampled(weights),
+    }
+    contents: dict[str, container.Content] = {
+        "records": text.encode(),
+        "records.arrays": {str(i): a for i, a in enumerate(arrays)},
+        "tokenizer": b"" if tokenizer is None else tokenizer.to_json(),
+        WEIGHTS: weights,
+    }
+    try:
+        container.write(path, manifest, contents, mode=0o600)
+    except OSError:  # a disk that cannot take it only costs the next start its time
+        return
+
+
+def _is_settled(start: Start) -> bool:
+    """Whether the files are still as they were before the model was opened, and were so for longer than a tick."""
+    times = [t for path in start.files if path.exists() for t in (path.stat().st_mtime_ns, path.stat().st_ctime_ns)]
+    return max(times) + SETTLED_NS < start.began and _state(start.files) == start.state
+
+
+def _is_builtin(compiled: CpuGraph) -> bool:
+    from rlx.runtime.plan import is_builtin
+
+    return is_builtin(compiled.graph)
+
+
+def _in_place(start: Start, checkpoint: Checkpoint, compiled: CpuGraph) -> dict[str, tuple[int, int, str, list[int]]]:
+    """The weights that are mapped from the model's files: which file, where, and as what."""
+    found: dict[str, tuple[int, int, str, list[int]]] = {}
+    numbers = {os.path.realpath(path): i for i, path in enumerate(start.files)}
+    source = checkpoint.weights
+    for name, array in compiled.executable._weights.items():
+        if source.has(name) and isinstance(getattr(owner(array), "obj", None), mmap.mmap):
+            entry = source.entry(name)
+            number = numbers.get(os.path.realpath(entry.file))
+            same = array.ctypes.data == source.file.array(entry.name).ctypes.data and array.nbytes == entry.nbytes
+            if number is not None and same:
+                found[name] = number, entry.offset, dtype(array.dtype).name, list(array.shape)
+    return found
+
+
+def _classes(kind: str) -> dict[str, type]:
+    found = {**kept_records(), **codec.records_of(special_tokens)}
+    if kind == "encoder":
+        from rlx.models.pooling import EmbedSettings
+
+        found["EmbedSettings"] = EmbedSettings
+    if kind == "vision model":
+        from rlx.models.images import ImageSettings
+
+        found["ImageSettings"] = ImageSettings
+    return found
+
+
+def _sampled(weights: Mapping[str, Array]) -> str:
+    """A digest of pieces from all over: tells a file whose pages never reached the disk, and takes no time."""
+    digest = hashlib.blake2b(digest_size=16)
+    step = max(SAMPLE, sum(a.nbytes for a in weights.values()) // SAMPLES)
+    for name, array in weights.items():
+        raw = array.reshape(-1).view(np.uint8)
+        digest.update(f"{name} {raw.size}\n".encode())
+        for at in range(0, raw.size, step):
+            digest.update(raw[at : at + SAMPLE].data)
+    return digest.hexdigest()
+
+
+# -- opening ---------------------------------------------------------------------------------------------------------
+def opened(start: Start, name: str | None, settings: Mapping[str, Any]) -> Loaded | None:
+    """The model as it was kept; None where it was not, or where what was kept is of no use any more."""
+    path = start.store.start(start.key)
+    if path is None:
+        return None
+    try:
+        model = _opened(start, container.read(path, "a start"), name, settings)
+    except ResourceError:
+        raise
+    except (RlxError, LookupError, TypeError, ValueError, AttributeError, OSError):
+        start.store.drop(path)  # damaged, or its code is gone
+        return None
+    start.store.used(path)
+    return model
+
+
+def _opened(start: Start, file: Container, name: str | None, settings: Mapping[str, Any]) -> Loaded:
+    manifest, session = file.manifest, start.session
+    if (manifest["kind"], manifest["key"]) != (KIND, start.key):
+        raise FormatError(f"{file.path}: expected the start {start.key}, found {manifest['key']}")
+    file.check(name for name in manifest["sections"] if name != WEIGHTS)
+    facts = Facts(**manifest["facts"])
+    homes = Homes({k: tuple(v) for k, v in manifest["objects"].items()}, manifest["driver"])
+    if not library(session.target).load(homes):
+        raise FormatError(f"{file.path}: its machine code is gone")
+    arrays = list(file.arrays("records.arrays").values())
+    records = codec.decode(file.section("records"), _classes(facts.kind), arrays, str(file.path))
+    weights = file.arrays(WEIGHTS)
+    if _sampled(weights) != manifest["sampled"]:
+        raise FormatError(f"{file.path}: its weights are damaged")
+    weights |= _mapped(start.files, manifest["in_place"])
+    checkpoint = KeptCheckpoint(start.path, facts, file, records["tokenizer"])
+    made: list[Model] = []  # for the graph, which is built when somebody asks for it
+
+    def source() -> tuple[Any, Mapping[str, Array]]:
+        built: BuiltModel = made[0].built
+        return built.module, built.params
+
+    graph = KeptGraph(
+        records["signature"], records["layout"], weights, session.target, session.threads, session.weights,
+        with_precision(settings["profile"], settings["precision"]), source,
+    )  # fmt: skip
+    prepared = Prepared(session, None, graph, {}, manifest["digest"], records["cache"])
+    asked = {n: settings[n] for n in ("context", "cache", "precision", "profile")}
+    model = class_of(facts.kind)(checkpoint, name=name, prepared=prepared, **asked)
+    if records["embed"] is not None:
+        model.__dict__["settings"] = model.told(records["embed"])  # type: ignore[union-attr]
+    made.append(model)
+    return model
+
+
+def _mapped(files: Sequence[Path], places: Mapping[str, Any]) -> dict[str, Array]:
+    """Weights as the model's files have them."""
+    found, maps = {}, {number: open_bytes(files[number]) for number in {place[0] for place in places.values()}}
+    for name, (number, offset, kind, shape) in places.items():
+        element = dtype(kind).numpy
+        size = int(np.prod(shape)) * element.itemsize
+        found[name] = maps[number].array(offset, offset + size).view(element).reshape(shape)
+    return found
+
+
+class KeptCheckpoint:
+    """The files of a model that was started before: they are opened, as any model's, when somebody asks for more."""
+
+    def __init__(self, path: Path, facts: Facts, file: Container, described: Mapping[str, Any] | None) -> None:
+        self.path = path
+        self.facts = facts
+        where = str(file.path)
+        data = file.section("tokenizer")
+        self.tokenizer = None if described is None else Tokenizer.restored(described, data, where)
+        self._lock = threading.Lock()
+        self._opened: Checkpoint | None = None
+
+    def opened(self) -> Checkpoint:
+        from rlx.models.load import open_checkpoint
+
+        with self._lock:
+            if self._opened is None:
+                self._opened = open_checkpoint(self.path)
+            return self._opened
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """Only asked for what is not here: the configuration, the tensors, the family."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.opened(), name)

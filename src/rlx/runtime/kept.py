@@ -1,0 +1,70 @@
+"""Kept graphs: a compiled graph from disk with its weights bound, for which nothing is built, planned or packed.
+
+What runs is its layout; the graph it came from, and the program, are made again when somebody asks for them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlx import types
+from rlx.backends.cpu import layout, records
+from rlx.backends.cpu.executable import Executable
+from rlx.backends.cpu.layout import Layout
+from rlx.lir import memory
+from rlx.profile import CompileProfile
+from rlx.runtime import codec, kv_cache, signature
+from rlx.runtime.compiled import CompiledGraph, CpuGraph, bind_executable
+from rlx.runtime.signature import Signature
+from rlx.runtime.weights import WeightStore
+from rlx.target import Target
+
+if TYPE_CHECKING:
+    from rlx.ir.graph import Graph
+    from rlx.runtime.plan import CompiledPlan
+
+Array = np.ndarray[Any, Any]
+
+
+@functools.cache
+def kept_records() -> Mapping[str, type]:
+    """The records that a kept graph is made of, by name."""
+    return codec.records_of(types, memory, records, layout, signature, kv_cache)
+
+
+class KeptGraph(CpuGraph):
+    """A graph that was compiled and bound before. Its machine code is loaded already."""
+
+    def __init__(
+        self, of: Signature, laid_out: Layout, weights: Mapping[str, Array], target: Target, threads: int | None,
+        store: WeightStore, profile: CompileProfile, source: Callable[[], tuple[Graph, Mapping[str, Array]]],
+    ) -> None:  # fmt: skip
+        CompiledGraph.__init__(self, of, "cpu")
+        self._source = source  # builds the graph, and says where its params are
+        self._set_up(Executable(laid_out, lambda: self.plan.main, target, threads), store, profile)
+        self.executable.bind(weights)
+        self._stale = False
+
+    @functools.cached_property
+    def graph(self) -> Graph:  # type: ignore[override]
+        """The graph, built again."""
+        return self._source()[0]
+
+    @functools.cached_property
+    def plan(self) -> CompiledPlan:  # type: ignore[override]
+        from rlx.runtime.plan import cached_plan
+
+        return cached_plan(self.graph, self.target, self.profile)
+
+    def set_param(self, name: str, value: Any) -> None:
+        """Set one weight: what was packed before is packed again, with all others as the model has them."""
+        if not self._params and name in self.param_types:
+            _, params = self._source()
+            self._binder = bind_executable(self.plan, self.target, self.threads)
+            for other in self.param_types:
+                super().set_param(other, params[other])
+        super().set_param(name, value)

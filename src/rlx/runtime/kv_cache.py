@@ -1,0 +1,39 @@
+"""What a decoder says of the cache that the runtime keeps for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlx.dtypes import dtype as dtype_of
+from rlx.errors import CapabilityError
+
+CACHES = ("f32", "f16", "q8_0")  # types that keys and values may be kept in
+
+
+@dataclass(frozen=True)
+class KvCacheSpec:
+    """The cache that a decoder needs: one keys and one values tensor a layer, and recurrent states.
+
+    `windows` has for each layer how many of the last positions it looks at, 0 where it looks at all, None where it
+    keeps nothing; without any, all layers look at all. A layer with a window has a ring. `states` are the names of
+    recurrent states and their sizes for one sequence: f32, and as large after a million tokens as after one.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str = "f32"
+    windows: tuple[int | None, ...] = ()
+    states: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def __post_init__(self) -> None:
+        block = dtype_of(self.dtype).block
+        if self.head_dim % block:
+            raise CapabilityError(
+                f"KV cache: {self.dtype} packs {block} numbers a block, heads of {self.head_dim} are not whole blocks",
+                hint="f16 takes heads of any size",
+            )
+
+    def window(self, layer: int) -> int | None:
+        """That of a layer."""
+        return self.windows[layer] if self.windows else 0
