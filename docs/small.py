@@ -1,8 +1,8 @@
 """A whole compiler on one page: from `softmax(x @ w)` in Python to machine code.
 
 Read it from top to bottom; each part needs only the parts above it. It is rlx in miniature and shares no code with it:
-only NumPy and llvmlite are imported. At the end of each part, "In rlx" says what the real one does differently, and in
-which file.
+only NumPy and llvmlite are imported. At the head of each part, "In rlx" says what the real one does differently, and
+in which file.
 
     1. graphs      what is computed: nodes, made by calling ops           Node, apply
     2. ops         the meaning of each op, declared once                  OPS
@@ -18,10 +18,13 @@ which file.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import struct
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -30,9 +33,12 @@ import numpy as np
 # A graph says what is computed, not how. A node is an op applied to other nodes; the node that it all ends in stands
 # for the whole graph. Every element is an f32. A size may be a name: it is known only when the program runs, and the
 # machine code takes it as an argument, so that no new length is ever a new compilation.
+# In rlx: nodes live in an append-only `Graph` (src/rlx/ir/graph.py), have element types, attributes, several results,
+# and remember the source line that made them. Sizes are expressions such as `batch*seq` (src/rlx/types.py).
 Size = int | str
 Shape = tuple[Size, ...]
 Array = np.ndarray
+const = lambda value: Node("const", (), (), value=float(value))  # a number that is part of the program
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,23 +51,21 @@ class Node:
     name: str = ""  # of an input
     value: float = 0.0  # of a constant
 
-    def __add__(self, other: Node | float) -> Node:
-        return apply("add", self, other)
-
-    def __sub__(self, other: Node | float) -> Node:
-        return apply("sub", self, other)
-
-    def __mul__(self, other: Node | float) -> Node:
-        return apply("mul", self, other)
-
-    def __truediv__(self, other: Node | float) -> Node:
-        return apply("div", self, other)
-
-    def __matmul__(self, other: Node) -> Node:
-        return apply("matmul", self, other)
+    __add__ = lambda self, other: apply("add", self, other)
+    __sub__ = lambda self, other: apply("sub", self, other)
+    __mul__ = lambda self, other: apply("mul", self, other)
+    __truediv__ = lambda self, other: apply("div", self, other)
+    __matmul__ = lambda self, other: apply("matmul", self, other)
 
     def __str__(self) -> str:
-        return graph_text(self)
+        """The graph that ends here, one line a node."""
+        number = {node: i for i, node in enumerate(walk(self))}
+        lines = []
+        for node, i in number.items():
+            operands = ", ".join(f"%{number[o]}" for o in node.operands)
+            inside = node.name or (repr(node.value) if node.op == "const" else operands)
+            lines.append(f"%{i} = {node.op}({inside}) : f32[{', '.join(map(str, node.shape))}]")
+        return "\n".join(lines)
 
 
 def arg(name: str, *shape: Size) -> Node:
@@ -71,51 +75,28 @@ def arg(name: str, *shape: Size) -> Node:
     return Node("input", (), shape, name=name)
 
 
-def const(value: float) -> Node:
-    """A number that is part of the program."""
-    return Node("const", (), (), value=float(value))
-
-
 def apply(op: str, *operands: Node | float) -> Node:
     """The op applied to operands. Its shape is inferred here, so a mistake is found where it is made."""
     nodes = tuple(o if isinstance(o, Node) else const(o) for o in operands)
     return Node(op, nodes, OPS[op].rule(*(n.shape for n in nodes)))
 
 
-def walk(root: Node) -> list[Node]:
+def walk(root: Node, order: dict[Node, None] | None = None) -> dict[Node, None]:
     """All nodes that `root` needs, operands before their readers."""
-    order: dict[Node, None] = {}
-
-    def visit(node: Node) -> None:
-        if node not in order:
-            for operand in node.operands:
-                visit(operand)
-            order[node] = None
-
-    visit(root)
-    return list(order)
-
-
-def graph_text(root: Node) -> str:
-    """One line a node."""
-    number = {node: i for i, node in enumerate(walk(root))}
-    lines = []
-    for node, i in number.items():
-        inside = node.name or (
-            repr(node.value) if node.op == "const" else ", ".join(f"%{number[o]}" for o in node.operands)
-        )
-        lines.append(f"%{i} = {node.op}({inside}) : f32[{', '.join(map(str, node.shape))}]")
-    return "\n".join(lines)
-
-
-# In rlx: nodes live in an append-only `Graph` (src/rlx/ir/graph.py), have element types, attributes, several results,
-# and remember the source line that made them. Sizes are expressions such as `batch*seq` (src/rlx/types.py).
+    order = {} if order is None else order
+    if root not in order:
+        for operand in root.operands:
+            walk(operand, order)
+        order[root] = None
+    return order
 
 
 # -- 2. Ops -----------------------------------------------------------------------------------------------------------
 # An op is declared once: the rule for its shape, its meaning in NumPy, and, if it works element by element, the LLVM
 # instruction for one element. Nothing else in this file knows an op by its name, except the three that are not
 # elementwise: they need loops of their own.
+# In rlx: src/rlx/ops has one file a group of ops, and the signature of a type rule is the schema of its op. `rlx ops
+# softmax` shows where everything about an op is. A softmax is an op of its own there, with one loop for all of it.
 def broadcast(*shapes: Shape) -> Shape:
     """NumPy's rule: shapes are aligned at the right, and a size of 1 is repeated. A name is never taken for 1."""
     rank = max(map(len, shapes))
@@ -142,10 +123,7 @@ def product(a: Shape, b: Shape) -> Shape:
     return (*a[:-1], b[1])
 
 
-@dataclass(frozen=True)
-class Op:
-    """All that is known of an op."""
-
+class Op(NamedTuple):  # all that is known of an op
     rule: Callable[..., Shape]
     meaning: Callable[..., Array]
     instruction: str = ""  # for one element; {} are the operands
@@ -163,18 +141,9 @@ OPS = {
     "matmul": Op(product, np.matmul),
 }
 REDUCTIONS = {"max": ("maximum", -np.inf), "sum": ("add", 0.0)}  # the op that combines, and where it starts
-
-
-def is_elementwise(node: Node) -> bool:
-    return node.op in OPS and bool(OPS[node.op].instruction)
-
-
-def exp(x: Node) -> Node:
-    return apply("exp", x)
-
-
-def relu(x: Node) -> Node:
-    return apply("maximum", x, 0.0)
+is_elementwise = lambda node: node.op in OPS and OPS[node.op].instruction != ""
+exp = lambda x: apply("exp", x)
+relu = lambda x: apply("maximum", x, 0.0)
 
 
 def softmax(x: Node) -> Node:
@@ -183,31 +152,25 @@ def softmax(x: Node) -> Node:
     return powers / apply("sum", powers)
 
 
-# In rlx: src/rlx/ops has one file a group of ops, and the signature of a type rule is the schema of its op. `rlx ops
-# softmax` shows where everything about an op is. A softmax is an op of its own there, with one loop for all of it.
-
-
 # -- 3. Meaning -------------------------------------------------------------------------------------------------------
+# In rlx: this is the device called "reference" (src/rlx/ir/evaluate.py). Tests compare it with oracles from outside.
 def evaluate(root: Node, inputs: Mapping[str, Array]) -> Array:
     """The graph in NumPy, node by node. Whatever the compiler makes of the graph has to agree with this."""
     values: dict[Node, Array] = {}
     for node in walk(root):
-        match node.op:
-            case "input":
-                values[node] = np.asarray(inputs[node.name], np.float32)
-            case "const":
-                values[node] = np.float32(node.value)
-            case _:
-                values[node] = OPS[node.op].meaning(*(values[o] for o in node.operands))
+        if node.op in OPS:
+            values[node] = OPS[node.op].meaning(*(values[o] for o in node.operands))
+        else:
+            values[node] = np.asarray(node.value if node.op == "const" else inputs[node.name], np.float32)
     return values[root]
-
-
-# In rlx: this is the device called "reference" (src/rlx/ir/evaluate.py). Tests compare it with oracles from outside.
 
 
 # -- 4. Passes --------------------------------------------------------------------------------------------------------
 # A pass is a function from graph to graph that keeps the meaning. Dead code needs no pass: what the last node does not
 # need is never walked.
+# In rlx: src/rlx/mir/pipeline.py is the list, and each pass has a file beside it. A verifier runs after every pass, and
+# `rlx tour "softmax(x @ w)"` shows what each of them changed. Work that depends on weights alone moves into a program
+# of its own that runs once (src/rlx/mir/hoist_weights.py).
 def rewrite(root: Node, change: Callable[[Node], Node]) -> Node:
     """The graph again from its leaves up, every node replaced by what `change` makes of it."""
     new: dict[Node, Node] = {}
@@ -221,9 +184,8 @@ def fold(root: Node) -> Node:
     """Compute now what depends on constants alone."""
 
     def change(node: Node) -> Node:
-        if not node.operands or any(o.op != "const" for o in node.operands):
-            return node
-        return const(OPS[node.op].meaning(*(np.float32(o.value) for o in node.operands)))
+        known = node.operands and all(o.op == "const" for o in node.operands)
+        return const(OPS[node.op].meaning(*(np.float32(o.value) for o in node.operands))) if known else node
 
     return rewrite(root, change)
 
@@ -254,100 +216,36 @@ def simplify(root: Node) -> Node:
 def share(root: Node) -> Node:
     """Compute what occurs twice only once."""
     seen: dict[tuple[object, ...], Node] = {}
-
-    def change(node: Node) -> Node:
-        # Operands were visited before, so equal ones are the same node by now; str tells 0.0 and -0.0 apart.
-        key = (node.op, node.operands, node.shape, node.name, str(node.value))
-        return seen.setdefault(key, node)
-
-    return rewrite(root, change)
+    # Operands were visited before, so equal ones are the same node by now; str tells 0.0 and -0.0 apart.
+    key = lambda node: (node.op, node.operands, node.shape, node.name, str(node.value))
+    return rewrite(root, lambda node: seen.setdefault(key(node), node))
 
 
 PASSES = (fold, simplify, share)
-
-
-def optimise(root: Node) -> Node:
-    for run in PASSES:
-        root = run(root)
-    return root
-
-
-# In rlx: src/rlx/mir/pipeline.py is the list, and each pass has a file beside it. A verifier runs after every pass, and
-# `rlx tour "softmax(x @ w)"` shows what each of them changed. Work that depends on weights alone moves into a program
-# of its own that runs once (src/rlx/mir/hoist_weights.py).
+optimise = lambda root: functools.reduce(lambda graph, run: run(graph), PASSES, root)
 
 
 # -- 5. Loops ---------------------------------------------------------------------------------------------------------
 # Now how: loops that load elements, compute, and store. An index is a loop variable, or 0 on an axis of size 1.
+# In rlx: src/rlx/lir/schedule.py gives a program of launches, each of one kernel, split over threads. Buffers whose
+# lives do not overlap share memory (src/rlx/lir/memory.py). Matmul and attention are kernels of their own kind
+# (src/rlx/lir/kernels.py): a sum over k for each element reads `b` in steps of a whole row, which no cache likes.
 Index = str | int
-
-
-@dataclass(frozen=True)
-class Load:
-    """One element of a buffer."""
-
-    buffer: str
-    index: tuple[Index, ...]
-
-
-@dataclass(frozen=True)
-class Scalar:
-    """An elementwise op on single numbers."""
-
-    op: str
-    operands: tuple[Expr, ...]
-
-
-@dataclass(frozen=True)
-class Reduce:
-    """All values of an expression for var in [0, extent), combined: a loop with one running result."""
-
-    op: str
-    var: str
-    extent: Size
-    value: Expr
-
-
+Load = namedtuple("Load", "buffer index")  # one element of a buffer
+Scalar = namedtuple("Scalar", "op operands")  # an elementwise op on single numbers
+Reduce = namedtuple("Reduce", "op var extent value")  # all values for var in [0, extent), combined into one result
 Expr = Load | Scalar | Reduce | float
-
-
-@dataclass(frozen=True)
-class Store:
-    """Write one element of a buffer."""
-
-    buffer: str
-    index: tuple[Index, ...]
-    value: Expr
-
-
-@dataclass(frozen=True)
-class For:
-    """Statements for var in [0, extent)."""
-
-    var: str
-    extent: Size
-    body: tuple[Stmt, ...]
-
-
+Store = namedtuple("Store", "buffer index value")  # write one element of a buffer
+For = namedtuple("For", "var extent body")  # statements for var in [0, extent)
 Stmt = Store | For
 
 
-@dataclass(frozen=True)
-class Program:
-    """Loops over buffers: the inputs, what has to be kept on the way, and last the output."""
-
+class Program(NamedTuple):  # loops over buffers: the inputs, what has to be kept on the way, and last the output
     inputs: dict[str, Shape]
     buffers: dict[str, Shape]
     loops: tuple[Stmt, ...]
-
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        return self.inputs | self.buffers
-
-    @property
-    def sizes(self) -> list[str]:
-        """The sizes that only a run knows."""
-        return sorted({d for shape in self.inputs.values() for d in shape if isinstance(d, str)})
+    shapes = property(lambda self: self.inputs | self.buffers)
+    sizes = property(lambda self: sorted({d for shape in self.inputs.values() for d in shape if isinstance(d, str)}))
 
 
 def stored(root: Node) -> list[Node]:
@@ -357,15 +255,14 @@ def stored(root: Node) -> list[Node]:
         for operand in node.operands:
             readers[operand].append(node)
 
-    def absorbs(reader: Node, node: Node) -> bool:
-        """Whether each element of `node` would still be computed just once."""
+    def inside(node: Node) -> bool:
+        """Whether each element would still be computed just once; leaves are not computed at all."""
+        if node.op in ("input", "const") or len(readers[node]) != 1:
+            return node is not root and node.op in ("input", "const")
+        (reader,) = readers[node]
         if is_elementwise(reader):
             return reader.shape == node.shape
         return reader.op in REDUCTIONS and is_elementwise(node)
-
-    def inside(node: Node) -> bool:
-        leaf = node.op in ("input", "const")
-        return node is not root and (leaf or (len(readers[node]) == 1 and absorbs(readers[node][0], node)))
 
     return [node for node in readers if not inside(node)]
 
@@ -374,10 +271,8 @@ def schedule(root: Node) -> Program:
     """One nest of loops for each node that is stored."""
     inputs = {node.name: node.shape for node in walk(root) if node.op == "input"}
     for node in walk(root):
-        if node.op == "input" and node.shape != inputs[node.name]:
-            raise ValueError(
-                f"{node.name}: is {list(node.shape)} in one place and {list(inputs[node.name])} in another"
-            )
+        if (first := inputs.get(node.name, node.shape)) != node.shape:
+            raise ValueError(f"{node.name}: is {list(node.shape)} in one place and {list(first)} in another")
     kept = stored(root)
     temporary = (t for i in itertools.count() if (t := f"t{i}") not in inputs)
     names = {node: "output" if node is root else next(temporary) for node in kept}
@@ -391,22 +286,15 @@ def schedule(root: Node) -> Program:
 
     def compute(node: Node, index: tuple[Index, ...]) -> Expr:
         """How the element at an index comes about."""
-        match node.op:
-            case "input":
-                return Load(node.name, index)
-            case "const":
-                return node.value
-            case "matmul":
-                a, b = node.operands
-                k = next(variables)
-                terms = Scalar("mul", (at(a, (*index[:-1], k)), at(b, (k, index[-1]))))
-                return Reduce("sum", k, a.shape[-1], terms)
-            case "max" | "sum":
-                (x,) = node.operands
-                k = next(variables)
-                return Reduce(node.op, k, x.shape[-1], at(x, (*index[:-1], k)))
-            case _:
-                return Scalar(node.op, tuple(at(o, index) for o in node.operands))
+        if node.op in ("input", "const"):
+            return Load(node.name, index) if node.op == "input" else node.value
+        if is_elementwise(node):
+            return Scalar(node.op, tuple(at(o, index) for o in node.operands))
+        k, first = next(variables), node.operands[0]
+        value = at(first, (*index[:-1], k))
+        if node.op == "matmul":
+            value = Scalar("mul", (value, at(node.operands[1], (k, index[-1]))))
+        return Reduce(node.op if node.op in REDUCTIONS else "sum", k, first.shape[-1], value)
 
     def nest(node: Node) -> Stmt:
         index = tuple(0 if size == 1 else f"i{axis}" for axis, size in enumerate(node.shape))
@@ -431,76 +319,56 @@ def merge(stmts: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
                 merged[-1] = For(var, extent, body + more)
             case _:
                 merged.append(stmt)
-    return tuple(replace(s, body=merge(s.body)) if isinstance(s, For) else s for s in merged)
+    return tuple(s._replace(body=merge(s.body)) if isinstance(s, For) else s for s in merged)
 
 
 def follows(first: For, second: For) -> bool:
     """Whether all that `second` reads of `first` belongs to the same turn."""
     written = {s.buffer: s.index for s in parts(first) if isinstance(s, Store)}
-    return all(
-        load.index[written[load.buffer].index(first.var)] == first.var
-        for load in parts(second)
-        if isinstance(load, Load) and load.buffer in written
-    )
+    loads = (x for x in parts(second) if isinstance(x, Load) and x.buffer in written)
+    return all(x.index[written[x.buffer].index(first.var)] == first.var for x in loads)
 
 
 def parts(tree: Stmt | Expr) -> Iterator[Stmt | Expr]:
     """A statement or expression and everything inside it."""
     yield tree
-    match tree:
-        case For():
-            inside: tuple[Stmt | Expr, ...] = tree.body
-        case Scalar():
-            inside = tree.operands
-        case Store() | Reduce():
-            inside = (tree.value,)
-        case _:
-            inside = ()
-    for part in inside:
+    for part in tree if isinstance(tree, tuple) else ():
         yield from parts(part)
 
 
 def loops_text(stmts: tuple[Stmt, ...], pad: str = "") -> str:
     """Loops as they would be written by hand."""
 
-    def place(x: Load | Store) -> str:
-        return f"{x.buffer}[{', '.join(map(str, x.index))}]"
-
-    def show(e: Expr) -> str:
+    def show(e: Expr | Store) -> str:
         match e:
-            case Load():
-                return place(e)
-            case Scalar():
-                return f"{e.op}({', '.join(map(show, e.operands))})"
-            case Reduce():
-                return f"{e.op}({show(e.value)} for {e.var} in {e.extent})"
-            case _:
-                return repr(e)
+            case Load(buffer, index) | Store(buffer, index, _):
+                return f"{buffer}[{', '.join(map(str, index))}]"
+            case Scalar(op, operands):
+                return f"{op}({', '.join(map(show, operands))})"
+            case Reduce(op, var, extent, value):
+                return f"{op}({show(value)} for {var} in {extent})"
+        return repr(e)
 
     lines = []
     for stmt in stmts:
-        match stmt:
-            case For():
-                lines += [f"{pad}for {stmt.var} in {stmt.extent}:", loops_text(stmt.body, pad + "  ")]
-            case Store():
-                lines.append(f"{pad}{place(stmt)} = {show(stmt.value)}")
+        if isinstance(stmt, For):
+            lines += [f"{pad}for {stmt.var} in {stmt.extent}:", loops_text(stmt.body, pad + "  ")]
+        else:
+            lines.append(f"{pad}{show(stmt)} = {show(stmt.value)}")
     return "\n".join(lines)
-
-
-# In rlx: src/rlx/lir/schedule.py gives a program of launches, each of one kernel, split over threads. Buffers whose
-# lives do not overlap share memory (src/rlx/lir/memory.py). Matmul and attention are kernels of their own kind
-# (src/rlx/lir/kernels.py): a sum over k for each element reads `b` in steps of a whole row, which no cache likes.
 
 
 # -- 6. LLVM ----------------------------------------------------------------------------------------------------------
 # LLVM's language has no loops, only jumps, and values that are assigned once. A loop variable and a running result
 # change, so each gets a slot of memory; LLVM's own passes turn the slots into registers.
+# In rlx: src/rlx/backends/cpu has an emitter for each kind of kernel. They write vectors themselves, keep a tile of the
+# sums of a matmul in registers, and bring their own exp (src/rlx/backends/cpu/math.py): here LLVM calls the C library.
 class Emitter:
     """Writes one function."""
 
     def __init__(self, shapes: Mapping[str, Shape]) -> None:
         self.shapes = shapes
-        self.slots: list[str] = []  # all at the start of the function, where LLVM looks for them
+        self.slots: dict[str, str] = {}  # name -> kind; all at the start of the function, where LLVM looks for them
         self.lines: list[str] = []
         self.index: dict[str, str] = {}  # what each loop variable is called here
         self.numbers = itertools.count()
@@ -513,7 +381,7 @@ class Emitter:
 
     def slot(self, kind: str) -> str:
         name = f"%s{len(self.slots)}"
-        self.slots.append(f"  {name} = alloca {kind}")
+        self.slots[name] = kind
         return name
 
     def loop(self, var: str, extent: Size, body: Callable[[], None]) -> None:
@@ -529,6 +397,8 @@ class Emitter:
 
     def address(self, buffer: str, index: tuple[Index, ...]) -> str:
         """Where an element lies: rows one after the other, without gaps."""
+        if buffer in self.slots:
+            return buffer
         offset = "0"
         for i, size in zip(index, self.shapes[buffer], strict=True):
             offset = self.value(f"mul i64 {offset}, {size_text(size)}")
@@ -537,71 +407,49 @@ class Emitter:
 
     def expression(self, e: Expr) -> str:
         match e:
-            case Load():
-                return self.value(f"load float, ptr {self.address(e.buffer, e.index)}")
-            case Scalar():
-                operands = [self.expression(o) for o in e.operands]
-                return self.value(OPS[e.op].instruction.format(*operands))
-            case Reduce():
-                return self.reduction(e)
-            case _:
-                return number_text(e)
-
-    def reduction(self, e: Reduce) -> str:
-        combine, start = REDUCTIONS[e.op]
-        result = self.slot("float")
-
-        def body() -> None:
-            term = self.expression(e.value)
-            sofar = self.value(f"load float, ptr {result}")
-            self.lines.append(f"  store float {self.value(OPS[combine].instruction.format(sofar, term))}, ptr {result}")
-
-        self.lines.append(f"  store float {number_text(start)}, ptr {result}")
-        self.loop(e.var, e.extent, body)
-        return self.value(f"load float, ptr {result}")
+            case Load(buffer, index):
+                return self.value(f"load float, ptr {self.address(buffer, index)}")
+            case Scalar(op, operands):
+                return self.value(OPS[op].instruction.format(*map(self.expression, operands)))
+            case Reduce(op, var, extent, value):
+                (combine, start), result = REDUCTIONS[op], self.slot("float")
+                sofar = Scalar(combine, (Load(result, ()), value))  # a slot is a buffer of one element
+                self.statements((Store(result, (), start), For(var, extent, (Store(result, (), sofar),))))
+                return self.expression(Load(result, ()))
+        return number_text(e)
 
     def statements(self, stmts: tuple[Stmt, ...]) -> None:
         for stmt in stmts:
-            match stmt:
-                case For():
-                    self.loop(stmt.var, stmt.extent, lambda body=stmt.body: self.statements(body))
-                case Store():
-                    value = self.expression(stmt.value)
-                    self.lines.append(f"  store float {value}, ptr {self.address(stmt.buffer, stmt.index)}")
+            if isinstance(stmt, For):
+                self.loop(stmt.var, stmt.extent, lambda body=stmt.body: self.statements(body))
+            else:
+                value = self.expression(stmt.value)
+                self.lines.append(f"  store float {value}, ptr {self.address(stmt.buffer, stmt.index)}")
 
 
-def size_text(size: Size) -> str:
-    return str(size) if isinstance(size, int) else f"%size.{size}"
-
-
-def number_text(value: float) -> str:
-    """A float as LLVM reads it exactly: the bits of a double."""
-    return f"0x{struct.unpack('<Q', struct.pack('<d', np.float32(value)))[0]:016X}"
+size_text = lambda size: str(size) if isinstance(size, int) else f"%size.{size}"
+number_text = lambda value: "0x" + struct.pack(">d", np.float32(value)).hex()  # exactly: the bits of a double
 
 
 def llvm_text(program: Program) -> str:
     """The program as one function: a pointer for each buffer, then the sizes. `noalias`: no two buffers overlap."""
     emitter = Emitter(program.shapes)
     emitter.statements(program.loops)
-    arguments = [f"ptr noalias %memory.{name}" for name in program.shapes] + [
-        f"i64 %size.{name}" for name in program.sizes
-    ]
+    arguments = [f"ptr noalias %memory.{name}" for name in program.shapes]
+    arguments += [f"i64 %size.{name}" for name in program.sizes]
     head = "declare float @llvm.exp.f32(float)\ndeclare float @llvm.maximum.f32(float, float)"
-    body = "\n".join([*emitter.slots, *emitter.lines, "  ret void"])
+    slots = [f"  {name} = alloca {kind}" for name, kind in emitter.slots.items()]
+    body = "\n".join([*slots, *emitter.lines, "  ret void"])
     return f"{head}\n\ndefine void @run({', '.join(arguments)}) {{\n{body}\n}}\n"
 
 
-# In rlx: src/rlx/backends/cpu has an emitter for each kind of kernel. They write vectors themselves, keep a tile of the
-# sums of a matmul in registers, and bring their own exp (src/rlx/backends/cpu/math.py): here LLVM calls the C library.
-
-
 # -- 7. Running -------------------------------------------------------------------------------------------------------
-llvm.initialize_native_target()
-llvm.initialize_native_asmprinter()
-
-
+# In rlx: src/rlx/runtime has sessions and weights, src/rlx/backends/cpu/executable.py memory and threads; one call into
+# machine code runs all launches. Kernels are kept on disk (src/rlx/backends/cache.py): most programs compile nothing.
 def optimised(text: str) -> llvm.ModuleRef:
     """The module after LLVM's own passes for this machine."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
     cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
     machine = llvm.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=3)
     module = llvm.parse_assembly(text)
@@ -611,14 +459,14 @@ def optimised(text: str) -> llvm.ModuleRef:
     return module
 
 
-class Compiled:
+class compile:
     """Machine code for a graph. Call it with an array for each input."""
 
     def __init__(self, root: Node) -> None:
         self.program = schedule(optimise(root))
         self.text = llvm_text(self.program)
-        self._linker = llvm.create_lljit_compiler()
         library = llvm.JITLibraryBuilder().add_ir(str(optimised(self.text))).add_current_process()
+        self._linker = llvm.create_lljit_compiler()
         self._loaded = library.export_symbol("run").link(self._linker, "program")
         kinds = [ctypes.c_void_p] * len(self.program.shapes) + [ctypes.c_int64] * len(self.program.sizes)
         self._run = ctypes.CFUNCTYPE(None, *kinds)(self._loaded["run"])
@@ -628,9 +476,8 @@ class Compiled:
             raise ValueError(f"run: expected {', '.join(self.program.inputs)}, found {', '.join(arrays) or 'nothing'}")
         given = {name: np.ascontiguousarray(arrays[name], np.float32) for name in self.program.inputs}
         sizes = bind(self.program.inputs, given)
-        made = {
-            name: np.empty([sizes.get(d, d) for d in shape], np.float32) for name, shape in self.program.buffers.items()
-        }
+        buffers = self.program.buffers.items()
+        made = {name: np.empty([sizes.get(d, d) for d in shape], np.float32) for name, shape in buffers}
         self._run(*(a.ctypes.data for a in (given | made).values()), *(sizes[name] for name in self.program.sizes))
         return made["output"]
 
@@ -644,14 +491,6 @@ def bind(shapes: Mapping[str, Shape], arrays: Mapping[str, Array]) -> dict[Size,
         if len(shape) != len(found) or tuple(known) != found:
             raise ValueError(f"run: {name} has shape {list(found)}, expected {list(shape)} with {sizes}")
     return sizes
-
-
-def compile(root: Node) -> Compiled:
-    return Compiled(root)
-
-
-# In rlx: src/rlx/runtime has sessions and weights, src/rlx/backends/cpu/executable.py memory and threads; one call into
-# machine code runs all launches. Kernels are kept on disk (src/rlx/backends/cache.py): most programs compile nothing.
 
 
 # -- One expression through all of it ---------------------------------------------------------------------------------

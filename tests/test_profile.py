@@ -20,7 +20,18 @@ from rlx.backends import cache
 from rlx.errors import CapabilityError, DTypeError, FormatError, FusionError, GraphError, RlxError
 from rlx.ir import registry
 from rlx.ir.registry import FUSED
-from rlx.profile import PRESETS, PROCESSORS, Fusion, Passes, Precision
+from rlx.profile import (
+    PRESETS,
+    PROCESSORS,
+    Backend,
+    CpuBackend,
+    Fusion,
+    KernelDispatchConfig,
+    KernelDispatchPolicy,
+    MetalBackend,
+    Passes,
+    Precision,
+)
 from rlx.runtime.compiled import CpuGraph
 from rlx.target import BY_NAME, supported
 
@@ -87,8 +98,10 @@ def test_presets() -> None:
 
 # -- TOML -------------------------------------------------------------------------------------------------------------
 ODD = CompileProfile(
-    Fusion(FusionPolicy.FUSABLE, "avx2", assert_clean=True), Passes(False, False, True), Precision("bf16", "auto")
-)
+    Fusion(FusionPolicy.FUSABLE, "avx2", assert_clean=True), Passes(False, False, True), Precision("bf16", "auto"),
+    KernelDispatchConfig(KernelDispatchPolicy.FORCE_NATIVE, ("softmax", "gelu"), ("silu",)),
+    Backend(CpuBackend(unfuse_regions=True), MetalBackend(skip_fusion=True)),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("profile", [CompileProfile(), ODD, CompileProfile.unfused()])
@@ -104,6 +117,14 @@ def test_every_key_is_optional() -> None:
     assert CompileProfile.from_toml("") == CompileProfile()
     found = CompileProfile.from_toml('[fusion]\npolicy = "fusable"  # for decoding\n[precision]\ncompute = "f16"\n')
     assert found == CompileProfile(Fusion(FusionPolicy.FUSABLE), precision=Precision("f16"))
+    found = CompileProfile.from_toml("backend.cpu.unfuse_regions = true\n[kernel_dispatch]\npolicy = 'force_common'\n")
+    assert found.backend == Backend(CpuBackend(True)) and found.precision == Precision()
+    assert found.kernel_dispatch == KernelDispatchConfig(KernelDispatchPolicy.FORCE_COMMON)
+
+
+def test_lists_of_ops_have_no_order() -> None:
+    one, other = (KernelDispatchConfig(force_common_kinds=k) for k in (("gelu", "silu"), ["silu", "gelu", "gelu"]))
+    assert one == other and one.force_common_kinds == ("gelu", "silu")
 
 
 @pytest.mark.parametrize(
@@ -119,6 +140,12 @@ def test_every_key_is_optional() -> None:
         ("[fusion", "is not TOML", ""),
         ("[precision]\nmixed = 'auto'", "there is nothing to mix", "bf16"),
         ("[fusion]\npolicy = ['direct']", "fusion.policy is ['direct']", ""),
+        ("[backend.cpu]\nunfuse = true", "[backend.cpu] has no key 'unfuse'", "'unfuse_regions'"),
+        ("[backend.gpu]\nx = 1", "[backend] has no key 'gpu'", "'cpu'"),
+        ("[backend]\ncpu = true", "backend.cpu is True, expected a table", "[backend.cpu]"),
+        ("backend.metal.skip_fusion = 1", "backend.metal.skip_fusion is 1, expected true or false", ""),
+        ("[kernel_dispatch]\npolicy = 'native'", "kernel_dispatch.policy is 'native'", "native"),
+        ("kernel_dispatch.force_common_kinds = 'gelu'", "force_common_kinds is 'gelu', expected a list", ""),
     ],
 )
 def test_strict_toml(text: str, says: str, hint: str, tmp_path: Path) -> None:
@@ -239,6 +266,19 @@ def test_target_chooses_the_processor() -> None:
     other = "neon" if supported()[0].arch == "x86_64" else "avx2"
     with pytest.raises(CapabilityError, match=f"this machine does not run '{other}'"):
         compile(module, fusion=Fusion(target=other))
+
+
+def test_regions_of_elementwise_ops_come_apart_on_the_cpu() -> None:
+    g = Graph("chain")
+    g.set_outputs([g.input("x", (5,)).tanh().exp() * 3.0])
+    joined, apart, other = (
+        compile(g, backend=b)
+        for b in (Backend(), Backend(cpu=CpuBackend(unfuse_regions=True)), Backend(metal=MetalBackend(True, True)))
+    )
+    assert [len(f.plan.main.launches) for f in (joined, apart, other)] == [1, 3, 1]
+    x = np.linspace(-1, 1, 5, dtype=np.float32)
+    for f in (joined, apart):
+        np.testing.assert_allclose(f.run({"x": x})[0], np.exp(np.tanh(x.astype(float))) * 3, rtol=1e-6)
 
 
 # -- passes -----------------------------------------------------------------------------------------------------------

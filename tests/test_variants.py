@@ -135,8 +135,10 @@ def test_configurations_join_variant_profile_and_mode() -> None:
     assert ModelExecutionConfig.prefill(1, 8).profile == CompileProfile.prefill()
     assert ModelExecutionConfig.encoder(1, 8).variant.phase is ModelPhase.ENCODER
     others = [config.with_mode(CompilationMode.LAZY), config.with_profile("unfused"),
-              config.with_profile(CompileProfile.prefill()), ModelExecutionConfig.decode(1, 65, 1)]  # fmt: skip
-    assert len({c.cache_key() for c in (config, *others)}) == 5
+              config.with_profile(CompileProfile.prefill()), ModelExecutionConfig.decode(1, 65, 1),
+              config.with_kernel_dispatch(rlx.KernelDispatchPolicy.FORCE_COMMON),
+              config.with_kernel_dispatch(rlx.KernelDispatchConfig(force_native_kinds=("gelu",)))]  # fmt: skip
+    assert len({c.cache_key() for c in (config, *others)}) == 7
     with pytest.raises(GraphError, match="mode is 'soon', expected one of EAGER, LAZY, AOT"):
         config.with_mode("soon")  # type: ignore[arg-type]
 

@@ -88,7 +88,7 @@ def _layout(panels: Value) -> str:
 # What may be read of the graph of a planned module; everything else on a Graph builds.
 _READS = frozenset((
     "nodes", "inputs", "params", "outputs", "limits", "has", "users", "reachable", "symbols", "fingerprint", "text",
-    "verify", "level",
+    "verify", "level", "copy",
 ))  # fmt: skip
 
 
@@ -347,7 +347,7 @@ class GraphModule:
 
     def profile(self, given: CompileProfile | None = None) -> CompileProfile:
         """The profile to compile by: the one given, else the default one with the module's own fusion policy."""
-        return given or CompileProfile(Fusion(policy=self._policy))
+        return (given or CompileProfile(Fusion(policy=self._policy))).in_environment()
 
     def into_mir(self) -> Graph:
         """The MIR graph: lowered from HIR, taken out of LIR."""

@@ -152,7 +152,7 @@ def test_a_body_is_verified_with_its_graph() -> None:
     body = body_of("c", build=lambda c: c.tanh())
     g = rlx.Graph("g")
     g.set_outputs([g.scan(g.input("c", (2, 8)), body, 3)]).verify()
-    object.__setattr__(body.nodes[1], "op", "sum")
+    object.__setattr__(g.nodes[-1].attrs["body"].nodes[1], "op", "sum")
     with pytest.raises(VerifyError, match="sum") as caught:
         g.verify()
     assert any("in body of %1 scan" in note for note in caught.value.notes)

@@ -52,8 +52,9 @@ def uniform(*shape: int, dtype: Any = np.float32, low: float = -4, high: float =
 
 # Our name -> torch's.
 UNARY = {
-    "exp": "exp", "sin": "sin", "cos": "cos", "tanh": "tanh", "erf": "erf", "relu": "relu", "sigmoid": "sigmoid",
-    "silu": "nn.functional.silu", "gelu": "nn.functional.gelu", "neg": "neg", "abs": "abs",
+    "exp": "exp", "sin": "sin", "cos": "cos", "tan": "tan", "atan": "atan", "tanh": "tanh", "erf": "erf",
+    "relu": "relu", "sigmoid": "sigmoid", "silu": "nn.functional.silu", "gelu": "nn.functional.gelu",
+    "neg": "neg", "abs": "abs",
 }  # fmt: skip
 POSITIVE = {"log": "log", "sqrt": "sqrt", "rsqrt": "rsqrt"}
 BINARY = {

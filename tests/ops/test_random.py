@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy.stats  # type: ignore[import-untyped]
 from oracles import ORACLES
 
 import rlx
@@ -62,7 +63,25 @@ def test_uniform_numbers_fill_the_interval() -> None:
     assert ((counts - 1000) ** 2 / 1000).sum() < 160  # chi-square with 99 degrees of freedom: 1 in 10,000
 
 
-@pytest.mark.parametrize("op", ["random_bits", "random_uniform"])
+@pytest.mark.parametrize("where", WHERE)
+def test_normal_numbers_are_those_of_box_and_muller_on_every_device(where: str) -> None:
+    """Two uniform numbers each, in float64; only the last places of log, sqrt and cos are the device's own."""
+    for shape in ((), (1,), (0, 3), (7, 19), (1003,)):
+        found = numbers("random_normal", where, shape)
+        assert found.dtype == np.float32 and found.shape == shape
+        np.testing.assert_allclose(found, ORACLES["random_normal"](KEY, shape=shape), rtol=0, atol=2e-6)
+
+
+def test_normal_numbers_depend_on_key_and_index_alone_and_are_normal() -> None:
+    x = numbers("random_normal", WHERE[1], (200_000,), threads=2)
+    np.testing.assert_array_equal(numbers("random_normal", WHERE[1], (50, 30)).reshape(-1), x[:1500])
+    assert np.isfinite(x).all() and np.abs(x).max() < np.sqrt(2 * 24 * np.log(2)) + 1e-5
+    assert scipy.stats.kstest(x, "norm").pvalue > 1e-3
+    assert scipy.stats.normaltest(x).pvalue > 1e-3  # skewness and kurtosis together
+    assert abs(np.corrcoef(x[:-1], x[1:])[0, 1]) < 4 / np.sqrt(x.size)
+
+
+@pytest.mark.parametrize("op", ["random_bits", "random_uniform", "random_normal"])
 @pytest.mark.parametrize("shape", [(-1,), (1.5,), (True,)])
 def test_shapes_are_sizes(op: str, shape: tuple[object, ...]) -> None:
     g = rlx.Graph("random")

@@ -24,6 +24,7 @@ from rlx.ir.registry import OpDef, Sample
 from rlx.ir.text import attr_text
 from rlx.lir.elementwise import scalar_form
 from rlx.lir.schedule import loop_form
+from rlx.mir.common_forms import common_form
 from rlx.types import TensorType
 
 FLOATS = tuple(d for d in dtypes.ALL if d.is_float)
@@ -107,6 +108,8 @@ def cells(op: OpDef) -> dict[str, str]:
         found["loop form"] = registry.place_of(loop_form[op.name])
     if op.decompose is not None:
         found["decomposed"] = registry.place_of(op.decompose)
+    if op.name in common_form:
+        found["common form"] = registry.place_of(common_form[op.name])
     if op.name in rlx.hir.lower.lowering:
         found["lowering"] = registry.place_of(rlx.hir.lower.lowering[op.name])
     root = os.path.dirname(os.path.dirname(os.path.abspath(inspect.getfile(rlx))))

@@ -37,6 +37,8 @@ class Activation(enum.Enum):
     ABS = "abs"
     SIN = "sin"
     COS = "cos"
+    TAN = "tan"
+    ATAN = "atan"
     ROUND = "round"
 
 

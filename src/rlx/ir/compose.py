@@ -13,11 +13,20 @@ from rlx.ir.registry import HIR, OpDef, get, result_types
 from rlx.types import TensorType
 
 
-def written_out(definition: OpDef, operands: Sequence[TensorType | None], attrs: Mapping[str, Any]) -> Graph:
-    """The decomposition of an op: an input for each operand that is given, outputs of the types that its rule gives."""
+def written_out(
+    definition: OpDef,
+    operands: Sequence[TensorType | None],
+    attrs: Mapping[str, Any],
+    decompose: Callable[..., Any] | None = None,
+) -> Graph:
+    """The decomposition of an op: an input for each operand that is given, outputs of the types that its rule gives.
+
+    `decompose` is another way to write it than the one it was declared with.
+    """
     wanted = result_types(definition, operands, attrs)
-    assert definition.decompose is not None
-    body, results = _built(definition.name, definition.decompose, operands, attrs)
+    decompose = decompose or definition.decompose
+    assert decompose is not None
+    body, results = _built(definition.name, decompose, operands, attrs)
     where = f"op {definition.name}: its decomposition"
     if not all(isinstance(v, Value) and v.graph is body for v in results):
         raise LowerError(f"{where} gives {results!r}, wanted values made of its operands", hint=definition.place)

@@ -207,9 +207,7 @@ def _one_carry(body: Graph) -> Graph:
 
 def _with_outputs(body: Graph, which: Sequence[int]) -> Graph:
     """The body with some of its outputs, in another order or more than once."""
-    from rlx.ir.rewrite import rebuild
-
-    copy = rebuild(body, lambda rewriter, node: None, made_by="scan")
+    copy = body.copy()
     copy.outputs = tuple(copy.outputs[i] for i in which)
     return copy
 

@@ -390,6 +390,8 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
             error.add_note(f"  operands: {shown}")
             error.add_note(f"  built at: {origin or here()}")
             raise
+        if origin is None:  # a caller may still change its bodies; passes hand in their own
+            full = {k: v.copy() if isinstance(v, Graph) else v for k, v in full.items()}
         return self.append(op, tuple(values), full, types, origin)
 
     def _operands(self, definition: registry.OpDef, given: Sequence[Any], attrs: dict[str, Any]) -> list[Value | None]:
@@ -454,6 +456,12 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
                 raise GraphError(f"set_outputs: {value!r} is not a value of graph {self.name!r}")
         self.outputs = values
         return self
+
+    def copy(self) -> Graph:
+        """The same graph again: what happens to one does not change the other."""
+        from rlx.ir.rewrite import rebuild
+
+        return rebuild(self, lambda rewriter, node: None, made_by="copy")
 
     def reshape(self, x: Value, shape: ShapeLike) -> Value:
         """`x` with another shape of as many elements; one size may be -1."""

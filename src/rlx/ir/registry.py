@@ -64,6 +64,13 @@ def _random_blocks(rng: np.random.Generator, storage: DType, shape: tuple[int, .
         else:
             raw = rng.integers(0, 256, (*part.shape, part.dtype.itemsize)).astype(np.uint8)
             part[...] = raw.view(part.dtype)[..., 0]
+    match storage.name:  # scales that are not floats of their own: near 1, neither infinite nor NaN
+        case "iq1_m":
+            blocks["scales"][..., 3] = blocks["scales"][..., 3] & 0x0FFF | 0x2000
+        case "mxfp4":
+            blocks["e"] = rng.integers(118, 128, blocks.shape)
+        case "nvfp4":
+            blocks["d"] = rng.integers(0, 64, blocks["d"].shape)
     return blocks
 
 
@@ -268,6 +275,10 @@ class RuleTable(Generic[Rule]):
 
     def __contains__(self, name: str) -> bool:
         return name in self._rules
+
+    def get(self, name: str) -> Rule | None:
+        """The rule for an op, if it has one."""
+        return self._rules.get(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rules)

@@ -1,54 +1,81 @@
 """Expansion: ops that no kernel knows become the ops they are written with, custom functions their forward bodies.
 
-It comes first, so that every later pass sees through them. MIR in, MIR without composed ops out, in loops too.
+So do ops that have a kernel where a profile asks for their common form. It comes first, so that every later pass sees
+through them. MIR in, MIR without composed ops out, in loops too.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from rlx.errors import LowerError
+from rlx.errors import CapabilityError, LowerError, nearest
+from rlx.ir import registry
 from rlx.ir.compose import written_out
 from rlx.ir.graph import Graph, Node, Value, attr_key
 from rlx.ir.registry import COMPOSED, CONTROL
 from rlx.ir.rewrite import Rewriter, inline, map_bodies, rebuild
+from rlx.mir.common_forms import common_form
+from rlx.profile import KernelDispatchConfig, KernelDispatchPolicy
 
 Key = tuple[Any, ...]
+NATIVE = KernelDispatchConfig()
 
 
-def has_composed(graph: Graph) -> bool:
+def has_composed(graph: Graph, dispatch: KernelDispatchConfig = NATIVE) -> bool:
     """Whether there is anything to expand, in the graph or in its bodies."""
     for node in graph.nodes:
-        traits = node.definition.traits
-        if COMPOSED in traits:
+        if _comes_apart(node, dispatch):
             return True
-        if CONTROL in traits and any(has_composed(v) for v in node.attrs.values() if isinstance(v, Graph)):
+        if CONTROL in node.definition.traits and any(has_composed(v, dispatch) for v in _bodies(node)):
             return True
     return False
 
 
-def expand(graph: Graph) -> Graph:
-    """The graph with every composed op written out."""
-    return _expand(graph, ())
+def expand(graph: Graph, *, dispatch: KernelDispatchConfig = NATIVE) -> Graph:
+    """The graph with every composed op written out, and as `dispatch` says those that have a common form."""
+    for kind in (*dispatch.force_common_kinds, *dispatch.force_native_kinds):
+        if kind not in registry.OPS:
+            hint = nearest(kind, registry.OPS)
+            raise CapabilityError(f"profile: kernel_dispatch: no op is called {kind!r}", hint=hint)
+    for kind in dispatch.force_common_kinds:
+        if kind not in common_form and COMPOSED not in registry.OPS[kind].traits:
+            known = f"known: {', '.join(sorted(common_form))}"
+            raise CapabilityError(f"profile: kernel_dispatch: op {kind} has no common form", hint=known)
+    return _expand(graph, dispatch, ())
 
 
-def _expand(graph: Graph, inside: tuple[Key, ...]) -> Graph:
+def _comes_apart(node: Node, dispatch: KernelDispatchConfig) -> bool:
+    policy, composed = dispatch.of(node.op), COMPOSED in node.definition.traits
+    if composed and policy is KernelDispatchPolicy.FORCE_NATIVE and CONTROL not in node.definition.traits:
+        hint = "take it out of kernel_dispatch.force_native_kinds, or use the policy prefer_native"
+        raise LowerError(f"op {node.op}: has no kernel of its own, which kernel_dispatch asks for", hint=hint)
+    # a state of the runtime is written in place, which only the kernel of an op can do
+    writes_state = any(o is not None and o.node.op == "state" for o in node.operands)
+    return composed or (policy is KernelDispatchPolicy.FORCE_COMMON and node.op in common_form and not writes_state)
+
+
+def _bodies(node: Node) -> list[Graph]:
+    return [v for v in node.attrs.values() if isinstance(v, Graph)]
+
+
+def _expand(graph: Graph, dispatch: KernelDispatchConfig, inside: tuple[Key, ...]) -> Graph:
     """`inside` are the ops whose decomposition this graph is part of."""
-    if not has_composed(graph):
+    if not has_composed(graph, dispatch):
         return graph
 
     def visit(rewriter: Rewriter, node: Node) -> tuple[Value, ...] | None:
-        if COMPOSED not in node.definition.traits:
+        if not _comes_apart(node, dispatch):
             return None
         key = _key(node)
         if key in inside:
             path = " > ".join(k[0] for k in (*inside[inside.index(key) :], key))
             raise LowerError(f"op {node.op}: is written with itself, {path}", hint=node.definition.place)
-        body = written_out(node.definition, [None if o is None else o.type for o in node.operands], node.attrs)
+        form = common_form.get(node.op)
+        body = written_out(node.definition, [None if o is None else o.type for o in node.operands], node.attrs, form)
         operands = [o for o in rewriter.operands(node) if o is not None]
-        return inline(rewriter.graph, _expand(body, (*inside, key)), operands, node.origin.by("expand"))
+        return inline(rewriter.graph, _expand(body, dispatch, (*inside, key)), operands, node.origin.by("expand"))
 
-    return map_bodies(rebuild(graph, visit, made_by="expand"), lambda body: _expand(body, inside))
+    return map_bodies(rebuild(graph, visit, made_by="expand"), lambda body: _expand(body, dispatch, inside))
 
 
 def _key(node: Node) -> Key:

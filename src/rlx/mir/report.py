@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from rlx.ir.graph import Node
@@ -44,6 +45,11 @@ class FusionReport:
 
     def miss(self, kind: str, node: Node, why: str) -> None:
         self.missed.append(Miss(kind, node.op, why, str(node.origin)))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many fusions there are of each kind."""
+        return dict(sorted(Counter(f.kind for f in self.fused).items()))
 
     def __str__(self) -> str:
         lines = [f"fused {len(self.fused)}", *(f"  {f}" for f in self.fused)]

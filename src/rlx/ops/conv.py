@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -120,19 +121,24 @@ def pool2d(
 
     `stride` is the kernel's size unless given. Padding counts as zeros in a mean and never as the largest.
     """
-    if kind not in KINDS:
-        raise GraphError(f"pool2d: kind {kind!r} is not one of {', '.join(KINDS)}")
     if x.rank != 4:
         raise ShapeError(f"pool2d: x is [batch, channels, height, width], found {x}")
-    if not x.dtype.is_float:
-        raise DTypeError(f"pool2d: takes floats, found {x.dtype}")
     size = pair("pool2d", "kernel", kernel, 1)
     step = size if stride is None else pair("pool2d", "stride", stride, 1)
-    sides = pair("pool2d", "padding", padding, 0)
-    if any(2 * p > k for p, k in zip(sides, size, strict=True)):
-        raise ShapeError(f"pool2d: padding {sides} is more than half the kernel {size}")
-    settings = zip(x.shape[2:], size, step, sides, strict=True)
-    return x.with_shape(*x.shape[:2], *(output_size("pool2d", *axis) for axis in settings))
+    return _pooled("pool2d", x, kind, size, step, pair("pool2d", "padding", padding, 0))
+
+
+def _pooled(where: str, x: TensorType, kind: str, *settings: Sequence[int]) -> TensorType:
+    """The type that pooling gives: kernel, stride and padding have a number for each axis after the channels."""
+    if kind not in KINDS:
+        raise GraphError(f"{where}: kind {kind!r} is not one of {', '.join(KINDS)}")
+    if not x.dtype.is_float:
+        raise DTypeError(f"{where}: takes floats, found {x.dtype}")
+    kernel, _, padding = settings
+    if any(2 * p > k for p, k in zip(padding, kernel, strict=True)):
+        raise ShapeError(f"{where}: padding {padding} is more than half the kernel {kernel}")
+    axes = zip(x.shape[2:], *settings, strict=True)
+    return x.with_shape(*x.shape[:2], *(output_size(where, *axis) for axis in axes))
 
 
 def _of_a_row(stride: int, padding: int, dilation: int) -> dict[str, Pair]:
@@ -175,3 +181,37 @@ def conv1d(
     y = conv2d.rule(rows[0], rows[1], bias, groups=groups, **_of_a_row(stride, padding, dilation))
     assert isinstance(y, TensorType)
     return y.with_shape(y.shape[0], y.shape[1], y.shape[3])
+
+
+def _pool1d(x: Any, *, kind: str, kernel: int, stride: int | None, padding: int) -> Any:
+    return _pool2d(x[:, :, None], kind=kind, **_window_of_a_row(kernel, stride, padding))[:, :, 0]
+
+
+def _window_of_a_row(kernel: int, stride: int | None, padding: int) -> dict[str, Pair]:
+    """A window of a line, for an image of one row."""
+    return {"kernel": (1, kernel), "stride": (1, kernel if stride is None else stride), "padding": (0, padding)}
+
+
+def _pool1d_apart(x: Value, *, kind: str, kernel: int, stride: int | None, padding: int) -> Value:
+    """Pooling of images of one row."""
+    row = x.reshape(x.shape[0], x.shape[1], 1, x.shape[2])
+    y = x.graph.one("pool2d", row, kind=kind, **_window_of_a_row(kernel, stride, padding))
+    return y.reshape(y.shape[0], y.shape[1], y.shape[3])
+
+
+@op(
+    "pool1d", reference=_pool1d, decompose=_pool1d_apart, traits=[COMPOSED], tolerance=1e-6,
+    samples=[
+        sample(f32(2, 3, 20), kind="max", kernel=2), sample(f32(1, 4, 33), kind="mean", kernel=3, stride=2, padding=1),
+        sample(f32(1, 2, 17), kind="max", kernel=5, stride=1, padding=2),
+    ],
+)  # fmt: skip
+def pool1d(x: TensorType, *, kind: str, kernel: int, stride: int | None = None, padding: int = 0) -> TensorType:
+    """The largest (`kind` max) or mean number of each window of x [batch, channels, length], as `pool2d` does it."""
+    if x.rank != 3:
+        raise ShapeError(f"pool1d: x is [batch, channels, length], found {x}")
+    window = {"kernel": (kernel, 1), "stride": (kernel if stride is None else stride, 1), "padding": (padding, 0)}
+    for name, (value, least) in window.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise GraphError(f"pool1d: {name} is {value!r}, wanted an integer from {least}")
+    return _pooled("pool1d", x, kind, (kernel,), (kernel if stride is None else stride,), (padding,))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from rlx.dtypes import F32, U32
 from rlx.errors import DTypeError, ShapeError
-from rlx.ir.registry import Spec, op, sample
+from rlx.ir.graph import Value
+from rlx.ir.registry import COMPOSED, Spec, op, sample
 from rlx.types import Size, TensorType, as_shape
 
 Sizes = tuple[Size, ...]
@@ -70,4 +72,30 @@ def _random_uniform(key: Any, *, shape: Any) -> Any:
 def random_uniform(key: TensorType, *, shape: Sizes) -> TensorType:
     """Random f32 numbers in [0, 1): the upper 24 of the 32 bits of `random_bits`, as a fraction."""
     _check_key("random_uniform", key)
+    return TensorType(as_shape(shape), F32)
+
+
+def _random_normal(key: Any, *, shape: Any) -> Any:
+    pairs = _random_uniform(key, shape=(*shape, 2)).astype(np.float64)
+    radius = np.sqrt(-2 * np.log(1 - pairs[..., 0]))
+    return (radius * np.cos(2 * math.pi * pairs[..., 1])).astype(np.float32)
+
+
+def _random_normal_apart(key: Value, *, shape: Sizes) -> Value:
+    pairs = key.graph.one("random_uniform", key, shape=(*shape, 2))
+    radius = ((1.0 - pairs[..., 0]).log() * -2.0).sqrt()  # 1 - u is exact, and never 0
+    normal: Value = radius * (pairs[..., 1] * (2 * math.pi)).cos()
+    return normal
+
+
+@op(
+    "random_normal", reference=_random_normal, decompose=_random_normal_apart, traits=[COMPOSED], tolerance=1e-6,
+    samples=[sample(_KEY, shape=(3, 50)), sample(_KEY, shape=()), sample(_KEY, shape=(0, 3))],
+)  # fmt: skip
+def random_normal(key: TensorType, *, shape: Sizes) -> TensorType:
+    """Random f32 numbers of the standard normal distribution (Box and Muller 1958).
+
+    Of the numbers u of `random_uniform`, element i takes two: sqrt(-2 log(1 - u[2i])) cos(2π u[2i + 1]).
+    """
+    _check_key("random_normal", key)
     return TensorType(as_shape(shape), F32)
