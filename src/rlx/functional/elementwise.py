@@ -1,0 +1,262 @@
+"""Elementwise functions, and arrays made of nothing, under NumPy's names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rlx.dtypes import dtype
+from rlx.functional.operands import asarray, floats, held, is_float, numpy_type, operand, traced
+from rlx.functional.tracing import Traced, apply, at_once, current, type_of
+from rlx.transforms import build
+from rlx.types import Dim, as_shape
+
+
+def _unary(op: str, doc: str) -> Callable[[Any], Any]:
+    def function(x: Any) -> Any:
+        return apply(op, floats(asarray(x)))
+
+    function.__name__, function.__doc__ = op, doc
+    return function
+
+
+exp, log, sqrt = _unary("exp", "e to the power x."), _unary("log", "Natural logarithm."), _unary("sqrt", "Square root.")
+rsqrt, sin, cos = _unary("rsqrt", "1 / √x."), _unary("sin", "Sine."), _unary("cos", "Cosine.")
+tan, arctan, tanh = _unary("tan", "Tangent."), _unary("atan", "Inverse tangent."), _unary("tanh", "Hyperbolic tangent.")
+erf, sigmoid = _unary("erf", "Error function."), _unary("sigmoid", "1 / (1 + e^-x).")
+relu, silu = _unary("relu", "x where positive, else 0."), _unary("silu", "x · sigmoid(x).")
+
+
+def gelu(x: Any, approximate: bool = False) -> Any:
+    """Gaussian error linear unit; `approximate` is its tanh form."""
+    return apply("gelu_tanh" if approximate else "gelu", floats(asarray(x)))
+
+
+def abs(x: Any) -> Any:
+    """Magnitude."""
+    return apply("abs", asarray(x))
+
+
+def negative(x: Any) -> Any:
+    """-x."""
+    return apply("neg", asarray(x))
+
+
+@at_once
+def round(x: Any, decimals: int = 0) -> Any:
+    """To the nearest whole number, halves to the even one."""
+    if decimals:
+        return round(x * 10.0**decimals) / 10.0**decimals
+    return apply("round", x) if is_float(x) else asarray(x)
+
+
+def _binary(op: str, doc: str) -> Callable[[Any, Any], Any]:
+    def function(a: Any, b: Any) -> Any:
+        a, b = operand(a), operand(b)
+        if not isinstance(a, (Traced, np.ndarray)) and not isinstance(b, (Traced, np.ndarray)):
+            a = asarray(a)
+        return apply(op, a, b)
+
+    function.__name__, function.__doc__ = op, doc
+    return function
+
+
+add, sub, mul = _binary("add", "a + b."), _binary("sub", "a - b."), _binary("mul", "a · b.")
+subtract, multiply = sub, mul
+maximum, minimum = _binary("maximum", "The larger."), _binary("minimum", "The smaller.")
+equal, not_equal = _binary("equal", "a == b."), _binary("not_equal", "a != b.")
+less, less_equal = _binary("less", "a < b."), _binary("less_equal", "a <= b.")
+greater, greater_equal = _binary("greater", "a > b."), _binary("greater_equal", "a >= b.")
+logical_and, logical_or = _binary("logical_and", "Both."), _binary("logical_or", "Either.")
+
+
+def logical_not(x: Any) -> Any:
+    """The opposite."""
+    return apply("logical_not", asarray(x))
+
+
+@at_once
+def divide(a: Any, b: Any) -> Any:
+    """a / b, in floats."""
+    both = [operand(x) for x in (a, b)]
+    if all(isinstance(x, (bool, int)) or not (isinstance(x, float) or is_float(x)) for x in both):
+        both = [floats(asarray(x)) for x in both]
+    return apply("div", *both)
+
+
+def _any_float(*operands: Any) -> bool:
+    return any(isinstance(x, float) or is_float(x) for x in operands)
+
+
+@at_once
+def floor_divide(a: Any, b: Any) -> Any:
+    """The quotient, rounded down."""
+    return floor(divide(a, b)) if _any_float(a, b) else apply("floor_divide", operand(a), operand(b))
+
+
+@at_once
+def mod(a: Any, b: Any) -> Any:
+    """The remainder, with the sign of the divisor."""
+    return a - floor_divide(a, b) * b if _any_float(a, b) else apply("mod", operand(a), operand(b))
+
+
+@at_once
+def power(a: Any, b: Any) -> Any:
+    """a to the power b; a small whole number is a product, which is exact and has every derivative."""
+    if isinstance(b, int) and not isinstance(b, bool) and 0 <= b <= 8:
+        a = asarray(a)
+        if b == 0:
+            return ones_like(a)
+        half = power(a, b // 2) if b > 1 else None
+        return a if half is None else half * half * a if b % 2 else half * half
+    base = float(a) if isinstance(a, (int, float)) else floats(asarray(a))
+    return apply("pow", base, b if isinstance(b, (int, float)) else asarray(b))
+
+
+def where(condition: Any, a: Any, b: Any) -> Any:
+    """`a` where the condition holds, else `b`."""
+    return apply("where", asarray(condition), operand(a), operand(b))
+
+
+@at_once
+def clip(x: Any, min: Any = None, max: Any = None) -> Any:
+    """x, not below `min` and not above `max`."""
+    x = x if min is None else maximum(x, min)
+    return x if max is None else minimum(x, max)
+
+
+@at_once
+def sign(x: Any) -> Any:
+    """1, 0 or -1."""
+    return traced(build.zeros_like(held(x))) + where(x > 0, 1, where(x < 0, -1, 0)).astype(type_of(x).dtype)
+
+
+def square(x: Any) -> Any:
+    """x²."""
+    return power(x, 2)
+
+
+def reciprocal(x: Any) -> Any:
+    """1 / x."""
+    return divide(1.0, x)
+
+
+@at_once
+def floor(x: Any) -> Any:
+    """The largest whole number that is not above x."""
+    near = round(x)
+    return where(near > x, near - 1, near)
+
+
+@at_once
+def ceil(x: Any) -> Any:
+    """The smallest whole number that is not below x."""
+    near = round(x)
+    return where(near < x, near + 1, near)
+
+
+@at_once
+def log1p(x: Any) -> Any:
+    """log(1 + x), also where x is tiny."""
+    x = floats(asarray(x))
+    whole = 1 + x
+    rest = whole - 1
+    return where(equal(rest, 0), x, log(where(equal(rest, 0), 2.0, whole)) * (x / where(equal(rest, 0), 1.0, rest)))
+
+
+@at_once
+def expm1(x: Any) -> Any:
+    """e^x - 1, also where x is tiny."""
+    x = floats(asarray(x))
+    half = tanh(clip(x, -1.0, 1.0) * 0.5)
+    return where(abs(x) < 1, 2 * half / (1 - half), exp(x) - 1)
+
+
+@at_once
+def logaddexp(a: Any, b: Any) -> Any:
+    """log(e^a + e^b)."""
+    top = maximum(a, b)
+    return top + log1p(exp(-abs(a - b)))
+
+
+def softplus(x: Any) -> Any:
+    """log(1 + e^x)."""
+    return logaddexp(x, 0.0)
+
+
+def isnan(x: Any) -> Any:
+    """Whether NaN."""
+    return not_equal(x, x)
+
+
+def isinf(x: Any) -> Any:
+    """Whether infinite."""
+    return equal(abs(x), math.inf)
+
+
+def isfinite(x: Any) -> Any:
+    """Whether neither infinite nor NaN."""
+    return less(abs(x), math.inf)
+
+
+# -- making arrays ----------------------------------------------------------------------------------------------------
+def _full(shape: Any, value: float, like: Any) -> Any:
+    sizes = as_shape((shape,) if isinstance(shape, (int, Dim)) else shape)
+    if current() is None:
+        return np.full(sizes, value, numpy_type(like))
+    trace = current()
+    assert trace is not None
+    return traced(build.full(trace.graph, value, type_of(np.zeros((), numpy_type(like))).with_shape(*sizes)))
+
+
+def zeros(shape: Any, dtype: Any = "f32") -> Any:
+    """Zeros."""
+    return _full(shape, 0, dtype)
+
+
+def ones(shape: Any, dtype: Any = "f32") -> Any:
+    """Ones."""
+    return _full(shape, 1, dtype)
+
+
+def full(shape: Any, value: float, dtype: Any = "f32") -> Any:
+    """One number everywhere."""
+    return _full(shape, value, dtype)
+
+
+def zeros_like(x: Any) -> Any:
+    """Zeros of the type of x."""
+    return _full(type_of(x).shape, 0, type_of(x).dtype)
+
+
+def ones_like(x: Any) -> Any:
+    """Ones of the type of x."""
+    return _full(type_of(x).shape, 1, type_of(x).dtype)
+
+
+@at_once
+def counter(size: Any, like: Any) -> Any:
+    trace = current()
+    assert trace is not None
+    return traced(build.counter(trace.graph, size, dtype(like)))
+
+
+def arange(start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> Any:
+    """start, start + step, ... below stop; a size that only run time knows may be the only argument."""
+    if isinstance(start, Dim):
+        return counter(start, dtype or "i32")
+    found = np.arange(start, stop, step) if stop is not None else np.arange(0, start, step)
+    return found.astype(numpy_type(dtype or ("i32" if found.dtype.kind in "iu" else "f32")))
+
+
+def linspace(start: float, stop: float, num: int = 50, dtype: Any = "f32") -> Any:
+    """`num` numbers from start to stop."""
+    return np.linspace(start, stop, num).astype(numpy_type(dtype))
+
+
+def eye(n: Any, dtype: Any = "f32") -> Any:
+    """The unit matrix."""
+    return np.eye(n, dtype=numpy_type(dtype))

@@ -1,0 +1,134 @@
+"""Sums, extremes, softmax and running sums, under NumPy's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlx.functional.elementwise import (
+    exp,
+    greater,
+    isfinite,
+    log,
+    logical_not,
+    negative,
+    sqrt,
+    where,
+)
+from rlx.functional.operands import Axis, asarray, astype, floats, held, traced
+from rlx.functional.shapes import ravel, squeeze
+from rlx.functional.tracing import apply, at_once, type_of
+from rlx.ir.graph import Graph
+from rlx.transforms import build
+
+
+def _reduced(op: str, x: Any, axis: Axis, keepdims: bool) -> Any:
+    axes = None if axis is None else axis if isinstance(axis, int) else tuple(axis)
+    return apply(op, asarray(x), axis=axes, keepdims=keepdims)
+
+
+@at_once
+def sum(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
+    """Sum."""
+    return _reduced("sum", astype(x, "i32") if type_of(x).dtype.is_bool else x, axis, keepdims)
+
+
+def prod(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
+    """Product."""
+    return _reduced("prod", x, axis, keepdims)
+
+
+@at_once
+def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
+    """Mean."""
+    return _reduced("mean", floats(asarray(x)), axis, keepdims)
+
+
+def max(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
+    """Largest element."""
+    return _reduced("max", x, axis, keepdims)
+
+
+def min(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
+    """Smallest element."""
+    return _reduced("min", x, axis, keepdims)
+
+
+@at_once
+def var(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
+    """Mean square of the distance from the mean."""
+    centred = floats(asarray(x)) - mean(x, axis, True)
+    return mean(centred * centred, axis, keepdims)
+
+
+def std(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
+    """Root of the variance."""
+    return sqrt(var(x, axis, keepdims))
+
+
+@at_once
+def any(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
+    """Whether one is true."""
+    return greater(_reduced("sum", astype(astype(x, "bool"), "i32"), axis, keepdims), 0)
+
+
+def all(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
+    """Whether all are true."""
+    return logical_not(any(logical_not(astype(x, "bool")), axis, keepdims))
+
+
+@at_once
+def argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
+    """Index of the first of the largest elements."""
+    return argmax(ravel(x), 0) if axis is None else apply("argmax", x, axis=axis, keepdims=keepdims)
+
+
+@at_once
+def argmin(x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
+    """Index of the first of the smallest elements."""
+    return argmax(negative(x), axis, keepdims)
+
+
+@at_once
+def cumsum(x: Any, axis: int | None = None) -> Any:
+    """Running sums."""
+    return cumsum(ravel(x), 0) if axis is None else apply("cumsum", x, axis=axis)
+
+
+def softmax(x: Any, axis: int = -1) -> Any:
+    """exp(x) over its sum along an axis."""
+    return apply("softmax", asarray(x), axis=axis)
+
+
+@at_once
+def logsumexp(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
+    """log of the sum of exp(x), without overflow."""
+    top = max(x, axis, True)
+    top = stop_gradient(where(isfinite(top), top, 0.0))
+    total = log(sum(exp(x - top), axis, True)) + top
+    return total if keepdims else squeeze(total, tuple(range(type_of(x).rank)) if axis is None else axis)
+
+
+@at_once
+def log_softmax(x: Any, axis: int = -1) -> Any:
+    """log of softmax, without overflow."""
+    return x - logsumexp(x, axis, True)
+
+
+def cross_entropy(logits: Any, labels: Any, ignore_index: int = -100) -> Any:
+    """logsumexp(logits) - logits[label] for each row of the last axis."""
+    return apply("cross_entropy", asarray(logits), asarray(labels), ignore_index=ignore_index)
+
+
+@at_once
+def stop_gradient(x: Any) -> Any:
+    """x, as a constant to derivatives."""
+    value = held(x)
+    body = Graph("stop_gradient")
+    inner = build.declare(body, "x", value.type)
+    body.set_outputs([inner])
+    back = Graph("nothing")
+    operand = build.declare(back, "x", value.type)
+    for name in ("primal_output", "d_output"):
+        build.declare(back, name, value.type)
+    back.set_outputs([build.zeros_like(operand)])
+    return traced(value.graph.custom_fn([value], body, back))

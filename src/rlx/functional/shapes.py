@@ -1,0 +1,180 @@
+"""Functions that move elements, under NumPy's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from rlx.errors import GraphError, ShapeError
+from rlx.functional.elementwise import (
+    counter,
+    where,
+    zeros,
+)
+from rlx.functional.operands import Axis, asarray, held, traced
+from rlx.functional.tracing import apply, at_once, type_of
+from rlx.transforms import build
+from rlx.types import as_shape, axis_index
+
+
+@at_once
+def reshape(x: Any, *shape: Any) -> Any:
+    """x under another shape; one size may be -1."""
+    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    return traced(held(x).reshape(tuple(sizes)))
+
+
+def ravel(x: Any) -> Any:
+    """x as one axis."""
+    return reshape(x, -1)
+
+
+@at_once
+def transpose(x: Any, axes: Sequence[int] | None = None) -> Any:
+    """Axes in another order; reversed unless said."""
+    rank = type_of(x).rank
+    order = tuple(reversed(range(rank))) if axes is None else tuple(a % rank for a in axes)
+    return apply("transpose", x, axes=order)
+
+
+def swapaxes(x: Any, a: int, b: int) -> Any:
+    """Two axes exchanged."""
+    order = list(range(type_of(x).rank))
+    order[a], order[b] = order[b], order[a]
+    return transpose(x, order)
+
+
+def moveaxis(x: Any, source: int, destination: int) -> Any:
+    """One axis at another place."""
+    rank = type_of(x).rank
+    order = [a for a in range(rank) if a != source % rank]
+    order.insert(destination % rank, source % rank)
+    return transpose(x, order)
+
+
+def expand_dims(x: Any, axis: int | Sequence[int]) -> Any:
+    """x with axes of size 1."""
+    shape = list(type_of(x).shape)
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    for a in sorted(a % (len(shape) + len(axes)) for a in axes):
+        shape.insert(a, 1)
+    return reshape(x, shape)
+
+
+def squeeze(x: Any, axis: Axis = None) -> Any:
+    """x without axes of size 1."""
+    shape = type_of(x).shape
+    axes = [i for i, d in enumerate(shape) if d == 1] if axis is None else axes_of(axis, len(shape), "squeeze")
+    for a in axes:
+        if shape[a] != 1:
+            raise ShapeError(f"squeeze: axis {a} of {type_of(x)} has {shape[a]} elements")
+    return reshape(x, tuple(d for i, d in enumerate(shape) if i not in axes))
+
+
+def axes_of(axis: Axis, rank: int, where: str) -> tuple[int, ...]:
+    given = tuple(range(rank)) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
+    return tuple(axis_index(a, rank, where) for a in given)
+
+
+def broadcast_to(x: Any, shape: Sequence[Any]) -> Any:
+    """x repeated to a shape."""
+    return apply("expand", asarray(x), shape=as_shape(shape))
+
+
+@at_once
+def concatenate(arrays: Sequence[Any], axis: int = 0) -> Any:
+    """Arrays end to end."""
+    return apply("concatenate", *(asarray(x) for x in arrays), axis=axis)
+
+
+@at_once
+def stack(arrays: Sequence[Any], axis: int = 0) -> Any:
+    """Arrays beside each other on a new axis."""
+    rank = type_of(arrays[0]).rank + 1
+    at = axis_index(axis, rank, "stack")
+    return concatenate([expand_dims(asarray(x), at) for x in arrays], axis=at)
+
+
+@at_once
+def split(x: Any, parts: int | Sequence[int], axis: int = 0) -> Any:
+    """x in equal parts, or cut at indices; a list."""
+    at, size = axis_index(axis, type_of(x).rank, "split"), type_of(x).shape[axis]
+    if isinstance(parts, int):
+        if not isinstance(size, int) or size % parts:
+            raise ShapeError(f"split: {size} elements are not {parts} equal parts")
+        parts = [size // parts * i for i in range(1, parts)]
+    bounds: list[Any] = [0, *parts, size]
+    return [traced(build.taken(held(x), at, a, b)) for a, b in pairwise(bounds)]
+
+
+@at_once
+def pad(x: Any, pad_width: Any, mode: str = "constant", constant_values: float = 0.0) -> Any:
+    """x with numbers around it: one width for all sides, a pair for all axes, or a pair for each."""
+    if mode != "constant":
+        raise GraphError(f"pad: mode is {mode!r}, rlx has 'constant'")
+    rank = type_of(x).rank
+    widths = [(pad_width, pad_width)] * rank if isinstance(pad_width, int) else list(pad_width)
+    if widths and isinstance(widths[0], int):
+        widths = [tuple(widths)] * rank
+    if len(widths) == 1:
+        widths = widths * rank
+    low, high = zip(*widths, strict=True) if rank else ((), ())
+    return apply("pad", x, low=low, high=high, value=constant_values)
+
+
+@at_once
+def flip(x: Any, axis: Axis = None) -> Any:
+    """Axes from their end to their start."""
+    value = held(x)
+    for a in axes_of(axis, value.rank, "flip"):
+        value = build.flip(value, a)
+    return traced(value)
+
+
+@at_once
+def roll(x: Any, shift: int, axis: int) -> Any:
+    """Elements moved along an axis, round the end."""
+    at, size = axis_index(axis, type_of(x).rank, "roll"), type_of(x).shape[axis]
+    if not isinstance(size, int):
+        raise ShapeError(f"roll: axis {axis} of {type_of(x)} has no size before run time")
+    if size == 0 or shift % size == 0:
+        return asarray(x)
+    cut = size - shift % size
+    value = held(x)
+    return concatenate([traced(build.taken(value, at, cut, size)), traced(build.taken(value, at, 0, cut))], axis=at)
+
+
+@at_once
+def repeat(x: Any, repeats: int, axis: int) -> Any:
+    """Each element of an axis so many times."""
+    at, shape = axis_index(axis, type_of(x).rank, "repeat"), list(type_of(x).shape)
+    wide = expand_dims(x, at + 1)
+    return reshape(broadcast_to(wide, [*shape[: at + 1], repeats, *shape[at + 1 :]]), [
+        d * repeats if i == at else d for i, d in enumerate(shape)])  # fmt: skip
+
+
+@at_once
+def tile(x: Any, reps: Sequence[int]) -> Any:
+    """x again and again along each axis."""
+    for axis, count in enumerate(reps):
+        x = concatenate([x] * count, axis=axis)
+    return asarray(x)
+
+
+@at_once
+def _triangle(x: Any, k: int, lower: bool) -> Any:
+    rows, columns = type_of(x).shape[-2:]
+    row, column = expand_dims(counter(rows, "i32"), 1) + k, expand_dims(counter(columns, "i32"), 0)
+    keep = column <= row if lower else column >= row
+    return where(keep, x, zeros((), type_of(x).dtype))
+
+
+def tril(x: Any, k: int = 0) -> Any:
+    """Zeros above the diagonal number k."""
+    return _triangle(x, k, True)
+
+
+def triu(x: Any, k: int = 0) -> Any:
+    """Zeros below the diagonal number k."""
+    return _triangle(x, k, False)

@@ -1,0 +1,148 @@
+"""Trees: nested dicts, lists, tuples, named tuples and dataclasses, with arrays for leaves.
+
+`flatten` gives the leaves in order and a `Structure` that puts others in their places. None holds no leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlx.errors import GraphError
+from rlx.types import TensorType
+
+LEAF = "leaf"
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The shape of a tree: what kind each node is, its keys, its children."""
+
+    kind: Any  # dict, list, tuple, a class, None, or LEAF
+    keys: tuple[Any, ...] = ()
+    children: tuple[Structure, ...] = ()
+
+    @property
+    def leaves(self) -> int:
+        return 1 if self.kind == LEAF else sum(c.leaves for c in self.children)
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """The tree with these leaves."""
+        if len(leaves) != self.leaves:
+            raise GraphError(f"tree: {len(leaves)} leaves for a structure of {self.leaves}")
+        return self._build(iter(leaves))
+
+    def _build(self, leaves: Iterator[Any]) -> Any:
+        if self.kind == LEAF:
+            return next(leaves)
+        if self.kind is None:
+            return None
+        parts = [c._build(leaves) for c in self.children]
+        if self.kind is dict:
+            return dict(zip(self.keys, parts, strict=True))
+        if self.kind in (list, tuple):
+            return self.kind(parts)
+        if dataclasses.is_dataclass(self.kind):
+            made: Any = object.__new__(self.kind)  # type: ignore[arg-type]
+            for key, part in zip(self.keys, parts, strict=True):
+                object.__setattr__(made, key, part)
+            return made
+        return self.kind(*parts)  # a named tuple
+
+    def paths(self, start: str = "") -> list[str]:
+        """A name for each leaf: `params.w`, `xs[1]`."""
+        if self.kind == LEAF:
+            return [start]
+        named = self.kind is dict or (self.kind is not None and bool(self.keys))
+        found: list[str] = []
+        for i, child in enumerate(self.children):
+            step = f"{'.' if start else ''}{self.keys[i]}" if named else f"[{i}]"
+            found += child.paths(start + step)
+        return found
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "leaf":
+                return "*"
+            case None:
+                return "None"
+        parts = [str(c) for c in self.children]
+        if self.keys:
+            parts = [f"{k}: {p}" for k, p in zip(self.keys, parts, strict=True)]
+        name = self.kind.__name__
+        return f"{name}({', '.join(parts)})"
+
+
+def _opened(tree: Any) -> tuple[Any, tuple[Any, ...], list[Any]]:
+    """Kind, keys and children of a node."""
+    if tree is None:
+        return None, (), []
+    if isinstance(tree, dict):
+        keys = tuple(sorted(tree, key=lambda k: (type(k).__name__, k)))  # the order of insertion is no one's business
+        return dict, keys, [tree[k] for k in keys]
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree), tuple(tree._fields), list(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree), (), list(tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, TensorType)):
+        keys = tuple(f.name for f in dataclasses.fields(tree))
+        return type(tree), keys, [getattr(tree, k) for k in keys]
+    return LEAF, (), []
+
+
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
+    """The leaves of a tree, in order, and its structure."""
+    leaves: list[Any] = []
+
+    def walk(node: Any) -> Structure:
+        kind, keys, children = _opened(node)
+        if kind == LEAF or (is_leaf is not None and is_leaf(node)):
+            leaves.append(node)
+            return Structure(LEAF)
+        return Structure(kind, keys, tuple([walk(c) for c in children]))
+
+    return leaves, walk(tree)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree, in order."""
+    return flatten(tree)[0]
+
+
+def structure(tree: Any) -> Structure:
+    """The structure of a tree."""
+    return flatten(tree)[1]
+
+
+def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """The tree of what a function gives for each leaf, and for the leaves of other trees of the same structure."""
+    first, shape = flatten(tree)
+    others = []
+    for other in rest:
+        found, other_shape = flatten(other)
+        if other_shape != shape:
+            raise GraphError(f"tree.map: structures differ, {shape} and {other_shape}")
+        others.append(found)
+    return shape.unflatten([function(*group) for group in zip(first, *others, strict=True)])
+
+
+def broadcast_prefix(prefix: Any, tree: Any, where: str) -> list[Any]:
+    """A value for each leaf of `tree` from a tree that may end earlier: what stands there goes for all below."""
+
+    def walk(given: Any, node: Any) -> list[Any]:
+        kind, keys, children = _opened(node)
+        if kind == LEAF:
+            return [given]
+        if given is None or isinstance(given, (int, str)):
+            return [given] * structure(node).leaves
+        given_kind, given_keys, given_children = _opened(given)
+        if given_keys != keys or len(given_children) != len(children) or given_kind == LEAF:
+            raise GraphError(f"{where}: {given!r} does not fit {structure(node)}")
+        found: list[Any] = []
+        for a, b in zip(given_children, children, strict=True):
+            found += walk(a, b)
+        return found
+
+    return walk(prefix, tree)

@@ -1,0 +1,14 @@
+"""The loop form of a barrier: nothing is left of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlx.ir.graph import Node
+from rlx.lir.schedule import Scheduler, loop_form
+from rlx.lir.views import View
+
+
+@loop_form("barrier")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    return [s.view(node.operands[0])]

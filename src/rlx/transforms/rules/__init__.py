@@ -1,0 +1,23 @@
+"""Derivative and vmap rules, by group of ops. Importing this package fills the tables."""
+
+from rlx.transforms.rules import activations as activations
+from rlx.transforms.rules import attention as attention
+from rlx.transforms.rules import cache as cache
+from rlx.transforms.rules import control as control
+from rlx.transforms.rules import conv as conv
+from rlx.transforms.rules import custom as custom
+from rlx.transforms.rules import elementwise as elementwise
+from rlx.transforms.rules import grouped as grouped
+from rlx.transforms.rules import index as index
+from rlx.transforms.rules import int8 as int8
+from rlx.transforms.rules import linear as linear
+from rlx.transforms.rules import loss as loss
+from rlx.transforms.rules import norm as norm
+from rlx.transforms.rules import position as position
+from rlx.transforms.rules import quant as quant
+from rlx.transforms.rules import random as random
+from rlx.transforms.rules import reduce as reduce
+from rlx.transforms.rules import remat as remat
+from rlx.transforms.rules import scatter as scatter
+from rlx.transforms.rules import sequence as sequence
+from rlx.transforms.rules import shape as shape

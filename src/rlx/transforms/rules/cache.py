@@ -1,0 +1,27 @@
+"""Caches of keys and values: they are written in place while a model generates, which nothing is trained through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlx.errors import DTypeError
+from rlx.ir.graph import Value
+from rlx.transforms.batch import by_scan, folded
+from rlx.transforms.tables import Lanes, batching, no_derivative
+
+no_derivative(
+    "kv_append", "cached_attention",
+    why="a cache is written in place while a model generates; for training build the graph with attention",
+)  # fmt: skip
+
+
+@batching("kv_append", "cached_attention")
+def _(lanes: Lanes) -> Sequence[Value]:
+    packed = [v for v in lanes.operands if v is not None and v.dtype.is_packed]
+    if not packed:
+        return folded(lanes, range(len(lanes.operands)))
+    if lanes.node.op == "kv_append":
+        raise DTypeError(
+            f"kv_append: a packed cache is not batched, found {packed[0].type}", hint="its batch is its own"
+        )
+    return by_scan(lanes)

@@ -1,0 +1,145 @@
+"""Elementwise ops: a partial derivative for each operand.
+
+A partial is None for one, a number, a value, or a function of what it multiplies. Where two operands of `maximum` are
+equal, each gets half.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import rlx.ops  # noqa: F401  the ops that share a vmap rule are looked up below
+from rlx.ir.graph import Value
+from rlx.ir.registry import ELEMENTWISE, OPS
+from rlx.transforms.build import insert_axes, zeros
+from rlx.transforms.tables import Lanes, Site, batching, flat_everywhere, partials
+
+Partial = Any  # None, a number, a Value, or a function of a Value
+
+
+def of(x: Value, name: str) -> Value:
+    """An op of one operand."""
+    return x.graph.one(name, x)
+
+
+# -- one operand ------------------------------------------------------------------------------------------------------
+def unary(name: str, derivative: Callable[[Value, Value], Partial]) -> None:
+    """The derivative of an op of one operand, from the operand and the result."""
+    partials(name)(lambda at, i: derivative(at.operand(0), at.result))
+
+
+def sign(x: Value) -> Value:
+    """1, 0 or -1."""
+    g = x.graph
+    return g.one("where", x > 0, 1.0, g.one("where", x < 0, -1.0, 0.0)).astype(x.dtype)
+
+
+def _silu(x: Value, y: Value) -> Value:
+    s = of(x, "sigmoid")
+    return s + y * (1 - s)
+
+
+def _gelu(x: Value, y: Value) -> Value:
+    density = of(x * x * -0.5, "exp") * (1 / math.sqrt(2 * math.pi))
+    return 0.5 * (1 + of(x * math.sqrt(0.5), "erf")) + x * density
+
+
+def _gelu_tanh(x: Value, y: Value) -> Value:
+    c = math.sqrt(2 / math.pi)
+    t = of(c * (x + 0.044715 * x * x * x), "tanh")
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * (c * (1 + 3 * 0.044715 * x * x))
+
+
+unary("neg", lambda x, y: -1)
+unary("abs", lambda x, y: sign(x))
+unary("exp", lambda x, y: y)
+unary("log", lambda x, y: lambda by: by / x)
+unary("sqrt", lambda x, y: lambda by: by * 0.5 / y)
+unary("rsqrt", lambda x, y: -0.5 * y / x)
+unary("sin", lambda x, y: of(x, "cos"))
+unary("cos", lambda x, y: -of(x, "sin"))
+unary("tan", lambda x, y: 1 + y * y)
+unary("atan", lambda x, y: lambda by: by / (1 + x * x))
+unary("tanh", lambda x, y: 1 - y * y)
+unary("relu", lambda x, y: lambda by: by.graph.one("where", x > 0, by, 0.0))
+unary("erf", lambda x, y: of(-(x * x), "exp") * (2 / math.sqrt(math.pi)))
+unary("sigmoid", lambda x, y: y * (1 - y))
+unary("silu", _silu)
+unary("gelu", _gelu)
+unary("gelu_tanh", _gelu_tanh)
+flat_everywhere("round", why="between halves it does not change")
+
+
+# -- two operands -----------------------------------------------------------------------------------------------------
+def binary(name: str, *derivatives: Callable[[Value, Value, Value], Partial]) -> None:
+    """The derivatives of an op of two operands, from the operands and the result."""
+    partials(name)(lambda at, i: derivatives[i](at.operand(0), at.operand(1), at.result))
+
+
+def _pow_base(a: Value, b: Value, y: Value) -> Value:
+    g, none = a.graph, b.equal(0.0)
+    less = g.one("where", none, 1.0, b - 1).astype(y.dtype)  # 0 ** -1 would be inf, and inf · 0 NaN
+    return g.one("where", none, 0.0, b * g.one("pow", a, less)).astype(y.dtype)
+
+
+def _pow_exponent(a: Value, b: Value, y: Value) -> Value:
+    return y * of(a.graph.one("where", a.equal(0.0), 1.0, a), "log")
+
+
+def _larger(first: Value, second: Value) -> Callable[[Value], Value]:
+    """The share of an operand that is `first`: all where it is larger than the other, half where both are equal."""
+
+    def share(by: Value) -> Value:
+        g = by.graph
+        return g.one("where", first > second, by, g.one("where", first < second, 0.0, by * 0.5))
+
+    return share
+
+
+binary("add", lambda a, b, y: None, lambda a, b, y: None)
+binary("sub", lambda a, b, y: None, lambda a, b, y: -1)
+binary("mul", lambda a, b, y: b, lambda a, b, y: a)
+binary("div", lambda a, b, y: lambda by: by / b, lambda a, b, y: lambda by: -(by * y / b))
+binary("pow", _pow_base, _pow_exponent)
+binary("maximum", lambda a, b, y: _larger(a, b), lambda a, b, y: _larger(b, a))
+binary("minimum", lambda a, b, y: _larger(b, a), lambda a, b, y: _larger(a, b))
+flat_everywhere(
+    "equal", "not_equal", "less", "less_equal", "greater", "greater_equal", "logical_and", "logical_or", "logical_not",
+    why="it gives truth values",
+)  # fmt: skip
+flat_everywhere("floor_divide", "mod", why="it takes integers")
+
+
+@partials("where")
+def _(at: Site, i: int) -> Partial:
+    condition = at.operand(0)
+
+    def chosen(by: Value) -> Value:
+        none = zeros(by.graph, by.type.with_shape())
+        return by.graph.one("where", condition, *((by, none) if i == 1 else (none, by)))
+
+    return chosen
+
+
+@partials("cast")
+def _(at: Site, i: int) -> Partial:
+    return None  # sum_to and the engine give what is pulled and pushed the right type
+
+
+# -- vmap -------------------------------------------------------------------------------------------------------------
+def aligned(lanes: Lanes, operands: Sequence[Value], batched: Sequence[bool]) -> list[Value]:
+    """Operands of one rank beside the batch, so that the axis of the batch stays the first of what is broadcast."""
+    rank = max(v.rank - b for v, b in zip(operands, batched, strict=True))
+    return [insert_axes(v, 1, rank - (v.rank - 1)) if b else v for v, b in zip(operands, batched, strict=True)]
+
+
+def _lanes(lanes: Lanes) -> Sequence[Value]:
+    given = aligned(lanes, [lanes.operand(i) for i in range(len(lanes.operands))], lanes.batched)
+    return [lanes.graph.one(lanes.node.op, *given, **lanes.attrs)]
+
+
+batching(*(name for name, definition in OPS.items() if ELEMENTWISE in definition.traits and definition.is_builtin))(
+    _lanes
+)

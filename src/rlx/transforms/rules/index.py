@@ -1,0 +1,64 @@
+"""Gather and scatter: each is the other's transpose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlx.ir.graph import Value
+from rlx.transforms.build import flat, in_type, move_axis, one_of, rows_of, zeros, zeros_like
+from rlx.transforms.tables import Given, Lanes, Site, batching, jvp, vjp
+
+
+@vjp("gather")
+def _(at: Site, ct: Value) -> Given:
+    table, indices = at.operand(0), at.operand(1)
+    axis = at.attrs["axis"] % table.rank
+    for i in range(indices.rank):  # the axes of the indices to the front
+        ct = move_axis(ct, axis + i, i)
+    rows = move_axis(zeros_like(table), axis, 0)
+    return [move_axis(at.graph.one("scatter_add", rows, indices, ct), 0, axis), None]
+
+
+@jvp("gather")
+def _(at: Site, tangent: Value, _: Value | None) -> Given:
+    return [at.graph.one("gather", tangent, at.operand(1), axis=at.attrs["axis"])]
+
+
+@vjp("scatter_add")
+def _(at: Site, ct: Value) -> Given:
+    return [ct, None, at.graph.one("gather", ct, at.operand(1), axis=0) if at.wanted[2] else None]
+
+
+@jvp("scatter_add")
+def _(at: Site, table: Value | None, _: Value | None, updates: Value | None) -> Given:
+    if updates is None:
+        return [one_of([table])]
+    base = zeros(at.graph, at.result.type) if table is None else table
+    return [at.graph.one("scatter_add", base, at.operand(1), updates)]
+
+
+@batching("gather")
+def _(lanes: Lanes) -> Sequence[Value]:
+    g, table, indices = lanes.graph, lanes.operand(0), lanes.operand(1)
+    axis = lanes.attrs["axis"] % (table.rank - lanes.batched[0])
+    if not lanes.batched[0]:
+        return [move_axis(g.one("gather", table, indices, axis=axis), axis, 0)]
+    if not lanes.batched[1]:
+        return [g.one("gather", table, indices, axis=axis + 1)]
+    rows = move_axis(table, axis + 1, 1)  # [batch, n, ...]
+    found = g.one("gather", flat(rows, 2), rows_of(indices, rows.shape[1]), axis=0)  # [batch, *indices, ...]
+    for i in range(axis):  # the axes that stood before the one gathered from
+        found = move_axis(found, indices.rank + i, 1 + i)
+    return [found]
+
+
+@batching("scatter_add")
+def _(lanes: Lanes) -> Sequence[Value]:
+    g = lanes.graph
+    table, indices, updates = lanes.full(0), lanes.operand(1), lanes.full(2)
+    if not lanes.batched[1]:
+        rows = move_axis(table, 0, 1)
+        made = g.one("scatter_add", rows, indices, move_axis(updates, 0, indices.rank))
+        return [move_axis(made, 1, 0)]
+    made = g.one("scatter_add", flat(table, 2), rows_of(indices, table.shape[1]), in_type(updates, table.dtype))
+    return [made.reshape(table.shape)]

@@ -1,0 +1,33 @@
+"""Matrix products: linear in each operand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlx.ir.graph import Value
+from rlx.transforms.build import flat, in_type, one_of, sum_to
+from rlx.transforms.rules.elementwise import aligned
+from rlx.transforms.tables import Given, Lanes, Site, batching, jvp, vjp
+
+
+@vjp("matmul")
+def _(at: Site, ct: Value) -> Given:
+    a, b = at.operand(0), at.operand(1)
+    da = sum_to(ct @ b.mT, a.type) if at.wanted[0] else None
+    if not at.wanted[1]:
+        return da, None
+    if b.rank == 2 and a.rank > 2:  # a weight: one product over all rows, no sum of many afterwards
+        a, ct = flat(a, a.rank - 1), flat(ct, ct.rank - 1)
+    return da, sum_to(a.mT @ ct, b.type)
+
+
+@jvp("matmul")
+def _(at: Site, ta: Value | None, tb: Value | None) -> Given:
+    made = [None if ta is None else ta @ at.operand(1), None if tb is None else at.operand(0) @ tb]
+    return [one_of([None if m is None else in_type(m, at.result.dtype) for m in made])]
+
+
+@batching("matmul")
+def _(lanes: Lanes) -> Sequence[Value]:
+    a, b = aligned(lanes, [lanes.operand(0), lanes.operand(1)], lanes.batched)
+    return [a @ b]

@@ -1,0 +1,19 @@
+"""Losses: the gradient of cross-entropy is an op of its own, which reads the logits and keeps nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlx.ir.graph import Value
+from rlx.transforms.tables import Given, Lanes, Site, batching, vjp
+
+
+@vjp("cross_entropy")
+def _(at: Site, ct: Value) -> Given:
+    return [at.graph.one("cross_entropy_grad", at.operand(0), at.operand(1), ct, **at.attrs), None]
+
+
+@batching("cross_entropy", "cross_entropy_grad")
+def _(lanes: Lanes) -> Sequence[Value]:
+    given = [lanes.full(i) for i in range(len(lanes.operands))]
+    return [lanes.graph.one(lanes.node.op, *given, **lanes.attrs)]

@@ -1,0 +1,23 @@
+"""A barrier changes nothing; its cotangent needs none, a second gradient keeps what the first one keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlx.ir.graph import Value
+from rlx.transforms.tables import Given, Lanes, Site, batching, jvp, vjp
+
+
+@vjp("barrier")
+def _(at: Site, ct: Value) -> Given:
+    return [ct]
+
+
+@jvp("barrier")
+def _(at: Site, tangent: Value) -> Given:
+    return [at.graph.one("barrier", tangent)]
+
+
+@batching("barrier")
+def _(lanes: Lanes) -> Sequence[Value]:
+    return [lanes.graph.one("barrier", lanes.operand(0))]

@@ -1,0 +1,143 @@
+"""Ops that move elements: the cotangent moves back, a batch moves along."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlx.dtypes import I32
+from rlx.ir.graph import Value
+from rlx.transforms.build import count, counter, in_type, move_axis, sum_to, taken, zeros
+from rlx.transforms.tables import Given, Lanes, Site, batching, jvp, vjp
+from rlx.types import Size
+
+
+def linear(*names: str, **fixed: Any) -> None:
+    """Ops that are linear in their first operand and have no other floats: a tangent goes through the op itself."""
+
+    def push(at: Site, tangent: Value, *_: Value | None) -> Given:
+        attrs = {k: v for k, v in at.attrs.items()} | fixed
+        return [at.graph.one(at.node.op, tangent, *at.operands[1:], **attrs)]
+
+    jvp(*names)(push)
+
+
+linear("reshape", "transpose", "slice", "expand", "assume_equal")
+linear("pad", value=0.0)
+
+
+@vjp("reshape", "assume_equal")
+def _(at: Site, ct: Value) -> Given:
+    x = at.operand(0)
+    op = "reshape" if at.node.op == "reshape" else "assume_equal"
+    return [at.graph.one(op, ct, shape=x.shape)]
+
+
+@vjp("transpose")
+def _(at: Site, ct: Value) -> Given:
+    back = tuple(int(a) for a in np.argsort(at.attrs["axes"]))
+    return [at.graph.one("transpose", ct, axes=back)]
+
+
+@vjp("expand")
+def _(at: Site, ct: Value) -> Given:
+    return [sum_to(ct, at.operand(0).type)]
+
+
+@vjp("pad")
+def _(at: Site, ct: Value) -> Given:
+    low, x = at.attrs["low"], at.operand(0)
+    stop = tuple(a + d for a, d in zip(low, x.shape, strict=True))
+    return [at.graph.one("slice", ct, start=low, stop=stop, step=(1,) * x.rank)]
+
+
+@vjp("slice")
+def _(at: Site, ct: Value) -> Given:
+    x, start = at.operand(0), list(at.attrs["start"])
+    for axis, step in enumerate(at.attrs["step"]):
+        if step > 1 and isinstance(ct.shape[axis], int):
+            ct = spread(ct, axis, step)
+        elif step > 1:
+            ct = scattered(ct, axis, start[axis], step, x.shape[axis])
+            start[axis] = 0
+    rest = tuple(size - low - have for size, low, have in zip(x.shape, start, ct.shape, strict=True))
+    return [at.graph.one("pad", ct, low=tuple(start), high=rest)]
+
+
+def spread(value: Value, axis: int, step: int) -> Value:
+    """An axis of known size with `step - 1` zeros between its elements."""
+    size = value.shape[axis]
+    assert isinstance(size, int)
+    room = value.reshape(*value.shape[: axis + 1], 1, *value.shape[axis + 1 :])
+    high = tuple(step - 1 if a == axis + 1 else 0 for a in range(room.rank))
+    wide = value.graph.one("pad", room, low=(0,) * room.rank, high=high)
+    wide = wide.reshape(*value.shape[:axis], size * step, *value.shape[axis + 1 :])
+    return taken(wide, axis, 0, max((size - 1) * step + 1, 0))
+
+
+def scattered(value: Value, axis: int, start: Size, step: int, size: Size) -> Value:
+    """The elements of an axis at start, start + step, ... of one of `size` zeros."""
+    g = value.graph
+    rows = move_axis(value, axis, 0)
+    first: Any = count(g, start, I32)
+    at = counter(g, value.shape[axis]) * step + first
+    none = zeros(g, rows.type.with_shape(size, *rows.shape[1:]))
+    return move_axis(g.one("scatter_add", none, at, rows), 0, axis)
+
+
+@vjp("concatenate")
+def _(at: Site, ct: Value) -> Given:
+    axis = at.attrs["axis"] % at.result.rank
+    made: list[Value | None] = []
+    start: Size = 0
+    for operand, wanted in zip(at.operands, at.wanted, strict=True):
+        assert operand is not None
+        stop = start + operand.shape[axis]
+        made.append(in_type(taken(ct, axis, start, stop), operand.dtype) if wanted else None)
+        start = stop
+    return made
+
+
+@jvp("concatenate")
+def _(at: Site, *tangents: Value | None) -> Given:
+    filled = []
+    for operand, tangent in zip(at.operands, tangents, strict=True):
+        assert operand is not None
+        missing = zeros(at.graph, operand.type.with_dtype(at.result.dtype))
+        filled.append(missing if tangent is None else tangent)
+    return [at.graph.one("concatenate", *filled, axis=at.attrs["axis"])]
+
+
+# -- vmap -------------------------------------------------------------------------------------------------------------
+@batching("reshape", "assume_equal", "expand")
+def _(lanes: Lanes) -> Sequence[Value]:
+    x, shape = lanes.operand(0), lanes.attrs["shape"]
+    if lanes.node.op == "expand":  # new axes come after the one of the batch
+        x = x.reshape(lanes.size, *(1,) * (len(shape) - (x.rank - 1)), *x.shape[1:])
+    return [lanes.graph.one(lanes.node.op, x, shape=(lanes.size, *shape))]
+
+
+@batching("transpose")
+def _(lanes: Lanes) -> Sequence[Value]:
+    return [lanes.graph.one("transpose", lanes.operand(0), axes=(0, *(a + 1 for a in lanes.attrs["axes"])))]
+
+
+@batching("slice")
+def _(lanes: Lanes) -> Sequence[Value]:
+    start, stop, step = ((first, *lanes.attrs[k]) for k, first in (("start", 0), ("stop", lanes.size), ("step", 1)))
+    return [lanes.graph.one("slice", lanes.operand(0), start=start, stop=stop, step=step)]
+
+
+@batching("pad")
+def _(lanes: Lanes) -> Sequence[Value]:
+    low, high = ((0, *lanes.attrs[k]) for k in ("low", "high"))
+    return [lanes.graph.one("pad", lanes.operand(0), low=low, high=high, value=lanes.attrs["value"])]
+
+
+@batching("concatenate")
+def _(lanes: Lanes) -> Sequence[Value]:
+    rank = len(lanes.node.types[0].shape)
+    given = [lanes.full(i) for i in range(len(lanes.operands))]
+    return [lanes.graph.one("concatenate", *given, axis=lanes.attrs["axis"] % rank + 1)]
