@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from stub_model import StubModel
 from rlx.cli import console, run
 from rlx.cli.main import main
 from rlx.errors import RlxError
-from rlx.hub import archives, store
+from rlx.hub import archives, catalogue, store
 
 SOURCE = Path(__file__).parents[2] / "src"
 ASSETS = Path(os.environ.get("RLX_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))
@@ -109,8 +110,10 @@ def test_what_rlx_cannot_run_is_said_before_it_is_fetched(
 ) -> None:
     monkeypatch.delenv("RLX_OFFLINE")
     monkeypatch.setattr(archives, "download", lambda *a: pytest.fail("it was fetched"))
+    entry = replace(catalogue.CATALOGUE["gemma3-270m"], family="gemma9", supported=False)
+    monkeypatch.setitem(catalogue.CATALOGUE, "gemma3-270m", entry)
     assert main(["run", "gemma3-270m", "hello"]) == 1
-    assert "architecture 'gemma3' is not supported yet" in said(capsys)
+    assert "architecture 'gemma9' is not supported yet" in said(capsys)
     assert main(["models"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gemma3-270m")]
     assert "not supported yet" in line

@@ -28,7 +28,7 @@ def path(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def model(path: Path) -> Iterator[LanguageModel]:
-    with rlx.load(path, threads=2, context=1024) as model:
+    with rlx.load(path, threads=2, context=1024, precision="f32") as model:
         assert isinstance(model, LanguageModel)
         yield model
 

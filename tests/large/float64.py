@@ -23,10 +23,16 @@ NAMES = {  # Hugging Face's name of a layer's module -> GGUF's
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
+GEMMA = NAMES | {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}  # fmt: skip
 KINDS = ("weight", "bias")
 CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
 }
 
 
@@ -50,19 +56,22 @@ class Float64Model:
             num_key_value_heads=self._field("attention.head_count_kv"),
             max_position_embeddings=self._field("context_length"),
             rms_norm_eps=self._field("attention.layer_norm_rms_epsilon"),
-            rope_parameters={"rope_type": "default", "rope_theta": self._field("rope.freq_base")},
             tie_word_embeddings=False,  # both names are given weights below
+            **self._more(),
         )
         self._heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         with torch.device("meta"):
             self.model = make_model._from_config(config, dtype=torch.float64, attn_implementation="sdpa").eval()
         self.model.model.rotary_emb = type(self.model.model.rotary_emb)(config)  # its frequencies are no weights
+        if self._kind == "gemma3":  # no weight either
+            self.model.model.embed_tokens.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=torch.float64)
+        names = GEMMA if self._kind == "gemma3" else NAMES
         head = "output.weight" if "output.weight" in self._tensors else "token_embd.weight"
         self._hold_while_running(self.model.model.embed_tokens, {"weight": "token_embd.weight"})
         self._hold_while_running(self.model.model.norm, {"weight": "output_norm.weight"})
         self._hold_while_running(self.model.lm_head, {"weight": head})
         for i, layer in enumerate(self.model.model.layers):
-            found = {f"{ours}.{kind}": f"blk.{i}.{theirs}.{kind}" for ours, theirs in NAMES.items() for kind in KINDS}
+            found = {f"{ours}.{kind}": f"blk.{i}.{theirs}.{kind}" for ours, theirs in names.items() for kind in KINDS}
             self._hold_while_running(layer, {ours: name for ours, name in found.items() if name in self._tensors})
 
     def logits(self, tokens: Sequence[int]) -> Array:
@@ -70,6 +79,19 @@ class Float64Model:
         with torch.inference_mode():
             rows: Array = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
         return rows
+
+    def _more(self) -> dict[str, Any]:
+        """Settings that the kinds do not share."""
+        rope = {"rope_type": "default", "rope_theta": self._field("rope.freq_base")}
+        if self._kind != "gemma3":
+            return {"rope_parameters": rope}
+        local = {"rope_type": "default", "rope_theta": 10000.0}
+        return {
+            "head_dim": self._field("attention.key_length"),
+            "query_pre_attn_scalar": self._field("attention.key_length"),
+            "sliding_window": self._field("attention.sliding_window"),
+            "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+        }
 
     def _field(self, name: str) -> Any:
         return self._fields[f"{self._kind}.{name}"]
@@ -95,4 +117,6 @@ class Float64Model:
         if self._kind == "llama" and kind in self._heads:  # the converter to GGUF has put halves into pairs order
             heads = values.reshape(self._heads[kind], -1, 2, *values.shape[1:])
             values = heads.swapaxes(1, 2).reshape(values.shape)
+        if self._kind == "gemma3" and "norm" in name:  # and has added the 1 that transformers adds
+            values = values - 1
         return torch.from_numpy(np.ascontiguousarray(values))

@@ -12,7 +12,7 @@ import pytest
 from rlx.errors import NotFoundError
 from rlx.hub.pull import resolve
 
-MODELS = ("smollm2-135m", "qwen2.5-coder-1.5b")
+MODELS = ("smollm2-135m", "qwen2.5-coder-1.5b", "gemma3-270m")
 ASSETS = Path(os.environ.get("RLX_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))
 Greedy = Callable[[Path, list[str], int], list[dict[str, Any]]]  # (model, prompts, count) -> an answer for each
 

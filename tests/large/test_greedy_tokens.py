@@ -1,7 +1,8 @@
-"""Greedy tokens of SmolLM2 and Qwen2.5-Coder against llama-cpp-python with keys and values cached in f32.
+"""Greedy tokens of SmolLM2, Qwen2.5-Coder and Gemma 3 against llama-cpp-python with keys and values cached in f32.
 
 On a quantised file llama.cpp rounds activations to 8 bits before each matmul, which moves its logits by some tenths;
-rlx computes with the weights as they are stored and f32 activations. So the rule, tokens are equal or the margin at the
+rlx does so too unless it is asked for `precision="f32"`, as here: two roundings that are not the same have nothing to
+agree on. So the rule, tokens are equal or the margin at the
 first difference is below 1e-3, can hold in full only where both compute the same thing: on a copy of the file whose
 weights the `gguf` package has dequantised. On the file itself a third party decides where the two part: transformers in
 float64 must say what rlx says.

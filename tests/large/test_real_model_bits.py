@@ -44,7 +44,7 @@ def complete(model: LanguageModel, tokens: list[int]) -> Completion:
 
 
 def test_one_thread_and_two(model: LanguageModel, path: Path, tokens: list[int]) -> None:
-    with rlx.load(path, threads=1, context=1024) as single:
+    with rlx.load(path, threads=1, context=1024, precision="f32") as single:
         assert isinstance(single, LanguageModel)
         assert single.logits(tokens).tobytes() == model.logits(tokens).tobytes()
         assert bits(complete(single, tokens)) == bits(complete(model, tokens))

@@ -23,19 +23,21 @@ def save(folder: Path, family: str, *, dtype: str = "float32", shards: str | Non
     """A model with random weights in a folder; what it gives is computed in float32 from the weights as saved."""
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    config = kind(**{**SIZES, **settings})
+    make = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
+    model = make(config).eval()
     with torch.no_grad():
         for name, value in model.named_parameters():  # biases begin as zeros and norms as ones: nothing to see
             if name.endswith("bias"):
                 value.normal_()
-            elif "norm" in name:
-                value.normal_(1, 0.3)
+            elif "norm" in name or ".ln_" in name:
+                value.normal_(0 if family.startswith("Gemma") else 1, 0.3)
             else:
                 value.mul_(4)
-    model = model.to(getattr(torch, dtype))
-    model.save_pretrained(folder, **({"max_shard_size": shards} if shards else {}))
-    return model.float()
+    model.to(getattr(torch, dtype)).save_pretrained(folder, **({"max_shard_size": shards} if shards else {}))
+    # read again: `.to` has rounded the frequencies of RoPE too, which are in no file
+    return type(model).from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def logits(model: Any, tokens: list[int]) -> Array:

@@ -100,11 +100,16 @@ _json = st.recursive(
 _keys = st.sampled_from([
     *SETTINGS, "head_dim", "attention_bias", "mlp_bias", "rope_scaling", "rope_parameters", "sliding_window",
     "use_sliding_window", "max_window_layers", "layer_types", "quantization_config", "partial_rotary_factor",
-    "original_max_position_embeddings",
+    "original_max_position_embeddings", "hidden_activation", "query_pre_attn_scalar", "final_logit_softcapping",
+    "attn_logit_softcapping", "sliding_window_pattern", "rope_local_base_freq", "num_experts", "num_experts_per_tok",
+    "num_local_experts", "moe_intermediate_size", "mlp_only_layers", "decoder_sparse_step", "n_embd", "n_inner",
+])  # fmt: skip
+_kinds = st.sampled_from([
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "qwen3_moe", "mixtral", "gpt2",
 ])  # fmt: skip
 
 
-@given(st.dictionaries(_keys, _json, min_size=1, max_size=4), st.sampled_from(["llama", "mistral", "qwen2"]))
+@given(st.dictionaries(_keys, _json, min_size=1, max_size=4), _kinds)
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_configuration_gives_a_model_or_a_typed_error(
     tmp_path: Path, changes: dict[str, Any], kind: str
@@ -427,7 +432,7 @@ def test_gguf_factors_of_frequencies_turn_more_slowly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("expert_count", 8), ("attention.scale", 0.5), ("logit_scale", 0.25), ("embedding_scale", 12.0),
+        ("expert_count", [8, 8]), ("attention.scale", 0.5), ("logit_scale", 0.25), ("embedding_scale", 12.0),
         ("residual_scale", 0.2), ("attention.causal", False), ("pooling_type", 3), ("rope.dimension_count", 4),
         ("attention.value_length", 16), ("attention.head_count_kv", [2, 1]), ("rope.scaling.type", "mrope"),
         ("attention.clamp_kqv", 8.0), ("final_logit_softcapping", 30.0), ("rope.scaling.yarn_log_multiplier", 0.1),

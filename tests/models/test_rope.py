@@ -169,11 +169,18 @@ def test_a_base_is_above_zero(base: float) -> None:
             {"rope_parameters": YARN, "original_max_position_embeddings": 99}, None,
             YARN | {"original_max_position_embeddings": 99},
         ),
-        ({"partial_rotary_factor": 1.0}, None, {}),
     ],
 )  # fmt: skip
 def test_both_places_of_a_configuration_are_read(settings: dict[str, Any], theta: Any, scaling: dict[str, Any]) -> None:
-    assert scaling_of_hf(settings, "c") == {"rope_theta": theta, "rope_scaling": scaling}
+    found = scaling_of_hf(settings, "c")
+    assert found == {"rope_theta": theta, "rope_scaling": scaling, "partial_rotary_factor": None}
+
+
+@pytest.mark.parametrize(
+    "settings", [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}]
+)
+def test_the_turned_part_is_read_from_both_places(settings: dict[str, Any]) -> None:
+    assert scaling_of_hf(settings, "c")["partial_rotary_factor"] == 0.5
 
 
 def test_what_would_be_ignored_is_refused() -> None:
@@ -181,9 +188,6 @@ def test_what_would_be_ignored_is_refused() -> None:
         scaling_of_hf({"rope_scaling": "yarn"}, "c")
     with pytest.raises(CapabilityError, match="differs by the kind of layer"):
         scaling_of_hf({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "c")
-    for settings in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
-        with pytest.raises(CapabilityError, match=r"partial_rotary_factor is 0\.5"):
-            scaling_of_hf(settings, "c")
 
 
 # -- GGUF ------------------------------------------------------------------------------------------------------------

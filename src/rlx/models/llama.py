@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from rlx.flow.flow import ModelFlow
-from rlx.flow.stages import FlowStage, LlamaDecoder
+from rlx.flow.stages import DecoderLayer, FlowStage, LlamaDecoder
 from rlx.flow.weights import Array
+from rlx.formats import TensorFile
 from rlx.models.config import MAX_POSITIONS, DecoderConfig, key
 from rlx.models.family import family
 from rlx.models.rope import rope_tables
@@ -26,6 +29,15 @@ class Config(DecoderConfig):
 
     def window(self, layer: int) -> int | None:
         return self.sliding_window
+
+    @classmethod
+    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
+        return {
+            "pairs": True,
+            "attention_bias": "blk.0.attn_q.bias" in file,
+            "output_bias": "blk.0.attn_output.bias" in file,
+            "mlp_bias": "blk.0.ffn_gate.bias" in file,
+        }
 
     def left_out(self) -> tuple[str, ...]:
         has = {"self_attn.o_proj": self.output_bias, "self_attn": self.attention_bias, "mlp": self.mlp_bias}
@@ -71,16 +83,22 @@ def mistral(c: MistralConfig, context: int, rope_factors: Array | None = None) -
     return decoder("mistral", c, context, rope_factors)
 
 
-def decoder(name: str, c: Config, context: int, rope_factors: Array | None) -> ModelFlow:
-    """The flow of Llama and all relatives that differ in switches only."""
+def mask_of(window: int | None, context: int) -> str:
+    """The mask of a layer; a window that nothing falls out of is none."""
+    return MaskKind.CAUSAL if window is None or window >= context else MaskKind.sliding(window)
+
+
+def decoder(
+    name: str, c: Config, context: int, rope_factors: Array | None, stage: type[DecoderLayer] = LlamaDecoder,
+    ffn: Callable[[int], FlowStage | None] = lambda i: None,
+) -> ModelFlow:  # fmt: skip
+    """The flow of Llama and all relatives that differ in switches, in the stage of a layer or in its feed-forward."""
 
     def layer(i: int) -> FlowStage:
-        window = c.window(i)
-        return LlamaDecoder(
-            f"model.layers.{i}", c.heads, c.kv_heads, c.head_dim, c.eps, i,
-            mask=MaskKind.CAUSAL if window is None or window >= context else MaskKind.sliding(window),
-            attention_bias=c.attention_bias, output_bias=c.output_bias, mlp_bias=c.mlp_bias,
-            intermediate_size=c.ffn, activation=c.activation,
+        return stage(
+            f"model.layers.{i}", c.heads, c.kv_heads, c.head_dim, c.eps, layer_idx=i,
+            mask=mask_of(c.window(i), context), attention_bias=c.attention_bias, output_bias=c.output_bias,
+            mlp_bias=c.mlp_bias, intermediate_size=c.ffn, activation=c.activation, ffn=ffn(i),
         )  # fmt: skip
 
     cos, sin = rope_tables(c.rope, context, rope_factors)

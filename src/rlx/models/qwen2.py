@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlx.errors import FormatError
 from rlx.flow.flow import ModelFlow
 from rlx.flow.weights import Array
+from rlx.formats import TensorFile
 from rlx.models import llama
-from rlx.models.config import MAX_LAYERS, MAX_POSITIONS, DecoderConfig, key, unsupported
+from rlx.models.config import MAX_LAYERS, MAX_POSITIONS, SLIDING, DecoderConfig, check_layer_types, key
 from rlx.models.family import family
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,10 @@ class Config(llama.Config):
     max_window_layers: int = key(hf="max_window_layers", default=28, least=0, most=MAX_LAYERS)
     layer_types: tuple[str, ...] | None = key(hf="layer_types", default=None)
 
+    @classmethod
+    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
+        return {}  # unlike Llama's, its heads turn as halves, and biases are as said here
+
     def window(self, layer: int) -> int | None:
         if not self.use_sliding_window:
             return None
@@ -42,15 +44,8 @@ class Config(llama.Config):
 
     def check(self, where: str) -> None:
         super().check(where)
-        if self.layer_types is None:
-            return
-        if len(self.layer_types) != self.layers:
-            raise FormatError(f"{where}: layer_types has {len(self.layer_types)} entries for {self.layers} layers")
-        for kind in self.layer_types:
-            if kind not in (FULL, SLIDING):
-                raise unsupported(where, "a layer type", kind, hint=f"known: {FULL}, {SLIDING}")
-        if SLIDING in self.layer_types and (not self.use_sliding_window or self.sliding_window is None):
-            raise FormatError(f"{where}: layer_types has {SLIDING}, and no window is set")
+        window = self.sliding_window if self.use_sliding_window else None
+        check_layer_types(where, self.layer_types, self.layers, window)
 
 
 WEIGHTS = {

@@ -211,11 +211,11 @@ def scaling_of_hf(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     original = settings.get("original_max_position_embeddings")
     if original is not None:  # Phi-3's place for it goes first in transformers too
         scaling["original_max_position_embeddings"] = original
-    partial = scaling.pop("partial_rotary_factor", settings.get("partial_rotary_factor"))
-    if partial not in (None, 1):
-        raise CapabilityError(f"{where}: partial_rotary_factor is {quoted(partial)}, which is not supported")
-    theta = scaling.pop("rope_theta", None)
-    return {"rope_scaling": scaling, "rope_theta": settings.get("rope_theta") if theta is None else theta}
+    moved = {
+        name: settings.get(name) if (found := scaling.pop(name, None)) is None else found
+        for name in ("rope_theta", "partial_rotary_factor")
+    }
+    return {"rope_scaling": scaling, **moved}
 
 
 def scaling_of_gguf(metadata: Mapping[str, Any], file: TensorFile) -> dict[str, Any] | None:
@@ -228,7 +228,8 @@ def scaling_of_gguf(metadata: Mapping[str, Any], file: TensorFile) -> dict[str, 
             raise FormatError(f"{file.path}: {prefix}.{name}: expected a number of 0 or more, found {quoted(found)}")
         return float(found) or default
 
-    kind = metadata.get(f"{prefix}.scaling.type", "linear")
+    # Phi-3's files have the factors and do not say the kind
+    kind = metadata.get(f"{prefix}.scaling.type", "longrope" if "rope_factors_long.weight" in file else "linear")
     factor = number("scaling.factor", number("scale_linear", 1.0))
     attention, original = number("scaling.attn_factor", 1.0), number("scaling.original_context_length", 0) or None
     blend = metadata.get(f"{prefix}.scaling.yarn_ext_factor", -1)  # below 0: by kind

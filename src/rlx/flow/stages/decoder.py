@@ -1,24 +1,26 @@
-"""Decoder layers: pre-norm attention with rotary positions and grouped heads, then a SwiGLU feed-forward.
+"""Decoder layers: pre-norm attention with rotary positions and grouped heads, then a gated feed-forward.
 
-`LlamaDecoder` and `Qwen3Decoder` are two constructors of one layer. With a runtime-owned cache in the flow's state the
-layer appends to it and attends over it, so prefill and decode are the same graph.
+All named stages are constructors of one layer. With a runtime-owned cache in the flow's state the layer appends to it
+and attends over it, so prefill and decode are the same graph; the `*DecodeLayer`s also take a past that the caller
+keeps.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from rlx.errors import GraphError
 from rlx.flow.context import FlowCtx
+from rlx.flow.side import SideOutputs
+from rlx.flow.stages.attention import SelfAttention
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.ffn import SwiGlu, linear
-from rlx.flow.stages.norm import RmsNorm
+from rlx.flow.stages.norm import GemmaRmsNorm, RmsNorm
 from rlx.flow.stages.structure import emit_stage
 from rlx.flow.state import FlowValue
 from rlx.ir.graph import Value
 from rlx.ir.provenance import stage as provenance
 from rlx.ops.attention import MaskKind
-from rlx.types import Size, sym
 
 
 @dataclass(frozen=True)
@@ -30,60 +32,62 @@ class DecoderLayer(FlowStage):
     num_kv_heads: int
     head_dim: int
     eps: float
+    _: KW_ONLY
     layer_idx: int = 0
     mask: str = MaskKind.CAUSAL
+    score_scale: float | None = None  # 1/√head_dim unless given
+    attn_logit_softcap: float | None = None
     attention_bias: bool = False  # on q, k and v
-    qk_norm: bool = False
+    qk_norm: bool = False  # each head of queries and keys is normed before it turns
     output_bias: bool = False
     mlp_bias: bool = False
     intermediate_size: int | None = None  # checks the weights of the feed-forward
     activation: str = "silu"
+    post_norms: bool = False  # what attention and feed-forward give is normed before it is added (Gemma 2 and 3)
+    unit_offset: bool = False  # norms multiply by 1 + weight (Gemma's files)
+    rope: str = "rope"  # the name of the tables that this layer turns by
+    ffn: FlowStage | None = None  # in place of the gated one
+    decodes: bool = False  # wants a past: of the runtime, or bound by BindDecodeInputs
+    use_custom_mask: bool = False
+    kv_sink: SideOutputs | None = None  # gets the keys and values of the tokens given
+    kv_out: SideOutputs | None = None  # gets those of the past too
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, type(self).__name__)
-        prefix = self.layer_prefix
+        before_ffn = "pre_feedforward" if self.post_norms else "post_attention"
         with provenance("attn"):
-            h = RmsNorm(f"{prefix}.input_layernorm.weight", self.eps).emit(ctx, ctx.wrap(x))
-            attended = self.attention(ctx, ctx.need(h, "attention"))
+            attended = self.attention(ctx, self.norm(ctx, x, "input"))
+            if self.post_norms:
+                attended = self.norm(ctx, attended, "post_attention")
         x = x + attended
-        ffn = emit_stage(ctx, RmsNorm(f"{prefix}.post_attention_layernorm.weight", self.eps), ctx.wrap(x), "ffn.norm")
-        mlp = SwiGlu.hf_mlp(
-            f"{prefix}.mlp", intermediate_size=self.intermediate_size, bias=self.mlp_bias, activation=self.activation
-        )
-        ffn = emit_stage(ctx, mlp, ffn)
-        return ctx.wrap(x + ctx.need(ffn, "ffn"))
+        with provenance("ffn.norm"):
+            normed = self.norm(ctx, x, before_ffn)
+        mlp = self.ffn or SwiGlu.hf_mlp(
+            f"{self.layer_prefix}.mlp", intermediate_size=self.intermediate_size, bias=self.mlp_bias,
+            activation=self.activation,
+        )  # fmt: skip
+        added = ctx.need(emit_stage(ctx, mlp, ctx.wrap(normed)), "ffn")
+        if self.post_norms:
+            with provenance("ffn.post_norm"):
+                added = self.norm(ctx, added, "post_feedforward")
+        return ctx.wrap(x + added)
+
+    def norm(self, ctx: FlowCtx, x: Value, name: str) -> Value:
+        kind = GemmaRmsNorm if self.unit_offset else RmsNorm
+        return kind(f"{self.layer_prefix}.{name}_layernorm.weight", self.eps).emit(ctx, ctx.wrap(x)).id
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
-        batch, seq, hidden = x.shape
-        heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
-        split = {
-            n: self.project(ctx, x, n, h * self.head_dim, self.attention_bias).reshape(batch, seq, h, self.head_dim)
-            for n, h in heads.items()
-        }
-        if self.qk_norm:
-            for n in ("q", "k"):
-                gamma = ctx.load_param(f"{self.layer_prefix}.self_attn.{n}_norm.weight", shape=(self.head_dim,))
-                split[n] = split[n].rms_norm(gamma, eps=self.eps)
-        positions = ctx.input("positions", (sym.BATCH, sym.SEQ), "i32")
-        cos, sin = ctx.state.rope_cos, ctx.state.rope_sin
-        if cos is None or sin is None:
-            raise GraphError(
-                f"stage {type(self).__name__}: no RoPE tables flow here", hint="put RopeTables before the layers"
-            )
-        turns = positions.maximum(0)  # padding has a negative position; what it turns to is never looked at
-        q, k = (split[n].rope(cos, sin, turns, style=ctx.state.rope_style) for n in ("q", "k"))
-        if ctx.state.cache is None:
-            out = q.attention(k, split["v"], mask_kind=self.mask)
-        else:
-            keys = ctx.state.cache.keys[self.layer_idx].kv_append(k, positions, kind="keys")
-            values = ctx.state.cache.values[self.layer_idx].kv_append(split["v"], positions, kind="values")
-            out = q.cached_attention(keys, values, positions, mask_kind=self.mask)
-        flat = out.reshape(batch, seq, self.num_heads * self.head_dim)
-        return self.project(ctx, flat, "o", hidden, self.output_bias)
-
-    def project(self, ctx: FlowCtx, x: Value, name: str, out: Size, bias: bool) -> Value:
-        base = f"{self.layer_prefix}.self_attn.{name}_proj"
-        return linear(ctx, x, f"{base}.weight", f"{base}.bias" if bias else None, out=out)
+        base = f"{self.layer_prefix}.self_attn"
+        attend = SelfAttention(
+            type(self).__name__, f"{base}.q_proj.weight", f"{base}.k_proj.weight", f"{base}.v_proj.weight",
+            self.num_heads, self.num_kv_heads, self.head_dim, self.mask, self.score_scale, self.attn_logit_softcap,
+            bias=self.attention_bias, eps=self.eps, unit_offset=self.unit_offset, rope=self.rope,
+            norm_keys=(f"{base}.q_norm.weight", f"{base}.k_norm.weight") if self.qk_norm else None,
+            layer_idx=self.layer_idx, decodes=self.decodes, use_custom_mask=self.use_custom_mask,
+            kv_sink=self.kv_sink, kv_out=self.kv_out,
+        )  # fmt: skip
+        bias = f"{base}.o_proj.bias" if self.output_bias else None
+        return linear(ctx, attend.emit(ctx, x), f"{base}.o_proj.weight", bias, out=x.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,53 @@ class LlamaDecoder(DecoderLayer):
 
 
 @dataclass(frozen=True)
+class LlamaDecodeLayer(DecoderLayer):
+    """A Llama layer of a step: earlier keys and values are in a cache."""
+
+    decodes: bool = True
+
+
+@dataclass(frozen=True)
 class Qwen3Decoder(DecoderLayer):
     """A Qwen layer: Qwen2 has biases on q, k, v; Qwen3 norms each head of q and k instead."""
 
     qk_norm: bool = True
+
+
+@dataclass(frozen=True)
+class Qwen3DecodeLayer(Qwen3Decoder):
+    """A Qwen layer of a step: earlier keys and values are in a cache."""
+
+    decodes: bool = True
+
+
+class GemmaStyle:
+    """Which Gemma: the second norms what it adds, the third queries and keys as well."""
+
+    GEMMA = "gemma"
+    GEMMA2 = "gemma2"
+    GEMMA3 = "gemma3"
+    ALL = (GEMMA, GEMMA2, GEMMA3)
+
+
+@dataclass(frozen=True)
+class GemmaDecoder(DecoderLayer):
+    """A Gemma layer: norms by 1 + weight, a gate of tanh GELU, and what the style says."""
+
+    style: str = GemmaStyle.GEMMA
+    unit_offset: bool = True
+    activation: str = "gelu_pytorch_tanh"
+
+    def __post_init__(self) -> None:
+        if self.style not in GemmaStyle.ALL:
+            known = ", ".join(GemmaStyle.ALL)
+            raise GraphError(f"stage {type(self).__name__}: style {self.style!r} is not known", hint=f"known: {known}")
+        object.__setattr__(self, "post_norms", self.style != GemmaStyle.GEMMA)
+        object.__setattr__(self, "qk_norm", self.style == GemmaStyle.GEMMA3)
+
+
+@dataclass(frozen=True)
+class GemmaDecodeLayer(GemmaDecoder):
+    """A Gemma layer of a step: earlier keys and values are in a cache."""
+
+    decodes: bool = True

@@ -64,7 +64,7 @@ class SwiGlu(FlowStage):
         return cls(gate, up, down, intermediate_size, bias, activation)
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
-        x = ctx.need(value, "SwiGlu")
+        x = ctx.need(value, type(self).__name__)
         gate = activate(self.project(ctx, x, self.gate_key, self.intermediate_size), self.activation)
         inner = gate * self.project(ctx, x, self.up_key, self.intermediate_size)
         return ctx.wrap(self.project(ctx, inner, self.down_key, x.shape[-1]))
@@ -75,6 +75,22 @@ class SwiGlu(FlowStage):
     @property
     def path(self) -> str:
         return "ffn"
+
+
+@dataclass(frozen=True)
+class GeGlu(SwiGlu):
+    """down(gelu(gate(x)) · up(x)) with the tanh form of GELU: Gemma's feed-forward."""
+
+    activation: str = "gelu_pytorch_tanh"
+
+    @classmethod
+    def hf_mlp(
+        cls, prefix: str, *, intermediate_size: int | None = None, bias: bool = False,
+        activation: str = "gelu_pytorch_tanh",
+    ) -> GeGlu:  # fmt: skip
+        """The names under which Hugging Face keeps the feed-forward of the layer at `prefix`."""
+        gate, up, down = (f"{prefix}.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+        return cls(gate, up, down, intermediate_size, bias, activation)
 
 
 @dataclass(frozen=True)
@@ -93,6 +109,13 @@ class GeluFfn(FlowStage):
     def hf_bert(cls, prefix: str, *, intermediate_size: int | None = None, activation: str = "gelu") -> GeluFfn:
         """The names under which Hugging Face keeps a BERT feed-forward."""
         inner, outer = f"{prefix}.intermediate.dense", f"{prefix}.output.dense"
+        keys = (f"{inner}.weight", f"{inner}.bias", f"{outer}.weight", f"{outer}.bias")
+        return cls(*keys, intermediate_size=intermediate_size, activation=activation)
+
+    @classmethod
+    def dinov2(cls, prefix: str, *, intermediate_size: int | None = None, activation: str = "gelu") -> GeluFfn:
+        """The names of a vision transformer's feed-forward. DINOv2's GELU is the exact one, as in BERT."""
+        inner, outer = f"{prefix}.mlp.fc1", f"{prefix}.mlp.fc2"
         keys = (f"{inner}.weight", f"{inner}.bias", f"{outer}.weight", f"{outer}.bias")
         return cls(*keys, intermediate_size=intermediate_size, activation=activation)
 

@@ -1,0 +1,83 @@
+"""Phi-3, 3.5 and 4: a Llama whose files keep queries, keys and values, and gate and up, in one tensor each.
+
+Long contexts have a factor for each frequency; in Phi-4-mini only a part of each head turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rlx.errors import FormatError
+from rlx.flow.flow import ModelFlow
+from rlx.flow.weights import Array
+from rlx.formats import TensorFile
+from rlx.models import llama
+from rlx.models.arrange import Arrangement, Rows
+from rlx.models.config import MAX_POSITIONS, ModelConfig, key
+from rlx.models.family import family
+
+
+@dataclass(frozen=True)
+class Config(llama.Config):
+    """Phi-3's configuration: no biases, a window in all layers or none (0 in GGUF)."""
+
+    HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        name: values
+        for name, values in {**ModelConfig.HF_NEUTRAL, "attention_bias": (None, False)}.items()
+        if name != "partial_rotary_factor"
+    }
+
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    partial: float = key(hf="partial_rotary_factor", default=1.0)
+    sliding_window: int | None = key(
+        gguf="attention.sliding_window", hf="sliding_window", default=None, least=0, most=MAX_POSITIONS
+    )
+
+    @classmethod
+    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
+        return {}
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window or None
+
+    @property
+    def rotary(self) -> int:
+        return self.rope_dim or int(self.head_dim * self.partial)
+
+    def check(self, where: str) -> None:
+        if self.heads % self.kv_heads == 0 and (self.rotary % 2 or not 2 <= self.rotary <= self.head_dim):
+            raise FormatError(
+                f"{where}: {self.rotary} of {self.head_dim} elements of a head turn; expected an even part"
+            )
+        super().check(where)
+
+    def left_out(self) -> tuple[str, ...]:
+        return ()
+
+
+_LAYER = "model.layers.{i}"
+_QKV, _GATE_UP = f"{_LAYER}.self_attn.qkv_proj.weight", f"{_LAYER}.mlp.gate_up_proj.weight"
+_OURS = [f"{_LAYER}.{name}_proj.weight" for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")]
+WEIGHTS = {n: g for n, g in llama.WEIGHTS.items() if not n.endswith(".bias") and n not in _OURS} | {
+    _QKV: "blk.{i}.attn_qkv.weight",
+    _GATE_UP: "blk.{i}.ffn_up.weight",
+}
+
+
+def arrange(c: Config, format: str) -> Arrangement:
+    """Queries, keys, values, gate and up as rows of what the file has."""
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    rows = [
+        Rows(_QKV, 0, q), Rows(_QKV, q, q + kv), Rows(_QKV, q + kv),
+        Rows(_GATE_UP, 0, c.ffn), Rows(_GATE_UP, c.ffn),
+    ]  # fmt: skip
+    return dict(zip(_OURS, rows, strict=True))
+
+
+@family("phi3", kind="decoder", gguf=["phi3"], hf=["phi3"], config=Config, weights=WEIGHTS, arrange=arrange)
+def phi3(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
+    return llama.decoder("phi3", c, context, rope_factors)
