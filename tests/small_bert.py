@@ -72,6 +72,17 @@ def write_tokenizer(folder: Path) -> None:
     rust.save(str(folder / "tokenizer.json"))
 
 
+def add_gguf_vocabulary(writer: Any) -> None:
+    """The same words as llama.cpp's converter writes them."""
+    words = [w if w[0] == "[" else w.removeprefix("##") if w[0] == "#" else f"\u2581{w}" for w in VOCAB]
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list(words)
+    writer.add_token_types([3 if w[0] == "[" else 1 for w in VOCAB])
+    writer.add_unk_token_id(1)
+    writer.add_bos_token_id(CLS)
+    writer.add_sep_token_id(SEP)
+
+
 def write(folder: Path, *, files: Mapping[str, Any] | None = None, seed: int = 0, **changes: Any) -> dict[str, Array]:
     """A model in a folder, with these further JSON files; gives its weights."""
     from safetensors.numpy import save_file

@@ -127,13 +127,7 @@ def write_gguf(path: Path, weights: dict[str, Array], pooling: int | None, *, ha
     writer.add_causal_attention(False)
     if pooling is not None:
         writer.add_pooling_type(gguf.PoolingType(pooling))
-    words = [w if w[0] == "[" else w.removeprefix("##") if w[0] == "#" else f"\u2581{w}" for w in VOCAB]
-    writer.add_tokenizer_model("bert")
-    writer.add_token_list(words)
-    writer.add_token_types([3 if w[0] == "[" else 1 for w in VOCAB])
-    writer.add_unk_token_id(1)
-    writer.add_bos_token_id(small_bert.CLS)
-    writer.add_sep_token_id(small_bert.SEP)
+    small_bert.add_gguf_vocabulary(writer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, config["num_hidden_layers"])
     for name, array in weights.items():
         matrix = array.ndim == 2 and "embeddings" not in name
@@ -194,7 +188,8 @@ def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
     small_bert.write(tmp_path, model_type="bertt")
     with pytest.raises(CapabilityError, match="'bertt' is not supported") as caught:
         open_checkpoint(tmp_path)
-    assert caught.value.hint == "did you mean 'bert'?"
+    assert caught.value.hint and caught.value.hint.startswith("did you mean 'bert'")
+    assert "docs/adding-a-model.md" in caught.value.hint
 
 
 def test_a_configuration_without_a_size_is_a_format_error(tmp_path: Path) -> None:

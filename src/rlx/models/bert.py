@@ -6,42 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlx.errors import FormatError
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import BertEncoderLayer, FlowStage
-from rlx.models.config import MAX_LAYERS, ModelConfig, check_activation, key
+from rlx.models.config import EncoderConfig, key
 from rlx.models.family import family
 from rlx.types import sym
 
 
 @dataclass(frozen=True)
-class Config(ModelConfig):
+class Config(EncoderConfig):
     """BERT's configuration."""
 
     HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **ModelConfig.HF_NEUTRAL, "position_embedding_type": (None, "absolute"), "is_decoder": (None, False),
+        **EncoderConfig.HF_NEUTRAL, "position_embedding_type": (None, "absolute"), "is_decoder": (None, False),
         "add_cross_attention": (None, False),
     }  # fmt: skip
-    GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"attention.causal": (False,), "expert_count": (0,)}
 
-    dim: int = key(gguf="embedding_length", hf="hidden_size")
-    layers: int = key(gguf="block_count", hf="num_hidden_layers", most=MAX_LAYERS)
-    heads: int = key(gguf="attention.head_count", hf="num_attention_heads")
-    ffn: int = key(gguf="feed_forward_length", hf="intermediate_size")
-    context: int = key(gguf="context_length", hf="max_position_embeddings")
-    vocab: int = key(hf="vocab_size")
     types: int = key(hf="type_vocab_size", default=2)
-    eps: float = key(gguf="attention.layer_norm_epsilon", hf="layer_norm_eps", default=1e-12)
-    activation: str = key(hf="hidden_act", default="gelu")
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.heads
-
-    def check(self, where: str) -> None:
-        if self.dim % self.heads:
-            raise FormatError(f"{where}: a width of {self.dim} does not split into {self.heads} heads")
-        check_activation(where, self.activation)
 
 
 _LAYER = "encoder.layer.{i}"
@@ -62,7 +43,7 @@ WEIGHTS = {
 }  # fmt: skip
 
 
-@family("bert", kind="encoder", gguf=["bert"], hf=["bert"], config=Config, weights=WEIGHTS)
+@family("bert", kind="encoder", gguf=["bert"], hf=["bert"], config=Config, weights=WEIGHTS, prefixes=["bert."])
 def bert(c: Config) -> ModelFlow:
     def layer(i: int) -> FlowStage:
         return BertEncoderLayer(
@@ -73,6 +54,6 @@ def bert(c: Config) -> ModelFlow:
         ModelFlow("bert").input("tokens", (sym.BATCH, sym.SEQ), "i32")
         .token_embed("embeddings.word_embeddings.weight", shape=(c.vocab, c.dim))
         .gather_add("token_types", "embeddings.token_type_embeddings.weight", rows=c.types)
-        .gather_add("positions", "embeddings.position_embeddings.weight", rows=c.context)
+        .gather_add("positions", "embeddings.position_embeddings.weight", rows=c.positions)
         .layer_norm("embeddings.LayerNorm", c.eps).repeat_layers(c.layers, layer)
     )  # fmt: skip

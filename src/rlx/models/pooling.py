@@ -20,6 +20,7 @@ from rlx.flow.stages import FlowStage
 from rlx.flow.state import FlowValue
 from rlx.formats.tensors import broken, quoted
 from rlx.ir.graph import Value
+from rlx.models.beside import JsonObject
 from rlx.models.load import Checkpoint, read_json
 from rlx.types import sym
 
@@ -117,18 +118,18 @@ def _from_gguf(path: Path, metadata: Mapping[str, Any]) -> EmbedSettings:
 
 def _from_folder(folder: Path) -> EmbedSettings:
     settings = EmbedSettings()
-    tokenizer = _Object.read(folder / "tokenizer_config.json")
+    tokenizer = JsonObject.read(folder / "tokenizer_config.json")
     longest = tokenizer.get("model_max_length", int, float)  # some write a float, 1e30 for no limit
     if longest is not None and 0 < longest < 1 << 31:
         settings = replace(settings, limit=int(longest))
-    settings = _with_prompts(settings, _Object.read(folder / "config_sentence_transformers.json"))
+    settings = _with_prompts(settings, JsonObject.read(folder / "config_sentence_transformers.json"))
     modules = folder / "modules.json"
     if not modules.exists():
         return settings
     for i, entry in enumerate(read_json(modules, list)):
         if not isinstance(entry, dict):
             raise broken(modules, f"module {i}", expected="an object", found=quoted(entry))
-        module = _Object(modules, entry)
+        module = JsonObject(modules, entry)
         name = module.need("type", str).rpartition(".")[2]
         place = folder / _inside(modules, module.get("path", str) or "")
         apply = _MODULES.get(name)
@@ -141,7 +142,7 @@ def _from_folder(folder: Path) -> EmbedSettings:
     return settings
 
 
-def _with_prompts(settings: EmbedSettings, config: _Object) -> EmbedSettings:
+def _with_prompts(settings: EmbedSettings, config: JsonObject) -> EmbedSettings:
     prompts = config.get("prompts", dict) or {}
     for name, text in prompts.items():
         if text is not None and not isinstance(text, str):
@@ -158,7 +159,7 @@ def _with_prompts(settings: EmbedSettings, config: _Object) -> EmbedSettings:
 def _transformer(settings: EmbedSettings, place: Path) -> EmbedSettings:
     """The encoder itself. Its settings are named after the kind of model it first was."""
     for path in sorted(place.glob("sentence_*_config.json")):
-        config = _Object.read(path)
+        config = JsonObject.read(path)
         limit = config.get("max_seq_length", int)
         if limit is not None and not 0 < limit < 1 << 31:
             raise broken(path, "max_seq_length", expected="a number above 0", found=quoted(limit))
@@ -171,7 +172,7 @@ def _pooling(settings: EmbedSettings, place: Path) -> EmbedSettings:
     path = place / "config.json"
     if not path.exists():
         raise broken(path, "not there, though modules.json names it")
-    config = _Object.read(path)
+    config = JsonObject.read(path)
     kinds = _kinds(config)
     unknown = [k for k in kinds if k not in KINDS]
     if unknown or len(kinds) > 1:
@@ -184,7 +185,7 @@ def _pooling(settings: EmbedSettings, place: Path) -> EmbedSettings:
     return replace(settings, kind=kind, include_prompt=include is not False, source=str(path))
 
 
-def _kinds(config: _Object) -> Sequence[str]:
+def _kinds(config: JsonObject) -> Sequence[str]:
     mode = config.get("pooling_mode", str, list)
     if mode is None:
         return [kind for flag, kind in _FLAGS.items() if config.get(flag, bool)]
@@ -197,7 +198,7 @@ def _kinds(config: _Object) -> Sequence[str]:
 
 def _normalize(settings: EmbedSettings, place: Path) -> EmbedSettings:
     path = place / "config.json"
-    what = _Object.read(path).get("module_input_name", str)
+    what = JsonObject.read(path).get("module_input_name", str)
     if what not in (None, "sentence_embedding"):
         raise CapabilityError(f"{path}: normalises {quoted(what)}, which rlx does not have")
     return replace(settings, normalize=True)
@@ -210,33 +211,6 @@ def _nothing(settings: EmbedSettings, place: Path) -> EmbedSettings:
 _MODULES: Mapping[str, Callable[[EmbedSettings, Path], EmbedSettings]] = {
     "Transformer": _transformer, "Pooling": _pooling, "Normalize": _normalize, "Dropout": _nothing,
 }  # fmt: skip
-
-
-# -- JSON ------------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class _Object:
-    """An object of a file, whose members are asked for by type; an absent file has none."""
-
-    path: Path
-    members: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, path: Path) -> _Object:
-        return cls(path, read_json(path) if path.exists() else {})
-
-    def get(self, name: str, *kinds: type) -> Any:
-        """A member, or None where it is absent or null."""
-        found = self.members.get(name)
-        if found is None or type(found) in kinds:  # not isinstance: a truth value is no number
-            return found
-        expected = " or ".join(k.__name__ for k in kinds)
-        raise broken(self.path, quoted(name), expected=expected, found=quoted(found))
-
-    def need(self, name: str, kind: type) -> Any:
-        found = self.get(name, kind)
-        if found is None:
-            raise broken(self.path, f"{quoted(name)} is missing")
-        return found
 
 
 def _inside(path: Path, name: str) -> PurePosixPath:

@@ -1,19 +1,84 @@
-"""Encoder layers: BERT's, with a padding mask and norms after the residuals."""
+"""Encoder layers: BERT's and NomicBERT's, with a padding mask and norms after the residuals."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from rlx.errors import GraphError, nearest
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage
-from rlx.flow.stages.ffn import GeluFfn, linear
+from rlx.flow.stages.ffn import GeluFfn, SwiGlu, linear
 from rlx.flow.stages.norm import LayerNorm
 from rlx.flow.stages.structure import emit_stage
 from rlx.flow.state import FlowValue
 from rlx.ir.graph import Value
 from rlx.ir.provenance import stage as provenance
 from rlx.ops.attention import MaskKind
-from rlx.types import sym
+
+ATTENTION_BIAS = "attention_bias"  # the name of what a stage before the layers has them add to scores
+
+
+@dataclass(frozen=True)
+class QkvNames:
+    """Where a layer keeps its attention, under its prefix."""
+
+    q: str
+    k: str
+    v: str
+    out: str
+    norm: str
+
+
+QKV_STYLES = {
+    "bert": QkvNames("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
+                     "attention.output.LayerNorm"),
+    "mpnet": QkvNames("attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o",
+                      "attention.LayerNorm"),
+}  # fmt: skip
+
+
+def attend(ctx: FlowCtx, q: Value, k: Value, v: Value, mask_input: str, bias: str = ATTENTION_BIAS) -> Value:
+    """Attention in which no token looks at padding: `[batch, seq, heads · head_dim]`.
+
+    Where a value is named `bias`, it is added to the scores; it has minus infinity at padding already.
+    """
+    batch, seq, heads, head_dim = q.shape
+    out: Value
+    if bias in ctx.state.named:
+        out = q.attention(k, v, ctx.state.named[bias], mask_kind=MaskKind.BIAS)
+    else:
+        mask = ctx.input(mask_input, (batch, seq), "f32")
+        out = q.attention(k, v, mask, mask_kind=MaskKind.CUSTOM)
+    return out.reshape(batch, seq, heads * head_dim)
+
+
+def split_qkv(qkv: Value, heads: int, head_dim: int) -> list[Value]:
+    """q, k and v `[batch, seq, heads, head_dim]` of `[batch, seq, 3 · heads · head_dim]`, where they lie in a row."""
+    batch, seq, _ = qkv.shape
+    width = heads * head_dim
+    return [qkv[:, :, i * width : (i + 1) * width].reshape(batch, seq, heads, head_dim) for i in range(3)]
+
+
+def turned(ctx: FlowCtx, stage: str, *heads: Value) -> list[Value]:
+    """Queries and keys by the RoPE tables that flow."""
+    cos, sin = ctx.state.rope_cos, ctx.state.rope_sin
+    if cos is None or sin is None:
+        raise GraphError(f"stage {stage}: no RoPE tables flow here", hint="put RopeTables before the layers")
+    positions = ctx.input("positions", heads[0].shape[:2], "i32")
+    return [x.rope(cos, sin, positions, style=ctx.state.rope_style) for x in heads]
+
+
+def post_norm_layer(
+    ctx: FlowCtx, x: Value, attention: Callable[[], Value], norms: tuple[str, str], ffn: FlowStage, eps: float
+) -> FlowValue:
+    """norm(x + attention(x)), then norm(· + feed-forward(·))."""
+    with provenance("attn"):  # without the residual and the norm, as in decoders
+        attended = attention()
+    first, second = (LayerNorm(f"{name}.weight", f"{name}.bias", eps) for name in norms)
+    normed = first.emit(ctx, ctx.wrap(x + attended))
+    inner = emit_stage(ctx, ffn, normed)
+    return second.emit(ctx, ctx.wrap(normed.id + ctx.need(inner, "ffn")))
 
 
 @dataclass(frozen=True)
@@ -25,34 +90,62 @@ class BertEncoderLayer(FlowStage):
     num_heads: int
     head_dim: int
     eps: float
+    qkv_style: str = "bert"  # whose names the weights of attention have: bert or mpnet
     attention_mask_input: str = "attention_mask"
     intermediate_size: int | None = None  # checks the weights of the feed-forward
     activation: str = "gelu"
 
+    def __post_init__(self) -> None:
+        if self.qkv_style not in QKV_STYLES:
+            hint = nearest(str(self.qkv_style), QKV_STYLES) or f"known: {', '.join(QKV_STYLES)}"
+            raise GraphError(f"stage BertEncoderLayer: qkv_style is {self.qkv_style!r}", hint=hint)
+
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "BertEncoderLayer")
-        prefix = self.layer_prefix
-        with provenance("attn"):  # without the residual and the norm, as in decoders
-            attended = self.attention(ctx, x)
-        x = self.norm(ctx, x + attended, f"{prefix}.attention.output.LayerNorm")
-        mlp = GeluFfn.hf_bert(prefix, intermediate_size=self.intermediate_size, activation=self.activation)
-        ffn = emit_stage(ctx, mlp, ctx.wrap(x))
-        return ctx.wrap(self.norm(ctx, x + ctx.need(ffn, "ffn"), f"{prefix}.output.LayerNorm"))
+        norms = (f"{self.layer_prefix}.{QKV_STYLES[self.qkv_style].norm}", f"{self.layer_prefix}.output.LayerNorm")
+        ffn = GeluFfn.hf_bert(self.layer_prefix, intermediate_size=self.intermediate_size, activation=self.activation)
+        return post_norm_layer(ctx, x, lambda: self.attention(ctx, x), norms, ffn, self.eps)
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
         batch, seq, _ = x.shape
-        mask = ctx.input(self.attention_mask_input, (sym.BATCH, sym.SEQ), "f32")
+        names = QKV_STYLES[self.qkv_style]
         width = self.num_heads * self.head_dim
         q, k, v = (
-            self.dense(ctx, x, f"self.{n}", width).reshape(batch, seq, self.num_heads, self.head_dim)
-            for n in ("query", "key", "value")
+            self.dense(ctx, x, name, width).reshape(batch, seq, self.num_heads, self.head_dim)
+            for name in (names.q, names.k, names.v)
         )
-        out = q.attention(k, v, mask, mask_kind=MaskKind.CUSTOM).reshape(batch, seq, width)
-        return self.dense(ctx, out, "output.dense", self.hidden_size)
+        return self.dense(ctx, attend(ctx, q, k, v, self.attention_mask_input), names.out, self.hidden_size)
 
     def dense(self, ctx: FlowCtx, x: Value, name: str, out: int) -> Value:
-        base = f"{self.layer_prefix}.attention.{name}"
+        base = f"{self.layer_prefix}.{name}"
         return linear(ctx, x, f"{base}.weight", f"{base}.bias", out=out)
 
-    def norm(self, ctx: FlowCtx, x: Value, key: str) -> Value:
-        return ctx.need(LayerNorm(f"{key}.weight", f"{key}.bias", self.eps).emit(ctx, ctx.wrap(x)), "norm")
+
+@dataclass(frozen=True)
+class NomicEncoderLayer(FlowStage):
+    """BERT's order of things with rotary positions, one weight for q, k and v, SwiGLU, and no biases but the norms'."""
+
+    layer_prefix: str
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    eps: float
+    attention_mask_input: str = "attention_mask"
+    intermediate_size: int | None = None  # checks the weights of the feed-forward
+    activation: str = "silu"
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x = ctx.need(value, "NomicEncoderLayer")
+        prefix = self.layer_prefix
+        gate, up, down = (f"{prefix}.mlp.{name}.weight" for name in ("fc12", "fc11", "fc2"))
+        ffn = SwiGlu(gate, up, down, self.intermediate_size, activation=self.activation)
+        norms = (f"{prefix}.norm1", f"{prefix}.norm2")
+        return post_norm_layer(ctx, x, lambda: self.attention(ctx, x), norms, ffn, self.eps)
+
+    def attention(self, ctx: FlowCtx, x: Value) -> Value:
+        width = self.num_heads * self.head_dim
+        qkv = linear(ctx, x, f"{self.layer_prefix}.attn.Wqkv.weight", out=3 * width)
+        q, k, v = split_qkv(qkv, self.num_heads, self.head_dim)
+        q, k = turned(ctx, "NomicEncoderLayer", q, k)
+        out = attend(ctx, q, k, v, self.attention_mask_input)
+        return linear(ctx, out, f"{self.layer_prefix}.attn.out_proj.weight", out=self.hidden_size)

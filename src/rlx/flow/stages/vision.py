@@ -1,0 +1,105 @@
+"""Stages of vision transformers: attention over patches, and NomicVision's feed-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlx.errors import GraphError
+from rlx.flow.context import FlowCtx
+from rlx.flow.stages.base import FlowStage
+from rlx.flow.stages.encoder import split_qkv
+from rlx.flow.stages.ffn import linear
+from rlx.flow.stages.norm import LayerNorm
+from rlx.flow.stages.parts import MASK, LayerScale
+from rlx.flow.stages.structure import ResidualAdd, ResidualSave
+from rlx.flow.stages.structure import Sequence as StageSequence
+from rlx.flow.state import FlowValue
+from rlx.ir.graph import Value
+from rlx.ops.attention import MaskKind
+
+Keys = str | tuple[str, str, str] | None  # of one weight for q, k and v, or of three
+
+
+@dataclass(frozen=True)
+class VitSelfAttn(FlowStage):
+    """Self-attention with its output projection; padding is left out where `AttnMask` comes before.
+
+    q, k and v have one weight `[3 · width, hidden]`, or three of which the keys are given; likewise their biases.
+    """
+
+    qkv_weight: Keys
+    qkv_bias: Keys
+    out_weight: str
+    out_bias: str | None
+    num_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.qkv_weight is None:
+            raise GraphError("stage VitSelfAttn: has no qkv_weight")
+        if self.qkv_bias is not None and isinstance(self.qkv_bias, str) is not isinstance(self.qkv_weight, str):
+            raise GraphError("stage VitSelfAttn: qkv_weight and qkv_bias are both one key, or both three")
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x = ctx.need(value, "VitSelfAttn")
+        if x.rank != 3:
+            raise GraphError(f"stage VitSelfAttn: takes [batch, seq, hidden], found {x.type}")
+        batch, seq, hidden = x.shape
+        q, k, v = self.heads(ctx, x)
+        mask = ctx.state.named.get(MASK)
+        out = q.attention(k, v, mask, mask_kind=MaskKind.NONE if mask is None else MaskKind.CUSTOM)
+        flat = out.reshape(batch, seq, self.num_heads * self.head_dim)
+        return ctx.wrap(linear(ctx, flat, self.out_weight, self.out_bias, out=hidden))
+
+    def heads(self, ctx: FlowCtx, x: Value) -> list[Value]:
+        """q, k and v, `[batch, seq, heads, head_dim]` each."""
+        batch, seq, _ = x.shape
+        width = self.num_heads * self.head_dim
+        if isinstance(self.qkv_weight, str):
+            assert self.qkv_bias is None or isinstance(self.qkv_bias, str)
+            both = linear(ctx, x, self.qkv_weight, self.qkv_bias, out=3 * width)
+            return split_qkv(both, self.num_heads, self.head_dim)
+        biases = self.qkv_bias or (None, None, None)
+        assert self.qkv_weight is not None
+        return [
+            linear(ctx, x, weight, bias, out=width).reshape(batch, seq, self.num_heads, self.head_dim)
+            for weight, bias in zip(self.qkv_weight, biases, strict=True)
+        ]
+
+    @property
+    def path(self) -> str:
+        return "attn"
+
+
+@dataclass(frozen=True)
+class VisionSwiGluFfn(FlowStage):
+    """NomicVision's feed-forward: fc2(norm(fc11(x) · silu(fc12(x)))), with biases."""
+
+    layer_prefix: str
+    eps: float
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x = ctx.need(value, "VisionSwiGluFfn")
+        inner = self.dense(ctx, x, "fc11") * self.dense(ctx, x, "fc12").silu()
+        norm = LayerNorm(f"{self.layer_prefix}.mlp.norm.weight", f"{self.layer_prefix}.mlp.norm.bias", self.eps)
+        return ctx.wrap(self.dense(ctx, norm.emit(ctx, ctx.wrap(inner)).id, "fc2"))
+
+    def dense(self, ctx: FlowCtx, x: Value, name: str) -> Value:
+        base = f"{self.layer_prefix}.mlp.{name}"
+        return linear(ctx, x, f"{base}.weight", f"{base}.bias")
+
+    @property
+    def path(self) -> str:
+        return "ffn"
+
+
+def pre_norm_layer(
+    norms: Sequence[str], attention: FlowStage, ffn: FlowStage, eps: float, scales: Sequence[str] = ()
+) -> FlowStage:
+    """x + scale · attention(norm x), then + scale · feed-forward(norm ·)."""
+    stages: list[FlowStage] = []
+    for i, part in enumerate((attention, ffn)):
+        stages += [ResidualSave(), LayerNorm(f"{norms[i]}.weight", f"{norms[i]}.bias", eps), part]
+        stages += [*([LayerScale(scales[i])] if scales else []), ResidualAdd()]
+    return StageSequence(stages)

@@ -1,0 +1,156 @@
+"""DINOv2: ViT with scaled residuals, SwiGLU in the largest, registers in some, and positions for any size of image."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import RequestError
+from rlx.flow.context import FlowCtx
+from rlx.flow.flow import ModelFlow
+from rlx.flow.stages import ClsTokenPool, FlowStage, GeluFfn, LayerNorm
+from rlx.flow.stages.ffn import linear
+from rlx.flow.stages.vision import pre_norm_layer
+from rlx.flow.state import FlowValue
+from rlx.formats.images import resampling
+from rlx.models.config import key
+from rlx.models.family import family
+from rlx.models.vision import Patches, PrependToken, VisionConfig, bicubic, named, split_attention
+from rlx.types import dim, sym
+
+Array = np.ndarray[Any, Any]
+ROWS, COLUMNS = dim("rows"), dim("columns")  # patches of an image
+
+
+@dataclass(frozen=True)
+class Config(VisionConfig):
+    """DINOv2's configuration."""
+
+    eps: float = key(hf="layer_norm_eps", default=1e-6)
+    patch: int = key(hf="patch_size", default=14)
+    ratio: float = key(hf="mlp_ratio", default=4)
+    gated: bool = key(hf="use_swiglu_ffn", default=False)
+    registers: int = 0
+    antialias = False  # of positions where there are fewer patches than it was trained with
+
+    @property
+    def ffn(self) -> int:
+        wide = int(self.dim * self.ratio)
+        return (int(wide * 2 / 3) + 7) // 8 * 8 if self.gated else wide
+
+    def inputs(self, pixels: Array) -> dict[str, Array]:
+        """Images of any size: what is left over beside whole patches is cut off, as a convolution does it."""
+        height, width = pixels.shape[2:]
+        rows, columns = height // self.patch, width // self.patch
+        if not (rows and columns):
+            raise RequestError(f"image: {height} × {width} pixels are less than a patch of {self.patch} × {self.patch}")
+        stretch = resampling if self.antialias else bicubic
+        return {
+            "pixels": np.ascontiguousarray(pixels[:, :, : rows * self.patch, : columns * self.patch]),
+            "position_rows": stretch(self.grid, rows).astype(np.float32),
+            "position_columns": stretch(self.grid, columns).astype(np.float32),
+        }
+
+    def left_out(self) -> tuple[str, ...]:
+        absent = MLP if self.gated else SWIGLU
+        biases = () if self.qkv_bias else tuple(f"attention.attention.{n}.bias" for n in QKV)
+        parts = (*(f"{name}.{part}" for name in absent for part in ("weight", "bias")), *biases)
+        return tuple(f"encoder.layer.{{i}}.{part}" for part in parts)
+
+
+@dataclass(frozen=True)
+class RegisterConfig(Config):
+    """DINOv2 with registers: tokens that belong to no patch."""
+
+    patch: int = key(hf="patch_size", default=16)
+    registers: int = key(hf="num_register_tokens", default=4)
+    antialias = True
+
+
+QKV = ("query", "key", "value")
+MLP, SWIGLU = ("mlp.fc1", "mlp.fc2"), ("mlp.weights_in", "mlp.weights_out")
+VECTORS = ("embeddings.cls_token", "embeddings.position_embeddings", "encoder.layer.{i}.layer_scale1.lambda1",
+           "encoder.layer.{i}.layer_scale2.lambda1")  # fmt: skip
+WEIGHTS = named(
+    "embeddings.patch_embeddings.projection", "layernorm", layer="encoder.layer",
+    layers=[*(f"attention.attention.{n}" for n in QKV), "attention.output.dense", "norm1", "norm2", *MLP, *SWIGLU],
+    vectors=VECTORS,
+)  # fmt: skip
+REGISTER_WEIGHTS = WEIGHTS | {"embeddings.register_tokens": ""}
+
+
+@family("dinov2", kind="vision model", hf=["dinov2"], config=Config, weights=WEIGHTS, prefixes=["dinov2."])
+def dinov2(c: Config) -> ModelFlow:
+    def layer(i: int) -> FlowStage:
+        at = f"encoder.layer.{i}"
+        attention = split_attention(f"{at}.attention", [f"attention.{n}" for n in QKV], "output.dense", c)
+        ffn = FusedSwiGlu(f"{at}.mlp", c.ffn) if c.gated else GeluFfn.dinov2(
+            at, intermediate_size=c.ffn, activation=c.activation
+        )  # fmt: skip
+        scales = (f"{at}.layer_scale1.lambda1", f"{at}.layer_scale2.lambda1")
+        return pre_norm_layer((f"{at}.norm1", f"{at}.norm2"), attention, ffn, c.eps, scales)
+
+    return (
+        ModelFlow("dinov2").input("pixels", (sym.BATCH, 3, ROWS * c.patch, COLUMNS * c.patch))
+        .stage(Patches("embeddings.patch_embeddings.projection", c.dim, c.patch))
+        .stage(PrependToken("embeddings.cls_token"))
+        .stage(StretchedPositions("embeddings.position_embeddings", c.grid))
+        .when(bool(c.registers), lambda f: f.stage(PrependToken("embeddings.register_tokens", c.registers, after=1)))
+        .repeat_layers(c.layers, layer)
+        .named_layer("states", LayerNorm("layernorm.weight", "layernorm.bias", c.eps))
+        .stage(ClsTokenPool()).outputs("pooled", "states")
+    )  # fmt: skip
+
+
+@family("dinov2-registers", kind="vision model", hf=["dinov2_with_registers"], config=RegisterConfig,
+        weights=REGISTER_WEIGHTS, prefixes=["dinov2_with_registers."])  # fmt: skip
+def dinov2_registers(c: RegisterConfig) -> ModelFlow:
+    return dinov2.flow(c)
+
+
+@dataclass(frozen=True)
+class StretchedPositions(FlowStage):
+    """Adds positions: the class token's own, and for patches a table of grid × grid, stretched to rows × columns.
+
+    Stretching is linear in each direction, so it is two products with what each old row and column counts in the new.
+    """
+
+    weight_key: str
+    grid: int
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x = ctx.need(value, "StretchedPositions")
+        n, width = self.grid, x.shape[-1]
+        assert isinstance(width, int)
+        table = ctx.load_param(self.weight_key, shape=(1, 1 + n * n, width))
+        rows = ctx.input("position_rows", (ROWS, n))
+        columns = ctx.input("position_columns", (COLUMNS, n))
+        tall = (rows @ table[:, 1:].reshape(n, n * width)).reshape(ROWS, n, width)
+        patches = (columns @ tall).reshape(1, ROWS * COLUMNS, width)
+        return ctx.wrap(x + table[:, :1].concatenate(patches, axis=1))
+
+    @property
+    def path(self) -> str:
+        return "embed"
+
+
+@dataclass(frozen=True)
+class FusedSwiGlu(FlowStage):
+    """out(silu(a) · b), where one weight makes a and b."""
+
+    prefix: str
+    intermediate_size: int
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x = ctx.need(value, "FusedSwiGlu")
+        inner, outer = f"{self.prefix}.weights_in", f"{self.prefix}.weights_out"
+        size = self.intermediate_size
+        both = linear(ctx, x, f"{inner}.weight", f"{inner}.bias", out=2 * size)
+        gated = both[:, :, :size].silu() * both[:, :, size:]
+        return ctx.wrap(linear(ctx, gated, f"{outer}.weight", f"{outer}.bias", out=x.shape[-1]))
+
+    @property
+    def path(self) -> str:
+        return "ffn"

@@ -1,0 +1,169 @@
+"""ModernBERT: pre-norm encoder with GeGLU; most layers look at near tokens only, and turn by a base of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from rlx.errors import FormatError
+from rlx.flow.context import FlowCtx
+from rlx.flow.flow import ModelFlow
+from rlx.flow.stages import FlowStage, LayerNorm, RopeTables, Sequence
+from rlx.flow.stages.encoder import attend, split_qkv, turned
+from rlx.flow.stages.ffn import activate, linear
+from rlx.flow.state import FlowValue
+from rlx.formats.tensors import quoted
+from rlx.ir.graph import Value
+from rlx.ir.provenance import stage as provenance
+from rlx.models.config import FULL, SLIDING, EncoderConfig, check_layer_types, key, unsupported
+from rlx.models.family import family
+from rlx.models.rope import Rope, rope_tables
+from rlx.types import sym
+
+
+@dataclass(frozen=True)
+class Config(EncoderConfig):
+    """ModernBERT's configuration."""
+
+    GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **EncoderConfig.GGUF_NEUTRAL, "rope.scaling.type": ("none",), "rope.scaling.factor": (0, 1),
+    }  # fmt: skip
+
+    eps: float = key(gguf="attention.layer_norm_epsilon", hf="norm_eps", default=1e-5)
+    activation: str = key(hf="hidden_activation", default="gelu")
+    window: int = key(gguf="attention.sliding_window", hf="local_attention", default=128)  # half of it on each side
+    every: int = key(gguf="attention.sliding_window_pattern", hf="global_attn_every_n_layers", default=3)
+    layer_types: tuple[str, ...] | None = key(hf="layer_types", default=None)
+    global_base: float = key(gguf="rope.freq_base", hf="global_rope_theta", default=160000.0)
+    local_base: float = key(gguf="rope.freq_base_swa", hf="local_rope_theta", default=10000.0)
+    norm_bias: bool = key(hf="norm_bias", default=False)
+    attention_bias: bool = key(hf="attention_bias", default=False)
+    mlp_bias: bool = key(hf="mlp_bias", default=False)
+
+    def is_local(self, layer: int) -> bool:
+        return bool(layer % self.every) if self.layer_types is None else self.layer_types[layer] == SLIDING
+
+    def rope(self, base: float) -> Rope:
+        return Rope(self.head_dim, base, self.positions, {})
+
+    def left_out(self) -> tuple[str, ...]:
+        has = {"norm": self.norm_bias, "attn": self.attention_bias, "mlp": self.mlp_bias}
+        biases = [name for name in WEIGHTS if name.endswith(".bias")]
+        return tuple(b for b in biases if not next(on for part, on in has.items() if part in b))
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.head_dim % 2:
+            raise FormatError(f"{where}: heads of {self.head_dim} elements; rotary positions turn pairs")
+        check_layer_types(where, self.layer_types, self.layers, self.window)
+
+
+_LINEAR = {"attn.Wqkv": "attn_qkv", "attn.Wo": "attn_output", "mlp.Wi": "ffn_up", "mlp.Wo": "ffn_down"}
+_NORMS = {"attn_norm": "attn_norm", "mlp_norm": "ffn_norm"}
+WEIGHTS = {"embeddings.tok_embeddings.weight": "token_embd.weight"} | {
+    f"{hf}.{part}": f"{gguf}.{part}"
+    for hf, gguf in {
+        "embeddings.norm": "token_embd_norm", "final_norm": "output_norm",
+        **{f"layers.{{i}}.{hf}": f"blk.{{i}}.{gguf}" for hf, gguf in {**_LINEAR, **_NORMS}.items()},
+    }.items()
+    for part in ("weight", "bias")
+}  # fmt: skip
+
+
+def settings(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A configuration in its first words: newer ones have the bases in `rope_parameters`."""
+    ropes = given.get("rope_parameters") or {}
+    if not isinstance(ropes, Mapping):
+        raise FormatError(f"{where}: rope_parameters: expected an object, found {quoted(ropes)}")
+    found = dict(given)
+    for kind, name in ((FULL, "global_rope_theta"), (SLIDING, "local_rope_theta")):
+        rope = ropes.get(kind) or {}
+        if not isinstance(rope, Mapping) or rope.get("rope_type", "default") != "default":
+            raise unsupported(where, f"rope_parameters.{kind}", rope)
+        if "rope_theta" in rope:
+            found[name] = rope["rope_theta"]
+    return found
+
+
+@family("modernbert", kind="encoder", gguf=["modern-bert"], hf=["modernbert"], config=Config, weights=WEIGHTS,
+        prefixes=["model."], settings=settings)  # fmt: skip
+def modernbert(c: Config) -> ModelFlow:
+    full, local = (rope_tables(c.rope(base), c.context) for base in (c.global_base, c.local_base))
+
+    def layer(i: int) -> FlowStage:
+        near = c.is_local(i)
+        cos, sin = local if near else full
+        name = "rope.local" if near else "rope.global"
+        return Sequence((
+            RopeTables(cos, sin, cos_key=f"{name}.cos", sin_key=f"{name}.sin"), ModernBertLayer(c, i, near),
+        ))  # fmt: skip
+
+    return (
+        ModelFlow("modernbert").input("tokens", (sym.BATCH, sym.SEQ), "i32")
+        .token_embed("embeddings.tok_embeddings.weight", shape=(c.vocab, c.dim))
+        .stage(norm(c, "embeddings.norm")).stage(NearTokens(c.window // 2))
+        .repeat_layers(c.layers, layer).stage(norm(c, "final_norm"))
+    )  # fmt: skip
+
+
+def norm(c: Config, name: str) -> LayerNorm:
+    return LayerNorm(f"{name}.weight", f"{name}.bias" if c.norm_bias else None, c.eps)
+
+
+@dataclass(frozen=True)
+class NearTokens(FlowStage):
+    """A mask of the tokens that are near each token, by name: 0 up to `reach` away, else minus infinity."""
+
+    reach: int
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
+        rows = (sym.BATCH, sym.SEQ)
+        positions, mask = ctx.input("positions", rows, "i32"), ctx.input("attention_mask", rows, "f32")
+        batch, seq = positions.shape
+        apart = positions.reshape(batch, 1, seq, 1) - positions.reshape(batch, 1, 1, seq)
+        near = (abs(apart) <= self.reach).logical_and(mask.reshape(batch, 1, 1, seq) > 0.5)
+        ctx.set_named(SLIDING, near.where(0.0, -np.inf))  # [batch, 1, seq, seq]
+        return value
+
+
+@dataclass(frozen=True)
+class ModernBertLayer(FlowStage):
+    """x + attention(norm x), then + feed-forward(norm ·). The first layer follows a norm and has none of its own."""
+
+    c: Config
+    index: int
+    near: bool
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x = ctx.need(value, "ModernBertLayer")
+        with provenance("attn"):
+            h = self.normed(ctx, x, "attn_norm") if self.index else x
+            attended = self.attention(ctx, h)
+        x = x + attended
+        with provenance("ffn"):
+            inner = self.ffn(ctx, self.normed(ctx, x, "mlp_norm"))
+        return ctx.wrap(x + inner)
+
+    def attention(self, ctx: FlowCtx, x: Value) -> Value:
+        c = self.c
+        qkv = self.dense(ctx, x, "attn.Wqkv", 3 * c.dim, c.attention_bias)
+        q, k, v = split_qkv(qkv, c.heads, c.head_dim)
+        q, k = turned(ctx, "ModernBertLayer", q, k)
+        out = attend(ctx, q, k, v, "attention_mask", SLIDING if self.near else FULL)
+        return self.dense(ctx, out, "attn.Wo", c.dim, c.attention_bias)
+
+    def ffn(self, ctx: FlowCtx, x: Value) -> Value:
+        c = self.c
+        both = self.dense(ctx, x, "mlp.Wi", 2 * c.ffn, c.mlp_bias)
+        inner = activate(both[:, :, : c.ffn], c.activation) * both[:, :, c.ffn :]
+        return self.dense(ctx, inner, "mlp.Wo", c.dim, c.mlp_bias)
+
+    def dense(self, ctx: FlowCtx, x: Value, name: str, out: int, bias: bool) -> Value:
+        base = f"layers.{self.index}.{name}"
+        return linear(ctx, x, f"{base}.weight", f"{base}.bias" if bias else None, out=out)
+
+    def normed(self, ctx: FlowCtx, x: Value, name: str) -> Value:
+        return norm(self.c, f"layers.{self.index}.{name}").emit(ctx, ctx.wrap(x)).id
