@@ -121,9 +121,10 @@ class Driver:
         assert spec is not None
         blocks = -(-capacity // 64)
         self.cache: dict[str, Array] = {}
-        for i in range(spec.layers):
+        for i in (i for i in range(spec.layers) if spec.window(i) is not None):
             self.cache[f"keys.{i}"] = np.zeros((batch, spec.kv_heads, blocks, spec.head_dim, 64), np.float32)
             self.cache[f"values.{i}"] = np.zeros((batch, spec.kv_heads, blocks * 64, spec.head_dim), np.float32)
+        self.states = {name: np.zeros((batch, *shape), np.float32) for name, shape in spec.states}  # recurrent ones
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, batch: int = 1, context: int | None = None) -> Driver:
@@ -137,8 +138,11 @@ class Driver:
         tokens, positions = np.zeros((len(rows), width), np.int32), np.full((len(rows), width), -1, np.int32)
         for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
             tokens[i, : len(row)], positions[i, : len(row)] = row, np.arange(start, start + len(row))
+            for state in self.states.values() if start == 0 else ():
+                state[i] = 0
         every = np.arange(tokens.size, dtype=np.int32)
-        (logits,) = self.f.run({"tokens": tokens, "positions": positions, "last_token_idx": every, **self.cache})
+        given = {"tokens": tokens, "positions": positions, "last_token_idx": every}
+        (logits,) = self.f.run({**given, **self.cache, **self.states})
         return [logits[i * width : i * width + len(row)] for i, row in enumerate(rows)]
 
     def by_chunks(self, tokens: Sequence[int], chunk: int) -> Array:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 import rlx
-from rlx.errors import ShapeError
+from rlx.errors import LowerError, ShapeError
 
 rng = np.random.default_rng(5)
 
@@ -31,6 +33,67 @@ def test_a_sequence_may_come_in_pieces() -> None:
         parts.append(piece)
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), y)
     np.testing.assert_array_equal(at, last)
+
+
+CARRIED: dict[str, tuple[list[tuple[Any, ...]], tuple[int, ...], dict[str, int]]] = {
+    # an op: the shapes of what comes before its state, that of the state, attributes
+    "selective_scan_carry": ([(2, 9, 40), (2, 9, 40), (40, 3), (2, 9, 3), (2, 9, 3)], (2, 40, 3), {"state_size": 3}),
+    "gated_delta_net_carry": ([(2, 9, 3, 16)] * 3 + [(2, 9, 3)] * 2, (2, 3, 16, 16), {"state_size": 16}),
+    "gated_linear_attention_carry": ([(2, 9, 1, 5)] * 2 + [(2, 9, 3, 20), (2, 9, 3)], (2, 3, 5, 20), {}),
+    "depthwise_conv1d_causal_carry": ([(2, 9, 40), (40, 4)], (2, 3, 40), {"kernel_size": 4}),
+}  # fmt: skip
+
+
+def carrying(op: str, leaf: str) -> tuple[rlx.Graph, dict[str, Any]]:
+    """A graph of one op whose state is such a leaf, and numbers for it."""
+    shapes, state, attrs = CARRIED[op]
+    numbers: dict[str, Any] = {f"x{i}": rng.random(shape).astype(np.float32) / 4 for i, shape in enumerate(shapes)}
+    g = rlx.Graph("carrying")
+    operands = [g.input(name, array.shape) for name, array in numbers.items()]
+    operands.append(getattr(g, leaf)("state", state))
+    if op == "depthwise_conv1d_causal_carry":
+        operands.append(g.input("lengths", (2,), "i32"))
+        numbers["lengths"] = np.array([9, 2], np.int32)
+    g.set_outputs(getattr(g, op)(*operands, **attrs))
+    return g, numbers | {"state": rng.random(state).astype(np.float32)}
+
+
+@pytest.mark.parametrize("op", CARRIED)
+def test_a_state_of_the_runtime_is_carried_on_in_place(op: str) -> None:
+    """The caller finds the new state where the old one was; an input is left as it is."""
+    pure, numbers = carrying(op, "input")
+    before = numbers["state"].copy()
+    y, after = rlx.compile(pure).run(numbers)
+    np.testing.assert_array_equal(numbers["state"], before)
+    graph, _ = carrying(op, "state")
+    graph.set_outputs(graph.outputs[:1])
+    (found,) = rlx.compile(graph).run(numbers)
+    np.testing.assert_array_equal(found, y)
+    np.testing.assert_array_equal(numbers["state"], after)
+
+
+@pytest.mark.parametrize("op", CARRIED)
+def test_a_state_that_is_read_again_as_it_was_is_refused(op: str) -> None:
+    graph, _ = carrying(op, "state")
+    state = next(n for n in graph.inputs if n.attrs["name"] == "state")
+    graph.set_outputs([graph.outputs[0], state[0] * 2.0])
+    with pytest.raises(LowerError, match=f"{op}: state 'state' is read again as it was"):
+        rlx.compile(graph)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 7])
+def test_the_state_of_a_convolution_has_the_last_tokens_that_count(length: int) -> None:
+    g = rlx.Graph("tokens")
+    x, state = g.input("x", (1, 7, 5)), g.state("state", (1, 3, 5))
+    g.set_outputs(
+        g.depthwise_conv1d_causal_carry(x, g.param("w", (5, 4)), state, g.input("n", (1,), "i32"), kernel_size=4)[:1]
+    )
+    f = rlx.compile(g)
+    f.set_param("w", np.ones((5, 4), np.float32))
+    tokens, kept = (np.arange(n * 5, dtype=np.float32).reshape(1, n, 5) + a for n, a in ((7, 100), (3, 0)))
+    wanted = np.concatenate([kept[0], tokens[0, :length]])[-3:]
+    f.run({"x": tokens, "state": kept, "n": np.array([length], np.int32)})
+    np.testing.assert_array_equal(kept[0], wanted)
 
 
 @pytest.mark.parity

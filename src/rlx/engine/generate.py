@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from rlx.engine.kvcache import CacheStore, KvCache
+from rlx.engine.kvcache import SPARE, CacheStore, KvCache
 from rlx.engine.sampler import Sampler, log_probabilities, most_likely, shown
-from rlx.flow.flow import KvCacheSpec
 from rlx.formats.tokenizer import Stream
 from rlx.runtime.compiled import CompiledGraph
+from rlx.runtime.kv_cache import KvCacheSpec
 
 Array = np.ndarray[Any, Any]
 CHUNK = 256  # prompt tokens of one call: more are hardly quicker, and an interrupt waits for the end of one
@@ -55,7 +55,7 @@ class Decoder:
         Rows are those of the cache from `first` on. An empty row gives garbage.
         """
         longest = max(len(row) for row in tokens)
-        chunk = max(CHUNK // len(tokens), 1)
+        chunk = max(min(CHUNK // len(tokens), SPARE), 1)
         result: Array | None = None
         for at in range(0, longest, chunk):
             pieces = [row[at : at + chunk] for row in tokens]
@@ -70,26 +70,38 @@ class Decoder:
         assert result is not None
         return result
 
-    def run(self, rows: Sequence[Sequence[int]], starts: Sequence[int], picked: Array, first: int = 0) -> list[Array]:
-        """One call: the outputs for these tokens, with logits for the `picked` ones of rows × longest row."""
+    def run(
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int], picked: Array, first: int = 0,
+        more: Mapping[str, Array] | None = None,
+    ) -> list[Array]:  # fmt: skip
+        """One call: the outputs for these tokens, with logits for the `picked` ones of rows × longest row.
+
+        `more` are inputs that only this graph has.
+        """
         width = max(len(row) for row in rows)
         tokens = np.zeros((len(rows), width), np.int32)
         positions = np.full((len(rows), width), -1, np.int32)
         for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
             tokens[i, : len(row)] = row
             positions[i, : len(row)] = np.arange(start, start + len(row))
+            self.cache.going_to_write(first + i, start, start + len(row))
             del self.cache.tokens[first + i][start:]
         self.cache.reserve(int(positions.max()) + 1)
         states = self.cache.rows(first, first + len(rows))
-        outputs = self._call({"tokens": tokens, "positions": positions, "last_token_idx": picked, **states})
+        given = {"tokens": tokens, "positions": positions, "last_token_idx": picked}
+        outputs = self._call({**given, **states, **(more or {})}, first, first + len(rows))
         for i, row in enumerate(rows):
             self.cache.tokens[first + i] += row
         return outputs
 
-    def _call(self, inputs: Mapping[str, Array]) -> list[Array]:
+    def _call(self, inputs: Mapping[str, Array], first: int, end: int) -> list[Array]:
         if self._cancelled():
             raise Cancelled
-        return self.compiled.run(inputs)
+        try:
+            return self.compiled.run(inputs)
+        except BaseException:
+            self.cache.interrupted(first, end)
+            raise
 
     def step(self, tokens: Sequence[int], first: int = 0) -> Array:
         """Logits `[row, vocab]` after one more token for each row; -1 leaves a row out. The quick way of `feed`."""
@@ -103,9 +115,11 @@ class Decoder:
             self._step = key, given | self.cache.rows(first, first + count)
         inputs = self._step[1]
         for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
+            if token >= 0:
+                self.cache.going_to_write(first + i, len(row), len(row) + 1)
             inputs["tokens"][i, 0] = max(token, 0)
             inputs["positions"][i, 0] = -1 if token < 0 else len(row)
-        logits = self._call(inputs)[0]
+        logits = self._call(inputs, first, first + len(tokens))[0]
         for token, row in zip(tokens, rows, strict=True):
             if token >= 0:
                 row.append(token)

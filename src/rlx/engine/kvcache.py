@@ -1,12 +1,16 @@
 """KV caches: memory that the runtime owns and kernels write in place, and the store of those that calls have left.
 
-Keys lie as `[batch, kv_heads, blocks, head_dim, 64]`, values as `[batch, kv_heads, blocks · 64, head_dim]`.
-Capacity grows by doubling, up to the model's context. A cache knows which tokens it holds, so that a prompt which
-begins with the same ones can go on from there: same bits, less work.
+Keys lie as `[batch, kv_heads, blocks, head_dim, 64]` (packed ones as `[..., blocks, 64, head_dim]`), values as
+`[batch, kv_heads, blocks · 64, head_dim]`. Capacity grows by doubling, up to the model's context; that of a layer with
+a window ends at the window and `SPARE` more, where new positions take the place of old ones. Recurrent states
+(`[batch, ...]`) have one size. A cache knows which tokens it holds, so that a prompt which begins with the same ones
+can go on from there: same bits, less work. With rings it cannot go back further than about `SPARE` tokens, and with
+recurrent states not at all; a prompt that shares less is read from its beginning.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
@@ -16,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from rlx.dtypes import dtype
-from rlx.flow.flow import KvCacheSpec
+from rlx.runtime.kv_cache import KvCacheSpec
 from rlx.runtime.resources import require
 
 Array = np.ndarray[Any, Any]
@@ -24,10 +28,11 @@ BLOCK = 64
 KEPT = 4  # caches that wait for the next prompt
 KEPT_BYTES = 512 << 20  # of all but the last one
 WORTH_COPYING = 32  # tokens; below it, reading them again costs about as much
+SPARE = 512  # positions of a ring beyond its window: so many tokens a call may have, and a prompt may go back
 
 
 class KvCache:
-    """Keys and values of some sequences, and the tokens they came from."""
+    """Keys, values and recurrent states of some sequences, and the tokens they came from."""
 
     def __init__(self, spec: KvCacheSpec, batch: int, context: int) -> None:
         self.spec = spec
@@ -36,6 +41,12 @@ class KvCache:
         self.blocks = 0
         self.arrays: dict[str, Array] = {}
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
+        self.windows = {i: window for i in range(spec.layers) if (window := spec.window(i)) is not None}
+        self._rings = {window: self._most(window) * BLOCK for window in self.windows.values() if window}
+        self._least = [0] * batch  # tokens of a row that have to stay: what came before them may be overwritten
+        self._states = {name: (batch, *shape) for name, shape in spec.states}
+        require("recurrent states", sum(map(math.prod, self._states.values())) * 4, hint="a smaller batch")
+        self.arrays |= {name: np.zeros(shape, np.float32) for name, shape in self._states.items()}
         self.reserve(1)
 
     def reserve(self, tokens: int) -> None:
@@ -43,21 +54,61 @@ class KvCache:
         needed = -(-tokens // BLOCK)
         if needed <= self.blocks:
             return
-        blocks = min(max(needed, 2 * self.blocks, 4), self.most)
-        s = self.spec
-        size = 2 * s.layers * self.batch * s.kv_heads * blocks * BLOCK * s.head_dim * dtype(s.dtype).size
-        require("KV cache", size, hint="a shorter context, a smaller batch, or cache='f16'")
-        for i in range(s.layers):
-            self._grow(f"keys.{i}", (self.batch, s.kv_heads, blocks, s.head_dim, BLOCK))
-            self._grow(f"values.{i}", (self.batch, s.kv_heads, blocks * BLOCK, s.head_dim))
+        blocks, kind = min(max(needed, 2 * self.blocks, 4), self.most), dtype(self.spec.dtype)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for i, window in self.windows.items():
+            own = min(blocks, self._most(window))
+            head = self.spec.head_dim // kind.block
+            lead = (self.batch, self.spec.kv_heads, own)
+            shapes[f"keys.{i}"] = (*lead, BLOCK, head) if kind.is_packed else (*lead, head, BLOCK)
+            shapes[f"values.{i}"] = (*lead[:2], own * BLOCK, head)
+        size = sum(math.prod(shape) for shape in shapes.values()) * kind.size
+        require("KV cache", size, hint="a shorter context, a smaller batch, or cache='f16' or 'q8_0'")
+        for name, shape in shapes.items():
+            self._grow(name, shape)
         self.blocks = blocks
 
+    def _most(self, window: int) -> int:
+        """Blocks that a layer with a window, or without one (0), has at most."""
+        return min(ring_blocks(window), self.most) if window else self.most
+
     def _grow(self, name: str, shape: tuple[int, ...]) -> None:
-        new = np.zeros(shape, dtype(self.spec.dtype).numpy)
         old = self.arrays.get(name)
+        if old is not None and old.shape == shape:
+            return
+        new = np.zeros(shape, dtype(self.spec.dtype).numpy)
         if old is not None:
             new[:, :, : old.shape[2]] = old
         self.arrays[name] = new
+
+    def going_to_write(self, row: int, start: int, end: int) -> None:
+        """Positions `start` .. `end` of a row are about to be written; what rings hold in their places is gone."""
+        if start == end:
+            return
+        assert not self._states or start in (0, len(self.tokens[row])), "a recurrent state cannot go back"
+        if start == 0:
+            self._least[row] = 0
+            for name in self._states:
+                self.arrays[name][row] = 0
+        for window, capacity in self._rings.items():
+            if end > capacity:
+                self._least[row] = max(self._least[row], end - capacity + window - 1)
+
+    def shared(self, row: int, tokens: Sequence[int]) -> int:
+        """How many tokens of a prompt a row can go on from, its last one excepted."""
+        count = self._reach(self.tokens[row], tokens)
+        return count if count >= self._least[row] else 0
+
+    def _reach(self, held: Sequence[int], tokens: Sequence[int]) -> int:
+        """How many tokens of a prompt a row that holds some can go on from. A recurrent state has all of them in it."""
+        count = min(_common(held, tokens), len(tokens) - 1)
+        return 0 if self._states and count < len(held) else count
+
+    def interrupted(self, first: int, end: int) -> None:
+        """A call has not come to its end: recurrent states of these rows may be of any token."""
+        if self._states:
+            for row in self.tokens[first:end]:
+                row.clear()
 
     def rows(self, first: int, end: int) -> dict[str, Array]:
         """The memory of some neighbouring sequences, as a decoder takes it."""
@@ -68,22 +119,33 @@ class KvCache:
     def copy_row(self, row: int, source: KvCache, source_row: int, count: int) -> None:
         """Take over the first `count` tokens of a sequence of `source`."""
         self.reserve(count)
-        blocks = -(-count // BLOCK)
+        end = -(-count // BLOCK)
         for name, array in self.arrays.items():
-            end = blocks if name.startswith("keys.") else count
-            array[row, :, :end] = source.arrays[name][source_row, :, :end]
+            if name in self._states:
+                assert count == len(source.tokens[source_row]), "a recurrent state has all tokens in it"
+                array[row] = source.arrays[name][source_row]
+                continue
+            to, old = (_in_blocks(a) for a in (array[row], source.arrays[name][source_row]))
+            blocks = np.arange(max(end - self._most(self.windows[int(name.rpartition(".")[2])]), 0), end)
+            to[:, blocks % to.shape[1]] = old[:, blocks % old.shape[1]]
         self.tokens[row] = source.tokens[source_row][:count]
+        self._least[row] = source._least[source_row]
 
     def best_row(self, tokens: Sequence[int]) -> tuple[int, int]:
         """The row that shares most with a prompt, and how much."""
-        shared = [min(_common(row, tokens), len(tokens) - 1) for row in self.tokens]
+        shared = [self.shared(row, tokens) for row in range(self.batch)]
         best = max(range(self.batch), key=shared.__getitem__)
         return best, shared[best]
 
     def gains(self, tokens: Sequence[int], unread: Sequence[Sequence[int]]) -> bool:
         """Whether a prompt would find much more in this cache once the `unread` ones are in it."""
-        later = min(max(_common(prompt, tokens) for prompt in unread), len(tokens) - 1)
+        later = max(self._reach(prompt, tokens) for prompt in unread)
         return later >= self.best_row(tokens)[1] + WORTH_COPYING
+
+    def replaces(self, other: KvCache) -> bool:
+        """Whether whoever could go on from another cache of one sequence can as well go on from this one."""
+        mine, theirs = self.tokens[0], other.tokens[0]
+        return mine == theirs if self._states else mine[: len(theirs)] == theirs
 
     @property
     def nbytes(self) -> int:
@@ -179,8 +241,7 @@ class CacheStore:
                 cache = self._given.popleft()
             except IndexError:
                 return
-            mine = cache.tokens[0]
-            kept = [c for c in self._kept if c.tokens[0] != mine[: len(c.tokens[0])]]
+            kept = [c for c in self._kept if not cache.replaces(c)]
             room = KEPT_BYTES
             self._kept = [cache]
             for other in reversed(kept[-(KEPT - 1) :]):
@@ -206,6 +267,18 @@ class CacheStore:
         with self._lock:
             self._sort_in()
             return sum(cache.nbytes for cache in self._made)
+
+
+def ring_blocks(window: int) -> int:
+    """Blocks of the ring of a layer with a window, where the context is long enough for one."""
+    return -(-(window + SPARE) // BLOCK)
+
+
+def _in_blocks(array: Array) -> Array:
+    """Keys or values of a row as `[kv_heads, blocks, ...]`."""
+    if array.ndim == 4:
+        return array
+    return array.reshape(array.shape[0], -1, BLOCK, array.shape[2])
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

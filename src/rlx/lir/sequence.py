@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rlx.dtypes import BOOL, I64, DType
 from rlx.ir.graph import Node
+from rlx.lir.cache import may_write
 from rlx.lir.loops import Apply, Arg, Assign, Choose, Const, Expr, For, Index, Let, Load, Ref, Stmt, Store, Var
 from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, cast, decode_unit, loop_form, map_elements, widened
 from rlx.lir.views import View
@@ -47,6 +48,17 @@ class _Operands:
     def write(self, name: str, view: View) -> None:
         self.numbers[name] = self.builder.param(view, written=True, name=name)
 
+    def carry(self, node: Node, state: View) -> View:
+        """`state` is read and `final` written: the same memory where the state is ours to change."""
+        if state.is_contiguous() and may_write(self.scheduler, node, state):
+            self.write("state", state)
+            self.numbers["final"] = self.numbers["state"]
+            return state
+        self.read("state", state)
+        final = self.scheduler.result(node, 1)
+        self.write("final", final)
+        return final
+
     def place(self, name: str, *indices: Expr) -> Place:
         """The last index moves one element at a time."""
         number = self.numbers[name]
@@ -81,12 +93,13 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     carried = node.op == "selective_scan_carry"
     names = ("x", "delta", "a", "b", "c", "state", "d") if carried else ("x", "delta", "a", "b", "c", "d")
     operands = _Operands(s, node.op)
+    outs = [s.result(node)]
     for name, operand in zip(names, node.operands, strict=True):
-        if operand is not None:
+        if operand is not None and name != "state":
             operands.read(name, s.view(operand))
-    outs = [s.result(node, i) for i in range(len(node.types))]
-    for name, out in zip(("y", "final"), outs, strict=False):
-        operands.write(name, out)
+    operands.write("y", outs[0])
+    if carried:
+        outs.append(operands.carry(node, s.view(node.operands[names.index("state")])))
     n, kind = node.attrs["state_size"], outs[0].dtype.compute
     batch, seq, channels = outs[0].shape
     j, b, t = Index("j"), Index("b"), Index("t")
@@ -116,33 +129,38 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     return outs
 
 
-@loop_form("gated_delta_net", "gated_delta_net_carry")
+@loop_form("gated_delta_net", "gated_delta_net_carry", "gated_linear_attention_carry")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     """A unit is some columns of one head's matrix, which no other column needs: a copy of them, without gaps, stays in
     the L1 cache for all tokens. Lanes are columns.
     """
-    carried = node.op == "gated_delta_net_carry"
+    carried, corrects = node.op.endswith("_carry"), node.op.startswith("gated_delta_net")
     operands = _Operands(s, node.op)
-    names = ("q", "k", "v", "g", "beta", "state")
+    names = ("q", "k", "v", "g", "beta") if corrects else ("q", "k", "v", "g")
     out = s.result(node)
-    batch, seq, heads, _ = out.shape
-    size, kind = node.attrs["state_size"], out.dtype.compute
+    batch, seq, heads, columns = out.shape
+    rows, kind = s.view(node.operands[0]).shape[3], out.dtype.compute
+    assert isinstance(rows, int) and isinstance(columns, int)
     for name, operand in zip(names, node.operands, strict=False):
         operands.read(name, _exponentials(s, s.view(operand), kind) if name == "g" else s.view(operand))
     operands.write("out", out)
-    if carried:
-        operands.write("final", s.result(node, 1))
+    outs = [out, operands.carry(node, s.view(node.operands[-1]))] if carried else [out]
     lanes = s.target.lanes(kind.size)
-    vectors = next((v for v in VECTORS if size % (v * lanes) == 0), 0)  # side by side, so that sums do not wait
-    span = lanes if vectors else size
+    vectors = next((v for v in VECTORS if columns % (v * lanes) == 0), 0)  # side by side, so that sums do not wait
+    span = lanes if vectors else columns
     vectors = vectors or 1
     width = vectors * span
-    operands.write("matrix", s.temporary(TensorType((batch, heads, size // width, size, width), kind)))
+    operands.write("matrix", s.temporary(TensorType((batch, heads, columns // width, rows, width), kind)))
     builder = operands.builder
-    lets = decode_unit(builder, [batch, heads, size // width], ["b", "h", "c"])
+    lets = decode_unit(builder, [batch, heads, columns // width], ["b", "h", "c"])
     b, h, t, i, j = Ref("b", I64), Ref("h", I64), Index("t"), Index("i"), Index("j")
     zero, first = Const(0, I64), _mul(Ref("c", I64), Const(width, I64))
     lets.append(operands.base("matrix", b, h, Ref("c", I64), zero, zero))
+    group: Expr = h
+    if not corrects:
+        groups = s.view(node.operands[0]).shape[2]
+        lets.append(Let("group", _binary("quot", h, builder.arg("group_heads", heads // groups))))
+        group = Ref("group", I64)
 
     def cell(v: int) -> Place:
         return ((Ref("matrix_base", I64), 1), (i, width), (Const(v * span, I64), 1), (j, 1))
@@ -163,37 +181,39 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     changes: list[Stmt] = []
     results: list[Stmt] = []
     for v in range(vectors):
+        value = operands.load_at("v", column("v", v))
         look.append(Assign(seen[v].name, _fma(operands.load_at("matrix", cell(v)), key, seen[v])))
-        missing = _binary("sub", operands.load_at("v", column("v", v)), _mul(decay, seen[v]))
-        changes.append(Let(change[v].name, _mul(missing, rate)))
+        missing = _mul(_binary("sub", value, _mul(decay, seen[v])), rate) if corrects else value
+        changes.append(Let(change[v].name, missing))
         kept = _mul(decay, operands.load_at("matrix", cell(v)))
         update.append(Let(new[v].name, _fma(key, change[v], kept)))
         update.append(operands.store_at("matrix", new[v], cell(v)))
         update.append(Assign(read[v].name, _fma(new[v], query, read[v])))
-        scaled = _mul(read[v], Const(1 / math.sqrt(size), kind))
-        results.append(operands.store_at("out", scaled, column("out", v)))
-    columns: tuple[Stmt, ...] = (
-        *(Var(x.name, Const(0.0, kind)) for x in (*seen, *read)),
-        For("i", size, tuple(look)),
+        result = _mul(read[v], Const(1 / math.sqrt(rows), kind)) if corrects else read[v]
+        results.append(operands.store_at("out", result, column("out", v)))
+    looks: tuple[Stmt, ...] = (*(Var(x.name, Const(0.0, kind)) for x in seen), For("i", rows, tuple(look)))
+    of_columns: tuple[Stmt, ...] = (
+        *(looks if corrects else ()),
+        *(Var(x.name, Const(0.0, kind)) for x in read),
         *changes,
-        For("i", size, tuple(update)),
+        For("i", rows, tuple(update)),
         *results,
     )
     token: tuple[Stmt, ...] = (
         Let("decay", operands.load("g", b, t, h)),
-        Let("rate", operands.load("beta", b, t, h)),
-        *(operands.base(name, b, t, h, zero) for name in ("q", "k")),
+        *((Let("rate", operands.load("beta", b, t, h)),) if corrects else ()),
+        *(operands.base(name, b, t, group, zero) for name in ("q", "k")),
         *(operands.base(name, b, t, h, first) for name in ("v", "out")),
-        For("j", span, columns, vector=True),
+        For("j", span, of_columns, vector=True),
     )
     walk = For("t", builder.arg("seq", seq), token)
-    units = batch * heads * (size // width)
-    root = For("u", builder.arg("units", units), (*lets, *_whole_matrix(operands, size, width, carried, walk)))
-    builder.launch(s, root, units, split="columns", flops=product(out.shape) * (6 * size))
-    return [out, builder.views[operands.numbers["final"]]] if carried else [out]
+    units = batch * heads * (columns // width)
+    root = For("u", builder.arg("units", units), (*lets, *_whole_matrix(operands, rows, width, carried, walk)))
+    builder.launch(s, root, units, split="columns", flops=product(out.shape) * (6 * rows))
+    return outs
 
 
-def _whole_matrix(operands: _Operands, size: int, width: int, carried: bool, walk: For) -> list[Stmt]:
+def _whole_matrix(operands: _Operands, rows: int, width: int, carried: bool, walk: For) -> list[Stmt]:
     """The walk, between copying the columns of the state in and out, or from zeros."""
     kind = operands.builder.params[operands.numbers["matrix"]].dtype
     b, h, i, j = Ref("b", I64), Ref("h", I64), Index("i"), Index("j")
@@ -201,7 +221,7 @@ def _whole_matrix(operands: _Operands, size: int, width: int, carried: bool, wal
     here: Place = ((Ref("matrix_base", I64), 1), (i, width), (j, 1))
 
     def each_cell(store: Store) -> For:
-        return For("i", size, (For("j", width, (store,), vector=True),))
+        return For("i", rows, (For("j", width, (store,), vector=True),))
 
     start = operands.load("state", b, h, i, at) if carried else Const(0.0, kind)
     copied: list[Stmt] = [each_cell(operands.store_at("matrix", start, here)), walk]
@@ -217,9 +237,9 @@ def _exponentials(s: Scheduler, x: View, kind: DType) -> View:
     return out
 
 
-@loop_form("depthwise_conv1d_causal")
+@loop_form("depthwise_conv1d_causal", "depthwise_conv1d_causal_carry")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    x, weight, before = (s.view(o) for o in node.operands)
+    x, weight, before, *lengths = (s.view(o) for o in node.operands)
     out = s.result(node)
     size = node.attrs["kernel_size"]
     taps = s.contiguous(weight)
@@ -247,4 +267,38 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         return (), [total]
 
     map_elements(s, "depthwise_conv1d", shape, reads, [out], body, keep=(1,), flops=2 * size)
-    return [out]
+    return [out, _last_tokens(s, node, x, before, lengths[0])] if lengths else [out]
+
+
+def _last_tokens(s: Scheduler, node: Node, x: View, before: View, lengths: View) -> View:
+    """The tokens of `before` and `x` up to the length of each row, the last ones: in the order in which they are
+    written, none is read after its place was taken. Lanes are channels.
+    """
+    operands = _Operands(s, f"{node.op}_state")
+    final = operands.carry(node, before)
+    operands.read("x", x)
+    operands.read("lengths", lengths)
+    builder, size = operands.builder, node.attrs["kernel_size"]
+    batch, seq, channels = x.shape
+    j, b, end, limit = Index("j"), Index("b"), Ref("end", I64), builder.arg("seq", seq)
+    known = cast(operands.load("lengths", b), I64)
+    body: list[Stmt] = [Let("end", _binary("min", _binary("max", known, Const(0, I64)), limit))]
+    for k in range(size - 1):
+        body.append(Let(f"at{k}", _binary("add", end, Const(k, I64))))
+        at = Ref(f"at{k}", I64)
+        early = Apply("lt", (at, Const(size - 1, I64)), BOOL)
+        late = _binary("sub", at, Const(size - 1, I64))
+        body.append(
+            operands.store(
+                "final",
+                Choose(early, operands.load("state", b, at, j), operands.load("x", b, late, j)),
+                b,
+                Const(k, I64),
+                j,
+            )
+        )
+    rows = For("b", builder.arg("batch", batch), tuple(body))
+    root = For("j", builder.arg("channels", channels), (rows,), vector=True)
+    units = (channels + (CHANNELS - 1)) // CHANNELS
+    builder.launch(s, root, units, chunk=CHANNELS, split="channels")
+    return final

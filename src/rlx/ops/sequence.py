@@ -1,7 +1,9 @@
-"""Recurrences along a sequence: selective scan (Mamba), gated delta net, causal depthwise convolution.
+"""Recurrences along a sequence: selective scan (Mamba), gated linear attention (Mamba 2), gated delta net, causal
+depthwise convolution.
 
-Each has a form that takes the state of earlier tokens and gives the one after the last, so that a sequence may come in
-pieces. States start at zero where none is given.
+Each has a form that takes the state of earlier tokens and gives the one after the last (its name ends in `_carry`), so
+that a sequence may come in pieces. States start at zero where none is given. A state that the runtime owns is consumed,
+as a cache is: on the CPU the new one is written in its place, and nothing may read it again as it was.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import DTypeError, ShapeError
-from rlx.ir.registry import f32, op, sample
+from rlx.ir.registry import f32, i32, op, sample
 from rlx.types import Size, TensorType, require_equal
 
 
@@ -193,6 +195,56 @@ def gated_delta_net_carry(
     return v, state
 
 
+# -- gated linear attention --------------------------------------------------------------------------------------------
+def _gated_linear_attention_carry(q: Any, k: Any, v: Any, g: Any, state: Any) -> tuple[Any, Any]:
+    state, out = state.copy(), np.empty_like(v)
+    q, k = (np.repeat(t, v.shape[2] // t.shape[2], axis=2) for t in (q, k))
+    for t in range(v.shape[1]):
+        state = state * np.exp(g[:, t])[..., None, None] + k[:, t][..., :, None] * v[:, t][..., None, :]
+        out[:, t] = np.einsum("bhij,bhi->bhj", state, q[:, t])
+    return out, state
+
+
+@op(
+    "gated_linear_attention_carry", reference=_gated_linear_attention_carry, tolerance=1e-5,
+    samples=[
+        sample(
+            f32(2, 5, 1, 3), f32(2, 5, 1, 3), f32(2, 5, 4, 16), f32(2, 5, 4, low=-1, high=0), f32(2, 4, 3, 16)
+        ),
+        sample(
+            f32(1, 1, 2, 20), f32(1, 1, 2, 20), f32(1, 1, 6, 5), f32(1, 1, 6, low=-1, high=0), f32(1, 6, 20, 5)
+        ),
+        sample(
+            f32(1, 70, 2, 8), f32(1, 70, 2, 8), f32(1, 70, 2, 32), f32(1, 70, 2, low=-1, high=0), f32(1, 2, 8, 32)
+        ),
+    ],
+)  # fmt: skip
+def gated_linear_attention_carry(
+    q: TensorType, k: TensorType, v: TensorType, g: TensorType, state: TensorType
+) -> tuple[TensorType, TensorType]:
+    """Linear attention with a gate; a head keeps a matrix S from keys to values. Mamba 2's recurrence, among others.
+
+    A token does S = exp(g) S + k ⊗ v and gives qᵀ S. q and k are [batch, seq, groups, n], v is
+    [batch, seq, heads, m], g (the logarithm of the gate) is [batch, seq, heads]; neighbouring heads share a group.
+    Starts from `state` [batch, heads, n, m] and also gives the one after the last token.
+    """
+    where = "gated_linear_attention_carry"
+    for name, operand in (("q", q), ("v", v)):
+        if operand.rank != 4 or not all(isinstance(d, int) and d > 0 for d in operand.shape[2:]):
+            raise ShapeError(f"{where}: {name} is [batch, seq, heads, size], the last two fixed, found {operand}")
+    batch, seq, groups, n = q.shape
+    heads, m = v.shape[2:]
+    assert isinstance(heads, int) and isinstance(groups, int)
+    if heads % groups:
+        raise ShapeError(f"{where}: {heads} heads are no multiple of {groups} groups")
+    _fits(where, "k", k, *q.shape)
+    _fits(where, "v", v, batch, seq, heads, m)
+    _fits(where, "g", g, batch, seq, heads)
+    _fits(where, "state", state, batch, heads, n, m)
+    _floats(where, q, k, v, g, state)
+    return v, state
+
+
 # -- causal convolution ------------------------------------------------------------------------------------------------
 def _depthwise_conv1d_causal(x: Any, weight: Any, left_pad: Any, *, kernel_size: int) -> Any:
     padded = np.concatenate([left_pad, x], axis=1)
@@ -219,12 +271,48 @@ def depthwise_conv1d_causal(x: TensorType, weight: TensorType, left_pad: TensorT
     the start, the last tokens of the piece before otherwise. The weight is [channels, kernel_size]; axes of size 1
     between them, as in files, are accepted.
     """
-    where = "depthwise_conv1d_causal"
+    _check_conv("depthwise_conv1d_causal", x, weight, "left_pad", left_pad, kernel_size)
+    return x
+
+
+def _check_conv(where: str, x: TensorType, weight: TensorType, name: str, before: TensorType, kernel_size: int) -> None:
     if x.rank != 3 or kernel_size < 1:
         raise ShapeError(f"{where}: x is [batch, seq, channels], found {x} and kernel_size {kernel_size}")
     batch, _, channels = x.shape
     ones = (1,) * (weight.rank - 2)
     _fits(where, "weight", weight, channels, *ones, kernel_size)
-    _fits(where, "left_pad", left_pad, batch, kernel_size - 1, channels)
-    _floats(where, x, weight, left_pad)
-    return x
+    _fits(where, name, before, batch, kernel_size - 1, channels)
+    _floats(where, x, weight, before)
+
+
+def _depthwise_conv1d_causal_carry(
+    x: Any, weight: Any, state: Any, lengths: Any, *, kernel_size: int
+) -> tuple[Any, Any]:
+    y = _depthwise_conv1d_causal(x, weight, state, kernel_size=kernel_size)
+    all_of_it, ends = np.concatenate([state, x], axis=1), np.clip(lengths, 0, x.shape[1])
+    after = [row[end : end + kernel_size - 1] for row, end in zip(all_of_it, ends, strict=True)]
+    return y, np.stack(after) if after else state.copy()
+
+
+@op(
+    "depthwise_conv1d_causal_carry", reference=_depthwise_conv1d_causal_carry, tolerance=2e-6,
+    samples=[
+        sample(f32(2, 5, 3), f32(3, 4), f32(2, 3, 3), i32(2, low=0, high=6), kernel_size=4),
+        sample(f32(3, 1, 70), f32(70, 1, 4), f32(3, 3, 70), i32(3, low=0, high=2), kernel_size=4),
+        sample(f32(2, 2, 5), f32(5, 1), f32(2, 0, 5), i32(2, low=0, high=3), kernel_size=1),
+    ],
+)  # fmt: skip
+def depthwise_conv1d_causal_carry(
+    x: TensorType, weight: TensorType, state: TensorType, lengths: TensorType, *, kernel_size: int
+) -> tuple[TensorType, TensorType]:
+    """`depthwise_conv1d_causal` after the tokens in `state`, and the state after the last token.
+
+    The state has the last kernel_size - 1 tokens, [batch, kernel_size - 1, channels]. Of the tokens of a row the first
+    `lengths[b]` count; what comes after them is padding, and no state has it.
+    """
+    where = "depthwise_conv1d_causal_carry"
+    _check_conv(where, x, weight, "state", state, kernel_size)
+    _fits(where, "lengths", lengths, x.shape[0])
+    if not lengths.dtype.is_integer:
+        raise DTypeError(f"{where}: lengths are integers, found {lengths}")
+    return x, state

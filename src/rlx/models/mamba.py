@@ -1,0 +1,148 @@
+"""Mamba: layers without attention, whose selective scan keeps a state of fixed size in place of keys and values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rlx.errors import FormatError
+from rlx.flow.context import FlowCtx
+from rlx.flow.flow import ModelFlow
+from rlx.flow.stages import FlowStage, RmsNorm, linear
+from rlx.flow.stages.ffn import activate
+from rlx.flow.stages.recurrent import short_conv, softplus, state_of, where_present
+from rlx.flow.state import FlowValue
+from rlx.flow.weights import Array
+from rlx.formats import TensorFile
+from rlx.models.config import MAX_LAYERS, MAX_POSITIONS, ModelConfig, check_activation, key
+from rlx.models.family import family
+from rlx.types import sym
+
+
+@dataclass(frozen=True)
+class StateSpaceConfig(ModelConfig):
+    """What Mamba 1 and 2 share."""
+
+    GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"ssm.dt_b_c_rms": (False,), "expert_count": (0,)}
+
+    dim: int = key(gguf="embedding_length", hf="hidden_size")
+    layers: int = key(gguf="block_count", hf="num_hidden_layers", most=MAX_LAYERS)
+    vocab: int = key(hf="vocab_size")
+    inner_given: int | None = key(gguf="ssm.inner_size", default=None)
+    grows: float = key(hf="expand", default=2.0)  # by this factor, where the inner size is not given
+    kernel: int = key(gguf="ssm.conv_kernel", hf="conv_kernel", default=4, most=64)
+    eps: float = key(gguf="attention.layer_norm_rms_epsilon", hf="layer_norm_epsilon", default=1e-5)
+    bias: bool = key(hf="use_bias", default=False)
+    conv_bias: bool = key(hf="use_conv_bias", default=True)
+    activation: str = key(hf="hidden_act", default="silu")
+    rates: bool = False  # GGUF has -exp(A_log) where Hugging Face has A_log
+
+    @property
+    def inner(self) -> int:
+        return self.inner_given or int(self.grows * self.dim)
+
+    @property
+    def context(self) -> int:
+        """Nothing bounds it: a state takes in as many tokens as there are."""
+        return MAX_POSITIONS
+
+    @classmethod
+    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
+        return {"rates": True, "conv_bias": "blk.0.ssm_conv1d.bias" in file, "bias": "blk.0.ssm_in.bias" in file}
+
+    def check(self, where: str) -> None:
+        check_activation(where, self.activation)
+        if not 1 <= self.inner <= 1 << 24:
+            raise FormatError(f"{where}: layers are {self.inner} wide inside; expected 1 to {1 << 24}")
+
+    def left_out(self) -> tuple[str, ...]:
+        has = {"in_proj.bias": self.bias, "out_proj.bias": self.bias, "conv1d.bias": self.conv_bias}
+        return tuple(f"{_LAYER}.mixer.{name}" for name, on in has.items() if not on)
+
+
+@dataclass(frozen=True)
+class Config(StateSpaceConfig):
+    """Mamba's configuration."""
+
+    inner_given: int | None = key(gguf="ssm.inner_size", hf="intermediate_size", default=None)
+    state: int = key(gguf="ssm.state_size", hf="state_size", default=16, most=256)
+    rank_given: int | None = key(gguf="ssm.time_step_rank", hf="time_step_rank", default=None)
+    tied: bool = key(hf="tie_word_embeddings", default=True)
+
+    @property
+    def rank(self) -> int:
+        """Of the map that says how far a token moves the state."""
+        return self.rank_given or math.ceil(self.dim / 16)
+
+
+_LAYER = "backbone.layers.{i}"
+_LINEAR = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "x_proj": "ssm_x", "dt_proj": "ssm_dt", "out_proj": "ssm_out"}
+SHARED = {
+    "backbone.embeddings.weight": "token_embd.weight",
+    "backbone.norm_f.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    f"{_LAYER}.norm.weight": "blk.{i}.attn_norm.weight",
+    f"{_LAYER}.mixer.A_log": "blk.{i}.ssm_a",
+    f"{_LAYER}.mixer.D": "blk.{i}.ssm_d",
+}
+WEIGHTS = SHARED | {
+    f"{_LAYER}.mixer.{hf}.{part}": f"blk.{{i}}.{gguf}.{part}"
+    for hf, gguf in _LINEAR.items()
+    for part in (("weight",) if hf == "x_proj" else ("weight", "bias"))
+}
+
+
+def numbered(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """`auto` is the same as nothing."""
+    return {**settings, "time_step_rank": None} if settings.get("time_step_rank") == "auto" else settings
+
+
+@dataclass(frozen=True)
+class Mixer(FlowStage):
+    """x + out(scan(conv(x)) · silu(gate)): a layer of Mamba."""
+
+    c: Config
+    layer: int
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x, c, prefix = ctx.need(value, "Mixer"), self.c, f"backbone.layers.{self.layer}"
+        mixer, n = f"{prefix}.mixer", c.state
+
+        def bias(name: str, on: bool = c.bias) -> str | None:
+            return f"{mixer}.{name}.bias" if on else None
+
+        normed = RmsNorm(f"{prefix}.norm.weight", c.eps).emit(ctx, ctx.wrap(x)).id
+        both = linear(ctx, normed, f"{mixer}.in_proj.weight", bias("in_proj"), out=2 * c.inner)
+        inner, gate = both[:, :, : c.inner], both[:, :, c.inner :]
+        conv = short_conv(
+            ctx, inner, f"{mixer}.conv1d.weight", bias("conv1d", c.conv_bias), c.kernel, f"conv.{self.layer}"
+        )
+        inner = activate(conv, c.activation)
+        mixed = linear(ctx, inner, f"{mixer}.x_proj.weight", out=c.rank + 2 * n)
+        steps = linear(ctx, mixed[:, :, : c.rank], f"{mixer}.dt_proj.weight", bias("dt_proj", True), out=c.inner)
+        steps = where_present(ctx, softplus(steps))  # no step, no change of the state
+        rates = ctx.load_param(f"{mixer}.A_log", shape=(c.inner, n))
+        b, to = mixed[:, :, c.rank : c.rank + n], mixed[:, :, c.rank + n :]
+        scan = (
+            inner, steps, rates if c.rates else -rates.exp(), b, to,
+            state_of(ctx, f"scan.{self.layer}", x, c.inner, n), ctx.load_param(f"{mixer}.D", shape=(c.inner,)),
+        )  # fmt: skip
+        y = ctx.hir().apply("selective_scan_carry", *scan, state_size=n)[0] * activate(gate, c.activation)
+        return ctx.wrap(x + linear(ctx, y, f"{mixer}.out_proj.weight", bias("out_proj"), out=c.dim))
+
+
+def decoder(name: str, c: Any, layer: Callable[[int], FlowStage]) -> ModelFlow:
+    """Layers with states between a token table and a head."""
+    return (
+        ModelFlow(name).input("tokens", (sym.BATCH, sym.SEQ), "i32").kv_cache(c.layers)
+        .embed("backbone.embeddings.weight", shape=(c.vocab, c.dim))
+        .repeat_layers(c.layers, layer).final_norm(c.eps, "backbone.norm_f.weight")
+        .gather_last_token().lm_head(c.vocab, c.dim, tied=c.tied)
+    )  # fmt: skip
+
+
+@family("mamba", kind="decoder", gguf=["mamba"], hf=["mamba"], config=Config, weights=WEIGHTS, settings=numbered)
+def mamba(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
+    return decoder("mamba", c, lambda i: Mixer(c, i))

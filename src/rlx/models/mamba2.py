@@ -1,0 +1,144 @@
+"""Mamba 2: Mamba whose states are matrices of heads with one rate each, and whose layers norm what the gate lets by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlx.errors import FormatError
+from rlx.flow.context import FlowCtx
+from rlx.flow.flow import ModelFlow
+from rlx.flow.stages import FlowStage, RmsNorm, linear
+from rlx.flow.stages.ffn import activate
+from rlx.flow.stages.recurrent import short_conv, softplus, state_of, where_present
+from rlx.flow.state import FlowValue
+from rlx.flow.weights import Array
+from rlx.formats import TensorFile
+from rlx.formats.tensors import quoted
+from rlx.ir.graph import Value
+from rlx.models import mamba
+from rlx.models.config import key
+from rlx.models.family import family
+from rlx.models.rope import is_number
+
+
+@dataclass(frozen=True)
+class Config(mamba.StateSpaceConfig):
+    """Mamba 2's configuration."""
+
+    state: int = key(gguf="ssm.state_size", hf="state_size", default=128, most=4096)
+    heads: int = key(gguf="ssm.time_step_rank", hf="num_heads", default=128)
+    head_dim_given: int | None = key(hf="head_dim", default=None)
+    groups: int = key(gguf="ssm.group_count", hf="n_groups", default=8)
+    norm_by_group: bool = False  # as llama.cpp does it; transformers norms all channels as one
+    least_step: float = key(hf="least_step", default=0.0)
+    most_step: float | None = key(hf="most_step", default=None)
+    tied: bool = key(hf="tie_word_embeddings", default=False)
+
+    @property
+    def head_dim(self) -> int:
+        return self.inner // self.heads
+
+    @property
+    def channels(self) -> int:
+        """That the convolution goes over: values, keys and queries."""
+        return self.inner + 2 * self.groups * self.state
+
+    @classmethod
+    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
+        return {**super().known_of_gguf(file), "norm_by_group": True}
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.inner % self.heads or self.head_dim_given not in (None, self.head_dim):
+            given = "" if self.head_dim_given is None else f" of {self.head_dim_given}"
+            raise FormatError(f"{where}: {self.inner} channels do not split into {self.heads} heads{given}")
+        if self.heads % self.groups:
+            raise FormatError(f"{where}: {self.heads} heads are no multiple of {self.groups} groups")
+
+
+def with_limits(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """`time_step_limit` as two numbers. Infinity, which JSON has no word for, is none."""
+    limits = settings.get("time_step_limit", (0.0, None))
+    if not isinstance(limits, (list, tuple)) or len(limits) != 2 or not is_number(limits[0]):
+        raise FormatError(f"{where}: time_step_limit: expected two numbers, found {quoted(limits)}")
+    most = None if limits[1] == {"__float__": "Infinity"} or limits[1] == math.inf else limits[1]
+    return {**settings, "least_step": limits[0], "most_step": most}
+
+
+_MIXER = "backbone.layers.{i}.mixer"
+_LINEAR = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "out_proj": "ssm_out"}
+WEIGHTS = mamba.SHARED | {
+    f"{_MIXER}.dt_bias": "blk.{i}.ssm_dt.bias",
+    f"{_MIXER}.norm.weight": "blk.{i}.ssm_norm.weight",
+} | {
+    f"{_MIXER}.{hf}.{part}": f"blk.{{i}}.{gguf}.{part}"
+    for hf, gguf in _LINEAR.items()
+    for part in ("weight", "bias")
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mixer(FlowStage):
+    """x + out(norm(attention(conv(x)) · silu(gate))): a layer of Mamba 2."""
+
+    c: Config
+    layer: int
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x, c, prefix = ctx.need(value, "Mixer"), self.c, f"backbone.layers.{self.layer}"
+        mixer, lead = f"{prefix}.mixer", x.shape[:2]
+
+        def bias(name: str, on: bool) -> str | None:
+            return f"{mixer}.{name}.bias" if on else None
+
+        def of_heads(name: str) -> Value:
+            return vector(ctx, f"{mixer}.{name}", c.heads)
+
+        normed = RmsNorm(f"{prefix}.norm.weight", c.eps).emit(ctx, ctx.wrap(x)).id
+        size = c.inner + c.channels + c.heads
+        mixed = linear(ctx, normed, f"{mixer}.in_proj.weight", bias("in_proj", c.bias), out=size)
+        gate, inner, steps = (
+            mixed[:, :, a:b] for a, b in ((0, c.inner), (c.inner, size - c.heads), (size - c.heads, size))
+        )
+        conv = short_conv(
+            ctx, inner, f"{mixer}.conv1d.weight", bias("conv1d", c.conv_bias), c.kernel, f"conv.{self.layer}"
+        )
+        inner = activate(conv, c.activation)
+        ends = (0, c.inner, c.inner + c.groups * c.state, c.channels)
+        v, k, q = (
+            inner[:, :, a:b].reshape(*lead, heads, (b - a) // heads)
+            for a, b, heads in zip(ends, ends[1:], (c.heads, c.groups, c.groups), strict=False)
+        )
+        steps = softplus(steps + of_heads("dt_bias")).maximum(c.least_step)
+        steps = where_present(ctx, steps if c.most_step is None else steps.minimum(c.most_step))
+        rates = of_heads("A_log")
+        state = state_of(ctx, f"scan.{self.layer}", x, c.heads, c.state, c.head_dim)
+        # h = exp(dt A) h + dt B x and C h are linear attention: B is the key, dt x the value, C the query
+        y = ctx.hir().apply(
+            "gated_linear_attention_carry", q, k, v * steps.reshape(*steps.shape, 1),
+            steps * (rates if c.rates else -rates.exp()), state,
+        )[0] + v * of_heads("D").reshape(c.heads, 1)  # fmt: skip
+        gated = y.reshape(*lead, c.inner) * gate.silu()
+        out = linear(ctx, self.normed(ctx, gated, f"{mixer}.norm.weight"), f"{mixer}.out_proj.weight",
+                     bias("out_proj", c.bias), out=c.dim)  # fmt: skip
+        return ctx.wrap(x + out)
+
+    def normed(self, ctx: FlowCtx, x: Value, key: str) -> Value:
+        c, weight = self.c, vector(ctx, key, self.c.inner)
+        groups = c.groups if c.norm_by_group else 1
+        apart: Value = x.reshape(*x.shape[:2], groups, c.inner // groups).rms_norm(eps=c.eps)
+        result: Value = apart.reshape(x.shape) * weight
+        return result
+
+
+def vector(ctx: FlowCtx, key: str, size: int) -> Value:
+    """A weight that GGUF may have as a column or as rows of groups."""
+    return ctx.load_param(key, shape=None if ctx.weights.has(key) else (size,)).reshape(size)
+
+
+@family("mamba2", kind="decoder", gguf=["mamba2"], hf=["mamba2"], config=Config, weights=WEIGHTS, settings=with_limits)
+def mamba2(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
+    return mamba.decoder("mamba2", c, lambda i: Mixer(c, i))

@@ -1,0 +1,105 @@
+"""Qwen3-Next and Qwen3.5: random small models of `transformers`, with both kinds of layers and of feed-forwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from reference_models import check, save
+from small_llama import difference
+from test_golden import Golden
+
+from rlx.errors import CapabilityError, FormatError, RlxError
+from rlx.models.load import open_checkpoint
+
+SMALL: dict[str, Any] = {
+    "head_dim": 16, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 20, "shared_expert_intermediate_size": 24, "num_experts_per_tok": 2}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "next, experts": ("Qwen3Next", {**SMALL, **EXPERTS, "num_experts": 5}),
+    "next, dense, odd heads, tied, biases": (
+        "Qwen3Next",
+        {
+            **SMALL, "num_experts": 0, "hidden_size": 44, "num_attention_heads": 5, "num_key_value_heads": 1,
+            "head_dim": 24, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_key_head_dim": 12,
+            "linear_value_head_dim": 12, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+    ),
+    "next, some layers dense, other kinds of layers": (
+        "Qwen3Next",
+        {
+            **SMALL, **EXPERTS, "num_experts": 4, "mlp_only_layers": [1], "decoder_sparse_step": 2,
+            "norm_topk_prob": False, "num_hidden_layers": 5, "linear_num_value_heads": 6,
+            "layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "3.5": ("Qwen3_5", SMALL),
+    "3.5, odd heads, tied, wide": (
+        "Qwen3_5",
+        {
+            **SMALL, "hidden_size": 60, "num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 6,
+            "linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32, "tie_word_embeddings": True,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", CONFIGS)
+def test_random_models_equal_transformers(tmp_path: Path, name: str) -> None:
+    family, settings = CONFIGS[name]
+    check(tmp_path, save(tmp_path, family, **settings))
+
+
+@pytest.mark.parity
+def test_rounded_weights_are_computed_with_as_they_are(tmp_path: Path) -> None:
+    check(tmp_path, save(tmp_path, "Qwen3Next", dtype="bfloat16", num_experts=0, **SMALL))
+
+
+WRONG: list[tuple[dict[str, Any], type[RlxError], str]] = [
+    ({"layer_types": ["full_attention"]}, FormatError, "layer_types has 1 entries for 4 layers"),
+    ({"layer_types": ["sliding_attention"] * 4}, CapabilityError, "a layer type is 'sliding_attention'"),
+    ({"linear_value_head_dim": 8}, CapabilityError, "linear_value_head_dim is 8"),
+    ({"linear_num_value_heads": 3, "linear_num_key_heads": 2}, FormatError, "3 value heads are no multiple of 2 key"),
+    ({"num_experts_per_tok": 9}, FormatError, "9 experts a token are asked for, there are 3"),
+    ({"num_experts": 0}, CapabilityError, "would not be used: the configuration leaves it out"),
+    ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.2}}, FormatError, "3 of 16 elements of a head"),
+    ({"linear_key_head_dim": 1 << 20}, FormatError, "linear_key_head_dim: expected 1 to 1024, found 1048576"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "says"), WRONG)
+def test_what_they_do_not_have_is_refused(
+    tmp_path: Path, changes: dict[str, Any], error: type[RlxError], says: str
+) -> None:
+    golden = Golden("qwen3_next")
+    golden.settings |= changes
+    with pytest.raises(error) as caught:
+        open_checkpoint(golden.folder(tmp_path))
+    assert says in str(caught.value)
+
+
+def test_which_layers_attend_may_be_said_by_their_distance(tmp_path: Path) -> None:
+    golden = Golden("qwen3_next")
+    golden.settings |= {"layer_types": None, "full_attention_interval": 4}
+    golden.check(open_checkpoint(golden.folder(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3_next", "qwen3_5"])
+def test_a_flow_without_a_cache_gives_the_same(tmp_path: Path, name: str) -> None:
+    """As it is trained: all tokens at once, from states of zeros."""
+    golden = Golden(name)
+    checkpoint = open_checkpoint(golden.folder(tmp_path))
+    flow = replace(checkpoint.family.flow(checkpoint.config, 64, None), cache=None)
+    f = flow.build(checkpoint.weights).compile()
+    tokens = np.array([golden.rows[0]], np.int32)
+    (found,) = f.run({"tokens": tokens, "last_token_idx": np.arange(tokens.size, dtype=np.int32)})
+    assert difference(found, golden.logits[0]) < 2e-4
