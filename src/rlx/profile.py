@@ -67,17 +67,18 @@ class Precision:
 
     With int8 values stay f32, but matmuls by weights multiply 8-bit integers: a scale for each row, and each column.
     With `mixed = "auto"` reductions, softmax and norms keep f32 results. `activations` is what the left sides of
-    matmuls by packed weights are rounded to: f32 is not at all, int8 is 8 bits with a scale a block, which is faster.
+    matmuls by packed weights are rounded to: f32 is not at all, int8 is 8 bits with a scale a block, which is faster;
+    auto is int8 for models that are loaded, f32 for graphs. What is inside loops and branches is not rounded.
     """
 
     compute: str = "f32"
     mixed: str = "none"
-    activations: str = "f32"
+    activations: str = "auto"
 
     def __post_init__(self) -> None:
         _choice("precision.compute", self.compute, ("f32", *NARROW, "int8"))
         _choice("precision.mixed", self.mixed, ("none", "auto"))
-        _choice("precision.activations", self.activations, ("f32", "int8"))
+        _choice("precision.activations", self.activations, ("auto", "f32", "int8"))
         if self.mixed == "auto" and self.compute not in NARROW:
             raise CapabilityError(
                 f"profile: precision.mixed is 'auto', precision.compute is {self.compute!r}: there is nothing to mix",

@@ -214,6 +214,20 @@ def test_the_start_of_another_model_is_refused(folder: Path, tiny_path: Path, tm
     assert not is_kept(model) and bits(model) == expected
 
 
+def test_pipes_are_not_waited_for_and_folders_behind_links_count(tmp_path: Path) -> None:
+    model, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
+    model.mkdir(), elsewhere.mkdir()
+    os.mkfifo(model / "pipe")
+    (model / "pooling").symlink_to(elsewhere)
+    (elsewhere / "config.json").write_text("mean")
+    before = starts._state(tuple(starts._files(model)))
+    (elsewhere / "config.json").write_text("last")
+    assert starts._state(tuple(starts._files(model))) != before
+    for i in range(starts.MOST_FILES):
+        (model / str(i)).touch()
+    assert len(tuple(starts._files(model))) > starts.MOST_FILES
+
+
 def test_a_model_that_changes_is_loaded_anew(folder: Path, tiny_path: Path) -> None:
     before = bits(language_model(tiny_path))
     file = tiny_path / "model.safetensors"

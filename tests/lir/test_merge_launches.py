@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,23 +48,59 @@ def merged(*launches: Launch) -> list[Launch]:
     return p.launches
 
 
+def by_rows(launch_: Launch, *names: str) -> Launch:
+    """A launch each of whose units has one element of its operands to itself."""
+    return replace(launch_, shares=dict.fromkeys(names or ("x0", "y1"), 4))
+
+
 def test_what_one_unit_writes_the_same_unit_may_read() -> None:
     """Row by row, whatever the kinds; not where a unit may need what another one writes."""
     first, second = launch("a", "b", name="norm"), launch("b", "c", name="round")
-    (both,) = merged(replace(first, by_rows=True), replace(second, by_rows=True))
+    (both,) = merged(by_rows(first), by_rows(second))
     assert both.kernel.symbol.startswith("norm_round.")
     assert [v.buffer for v in both.views(written=True)] == ["b", "c"]
-    for rows in ((True, False), (False, True)):
-        assert len(merged(*(replace(x, by_rows=r) for x, r in zip((first, second), rows, strict=True)))) == 2
-    turned = replace(second, by_rows=True, words=(View("b", F32, (N,), (2,)), *second.words[1:]))
-    assert len(merged(replace(first, by_rows=True), turned)) == 2
-    back = launch("b", "a", name="back")
-    assert len(merged(replace(first, by_rows=True), replace(back, by_rows=True))) == 2
-    third = replace(launch("c", "d", name="cut"), by_rows=True)
-    (all_,) = merged(replace(first, by_rows=True), replace(second, by_rows=True), third)
-    assert len(set(all_.kernel.words)) == len(all_.kernel.words) == 9
-    apart = launch("d", "c", name="apart")
-    assert len(merged(replace(first, by_rows=True), replace(apart, by_rows=True))) == 2
+    assert len(merged(by_rows(first), second)) == len(merged(first, by_rows(second))) == 2
+    assert len(merged(by_rows(first), by_rows(second, "y1"))) == 2  # all of it is read by every unit
+    assert len(merged(by_rows(first), replace(second, shares={"x0": 8, "y1": 8}))) == 2  # other rows
+    turned = replace(by_rows(second), words=(View("b", F32, (N,), (2,)), *second.words[1:]))
+    assert len(merged(by_rows(first), turned)) == 2
+    assert len(merged(by_rows(first), by_rows(launch("b", "a", name="back")))) == 2
+    assert len(merged(by_rows(first), by_rows(launch("d", "c", name="apart")))) == 2
+    (three,) = merged(by_rows(first), by_rows(second), by_rows(launch("c", "d", name="cut")))
+    assert len(set(three.kernel.words)) == len(three.kernel.words) == 9
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_of_one_launch_are_not_columns_of_the_next(threads: int) -> None:
+    rng = np.random.default_rng(3)
+
+    def norm(x: Any) -> Any:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+
+    def softmax(x: Any, axis: int) -> Any:
+        e = np.exp(x - x.max(axis, keepdims=True))
+        return e / e.sum(axis, keepdims=True)
+
+    square, wide = rng.normal(size=(8, 8)), rng.normal(size=(256, 512))
+    cases: list[tuple[Any, Callable[[Any], Any], Any]] = [
+        (square, lambda x: x.transpose(axes=(1, 0)).softmax(axis=0).rms_norm(eps=1e-6), norm(softmax(square.T, 0))),
+        (square, lambda x: x.rms_norm(x.mean(axis=-1), eps=1e-6), norm(square) * square.mean(-1)),
+        (square, lambda x: x.softmax(axis=-1).rms_norm(eps=1e-6), norm(softmax(square, -1))),
+        (
+            wide, lambda x: x.rms_norm(eps=1e-6)[:128].reshape(256, 256).rms_norm(eps=1e-6),
+            norm(norm(wide)[:128].reshape(256, 256)),
+        ),
+        (
+            wide, lambda x: x[:, :8].rms_norm(x.rms_norm(eps=1e-6)[0][:8], eps=1e-6),
+            norm(wide[:, :8]) * norm(wide)[0][:8],
+        ),
+    ]  # fmt: skip
+    for x, build, wanted in cases:
+        g = Graph("rows")
+        g.set_outputs([build(g.input("x", x.shape))])
+        f = rlx.compile(g, threads=threads)
+        for _ in range(5):
+            np.testing.assert_allclose(f.run({"x": x.astype(np.float32)})[0], wanted, rtol=2e-4, atol=2e-5)
 
 
 def test_independent_neighbours_become_one() -> None:

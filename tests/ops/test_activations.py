@@ -142,6 +142,16 @@ def test_a_normalised_row_is_rounded_where_it_is_made() -> None:
         assert np.median(np.abs(found - wanted)) <= 1e-6 * np.abs(wanted).max()
 
 
+@pytest.mark.parametrize("where", ["reference", TARGETS[0]])
+def test_blocks_of_tiny_numbers_are_zeros(where: str) -> None:
+    stored = blocks(dtype("q4_1"), 40, 96)
+    x = activations(3, 96)
+    x[1, :32], x[1, 40], x[2, 64:] = 1e-38, 0, 1e-42
+    wanted = exact(dtype("q4_1"), np.where(np.abs(x) < 1e-30, 0, x), stored)
+    (found,) = product(dtype("q4_1"), 40, 96, where, stored, profile=INT8).run({"x": x})
+    assert np.abs(found - wanted).max() <= 1e-6 * np.abs(wanted).max()
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_a_number_stays_so(bad: float) -> None:
     """It spoils its block and therefore its row, and no other."""

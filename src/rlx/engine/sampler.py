@@ -288,4 +288,5 @@ def _fresh_seed() -> int:
 def _no_numbers(highest: float) -> RequestError | KernelError:
     if highest == -math.inf:
         return RequestError("sampling: no token is left to pick", hint="logit_bias bans them all")
-    return KernelError(f"sampling: the highest logit of the model is {highest}")
+    hint = "the file may be damaged (rlx verify), or what is kept of it for fast starts (rlx cache --verify)"
+    return KernelError(f"sampling: the highest logit of the model is {highest}", hint=hint)

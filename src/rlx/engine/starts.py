@@ -9,8 +9,10 @@ that is damaged, or has lost its code, is removed, and the model is loaded as if
 from __future__ import annotations
 
 import hashlib
+import itertools
 import mmap
 import os
+import stat
 import sys
 import threading
 import time
@@ -75,11 +77,11 @@ def find(path: Path, session: Session, settings: Mapping[str, Any]) -> Start | N
     began = time.time_ns()
     try:
         files = tuple(_files(path))
+        if len(files) > MOST_FILES:
+            return None
         state = _state(files)
         asked = " ".join(f"{name}={settings[name]!r}" for name in ("context", "cache", "precision"))
     except (OSError, ValueError):  # whoever opens the model says what is wrong
-        return None
-    if len(files) > MOST_FILES:
         return None
     whose = f"{session.target}|{os.path.realpath(path)}|{profile.key()}|{asked}"
     key = f"{_digest(whose)}-{_digest(f'{cache.source_digest()}|{state}|{whose}')}"
@@ -104,13 +106,9 @@ def _files(path: Path) -> Iterator[Path]:
         yield from parts
         yield path.parent / "profile.toml"
         return
-    count = 0
-    for folder, _, names in os.walk(path if path.is_dir() else path.parent):
-        for name in sorted(names):
-            yield Path(folder, name)
-            count += 1
-            if count > MOST_FILES:
-                return
+    top = path if path.is_dir() else path.parent
+    names = (Path(folder, name) for folder, _, names in os.walk(top, followlinks=True) for name in names)
+    yield from sorted(itertools.islice(names, MOST_FILES + 1))
 
 
 def _state(files: Sequence[Path]) -> str:
@@ -118,8 +116,12 @@ def _state(files: Sequence[Path]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for path in files:
         try:
-            with open(path, "rb") as file:
+            # a pipe must not wait for its writer
+            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
                 status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    digest.update(b"absent")
+                    continue
                 digest.update(f"{os.path.realpath(path)}|{cache.identity(status)}|".encode(errors="surrogateescape"))
                 digest.update(file.read(ENDS))
                 file.seek(max(status.st_size - ENDS, 0))
@@ -179,8 +181,11 @@ def keep(model: Model, start: Start) -> None:
 
 def _is_settled(start: Start) -> bool:
     """Whether the files are still as they were before the model was opened, and were so for longer than a tick."""
-    times = [t for path in start.files if path.exists() for t in (path.stat().st_mtime_ns, path.stat().st_ctime_ns)]
-    return max(times) + SETTLED_NS < start.began and _state(start.files) == start.state
+    try:
+        times = [t for path in start.files if path.exists() for t in (path.stat().st_mtime_ns, path.stat().st_ctime_ns)]
+        return max(times, default=start.began) + SETTLED_NS < start.began and _state(start.files) == start.state
+    except OSError:  # gone meanwhile
+        return False
 
 
 def _is_builtin(compiled: CpuGraph) -> bool:

@@ -10,19 +10,20 @@ from rlx.lir.elementwise import scalar_form
 from rlx.lir.loops import Apply, Arg, Const, Expr, For, Index, Let, Load, Reduce, Ref, Stmt, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, cast, loop_form
 from rlx.lir.views import View
-from rlx.ops.activations import LARGEST, SHORT, activations_for
+from rlx.ops.activations import LARGEST, LEAST, SHORT, activations_for
 from rlx.types import product
 
 _BLOCK = Ref("block", I64)  # of all rows
 
 
-def _over_rows(s: Scheduler, builder: LoopBuilder, x: View, block: int, body: Sequence[Stmt], flops: int) -> None:
+def _over_rows(s: Scheduler, builder: LoopBuilder, block: int, body: Sequence[Stmt], flops: int) -> None:
     """Launch `body`, which is about one block, over the blocks of each row."""
+    x, *_ = builder.views
     units, count = product(x.shape[:-1]), x.shape[-1] // block
     number = Apply("add", (Apply("mul", (Index("u"), builder.arg("count", count)), I64), Index("b")), I64)
     loop = For("b", builder.arg("count", count), (Let("block", number), *body))
     root = For("u", builder.arg("units", units), (loop,))
-    builder.launch(s, root, units, flops=product(x.shape) * flops, by_rows=True)
+    builder.launch(s, root, units, flops=product(x.shape) * flops, shares={0: x.shape[-1]})
 
 
 def _f32(op: str, *args: Expr) -> Expr:
@@ -38,13 +39,13 @@ def _code(*at: tuple[Expr, int | Arg]) -> Expr:
 def _scales(block: int) -> list[Stmt]:
     """`largest`, `scale` and `inverse` of the block."""
     x = Load(0, ((_BLOCK, block), (Index("i"), 1)), F32)
-    largest = Ref("largest", F32)
-    some = Apply("gt", (largest, Const(0.0, F32)), BOOL)
+    largest, zero = Ref("largest", F32), Const(0.0, F32)
+    tiny = Apply("lt", (largest, Const(LEAST, F32)), BOOL)  # not so if there is a NaN
     inverse = _f32("div", Const(float(LARGEST), F32), largest)
     return [
         Let("largest", Reduce("max", "i", block, _f32("abs", x))),
-        Let("scale", _f32("div", largest, Const(float(LARGEST), F32))),
-        Let("inverse", Apply("select", (some, inverse, Const(0.0, F32)), F32)),
+        Let("scale", Apply("select", (tiny, zero, _f32("div", largest, Const(float(LARGEST), F32))), F32)),
+        Let("inverse", Apply("select", (tiny, zero, inverse), F32)),
     ]
 
 
@@ -57,7 +58,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     builder.param(out, written=True)
     at = ((_BLOCK, block), (Index("i"), 1))
     value = _f32("mul", _code(*at), Ref("scale", F32))
-    _over_rows(s, builder, x, block, [*_scales(block), For("i", block, (Store(1, at, value),), vector=True)], 4)
+    _over_rows(s, builder, block, [*_scales(block), For("i", block, (Store(1, at, value),), vector=True)], 4)
     return [out]
 
 
@@ -95,5 +96,5 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         low = Store(signed, byte(form.low, (run, 1)), Apply("and", (sum_, Const(127, I32)), I32))
         body.append(For("g", 16, (short,)))
         body.append(For("g", 8, (Let("sum", cast(total(32, (run, 32)), I32)), high, low)))
-    _over_rows(s, builder, x, form.block, body, 5)
+    _over_rows(s, builder, form.block, body, 5)
     return [out]

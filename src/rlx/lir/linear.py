@@ -17,7 +17,7 @@ from rlx.lir.views import View, collapse
 from rlx.ops.activations import activations_for
 from rlx.ops.fused import FOUR
 from rlx.target import Target
-from rlx.types import Size, contiguous_strides, dim_floordiv, product
+from rlx.types import Size, contiguous_strides, product
 
 
 @loop_form("matmul", "integer_matmul")
@@ -64,7 +64,7 @@ def _launch(
 ) -> None:
     """One matmul launch. Leading axes and rows collapse into at most two batch axes and one row axis."""
     if a.dtype is U8:
-        a = _as_words(s.contiguous(a))
+        a = _as_words(a if a.is_contiguous() and a.offset == 0 else s.copied(a))
     if a.strides[-1] != 1 and a.shape[-1] != 1:
         a = s.copied(a)
     plan = _collapse(a, b, operands, outs, packed)
@@ -135,7 +135,7 @@ def _as_words(view: View) -> View:
     """Bytes four by four: rows are a whole number of words."""
     *leading, k = view.shape
     shape = (*leading, k // FOUR)
-    return View(view.buffer, I32, shape, contiguous_strides(shape), dim_floordiv(view.offset, FOUR))
+    return View(view.buffer, I32, shape, contiguous_strides(shape))
 
 
 def _collapse(

@@ -9,8 +9,10 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from rlx.lir.program import ARENA, LAUNCH, LEAVE, NEXT, TEST, Control, Loop, Program
+if TYPE_CHECKING:  # planning goes by lifetimes, which may be from a cache: no program is needed then
+    from rlx.lir.program import Control, Program
 
 ALIGNMENT = 64
 
@@ -45,6 +47,8 @@ class _Span:
 
 def lifetimes(program: Program) -> list[Lifetime]:
     """The phases in which each arena buffer lives, in order of first use."""
+    from rlx.lir.program import ARENA, LAUNCH, LEAVE, NEXT, TEST, Loop
+
     touched: dict[str, list[tuple[int, int]]] = {}  # (step, phase)
     spans: dict[int, _Span] = {}
     phase = 0
@@ -86,6 +90,8 @@ def _lives_throughout(name: str, phases: list[int], span: _Span) -> bool:
     Its predicate: a thread may still look at it when another one has passed on to any side. And, in a loop without a
     barrier between its steps, what is used at the end of one while others are at the beginning of the next.
     """
+    from rlx.lir.program import Loop
+
     if span.control.predicate is not None and span.control.predicate.buffer == name:
         return True
     at_an_end = phases[0] == span.phases[0] or phases[-1] == span.phases[1]

@@ -29,6 +29,8 @@ from rlx.lir.loops import (
     Var,
 )
 from rlx.lir.program import Launch, Program
+from rlx.lir.views import View
+from rlx.types import Size
 
 
 def merge_launches(program: Program) -> None:
@@ -45,27 +47,29 @@ def merge_launches(program: Program) -> None:
             places.append(len(merged) - 1)
             merged[-1] = joined
     places.append(len(merged))
-    program.launches = merged
+    program.launches = [replace(launch, shares={}) for launch in merged]  # nobody asks any more
     program.controls = [control.moved(places.__getitem__) for control in program.controls]
 
 
+MOST = 8  # launches that become one: kernels stay readable
+
+
 def _join(a: Launch, b: Launch) -> Launch | None:
-    if not isinstance(a.kernel, LoopKernel) or not isinstance(b.kernel, LoopKernel):
+    if not isinstance(a.kernel, LoopKernel) or not isinstance(b.kernel, LoopKernel) or len(a.also) >= MOST:
         return None
-    by_rows, alike = a.by_rows and b.by_rows, a.kernel.name == b.kernel.name
-    if a.units != b.units or a.kernel.root.index != b.kernel.root.index or not (by_rows or alike):
+    if a.units != b.units or a.kernel.root.index != b.kernel.root.index:
         return None
     if a.kernel.chunk or b.kernel.chunk or a.kernel.lets or b.kernel.lets:
         return None
     writes_a, writes_b = ({v.buffer for v in x.views(written=True)} for x in (a, b))
     touches_a, touches_b = ({v.buffer for v in x.views()} for x in (a, b))
-    shared = writes_a & touches_b
-    if writes_b & touches_a or (shared and not by_rows):
+    shared, alike = writes_a & touches_b, a.kernel.name == b.kernel.name
+    if writes_b & touches_a or (not shared and not alike):
         return None
-    if not all(v.is_contiguous() and v.offset == 0 for x in (a, b) for v in x.views() if v.buffer in shared):
-        return None
-    if not shared and not alike:
-        return None
+    for buffer in shared:
+        shares = _shares(a, buffer) | _shares(b, buffer)
+        if len(shares) != 1 or None in shares:
+            return None
     suffix = chr(ord("b") + len(a.also))  # another one for each launch that joins
     renamed = _Renamer(a.kernel.root.index, len(a.kernel.params), suffix)
     second = b.kernel
@@ -76,7 +80,19 @@ def _join(a: Launch, b: Launch) -> Launch | None:
     kernel = LoopKernel(name, params, args, replace(a.kernel.root, body=body))
     cut_a, cut_b = len(a.kernel.params), len(second.params)
     words = a.words[:cut_a] + b.words[:cut_b] + a.words[cut_a:] + b.words[cut_b:]
-    return replace(a, kernel=kernel, words=words, flops=a.flops + b.flops, also=(*a.also, b.node, *b.also))
+    own = {**a.shares, **{f"{name}{suffix}": size for name, size in b.shares.items()}}
+    also = (*a.also, b.node, *b.also)
+    return replace(a, kernel=kernel, words=words, flops=a.flops + b.flops, also=also, shares=own)
+
+
+def _shares(launch: Launch, buffer: str) -> set[Size | None]:
+    """The bytes of a buffer that are a unit's own, by each way in which a launch sees it; None where there are none."""
+    found: set[Size | None] = set()
+    for name, view in zip(launch.kernel.words, launch.words, strict=True):
+        if isinstance(view, View) and view.buffer == buffer:
+            whole = view.is_contiguous() and view.offset == 0
+            found.add(launch.shares.get(name) if whole else None)
+    return found
 
 
 class _Renamer:

@@ -55,7 +55,7 @@ class Launch:
     node: int = -1
     flops: Size = 0
     also: tuple[int, ...] = ()  # further nodes whose launches were merged into this one
-    by_rows: bool = False  # a unit touches its own share of each contiguous operand only, weights aside
+    shares: Mapping[str, Size] = field(default_factory=dict)  # bytes of operands of which each unit has its own run
 
     def views(self, written: bool | None = None) -> list[View]:
         """Operand views; only those the kernel writes, or only those it reads, if asked."""

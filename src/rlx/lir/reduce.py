@@ -31,7 +31,7 @@ from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_for
 from rlx.lir.shape import require_at_most
 from rlx.lir.views import View, collapse
 from rlx.ops.reduce import normal_axes
-from rlx.types import Size, product
+from rlx.types import Size, contiguous_strides, product
 
 
 @dataclass
@@ -84,8 +84,19 @@ class Rows:
             body = [inner]
         lets = decode_unit(builder, outer, names) if outer else []
         root = For("u", builder.arg("units", units), (*lets, *body))
-        whole = len(outer) == 1 and not self.vector and self.kept_strides[0][0] == product(self.reduced)
-        builder.launch(s, root, units, flops=flops, by_rows=whole)
+        builder.launch(s, root, units, flops=flops, shares=self._shares() if len(outer) == 1 else None)
+
+    def _shares(self) -> dict[int, Size]:
+        """The operands whose rows follow each other without gaps, and how long rows are."""
+        if self.vector:
+            return {}
+        whole = list(contiguous_strides(tuple(self.reduced)))
+        rows: dict[int, Size] = {}
+        for param, (kept, inner) in enumerate(zip(self.kept_strides, self.reduced_strides, strict=True)):
+            row = product(self.reduced) if inner == whole else 1
+            if kept[0] == row and (inner == whole or not any(inner)):
+                rows[param] = row
+        return rows
 
 
 def rows_over(builder: LoopBuilder, views: Sequence[View], shape: Sequence[Size], axes: Sequence[int]) -> Rows:

@@ -173,13 +173,16 @@ class Scheduler:
         split: str,
         *,
         flops: Size = 0,
-        by_rows: bool = False,
+        shares: Mapping[str, Size] | None = None,
     ) -> None:
-        """Add a launch; `words` has a value for each word of the kernel that the backend does not fill in."""
+        """Add a launch; `words` has a value for each word of the kernel that the backend does not fill in.
+
+        Unit u touches bytes [u · share, (u + 1) · share) of an operand in `shares`, and no others.
+        """
         assert self.node is not None
         values = tuple(words.get(w) for w in kernel.words)
         self.program.launches.append(
-            Launch(kernel, values, units, split, False, str(self.node.origin), self.node.id, flops, by_rows=by_rows)
+            Launch(kernel, values, units, split, False, str(self.node.origin), self.node.id, flops, shares=shares or {})
         )
 
     def assume(self, a: Size, b: Size, relation: str = "==") -> None:
@@ -220,12 +223,14 @@ class LoopBuilder:
 
     def launch(
         self, scheduler: Scheduler, root: For, units: Size, *, chunk: int = 0, split: str = "rows", flops: Size = 0,
-        by_rows: bool = False,
+        shares: Mapping[int, Size] | None = None,
     ) -> None:  # fmt: skip
+        """`shares` is how many elements of a parameter, one run of them, are a unit's own."""
         kernel = LoopKernel(self.name, tuple(self.params), tuple(self.args), root, chunk)
         words: dict[str, View | Size | None] = {p.name: v for p, v in zip(self.params, self.views, strict=True)}
         words |= self.args
-        scheduler.launch(kernel, words, units, split, flops=flops, by_rows=by_rows)
+        own = {self.params[i].name: size * self.params[i].dtype.size for i, size in (shares or {}).items()}
+        scheduler.launch(kernel, words, units, split, flops=flops, shares=own)
 
 
 CHUNK = 4096  # elements of a one-dimensional loop that are one unit

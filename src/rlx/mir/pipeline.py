@@ -68,7 +68,7 @@ def arrive(graph: Graph, profile: CompileProfile) -> tuple[Pass, ...]:
 
 def rounded(graph: Graph, profile: CompileProfile) -> Graph:
     """The graph as the reference device runs it: nothing is made faster, numbers have the precision of the profile."""
-    if profile.precision.compute == "f32" and profile.precision.activations == "f32":
+    if profile.precision.compute == "f32" and profile.precision.activations != "int8":
         return graph
     passes = arrive(graph, profile)
     if profile.precision.compute == "int8":

@@ -16,6 +16,7 @@ from rlx.ir.registry import FUSED, f32, op, sample
 from rlx.types import TensorType
 
 LARGEST = 127
+LEAST = 2.0**-100  # a block whose largest number is below is zeros: inverses of scales would overflow
 # Packed types whose weights are codes times scales, so that kernels multiply them by 8-bit activations as they are.
 WHOLE = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
 
@@ -64,8 +65,9 @@ def rounded(x: Any, block: int) -> tuple[Any, Any]:
     parts = np.asarray(x, np.float32).reshape(*x.shape[:-1], -1, block)
     largest = np.abs(parts).max(axis=-1, keepdims=True)
     with np.errstate(all="ignore"):
-        inverse = np.where(largest > 0, np.float32(LARGEST) / largest, np.float32(0))
-        return np.rint(parts * inverse), largest / np.float32(LARGEST)
+        inverse = np.where(largest < LEAST, np.float32(0), np.float32(LARGEST) / largest)
+        scale = np.where(largest < LEAST, np.float32(0), largest / np.float32(LARGEST))
+        return np.rint(parts * inverse), scale
 
 
 def _round_blocks(x: Any, *, block: int) -> Any:
