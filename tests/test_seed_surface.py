@@ -1,4 +1,4 @@
-"""The seed surface, line by line: flow context, GraphModule, execution variants, sequence and scan and custom builders.
+"""The seed surface, line by line: flow context and stages, GraphModule, execution variants, and builders of graphs.
 
 Every name exists with the parameters that were promised, and a small example of each runs on both devices and equals
 NumPy's float64. What each part does beyond that is tested where the part is.
@@ -237,6 +237,165 @@ def test_flow_ctx(device: str) -> None:
     close(found, array.astype(np.float64) @ w.T @ w * np.arange(1, 7))
     with pytest.raises(RlxError, match="'v'"):
         ctx.load_param("v")
+
+
+# == B. flow stages ==================================================================================================
+HEADS = "num_heads, num_kv_heads, head_dim"
+DECODE = f"layer_prefix, layer_idx, {HEADS}, eps"
+QWEN = "qk_norm=True, attention_bias=False, kv_sink=None"
+ENCODER = "layer_prefix, hidden_size, num_heads, head_dim, eps"
+MASKED = "attention_mask_input='attention_mask'"
+CAPPED = "score_scale=None, attn_logit_softcap=None"
+PAST = "use_custom_mask=False, kv_out=None"
+STAGES = {
+    "Embed": "weight_key, axis=0",
+    "RopeTables": "cos, sin, cos_key='rope.cos', sin_key='rope.sin'",
+    "ZeroBeta": "name, len",
+    "BindDecodeInputs": "num_layers, use_custom_mask=False",
+    "AttnMask": "batch, seq, input_name=None",
+    "LlamaDecodeLayer": f"{DECODE}, {PAST}",
+    "LlamaDecoder": f"layer_prefix, {HEADS}, eps, mask=MaskKind.CAUSAL",
+    "LlamaKvTap": "layer_prefix, head_dim, eps, outputs",
+    "Repeat": "count, stage_for_index",
+    "Named": "name, inner",
+    "Sequence": "stages",
+    "RmsNorm": "weight_key, eps",
+    "GatherLastToken": "batch=None, input_name='last_token_idx', index=None",
+    "LmHead": "vocab_size, hidden_size, weight_key='lm_head.weight', tie_word_embeddings=False",
+    "Linear": "weight_key, transpose=True, bias_key=None",
+    "ResidualSave": "",
+    "ResidualAdd": "",
+    "SwiGlu": "gate_key, up_key, down_key",
+    "SelfAttnPrefill": f"q_key, k_key, v_key, {HEADS}, mask=MaskKind.CAUSAL, {CAPPED}",
+    "GdnScan": "state_size, carry_state=False, state_key=None",
+    "StoreStream": "name",
+    "LoadStream": "name",
+    "DualStream": "name, a, b, f",
+    "Custom": "f, name=None",
+    "BertEncoderLayer": f"{ENCODER}, qkv_style='bert', {MASKED}",
+    "NomicEncoderLayer": f"{ENCODER}, {MASKED}",
+    "Qwen3Decoder": f"layer_prefix, {HEADS}, eps, {QWEN}",
+    "Qwen3DecodeLayer": f"{DECODE}, {QWEN}, {PAST}",
+    "VitSelfAttn": "qkv_weight, qkv_bias, out_weight, out_bias, num_heads, head_dim",
+    "LayerScale": "gamma_key",
+    "VisionSwiGluFfn": "layer_prefix, eps",
+    "ClsTokenPool": "",
+    "LayerNorm": "gamma_key, beta_key, eps",
+    "GeluFfn": "intermediate_w, intermediate_b, output_w, output_b, approx_gelu=False",
+    "GatherFromInput": "input_name, weight_key, axis=0",
+    "GatherAdd": "input_name, weight_key, axis=0",
+    "EmbedScale": "hidden_size",
+    "GemmaRmsNorm": "weight_key, eps",
+    "LogitSoftcap": "cap",
+    "DecodeRopeParams": "cos, sin",
+    "GemmaDecodeLayer": f"{DECODE}, style, mask, {CAPPED}, {PAST}",
+    "GemmaKvTap": "layer_prefix, head_dim, outputs",
+    "GeGlu": "gate_key, up_key, down_key",
+}
+# These are content where no value flows.
+WITHOUT_VALUE = (
+    "RopeTables", "ZeroBeta", "BindDecodeInputs", "AttnMask", "DecodeRopeParams", "Repeat", "Sequence", "StoreStream",
+    "LoadStream", "DualStream", "Custom",
+)  # fmt: skip
+NUMBERS = {"eps": 1e-6, "cap": 2.0, "cos": np.ones((1, 2)), "sin": np.ones((1, 2)), "mask": MaskKind.CAUSAL}
+
+
+def example(name: str) -> FlowStage:
+    """A stage with something for everything that it needs, by name."""
+    special: dict[str, Any] = {
+        "stages": [Add(1.0)], "inner": Add(1.0), "stage_for_index": lambda i: Add(1.0), "outputs": rlx.SideOutputs(),
+        "f": lambda emit, *values: values if name == "DualStream" else None, "style": "gemma2", **NUMBERS,
+    }  # fmt: skip
+    counts = ("count", "len", "batch", "seq", "layer_idx", "state_size", "cap")
+    given: dict[str, Any] = {}
+    for p in inspect.signature(eval(f"lambda {STAGES[name]}: None")).parameters.values():
+        whole = p.name in counts or p.name.startswith("num_") or p.name.endswith(("_size", "_dim"))
+        if p.default is p.empty:
+            given[p.name] = special.get(p.name, 2 if whole else p.name)
+    found = getattr(stages, name)(**given)
+    assert isinstance(found, FlowStage)
+    return found
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_has_the_parameters_that_were_promised(name: str) -> None:
+    """By name, with these defaults; what else there is may be left out."""
+    assert len(STAGES) == 43
+    have = inspect.signature(getattr(stages, name)).parameters
+    for p in inspect.signature(eval(f"lambda {STAGES[name]}: None")).parameters.values():
+        assert p.name in have, f"{name}: no parameter {p.name!r}"
+        if p.default is not p.empty:
+            assert have[p.name].default == p.default, f"{name}: {p.name} is {have[p.name].default!r} unless given"
+    example(name)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_that_needs_a_value_says_its_name(name: str) -> None:
+    ctx = context()
+    stage = example(name)
+    if name not in WITHOUT_VALUE:
+        with pytest.raises(GraphError, match=name):
+            stage.emit(ctx, None)
+        return
+    if name in ("Repeat", "Sequence"):
+        stage = stages.Repeat(count=0, stage_for_index=example) if name == "Repeat" else stages.Sequence(stages=[])
+    if name.endswith("Stream"):
+        ctx.state.streams |= {stream: ctx.wrap(ctx.input(stream, (2, 2))) for stream in ("a", "b", "name")}
+    if name == "BindDecodeInputs":
+        for part, shape in {
+            "rope_cos": (1, 2),
+            "rope_sin": (1, 2),
+            "past_k_{}": (1, 3, 4),
+            "past_v_{}": (1, 3, 4),
+        }.items():
+            _ = [ctx.input(part.format(i), shape) for i in range(2 if "{" in part else 1)]
+    found = stage.emit(ctx, None)
+    assert found is None or name == "LoadStream"
+
+
+def test_other_ways_to_name_the_weights_of_a_feed_forward() -> None:
+    assert stages.SwiGlu.hf_mlp("p").gate_key == "p.gate_proj.weight"
+    assert stages.GeGlu.hf_mlp("p").down_key == "p.mlp.down_proj.weight"
+    assert stages.GeluFfn.hf_bert("p").intermediate_w == "p.intermediate.dense.weight"
+    assert stages.GeluFfn.dinov2("p").output_b == "p.mlp.fc2.bias"
+
+
+# How a flow appends each stage.
+SIDE = rlx.SideOutputs()
+LAYER = (0, 4, 2, 8, 1e-6)
+FLUENT: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "Embed": ("embed", ("w",)), "RopeTables": ("rope_tables", (np.ones((1, 2)), np.ones((1, 2)))),
+    "ZeroBeta": ("zero_beta_named", ("z", 3)), "BindDecodeInputs": ("bind_decode_inputs", (2,)),
+    "AttnMask": ("attn_mask_ones", (1, 2)), "LlamaDecodeLayer": ("llama_decode_layer", (*LAYER, SIDE)),
+    "LlamaDecoder": ("llama_prefill_layer", LAYER), "LlamaKvTap": ("llama_kv_tap", (0, 8, 1e-6, SIDE)),
+    "Repeat": ("repeat_layers", (2, Add)), "Named": ("named_layer", ("n", Add(1.0))),
+    "Sequence": ("sequence", (Add(1.0),)), "RmsNorm": ("rms_norm", ("w", 1e-6)),
+    "GatherLastToken": ("gather_last_token", ()), "LmHead": ("lm_head", (9, 4)), "Linear": ("linear", ("w",)),
+    "ResidualSave": ("residual_save", ()), "ResidualAdd": ("residual_add", ()), "SwiGlu": ("swiglu", ("g", "u", "d")),
+    "SelfAttnPrefill": ("self_attn_prefill", ("q", "k", "v", 4, 2, 8)), "GdnScan": ("gdn_scan", (4,)),
+    "StoreStream": ("store_stream", ("s",)), "LoadStream": ("load_stream", ("s",)),
+    "DualStream": ("dual_stream", ("n", "a", "b", min)), "Custom": ("custom", (min,)),
+    "BertEncoderLayer": ("bert_encoder_layer", ("p", 8, 2, 1e-6)),
+    "NomicEncoderLayer": ("nomic_encoder_layer", ("p", 8, 2, 1e-6)), "Qwen3Decoder": ("qwen3_prefill_layer", LAYER),
+    "Qwen3DecodeLayer": ("qwen3_decode_layer", LAYER), "VitSelfAttn": ("vit_self_attn", ("w", "b", "o", "c", 2, 4)),
+    "LayerScale": ("layer_scale", ("g",)), "VisionSwiGluFfn": ("vision_swiglu_ffn", ("p", 1e-6)),
+    "ClsTokenPool": ("cls_token_pool", ()), "LayerNorm": ("layer_norm", ("p", 1e-6)),
+    "GeluFfn": ("gelu_ffn", ("a", "b", "c", "d")), "GatherFromInput": ("gather_from_input", ("i", "w")),
+    "GatherAdd": ("gather_add", ("i", "w")), "EmbedScale": ("embed_scale", (4,)),
+    "GemmaRmsNorm": ("gemma_rms_norm", ("w", 1e-6)), "LogitSoftcap": ("logit_softcap", (3.0,)),
+    "DecodeRopeParams": ("decode_rope_params", (np.ones((1, 2)), np.ones((1, 2)))),
+    "GemmaDecodeLayer": ("gemma_decode_layer", (*LAYER, "gemma2")), "GemmaKvTap": ("gemma_kv_tap", (0, 8, SIDE)),
+    "GeGlu": ("geglu", ("g", "u", "d")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_flow_has_a_method_for_each_stage(name: str) -> None:
+    method, given = FLUENT[name]
+    flow = getattr(ModelFlow("f"), method)(*given, **({"tied": True} if name == "LmHead" else {}))
+    (stage,) = flow.stages
+    inner = stage.inner if isinstance(stage, stages.Named) and name != "Named" else stage
+    assert type(inner) is getattr(stages, name)
 
 
 # == C. GraphModule ==================================================================================================

@@ -49,10 +49,13 @@ def head_dim(c: dict[str, Any]) -> int:
     return int(c["hidden_size"] // c["num_attention_heads"])
 
 
-def forward(weights: dict[str, Array], tokens: list[int], cache: Any = np.float64, **changes: Any) -> dict[str, Array]:
+def forward(
+    weights: dict[str, Array], tokens: list[int], cache: Any = np.float64, after: Any = None, **changes: Any
+) -> dict[str, Array]:
     """Values by stage path: `layers.i.attn` (what it adds), `layers.i` (the residual stream), `norm` and `logits`.
 
-    Keys and values are rounded to the type `cache` before they are attended to.
+    Keys and values are rounded to the type `cache` before they are attended to. `after` has functions by layer, which
+    change the residual stream after it.
     """
     c: dict[str, Any] = CONFIG | changes
     w = {n: a.astype(np.float64) for n, a in weights.items()}
@@ -79,7 +82,8 @@ def forward(weights: dict[str, Array], tokens: list[int], cache: Any = np.float6
         )
         k, v = (a.astype(cache).astype(np.float64).repeat(heads // kv, 1) for a in (turned(k), v))
         scores = np.einsum("qhd,khd->hqk", turned(q), k) / np.sqrt(head)
-        scores[:, np.triu(np.ones((count, count), bool), 1)] = -np.inf
+        rows, keys = np.ogrid[:count, :count]
+        scores[:, (keys > rows) | (keys <= rows - (c.get("sliding_window") or count))] = -np.inf
         p = np.exp(scores - scores.max(-1, keepdims=True))
         out = np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), v).reshape(count, -1)
         found[f"layers.{i}.attn"] = out @ w[f"{at}.self_attn.o_proj.weight"].T
@@ -87,6 +91,7 @@ def forward(weights: dict[str, Array], tokens: list[int], cache: Any = np.float6
         h = norm(x, f"{at}.post_attention_layernorm")
         gate = h @ w[f"{at}.mlp.gate_proj.weight"].T
         x = x + (gate / (1 + np.exp(-gate)) * (h @ w[f"{at}.mlp.up_proj.weight"].T)) @ w[f"{at}.mlp.down_proj.weight"].T
+        x = x if after is None or i not in after else after[i](x)
         found[f"layers.{i}"] = x
     found["norm"] = norm(x, "model.norm")
     found["logits"] = found["norm"] @ w["lm_head.weight"].T

@@ -121,6 +121,7 @@ def test_work_grows_with_the_binding(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_cache_has_whole_blocks() -> None:
     assert [phase_sizes(1, 1, past)["blocks"] for past in (0, 63, 64, 512)] == [1, 1, 2, 9]
+    assert [phase_sizes(1, 1, past, ["ring64", "ringed"])["ring64"] for past in (0, 512, 5000)] == [1, 9, 9]
 
 
 def test_stages_match_by_parts() -> None:

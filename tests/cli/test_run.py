@@ -176,7 +176,7 @@ def test_a_prompt_beyond_the_context_names_both_numbers_and_the_way_out(
 
 def test_an_encoder_does_not_talk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     closed: list[bool] = []
-    encoder = SimpleNamespace(close=lambda: closed.append(True))
+    encoder = SimpleNamespace(close=lambda: closed.append(True), facts=SimpleNamespace(kind="encoder"))
     monkeypatch.setattr(run, "load", lambda *a, **k: encoder)
     monkeypatch.setattr(run.hub, "resolve", lambda name: None)
     monkeypatch.setattr(sys, "stdin", None)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import struct
 from pathlib import Path
 
+import golden_encoders
 import pytest
 
 from rlx.cli.main import main
@@ -113,3 +115,12 @@ def test_transformers_agrees(name: str, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["verify", str(STORIES / name)]) == 0
     out = capsys.readouterr().out
     assert results(out)["transformers"] == "ok" and "top-1 agrees on 100%" in out
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_encoder_without_a_tokenizer_is_run_on_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    golden_encoders.write_folder(tmp_path, json.loads((golden_encoders.FOLDER / "bert.json").read_text()))
+    assert main(["verify", str(tmp_path)]) == 0
+    found = results(capsys.readouterr().out)
+    assert (found["runs"], found["threads"], found["reference"]) == ("ok",) * 3
+    assert (found["tokenizer"], found["transformers"]) == ("skipped",) * 2

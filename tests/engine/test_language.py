@@ -374,7 +374,7 @@ def test_the_verbs_of_other_models_say_where_they_belong(stories: LanguageModel)
 def test_memory_is_counted(tiny_folder: Path) -> None:
     model = language_model(tiny_folder)
     before = model.memory()
-    size = sum(a.nbytes for a in model.compiled._params.values())
+    size = sum(a.nbytes for a in model.built.params.values())
     assert before.cache == 0 and size <= before.weights + before.mapped <= 3 * size
     model.generate([5] * 100, max_tokens=2)
     after = model.memory()

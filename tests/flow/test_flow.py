@@ -104,8 +104,7 @@ def test_without_a_cache_attention_is_over_the_tokens_given() -> None:
     for i in range(2):
         flow = flow.llama_prefill_layer(i, 4, 2, 8, 1e-5)
     model = flow.final_norm(1e-5).lm_head(64, 32, tied=False).build(MapWeights(weights))
-    positions = np.arange(len(TOKENS), dtype=np.int32)[None]
-    (logits,) = model.compile().run({"tokens": np.array([TOKENS], np.int32), "positions": positions})
+    (logits,) = model.compile().run({"tokens": np.array([TOKENS], np.int32)})
     assert model.cache is None and difference(logits[0], forward(c, weights, TOKENS)) < 1e-5
 
 

@@ -29,10 +29,12 @@ from rlx.cli.inspect import phase_sizes
 from rlx.engine.embed import EmbeddingModel
 from rlx.engine.language import LanguageModel
 from rlx.engine.model import load
+from rlx.engine.vision import VisionModel
 from rlx.hub.store import show_size
 from rlx.ir.graph import Graph
 from rlx.lir.program import Program
 from rlx.runtime.compiled import CpuGraph
+from rlx.runtime.kv_cache import CACHES
 from rlx.types import evaluate
 
 PROMPTS = (128, 512)
@@ -75,7 +77,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument("--threads", type=int, help="of the pool; all usable cores if not given")
     command.add_argument("--repeat", type=int, default=3, help="times; the median counts (3)")
     command.add_argument("--cold", action="store_true", help="compile without the cache of kernels and programs")
-    command.add_argument("--cache", choices=("f32", "f16"), default="f32", help="how keys and values are kept")
+    command.add_argument("--cache", choices=CACHES, default="f32", help="how keys and values are kept")
     command.add_argument("--json", action="store_true")
     command.set_defaults(run=run)
 
@@ -99,8 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
             Row("load", loading, "s", note="until it is ready"),
             Row("compile", compiling, "s", note="without the cache" if arguments.cold else "from the cache"),
         ]
-        measure = _decoder_rows if isinstance(model, LanguageModel) else _encoder_rows
-        for row in measure(model, limits, arguments.repeat):  # type: ignore[arg-type]
+        measure: Any = _decoder_rows if isinstance(model, LanguageModel) else _encoder_rows
+        measure = _vision_rows if isinstance(model, VisionModel) else measure
+        for row in measure(model, limits, arguments.repeat):
             rows.append(_believed(row))
         memory = model.memory()
         rows.append(Row("memory", memory.total, "bytes", note=_parts(memory)))
@@ -185,13 +188,13 @@ def _decoder_rows(model: LanguageModel, limits: Ceilings, repeat: int) -> Iterat
 
 def token_bytes(program: Program, past: int) -> int:
     """Bytes that one decoded token must read: the weights of the matmuls, and the keys and values before it."""
-    sizes = phase_sizes(1, 1, past)
+    sizes = phase_sizes(1, 1, past, program.symbols)
     return sum(evaluate(x.bytes, sizes) for x in program.launches if x.kernel.kind in ("matmul", "attention"))
 
 
 def _flops(program: Program, batch: int, seq: int, *, causal: bool = True) -> float:
     """Multiply-adds, counted as two, of one run; of attention only those that a causal mask leaves."""
-    sizes = phase_sizes(batch, seq)
+    sizes = phase_sizes(batch, seq, symbols=program.symbols)
     total = 0.0
     for launch in program.launches:
         seen = (seq + 1) / 2 / (sizes["blocks"] * 64) if causal and launch.kernel.kind == "attention" else 1.0
@@ -209,6 +212,15 @@ def _encoder_rows(model: EmbeddingModel, limits: Ceilings, repeat: int) -> Itera
         share = _flops(program, count, length, causal=False) / seconds / (limits.gflops * 1e9)
         note = f"{count / seconds:.0f} texts/s, {seconds * 1e3:.2f} ms"
         yield Row(name, count * length / seconds, "tok/s", share, "the multiply-adds", note)
+
+
+def _vision_rows(model: VisionModel, limits: Ceilings, repeat: int) -> Iterator[Row]:
+    side = model.checkpoint.config.image
+    for count in (1, 8):
+        inputs = model.inputs(np.ones((count, 3, side, side), np.float32))
+        name = f"encode {count}"
+        seconds = _median(name, repeat, lambda inputs=inputs: _per_call(lambda: model.compiled.run(inputs)))  # type: ignore[misc]
+        yield Row(name, count / seconds, "images/s", note=f"{side}×{side}, {seconds * 1e3:.1f} ms")
 
 
 def texts_of(model: EmbeddingModel, count: int, length: int) -> list[str]:

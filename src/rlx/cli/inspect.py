@@ -15,8 +15,9 @@ from pathlib import Path
 
 import rlx.hir.blocks  # noqa: F401  declares the ops that files may use
 from rlx import hub, target
-from rlx.backends.cpu.library import kernel_text
+from rlx.backends.cpu.generators import kernel_text
 from rlx.cli.console import UsageError
+from rlx.engine.kvcache import ring_blocks
 from rlx.engine.model import CONTEXT, PROFILE
 from rlx.errors import FormatError, NotFoundError
 from rlx.flow.flow import BuiltModel
@@ -31,6 +32,7 @@ from rlx.mir.pipeline import optimise
 from rlx.models.load import Checkpoint, open_checkpoint
 from rlx.models.pooling import Pool, read_settings
 from rlx.profile import CompileProfile
+from rlx.runtime.kv_cache import CACHES
 from rlx.runtime.page import graph_page
 from rlx.runtime.plan import cached_plan
 from rlx.types import evaluate
@@ -49,8 +51,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument("--seq", type=int, help="tokens of each (128; 1 in decode)")
     command.add_argument("--past", type=int, help="tokens before them (0; 512 in decode)")
     command.add_argument("--size", action="append", default=[], metavar="NAME=N", help="the size of another symbol")
-    command.add_argument("--cache", choices=("f32", "f16"), default="f32", help="how keys and values are kept")
-    command.add_argument("--target", help="avx512, avx2 or baseline (default: the best here)")
+    command.add_argument("--cache", choices=CACHES, default="f32", help="how keys and values are kept")
+    command.add_argument("--target", help="avx512vnni, avx512, avx2 or baseline (default: the best here)")
     command.add_argument("--built", action="store_true", help="with --level mir: before the passes")
     command.add_argument("--bind", action="store_true", help="the bind program of the weights instead of the main one")
     command.add_argument("--html", type=Path, metavar="FILE", help="all levels side by side as a web page")
@@ -97,7 +99,8 @@ def built(checkpoint: Checkpoint, cache: str = "f32") -> BuiltModel:
     if family.kind == "decoder":
         flow = family.flow(config, min(CONTEXT, int(config.context)), checkpoint.rope_factors).cache_dtype(cache)
     else:
-        flow = family.flow(config).stage(Pool(read_settings(checkpoint).kind))
+        flow = family.flow(config)
+        flow = flow if family.kind == "vision model" else flow.stage(Pool(read_settings(checkpoint).kind))
     beside = (path if path.is_dir() else path.parent) / PROFILE
     if beside.is_file():
         flow = flow.profile(CompileProfile.from_toml(beside))
@@ -115,10 +118,12 @@ def load(path: Path) -> Graph:
     return Graph.parse(text).verify()
 
 
-def phase_sizes(batch: int, seq: int, past: int = 0) -> dict[str, int]:
-    """The sizes of the symbols that models use, for `seq` new tokens after `past` others."""
+def phase_sizes(batch: int, seq: int, past: int = 0, symbols: Iterable[str] = ()) -> dict[str, int]:
+    """The sizes of the symbols that models use, for `seq` new tokens after `past` others; of rings, those named."""
     blocks = -(-(past + seq) // BLOCK)
-    return {"batch": batch, "seq": seq, "past_seq": past, "blocks": blocks, "picked": batch}
+    windows = {s: int(s[4:]) for s in symbols if s[:4] == "ring" and s[4:].isdecimal()}
+    rings = {symbol: min(blocks, ring_blocks(window)) for symbol, window in windows.items()}
+    return {"batch": batch, "seq": seq, "past_seq": past, "blocks": blocks, "picked": batch, **rings}
 
 
 def _sizes(arguments: argparse.Namespace, graph: Graph) -> dict[str, int]:
@@ -128,7 +133,7 @@ def _sizes(arguments: argparse.Namespace, graph: Graph) -> dict[str, int]:
     past = arguments.past if arguments.past is not None else 512 if decode else 0
     if arguments.batch < 1 or seq < 1 or past < 0:
         raise UsageError(f"inspect: batch {arguments.batch}, seq {seq}, past {past}: expected 1, 1 and 0 at least")
-    known = phase_sizes(arguments.batch, seq, past)
+    known = phase_sizes(arguments.batch, seq, past, graph.symbols())
     for text in arguments.size:
         name, _, size = text.partition("=")
         if name not in graph.symbols() or not size.isdecimal():

@@ -76,7 +76,7 @@ def _explain(error: Exception, command: str) -> None:
             console.explain(error)
         case MemoryError():
             note(f"rlx: there is not enough memory{f': {error}' if str(error) else ''}")
-            note("  hint: a smaller model or quantisation, a smaller --context, or --cache f16")
+            note("  hint: a smaller model or quantisation, a smaller --context, or --cache f16 or q8_0")
         case OSError() if error.filename is None and error.errno in _NO_ROOM:
             note(f"rlx: the output cannot be written: {error.strerror}")
             _drop_output()

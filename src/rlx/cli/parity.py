@@ -88,6 +88,33 @@ def vectors(checkpoint: Checkpoint, like: Any, texts: Sequence[str]) -> Array:
     return found / np.linalg.norm(found, axis=1, keepdims=True) if like.normalize else found
 
 
+def states(checkpoint: Checkpoint, tokens: Sequence[int]) -> Array:
+    """[seq, hidden] of an encoder."""
+    if not _is_folder(checkpoint):
+        raise Unable("an encoder is compared only where it is a folder of safetensors")
+    with _quiet():
+        import torch
+
+        with torch.inference_mode():
+            given = _from_folder(checkpoint, "AutoModel")(torch.tensor([list(tokens)]))
+        found: Array = given.last_hidden_state[0].float().numpy()
+    return found
+
+
+def image_vectors(checkpoint: Checkpoint, pixels: Sequence[Array]) -> Array:
+    """[images, hidden] of a vision model, from images that are made ready."""
+    with _quiet():
+        import torch
+
+        model = _from_folder(checkpoint, "AutoModel")
+        model = getattr(model, "vision_model", model)  # of a model that reads texts too
+        with torch.inference_mode():
+            rows = [model(torch.from_numpy(image[None])) for image in pixels]
+        pooled = checkpoint.family.name != "vit"  # whose pooler is a layer for its training
+        found = [(row.pooler_output if pooled else row.last_hidden_state[:, 0])[0] for row in rows]
+    return np.stack([vector.float().numpy() for vector in found])
+
+
 def _is_folder(checkpoint: Checkpoint) -> bool:
     return checkpoint.file.format == "safetensors"
 

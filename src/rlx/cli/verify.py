@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from rlx.cli.parity import Difference
 from rlx.engine.kvcache import KvCache
 from rlx.engine.language import LanguageModel
 from rlx.engine.model import load
+from rlx.engine.vision import VisionModel
 from rlx.errors import FormatError, RlxError
 from rlx.formats import TensorEntry, TensorFile, open_tensors
 from rlx.formats.quants import dequantise
@@ -37,6 +38,7 @@ TEXTS = (
     "def f(x):\n    return x ** 2  # a comment\n\n\nprint(f(3))\n",
 )
 PROMPT = TEXTS[0]
+PICTURES = (((1, 0), (0, 1), (1, 1)), ((3, 1), (1, 2), (2, 3)), ((0, 2), (5, 0), (1, 4)))
 SAMPLE = 1_000_000  # weights of a tensor that are looked at
 LARGEST = 1e6  # of a weight that makes sense
 SMALL = 300_000_000  # weights of a model that NumPy can run in seconds
@@ -208,9 +210,20 @@ def _writes(model: Any) -> bool:
 
 
 def answer_of(model: Any) -> Array:
-    """What is compared: logits after each token of the prompt, or the vectors of the texts."""
+    """What is compared: logits after each token of the prompt, or the vectors of texts, tokens or images."""
+    if isinstance(model, VisionModel):
+        return model.encode_image(pictures())
+    if not _writes(model) and model.checkpoint.tokenizer is None:
+        states: Array = model.apply({}, prompt_tokens(model))
+        return states
     found: Array = model.logits(prompt_tokens(model)) if _writes(model) else model.embed(list(TEXTS))
     return found
+
+
+def pictures() -> list[Array]:
+    """Some images: stripes of colours, in three directions."""
+    y, x = np.mgrid[:240, :320]
+    return [np.stack([(a * x + b * y) % 256 for a, b in ways], -1).astype(np.uint8) for ways in PICTURES]
 
 
 def prompt_tokens(model: Any) -> list[int]:
@@ -269,15 +282,18 @@ def _like_reference(name: str) -> Check:
         for param in reference.param_types:
             made = model.built.params.get(param)
             reference.set_param(param, model.checkpoint.weights.array(param) if made is None else made)
-        tokens = prompt_tokens(model)
-        found, wanted = (compiled.run(_inputs(model, tokens))[0] for compiled in (model.compiled, reference))
+        # inputs for each of their own: states are written in place
+        found, wanted = (compiled.run(_inputs(model))[0] for compiled in (model.compiled, reference))
     rows = int(np.prod(found.shape[:-1]))
     difference = Difference.of(found.reshape(rows, -1), wanted.reshape(rows, -1), logits=_writes(model))
     return Check("reference", difference.largest < CLOSE, f"machine code and NumPy: {difference}")
 
 
-def _inputs(model: Any, tokens: Sequence[int]) -> dict[str, Array]:
-    """What a graph wants for one sequence from its beginning; logits after each token."""
+def _inputs(model: Any) -> dict[str, Array]:
+    """What a graph wants for one image, or one sequence from its beginning; logits after each token."""
+    if isinstance(model, VisionModel):
+        return model.inputs(model.prepare(pictures()[0])[None])
+    tokens = prompt_tokens(model)
     row, count = np.array([tokens], np.int32), len(tokens)
     given = {
         "tokens": row,
@@ -298,6 +314,10 @@ def _like_transformers(path: Path, here: Array) -> Check:
     with load(path, offline=True) as model:
         if isinstance(model, LanguageModel):
             wanted = parity.logits(model.checkpoint, prompt_tokens(model))
+        elif isinstance(model, VisionModel):
+            wanted = parity.image_vectors(model.checkpoint, [model.prepare(image) for image in pictures()])
+        elif model.checkpoint.tokenizer is None:
+            wanted = parity.states(model.checkpoint, prompt_tokens(model))
         else:
             wanted = parity.vectors(model.checkpoint, model, list(TEXTS))
         difference = Difference.of(here, wanted, logits=_writes(model))

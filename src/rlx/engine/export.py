@@ -14,20 +14,21 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-from tokenizers import Tokenizer as RustTokenizer
 
 from rlx.engine.embed import EmbeddingModel
 from rlx.engine.language import LanguageModel
-from rlx.engine.model import Model, Prepared
+from rlx.engine.model import Model, Prepared, class_of
+from rlx.engine.vision import VisionModel
 from rlx.errors import CapabilityError, FormatError, NotFoundError, RequestError
 from rlx.flow.flow import BuiltModel, KvCacheSpec, ModelFlow, Params
 from rlx.formats import TensorFile, open_tensors
-from rlx.formats.rust_calls import rust_call
 from rlx.formats.special_tokens import SpecialIds
 from rlx.formats.tensors import PathLike
 from rlx.formats.tokenizer import Tokenizer
 from rlx.ir.graph import Graph
+from rlx.models.arrange import weights_of
 from rlx.models.family import FAMILIES, Family, FileWeights
+from rlx.models.images import ImageSettings
 from rlx.models.load import Checkpoint
 from rlx.models.pooling import EmbedSettings
 from rlx.profile import CompileProfile
@@ -39,6 +40,7 @@ from rlx.types import TensorType
 
 Array = np.ndarray[Any, Any]
 # Settings of `load` that an export has made its own, and what they are where nothing is asked for.
+AnyModel = LanguageModel | EmbeddingModel | VisionModel
 _PLAIN = {"device": "cpu", "precision": "auto", "cache": "f32", "context": None, "profile": None, "patch": None}
 _ROPE_FACTORS = "rope_freqs.weight"
 
@@ -54,7 +56,7 @@ def export(what: CompiledGraph | Model, path: PathLike, *, weights: bool = False
 
 def load_exported(
     path: PathLike, *, threads: int | None = None, model: PathLike | None = None, verify: bool = False
-) -> CompiledGraph | LanguageModel | EmbeddingModel:
+) -> CompiledGraph | AnyModel:
     """A compiled graph or a model from a file of `export`, ready to run: its machine code is loaded, so trust it.
 
     `model` is where the file with the weights is now, if it has moved. `verify` reads all weights of the export and
@@ -66,7 +68,7 @@ def load_exported(
     return _model(file, threads, model)
 
 
-def load_model(path: PathLike, threads: int | None, asked: Mapping[str, Any]) -> LanguageModel | EmbeddingModel:
+def load_model(path: PathLike, threads: int | None, asked: Mapping[str, Any]) -> AnyModel:
     """What `rlx.load` gives for an export: a model, if it was exported with the settings that are asked for."""
     file = open_export(path)
     if file.manifest["kind"] == "graph":
@@ -89,8 +91,9 @@ def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
             f"export: {model.name} comes from an export itself", hint="export the model it was made of"
         )
     tokenizer = checkpoint.tokenizer
-    settings = model.settings if isinstance(model, EmbeddingModel) else None
-    records = {"config": checkpoint.config, "cache": built.cache, "embed": settings, "tokenizer": _described(tokenizer)}
+    settings = getattr(model, "settings", None)  # of texts or images, where the model makes vectors
+    described = None if tokenizer is None else tokenizer.described()
+    records = {"config": checkpoint.config, "cache": built.cache, "embed": settings, "tokenizer": described}
     text, arrays = codec.encode(records, _classes(model.family))
     about = {
         "name": model.name,
@@ -109,21 +112,12 @@ def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
         "made": {} if embed else {n: a for n, a in built.params.made.items() if n in compiled.param_types},
     }
     if tokenizer is not None:
-        contents["tokenizer"] = tokenizer._parsing.to_str().encode()
+        contents["tokenizer"] = tokenizer.to_json()
     return export_graph(compiled, path, embed=embed, parts=Parts(model.family.kind, {"model": about}, contents))
 
 
 def _classes(family: Family) -> dict[str, type]:
-    return {c.__name__: c for c in (family.config, KvCacheSpec, EmbedSettings, SpecialIds)}
-
-
-def _described(tokenizer: Tokenizer | None) -> dict[str, Any] | None:
-    """What a tokenizer is beside its tokenizer.json."""
-    if tokenizer is None:
-        return None
-    roles = {role: getattr(tokenizer, f"{role}_id") for role, _ in SpecialIds().items()}
-    kept = {name: getattr(tokenizer, name) for name in ("source", "vocab_size", "chat_template")}
-    return {**kept, "special": SpecialIds(**roles), "stop_ids": sorted(tokenizer.stop_ids)}
+    return {c.__name__: c for c in (family.config, KvCacheSpec, EmbedSettings, ImageSettings, SpecialIds)}
 
 
 def _files(tensors: TensorFile) -> Iterator[dict[str, Any]]:
@@ -139,7 +133,7 @@ def _sha256(path: Path) -> str:
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
-def _model(file: ExportFile, threads: int | None, moved: PathLike | None) -> LanguageModel | EmbeddingModel:
+def _model(file: ExportFile, threads: int | None, moved: PathLike | None) -> AnyModel:
     about = file.manifest["model"]
     family = FAMILIES[about["family"]]
     arrays = list(file.arrays("records.arrays").values())
@@ -155,13 +149,12 @@ def _model(file: ExportFile, threads: int | None, moved: PathLike | None) -> Lan
         compiled.prepare()
     profile = compiled.profile or CompileProfile()
     built = _Built(compiled, params, about["outputs"], records["cache"], profile)
-    kind = LanguageModel if family.kind == "decoder" else EmbeddingModel
-    model = kind(
+    model = class_of(family.kind)(
         checkpoint, context=about["context"], cache=about["cache"], name=about["name"], profile=profile,
         patch=_lost_patch if about["patched"] else None,
-        prepared=Prepared(session, built, compiled, known, about["digest"]),
+        prepared=Prepared(session, built, compiled, known, about["digest"], records["cache"]),
     )  # fmt: skip
-    if isinstance(model, EmbeddingModel):
+    if not isinstance(model, LanguageModel):
         model.settings = records["embed"]
     return model
 
@@ -175,8 +168,7 @@ def _checkpoint(file: ExportFile, family: Family, records: Mapping[str, Any], mo
     path = _unchanged(file, moved)
     tensors = open_tensors(path)
     factors = tensors.dequantised(_ROPE_FACTORS) if _ROPE_FACTORS in tensors else None
-    weights = FileWeights(tensors, family.weights, config.layers)
-    return Checkpoint(path, tensors, family, config, weights, tokenizer, factors)
+    return Checkpoint(path, tensors, family, config, weights_of(family, config, tensors), tokenizer, factors)
 
 
 class _Built(BuiltModel):
@@ -255,11 +247,4 @@ def _check_unchanged(export: Path, path: Path, known: Mapping[str, Any]) -> None
 
 
 def _tokenizer(file: ExportFile, described: Mapping[str, Any] | None) -> Tokenizer | None:
-    if described is None:
-        return None
-    with rust_call(str(file.path)):
-        rust = RustTokenizer.from_buffer(file.section("tokenizer"))
-    kept = {name: described[name] for name in ("source", "vocab_size", "chat_template", "special")}
-    tokenizer = Tokenizer(rust, **kept)
-    tokenizer.stop_ids = frozenset(described["stop_ids"])
-    return tokenizer
+    return None if described is None else Tokenizer.restored(described, file.section("tokenizer"), str(file.path))

@@ -15,15 +15,15 @@ import numpy as np
 from rlx.engine import generate as generation
 from rlx.engine.generate import Cancelled, Decoder, Growing, Logprob, grow
 from rlx.engine.kvcache import CacheStore
-from rlx.engine.model import Model, whole
+from rlx.engine.model import NOTHING, Model, whole
 from rlx.engine.sampler import Sampler, Sampling, shown
 from rlx.errors import CapabilityError, RequestError, ResourceError
-from rlx.flow.flow import ModelFlow
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.resources import require
-from rlx.types import sym
+from rlx.types import TensorType, sym
 
 if TYPE_CHECKING:
+    from rlx.flow.flow import ModelFlow
     from rlx.formats.chat import ChatTemplate
 
 Array = np.ndarray[Any, Any]
@@ -139,7 +139,7 @@ class LanguageModel(Model):
     @functools.cached_property
     def vocab_size(self) -> int:
         """How many tokens there are. A model may have logits for more, so that their number is round."""
-        logits = int(self.checkpoint.config.vocab)
+        logits = self.facts.vocab
         tokenizer = self.checkpoint.tokenizer
         return logits if tokenizer is None else min(logits, tokenizer.vocab_size)
 
@@ -174,7 +174,7 @@ class LanguageModel(Model):
         `logprobs=n` gives the n likeliest tokens at each place. The other keywords are those of `Sampling`:
         temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias, seed.
         """
-        self._open()
+        self._check_open()
         many = _is_batch(prompt)
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         places = [f"generate: prompt {i}" for i in range(len(prompt))] if many else ["generate"]
@@ -187,7 +187,7 @@ class LanguageModel(Model):
         logprobs: int = 0, **sampling: Any,
     ) -> Completion:  # fmt: skip
         """The answer to a message, or to a conversation, through the model's chat template."""
-        self._open()
+        self._check_open()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         return self._complete([self._growing(self.chat_tokens(messages), settings, "chat", answer=True)])[0]
 
@@ -199,7 +199,7 @@ class LanguageModel(Model):
 
         `chat=True` makes a text a message, and says of token ids that an answer follows them.
         """
-        self._open()
+        self._check_open()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         spoken = _is_talk(prompt) or (chat and isinstance(prompt, str))
         tokens = self.chat_tokens(prompt) if spoken else self.token_ids(prompt, "stream")  # type: ignore[arg-type]
@@ -210,15 +210,18 @@ class LanguageModel(Model):
         compiled = self.compiled
         return self._values(compiled, self._fitting(self.token_ids(prompt, "logits"), 0, "logits"))[0]
 
-    def _values(self, compiled: CompiledGraph, ids: Sequence[int]) -> list[Array]:
+    def _values(self, compiled: CompiledGraph, ids: Sequence[int], more: Mapping[str, Array] = NOTHING) -> list[Array]:
         decoder = Decoder(compiled, self.caches.new(1))
-        chunk = max(min(LOGIT_BYTES // (4 * int(self.checkpoint.config.vocab)), generation.CHUNK), 1)
+        chunk = max(min(LOGIT_BYTES // (4 * self.facts.vocab), generation.CHUNK), 1)
         found: list[Array] = []
         for at in range(0, len(ids), chunk):
             piece = ids[at : at + chunk]
-            parts = decoder.run([piece], [at], np.arange(len(piece), dtype=np.int32))
+            given = {name: array[at : at + len(piece)] for name, array in more.items()}
+            given = {name: a[None] if _has_rows(compiled.input_types[name]) else a for name, a in given.items()}
+            parts = decoder.run([piece], [at], np.arange(len(piece), dtype=np.int32), more=given)
             # The values of stages are [batch, seq, ...]; what comes after the picking of tokens is [seq, ...].
-            parts = [a[0] if v.shape[0] == sym.BATCH else a for a, v in zip(parts, compiled.graph.outputs, strict=True)]
+            types = compiled.signature.outputs
+            parts = [a[0] if _has_rows(t) else a for a, t in zip(parts, types, strict=True)]
             if not found:
                 size = sum(a[:1].nbytes for a in parts) * len(ids)
                 require(f"the values of {len(ids)} tokens", size, hint="fewer tokens, or fewer stages")
@@ -306,6 +309,11 @@ class _Settings:
             raise RequestError(f"stop: expected texts that are not empty, found {shown(stop)}")
         most = None if max_tokens is None else _count("max_tokens", max_tokens)
         return cls(most, strings, _count("logprobs", logprobs), Sampling.of(sampling))
+
+
+def _has_rows(type_: TensorType) -> bool:
+    """Whether it is of a batch: [batch, seq, ...]."""
+    return type_.shape[0] == sym.BATCH
 
 
 def _count(name: str, value: Any) -> int:

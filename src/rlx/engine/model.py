@@ -7,10 +7,11 @@ import hashlib
 import mmap
 import operator
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 import numpy as np
 
@@ -18,27 +19,39 @@ import rlx
 from rlx.engine.kvcache import CacheStore
 from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, RequestError, nearest
-from rlx.flow.flow import BuiltModel, ModelFlow
-from rlx.flow.recipe import ModelRecipe
-from rlx.formats import TensorFile
 from rlx.formats.tokenizer import Tokenizer
 from rlx.hub.pull import resolve
-from rlx.models.load import Checkpoint, open_checkpoint
-from rlx.profile import CompileProfile
+from rlx.profile import CompileProfile, Precision
 from rlx.runtime.compiled import CompiledGraph, CpuGraph
-from rlx.runtime.export import SUFFIX
+from rlx.runtime.container import SUFFIX
+from rlx.runtime.kv_cache import CACHES, KvCacheSpec
 from rlx.runtime.session import Session
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imported where a model is built: one that was started before needs no graph
+    from rlx.engine.apply import Applied
+    from rlx.engine.edits import Edit, Edited
     from rlx.engine.embed import EmbeddingModel
     from rlx.engine.language import LanguageModel
+    from rlx.engine.starts import KeptCheckpoint
+    from rlx.engine.vision import VisionModel
+    from rlx.flow.flow import BuiltModel, ModelFlow
+    from rlx.formats import TensorFile
+    from rlx.models.family import Family
+    from rlx.models.load import Checkpoint
+
+    Patch = Callable[[ModelFlow], ModelFlow]
+    Loaded: TypeAlias = LanguageModel | EmbeddingModel | VisionModel
 
 Array = np.ndarray[Any, Any]
 CONTEXT = 4096  # positions, where the model has more and nothing else is asked
-CAPTURES = 4  # graphs with captured stages that are kept
+CAPTURES = 4  # graphs with captured stages, and of those with edited ones, that are kept
+NOTHING: Mapping[str, Array] = {}
 SAMPLE = 4096  # bytes at both ends of a tensor that tell models apart
 PROFILE = "profile.toml"  # beside a model, says how it is compiled
-VERBS = {"a decoder": ("generate", "chat", "stream", "logits"), "an encoder": ("embed", "similarity")}
+VERBS = {
+    "a decoder": ("generate", "chat", "stream", "logits"), "an encoder": ("embed", "similarity"),
+    "a vision model": ("encode_image",),
+}  # fmt: skip
 # what other programs call the settings of `load`
 ALIENS = {
     "n_ctx": "context", "num_ctx": "context", "max_seq_len": "context", "max_model_len": "context",
@@ -46,9 +59,6 @@ ALIENS = {
     "dtype": "precision", "torch_dtype": "precision", "type_k": "cache", "type_v": "cache", "kv_cache_dtype": "cache",
     "device_map": "device", "local_files_only": "offline", "model_path": "name", "model": "name",
 }  # fmt: skip
-
-
-Patch = Callable[[ModelFlow], ModelFlow]
 
 
 class WrongVerb(CapabilityError, AttributeError):
@@ -75,55 +85,82 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What is known of a model without opening its files."""
+
+    family: str
+    kind: str
+    vocab: int
+    longest: int  # positions
+    dim: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Facts:
+        c, family = checkpoint.config, checkpoint.family
+        sizes = (int(getattr(c, size, 0)) for size in ("vocab", "context", "dim"))  # a family may lack one
+        return cls(family.name, family.kind, *sizes)
+
+
+@dataclass(frozen=True)
 class Prepared:
-    """What an export brings along, so that nothing is built or compiled; the graph has its weights."""
+    """What an export or a start brings along, so that nothing is compiled; the graph has its weights."""
 
     session: Session
-    built: BuiltModel
+    built: BuiltModel | None  # None: when it is asked for
     compiled: CompiledGraph
     params: Mapping[str, Array]
     digest: str
+    cache: KvCacheSpec | None
 
 
 class Model:
     """A model ready to use. Safe from several threads at once."""
 
+    precisions: tuple[str, ...] = ("auto", "f32")  # that `load` may be asked for
+
     def __init__(
-        self, checkpoint: Checkpoint, *, device: str = "cpu", threads: int | None = None, context: int | None = None,
-        precision: str = "auto", cache: str = "f32", name: str | None = None,
+        self, checkpoint: Checkpoint | KeptCheckpoint, *, device: str = "cpu", threads: int | None = None,
+        context: int | None = None, precision: str = "auto", cache: str = "f32", name: str | None = None,
         profile: CompileProfile | str | Path | None = None, patch: Patch | None = None,
-        prepared: Prepared | None = None,
+        session: Session | None = None, prepared: Prepared | None = None,
     ) -> None:  # fmt: skip
         _choose("device", device, ("cpu",))
-        _choose("precision", precision, ("auto", "f32"))
-        self._checkpoint: Checkpoint | None = checkpoint
-        self.family = checkpoint.family
-        self.context = _checked_context(context, int(checkpoint.config.context))
-        self.cache_dtype = _choose("cache", cache, ("f32", "f16"))
+        self._checkpoint: Checkpoint | KeptCheckpoint | None = checkpoint
+        kept = getattr(checkpoint, "facts", None)
+        self.facts: Facts = Facts.of(self.checkpoint) if kept is None else kept
+        _choose("precision", precision, self.precisions, f" for {self.facts.kind}s")
+        self.context = _checked_context(context, self.facts)
+        self.cache_dtype = _choose("cache", cache, CACHES)
         self.name = name or checkpoint.path.name
-        self.profile = _profile(profile, checkpoint.path)
+        self.profile = with_precision(_profile(profile, checkpoint.path), precision)
         if patch is not None and not callable(patch):
             raise RequestError(f"load: patch is {shown(patch)}, expected a function from a flow to a flow")
         self._patch = patch
-        self._session = Session(device, threads=threads) if prepared is None else prepared.session
+        self._session = prepared.session if prepared else session or Session(device, threads=threads)
         self._lock = threading.Lock()
         self._arrays: dict[str, Array] = {} if prepared is None else dict(prepared.params)
         self._captures: dict[frozenset[str], tuple[BuiltModel, CompiledGraph]] = {}
-        built = self._build() if prepared is None else prepared.built
-        compiled = self._compile(built) if prepared is None else prepared.compiled
-        self._ready: tuple[BuiltModel, CompiledGraph] | None = (built, compiled)
-        self.caches = None if built.cache is None else CacheStore(built.cache, self.context)
+        self._applications: dict[frozenset[tuple[str, str]], Applied] = {}
+        self._edits: dict[tuple[frozenset[str], tuple[str, ...]], Edited] = {}
+        self._built: BuiltModel | None = self._build() if prepared is None else prepared.built
+        self._compiled: CompiledGraph | None = self._compile(self.built) if prepared is None else prepared.compiled
+        spec = self.built.cache if prepared is None else prepared.cache
+        self.caches = None if spec is None else CacheStore(spec, self.context)
         # now: a call may end after the file was closed
         self.digest = _digest(checkpoint.file) if prepared is None else prepared.digest
 
     def _flow(self) -> ModelFlow:
         return self.family.flow(self.checkpoint.config)
 
+    def _patched(self, flow: ModelFlow) -> ModelFlow:
+        """A flow by the profile, with the changes of whoever loads the model."""
+        from rlx.flow.recipe import ModelRecipe
+
+        recipe = ModelRecipe(self.name, lambda: flow.profile(self.profile))
+        return (recipe if self._patch is None else recipe.patch(self._patch)).assemble()
+
     def _build(self, capture: Sequence[str] = ()) -> BuiltModel:
-        """The graph by the profile, with the changes of whoever loads the model."""
-        recipe = ModelRecipe(self.name, lambda: self._flow().profile(self.profile))
-        recipe = recipe if self._patch is None else recipe.patch(self._patch)
-        return recipe.assemble().build(self.checkpoint.weights, capture)
+        return self.flow.build(self.checkpoint.weights, capture)
 
     def _compile(self, built: BuiltModel) -> CompiledGraph:
         """Code with its weights in place, so that the first call is as quick as the others.
@@ -136,15 +173,14 @@ class Model:
                 made = built.params.get(name)
                 self._arrays[name] = self.checkpoint.weights.array(name) if made is None else made
             compiled.set_param(name, self._arrays[name])
-        compiled.prepare()
-        self.checkpoint.file.release()  # packed weights have copies of their own
+        with _releasing(self.checkpoint.file):
+            compiled.prepare()
         return compiled
 
     # -- parts --
-    def _open(self) -> tuple[BuiltModel, CompiledGraph]:
-        if self._ready is None:
+    def _check_open(self) -> None:
+        if self._compiled is None:
             raise self._closed()
-        return self._ready
 
     def _closed(self) -> RequestError:
         return RequestError(f"{self.name}: the model is closed", hint="load it again")
@@ -154,17 +190,38 @@ class Model:
         """The file, its configuration and its weights."""
         if self._checkpoint is None:
             raise self._closed()
-        return self._checkpoint
+        return self._checkpoint  # type: ignore[return-value]  # a kept one opens the file when it must
+
+    @property
+    def family(self) -> Family:
+        """How models of its kind are read and assembled."""
+        import rlx.models.load  # noqa: F401  declares the families
+        from rlx.models.family import FAMILIES
+
+        return FAMILIES[self.facts.family]
+
+    @property
+    def flow(self) -> ModelFlow:
+        """The stages that it is assembled from. `model.flow.init(rlx.random.key(0))` makes other parameters for it."""
+        return self._patched(self._flow())
 
     @property
     def built(self) -> BuiltModel:
         """The graph and what belongs to it."""
-        return self._open()[0]
+        found = self._built
+        if found is None:
+            if self._checkpoint is None:
+                raise self._closed()
+            found = self._built = self._build()
+        return found
 
     @property
     def compiled(self) -> CompiledGraph:
         """The code and the weights."""
-        return self._open()[1]
+        found = self._compiled
+        if found is None:
+            raise self._closed()
+        return found
 
     @property
     def target(self) -> str:
@@ -186,7 +243,8 @@ class Model:
     def fingerprint(self, seed: int) -> str:
         """What the bits of an answer depend on, beside the request."""
         made = f"rlx {rlx.__version__}, {self.target}, cache {self.cache_dtype}, model {self.digest}"
-        made += "" if self.profile == CompileProfile() else f", profile {self.profile.key()}"
+        usual = with_precision(CompileProfile(), "auto")
+        made += "" if self.profile == usual else f", profile {self.profile.key()}"
         return f"{made}{', patched' if self._patch else ''}, seed {seed}"
 
     def token_ids(self, given: str | Sequence[int], where: str = "tokens") -> list[int]:
@@ -199,41 +257,73 @@ class Model:
             found = [operator.index(token) for token in given]
         except TypeError as error:
             raise RequestError(f"{where}: expected a text or token ids, found {shown(given)}") from error
-        vocab = int(self.checkpoint.config.vocab)
+        vocab = self.facts.vocab
         for i, token in enumerate(found):
             if not 0 <= token < vocab:
                 raise RequestError(f"{where}: token {shown(token)} at {i} is outside the vocabulary of {vocab} tokens")
         return found
 
     # -- looking inside --
-    def run(self, tokens: str | Sequence[int], capture: Iterable[str] | str | None = ()) -> dict[str, Array]:
+    def run(
+        self, tokens: str | Sequence[int], capture: Iterable[str] | str | None = (),
+        edit: Mapping[str, Edit] | None = None,
+    ) -> dict[str, Array]:  # fmt: skip
         """Values inside the model by stage path: `capture=["layers.*.attn", "logits"]` gives `[seq, ...]` for each.
 
-        A stage's value is the last one computed in it: `layers.3` is the residual stream after layer 3. Without
-        `capture`, the model's output.
+        A stage's value is the last one computed in it: `layers.3`, or `layers.3.out`, is the residual stream after
+        layer 3. Without `capture`, the model's output. `edit={"layers.3.out": f}` goes on with `f(value)`, which is of
+        the same shape and type, in place of a stage's value; a pattern may match several.
         """
-        self._open()
+        self._check_open()
         ids = self.token_ids(tokens, "run")
         if not 0 < len(ids) <= self.context:
             raise RequestError(f"run: {len(ids)} tokens, expected 1 to {self.context}")
+        return self._looked_at(capture, edit, lambda compiled, more: self._values(compiled, ids, more))
+
+    def _looked_at(
+        self, capture: Iterable[str] | str | None, edit: Mapping[str, Edit] | None,
+        values: Callable[[CompiledGraph, Mapping[str, Array]], list[Array]],
+    ) -> dict[str, Array]:  # fmt: skip
+        """The values that patterns ask for, of a graph that has them as outputs."""
+        compiled = self.compiled
         capture = () if capture is None else capture
         patterns = list(capture) if isinstance(capture, Iterable) and not isinstance(capture, str) else [capture]
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise RequestError(f"run: capture is {shown(capture)}, expected patterns of stage paths")
-        built, compiled = self._captured(patterns) if patterns else self._open()
-        found = dict(zip(built.output_names, self._values(compiled, ids), strict=True))
+        if edit:
+            from rlx.engine.edits import checked_edits
+
+            edits = checked_edits(edit)
+            found = self._edited(patterns, list(edits)).run(edits, values)
+        else:
+            built, compiled = self._captured(patterns) if patterns else (self.built, compiled)
+            found = dict(zip(built.output_names, values(compiled, {}), strict=True))
         return {n: v for n, v in found.items() if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)}
 
-    def _values(self, compiled: CompiledGraph, ids: Sequence[int]) -> list[Array]:
-        """The outputs of a graph for one sequence, `[seq, ...]` each."""
+    def _values(self, compiled: CompiledGraph, ids: Sequence[int], more: Mapping[str, Array] = NOTHING) -> list[Array]:
+        """The outputs of a graph for one sequence, `[seq, ...]` each; `more` are inputs of such a kind."""
         tokens = np.array([ids], np.int32)
         inputs = {
             "tokens": tokens,
             "token_types": np.zeros_like(tokens),
             "positions": np.arange(len(ids), dtype=np.int32)[None],
             "attention_mask": np.ones(tokens.shape, np.float32),
+            **{name: array[None] for name, array in more.items()},
         }
         return [a[0] for a in compiled.run({n: inputs[n] for n in compiled.input_types})]
+
+    def _edited(self, patterns: Sequence[str], edited: Sequence[str]) -> Edited:
+        from rlx.engine.edits import cut
+
+        key = frozenset(patterns), tuple(edited)
+        with self._lock:
+            found = self._edits.pop(key, None)
+            if found is None:
+                found = cut(self._build(list(patterns)), edited, self._compile)
+            self._edits[key] = found
+            while len(self._edits) > CAPTURES:
+                del self._edits[next(iter(self._edits))]
+        return found
 
     def _captured(self, patterns: Sequence[str]) -> tuple[BuiltModel, CompiledGraph]:
         key = frozenset(patterns)
@@ -246,6 +336,63 @@ class Model:
             while len(self._captures) > CAPTURES:
                 del self._captures[next(iter(self._captures))]
         return found
+
+    # -- parameters --
+    @property
+    def params(self) -> Mapping[str, Array]:
+        """Its weights by name, as the file stores them; each is read when it is asked for."""
+        from rlx.flow.flow import Params
+
+        return Params(self.built.module, {}, self.checkpoint.weights)
+
+    def apply(self, params: Mapping[str, Any], tokens: str | Sequence[int]) -> Array:
+        """What the model computes with other parameters: logits `[seq, vocab]`, or the hidden states of an encoder.
+
+        Those that are not given are the model's own. Other numbers cost no compilation; another type of a weight, such
+        as f32 where the file has blocks, costs one.
+        """
+        self._check_open()
+        ids = self.token_ids(tokens, "apply")
+        if not 0 < len(ids) <= self.context:
+            raise RequestError(f"apply: {len(ids)} tokens, expected 1 to {self.context}")
+        return self._applied(params, lambda compiled: self._values(compiled, ids))
+
+    def _hidden_flow(self) -> ModelFlow:
+        """The flow whose main output `apply` gives."""
+        return self._flow()
+
+    def _applied(self, params: Mapping[str, Any], values: Callable[[CompiledGraph], list[Array]]) -> Array:
+        from rlx.engine.apply import Applied, checked_params
+
+        given, kinds = checked_params(params, self.checkpoint.weights, self.params)
+        key = frozenset(kinds.items())
+        with self._lock:
+            found = self._applications.pop(key, None)
+            if found is None:
+                flow = self._patched(self._hidden_flow())
+                built = flow.build_with(self.checkpoint.weights, {name: given[name] for name in kinds})
+                found = Applied(self._session.compile(built.module, profile=built.profile), built.params.made)
+            self._applications[key] = found
+            while len(self._applications) > CAPTURES:
+                del self._applications[next(iter(self._applications))]
+        return found.run(given, self._own, values)
+
+    def _own(self, name: str) -> Array:
+        """A weight of the model, the same array for all its graphs."""
+        if name not in self._arrays:
+            self._arrays[name] = self.checkpoint.weights.array(name)
+        return self._arrays[name]
+
+    def save(self, path: str | Path, params: Mapping[str, Any] | None = None, *, dtype: str | None = None) -> Path:
+        """Write the model for other programs: a `.gguf` file, a `.safetensors` file, or a folder of Hugging Face.
+
+        With `params`, those are written in place of the model's own. Weights are stored as they are, unless `dtype`
+        says f32, f16 or bf16; safetensors has no blocks, which become f32.
+        """
+        from rlx.engine.save import save_model
+
+        self._check_open()
+        return save_model(self, Path(path), params or {}, dtype)
 
     # -- life --
     def export(self, path: str | Path, *, weights: bool = False) -> Path:
@@ -260,16 +407,18 @@ class Model:
         mapped: dict[int, int] = {}
         arena = 0
         with self._lock:
-            graphs = [self._open(), *self._captures.values()]
-        for _, compiled in graphs:
+            graphs = [self.compiled, *(compiled for _, compiled in self._captures.values())]
+            graphs += [graph for edited in self._edits.values() for graph in edited.graphs]
+            graphs += [applied.compiled for applied in self._applications.values()]
+        for compiled in graphs:
             held = list(compiled._params.values())
             if isinstance(compiled, CpuGraph):  # what went into derived weights was let go of
                 held = list(compiled.executable._weights.values())
                 arena += sum(i.arena.nbytes + i.scratch.nbytes for i in compiled.executable._instances)
             for array in held:
-                owner = _owner(array)
-                if isinstance(owner, np.ndarray):
-                    weights[id(owner)] = owner.nbytes
+                held_by = owner(array)
+                if isinstance(held_by, np.ndarray):
+                    weights[id(held_by)] = held_by.nbytes
                 else:
                     mapped[array.ctypes.data] = max(array.nbytes, mapped.get(array.ctypes.data, 0))
         cache = 0 if self.caches is None else self.caches.nbytes
@@ -277,13 +426,16 @@ class Model:
 
     def close(self) -> None:
         """Give back memory and files. Calls in progress end well; later ones are refused."""
-        self._ready = None
+        self._compiled = self._built = None
         self._captures.clear()
+        self._edits.clear()
+        self._applications.clear()
         self._arrays.clear()
         if self.caches is not None:
             self.caches.close()
         if self._checkpoint is not None:
-            self._checkpoint.file.close()
+            kept = getattr(self._checkpoint, "close", None)  # which may never have opened the file
+            (kept or self._checkpoint.file.close)()
             self._checkpoint = None  # its metadata has views of the file too
 
     def __enter__(self) -> Self:
@@ -293,15 +445,15 @@ class Model:
         self.close()
 
     def __repr__(self) -> str:
-        state = f"context {self.context}" if self._ready else "closed"
-        return f"<{type(self).__name__} {self.name!r}: {self.family.name} {self.family.kind}, {state}>"
+        state = f"context {self.context}" if self._compiled else "closed"
+        return f"<{type(self).__name__} {self.name!r}: {self.facts.family} {self.facts.kind}, {state}>"
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
             """Only asked for what is not there: the verbs of other kinds of models say where they belong."""
             if any(name in verbs for verbs in VERBS.values()):
-                (kind,) = (kind for kind in VERBS if kind.endswith(f" {self.family.kind}"))
+                (kind,) = (kind for kind in VERBS if kind.endswith(f" {self.facts.kind}"))
                 raise WrongVerb(f"{name}: {self.name} is {kind}", hint=f"use .{VERBS[kind][0]}()")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -310,18 +462,17 @@ def load(
     name: str | Path, *, device: str = "cpu", threads: int | None = None, context: int | None = None,
     precision: str = "auto", cache: str = "f32", offline: bool = False,
     profile: CompileProfile | str | Path | None = None, patch: Patch | None = None, **unknown: Any,
-) -> LanguageModel | EmbeddingModel:  # fmt: skip
+) -> LanguageModel | EmbeddingModel | VisionModel:  # fmt: skip
     """A model by catalogue name, file, folder or `org/name[:quant]`, or one that was exported (`.rlxp`).
 
-    `context` is how many tokens prompt and answer may have together, `cache` the type of keys and values (f32 or f16),
-    `threads` how many cores a call may use (None: all). With `offline` the network is not touched.
+    `context` is how many tokens prompt and answer may have together, `cache` the type of keys and values (f32, f16 or
+    q8_0), `threads` how many cores a call may use (None: all). With `offline` the network is not touched. `precision`
+    is auto (what the profile says; without one, what meets packed weights is rounded to 8 bits a block, and all else is
+    f32), f32 (all of it) or, for embedding models, int8: weights too are rounded to 8-bit integers.
 
     `profile` says how it is compiled: a profile, the name of a preset, or a TOML file; without one, `profile.toml`
     beside the model is honoured. `patch` gets the flow of the model before it is built and returns a changed one.
     """
-    from rlx.engine.embed import EmbeddingModel
-    from rlx.engine.language import LanguageModel
-
     for word in unknown:
         ours = ALIENS.get(word)
         known = ("device", "threads", "context", "precision", "cache", "offline", "profile", "patch")
@@ -334,9 +485,46 @@ def load(
         from rlx.engine.export import load_model
 
         return load_model(files.path, threads, settings)
-    checkpoint = open_checkpoint(files.path)
-    kind = LanguageModel if checkpoint.family.kind == "decoder" else EmbeddingModel
-    return kind(checkpoint, threads=threads, name=None if files.source == "path" else files.name, **settings)
+    return _load(files.path, None if files.source == "path" else files.name, threads, settings)
+
+
+def _load(path: Path, name: str | None, threads: int | None, settings: dict[str, Any]) -> Loaded:
+    """The model as it was kept the last time; without that, from its files, and kept for the next time."""
+    from rlx.engine import starts
+
+    _choose("device", settings["device"], ("cpu",))
+    session = Session(settings["device"], threads=threads)
+    start = None
+    if settings["patch"] is None:
+        settings["profile"] = _profile(settings["profile"], path)
+        start = starts.find(path, session, settings)
+        kept = None if start is None else starts.opened(start, name, settings)
+        if kept is not None:
+            return kept
+    from rlx.models.load import open_checkpoint
+
+    checkpoint = open_checkpoint(path)
+    model = class_of(checkpoint.family.kind)(checkpoint, name=name, session=session, **settings)
+    if start is not None:
+        starts.keep(model, start)
+    return model
+
+
+def class_of(kind: str) -> type[Loaded]:
+    """What a model of a kind of family becomes."""
+    match kind:
+        case "decoder":
+            from rlx.engine.language import LanguageModel
+
+            return LanguageModel
+        case "vision model":
+            from rlx.engine.vision import VisionModel
+
+            return VisionModel
+        case _:
+            from rlx.engine.embed import EmbeddingModel
+
+            return EmbeddingModel
 
 
 def _digest(file: TensorFile) -> str:
@@ -349,10 +537,32 @@ def _digest(file: TensorFile) -> str:
     return found.hexdigest()
 
 
+@contextmanager
+def _releasing(file: TensorFile) -> Iterator[None]:
+    """Keep letting go of the file's pages while weights are packed, which have copies of their own then.
+
+    All of them are packed in one call, and at its end the whole file would be in memory beside its copy.
+    """
+    done = threading.Event()
+
+    def sweep() -> None:
+        while not done.wait(0.02):
+            file.release()
+
+    sweeper = threading.Thread(target=sweep, name="rlx-release", daemon=True)
+    sweeper.start()
+    try:
+        yield
+    finally:
+        done.set()
+        sweeper.join()
+        file.release()
+
+
 # -- checks --
-def _choose(what: str, given: str, known: Sequence[str]) -> str:
+def _choose(what: str, given: str, known: Sequence[str], of: str = "") -> str:
     if given not in known:
-        raise CapabilityError(f"load: {what} {given!r} is not supported", hint=f"there is: {', '.join(known)}")
+        raise CapabilityError(f"load: {what} {given!r} is not supported{of}", hint=f"there is: {', '.join(known)}")
     return given
 
 
@@ -370,9 +580,18 @@ def _profile(given: CompileProfile | str | Path | None, model: Path) -> CompileP
     return CompileProfile.from_toml(given)
 
 
-def _checked_context(context: int | None, longest: int) -> int:
-    if context is None:
-        return min(CONTEXT, longest)
+def with_precision(profile: CompileProfile, asked: str) -> CompileProfile:
+    """The profile, which is overruled where a precision is asked for."""
+    chosen = profile.precision if asked == "auto" else Precision(asked)
+    if chosen.activations == "auto":  # as fast as packed weights allow, unless it is to be exact
+        chosen = replace(chosen, activations="f32" if asked == "f32" else "int8")
+    return replace(profile, precision=chosen)
+
+
+def _checked_context(context: int | None, facts: Facts) -> int:
+    longest = facts.longest
+    if context is None:  # a cache takes memory for each position; without one, any text may be as long as it can
+        return min(CONTEXT, longest) if facts.kind == "decoder" else longest
     asked = whole(context)
     if asked is None or asked < 1:
         raise RequestError(f"load: context is {shown(context)}, expected a whole number from 1")
@@ -389,11 +608,11 @@ def whole(value: Any) -> int | None:
         return None
 
 
-def _owner(array: Array) -> Any:
+def owner(array: Array) -> Any:
     """The array that owns the memory, or the map of a file."""
-    owner: Any = array
-    while isinstance(owner, np.ndarray) and owner.base is not None:
-        owner = owner.base
-    if isinstance(owner, memoryview) and not isinstance(owner.obj, mmap.mmap):
-        return np.frombuffer(owner, np.uint8)
-    return owner
+    found: Any = array
+    while isinstance(found, np.ndarray) and found.base is not None:
+        found = found.base
+    if isinstance(found, memoryview) and not isinstance(found.obj, mmap.mmap):
+        return np.frombuffer(found, np.uint8)
+    return found

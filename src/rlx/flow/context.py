@@ -11,7 +11,7 @@ import numpy as np
 from rlx.dtypes import F32, DTypeLike
 from rlx.errors import BindError, FormatError, GraphError, RlxError, ShapeError, nearest
 from rlx.flow.state import FlowState, FlowValue, Shape
-from rlx.flow.weights import MapWeights, WeightSource
+from rlx.flow.weights import MapWeights, Wanting, WeightSource
 from rlx.ir import provenance
 from rlx.ir.graph import Graph, Value
 from rlx.module import GraphModule
@@ -79,6 +79,9 @@ class FlowCtx:
             )
         value = self.state.loaded_params.get(key)
         if value is None:
+            if isinstance(self.weights, Wanting):
+                turned = transpose and shape is not None
+                self.weights.want(key, (*shape[:-2], *reversed(shape[-2:])) if turned and shape else shape)
             if not self.weights.has(key):
                 hint = nearest(key, self.weights.keys())
                 raise self._unfit(BindError, f"weight {key!r} is not in the file", hint)

@@ -9,10 +9,13 @@ import fnmatch
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from rlx.errors import GraphError, RequestError, nearest
+from rlx.dtypes import F32, DType
+from rlx.errors import BindError, GraphError, RequestError, nearest
 from rlx.flow.context import Array, FlowCtx
+from rlx.flow.emit import Emit
+from rlx.flow.init import Initialiser, Rules, WantedWeights, make
 from rlx.flow.layers import StageList
 from rlx.flow.side import SideOutputs
 from rlx.flow.stages.base import FlowStage
@@ -20,25 +23,23 @@ from rlx.flow.stages.embed import LmHead
 from rlx.flow.stages.structure import Sequence as StageSequence
 from rlx.flow.stages.structure import edited, emit_stage
 from rlx.flow.state import CacheBindings, FlowValue, Shape
-from rlx.flow.weights import MapWeights, WeightSource
+from rlx.flow.weights import LayeredWeights, MapWeights, WeightSource
 from rlx.ir.graph import Graph, Value
-from rlx.ir.registry import HIR, LEAF
-from rlx.ir.rewrite import rebuild
+from rlx.ir.registry import HIR, LEAF, MIR
+from rlx.ir.rewrite import Rewriter, rebuild
 from rlx.module import GraphModule
 from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph
+from rlx.runtime.kv_cache import KvCacheSpec as KvCacheSpec
 from rlx.runtime.session import Session
-from rlx.types import ShapeLike, as_shape, dim, sym
+from rlx.types import ShapeLike, as_shape
+
+if TYPE_CHECKING:
+    from rlx.runtime.variants import ModelExecutionConfig
 
 
-@dataclass(frozen=True)
-class KvCacheSpec:
-    """The cache that a decoder needs: one keys and one values tensor a layer."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: str = "f32"
+Extension = Callable[[Emit, FlowValue], Mapping[str, Value | FlowValue] | None]
+OUT = ".out"  # after the path of a stage: its value, as without it
 
 
 class Params(Mapping[str, Array]):
@@ -69,16 +70,60 @@ class Params(Mapping[str, Array]):
 class BuiltModel:
     """A graph, its weights, the names of its outputs and the profile to compile it by."""
 
-    module: Graph  # at HIR
+    module: Graph  # at HIR, or at MIR once it is lowered
     params: Params
     output_names: list[str]
     cache: KvCacheSpec | None = None
     profile: CompileProfile = field(default_factory=CompileProfile)
 
+    @classmethod
+    def from_hir(
+        cls, module: Graph | GraphModule, params: Mapping[str, Any] | None = None,
+        output_names: Sequence[str] | None = None, profile: CompileProfile | None = None,
+    ) -> BuiltModel:  # fmt: skip
+        """A model of a graph at HIR that was built by hand, and its weights; outputs are called output, output.1 ..."""
+        graph = module.as_hir() if isinstance(module, GraphModule) else module
+        return cls._of("from_hir", graph, HIR, params, output_names, profile)
+
+    @classmethod
+    def from_graph(
+        cls, graph: Graph | GraphModule, params: Mapping[str, Any] | None = None,
+        output_names: Sequence[str] | None = None, profile: CompileProfile | None = None,
+    ) -> BuiltModel:  # fmt: skip
+        """The same of a graph at MIR."""
+        found = graph.as_graph() if isinstance(graph, GraphModule) else graph
+        return cls._of("from_graph", found, MIR, params, output_names, profile)
+
+    @classmethod
+    def _of(
+        cls, where: str, graph: Graph | None, level: str, params: Mapping[str, Any] | None,
+        output_names: Sequence[str] | None, profile: CompileProfile | None,
+    ) -> BuiltModel:  # fmt: skip
+        if not isinstance(graph, Graph) or graph.level != level:
+            found = graph.level.upper() if isinstance(graph, Graph) else "another level"
+            raise GraphError(f"{where}: the graph is at {found}, expected {level.upper()}")
+        count = len(graph.outputs)
+        names = ["output", *(f"output.{i}" for i in range(1, count))] if output_names is None else list(output_names)
+        if len(names) != count or not names:
+            raise GraphError(f"{where}: {len(names)} names for {count} outputs")
+        source = MapWeights(params)
+        given = Params(graph, {}, source)
+        for name in params or {}:
+            if name not in given:
+                hint = nearest(name, [node.attrs["name"] for node in graph.params])
+                raise BindError(f"{where}: no param of {graph.name!r} is called {name!r}", hint=hint)
+        return cls(graph, given, _distinct(names), profile=profile or CompileProfile())
+
     @property
     def primary_shape(self) -> Shape:
         """The shape of the main output."""
         return self.module.outputs[0].shape
+
+    @property
+    def typed_params(self) -> list[tuple[str, bytes, DType]]:
+        """Weights that are stored as something else than f32: name, bytes and type, the packed ones among them."""
+        kinds = {node.attrs["name"]: node.types[0].dtype for node in self.module.params}
+        return [(n, a.tobytes(), kinds[n]) for n, a in self.params.items() if kinds[n] is not F32]
 
     def with_extra_outputs(self, side: SideOutputs) -> BuiltModel:
         """The same with what stages put aside as further outputs: `[logits, k0, v0, ...]`."""
@@ -94,11 +139,53 @@ class BuiltModel:
 
     def into_hir(self) -> GraphModule:
         """The graph as a module, with the profile's fusion policy."""
+        if self.module.level != HIR:
+            raise GraphError(
+                f"into_hir: {self.module.name!r} is at {self.module.level.upper()}", hint="use into_graph()"
+            )
         return GraphModule.from_hir(self.module).with_fusion_policy(self.profile.fusion.policy)
 
     def into_graph(self) -> Graph:
         """The graph at MIR."""
-        return self.into_hir().into_graph()
+        return self.into_hir().into_graph() if self.module.level == HIR else self.module
+
+    def into_parts(self) -> tuple[GraphModule, Mapping[str, Array]]:
+        """The module at HIR and the weights."""
+        return self.into_hir(), self.params
+
+    def into_graph_parts(self) -> tuple[Graph, Mapping[str, Array]]:
+        """The graph at MIR and the weights."""
+        return self.into_graph(), self.params
+
+    def lower(self) -> BuiltModel:
+        """The same at MIR."""
+        return replace(self, module=self.into_graph())
+
+    def with_execution_config(self, config: ModelExecutionConfig) -> BuiltModel:
+        """The same for one variant: its sizes in place of symbols, to be compiled by its profile."""
+        return replace(self, module=config.specialise(self.module), profile=config.profile)
+
+    def cut(self, given: Mapping[str, Value], wanted: Mapping[str, Value]) -> BuiltModel:
+        """The part from some values on: those are inputs by name, `wanted` are the outputs, the rest is left out.
+
+        Inputs and states stay, needed or not, so that all parts of a model are run in the same way.
+        """
+        names = {value: name for name, value in given.items()}
+        live, left = set[Value](), list(wanted.values())
+        while left:
+            value = left.pop()
+            if value not in live:
+                live.add(value)
+                left += [] if value in names else [o for o in value.node.operands if o is not None]
+        part, needed = Rewriter(self.module, "cut"), {value.node for value in live if value not in names}
+        for node in self.module.nodes:
+            if node in needed or node.op in ("input", "state"):
+                part.values.update(zip(node.results, part.copy(node), strict=True))
+            for value in node.results:
+                if value in names and value in live:
+                    part.values[value] = part.graph.input(names[value], value.shape, value.dtype)
+        part.graph.set_outputs([part[value] for value in wanted.values()])
+        return replace(self, module=part.graph, output_names=list(wanted))
 
     def compile(
         self, device: str = "cpu", *, threads: int | None = None, profile: CompileProfile | None = None
@@ -120,6 +207,8 @@ class ModelFlow(StageList):
     cache: KvCacheSpec | None = field(default=None)
     extra_names: tuple[str, ...] = ()
     side: tuple[SideOutputs, ...] = ()
+    extensions: tuple[Extension, ...] = ()
+    initialisers: Rules = ()
     compile_profile: CompileProfile = field(default_factory=CompileProfile)
 
     # -- assembling --
@@ -154,8 +243,12 @@ class ModelFlow(StageList):
         """What stages put aside there while they emit become further outputs."""
         return replace(self, side=(*self.side, side))
 
-    def kv_cache(self, layers: int, kv_heads: int, head_dim: int) -> Self:
-        """Attention layers keep keys and values in a cache that the runtime owns."""
+    def with_extensions(self, *extensions: Extension) -> Self:
+        """Functions that build on after the last stage: what `f(emit, output)` returns by name are further outputs."""
+        return replace(self, extensions=(*self.extensions, *extensions))
+
+    def kv_cache(self, layers: int, kv_heads: int = 0, head_dim: int = 0) -> Self:
+        """Layers keep keys and values in a cache that the runtime owns, or, without heads, only recurrent states."""
         return replace(self, cache=KvCacheSpec(layers, kv_heads, head_dim))
 
     def cache_dtype(self, name: str) -> Self:
@@ -209,7 +302,7 @@ class ModelFlow(StageList):
         for name, shape, kind in self.inputs:
             ctx.input(name, shape, kind)
         if self.cache is not None:
-            ctx.state.cache = _bind_cache(graph, self.cache)
+            ctx.state.cache = CacheBindings(graph, self.cache)
         value: FlowValue | None = ctx.flow_input(self.inputs[0][0])
         for stage in self.stages:
             value = emit_stage(ctx, stage, value)
@@ -224,7 +317,29 @@ class ModelFlow(StageList):
         _distinct([name for name, _ in outputs])
         found = dict(outputs) | _captured(graph, capture, self.output_name)
         graph.set_outputs(list(found.values()))
-        return BuiltModel(graph, Params(graph, ctx.params, source), list(found), self.cache, self.compile_profile)
+        cache = None if ctx.state.cache is None else ctx.state.cache.bound
+        return BuiltModel(graph, Params(graph, ctx.params, source), list(found), cache, self.compile_profile)
+
+    def build_with(
+        self, weights: WeightSource | Mapping[str, Any] | None, packed: Mapping[str, Any], capture: Sequence[str] = ()
+    ) -> BuiltModel:
+        """The same with some weights in place of those of the source; arrays of blocks stay packed."""
+        source = MapWeights(weights) if weights is None or isinstance(weights, Mapping) else weights
+        return self.build(LayeredWeights(MapWeights(packed), source), capture)
+
+    def initialised(self, rules: Mapping[str, Initialiser]) -> Self:
+        """How `init` makes weights, by patterns of their names: the first that matches, these before earlier ones."""
+        return replace(self, initialisers=(*rules.items(), *self.initialisers))
+
+    def init(self, key: Any, *, shapes: Mapping[str, Sequence[int]] | None = None) -> dict[str, Array]:
+        """Parameters by name, as f32, for `build`: `flow.build(flow.init(rlx.random.key(0)))`.
+
+        A family's flow begins as its published implementation does; in others biases are 0, norms 1 and everything
+        else is normal with a deviation of 0.02. `shapes` has those of weights whose stages do not know them.
+        """
+        wanted = WantedWeights(shapes)
+        self.build(wanted)
+        return make(wanted.asked, key, self.initialisers)
 
     def _extra(self, ctx: FlowCtx, main: Value) -> Iterator[tuple[str, Value]]:
         known = {name: value.id for name, value in ctx.state.streams.items()} | ctx.state.named
@@ -239,6 +354,14 @@ class ModelFlow(StageList):
             yield name, known[name]
         for side in self.side:
             yield from side.drain()
+        for extend in self.extensions:
+            emit = Emit.of(ctx)
+            made = extend(emit, emit.wrap(main))
+            if not isinstance(made, Mapping | None):
+                raise GraphError(
+                    f"flow {self.name!r}: an extension gave a {type(made).__name__}, expected outputs by name, or None"
+                )
+            yield from ((name, emit.wrap(value).id) for name, value in (made or {}).items())
 
 
 def _distinct(names: list[str]) -> list[str]:
@@ -259,27 +382,23 @@ def stage_values(module: Graph) -> dict[str, Value]:
     return values
 
 
+def matching(values: Mapping[str, Value], pattern: str) -> dict[str, Value]:
+    """The stages that a pattern matches. `layers.3.out` is another word for the value of `layers.3`."""
+    found = {path: value for path, value in values.items() if fnmatch.fnmatchcase(path, pattern)}
+    if not found and pattern.endswith(OUT):
+        plain = pattern.removesuffix(OUT)
+        found = {path + OUT: value for path, value in values.items() if fnmatch.fnmatchcase(path, plain)}
+    return found
+
+
 def _captured(module: Graph, patterns: Sequence[str], output: str) -> dict[str, Value]:
     values = stage_values(module) if patterns else {}
     found: dict[str, Value] = {}
     for pattern in patterns:
-        matched = [path for path in values if fnmatch.fnmatchcase(path, pattern)]
+        matched = matching(values, pattern)
         if not matched and not fnmatch.fnmatchcase(output, pattern):
             raise RequestError(
                 f"capture: no stage of {module.name!r} matches {pattern!r}", hint=nearest(pattern, [*values, output])
             )
-        found |= {path: values[path] for path in matched}
+        found |= matched
     return found
-
-
-def _bind_cache(graph: Graph, spec: KvCacheSpec) -> CacheBindings:
-    blocks = dim("blocks")
-    keys = [
-        graph.state(f"keys.{i}", (sym.BATCH, spec.kv_heads, blocks, spec.head_dim, 64), spec.dtype)
-        for i in range(spec.layers)
-    ]
-    values = [
-        graph.state(f"values.{i}", (sym.BATCH, spec.kv_heads, blocks * 64, spec.head_dim), spec.dtype)
-        for i in range(spec.layers)
-    ]
-    return CacheBindings(keys, values)

@@ -9,7 +9,8 @@ from typing import Any, Self
 
 from rlx.errors import GraphError
 from rlx.flow.context import Array
-from rlx.flow.stages import decoder, embed, encoder, ffn, norm, parts, streams, structure
+from rlx.flow.side import SideOutputs
+from rlx.flow.stages import attention, decoder, embed, encoder, ffn, norm, parts, streams, structure, vision
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.custom import Author, Custom, plugin_stage
 from rlx.ops.attention import MaskKind
@@ -89,8 +90,81 @@ class StageList(ABC):
         self, i: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, mask: str = MaskKind.CAUSAL
     ) -> Self:
         """Layer i of a Llama under the names of Hugging Face."""
-        layer = decoder.LlamaDecoder(f"model.layers.{i}", num_heads, num_kv_heads, head_dim, eps, i, mask)
+        heads = num_heads, num_kv_heads, head_dim
+        layer = decoder.LlamaDecoder(f"model.layers.{i}", *heads, eps, layer_idx=i, mask=mask)
         return self.named_layer(f"layers.{i}", layer)
+
+    def llama_prefill_layer_composed(
+        self, i: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, mask: str = MaskKind.CAUSAL
+    ) -> Self:
+        """The same out of small stages, each of which can be edited; for flows without a cache."""
+        at = f"model.layers.{i}"
+        q, k, v = (f"{at}.self_attn.{name}_proj.weight" for name in "qkv")
+        return self.layer(
+            f"layers.{i}",
+            lambda stack: stack.residual_save().rms_norm(f"{at}.input_layernorm.weight", eps)
+            .self_attn_prefill(q, k, v, num_heads, num_kv_heads, head_dim, mask)
+            .linear(f"{at}.self_attn.o_proj.weight").residual_add()
+            .residual_save().rms_norm(f"{at}.post_attention_layernorm.weight", eps)
+            .swiglu_hf_mlp(f"{at}.mlp").residual_add(),
+        )  # fmt: skip
+
+    def llama_decode_layer(
+        self, i: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, kv_out: SideOutputs | None = None,
+        use_custom_mask: bool = False,
+    ) -> Self:  # fmt: skip
+        """Layer i of a Llama after a past, which is bound before; all keys and values go to `kv_out`."""
+        layer = decoder.LlamaDecodeLayer(
+            f"model.layers.{i}", num_heads, num_kv_heads, head_dim, eps, layer_idx=i, use_custom_mask=use_custom_mask,
+            kv_out=kv_out,
+        )  # fmt: skip
+        return self.named_layer(f"layers.{i}", layer)
+
+    def qwen3_prefill_layer(
+        self, i: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, qk_norm: bool = True,
+        attention_bias: bool = False, kv_sink: SideOutputs | None = None,
+    ) -> Self:  # fmt: skip
+        """Layer i of a Qwen3; of a Qwen2 with biases and without norms of queries and keys."""
+        layer = decoder.Qwen3Decoder(
+            f"model.layers.{i}", num_heads, num_kv_heads, head_dim, eps, layer_idx=i, qk_norm=qk_norm,
+            attention_bias=attention_bias, kv_sink=kv_sink,
+        )  # fmt: skip
+        return self.named_layer(f"layers.{i}", layer)
+
+    def qwen3_decode_layer(
+        self, i: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, kv_out: SideOutputs | None = None,
+        use_custom_mask: bool = False, qk_norm: bool = True, attention_bias: bool = False,
+    ) -> Self:  # fmt: skip
+        """The same after a past, which is bound before."""
+        layer = decoder.Qwen3DecodeLayer(
+            f"model.layers.{i}", num_heads, num_kv_heads, head_dim, eps, layer_idx=i, use_custom_mask=use_custom_mask,
+            kv_out=kv_out, qk_norm=qk_norm, attention_bias=attention_bias,
+        )  # fmt: skip
+        return self.named_layer(f"layers.{i}", layer)
+
+    def gemma_decode_layer(
+        self, i: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, style: str,
+        mask: str = MaskKind.CAUSAL, kv_out: SideOutputs | None = None, use_custom_mask: bool = False,
+        score_scale: float | None = None, attn_logit_softcap: float | None = None,
+    ) -> Self:  # fmt: skip
+        """Layer i of a Gemma after a past, which is bound before."""
+        layer = decoder.GemmaDecodeLayer(
+            f"model.layers.{i}", num_heads, num_kv_heads, head_dim, eps, layer_idx=i, style=style, mask=mask,
+            score_scale=score_scale, attn_logit_softcap=attn_logit_softcap, use_custom_mask=use_custom_mask,
+            kv_out=kv_out,
+        )  # fmt: skip
+        return self.named_layer(f"layers.{i}", layer)
+
+    def llama_kv_tap(self, i: int, head_dim: int, eps: float, outputs: SideOutputs) -> Self:
+        """Keys and values of layer i of a Llama as side outputs; the value passes."""
+        return self.stage(attention.LlamaKvTap(f"model.layers.{i}", head_dim, eps, outputs))
+
+    def gemma_kv_tap(self, i: int, head_dim: int, outputs: SideOutputs) -> Self:
+        """The same of a Gemma."""
+        return self.stage(attention.GemmaKvTap(f"model.layers.{i}", head_dim, outputs))
+
+    def nomic_encoder_layer(self, prefix: str, hidden: int, heads: int, eps: float) -> Self:
+        return self.stage(encoder.NomicEncoderLayer(prefix, hidden, heads, hidden // heads, eps))
 
     def bert_encoder_layer(self, prefix: str, hidden: int, heads: int, eps: float) -> Self:
         return self.stage(encoder.BertEncoderLayer(prefix, hidden, heads, hidden // heads, eps))
@@ -100,6 +174,36 @@ class StageList(ABC):
 
         def layer(i: int) -> FlowStage:
             return encoder.BertEncoderLayer(f"{prefix}.{i}", hidden, heads, hidden // heads, eps)
+
+        return self.repeat_layers(count, layer)
+
+    def repeat_nomic_layers(self, count: int, prefix: str, hidden: int, heads: int, eps: float) -> Self:
+        """NomicBERT layers whose weights are under `prefix.0` and so on; they need RoPE tables."""
+
+        def layer(i: int) -> FlowStage:
+            return encoder.NomicEncoderLayer(f"{prefix}.{i}", hidden, heads, hidden // heads, eps)
+
+        return self.repeat_layers(count, layer)
+
+    def repeat_dinov2_layers(self, count: int, prefix: str, heads: int, head_dim: int, eps: float) -> Self:
+        """DINOv2 layers under the names of its authors: `prefix.0.attn.qkv`, `prefix.0.ls1.gamma` and so on."""
+
+        def layer(i: int) -> FlowStage:
+            at = f"{prefix}.{i}"
+            attention = _fused_attention(f"{at}.attn.qkv", f"{at}.attn.proj", heads, head_dim)
+            scales = (f"{at}.ls1.gamma", f"{at}.ls2.gamma")
+            return vision.pre_norm_layer((f"{at}.norm1", f"{at}.norm2"), attention, ffn.GeluFfn.dinov2(at), eps, scales)
+
+        return self.repeat_layers(count, layer)
+
+    def repeat_vision_layers(self, count: int, prefix: str, heads: int, head_dim: int, eps: float) -> Self:
+        """NomicVision layers: `prefix.0.attn.Wqkv`, `prefix.0.mlp.fc11` and so on."""
+
+        def layer(i: int) -> FlowStage:
+            at = f"{prefix}.{i}"
+            attention = _fused_attention(f"{at}.attn.Wqkv", f"{at}.attn.out_proj", heads, head_dim)
+            gated = vision.VisionSwiGluFfn(at, eps)
+            return vision.pre_norm_layer((f"{at}.norm1", f"{at}.norm2"), attention, gated, eps)
 
         return self.repeat_layers(count, layer)
 
@@ -149,6 +253,10 @@ class StageList(ABC):
     def attn_mask_ones(self, batch: int, seq: int) -> Self:
         return self.stage(parts.AttnMask(batch, seq))
 
+    def decode_rope_params(self, cos: Array, sin: Array) -> Self:
+        """RoPE tables of one position, `[1, half]`."""
+        return self.stage(parts.DecodeRopeParams(cos, sin))
+
     def bind_decode_inputs(self, num_layers: int, use_custom_mask: bool = False) -> Self:
         return self.stage(parts.BindDecodeInputs(num_layers, use_custom_mask))
 
@@ -162,6 +270,24 @@ class StageList(ABC):
     def layer_norm(self, prefix: str, eps: float) -> Self:
         return self.stage(norm.LayerNorm(f"{prefix}.weight", f"{prefix}.bias", eps))
 
+    def gemma_rms_norm(self, key: str, eps: float) -> Self:
+        """RMSNorm by 1 + weight."""
+        return self.stage(norm.GemmaRmsNorm(key, eps))
+
+    def self_attn_prefill(
+        self, q_key: str, k_key: str, v_key: str, num_heads: int, num_kv_heads: int, head_dim: int,
+        mask: str = MaskKind.CAUSAL, score_scale: float | None = None, attn_logit_softcap: float | None = None,
+    ) -> Self:  # fmt: skip
+        """Attention by three weights with rotary positions, without the output projection."""
+        heads = num_heads, num_kv_heads, head_dim
+        return self.stage(attention.SelfAttnPrefill(q_key, k_key, v_key, *heads, mask, score_scale, attn_logit_softcap))
+
+    def vit_self_attn(
+        self, qkv_weight: str, qkv_bias: str, out_weight: str, out_bias: str, num_heads: int, head_dim: int
+    ) -> Self:
+        """Attention of a vision transformer, output projection included."""
+        return self.stage(vision.VitSelfAttn(qkv_weight, qkv_bias, out_weight, out_bias, num_heads, head_dim))
+
     def linear(self, key: str, transpose: bool = True, bias_key: str | None = None) -> Self:
         return self.stage(parts.Linear(key, transpose, bias_key))
 
@@ -170,6 +296,16 @@ class StageList(ABC):
 
     def swiglu_hf_mlp(self, prefix: str) -> Self:
         return self.stage(ffn.SwiGlu.hf_mlp(prefix))
+
+    def geglu(self, gate_key: str, up_key: str, down_key: str) -> Self:
+        return self.stage(ffn.GeGlu(gate_key, up_key, down_key))
+
+    def geglu_hf_mlp(self, prefix: str) -> Self:
+        return self.stage(ffn.GeGlu.hf_mlp(prefix))
+
+    def vision_swiglu_ffn(self, prefix: str, eps: float) -> Self:
+        """NomicVision's feed-forward, with a norm in the middle."""
+        return self.stage(vision.VisionSwiGluFfn(prefix, eps))
 
     def gelu_ffn(self, intermediate_w: str, intermediate_b: str, output_w: str, output_b: str) -> Self:
         return self.stage(ffn.GeluFfn(intermediate_w, intermediate_b, output_w, output_b))
@@ -184,11 +320,20 @@ class StageList(ABC):
     def cls_token_pool(self) -> Self:
         return self.stage(parts.ClsTokenPool())
 
-    def gather_last_token(self) -> Self:
-        return self.stage(embed.GatherLastToken())
+    def gather_last_token(self, batch: int | None = None) -> Self:
+        """The tokens that the input `last_token_idx` picks."""
+        return self.stage(embed.GatherLastToken(batch))
+
+    def gather_last_token_at(self, index: int) -> Self:
+        """The token at a place that is known while the graph is built; -1 is the last."""
+        return self.stage(embed.GatherLastToken(index=index))
 
     def logit_softcap(self, cap: float) -> Self:
         return self.stage(parts.LogitSoftcap(cap))
+
+
+def _fused_attention(qkv: str, out: str, heads: int, head_dim: int) -> FlowStage:
+    return vision.VitSelfAttn(f"{qkv}.weight", f"{qkv}.bias", f"{out}.weight", f"{out}.bias", heads, head_dim)
 
 
 @dataclass(frozen=True)

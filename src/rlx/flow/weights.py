@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -25,6 +26,13 @@ class WeightSource(Protocol):
     def array(self, key: str) -> Array: ...
 
     def keys(self) -> Iterable[str]: ...
+
+
+@runtime_checkable
+class Wanting(Protocol):
+    """A source that learns from stages which weights there are, and their shapes as files have them."""
+
+    def want(self, key: str, shape: Sequence[Any] | None) -> None: ...
 
 
 class MapWeights:
@@ -50,3 +58,26 @@ class MapWeights:
 
     def keys(self) -> Iterable[str]:
         return self._arrays.keys()
+
+
+class LayeredWeights:
+    """Weights of several sources: a key is looked for in one after the other."""
+
+    def __init__(self, *sources: WeightSource) -> None:
+        self.sources = sources
+        self.file = next((f for s in sources if (f := getattr(s, "file", None)) is not None), None)  # for errors
+
+    def _of(self, key: str) -> WeightSource:
+        return next((source for source in self.sources if source.has(key)), self.sources[-1])
+
+    def has(self, key: str) -> bool:
+        return any(source.has(key) for source in self.sources)
+
+    def type(self, key: str) -> TensorType:
+        return self._of(key).type(key)
+
+    def array(self, key: str) -> Array:
+        return self._of(key).array(key)
+
+    def keys(self) -> Iterable[str]:
+        return dict.fromkeys(chain.from_iterable(source.keys() for source in self.sources))

@@ -17,6 +17,7 @@ import numpy as np
 
 from rlx.errors import CapabilityError, FormatError
 from rlx.flow.stages import ACTIVATIONS
+from rlx.formats import TensorFile
 from rlx.formats.tensors import quoted
 from rlx.models.rope import Rope, is_number
 
@@ -45,11 +46,21 @@ class ModelConfig:
     HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "quantization_config": (None,),
         "compression_config": (None,),
+        "partial_rotary_factor": (None, 1),
     }
     GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
+    initializer_range: float = dataclasses.field(
+        default=0.02, kw_only=True, metadata={"gguf": None, "hf": "initializer_range", "range": (0, 0)}
+    )  # the deviation of weights that are not trained yet
+
     def check(self, where: str) -> None:
         """Raise FormatError for sizes that do not go together, CapabilityError for what the family cannot do."""
+
+    @classmethod
+    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
+        """Fields by name that GGUF does not say in words: they are seen by the tensors that are there."""
+        return {}
 
     def left_out(self) -> tuple[str, ...]:
         """Weights of the family (by their pattern) that a model of this configuration does not have."""
@@ -83,7 +94,7 @@ def _read(kind: type[Config], style: str, lookup: Callable[[str], Any], where: s
     for field in dataclasses.fields(kind):
         place: str | None = field.metadata.get(style)
         found = _MISSING if place is None else lookup(place)
-        type_ = str(field.type)
+        type_ = field.type.__name__ if isinstance(field.type, type) else str(field.type)
         if field.name in known:
             values[field.name] = known[field.name]
         elif found is None and "None" in type_:
@@ -143,6 +154,52 @@ def check_activation(where: str, name: str) -> None:
         raise unsupported(where, "hidden_act", name, hint=f"known: {', '.join(sorted(ACTIVATIONS))}")
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
+
+
+def check_layer_types(where: str, kinds: tuple[str, ...] | None, layers: int, window: int | None) -> None:
+    """Whether a list of kinds fits the layers, and those that see a window only have one."""
+    if kinds is None:
+        return
+    if len(kinds) != layers:
+        raise FormatError(f"{where}: layer_types has {len(kinds)} entries for {layers} layers")
+    for kind in kinds:
+        if kind not in (FULL, SLIDING):
+            raise unsupported(where, "a layer type", kind, hint=f"known: {FULL}, {SLIDING}")
+    if SLIDING in kinds and window is None:
+        raise FormatError(f"{where}: layer_types has {SLIDING}, and no window is set")
+
+
+@dataclass(frozen=True)
+class EncoderConfig(ModelConfig):
+    """What every encoder of texts has, under the names that most of them use."""
+
+    GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"attention.causal": (False,), "expert_count": (0,)}
+
+    dim: int = key(gguf="embedding_length", hf="hidden_size")
+    layers: int = key(gguf="block_count", hf="num_hidden_layers", most=MAX_LAYERS)
+    heads: int = key(gguf="attention.head_count", hf="num_attention_heads")
+    ffn: int = key(gguf="feed_forward_length", hf="intermediate_size")
+    positions: int = key(gguf="context_length", hf="max_position_embeddings")
+    vocab: int = key(hf="vocab_size")
+    eps: float = key(gguf="attention.layer_norm_epsilon", hf="layer_norm_eps", default=1e-12)
+    activation: str = key(hf="hidden_act", default="gelu")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def context(self) -> int:
+        """Tokens that a text may have."""
+        return self.positions
+
+    def check(self, where: str) -> None:
+        if self.dim % self.heads:
+            raise FormatError(f"{where}: a width of {self.dim} does not split into {self.heads} heads")
+        check_activation(where, self.activation)
+
+
 @dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
     """What every decoder has."""
@@ -179,9 +236,14 @@ class DecoderConfig(ModelConfig):
     def head_dim(self) -> int:
         return self.head_dim_given or self.dim // self.heads
 
+    @property
+    def rotary(self) -> int:
+        """Elements of a head that turn."""
+        return self.head_dim
+
     @cached_property
     def rope(self) -> Rope:
-        return Rope(self.head_dim, self.rope_base, self.trained, self.rope_scaling or {})
+        return Rope(self.rotary, self.rope_base, self.trained, self.rope_scaling or {})
 
     @property
     def context(self) -> int:
@@ -199,9 +261,13 @@ class DecoderConfig(ModelConfig):
             raise FormatError(f"{where}: a width of {self.dim} does not split into {self.heads} heads")
         if not 2 <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 2:
             raise FormatError(f"{where}: heads of {self.head_dim} elements; expected an even number to {MAX_HEAD_DIM}")
-        for name, found in (("attention.value_length", self.value_dim), ("rope.dimension_count", self.rope_dim)):
-            if found not in (None, self.head_dim):
-                raise unsupported(where, name, found, hint=f"heads have {self.head_dim} elements, and all are used")
+        sizes = (
+            ("attention.value_length", self.value_dim, self.head_dim),
+            ("rope.dimension_count", self.rope_dim, self.rotary),
+        )
+        for name, found, here in sizes:
+            if found not in (None, here):
+                raise unsupported(where, name, found, hint=f"heads have {self.head_dim} elements, and {here} are used")
         check_activation(where, self.activation)
         try:
             self.rope.frequencies(self.context)

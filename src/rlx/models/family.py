@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rlx.dtypes import BF16, F16, F32, PACKED
 from rlx.errors import CapabilityError, nearest
 from rlx.flow.flow import ModelFlow
 from rlx.flow.weights import Array
 from rlx.formats import TensorEntry, TensorFile
+from rlx.models.config import ModelConfig
+from rlx.models.init import initialisers
 from rlx.types import TensorType
+
+Settings = Callable[[Mapping[str, Any], str], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -18,25 +23,35 @@ class Family:
     """How one kind of model is read and assembled."""
 
     name: str
-    kind: str  # decoder or encoder
+    kind: str  # decoder, encoder or vision model
     gguf: tuple[str, ...]
     hf: tuple[str, ...]  # model_type of config.json
-    config: type
-    weights: Mapping[str, str]  # Hugging Face name -> GGUF name; {i} is the layer
+    config: type[ModelConfig]
+    weights: Mapping[str, str]  # Hugging Face name -> GGUF name; {i} is the layer, {j} the expert
     flow: Callable[..., ModelFlow]
+    prefixes: tuple[str, ...] = ()  # that models with a head put before the names of these weights
+    settings: Settings | None = None  # puts what a config.json says into the words of `config`
+    arrange: Callable[[Any, str], Mapping[str, Any]] | None = None  # (config, format): weights made of those in a file
 
 
 STORED = (F32, F16, BF16, *PACKED)  # what a weight may be stored as in a graph
 FAMILIES: dict[str, Family] = {}
+ADDING = "docs/adding-a-model.md shows how to add one"
 
 
 def family(
-    name: str, *, kind: str, gguf: Iterable[str] = (), hf: Iterable[str] = (), config: type, weights: Mapping[str, str]
-) -> Callable[[Callable[..., ModelFlow]], Family]:
+    name: str, *, kind: str, gguf: Iterable[str] = (), hf: Iterable[str] = (), config: type[ModelConfig],
+    weights: Mapping[str, str], prefixes: Iterable[str] = (), settings: Settings | None = None,
+    arrange: Callable[[Any, str], Mapping[str, Any]] | None = None,
+) -> Callable[[Callable[..., ModelFlow]], Family]:  # fmt: skip
     """Declare a family; decorate its flow."""
 
     def declare(flow: Callable[..., ModelFlow]) -> Family:
-        found = Family(name, kind, tuple(gguf), tuple(hf), config, weights, flow)
+        def assembled(c: Any, *arguments: Any) -> ModelFlow:
+            return flow(c, *arguments).initialised(initialisers(name, c))
+
+        shape = tuple(gguf), tuple(hf), config, weights, assembled, tuple(prefixes)
+        found = Family(name, kind, *shape, settings, arrange)
         FAMILIES[name] = found
         return found
 
@@ -49,25 +64,29 @@ def find(architecture: str, style: str) -> Family:
         if architecture in (candidate.gguf if style == "gguf" else candidate.hf):
             return candidate
     known = {a for f in FAMILIES.values() for a in (f.gguf if style == "gguf" else f.hf)}
+    known_ones = f"known: {', '.join(sorted(known))}."
     raise CapabilityError(
         f"model: architecture {architecture!r} is not supported",
-        hint=nearest(architecture, known) or f"known: {', '.join(sorted(known))}",
+        hint=f"{nearest(architecture, known) or known_ones} {ADDING}",
     )
 
 
 class FileWeights:
     """Weights of a file under Hugging Face names, as they are stored; GGUF names are translated."""
 
-    def __init__(self, file: TensorFile, names: Mapping[str, str], layers: int) -> None:
+    def __init__(self, file: TensorFile, names: Mapping[str, str], layers: int, prefixes: Iterable[str] = ()) -> None:
         self.file = file
         self._names: dict[str, str] = {}
         gguf = file.format == "gguf"
         for hf, other in names.items():
             for i in range(layers if "{i}" in hf else 1):
                 mine, theirs = hf.replace("{i}", str(i)), (other if gguf else hf).replace("{i}", str(i))
-                found = next((n for n in _spellings(theirs) if n in file), None)
-                if found is not None:
-                    self._names[mine] = found
+                for j in range(len(file.names) if "{j}" in mine else 1):
+                    theirs_j = theirs.replace("{j}", str(j))
+                    found = next((n for n in _spellings(theirs_j, prefixes) if n in file), None)
+                    if found is None:
+                        break
+                    self._names[mine.replace("{j}", str(j))] = found
 
     def has(self, key: str) -> bool:
         return key in self._names
@@ -84,14 +103,18 @@ class FileWeights:
         """Whether graphs know the type; other blocks and 8-bit floats become f32 here."""
         return entry.storage in STORED and (len(entry.shape) == 2 or not entry.storage.is_packed)
 
+    def entry(self, key: str) -> TensorEntry:
+        """Where a weight lies."""
+        return self.file.entry(self._names[key])
+
     def keys(self) -> Iterable[str]:
         return self._names.keys()
 
 
-def _spellings(name: str) -> Iterable[str]:
+def _spellings(name: str, prefixes: Iterable[str]) -> Iterable[str]:
     """A tensor with and without the prefix that some exports put before or leave out; old ones say gamma and beta."""
-    yield name
-    yield name.removeprefix("model.")
-    yield f"bert.{name}"
     old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
-    yield from (old, f"bert.{old}")
+    for plain in (name, old):
+        yield plain
+        yield plain.removeprefix("model.")
+        yield from (f"{prefix}{plain}" for prefix in prefixes)

@@ -12,8 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import rlx.models.bert
+import rlx.models.dinov2
+import rlx.models.gemma
+import rlx.models.gpt2
 import rlx.models.llama
-import rlx.models.qwen2  # noqa: F401  declares the family
+import rlx.models.mamba
+import rlx.models.mamba2
+import rlx.models.modernbert
+import rlx.models.moe
+import rlx.models.nomic_bert
+import rlx.models.phi3
+import rlx.models.qwen2
+import rlx.models.qwen3
+import rlx.models.qwen3_next
+import rlx.models.roberta
+import rlx.models.siglip
+import rlx.models.vit  # noqa: F401  declares the family
 from rlx.errors import CapabilityError, FormatError
 from rlx.flow.weights import Array
 from rlx.formats import TensorFile, open_tensors
@@ -21,12 +35,14 @@ from rlx.formats.strict_json import parse_json
 from rlx.formats.tensors import broken, open_bytes, quoted
 from rlx.formats.tokenizer import Tokenizer
 from rlx.models import config as configs
-from rlx.models.family import Family, FileWeights, find
+from rlx.models import embedders
+from rlx.models.arrange import weights_of
+from rlx.models.family import FAMILIES, Family, FileWeights, find
 from rlx.models.rope import scaling_of_gguf, scaling_of_hf
 
 # Tensors that are read in other ways, that repeat what is known, or that belong to heads which nobody asks for here.
 _NOT_WEIGHTS = re.compile(
-    r"rope_(freqs|factors_long|factors_short)\.weight|.*rotary_emb\.inv_freq|.*\bposition_ids|cls\..*"
+    r"rope_(freqs|factors_long|factors_short)\.weight|.*rotary_emb\.inv_freq|.*\bposition_ids|(.*\.)?attn\.(masked_)?bias|.*\bmask_token|cls\..*"
 )
 _LAYER = re.compile(r"\.([0-9]{1,9})\.")
 
@@ -68,10 +84,18 @@ def _from_gguf(path: Path, file: TensorFile) -> Checkpoint:
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise FormatError(f"{path}: the metadata has no general.architecture")
-    family = find(architecture, "gguf")
-    config: Any = configs.from_gguf(family.config, metadata, f"{path}: metadata", _known_by_tensors(family, file))
-    weights = FileWeights(file, family.weights, config.layers)
+    experts = metadata.get(f"{architecture}.expert_count", 0)
+    has_experts = architecture == "llama" and isinstance(experts, int) and experts > 0  # GGUF has no name for Mixtral
+    family = FAMILIES["mixtral"] if has_experts else find(architecture, "gguf")
+    rest = embedders.without_pooling(family, metadata)
+    known = _known_by_tensors(family, file)
+    config: Any = configs.from_gguf(family.config, rest or metadata, f"{path}: metadata", known)
+    weights = weights_of(family, config, file)
     factors = file.dequantised("rope_freqs.weight") if "rope_freqs.weight" in file else None
+    if rest is not None:
+        if factors is not None:
+            raise CapabilityError(f"{path}: rope_freqs.weight is not supported in a model that makes vectors")
+        family = FAMILIES[family.name + embedders.SUFFIX]
     model = metadata.get("tokenizer.ggml.model")
     absent = model is None or (isinstance(model, str) and model in ("none", "no_vocab"))
     tokenizer = None if absent else Tokenizer.from_gguf(metadata, source=path)
@@ -82,16 +106,9 @@ def _known_by_tensors(family: Family, file: TensorFile) -> dict[str, Any]:
     """What GGUF does not say in words: it is seen by the tensors that are there."""
     known: dict[str, Any] = {"vocab": _rows(file, "token_embd.weight")}
     if family.kind == "encoder":
-        return known | {"types": _rows(file, "token_types.weight")}
+        return known | ({"types": _rows(file, "token_types.weight")} if "token_types.weight" in file else {})
     known |= {"tied": "output.weight" not in file, "rope_scaling": scaling_of_gguf(file.metadata, file)}
-    if family.name == "llama":
-        known |= {
-            "pairs": True,
-            "attention_bias": "blk.0.attn_q.bias" in file,
-            "output_bias": "blk.0.attn_output.bias" in file,
-            "mlp_bias": "blk.0.ffn_gate.bias" in file,
-        }
-    return known
+    return known | family.config.known_of_gguf(file)
 
 
 def _rows(file: TensorFile, name: str) -> int:
@@ -104,23 +121,32 @@ def _rows(file: TensorFile, name: str) -> int:
 def _from_hf(
     path: Path, file: TensorFile, settings: Mapping[str, Any], tokenizer: Tokenizer | None, where: str
 ) -> Checkpoint:
+    family, config = read_config(settings, where, {"pairs": True} if file.format == "llama2c" else {})
+    weights = weights_of(family, config, file)
+    if embedders.is_for_vectors(family, Path(where).parent):
+        family = FAMILIES[family.name + embedders.SUFFIX]
+    return _checked(Checkpoint(path, file, family, config, weights, tokenizer))
+
+
+def read_config(settings: Mapping[str, Any], where: str, known: Mapping[str, Any] | None = None) -> tuple[Family, Any]:
+    """The family and the configuration of a `config.json`; `known` are fields by name that it does not speak of."""
     kind = settings.get("model_type")
     if not isinstance(kind, str):
         raise FormatError(f"{where}: expected a model_type, found {quoted(kind)}")
     family = find(kind, "hf")
+    if family.settings is not None:
+        settings = family.settings(settings, where)
     if family.kind == "decoder":
         settings = {**settings, **scaling_of_hf(settings, where)}
-    known = {"pairs": True} if file.format == "llama2c" else {}
-    config: Any = configs.from_hf(family.config, settings, where, known)
-    weights = FileWeights(file, family.weights, config.layers)
-    return _checked(Checkpoint(path, file, family, config, weights, tokenizer))
+    return family, configs.from_hf(family.config, settings, where, known)
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
 def _checked(checkpoint: Checkpoint) -> Checkpoint:
     _check_tensors(checkpoint)
-    tokenizer, rows = checkpoint.tokenizer, checkpoint.config.vocab
-    if tokenizer is not None:
+    tokenizer = checkpoint.tokenizer
+    if tokenizer is not None and checkpoint.family.kind != "vision model":
+        rows = checkpoint.config.vocab
         # a model may lack rows for special tokens that were added later; no text becomes one of them
         beyond = next((i for i in range(rows, tokenizer.vocab_size) if i not in tokenizer.special_ids), None)
         if beyond is not None:
@@ -142,10 +168,10 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
     for name in file.names:
         if _NOT_WEIGHTS.fullmatch(name):
             continue
-        # older BERTs have TensorFlow's names for the weights of a norm
-        plain = name if gguf else re.sub(r"\bgamma$", "weight", re.sub(r"\bbeta$", "bias", name.removeprefix("bert.")))
+        plain = name if gguf else _plain(name, family)
         pattern, layer = _LAYER.sub(".{i}.", plain, count=1), _LAYER.search(plain)
-        ours = names.get(pattern) or names.get(f"model.{pattern}")
+        spellings = (pattern, f"model.{pattern}", _LAYER.sub(".{j}.", pattern, count=1))
+        ours = next((names[p] for p in spellings if p in names), None)
         if ours is None:
             if gguf or pattern.split(".")[0] in roots:
                 raise _unused(file, name, f"a {family.name} model has no such weight")
@@ -158,6 +184,13 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
                 f"{file.path}: tensor {quoted(name)} is stored as {storage}, which is not supported",
                 hint="save the model without quantisation, or as GGUF",
             )
+
+
+def _plain(name: str, family: Family) -> str:
+    """A tensor's name without the prefix of a model with a head; older BERTs have TensorFlow's names in their norms."""
+    for prefix in family.prefixes:
+        name = name.removeprefix(prefix)
+    return re.sub(r"\bgamma$", "weight", re.sub(r"\bbeta$", "bias", name))
 
 
 def _unused(file: TensorFile, name: str, why: str) -> CapabilityError:
@@ -189,7 +222,7 @@ def read_json(path: Path, kind: type = dict) -> Any:
     """The JSON of a file beside the weights, which must be of a kind."""
     if not path.exists():
         raise FormatError(f"{path}: is not there", hint="a folder of Hugging Face has it beside the weights")
-    found = parse_json(open_bytes(path).view, path)
+    found = parse_json(open_bytes(path).view, path, infinity=True)
     if not isinstance(found, kind):
         raise broken(path, "JSON", expected=f"a {kind.__name__}", found=type(found).__name__)
     return found

@@ -1,8 +1,19 @@
 """Flow stages: the pieces that model families are written with."""
 
+from rlx.flow.stages.attention import GemmaKvTap as GemmaKvTap
+from rlx.flow.stages.attention import LlamaKvTap as LlamaKvTap
+from rlx.flow.stages.attention import SelfAttention as SelfAttention
+from rlx.flow.stages.attention import SelfAttnPrefill as SelfAttnPrefill
+from rlx.flow.stages.attention import token_positions as token_positions
 from rlx.flow.stages.base import FlowStage as FlowStage
 from rlx.flow.stages.custom import Custom as Custom
+from rlx.flow.stages.decoder import DecoderLayer as DecoderLayer
+from rlx.flow.stages.decoder import GemmaDecodeLayer as GemmaDecodeLayer
+from rlx.flow.stages.decoder import GemmaDecoder as GemmaDecoder
+from rlx.flow.stages.decoder import GemmaStyle as GemmaStyle
+from rlx.flow.stages.decoder import LlamaDecodeLayer as LlamaDecodeLayer
 from rlx.flow.stages.decoder import LlamaDecoder as LlamaDecoder
+from rlx.flow.stages.decoder import Qwen3DecodeLayer as Qwen3DecodeLayer
 from rlx.flow.stages.decoder import Qwen3Decoder as Qwen3Decoder
 from rlx.flow.stages.embed import Embed as Embed
 from rlx.flow.stages.embed import GatherAdd as GatherAdd
@@ -10,9 +21,17 @@ from rlx.flow.stages.embed import GatherLastToken as GatherLastToken
 from rlx.flow.stages.embed import LmHead as LmHead
 from rlx.flow.stages.embed import RopeTables as RopeTables
 from rlx.flow.stages.encoder import BertEncoderLayer as BertEncoderLayer
+from rlx.flow.stages.encoder import NomicEncoderLayer as NomicEncoderLayer
 from rlx.flow.stages.ffn import ACTIVATIONS as ACTIVATIONS
+from rlx.flow.stages.ffn import GeGlu as GeGlu
 from rlx.flow.stages.ffn import GeluFfn as GeluFfn
 from rlx.flow.stages.ffn import SwiGlu as SwiGlu
+from rlx.flow.stages.ffn import linear as linear
+from rlx.flow.stages.hybrid import DeltaNetLayer as DeltaNetLayer
+from rlx.flow.stages.hybrid import GatedAttentionLayer as GatedAttentionLayer
+from rlx.flow.stages.moe import MoeFfn as MoeFfn
+from rlx.flow.stages.moe import SharedMoeFfn as SharedMoeFfn
+from rlx.flow.stages.norm import GemmaRmsNorm as GemmaRmsNorm
 from rlx.flow.stages.norm import LayerNorm as LayerNorm
 from rlx.flow.stages.norm import RmsNorm as RmsNorm
 from rlx.flow.stages.parts import AttnMask as AttnMask
@@ -35,3 +54,6 @@ from rlx.flow.stages.structure import Repeat as Repeat
 from rlx.flow.stages.structure import ResidualAdd as ResidualAdd
 from rlx.flow.stages.structure import ResidualSave as ResidualSave
 from rlx.flow.stages.structure import Sequence as Sequence
+from rlx.flow.stages.structure import emit_stage as emit_stage
+from rlx.flow.stages.vision import VisionSwiGluFfn as VisionSwiGluFfn
+from rlx.flow.stages.vision import VitSelfAttn as VitSelfAttn

@@ -10,7 +10,7 @@ from rlx.errors import GraphError
 from rlx.flow.context import Array, FlowCtx
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
-from rlx.types import sym
+from rlx.hir.lower import counted
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class GatherAdd(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "GatherAdd")
-        index = ctx.input(self.input_name, (sym.BATCH, sym.SEQ), "i32")
+        index = ctx.input(self.input_name, x.shape[:-1], "i32")  # a row for each vector
         table = ctx.load_param(self.weight_key, shape=None if self.rows is None else (self.rows, x.shape[-1]))
         return ctx.wrap(x + table.gather(index, axis=self.axis))
 
@@ -56,7 +56,10 @@ class GatherAdd(FlowStage):
 
 @dataclass(frozen=True, eq=False)
 class RopeTables(FlowStage):
-    """Cosine and sine tables `[positions, half]` as params; the flowing value passes."""
+    """Cosine and sine tables `[positions, half]` as params; the flowing value passes.
+
+    Where layers turn in several ways, each pair has keys of its own, `<name>.cos` and `<name>.sin`.
+    """
 
     cos: Array
     sin: Array
@@ -65,22 +68,45 @@ class RopeTables(FlowStage):
     sin_key: str = "rope.sin"
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        ctx.state.rope_cos = ctx.synth_param(self.cos_key, self.cos.astype(np.float32))
-        ctx.state.rope_sin = ctx.synth_param(self.sin_key, self.sin.astype(np.float32))
+        ctx.state.rope_cos = ctx.synth_param(self.cos_key, np.asarray(self.cos, np.float32))
+        ctx.state.rope_sin = ctx.synth_param(self.sin_key, np.asarray(self.sin, np.float32))
         ctx.state.rope_style = self.style
+        ctx.state.named |= {self.cos_key: ctx.state.rope_cos, self.sin_key: ctx.state.rope_sin}
         return value
 
 
 @dataclass(frozen=True)
 class GatherLastToken(FlowStage):
-    """The tokens that a named input picks out of batch × seq rows: `[picked, hidden]`."""
+    """One token of each sequence, or any tokens, in place of all.
 
+    With `index` it is that token of every row (-1 is the last): `[batch, hidden]`. With `batch` a named input has the
+    place of each row's token: `[batch, hidden]`. With neither the input picks out of batch × seq rows:
+    `[picked, hidden]`.
+    """
+
+    batch: int | None = None
     input_name: str = "last_token_idx"
+    index: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.index is not None and self.batch is not None:
+            raise GraphError("stage GatherLastToken: has a batch and an index", hint="the index is one for all rows")
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "GatherLastToken")
-        rows = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
-        return ctx.wrap(rows.gather(ctx.input(self.input_name, ("picked",), "i32")))
+        if x.rank != 3:
+            raise GraphError(f"stage GatherLastToken: takes [batch, seq, hidden], found {x.type}")
+        if self.index is not None:
+            return ctx.wrap(x[:, self.index])
+        batch, seq, hidden = x.shape
+        rows = x.reshape(batch * seq, hidden)
+        if self.batch is None:
+            return ctx.wrap(rows.gather(ctx.input(self.input_name, ("picked",), "i32")))
+        # `seq` is a number of the run: it is what one row of ones adds up to
+        graph = ctx.hir()
+        length = graph.one("expand", graph.constant(1, "i32"), shape=(seq,)).sum(axis=0)
+        first = counted(graph, 1, batch).reshape(batch) * length
+        return ctx.wrap(rows.gather(first + ctx.input(self.input_name, (batch,), "i32")))
 
 
 @dataclass(frozen=True)

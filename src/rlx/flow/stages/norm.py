@@ -37,11 +37,30 @@ class RmsNorm(FlowStage):
 
 
 @dataclass(frozen=True)
+class GemmaRmsNorm(FlowStage):
+    """RMSNorm by 1 + weight: Gemma's files hold what differs from 1."""
+
+    weight_key: str
+    eps: float
+
+    def __post_init__(self) -> None:
+        _check_eps("GemmaRmsNorm", self.eps)
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x = ctx.need(value, "GemmaRmsNorm")
+        return ctx.wrap(x.rms_norm(ctx.load_param(self.weight_key, shape=x.shape[-1:]) + 1.0, eps=self.eps))
+
+    @property
+    def path(self) -> str:
+        return "norm"
+
+
+@dataclass(frozen=True)
 class LayerNorm(FlowStage):
-    """LayerNorm by a weight and a bias."""
+    """LayerNorm by a weight and a bias, where the model has one."""
 
     gamma_key: str
-    beta_key: str
+    beta_key: str | None
     eps: float
 
     def __post_init__(self) -> None:
@@ -49,7 +68,8 @@ class LayerNorm(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "LayerNorm")
-        gamma, beta = (ctx.load_param(key, shape=x.shape[-1:]) for key in (self.gamma_key, self.beta_key))
+        gamma = ctx.load_param(self.gamma_key, shape=x.shape[-1:])
+        beta = None if self.beta_key is None else ctx.load_param(self.beta_key, shape=x.shape[-1:])
         return ctx.wrap(x.layer_norm(gamma, beta, eps=self.eps))
 
     @property

@@ -1,0 +1,122 @@
+"""How models of each family begin: the initialisers that their published implementations use.
+
+`flow_of(config).init(rlx.random.key(0))` makes the parameters of a model that has never been trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlx.flow.init import (
+    Initialiser,
+    lecun_normal,
+    normal,
+    ones,
+    truncated_normal,
+    uniform,
+    usual,
+    xavier_uniform,
+    zeros,
+)
+from rlx.flow.weights import Array
+
+if TYPE_CHECKING:
+    from rlx.flow.flow import ModelFlow
+
+Table = dict[str, Initialiser]
+
+
+def _residual_std(c: Any) -> float:
+    """Of what each of two parts of a layer adds to the residual stream."""
+    return float(c.initializer_range / math.sqrt(2 * c.layers))
+
+
+def _gemma(c: Any) -> Table:
+    """Norms multiply by 1 + weight, unless the 1 is in the weight."""
+    return {"*norm.weight": zeros if c.unit_offset else ones}
+
+
+def _gpt2(c: Any) -> Table:
+    """What is added to the residual stream begins smaller, by the number of additions (Radford et al., 2019)."""
+    return {"*.c_proj.weight": normal(_residual_std(c))}
+
+
+def _modernbert(c: Any) -> Table:
+    inner, outer = (truncated_normal(std, 2.0) for std in (c.initializer_range, _residual_std(c)))
+    return {"*Wo.weight": outer, "*norm*.weight": ones, "*.bias": zeros, "*": inner}
+
+
+def _dinov2(c: Any) -> Table:
+    return {"*.register_tokens": zeros}  # and layers are scaled by 1, as all vectors are
+
+
+def _siglip(c: Any) -> Table:
+    """As in the code that SigLIP was trained with."""
+    return {
+        "*.position_embedding.weight": normal(c.dim**-0.5), "*.mlp.fc?.bias": normal(1e-6), "*bias": zeros,
+        "*norm*.weight": ones, "head.attention.out_proj.weight": lecun_normal,
+        "embeddings.patch_embedding.weight": lecun_normal, "*": xavier_uniform,
+    }  # fmt: skip
+
+
+def _mamba(c: Any) -> Table:
+    """Rates of decay 1, 2, 3 ..., and steps from 0.001 to 0.1 (Gu and Dao, 2023)."""
+    rates = _counted if c.rates else _log_counted
+    table: Table = {"*.A_log": rates, "*.dt_proj.bias": _steps, "*.dt_bias": _steps}
+    if hasattr(c, "rank"):
+        table["*.dt_proj.weight"] = uniform(-(c.rank**-0.5), c.rank**-0.5)
+    return table | {"*.conv1d.bias": zeros, "*.conv1d.weight": _by_inputs, "*.out_proj.weight": _by_inputs}
+
+
+def _log_counted(key: Any, shape: Sequence[int]) -> Array:
+    return np.log(-_counted(key, shape))
+
+
+def _counted(key: Any, shape: Sequence[int]) -> Array:
+    return np.broadcast_to(-np.arange(1, shape[-1] + 1, dtype=np.float32), tuple(shape))
+
+
+def _steps(key: Any, shape: Sequence[int]) -> Array:
+    """What softplus makes steps of, whose logarithms are uniform."""
+    steps = np.exp(uniform(math.log(1e-3), math.log(1e-1))(key, shape))
+    return steps + np.log(-np.expm1(-steps))
+
+
+def _by_inputs(key: Any, shape: Sequence[int]) -> Array:
+    """Uniform by the number of inputs, as torch's own layers begin."""
+    bound = math.prod(shape[1:]) ** -0.5
+    return uniform(-bound, bound)(key, shape)
+
+
+def _qwen3_next(c: Any) -> Table:
+    """Norms multiply by 1 + weight, but for those of the delta nets."""
+    rates = lambda key, shape: np.log(uniform(0.01, 16.0)(key, shape))
+    return {"*.A_log": rates, "*.dt_bias": ones, "*.linear_attn.norm.weight": ones, "*norm.weight": zeros}
+
+
+PUBLISHED: dict[str, Callable[[Any], Table]] = {
+    "gemma": _gemma, "gemma2": _gemma, "gemma3": _gemma, "gpt2": _gpt2, "modernbert": _modernbert, "dinov2": _dinov2,
+    "dinov2-registers": _dinov2, "siglip": _siglip, "mamba": _mamba, "mamba2": _mamba, "qwen3next": _qwen3_next,
+    "qwen3.5": _qwen3_next,
+}  # fmt: skip
+
+
+def initialisers(family: str, config: Any) -> Table:
+    """The initialisers of a family by patterns of names, in the order in which they are looked at."""
+    own = PUBLISHED[family](config) if family in PUBLISHED else {}
+    rest = usual(config.initializer_range)
+    return own | {pattern: rule for pattern, rule in rest.items() if pattern not in own}
+
+
+def flow_of(config: Mapping[str, Any] | str | Path, context: int | None = None) -> ModelFlow:
+    """The flow of a Hugging Face configuration, given or in a file; decoders may be told how many positions to have."""
+    from rlx.models.load import read_config, read_json
+
+    settings = config if isinstance(config, Mapping) else read_json(Path(config))
+    family, c = read_config(settings, "config" if isinstance(config, Mapping) else str(config))
+    return family.flow(c, c.context if context is None else context) if family.kind == "decoder" else family.flow(c)
