@@ -37,6 +37,18 @@ def own_ops() -> Iterator[None]:
 
 
 @pytest.fixture
+def own_families() -> Iterator[None]:
+    """Model families that a test declares are gone after it."""
+    import rlx.models.load  # noqa: F401  declares those of rlx
+    from rlx.models.family import FAMILIES
+
+    before = dict(FAMILIES)
+    yield
+    FAMILIES.clear()
+    FAMILIES.update(before)
+
+
+@pytest.fixture
 def update(request: pytest.FixtureRequest) -> bool:
     """Whether expected outputs are rewritten instead of compared."""
     return bool(request.config.getoption("--update"))

@@ -18,6 +18,8 @@ import numpy as np
 import scipy.signal
 import scipy.special
 
+from rlx.dtypes import dtype as dtype_of
+
 Array = np.ndarray[Any, Any]
 Oracle = Callable[..., Any]
 ORACLES: dict[str, Oracle] = {}
@@ -36,7 +38,7 @@ INTEGERS = ("i8", "i16", "i32", "i64", "u8", "u32")
 EXACT = frozenset((
     "add", "sub", "mul", "div", "sqrt", "neg", "abs", "relu", "maximum", "minimum", "max", "min", "where", "cast",
     "reshape", "transpose", "slice", "expand", "assume_equal", "concatenate", "pad", "gather", "topk", "argmax",
-    "kv_append", "round",
+    "kv_append", "round", "scatter", "assign",
 ))  # fmt: skip
 
 
@@ -187,6 +189,8 @@ ORACLES |= {
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "sin": np.sin,
     "cos": np.cos,
+    "tan": np.tan,
+    "atan": np.arctan,
     "tanh": np.tanh,
     "erf": scipy.special.erf,
     "sigmoid": sigmoid,
@@ -288,6 +292,59 @@ def _softmax(x: Array, *, axis: int = -1) -> Array:
     return np.asarray(scipy.special.softmax(x, axis=axis)) if x.size else x
 
 
+@oracle("scatter")
+def _scatter(x: Array, indices: Array, updates: Array) -> Array:
+    result = x.copy()
+    for place in np.ndindex(*indices.shape):
+        result[indices[place]] = updates[place]
+    return result
+
+
+@oracle("cross_entropy")
+def _cross_entropy(logits: Array, labels: Array, *, ignore_index: int = -100) -> Array:
+    counts = labels != ignore_index
+    at = np.where(counts, labels, 0)[..., None]
+    picked = np.take_along_axis(logits, at, -1)[..., 0]
+    return np.asarray(np.where(counts, scipy.special.logsumexp(logits, axis=-1) - picked, 0))
+
+
+@oracle("cross_entropy_grad")
+def _cross_entropy_grad(logits: Array, labels: Array, dy: Array, *, ignore_index: int = -100) -> Array:
+    counts = labels != ignore_index
+    made = np.asarray(scipy.special.softmax(logits, axis=-1))
+    at = np.where(counts, labels, 0)[..., None]
+    np.put_along_axis(made, at, np.take_along_axis(made, at, -1) - 1, -1)
+    return np.asarray(made * np.where(counts, dy, 0)[..., None])
+
+
+@oracle("assign")
+def _assign(x: Array, value: Array) -> Array:
+    return value
+
+
+@oracle("adamw_update")
+def _adamw_update(
+    p: Array, m: Array, v: Array, grad: Array, rate: Array, decay: Array, root: Array, scale: Array | None = None, *,
+    beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """Loshchilov and Hutter 2019, algorithm 2, with corrections of the moments in `rate` and `root`."""
+    g = grad * (1.0 if scale is None else scale)
+    first, second = m + (1 - beta1) * (g - m), v + (1 - beta2) * (g**2 - v)
+    return p - (1 - decay) * p - rate * first / (second**0.5 / root + eps), first, second
+
+
+@oracle("sgd_update")
+def _sgd_update(
+    p: Array, grad: Array, rate: Array, velocity: Array | None = None, scale: Array | None = None, *,
+    momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0,
+) -> Any:  # fmt: skip
+    g = grad * (1.0 if scale is None else scale) + weight_decay * p
+    if velocity is None:
+        return p - rate * g
+    u = momentum * velocity + g
+    return p - rate * (momentum * u + g if nesterov else u), u
+
+
 @oracle("cumsum")
 def _cumsum(x: Array, *, axis: int = -1, exclusive: bool = False) -> Array:
     total = np.add.accumulate(x, axis=axis)
@@ -378,6 +435,35 @@ def _depthwise_conv1d_causal(x: Array, weight: Array, left_pad: Array, *, kernel
     return y
 
 
+@oracle("depthwise_conv1d_causal_carry")
+def _depthwise_conv1d_causal_carry(
+    x: Array, weight: Array, state: Array, lengths: Array, *, kernel_size: int
+) -> tuple[Array, Array]:
+    y, after = _depthwise_conv1d_causal(x, weight, state, kernel_size=kernel_size), state.copy()
+    for batch, length in enumerate(lengths):
+        line = np.concatenate([state[batch], x[batch, :length]])
+        after[batch] = line[len(line) - kernel_size + 1 :]
+    return y, after
+
+
+@oracle("gated_linear_attention_carry")
+def _gated_linear_attention_carry(q: Array, k: Array, v: Array, g: Array, state: Array) -> tuple[Array, Array]:
+    """Attention without a softmax: every earlier token counts by the gates that came after it."""
+    out, after = np.zeros_like(v), np.zeros_like(state)
+    share = v.shape[2] // q.shape[2]
+    for batch, head in np.ndindex(v.shape[0], v.shape[2]):
+        queries, keys = q[batch, :, head // share], k[batch, :, head // share]
+        gates = np.cumsum(g[batch, :, head])
+        for t in range(len(gates)):
+            scores = keys[: t + 1] @ queries[t] * np.exp(gates[t] - gates[: t + 1])
+            out[batch, t, head] = (
+                scores @ v[batch, : t + 1, head] + math.exp(gates[t]) * queries[t] @ state[batch, head]
+            )
+        kept = np.exp(gates[-1] - gates)[:, None] * keys
+        after[batch, head] = math.exp(gates[-1]) * state[batch, head] + kept.T @ v[batch, :, head]
+    return out, after
+
+
 def _two(value: Any) -> Any:
     return (value, value) if isinstance(value, int) else value
 
@@ -434,6 +520,15 @@ def _pool2d(x: Array, *, kind: str, kernel: Any, stride: Any = None, padding: An
     return y
 
 
+@oracle("pool1d")
+def _pool1d(x: Array, *, kind: str, kernel: int, stride: int | None = None, padding: int = 0) -> Array:
+    step = stride or kernel
+    padded = np.pad(x, ((0, 0), (0, 0), (padding, padding)), constant_values=-np.inf if kind == "max" else 0)
+    starts = range(0, padded.shape[2] - kernel + 1, step)
+    seen = [padded[:, :, i : i + kernel] for i in starts]
+    return np.stack([w.max(2) if kind == "max" else w.mean(2) for w in seen], axis=2)
+
+
 def _repeated(scales: Array, rank: int, axis: int | None, scheme: str | None) -> Array:
     """Scales of a tensor, of an axis, or of blocks of rows, as they meet the numbers."""
     if scheme is not None and "/" in scheme:
@@ -472,6 +567,13 @@ def _random_uniform(key: Array, *, shape: Any) -> Array:
     return np.asarray((_random_bits(key, shape=shape) // 256) / 2**24)
 
 
+@oracle("random_normal")
+def _random_normal(key: Array, *, shape: Any) -> Array:
+    """Two uniform numbers as a complex one whose real part is normal."""
+    u = _random_uniform(key, shape=(*shape, 2))
+    return np.asarray((np.sqrt(-2 * np.log1p(-u[..., 0])) * np.exp(2j * np.pi * u[..., 1])).real)
+
+
 @oracle("dequantise")
 def _dequantise(
     x: Array, scale: Array | None = None, zp: Array | None = None, *, axis: int | None = None, scheme: str | None = None
@@ -491,11 +593,28 @@ def _dequantise(
     return (x - shift) * _repeated(scale, x.ndim, axis, scheme)
 
 
+def _nearest_tiny(x: Array, kind: str) -> Array:
+    """The bits of the nearest of all numbers there are; of two equally near ones those that are even."""
+    bits = np.arange(16 if kind == "nvfp4/16" else 256)
+    sizes = _tiny(bits[: len(bits) // 2], kind)
+    sizes = sizes[np.isfinite(sizes)]  # they rise with their bits
+    after = np.searchsorted(sizes, np.abs(x)).clip(1, len(sizes) - 1)
+    low, high = np.abs(x) - sizes[after - 1], sizes[after] - np.abs(x)
+    nearest = after - (low < high) - ((low == high) & (after % 2 == 1))
+    return nearest + np.signbit(x) * (len(bits) // 2)
+
+
 @oracle("quantise")
 def _quantise(
     x: Array, scale: Array, zp: Array | None = None, *, axis: int | None = None, dtype: str = "i8",
     scheme: str | None = None,
 ) -> Array:  # fmt: skip
+    if scheme in ("fp8e4m3", "fp8e5m2"):
+        return _nearest_tiny(x / scale, scheme)
+    if scheme == "nvfp4/16":
+        step = _repeated(_tiny(scale, "fp8e4m3"), x.ndim, None, scheme) * (1.0 if zp is None else zp)
+        nibbles = _nearest_tiny(np.divide(x, step, out=np.zeros(x.shape), where=step != 0), scheme)
+        return nibbles[..., 0::2] + 16 * nibbles[..., 1::2]
     whole = np.rint(x / _repeated(scale, x.ndim, axis, scheme))
     whole = whole + (0 if zp is None else _repeated(zp, x.ndim, axis, scheme))
     if scheme is None or not scheme.startswith("int4"):
@@ -509,16 +628,65 @@ def _quant_scale(x: Array, *, axis: int | None = None, scheme: str | None = None
     if scheme is None:
         rows = x.reshape(1, -1) if axis is None else np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1)
         return (np.abs(rows).max(1) / 127).reshape(() if axis is None else (-1,))
-    size = int(scheme.split("/")[1])
-    parts = [np.abs(x[..., i : i + size, :]).max(-2) for i in range(0, x.shape[-2], size)]
-    return np.stack(parts, axis=-2) / (7 if scheme.startswith("int4") else 127)
+    kind, _, size = scheme.partition("/")
+    if not size:
+        return np.abs(x).reshape(-1, x.shape[-1]).max(0) / (448 if kind == "fp8e4m3" else 57344)
+    parts = [np.abs(x[..., i : i + int(size), :]).max(-2) for i in range(0, x.shape[-2], int(size))]
+    return np.stack(parts, axis=-2) / {"int4": 7, "nvfp4": 6}.get(kind, 127)
+
+
+def _fake_step(x: Array, scale: Array | None, bits: int, axis: int | None) -> Array:
+    """A scale for each element of x."""
+    if scale is None:
+        others = None if axis is None else tuple(a for a in range(x.ndim) if a != axis % x.ndim)
+        scale = np.abs(x).max(others) / (2 ** (bits - 1) - 1)
+    return np.broadcast_to(_repeated(scale, x.ndim, axis, None), x.shape)
+
+
+@oracle("quantise_rows")
+def _quantise_rows(x: Array) -> tuple[Array, Array, Array]:
+    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    scale = np.maximum((high - low) / 255, 1e-12)
+    return saturated(np.rint((x - low) / scale), "u8"), scale, low
+
+
+@oracle("round_blocks")
+def _round_blocks(x: Array, *, block: int) -> Array:
+    parts = x.reshape(-1, block)
+    scales = np.array([max(abs(v) for v in part) / 127 for part in parts])[:, None]
+    codes = np.rint(np.divide(parts, scales, out=np.zeros_like(parts), where=scales > 0))
+    return (codes * scales).reshape(x.shape)
 
 
 @oracle("fake_quantise")
-def _fake_quantise(x: Array, *, bits: int = 8, axis: int | None = None) -> Array:
-    others = None if axis is None else tuple(a for a in range(x.ndim) if a != axis % x.ndim)
-    step = np.abs(x).max(others, keepdims=True) / (2 ** (bits - 1) - 1)
-    return np.rint(x / step) * step
+def _fake_quantise(x: Array, scale: Array | None = None, *, bits: int = 8, axis: int | None = None) -> Array:
+    step, top = _fake_step(x, scale, bits, axis), 2 ** (bits - 1) - 1
+    return np.clip(np.rint(x / step), -top, top) * step
+
+
+@oracle("running_scale")
+def _running_scale(x: Array, state: Array, *, bits: int = 8, axis: int | None = None, decay: float = 0.99) -> Array:
+    steps = _fake_step(x, None, bits, axis)
+    now = steps.flat[0] if axis is None else np.moveaxis(steps, axis, 0).reshape(x.shape[axis], -1)[:, 0]
+    return np.where(state > 0, decay * state + (1 - decay) * now, now)
+
+
+@oracle("fake_quantise_grad")
+def _fake_quantise_grad(
+    x: Array, dy: Array, scale: Array | None = None, *, bits: int = 8, axis: int | None = None, ste: str = "identity"
+) -> Array:
+    z, top = x / _fake_step(x, scale, bits, axis), 2 ** (bits - 1) - 1
+    inside = np.abs(z) <= top * (1 + 1e-12)
+    slopes = {"identity": np.ones_like(z), "clipped": inside, "tanh": 1 / np.cosh(z) ** 2,
+              "hard_tanh": np.where(inside, 1 - np.abs(z) / top, 0)}  # fmt: skip
+    return dy * slopes[ste]
+
+
+@oracle("fake_quantise_scale_grad")
+def _fake_quantise_scale_grad(x: Array, scale: Array, dy: Array, *, bits: int = 8, axis: int | None = None) -> Array:
+    z, top = x / _fake_step(x, scale, bits, axis), 2 ** (bits - 1) - 1
+    terms = dy * np.where(np.abs(z) <= top, np.rint(z) - z, np.sign(z) * top)
+    return terms.sum() if axis is None else np.moveaxis(terms, axis, 0).reshape(x.shape[axis], -1).sum(1)
 
 
 @oracle("dequant_matmul")
@@ -528,20 +696,27 @@ def _dequant_matmul(x: Array, w: Array, scale: Array | None = None, zp: Array | 
 
 
 def _unpacked(x: Array) -> Array:
-    """The reader of the `gguf` package, on the bytes; types are told apart by the size of their blocks."""
-    sizes = {18: "Q4_0", 20: "Q4_1", 22: "Q5_0", 24: "Q5_1", 34: "Q8_0", 84: "Q2_K", 110: "Q3_K", 144: "Q4_K",
-             176: "Q5_K", 210: "Q6_K"}  # fmt: skip
-    if x.dtype.itemsize == 292:  # Q8_K, which no reader has: ggml defines it as d · qs
-        return (x["d"][..., None] * x["qs"].astype(np.float32)).reshape(*x.shape[:-1], -1)
+    """The reader of the `gguf` package, on the bytes; what it has none for, ggml defines as d times small integers."""
+    name = dtype_of(x.dtype).name
+    if name in ("q8_k", "q8_1", "q1_0", "q2_0"):
+        parts = {"q1_0": lambda: np.unpackbits(x["bits"], axis=-1, bitorder="little") * 2.0 - 1,
+                 "q2_0": lambda: np.stack([x["pairs"] // 4**i % 4 - 1.0 for i in range(4)], axis=-1)}  # fmt: skip
+        numbers = parts.get(name, lambda: x["qs"])().astype(np.float32).reshape(*x.shape, -1)
+        return (x["d"].astype(np.float32)[..., None] * numbers).reshape(*x.shape[:-1], -1)
     raw = np.ascontiguousarray(x).view(np.uint8).reshape(*x.shape[:-1], -1)
     with np.errstate(all="ignore"):
-        return np.asarray(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[sizes[x.dtype.itemsize]]))
+        return np.asarray(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name.upper()]))
 
 
 @oracle("gather")
 def _gather(table: Array, indices: Array, *, axis: int = 0) -> Array:
     rows = np.moveaxis(table, axis, 0)[indices]  # the axes of `indices`, then the others of the table
     return np.moveaxis(rows, range(indices.ndim), range(axis % table.ndim, axis % table.ndim + indices.ndim))
+
+
+@oracle("grouped_matmul")
+def _grouped_matmul(x: Array, w: Array, index: Array) -> Array:
+    return np.stack([row.astype(np.float64) @ w[at].astype(np.float64) for row, at in zip(x, index, strict=True)])
 
 
 @oracle("scatter_add")
@@ -640,12 +815,14 @@ def _sees(kind: str, query: int, key: int) -> bool:
 
 # -- the KV cache -----------------------------------------------------------------------------------------------------
 @oracle("kv_append")
-def _kv_append(cache: Array, new: Array, positions: Array, *, kind: str) -> Array:
+def _kv_append(cache: Array, new: Array, positions: Array, *, kind: str, ring: bool = False) -> Array:
     """By way of the plain layout: one row a position."""
     result = cache.copy()
     rows = result.transpose(0, 2, 4, 1, 3) if kind == "keys" else result.transpose(0, 2, 1, 3)
+    capacity = result.shape[2] * (64 if kind == "keys" else 1)
     for b, s in np.ndindex(positions.shape):
         if (p := positions[b, s]) >= 0:
+            p = p % capacity if ring else p
             rows[(b, *divmod(p, 64)) if kind == "keys" else (b, p)] = new[b, s]
     return result
 
@@ -653,12 +830,12 @@ def _kv_append(cache: Array, new: Array, positions: Array, *, kind: str) -> Arra
 @oracle("cached_attention")
 def _cached_attention(
     q: Array, keys: Array, values: Array, positions: Array, *, mask_kind: str = "causal", scale: float | None = None,
-    softcap: float | None = None,
+    softcap: float | None = None, ring: bool = False,
 ) -> Array:  # fmt: skip
-    """Attention of each query by itself, over the keys up to its position."""
+    """Attention of each query by itself, over the keys up to its position; in a ring the old ones are not looked at."""
     result = np.zeros((*q.shape[:3], values.shape[3]))
     for b, s in np.ndindex(positions.shape):
-        past = range(positions[b, s] + 1)
+        past = [p % values.shape[2] if ring else p for p in range(int(positions[b, s]) + 1)]
         if past:
             k = np.array([[keys[b, :, p // 64, :, p % 64] for p in past]])
             v = values[b : b + 1, :, past].swapaxes(1, 2)

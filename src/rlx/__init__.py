@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from rlx import debug as debug
     from rlx import errors as errors
     from rlx import flow as flow
+    from rlx import functional as functional
+    from rlx import train as train
+    from rlx import transforms as transforms
     from rlx.dtypes import dtype as dtype
     from rlx.engine.embed import EmbeddingModel as EmbeddingModel
     from rlx.engine.export import export as export
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from rlx.engine.language import LanguageModel as LanguageModel
     from rlx.engine.model import Model as Model
     from rlx.engine.model import load as load
+    from rlx.engine.vision import VisionModel as VisionModel
     from rlx.flow.context import FlowCtx as FlowCtx
     from rlx.flow.emit import Emit as Emit
     from rlx.flow.flow import BuiltModel as BuiltModel
@@ -35,6 +40,27 @@ if TYPE_CHECKING:
     from rlx.flow.state import GdnInputSlots as GdnInputSlots
     from rlx.flow.weights import MapWeights as MapWeights
     from rlx.flow.weights import WeightSource as WeightSource
+    from rlx.functional import random as random
+    from rlx.functional import tree as tree
+    from rlx.functional.control import cond as cond
+    from rlx.functional.control import fori_loop as fori_loop
+    from rlx.functional.control import scan as scan
+    from rlx.functional.control import while_loop as while_loop
+    from rlx.functional.custom import custom_jvp as custom_jvp
+    from rlx.functional.custom import custom_vjp as custom_vjp
+    from rlx.functional.jitted import explain as explain
+    from rlx.functional.jitted import jit as jit
+    from rlx.functional.tracing import trace as trace
+    from rlx.functional.transforms import checkpoint as checkpoint
+    from rlx.functional.transforms import grad as grad
+    from rlx.functional.transforms import hessian as hessian
+    from rlx.functional.transforms import hvp as hvp
+    from rlx.functional.transforms import jacfwd as jacfwd
+    from rlx.functional.transforms import jacrev as jacrev
+    from rlx.functional.transforms import jvp as jvp
+    from rlx.functional.transforms import value_and_grad as value_and_grad
+    from rlx.functional.transforms import vjp as vjp
+    from rlx.functional.transforms import vmap as vmap
     from rlx.hir.blocks import Activation as Activation
     from rlx.ir.custom import MultiOutputHandle as MultiOutputHandle
     from rlx.ir.diff import diff as diff
@@ -49,6 +75,8 @@ if TYPE_CHECKING:
     from rlx.ops.attention import MaskKind as MaskKind
     from rlx.profile import CompileProfile as CompileProfile
     from rlx.profile import FusionPolicy as FusionPolicy
+    from rlx.profile import KernelDispatchConfig as KernelDispatchConfig
+    from rlx.profile import KernelDispatchPolicy as KernelDispatchPolicy
     from rlx.quant import QuantScheme as QuantScheme
     from rlx.runtime.compiled import CompiledGraph as CompiledGraph
     from rlx.runtime.dispatch import DispatchReport as DispatchReport
@@ -92,6 +120,8 @@ _PUBLIC = {
     "Graph": ("rlx.ir.graph", "Graph"),
     "GraphModule": ("rlx.module", "GraphModule"),
     "GraphStage": ("rlx.module", "GraphStage"),
+    "KernelDispatchConfig": ("rlx.profile", "KernelDispatchConfig"),
+    "KernelDispatchPolicy": ("rlx.profile", "KernelDispatchPolicy"),
     "LanguageModel": ("rlx.engine.language", "LanguageModel"),
     "LayerStack": ("rlx.flow.layers", "LayerStack"),
     "LirModule": ("rlx.module", "LirModule"),
@@ -111,8 +141,10 @@ _PUBLIC = {
     "SideOutputs": ("rlx.flow.side", "SideOutputs"),
     "TensorType": ("rlx.types", "TensorType"),
     "Value": ("rlx.ir.graph", "Value"),
+    "VisionModel": ("rlx.engine.vision", "VisionModel"),
     "WeightSource": ("rlx.flow.weights", "WeightSource"),
     "compile": ("rlx.runtime.session", "compile"),
+    "debug": ("rlx.debug", ""),
     "diff": ("rlx.ir.diff", "diff"),
     "dim": ("rlx.types", "dim"),
     "dim_max": ("rlx.types", "dim_max"),
@@ -121,18 +153,38 @@ _PUBLIC = {
     "errors": ("rlx.errors", ""),
     "export": ("rlx.engine.export", "export"),
     "flow": ("rlx.flow", ""),
+    "functional": ("rlx.functional", ""),
     "load": ("rlx.engine.model", "load"),
     "load_exported": ("rlx.engine.export", "load_exported"),
     "op": ("rlx.lir.custom", "op"),
+    "random": ("rlx.functional.random", ""),
     "stage": ("rlx.ir.provenance", "stage"),
     "sym": ("rlx.types", "sym"),
+    "train": ("rlx.train", ""),
+    "transforms": ("rlx.transforms", ""),
+    "tree": ("rlx.functional.tree", ""),
 }
 
-__all__ = ["__version__", *_PUBLIC]
+# Functions of arrays, under the names that rlx.functional has them by.
+_FUNCTION_NAMES = (
+    "abs add all any arange arctan argmax argmin argsort asarray astype at attention broadcast_to ceil checkpoint "
+    "clip concatenate cond conv1d conv2d cos cross_entropy cumsum custom_jvp custom_vjp dequantise divide dot "
+    "einsum equal erf exp expand_dims explain expm1 eye fake_quantise flip floor floor_divide fori_loop full "
+    "gated_delta_net gather gelu grad greater greater_equal hessian hvp isfinite isinf isnan jacfwd jacrev jit jvp "
+    "layer_norm less less_equal linspace log log1p log_softmax logaddexp logical_and logical_not logical_or "
+    "logsumexp matmul max maximum mean min minimum mod moveaxis mul multiply negative not_equal one_hot ones "
+    "ones_like outer pad pool1d pool2d power prod quantise ravel reciprocal relu repeat reshape rms_norm roll rope "
+    "round rsqrt scan scatter scatter_add selective_scan sigmoid sign silu sin softmax softplus sort split sqrt "
+    "square squeeze stack std stop_gradient sub subtract sum swapaxes take take_along_axis tan tanh tensordot tile "
+    "topk trace transpose tril triu value_and_grad var vjp vmap where while_loop zeros zeros_like "
+)
+_FUNCTIONS = _FUNCTION_NAMES.split()
+
+__all__ = ["__version__", *_PUBLIC, *_FUNCTIONS]
 
 
 def __getattr__(name: str) -> Any:
-    found = _PUBLIC.get(name)
+    found = ("rlx.functional", name) if name in _FUNCTIONS else _PUBLIC.get(name)
     if found is None:
         raise AttributeError(f"module 'rlx' has no attribute {name!r}")
     if name in ("Graph", "Value", "MaskKind", "op"):

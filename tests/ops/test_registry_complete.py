@@ -164,7 +164,9 @@ def bad(op: str, operands: str, error: type[GraphError], says: str, **attrs: Any
     return Bad(op, operands, error, says, attrs)
 
 
-FLOAT_UNARY = ["exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "relu", "erf", "sigmoid", "silu", "gelu"]
+FLOAT_UNARY = [
+    "exp", "log", "sqrt", "rsqrt", "sin", "cos", "tan", "atan", "tanh", "relu", "erf", "sigmoid", "silu", "gelu",
+]  # fmt: skip
 NUMBER_BINARY = ["add", "sub", "mul", "maximum", "minimum", "less", "less_equal", "greater", "greater_equal"]
 FOLDS = ["sum", "prod", "mean", "max", "min"]
 NUMBER_FOLDS = ["sum", "prod", "max", "min", "argmax", "cumsum"]
@@ -175,7 +177,9 @@ ROPE = "f32[2, 3, 2, 8]; f32[9, 4]; f32[9, 4]; i32[2, 3]"
 FFN = "f32[8, 12]; f32[8, 12]; f32[12, 8]; f32[6, 2]; f32[6, 2]"
 LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "eps": 1e-5}
 
-RANDOM = ("random_bits", "random_uniform")
+RANDOM = ("random_bits", "random_uniform", "random_normal")
+LOSSES = (("cross_entropy", ""), ("cross_entropy_grad", "; f32[4]"))
+NUMBERS = "; f32[]; f32[]; f32[]"  # of an optimiser
 BAD_CALLS = [
     # -- elementwise
     *(bad(op, "i32[3]", DTypeError, f"{op}: takes floats; i32") for op in (*FLOAT_UNARY, "gelu_tanh", "round")),
@@ -204,6 +208,36 @@ BAD_CALLS = [
     bad("topk", "f32[]", ShapeError, "topk: needs an axis; scalar", k=1),
     bad("topk", "bool[5]", DTypeError, "topk: takes numbers; bool", k=1),
     bad("topk", "f32[5]", GraphError, "topk: attribute 'k' is missing"),
+    # -- scatter
+    bad("scatter", "f32[3, 4]; f32[2]; f32[2, 4]", DTypeError, "scatter: indices are integers; f32"),
+    bad("scatter", "f32[3, 4]; i32[2]; f32[2, 5]", ShapeError, "scatter: ; f32[2, 5]; [2, 4]"),
+    bad("scatter", "f32[3, 4]; i32[2]; f32[2]", ShapeError, "scatter: ; f32[2]; [2, 4]"),
+    bad("scatter", "f32[3, 4]; i32[2]; f16[2, 4]", DTypeError, "scatter: ; f16; f32"),
+    bad("scatter", "f32[]; i32[2]; f32[2]", ShapeError, "scatter: ; axis; f32[]"),
+    # -- losses
+    *(bad(op, f"f32[4, 7]; f32[4]{more}", DTypeError, f"{op}: labels are integers; f32") for op, more in LOSSES),
+    *(bad(op, f"f32[4, 7]; i32[5]{more}", ShapeError, f"{op}: labels; i32[5]; f32[4, 7]") for op, more in LOSSES),
+    *(bad(op, f"i32[4, 7]; i32[4]{more}", DTypeError, f"{op}: logits are floats; i32") for op, more in LOSSES),
+    *(bad(op, f"f32[]; i32[]{more}", ShapeError, f"{op}: ; axis of classes; f32[]") for op, more in LOSSES),
+    bad("cross_entropy_grad", "f32[4, 7]; i32[4]; f32[5]", ShapeError, "cross_entropy_grad: dy; f32[5]; f32[4, 7]"),
+    bad("cross_entropy_grad", "f32[4, 7]; i32[4]; i32[4]", DTypeError, "cross_entropy_grad: dy are floats; i32"),
+    # -- updates
+    bad("assign", "f32[3, 4]; f32[4, 3]", ShapeError, "assign: the value is f32[4, 3]; f32[3, 4]"),
+    bad("assign", "f32[3]; f16[3]", DTypeError, "assign: the value is f16[3]; f32[3]"),
+    bad("adamw_update", f"i32[3]; i32[3]; i32[3]; i32[3]{NUMBERS}", DTypeError, "adamw_update: takes floats; i32[3]"),
+    bad("adamw_update", f"f32[3]; f32[3]; f32[4]; f32[3]{NUMBERS}", ShapeError, "adamw_update: v is f32[4]; f32[3]"),
+    bad("adamw_update", f"f32[3]; f32[3]; f32[3]; f16[3]{NUMBERS}", DTypeError, "adamw_update: grad is f16[3]; f32[3]"),
+    bad("adamw_update", "f32[3]; f32[3]; f32[3]; f32[3]; f32[1]; f32[]; f32[]",
+        ShapeError, "adamw_update: rate is f32[1]; one float"),
+    bad("adamw_update", f"f32[3]; f32[3]; f32[3]; f32[3]{NUMBERS}",
+        GraphError, "adamw_update: beta2 is 1.0; 0 <= beta2 < 1", beta2=1.0),
+    bad("adamw_update", f"f32[3]; f32[3]; f32[3]; f32[3]{NUMBERS}",
+        GraphError, "adamw_update: eps is -1; number from 0", eps=-1),
+    bad("sgd_update", "f32[3]; f32[3, 1]; f32[]", ShapeError, "sgd_update: grad is f32[3, 1]; f32[3]"),
+    bad("sgd_update", "f32[3]; f32[3]; i32[]", ShapeError, "sgd_update: rate is i32[]; one float"),
+    bad("sgd_update", "f32[3]; f32[3]; f32[]", GraphError, "sgd_update: momentum is 0.9; no velocity", momentum=0.9),
+    bad("sgd_update", "f32[3]; f32[3]; f32[]",
+        GraphError, "sgd_update: weight_decay is inf; number from 0", weight_decay=float("inf")),
     # -- shapes
     bad("reshape", "f32[2, 3]", ShapeError, "reshape: 6 elements; [4, 2]", shape=(4, 2)),
     bad("transpose", "f32[2, 3]", ShapeError, "transpose: axes (0, 0); 2 axes", axes=(0, 0)),
@@ -236,6 +270,10 @@ BAD_CALLS = [
     bad("conv1d", "f32[1, 3, 8]; f32[4, 3, 3]", GraphError, "conv1d: stride is 1.5", stride=1.5),
     bad("pool2d", "f32[1, 3, 8, 8]", GraphError, "pool2d: kind 'least'", kind="least", kernel=2),
     bad("pool2d", "f32[1, 3, 8, 8]", ShapeError, "pool2d: padding (2, 2); (3, 3)", kind="max", kernel=3, padding=2),
+    bad("pool1d", "f32[1, 3, 8, 8]", ShapeError, "pool1d: x is [batch, channels, length]", kind="max", kernel=2),
+    bad("pool1d", "f32[1, 3, 8]", GraphError, "pool1d: kernel is (2, 2)", kind="max", kernel=(2, 2)),
+    bad("pool1d", "f32[1, 3, 8]", ShapeError, "pool1d: a kernel of 9 does not fit 8", kind="max", kernel=9),
+    bad("pool1d", "f32[1, 3, 8]", ShapeError, "pool1d: padding (2,); (3,)", kind="max", kernel=3, padding=2),
     bad("selective_scan", "f32[1, 5, 4]; f32[1, 5, 3]; f32[4, 2]; f32[1, 5, 2]; f32[1, 5, 2]", ShapeError,
         "selective_scan: delta is f32[1, 5, 3], wanted [1, 5, 4]", state_size=2),
     bad("selective_scan_carry", "f32[1, 5, 4]; f32[1, 5, 4]; f32[4, 2]; f32[1, 5, 2]; f32[1, 5, 2]; f32[1, 4, 3]",
@@ -245,10 +283,18 @@ BAD_CALLS = [
     bad("gated_delta_net_carry",
         "f32[1, 5, 2, 4]; f32[1, 5, 2, 4]; f32[1, 5, 2, 4]; f32[1, 5, 2]; f32[1, 5, 2]; f64[1, 2, 4, 4]", DTypeError,
         "gated_delta_net_carry: takes floats of one type; f64", state_size=4),
+    bad("gated_linear_attention_carry",
+        "f32[1, 5, 2, 4]; f32[1, 5, 2, 4]; f32[1, 5, 3, 8]; f32[1, 5, 3]; f32[1, 3, 4, 8]", ShapeError,
+        "gated_linear_attention_carry: 3 heads are no multiple of 2 groups"),
+    bad("depthwise_conv1d_causal_carry", "f32[1, 5, 4]; f32[4, 3]; f32[1, 2, 4]; f32[1]", DTypeError,
+        "depthwise_conv1d_causal_carry: lengths are integers, found f32[1]", kernel_size=3),
     bad("depthwise_conv1d_causal", "f32[1, 5, 4]; f32[4, 3]; f32[1, 3, 4]", ShapeError,
         "depthwise_conv1d_causal: left_pad is f32[1, 3, 4], wanted [1, 2, 4]", kernel_size=3),
     *(bad(op, "i32[2]", DTypeError, f"{op}: a key is two numbers of u32; i32[2]", shape=(3,)) for op in RANDOM),
     *(bad(op, "u32[3]", ShapeError, f"{op}: a key is two numbers of u32; u32[3]", shape=(3,)) for op in RANDOM),
+    bad("round_blocks", "f16[2, 32]", DTypeError, "round_blocks: takes f32; f16[2, 32]", block=32),
+    bad("round_blocks", "f32[2, 40]", ShapeError, "round_blocks: ; f32[2, 40]; whole blocks of 32", block=32),
+    bad("round_blocks", "f32[2, 64]", ShapeError, "round_blocks: block is 64; 32 or 256", block=64),
     bad("dequantise", "f32[2, 32]", DTypeError, "dequantise: takes packed blocks, i8 or u8; f32[2, 32]"),
     bad("dequantise", "q8_0[2, 32]; f32[]", GraphError, "dequantise: q8_0[2, 32] keeps its scales inside"),
     bad("dequantise", "i8[2, 32]", GraphError, "dequantise: i8[2, 32] has no scale"),
@@ -266,11 +312,20 @@ BAD_CALLS = [
     bad("quantise", "i32[2, 3]; f32[]", DTypeError, "quantise: makes i8 or u8 of floats; i32[2, 3]"),
     bad("quantise", "f32[2, 3]; f32[2]", ShapeError, "quantise: scale is f32[2], wanted [3]", axis=-1),
     bad("quantise", "f32[8, 3]; f32[2, 3]", ShapeError, "quantise: n is 3; byte", scheme="int4/4"),
-    bad("quantise", "f32[8, 3]; f32[3]", GraphError, "quantise: makes integers; fp8e5m2", scheme="fp8e5m2"),
+    bad("quantise", "f32[8, 3]; f32[3]", GraphError, "quantise: makes no blocks of files; gguf_q4k", scheme="gguf_q4k"),
+    bad("quantise", "f32[8, 3]; f32[3]; f32[3]", GraphError, "quantise: fp8e5m2 has no zero points", scheme="fp8e5m2"),
+    bad("quantise", "f32[8, 3]; f32[3]", GraphError, "fp8e4m3 has its own axis; axis=1", scheme="fp8e4m3", axis=1),
+    bad("quantise", "f32[16, 4]; f32[1, 4]", DTypeError, "nvfp4/16 is f32[1, 4], wanted u8", scheme="nvfp4/16"),
     bad("quant_scale", "f32[9, 3]", ShapeError, "quant_scale: k is 9, not whole blocks of 4", scheme="int8/4"),
     bad("quant_scale", "i32[3]", DTypeError, "quant_scale: takes floats; i32[3]"),
     bad("fake_quantise", "f32[3]", GraphError, "fake_quantise: bits is 1, wanted 2 to 16", bits=1),
     bad("fake_quantise", "f32[3]", ShapeError, "fake_quantise: axis 1; rank-1", axis=1),
+    bad("fake_quantise", "f32[3]; f32[3]", ShapeError, "fake_quantise: scale is f32[3], wanted []"),
+    bad("running_scale", "f32[2, 3]; f32[2]", ShapeError, "running_scale: scale is f32[2], wanted [3]", axis=1),
+    bad("running_scale", "f32[3]; f32[]", GraphError, "running_scale: decay is 2, wanted 0 to 1", decay=2),
+    bad("fake_quantise_grad", "f32[3]; f32[4]", ShapeError, "fake_quantise_grad: dy is f32[4], wanted [3]"),
+    bad("fake_quantise_grad", "f32[3]; f32[3]", GraphError, "fake_quantise_grad: ste is 'sign'; tanh", ste="sign"),
+    bad("fake_quantise_scale_grad", "f32[3]; f32[]; f16[3]", DTypeError, "dy is f16[3], wanted the type of x, f32[3]"),
     bad("dequant_matmul", "i32[2, 32]; q8_0[4, 32]", DTypeError, "x is i32[2, 32], wanted floats", scheme="gguf_q8_0"),
     bad("dequant_matmul", "f32[2, 32]; q8_0[4, 32]", DTypeError, "stored as q4_0[n, k]; q8_0[4, 32]",
         scheme="gguf_q4_0"),
@@ -279,6 +334,11 @@ BAD_CALLS = [
         scheme="gguf_q8_0"),
     bad("gather", "f32[3, 4]; f32[2]", DTypeError, "gather: indices are integers; f32"),
     bad("gather", "f32[3, 4]; i32[2]", ShapeError, "gather: axis 2; rank-2", axis=2),
+    bad("grouped_matmul", "f32[3, 4]; f32[4, 5]; i32[3]", ShapeError, "grouped_matmul: ; f32[4, 5]"),
+    bad("grouped_matmul", "f32[3, 4]; f32[2, 5, 6]; i32[3]", ShapeError, "grouped_matmul: inner sizes differ; 4; 5"),
+    bad("grouped_matmul", "f32[3, 4]; f32[2, 4, 6]; i32[2]", ShapeError, "grouped_matmul: 3 rows; 2 indices"),
+    bad("grouped_matmul", "f32[3, 4]; f32[2, 4, 6]; f32[3]", DTypeError, "grouped_matmul: indices are integers; f32"),
+    bad("grouped_matmul", "i32[3, 4]; f32[2, 4, 6]; i32[3]", DTypeError, "grouped_matmul: takes floats; i32"),
     bad("scatter_add", "f32[3, 4]; f32[2]; f32[2, 4]", DTypeError, "scatter_add: indices are integers; f32"),
     bad("scatter_add", "f32[3, 4]; i32[2]; f32[2, 5]", ShapeError, "scatter_add: ; f32[2, 5]; [2, 4]"),
     bad("scatter_add", "f32[3, 4]; i32[2]; f32[2]", ShapeError, "scatter_add: ; f32[2]; [2, 4]"),
@@ -290,6 +350,8 @@ BAD_CALLS = [
     bad("matmul", "f32[2, 3, 4]; f32[5, 4, 6]", ShapeError, "matmul: ; 2 and 5"),
     bad("matmul", "bool[2, 3]; bool[3, 2]", DTypeError, "matmul: takes numbers; bool"),
     bad("matmul", "f32[2, n]; f32[m, 5]", ShapeError, "matmul: inner sizes differ, n and m"),
+    bad("quantise_rows", "i32[2, 4]", DTypeError, "quantise_rows: takes floats; i32[2, 4]"),
+    bad("quantise_rows", "f32[]", ShapeError, "quantise_rows: needs an axis; scalar"),
     *(bad(op, "f32[2, 4]; f32[5]", ShapeError, f"{op}: gamma has 5; 4") for op in ("layer_norm", "rms_norm")),
     *(bad(op, "f32[2, 4]; f32[4]; f32[5]", ShapeError, f"{op}: beta has 5; 4") for op in ("layer_norm", "rms_norm")),
     *(bad(op, "f32[2, 4]; f32[1, 4]", ShapeError, f"{op}: gamma has 2 axes; 1") for op in ("layer_norm", "rms_norm")),
@@ -348,7 +410,16 @@ BAD_CALLS = [
         DTypeError, "kv_append: new values are floats; i32", kind="values"),
     bad("kv_append", "f32[2, 2, 9, 8]; f32[2, 5, 2, 8]; i32[2, 4]",
         ShapeError, "kv_append: positions i32[2, 4]; [2, 5]", kind="values"),
+    bad("kv_append", "q8_0[2, 2, 3, 32, 64]; f32[2, 5, 2, 64]; i32[2, 5]",
+        ShapeError, "kv_append: a cache of keys is; blocks, 64, head_dim; q8_0[2, 2, 3, 32, 64]", kind="keys"),
+    bad("kv_append", "q4_0[2, 2, 9, 32]; f32[2, 5, 2, 32]; i32[2, 5]",
+        DTypeError, "kv_append: a cache of values holds floats or q8_0; q4_0", kind="values"),
     bad("cached_attention", CACHED, GraphError, "cached_attention: mask kind 'none'", mask_kind="none"),
+    bad("cached_attention", CACHED, GraphError, "cached_attention: a ring forgets; 'causal'", ring=True),
+    bad("cached_attention", "f32[2, 5, 4, 8]; f32[2, 2, 3, 8, 64]; f32[2, 2, 191, 8]; i32[2, 5]",
+        ShapeError, "cached_attention: a ring of 192 keys and 191 values", mask_kind="sliding(9)", ring=True),
+    bad("cached_attention", "f64[2, 5, 4, 32]; q8_0[2, 2, 3, 64, 32]; q8_0[2, 2, 192, 32]; i32[2, 5]",
+        DTypeError, "cached_attention: both caches have one type; f64; q8_0"),
     bad("cached_attention", CACHED, GraphError, "cached_attention: softcap is -1.0", softcap=-1.0),
     bad("cached_attention", "f32[2, 5, 3, 8]; f32[2, 2, 3, 8, 64]; f32[2, 2, 192, 8]; i32[2, 5]",
         ShapeError, "cached_attention: 3 query heads; 2 key heads"),

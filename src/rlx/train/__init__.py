@@ -1,0 +1,8 @@
+"""Training: optimisers, and one compiled call that does forward, backward and update in place."""
+
+from rlx.train.optimisers import Optimiser as Optimiser
+from rlx.train.optimisers import adamw as adamw
+from rlx.train.optimisers import sgd as sgd
+from rlx.train.step import TrainStep as TrainStep
+from rlx.train.step import step as step
+from rlx.train.step import step_graph as step_graph
