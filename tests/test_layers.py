@@ -14,8 +14,8 @@ ROOT = Path(rlx.__file__).parent
 # Lowest first; layers of one row do not import each other.
 ROWS = [
     ["errors"], ["dtypes"], ["types"], ["profile", "target", "quant"], ["ir", "formats"], ["ops"], ["hir"],
-    ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["runtime"], ["functional"], ["flow", "hub"], ["models"],
-    ["engine", "train"], ["server"], ["cli"], ["__main__"],
+    ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["runtime"], ["functional"], ["debug"], ["flow", "hub"],
+    ["models"], ["engine", "train"], ["server"], ["cli"], ["__main__"],
 ]  # fmt: skip
 RANK = {layer: rank for rank, row in enumerate(ROWS) for layer in row}
 # Lazy reaches upwards: `Graph.define` and `Graph.hir` give modules.

@@ -15,6 +15,7 @@
     │   └── WrongVerb         a verb of another kind of model (rlx.engine.model; also an AttributeError)
     ├── BindError             weights, inputs or dims given to a compiled graph do not fit it
     ├── KernelError           machine code reported a fault, such as an index out of range
+    ├── NonFiniteError        a run gave NaN or infinity while rlx.debug.nans watched (also a FloatingPointError)
     └── RequestError          what was asked of a model cannot be meant: a setting, a prompt, a number out of range
         └── UsageError        a command line that cannot be meant (rlx.cli.console)
 
@@ -94,6 +95,10 @@ class BindError(RlxError):
 
 class KernelError(RlxError):
     """Machine code reported a fault while it ran."""
+
+
+class NonFiniteError(RlxError, FloatingPointError):
+    """A run gave NaN or infinity while `rlx.debug.nans` watched. The message names the node that made it."""
 
 
 class RequestError(RlxError):

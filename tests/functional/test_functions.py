@@ -204,6 +204,10 @@ def test_a_training_step_is_one_call() -> None:
     assert len(step.history) == 1
 
 
+def test_a_transform_of_a_jitted_function_may_be_jitted() -> None:
+    assert rlx.jit(rlx.grad(rlx.jit(lambda x: x**3)))(2.0) == 12.0
+
+
 def test_a_method_may_be_jitted() -> None:
     @dataclass(frozen=True)
     class Model:

@@ -36,7 +36,7 @@ class _Custom:
     def __init__(self, function: Fun) -> None:
         self.function = function
         self._inside = 0  # how deep in its own rule we are
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, function, updated=())  # the attributes of a wrapped function are its own
 
     def __call__(self, *args: Any) -> Any:
         return at_once(self._apply)(*args)

@@ -11,6 +11,7 @@ import numpy as np
 
 from rlx.errors import GraphError, nearest
 from rlx.functional import tree
+from rlx.functional.printing import say_all
 from rlx.functional.tracing import Function, as_array, current, session, trace_leaves, type_of
 from rlx.transforms.walk import leaves as leaf_nodes
 from rlx.types import TensorType, as_size
@@ -38,7 +39,7 @@ class Jitted:
                 raise GraphError(f"jit: {_label(function)} has no parameter {name!r}", hint=nearest(name, names))
         self.compiled: dict[Any, tuple[Function, Any]] = {}
         self.history: list[str] = []
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, function, updated=())  # what wraps a jitted function has that one's attributes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if current() is not None:  # part of a larger graph
@@ -52,16 +53,17 @@ class Jitted:
         found = self.compiled.get(key)
         if found is None:
             self.history.append(self._why(paths, types, static))
-            function = trace_leaves(self._called(static), tree.structure(((moving,), {})), types, paths)
-            found = self.compiled[key] = (
-                function,
-                session().compile(function.graph) if function.graph.outputs else None,
-            )
+            function = trace_leaves(self._called(static), tree.structure(((moving,), {})), types, paths, prints=True)
+            graph = function.printed or function.graph
+            found = self.compiled[key] = (function, session().compile(graph) if graph.outputs else None)
         function, compiled = found
-        if compiled is None:
-            return function.outputs([])
-        names = [n.attrs["name"] for n in leaf_nodes(function.graph)]
-        return function.outputs(compiled.run({n: np.asarray(a, order="C") for n, a in zip(names, arrays, strict=True)}))
+        outputs: list[Any] = []
+        if compiled is not None:
+            names = [n.attrs["name"] for n in leaf_nodes(function.graph)]
+            outputs = compiled.run({n: np.asarray(a, order="C") for n, a in zip(names, arrays, strict=True)})
+        if function.prints:
+            say_all(function, outputs)
+        return function.outputs(outputs[: len(function.graph.outputs)])
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)

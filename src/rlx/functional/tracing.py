@@ -25,6 +25,7 @@ from rlx.functional import tree
 from rlx.ir.graph import Graph, Value
 from rlx.ir.provenance import here
 from rlx.ir.rewrite import inline
+from rlx.runtime import finite
 from rlx.runtime.session import Session
 from rlx.transforms.build import declare
 from rlx.transforms.walk import leaves as leaf_nodes
@@ -33,12 +34,34 @@ from rlx.types import Size, TensorType
 Array = np.ndarray[Any, Any]
 
 
+@dataclass(frozen=True)
+class Print:
+    """A line to print: a format, and the leaves of (values, named values) that go into it."""
+
+    format: str
+    shape: tree.Structure
+    leaves: Sequence[Any]
+
+    @property
+    def traced(self) -> list[Traced]:
+        return [x for x in self.leaves if isinstance(x, Traced)]
+
+    def filled(self, values: Iterator[Any]) -> Print:
+        """The line with values in place of its traced ones."""
+        leaves = [next(values) if isinstance(x, Traced) else x for x in self.leaves]
+        return Print(self.format, self.shape, leaves)
+
+
 @dataclass(eq=False)
 class Trace:
-    """A graph under construction, and what it has captured from around it."""
+    """A graph under construction, what it has captured from around it, and what it wants to print.
+
+    `prints` is None where nobody would print it, as in the body of a loop.
+    """
 
     graph: Graph
     captured: dict[Traced, Value] = field(default_factory=dict)
+    prints: list[Print] | None = None
 
     def value(self, x: Any) -> Any:
         """What stands for an operand in this graph: a value, or an array or number, which becomes a constant."""
@@ -310,6 +333,8 @@ class Function:
     graph: Graph
     captured: list[Traced]
     given: tree.Structure
+    prints: Sequence[Print] = ()
+    printed: Graph | None = None  # the same graph, which also gives what is printed, after its other outputs
 
     def outputs(self, values: Sequence[Any]) -> Any:
         return self.given.unflatten(values)
@@ -331,11 +356,13 @@ def names_of(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str
 
 
 def trace_leaves(
-    function: Callable[..., Any], shape: tree.Structure, types: Sequence[TensorType], names: Sequence[str] | None = None
-) -> Function:
-    """The graph of a function of (args, kwargs), whose leaves have these types."""
+    function: Callable[..., Any], shape: tree.Structure, types: Sequence[TensorType],
+    names: Sequence[str] | None = None, *, prints: bool = False,
+) -> Function:  # fmt: skip
+    """The graph of a function of (args, kwargs), whose leaves have these types. `prints`: the caller prints for it."""
     label = getattr(function, "__name__", type(function).__name__)
     with tracing("".join(c if c.isalnum() else "_" for c in label) or "function") as trace:
+        trace.prints = [] if prints else None
         names = names or [f"x{i}" for i in range(len(types))]
         given = [Traced(trace, declare(trace.graph, n, t)) for n, t in zip(names, types, strict=True)]
         args, kwargs = shape.unflatten(given)
@@ -344,8 +371,12 @@ def trace_leaves(
         for leaf in found:
             if not isinstance(leaf, Traced):
                 _check_output(label, leaf)
-        trace.graph.set_outputs([trace.constant(leaf) for leaf in found])
-    return Function(trace.graph, list(trace.captured), structure)
+        results = [trace.constant(leaf) for leaf in found]
+        lines = trace.prints or []
+        shown = [trace.constant(x) for line in lines for x in line.traced]
+        printed = trace.graph.set_outputs([*results, *shown]).copy() if lines else None
+        trace.graph.set_outputs(results)
+    return Function(trace.graph, list(trace.captured), structure, lines, printed)
 
 
 def _check_output(label: str, leaf: Any) -> None:
@@ -362,7 +393,7 @@ def trace(function: Callable[..., Any]) -> Callable[..., Graph]:
     def wrapped(*args: Any, **kwargs: Any) -> Graph:
         found, shape = tree.flatten((args, kwargs))
         types = [x if isinstance(x, TensorType) else type_of(x) for x in found]
-        return trace_leaves(function, shape, types, names_of(function, args, kwargs)).graph
+        return trace_leaves(function, shape, types, names_of(function, args, kwargs), prints=True).graph
 
     return wrapped
 
@@ -386,7 +417,7 @@ def run(graph: Graph, arrays: Sequence[Any]) -> list[Array]:
     if not graph.outputs:
         return []
     key = graph.fingerprint()
-    compiled = _compiled.get(key)
+    compiled = None if finite.watching else _compiled.get(key)  # an equal graph may be of another line of the program
     if compiled is None:
         compiled = _compiled[key] = session().compile(graph)
         if len(_compiled) > _KEPT:

@@ -13,6 +13,7 @@ from rlx import transforms as graphs
 from rlx.errors import GraphError, ShapeError
 from rlx.functional import tree
 from rlx.functional.arrays import zeros_like
+from rlx.functional.printing import say_called
 from rlx.functional.tracing import Function, call, names_of, trace_leaves, type_of
 from rlx.ir.graph import Graph
 from rlx.transforms.reverse import joint, split
@@ -25,7 +26,10 @@ Fun = Callable[..., Any]
 def _traced(function: Fun, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Function, list[Any]]:
     """The graph of a function for these arguments, and their leaves."""
     found, shape = tree.flatten((tuple(args), kwargs))
-    return trace_leaves(function, shape, [type_of(x) for x in found], names_of(function, args, kwargs)), found
+    names = names_of(function, args, kwargs)
+    made = trace_leaves(function, shape, [type_of(x) for x in found], names, prints=True)
+    say_called(made, [*found, *made.captured])
+    return made, found
 
 
 def _name(graph: Graph, i: int) -> str:
@@ -219,13 +223,15 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
         if len(set(sizes.values())) > 1:
             shown = ", ".join(f"{n}: {s}" for n, s in sizes.items())
             raise ShapeError(f"vmap: sizes of the batch differ, {shown}")
-        made = trace_leaves(function, shape, types, names)
+        made = trace_leaves(function, shape, types, names, prints=True)
         graph = made.graph
         where = {_name(graph, i): axis for i, axis in enumerate(axes)}
         where |= {n.attrs["name"]: None for n in leaf_nodes(graph)[len(leaves) :]}
         out = tree.broadcast_prefix(out_axes, made.outputs([0] * len(graph.outputs)), "vmap: out_axes")
-        many = graphs.vmap(graph, where, out, size=next(iter(sizes.values())))
-        return made.outputs(call(many, [*leaves, *made.captured]))
+        size, operands = next(iter(sizes.values())), [*leaves, *made.captured]
+        if made.printed is not None:
+            say_called(made, operands, graphs.vmap(made.printed, where, 0, size=size))
+        return made.outputs(call(graphs.vmap(graph, where, out, size=size), operands))
 
     return wrapped
 

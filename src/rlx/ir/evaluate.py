@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -13,23 +15,46 @@ from rlx.ir.graph import Graph, Node, Value
 from rlx.types import Dim, concrete, evaluate
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
+Look = Callable[[Node, Sequence[Any], Sequence[np.ndarray[Any, Any]]], None]
+_look: ContextVar[Look | None] = ContextVar("look", default=None)
+
+
+@contextmanager
+def watched(look: Look) -> Iterator[None]:
+    """Graphs that run inside, bodies of loops and branches among them, show each node, what it read and made."""
+    token = _look.set(look)
+    try:
+        yield
+    finally:
+        _look.reset(token)
 
 
 def run(graph: Graph, leaves: Arrays, binding: Mapping[str, int]) -> list[np.ndarray[Any, Any]]:
     """The outputs of the graph for arrays of its inputs and params; symbols have sizes in `binding`."""
     values: dict[Value, np.ndarray[Any, Any]] = {}
+    look = _look.get()
     for node in graph.nodes:
-        match node.op:
-            case "input" | "state" | "param":
-                results: tuple[Any, ...] = (leaves[node.attrs["name"]],)
-            case "const":
-                results = (node.attrs["value"].data,)
-            case _:
-                results = apply(node, [None if o is None else values[o] for o in node.operands], binding)
+        operands = [None if o is None else values[o] for o in node.operands]
+        results = results_of(node, operands, leaves, binding)
+        if look is not None and node.operands:
+            look(node, operands, results)
         for value, result in zip(node.results, results, strict=True):
             _check_shape(value, result.shape, binding)
             values[value] = result
     return [values[o] for o in graph.outputs]
+
+
+def results_of(
+    node: Node, operands: list[Any], leaves: Arrays, binding: Mapping[str, int]
+) -> tuple[np.ndarray[Any, Any], ...]:
+    """What a node gives, a leaf too."""
+    match node.op:
+        case "input" | "state" | "param":
+            return (leaves[node.attrs["name"]],)
+        case "const":
+            return (node.attrs["value"].data,)
+        case _:
+            return apply(node, operands, binding)
 
 
 def _check_shape(value: Value, found: tuple[int, ...], binding: Mapping[str, int]) -> None:

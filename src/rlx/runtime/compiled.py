@@ -18,6 +18,7 @@ import numpy as np
 from rlx.backends.cpu.executable import Executable
 from rlx.errors import BindError, CapabilityError, nearest
 from rlx.profile import CompileProfile
+from rlx.runtime import finite
 from rlx.runtime.inputs import Leaf, as_array, check_fixed, check_names, has_symbols, solve_symbols
 from rlx.runtime.resources import require, writable
 from rlx.runtime.signature import Signature
@@ -92,6 +93,10 @@ class CompiledGraph(ABC):
     @abstractmethod
     def _bind(self) -> None: ...
 
+    def _sources(self) -> Mapping[str, Array]:
+        """The weights as they were given, those that are still here."""
+        return self._params
+
     # -- running -------------------------------------------------------------------------------------------------------
     @abstractmethod
     def run(self, inputs: Mapping[str, Any] | None = None, *, trace: str | Path | None = None) -> list[Array]:
@@ -158,7 +163,11 @@ class ReferenceGraph(CompiledGraph):
 
         self._bound()
         arrays, sizes = self._check_inputs({} if inputs is None else inputs)
-        return [np.array(r, order="C") for r in evaluate.run(self.graph, {**self._params, **arrays}, sizes)]
+        watched = finite.Watched(self, list(arrays.values())) if finite.watching else None
+        outputs = [np.array(r, order="C") for r in evaluate.run(self.graph, {**self._params, **arrays}, sizes)]
+        if watched is not None:
+            watched.check(outputs)
+        return outputs
 
     def report(self, inputs: Mapping[str, Any] | None = None) -> Report:
         from rlx.runtime.profiler import Report
@@ -226,6 +235,7 @@ class CpuGraph(CompiledGraph):
         if self._stale:
             self._bound()
         arrays, key = self._prepare({} if inputs is None else inputs)
+        watched = finite.Watched(self, arrays) if finite.watching else None
         if trace is None:
             outputs = self.executable.run(key, arrays)
         else:
@@ -234,6 +244,8 @@ class CpuGraph(CompiledGraph):
             outputs, stamps = self.executable.trace_run(key, arrays)
             write_trace(Path(trace), self.executable, stamps, key)
         self._last = key
+        if watched is not None:
+            watched.check(outputs)
         return outputs
 
     def _prepare(self, inputs: Mapping[str, Any]) -> tuple[list[Array], tuple[int, ...]]:

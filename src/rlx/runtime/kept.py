@@ -60,6 +60,9 @@ class KeptGraph(CpuGraph):
 
         return cached_plan(self.graph, self.target, self.profile)
 
+    def _sources(self) -> Mapping[str, Array]:
+        return self._params or self._source()[1]
+
     def set_param(self, name: str, value: Any) -> None:
         """Set one weight: what was packed before is packed again, with all others as the model has them."""
         if not self._params and name in self.param_types:

@@ -1,0 +1,113 @@
+"""Recurrences along a sequence: rlx's ops against JAX's `lax.scan` and torch's loop over the plain recurrence.
+
+    RLX_PEERS_PYTHON=... python benchmarks/scan.py --threads 2 --json benchmarks/results/scan-2t.json
+
+Mamba's selective scan and the gated delta net in f32, forward, and forward with all gradients. Results are compared
+with float64, gradients along random directions. Prints milliseconds as median/best, how many times as fast rlx is as
+each peer, and what a backward pass costs beside a forward one; `--json` keeps every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+from gemm import pair
+from harness import Library, Result, compare, print_heading, write_json
+from scan_engines import DELTA, MAMBA, reference
+from worker import Case
+
+OURS = "rlx"
+PEERS = {
+    "jax": ("jax", ("jax",)),
+    "torch": ("torch_loop", ("torch",)),
+    "torch.compile": ("torch_compile", ("torch",)),
+}
+PASSES = ("forward", "forward+backward")
+MAX_ERROR = 1e-4  # of the largest: 2048 tokens in f32, and sums over whole gradients
+
+
+def mamba(seq: int, backward: bool, *, channels: int = 1536, state: int = 16) -> Case:
+    """A token does a multiplication, two multiply-adds and a further multiplication for each element of the state."""
+    dims = {"seq": seq, "channels": channels, "state": state, "backward": int(backward)}
+    flops, bytes_ = 6.0 * seq * channels * state, 4.0 * seq * (3 * channels + 2 * state)
+    return _case(f"{MAMBA} {seq} x {channels}, n={state}", dims, flops, bytes_, MAMBA)
+
+
+def delta_net(seq: int, backward: bool, *, heads: int = 16, state: int = 128) -> Case:
+    """A token reads the matrix of a head twice and changes it once: a multiply-add each, for each of its elements."""
+    dims = {"seq": seq, "heads": heads, "state": state, "backward": int(backward)}
+    flops, bytes_ = 6.0 * seq * heads * state**2, 4.0 * seq * heads * (4 * state + 2)
+    return _case(f"{DELTA} {seq}, {heads} x {state}", dims, flops, bytes_, DELTA)
+
+
+def _case(name: str, dims: dict[str, int], flops: float, bytes_: float, subject: str) -> Case:
+    """With gradients, three times the work and twice the bytes, at the least."""
+    back = dims["backward"]
+    return Case(f"{name} {PASSES[back]}", dims, flops * (3 if back else 1), bytes_ * (2 if back else 1), subject)
+
+
+def print_table(result: Result) -> None:
+    print_heading(result)
+    print("\nmilliseconds and ratios as median/best; a ratio above 1 means that rlx is faster\n")
+    names = (OURS, *PEERS)
+    heading = ["case", *names, *(f"{OURS}/{name}" for name in PEERS), "rlx GFLOPS"]
+    print("| " + " | ".join(heading) + " |\n|" + "---|" * len(heading))
+    for case in result.cases:
+        cells = [case.case.name]
+        for name in names:
+            timing = case.timings.get(name)
+            cells.append(pair((timing.median * 1e3, timing.best * 1e3), 1) if timing and case.ok(name) else "-")
+        both = case.ok(OURS)
+        cells += [pair(case.ratio(OURS, name), 2) if both and case.ok(name) else "-" for name in PEERS]
+        print("| " + " | ".join([*cells, pair(case.gflops(OURS), 1) if both else "-"]) + " |")
+    print()
+    for line in summary(result):
+        print(line)
+    for problem in result.problems():
+        print(f"NOT VALID: {problem}")
+
+
+def summary(result: Result) -> list[str]:
+    """What a backward pass costs, in forward passes."""
+    if result.busy():
+        return ["no summary: other programs had the processor in most rounds"]
+    times = {(c.case.subject, c.case.dims["backward"]): c.timings[OURS].best for c in result.cases if c.ok(OURS)}
+    return [
+        f"{subject}: backward takes {times[subject, 1] / times[subject, 0] - 1:.2f} times as long as forward"
+        for subject in (MAMBA, DELTA)
+        if (subject, 0) in times and (subject, 1) in times
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--cases", default="", metavar="REGEX", help='such as "^gated.* forward$"; all unless given')
+    parser.add_argument("--python", default=os.environ.get("RLX_PEERS_PYTHON", sys.executable), metavar="PATH",
+                        help="interpreter that has the peers; RLX_PEERS_PYTHON unless given")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="PATH")
+    args = parser.parse_args()
+    cases = [make(args.seq, backward) for make in (mamba, delta_net) for backward in (False, True)]
+    cases = [case for case in cases if re.search(args.cases, case.name)]
+    if not cases:
+        print(f"no case matches {args.cases!r}", file=sys.stderr)
+        return 2
+    libraries = [Library(OURS, "scan_engines:rlx", ("rlx",))]
+    libraries += [Library(name, f"scan_engines:{f}", packages, args.python) for name, (f, packages) in PEERS.items()]
+    result = compare(
+        libraries, cases, threads=args.threads, rounds=args.rounds, reference=reference, max_error=MAX_ERROR
+    )
+    print_table(result)
+    if args.json:
+        write_json(args.json, result.to_json() | {"summary": summary(result)})
+    return 1 if result.problems() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
