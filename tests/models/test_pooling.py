@@ -135,7 +135,6 @@ WRONG: list[tuple[str, Any]] = [
     ("sentence_bert_config.json", {"do_lower_case": 1}),
     ("sentence_bert_config.json", "[1]"),
     ("tokenizer_config.json", {"model_max_length": "512"}),
-    ("tokenizer_config.json", '{"model_max_length": Infinity}'),
     (PROMPTS, {"prompts": ["a"]}),
     (PROMPTS, {"prompts": {"query": 3}}),
     (PROMPTS, {"prompts": {"query": "q"}, "default_prompt_name": "other"}),

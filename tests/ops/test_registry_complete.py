@@ -292,7 +292,7 @@ BAD_CALLS = [
         "depthwise_conv1d_causal: left_pad is f32[1, 3, 4], wanted [1, 2, 4]", kernel_size=3),
     *(bad(op, "i32[2]", DTypeError, f"{op}: a key is two numbers of u32; i32[2]", shape=(3,)) for op in RANDOM),
     *(bad(op, "u32[3]", ShapeError, f"{op}: a key is two numbers of u32; u32[3]", shape=(3,)) for op in RANDOM),
-    bad("round_blocks", "f16[2, 32]", DTypeError, "round_blocks: takes f32; f16[2, 32]", block=32),
+    bad("round_blocks", "i32[2, 32]", DTypeError, "round_blocks: takes floats; i32[2, 32]", block=32),
     bad("round_blocks", "f32[2, 40]", ShapeError, "round_blocks: ; f32[2, 40]; whole blocks of 32", block=32),
     bad("round_blocks", "f32[2, 64]", ShapeError, "round_blocks: block is 64; 32 or 256", block=64),
     bad("dequantise", "f32[2, 32]", DTypeError, "dequantise: takes packed blocks, i8 or u8; f32[2, 32]"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.dtypes import BOOL, F32, I8, I32, I64
+from rlx.dtypes import BOOL, F32, I8, I32, I64, DType
 from rlx.ir.graph import Node
 from rlx.lir.elementwise import scalar_form
 from rlx.lir.loops import Apply, Arg, Const, Expr, For, Index, Let, Load, Reduce, Ref, Stmt, Store
-from rlx.lir.schedule import LoopBuilder, Scheduler, cast, loop_form
+from rlx.lir.schedule import LoopBuilder, Scheduler, cast, loop_form, widened
 from rlx.lir.views import View
 from rlx.ops.activations import LARGEST, LEAST, SHORT, activations_for
 from rlx.types import product
@@ -30,22 +30,26 @@ def _f32(op: str, *args: Expr) -> Expr:
     return Apply(op, args, F32)
 
 
-def _code(*at: tuple[Expr, int | Arg]) -> Expr:
+def _same(op: str, *args: Expr) -> Expr:
+    return Apply(op, args, args[0].dtype)
+
+
+def _code(stored: DType, *at: tuple[Expr, int | Arg]) -> Expr:
     """A number of the block times the inverse of its scale, rounded."""
-    x = Load(0, at, F32)
-    return scalar_form["round"](_f32("mul", x, Ref("inverse", F32)))
+    x = widened(Load(0, at, stored))
+    return scalar_form["round"](_same("mul", x, Ref("inverse", x.dtype)))
 
 
-def _scales(block: int) -> list[Stmt]:
+def _scales(stored: DType, block: int) -> list[Stmt]:
     """`largest`, `scale` and `inverse` of the block."""
-    x = Load(0, ((_BLOCK, block), (Index("i"), 1)), F32)
-    largest, zero = Ref("largest", F32), Const(0.0, F32)
-    tiny = Apply("lt", (largest, Const(LEAST, F32)), BOOL)  # not so if there is a NaN
-    inverse = _f32("div", Const(float(LARGEST), F32), largest)
+    x = widened(Load(0, ((_BLOCK, block), (Index("i"), 1)), stored))
+    kind = x.dtype
+    largest, zero, top = Ref("largest", kind), Const(0.0, kind), Const(float(LARGEST), kind)
+    tiny = Apply("lt", (largest, Const(LEAST, kind)), BOOL)  # not so if there is a NaN
     return [
-        Let("largest", Reduce("max", "i", block, _f32("abs", x))),
-        Let("scale", Apply("select", (tiny, zero, _f32("div", largest, Const(float(LARGEST), F32))), F32)),
-        Let("inverse", Apply("select", (tiny, zero, inverse), F32)),
+        Let("largest", Reduce("max", "i", block, _same("abs", x))),
+        Let("scale", Apply("select", (tiny, zero, _same("div", largest, top)), kind)),
+        Let("inverse", Apply("select", (tiny, zero, _same("div", top, largest)), kind)),
     ]
 
 
@@ -57,8 +61,9 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     builder.param(x)
     builder.param(out, written=True)
     at = ((_BLOCK, block), (Index("i"), 1))
-    value = _f32("mul", _code(*at), Ref("scale", F32))
-    _over_rows(s, builder, block, [*_scales(block), For("i", block, (Store(1, at, value),), vector=True)], 4)
+    code = _code(x.dtype, *at)
+    stores = For("i", block, (Store(1, at, _same("mul", code, Ref("scale", code.dtype))),), vector=True)
+    _over_rows(s, builder, block, [*_scales(x.dtype, block), stores], 4)
     return [out]
 
 
@@ -80,10 +85,10 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         return ((u, 4 * form.words), (Const(4 * index, I64), 1), *more)
 
     def total(length: int, *more: tuple[Expr, int | Arg]) -> Expr:
-        return Reduce("sum", "i", length, _code((u, form.block), *more, (i, 1)))
+        return Reduce("sum", "i", length, _code(F32, (u, form.block), *more, (i, 1)))
 
-    codes = Store(signed, byte(form.codes, (i, 1)), _code((u, form.block), (i, 1)))
-    body: list[Stmt] = [*_scales(form.block), Store(numbers, word(form.scale), Ref("scale", F32))]
+    codes = Store(signed, byte(form.codes, (i, 1)), _code(F32, (u, form.block), (i, 1)))
+    body: list[Stmt] = [*_scales(F32, form.block), Store(numbers, word(form.scale), Ref("scale", F32))]
     body.append(For("i", form.block, (codes,), vector=True))
     if form is SHORT:
         body.append(Let("sum", total(form.block)))

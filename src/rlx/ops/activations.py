@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlx.dtypes import F32, I32
+from rlx.dtypes import dtype as dtype_of
 from rlx.errors import DTypeError, ShapeError
 from rlx.ir.registry import FUSED, f32, op, sample
 from rlx.types import TensorType
@@ -50,8 +51,8 @@ def activations_for(block: int) -> Activations:
 
 
 def _check(where: str, x: TensorType, block: int) -> int:
-    if x.dtype is not F32:
-        raise DTypeError(f"{where}: takes f32, found {x}")
+    if not x.dtype.is_float:
+        raise DTypeError(f"{where}: takes floats, found {x}")
     if block not in (SHORT.block, LONG.block):
         raise ShapeError(f"{where}: block is {block}, expected {SHORT.block} or {LONG.block}")
     k = x.shape[-1] if x.rank else 0
@@ -61,18 +62,19 @@ def _check(where: str, x: TensorType, block: int) -> int:
 
 
 def rounded(x: Any, block: int) -> tuple[Any, Any]:
-    """Codes [..., blocks, block] and their scales [..., blocks, 1], all float32."""
-    parts = np.asarray(x, np.float32).reshape(*x.shape[:-1], -1, block)
+    """Codes [..., blocks, block] and their scales [..., blocks, 1], in the type that arithmetic has."""
+    parts = x.astype(dtype_of(x.dtype).compute.numpy).reshape(*x.shape[:-1], -1, block)
+    kind = parts.dtype.type
     largest = np.abs(parts).max(axis=-1, keepdims=True)
     with np.errstate(all="ignore"):
-        inverse = np.where(largest < LEAST, np.float32(0), np.float32(LARGEST) / largest)
-        scale = np.where(largest < LEAST, np.float32(0), largest / np.float32(LARGEST))
+        inverse = np.where(largest < LEAST, kind(0), kind(LARGEST) / largest)
+        scale = np.where(largest < LEAST, kind(0), largest / kind(LARGEST))
         return np.rint(parts * inverse), scale
 
 
 def _round_blocks(x: Any, *, block: int) -> Any:
     codes, scale = rounded(x, block)
-    return (codes * scale).reshape(x.shape)
+    return (codes * scale).astype(x.dtype).reshape(x.shape)
 
 
 @op("round_blocks", reference=_round_blocks, samples=[sample(f32(3, 64), block=32), sample(f32(2, 2, 256), block=256)])
@@ -116,4 +118,5 @@ def numbers_of(words: Any, block: int) -> Any:
 def activation_blocks(x: TensorType, *, block: int) -> TensorType:
     """`round_blocks` as words: scales, sums and four codes a word, block by block (see `Activations`)."""
     k = _check("activation_blocks", x, block)
+    assert x.dtype is F32, "made of f32 only"
     return TensorType((*x.shape[:-1], k // block * activations_for(block).words), I32)
