@@ -25,6 +25,7 @@ from harness import (
     Result,
     compare,
     geometric_mean,
+    print_end,
     print_heading,
     write_json,
 )
@@ -178,11 +179,7 @@ def print_table(result: Result) -> None:
     print("|" + "---|" * len(heading))
     for case in result.cases:
         print("| " + " | ".join(row(result, case)) + " |")
-    print()
-    for line in summary(result):
-        print(line)
-    for problem in result.problems():
-        print(f"NOT VALID: {problem}")
+    print_end(result, summary(result))
 
 
 def summary(result: Result) -> list[str]:

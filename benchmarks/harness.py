@@ -549,6 +549,15 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(statistics.fmean(math.log(value) for value in values))
 
 
+def print_end(result: Result, lines: Iterable[str]) -> None:
+    """What comes after a table: the summary, and what is wrong with the run."""
+    print()
+    for line in lines:
+        print(line)
+    for problem in result.problems():
+        print(f"NOT VALID: {problem}")
+
+
 def print_heading(result: Result) -> None:
     machine = result.machine
     print(f"{machine['cpu']}, {machine['cores']} cores, {machine['isa']}; {machine['system']}; {machine['date']}")

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from gemm import pair
-from harness import Library, Result, compare, print_heading, write_json
+from harness import Library, Result, compare, print_end, print_heading, write_json
 from scan_engines import DELTA, MAMBA, reference
 from worker import Case
 
@@ -64,11 +64,7 @@ def print_table(result: Result) -> None:
         both = case.ok(OURS)
         cells += [pair(case.ratio(OURS, name), 2) if both and case.ok(name) else "-" for name in PEERS]
         print("| " + " | ".join([*cells, pair(case.gflops(OURS), 1) if both else "-"]) + " |")
-    print()
-    for line in summary(result):
-        print(line)
-    for problem in result.problems():
-        print(f"NOT VALID: {problem}")
+    print_end(result, summary(result))
 
 
 def summary(result: Result) -> list[str]:

@@ -88,6 +88,13 @@ WRONG: list[tuple[str, dict[str, Any], type[RlxError], str]] = [
     ("gpt2", {"add_cross_attention": True}, CapabilityError, "add_cross_attention is True"),
     ("gpt2", {"activation_function": "gelu_other"}, CapabilityError, "'gelu_other'"),
     ("gpt2", {"n_embd": None}, FormatError, "n_embd"),
+    ("mamba", {"hidden_act": "spiral"}, CapabilityError, "hidden_act is 'spiral'"),
+    ("mamba", {"use_conv_bias": False}, CapabilityError, "conv1d.bias' would not be used: the configuration leaves it"),
+    ("mamba", {"state_size": 100000}, FormatError, "state_size: expected 1 to 256, found 100000"),
+    ("mamba2", {"num_heads": 7}, FormatError, "64 channels do not split into 7 heads of 8"),
+    ("mamba2", {"n_groups": 3}, FormatError, "8 heads are no multiple of 3 groups"),
+    ("mamba2", {"time_step_limit": [0]}, FormatError, "time_step_limit: expected two numbers, found [0]"),
+    ("mamba2", {"time_step_limit": [0, "much"]}, FormatError, "expected float, found 'much'"),
 ]  # fmt: skip
 
 
