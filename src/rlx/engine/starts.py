@@ -215,10 +215,6 @@ def _classes(kind: str) -> dict[str, type]:
         from rlx.models.pooling import EmbedSettings
 
         found["EmbedSettings"] = EmbedSettings
-    if kind == "vision model":
-        from rlx.models.images import ImageSettings
-
-        found["ImageSettings"] = ImageSettings
     return found
 
 
