@@ -11,11 +11,12 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from rlx.dtypes import DType
+from rlx.dtypes import I32, DType
 from rlx.lir.loops import Let, LoopKernel, Store, expr_text, statements
 
 ROW_BLOCK = 192  # rows of A that one unit of a matmul covers at most
 KEY_BLOCK = 64  # keys of one attention block, cut at absolute positions
+OUT_OF_RANGE = 1  # fault code: an index lies outside the axis
 BEYOND_CAPACITY = 2  # fault code: a position does not lie within the cache
 ATTENTION_ROWS = 96  # query rows (positions × heads of a group) of one attention unit, at least one position
 
@@ -62,6 +63,10 @@ class MatmulKernel:
     `epilogue` is a loop kernel over (rows, columns) of a tile: its first parameter is the tile (rows `panel` apart),
     the others are `operands`; its arguments are `columns` and one row stride an operand. Without one, the only operand
     is C of the same dtype. A unit is (batch, row block, panel), panel fastest.
+
+    `grouped` "rows": there is no batch; row i is multiplied by B[index[i]], and rows next to each other that have the
+    same index share the reading of it. An index that is not one of the `groups` is a fault. "depth": C[g] is the
+    product over k from index[g] to index[g + 1], of A[m, k] and B[k, n] that all batches share; `k` is the most.
     """
 
     dtype: DType
@@ -70,6 +75,8 @@ class MatmulKernel:
     epilogue: LoopKernel | None
     operands: tuple[TileOperand, ...]
     blocks: Blocks | None = None
+    grouped: str = ""
+    index: DType = I32  # of groups
 
     kind = "matmul"
 
@@ -79,13 +86,16 @@ class MatmulKernel:
         addresses = ("tiles", "epilogue", *(("blocks",) if self.blocks else ()))
         head = (*addresses, "a", "b", "m", "n", "k", "row_blocks", "batch0", "batch1")
         strides = ("a_row", "a_batch0", "a_batch1", "b_k", "b_n", "b_batch0", "b_batch1")
+        groups = ("index", "groups") if self.grouped else ()
         tail = tuple(f"{p}{i}" for i in range(len(self.operands)) for p in ("ptr", "row", "outer", "inner"))
-        return head + strides + tail
+        return head + strides + groups + tail
 
     @functools.cached_property
     def fingerprint(self) -> str:
         inner = self.epilogue.fingerprint if self.epilogue else "-"
         text = f"matmul|{self.dtype}|{self.packed}|{self.weights}|{inner}|{self.operands}"
+        if self.grouped:
+            text += f"|{self.grouped} {self.index}"
         if self.blocks:
             text += "".join(f"|{k.fingerprint}" for k in self.blocks.kernels)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -107,7 +117,8 @@ class MatmulKernel:
     def text(self) -> str:
         b = f"panels of {self.blocks.storage}" if self.blocks else "panels" if self.packed else "rows"
         pair = ", 2 weights interleaved" if self.weights == 2 else ""
-        lines = [f"kernel {self.symbol}(a: {self.dtype}, b: {self.dtype} {b}{pair})"]
+        groups = {"": "", "rows": ", a matrix a row", "depth": ", a piece of k a matrix"}[self.grouped]
+        lines = [f"kernel {self.symbol}(a: {self.dtype}, b: {self.dtype} {b}{pair}{groups})"]
         if self.blocks is not None:
             few, many = (", ".join(k.symbol for k in kernels) for kernels in (self.blocks.dots, self.blocks.tiles))
             lines.append(f"  blocks become numbers by {self.blocks.unpack.symbol}, few rows are multiplied by {few}")
