@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 
 from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
+from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.loops import Apply, Arg, Check, Choose, Const, Expr, For, Index, Let, Load, Ref, Stmt, Store
 from rlx.lir.quant import element, packed_reads
 from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, cast, loop_form, map_elements, widened
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, contiguous_strides, product
-
-OUT_OF_RANGE = 1  # fault code: an index lies outside the axis
 
 
 def in_range(index: Expr, size: Expr) -> Expr:

@@ -83,7 +83,8 @@ def operand_words(kernel: Kernel) -> dict[str, bool]:
             return {p.name: p.written for p in kernel.params}  # type: ignore[union-attr]
         case "matmul":
             assert isinstance(kernel, MatmulKernel)
-            return {"a": False, "b": False} | {f"ptr{i}": o.written for i, o in enumerate(kernel.operands)}
+            read = ("a", "b", "index") if kernel.grouped else ("a", "b")
+            return dict.fromkeys(read, False) | {f"ptr{i}": o.written for i, o in enumerate(kernel.operands)}
         case _:
             return {"q": False, "k": False, "v": False, "out": True, "mask": False, "positions": False}
 

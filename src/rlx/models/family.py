@@ -101,7 +101,7 @@ class FileWeights:
 
     def _kept(self, entry: TensorEntry) -> bool:
         """Whether graphs know the type; other blocks and 8-bit floats become f32 here."""
-        return entry.storage in STORED and (len(entry.shape) == 2 or not entry.storage.is_packed)
+        return entry.storage in STORED and (len(entry.shape) in (2, 3) or not entry.storage.is_packed)
 
     def entry(self, key: str) -> TensorEntry:
         """Where a weight lies."""

@@ -290,7 +290,7 @@ class _Emitter:
                 if method is None:
                     return b.op("ashr" if op == "shr" else op, sides[0], sides[1])
                 return method(sides[0], sides[1])
-            case Apply(op="cast") if expr.dtype is I64 and self.lanes.count == 1:
+            case Apply(op="cast" | "select") if expr.dtype is I64 and self.lanes.count == 1:
                 return b.extract(self.value(expr), 0)
             case Apply(op="cast", args=(Load() as load,)) if expr.dtype is I64 and load.dtype is not I64:
                 return self.uniform_load(load)
