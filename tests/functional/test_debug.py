@@ -95,6 +95,23 @@ def test_a_node_inside_a_scan_is_named() -> None:
     assert f"test_debug.py:{line_of('in the third step')}" in place(error)
 
 
+@pytest.mark.parametrize("loop", ["while_loop", "fori_loop", "cond"])
+def test_a_node_inside_other_bodies_is_named(loop: str) -> None:
+    def body(x: Any) -> Any:
+        return np.sqrt(x - 3.0)  # below zero at last
+
+    def f(x: Any) -> Any:
+        if loop == "while_loop":
+            return rlx.while_loop(lambda x: x > 0, body, x)
+        if loop == "fori_loop":
+            return rlx.fori_loop(0, 2, lambda i, x: body(x), x)
+        return rlx.cond(x > 0, body, lambda x: x, x / 4)
+
+    error = caught(lambda: rlx.jit(f)(np.float32(7)))
+    assert str(error) == "sqrt: makes 1 NaN of 1 elements from finite operands"
+    assert f"test_debug.py:{line_of('below zero at last')}" in place(error)
+
+
 def test_infinities_that_do_not_reach_the_result_are_nobodys_fault() -> None:
     def masked(x: Any, mask: Any) -> Any:
         quiet = np.exp(np.log(x - x))  # log(0) is -inf, its exp 0
@@ -231,16 +248,121 @@ def test_vmap_prints_the_whole_batch(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == "x = [1.0 2.0 3.0]\n" * 2
 
 
-def test_a_body_of_a_loop_cannot_print_and_says_what_can() -> None:
-    def body(carry: Any, x: Any) -> Any:
-        rlx.debug.print("{}", carry)
-        return carry + x, None
+def running(carry: Any, x: Any) -> Any:
+    rlx.debug.print("from {:.0f}", carry)
+    total = carry + x
+    rlx.debug.print("  by {:.0f} to {:.0f}", x, total)
+    return total, total * 10
 
-    with pytest.raises(GraphError, match="body of a loop") as found:
-        rlx.scan(body, np.float32(0), np.ones(3, np.float32))
-    line = inspect.getsourcelines(body)[1] + 1
+
+COUNTED = "from 1\n  by 5 to 6\nfrom 6\n  by 6 to 12\nfrom 12\n  by 7 to 19\n"
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, rlx.jit, rlx.grad], ids=["at once", "jit", "grad"])
+@pytest.mark.parametrize("checkpoints", [None, 2])
+def test_a_scan_prints_step_by_step(wrap: Any, checkpoints: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+    wrap(lambda start: rlx.scan(running, start, f32(5, 6, 7), checkpoints=checkpoints)[0])(np.float32(1))
+    assert capsys.readouterr().out == COUNTED
+
+
+def test_a_scan_that_prints_gives_what_it_gave(capsys: pytest.CaptureFixture[str]) -> None:
+    final, rows = rlx.scan(running, np.float32(1), f32(5, 6, 7))
+    assert final == 19 and np.array_equal(rows, f32(60, 120, 190))
+    final, rows = rlx.scan(running, np.float32(1), f32(7, 6, 5), reverse=True)
+    assert final == 19 and np.array_equal(rows, f32(190, 120, 60))
+    assert capsys.readouterr().out == COUNTED * 2
+
+
+def test_vmap_of_a_scan_prints_the_batch_of_each_step(capsys: pytest.CaptureFixture[str]) -> None:
+    rlx.vmap(lambda start: rlx.scan(running, start, f32(5, 6))[0])(f32(1, 2))
+    assert capsys.readouterr().out == "from [1 2]\n  by [5 5] to [6 7]\nfrom [6 7]\n  by [6 6] to [12 13]\n"
+
+
+def test_loops_in_loops_print_in_order_between_the_lines_around_them(capsys: pytest.CaptureFixture[str]) -> None:
+    @rlx.jit(dims={"x": ("n",)})
+    def f(x: Any) -> Any:
+        def inner(j: Any, total: Any) -> Any:
+            rlx.debug.print("  {} {}", j, total)
+            return total + 1
+
+        def outer(total: Any, row: Any) -> Any:
+            rlx.debug.print("row {}", row)
+            return rlx.fori_loop(0, 2, inner, total), None
+
+        rlx.debug.print("begin")
+        total = rlx.scan(outer, np.int32(0), x)[0]
+        rlx.debug.print("end {}", total)
+        return total
+
+    for rows in (2, 1):
+        f(np.arange(rows, dtype=np.int32))
+    first = "begin\nrow 0\n  0 0\n  1 1\n"
+    assert capsys.readouterr().out == first + "row 1\n  0 2\n  1 3\nend 4\n" + first + "end 2\n"
+    assert len(f.history) == 1
+
+
+def doubled(x: Any) -> Any:
+    rlx.debug.print("at {:.0f}", x)
+    return x * 2
+
+
+def test_a_while_loop_prints_as_many_steps_as_it_made(capsys: pytest.CaptureFixture[str]) -> None:
+    def f(x: Any, limit: float = 20.0) -> Any:
+        return rlx.while_loop(lambda x: x < limit, doubled, x, max_steps=8)
+
+    for limit, wanted in ((20, "at 3\nat 6\nat 12\n"), (4, "at 3\n"), (1, "")):
+        rlx.jit(f)(np.float32(3), np.float32(limit))
+        assert capsys.readouterr().out == wanted
+    assert rlx.grad(f)(np.float32(3)) == 8.0
+    assert capsys.readouterr().out == "at 3\nat 6\nat 12\n"
+    np.testing.assert_array_equal(rlx.vmap(f)(f32(3, 11)), f32(24, 22))
+    assert capsys.readouterr().out == "at [3 11]\nat [6 0]\nat [12 0]\n"  # zeros once an element has ended
+
+
+def test_a_long_while_loop_says_what_it_did_not_keep(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlx.functional.control.KEPT_STEPS", 2)
+    assert rlx.while_loop(lambda x: x < 20, doubled, np.float32(1)) == 32
+    assert capsys.readouterr().out == "at 1\nat 2\n... and 3 more steps, whose values were not kept\n"
+
+
+def test_the_branch_that_is_taken_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    def seen(i: Any, x: Any) -> Any:
+        def yes(x: Any) -> Any:
+            rlx.debug.print("{}: even, x {}", i, x)
+            return x + 10
+
+        def no(x: Any) -> Any:
+            rlx.debug.print("{}: odd", i)
+            return x + 1
+
+        return rlx.cond(i % 2 == 0, yes, no, x)
+
+    assert rlx.jit(lambda x: rlx.fori_loop(0, 3, seen, x))(np.int32(5)) == 26
+    assert capsys.readouterr().out == "0: even, x 5\n1: odd\n2: even, x 16\n"
+
+
+@pytest.mark.parametrize("where", ["rule", "condition"])
+def test_where_it_cannot_print_it_says_what_can(where: str) -> None:
+    def f(x: Any) -> Any:
+        rlx.debug.print("{}", x)
+        return x * 2
+
+    if where == "rule":
+        own = rlx.custom_vjp(f)
+        own.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
+        run = own
+    else:
+
+        def run(x: Any) -> Any:
+            return rlx.while_loop(lambda x: f(x) < 10, lambda x: x + 1, x)
+
+    with pytest.raises(GraphError, match="rules of its own, or the condition of a while_loop") as found:
+        run(np.float32(1))
+    line = inspect.getsourcelines(f)[1] + 1
     assert any(f"test_debug.py:{line}" in n for n in found.value.notes)
-    assert "outside" in (found.value.hint or "")
+    assert "in the body of the loop" in (found.value.hint or "")
 
 
 def test_a_format_that_does_not_fit_is_an_error_where_it_is_written() -> None:

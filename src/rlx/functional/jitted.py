@@ -54,7 +54,7 @@ class Jitted:
         if found is None:
             self.history.append(self._why(paths, types, static))
             function = trace_leaves(self._called(static), tree.structure(((moving,), {})), types, paths, prints=True)
-            graph = function.printed or function.graph
+            graph = function.whole
             found = self.compiled[key] = (function, session().compile(graph) if graph.outputs else None)
         function, compiled = found
         outputs: list[Any] = []

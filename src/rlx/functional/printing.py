@@ -11,8 +11,7 @@ import numpy as np
 
 from rlx.errors import GraphError
 from rlx.functional import tree
-from rlx.functional.tracing import Function, Print, call, current
-from rlx.ir.graph import Graph
+from rlx.functional.tracing import Function, Line, Print, call, current
 from rlx.ir.provenance import here
 
 
@@ -44,8 +43,8 @@ class _Anything:
 def print(fmt: str, *values: Any, **named: Any) -> None:
     """Print `fmt.format(*values, **named)`: at once, or each time that the traced function runs, after it has run.
 
-    Lines come in the order of the program. Under `grad`, `jvp` and others the values of the function itself are
-    printed, under `vmap` those of the whole batch at once, its axis first.
+    Lines come in the order of the program, those of a loop's body step by step. Under `grad`, `jvp` and others the
+    values of the function itself are printed, under `vmap` those of the whole batch at once, its axis first.
     """
     try:
         _formatter.format(fmt, *(_Anything() for _ in values), **{n: _Anything() for n in named})
@@ -56,31 +55,53 @@ def print(fmt: str, *values: Any, **named: Any) -> None:
     say(Print(fmt, shape, leaves))
 
 
-def say(line: Print) -> None:
+def say(line: Line) -> None:
     """Print a line now, or have the trace around do it."""
     trace = current()
     if trace is None:
-        values, named = line.shape.unflatten(line.leaves)
-        builtins.print(_formatter.format(line.format, *values, **named), flush=True)
+        _show(line)
     elif trace.prints is not None:
         trace.prints.append(line)
     else:
-        hint = "return the value from the body (a scan gives all its rows) and print it outside"
         raise GraphError(
-            "debug.print: has no form inside the body of a loop, a branch or a function with rules of its own",
-            hint=hint, notes=[f"at: {here()}"],
+            "debug.print: has no form inside a function with rules of its own, or the condition of a while_loop",
+            hint="return the value and print it outside, or print it in the body of the loop", notes=[f"at: {here()}"],
         )  # fmt: skip
+
+
+def _show(line: Line) -> None:
+    """Print a line whose values are all there."""
+    if isinstance(line, Print):
+        values, named = line.shape.unflatten(line.leaves)
+        builtins.print(_formatter.format(line.format, *values, **named), flush=True)
+        return
+    steps = int(np.max(line.steps, initial=0))
+    kept = min((rows.shape[line.axis] for rows in line.rows), default=steps)
+    for step in reversed(range(min(steps, kept))) if line.reverse else range(min(steps, kept)):
+        values = iter([np.take(rows, step, line.axis) for rows in line.rows])
+        for inner in line.lines:
+            _show(inner.filled(values))
+    if steps > kept:
+        builtins.print(f"... and {steps - kept} more steps, whose values were not kept", flush=True)
 
 
 def say_all(function: Function, outputs: Sequence[Any]) -> None:
     """Print the lines of a function whose `printed` graph gave these outputs."""
-    values = iter(outputs[len(function.graph.outputs) :])
-    for line in function.prints:
+    _say(function.prints, outputs[len(function.graph.outputs) :])
+
+
+def say_batch(function: Function, outputs: Sequence[Any]) -> None:
+    """`say_all` where outputs have a batch axis before their others."""
+    _say([line.batched() for line in function.prints], outputs[len(function.graph.outputs) :])
+
+
+def _say(lines: Sequence[Line], outputs: Sequence[Any]) -> None:
+    values = iter(outputs)
+    for line in lines:
         say(line.filled(values))
 
 
-def say_called(function: Function, operands: Sequence[Any], graph: Graph | None = None) -> None:
-    """Print the lines of a function that is transformed: its own values, by `printed` (or `graph`)."""
-    found = graph or function.printed
-    if found is not None:
-        say_all(function, call(found, operands))
+def say_called(function: Function, operands: Sequence[Any]) -> None:
+    """Print the lines of a function that is transformed: its own values, by `printed`."""
+    if function.printed is not None:
+        say_all(function, call(function.printed, operands))

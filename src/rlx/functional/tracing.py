@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -48,20 +48,58 @@ class Print:
 
     def filled(self, values: Iterator[Any]) -> Print:
         """The line with values in place of its traced ones."""
-        leaves = [next(values) if isinstance(x, Traced) else x for x in self.leaves]
-        return Print(self.format, self.shape, leaves)
+        return replace(self, leaves=_filled(self.leaves, values))
+
+    def batched(self) -> Print:
+        """The line once its values have a batch axis before their others."""
+        return self
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """What the body of a loop or a branch prints: all its lines at each step, in place of traced values their rows.
+
+    `rows` has an array for each traced value of the lines, `steps` is how many of its rows count. Under `vmap` there
+    are batch axes before that of the rows, and the longest loop of the batch counts.
+    """
+
+    lines: Sequence[Line]
+    rows: Sequence[Any]
+    steps: Any
+    reverse: bool = False
+    axis: int = 0
+
+    @property
+    def traced(self) -> list[Traced]:
+        return [x for x in (*self.rows, self.steps) if isinstance(x, Traced)]
+
+    def filled(self, values: Iterator[Any]) -> Repeated:
+        """The lines with values in place of their traced ones."""
+        *rows, steps = _filled([*self.rows, self.steps], values)
+        return replace(self, rows=rows, steps=steps)
+
+    def batched(self) -> Repeated:
+        """The lines once their values have a batch axis before their others."""
+        return replace(self, lines=[line.batched() for line in self.lines], axis=self.axis + 1)
+
+
+Line = Print | Repeated
+
+
+def _filled(leaves: Sequence[Any], values: Iterator[Any]) -> list[Any]:
+    return [next(values) if isinstance(x, Traced) else x for x in leaves]
 
 
 @dataclass(eq=False)
 class Trace:
     """A graph under construction, what it has captured from around it, and what it wants to print.
 
-    `prints` is None where nobody would print it, as in the body of a loop.
+    `prints` is None where nobody would print it, as in the rules of a function that has its own.
     """
 
     graph: Graph
     captured: dict[Traced, Value] = field(default_factory=dict)
-    prints: list[Print] | None = None
+    prints: list[Line] | None = None
 
     def value(self, x: Any) -> Any:
         """What stands for an operand in this graph: a value, or an array or number, which becomes a constant."""
@@ -333,8 +371,13 @@ class Function:
     graph: Graph
     captured: list[Traced]
     given: tree.Structure
-    prints: Sequence[Print] = ()
+    prints: Sequence[Line] = ()
     printed: Graph | None = None  # the same graph, which also gives what is printed, after its other outputs
+
+    @property
+    def whole(self) -> Graph:
+        """The graph that gives all there is: `printed`, where something is."""
+        return self.printed or self.graph
 
     def outputs(self, values: Sequence[Any]) -> Any:
         return self.given.unflatten(values)
@@ -459,8 +502,13 @@ def at_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
         only.__name__ = function.__name__
         _, flat = tree.flatten((tuple(found[i] for i in moving), {}))
-        made = trace_leaves(only, flat, [type_of(found[i]) for i in moving])
-        return call_function(made, [found[i] for i in moving])
+        made = trace_leaves(only, flat, [type_of(found[i]) for i in moving], prints=True)
+        outputs = call(made.whole, [*(found[i] for i in moving), *made.captured])
+        if made.prints:
+            from rlx.functional.printing import say_all
+
+            say_all(made, outputs)
+        return made.outputs(outputs[: len(made.graph.outputs)])
 
     return wrapped
 

@@ -13,7 +13,7 @@ from rlx import transforms as graphs
 from rlx.errors import GraphError, ShapeError
 from rlx.functional import tree
 from rlx.functional.arrays import zeros_like
-from rlx.functional.printing import say_called
+from rlx.functional.printing import say_batch, say_called
 from rlx.functional.tracing import Function, call, names_of, trace_leaves, type_of
 from rlx.ir.graph import Graph
 from rlx.transforms.reverse import joint, split
@@ -230,7 +230,7 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
         out = tree.broadcast_prefix(out_axes, made.outputs([0] * len(graph.outputs)), "vmap: out_axes")
         size, operands = next(iter(sizes.values())), [*leaves, *made.captured]
         if made.printed is not None:
-            say_called(made, operands, graphs.vmap(made.printed, where, 0, size=size))
+            say_batch(made, call(graphs.vmap(made.printed, where, 0, size=size), operands))
         return made.outputs(call(graphs.vmap(graph, where, out, size=size), operands))
 
     return wrapped

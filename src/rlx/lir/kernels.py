@@ -59,6 +59,7 @@ class MatmulKernel:
     strided matrix and each panel is packed into scratch by the call that uses it. With `blocks`, panels hold packed
     weights (see `lir/blocks.py`): `unpack` makes numbers of them in scratch, `dots` use them up at once where m is
     small. With `weights` 2, each panel holds half a panel of each of two matrices, and the epilogue sees both.
+    `turned`: A lies in memory as [batch, k, m], and `a_row` is the step along k; tiles read it where it is.
     `epilogue` is a loop kernel over (rows, columns) of a tile: its first parameter is the tile (rows `panel` apart),
     the others are `operands`; its arguments are `columns` and one row stride an operand. Without one, the only operand
     is C of the same dtype. A unit is (batch, row block, panel), panel fastest.
@@ -70,6 +71,7 @@ class MatmulKernel:
     epilogue: LoopKernel | None
     operands: tuple[TileOperand, ...]
     blocks: Blocks | None = None
+    turned: bool = False
 
     kind = "matmul"
 
@@ -86,6 +88,8 @@ class MatmulKernel:
     def fingerprint(self) -> str:
         inner = self.epilogue.fingerprint if self.epilogue else "-"
         text = f"matmul|{self.dtype}|{self.packed}|{self.weights}|{inner}|{self.operands}"
+        if self.turned:
+            text += "|turned"
         if self.blocks:
             text += "".join(f"|{k.fingerprint}" for k in self.blocks.kernels)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -107,7 +111,8 @@ class MatmulKernel:
     def text(self) -> str:
         b = f"panels of {self.blocks.storage}" if self.blocks else "panels" if self.packed else "rows"
         pair = ", 2 weights interleaved" if self.weights == 2 else ""
-        lines = [f"kernel {self.symbol}(a: {self.dtype}, b: {self.dtype} {b}{pair})"]
+        turned = " turned" if self.turned else ""
+        lines = [f"kernel {self.symbol}(a: {self.dtype}{turned}, b: {self.dtype} {b}{pair})"]
         if self.blocks is not None:
             few, many = (", ".join(k.symbol for k in kernels) for kernels in (self.blocks.dots, self.blocks.tiles))
             lines.append(f"  blocks become numbers by {self.blocks.unpack.symbol}, few rows are multiplied by {few}")

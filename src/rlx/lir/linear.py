@@ -45,6 +45,11 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     return outs
 
 
+def _is_turned(a: View) -> bool:
+    """Whether the elements of a row do not follow each other."""
+    return a.strides[-1] != 1 and a.shape[-1] != 1
+
+
 def _is_plain(body: Graph | None) -> bool:
     return body is None or (len(body.nodes) == len(body.outputs) == 1 and body.outputs[0].node is body.nodes[0])
 
@@ -65,10 +70,13 @@ def _launch(
     """One matmul launch. Leading axes and rows collapse into at most two batch axes and one row axis."""
     if a.dtype is U8:
         a = _as_words(a if a.is_contiguous() and a.offset == 0 else s.copied(a))
-    if a.strides[-1] != 1 and a.shape[-1] != 1:
+    if storage is not None and _is_turned(a):
         a = s.copied(a)
     operands = [v if v.rank == 0 or v.shape[-1] == 1 or v.strides[-1] in (0, 1) else s.copied(v) for v in operands]
     plan = _collapse(a, b, operands, outs, packed)
+    if plan is not None and _is_turned(a) and plan[1][0][-1] != 1:  # neither its rows nor its columns are contiguous
+        a = s.copied(a)
+        plan = _collapse(a, b, operands, outs, packed)
     if plan is None:
         a = s.contiguous(a)
         operands = [s.copied(v) if v.rank == outs[0].rank and not v.is_contiguous() else v for v in operands]
@@ -95,13 +103,15 @@ def _launch(
     sums = F32 if whole else a.dtype
     epilogue = None if _is_plain(body) else _epilogue(s, body, tile, sums, weights)
     blocks = None if storage is None else (_whole_blocks if whole else _blocks)(storage, s.target)
-    kernel = MatmulKernel(sums, packed, weights, epilogue, tuple(tile), blocks)
+    turned = _is_turned(a)
+    kernel = MatmulKernel(sums, packed, weights, epilogue, tuple(tile), blocks, turned)
     panel = s.target.panel(a.dtype.size) // weights
     row_blocks = (m + (ROW_BLOCK - 1)) // ROW_BLOCK
     words: dict[str, View | Size | None] = {
         "a": a, "b": b, "m": m, "n": columns, "k": k, "row_blocks": row_blocks, "batch0": batch0, "batch1": batch1,
-        "a_row": steps(0)[2], "a_batch0": steps(0)[0], "a_batch1": steps(0)[1], "b_batch0": steps(1)[0],
-        "b_batch1": steps(1)[1], "b_k": 0 if packed else b.strides[-2], "b_n": 0 if packed else b.strides[-1],
+        "a_row": a.strides[-1] if turned else steps(0)[2], "a_batch0": steps(0)[0], "a_batch1": steps(0)[1],
+        "b_batch0": steps(1)[0], "b_batch1": steps(1)[1],
+        "b_k": 0 if packed else b.strides[-2], "b_n": 0 if packed else b.strides[-1],
     }  # fmt: skip
     for i, view in enumerate([*operands, *outs]):
         outer, inner, row = steps(2 + i)

@@ -198,6 +198,7 @@ class Program:
     outputs: list[str] = field(default_factory=list)
     assertions: list[Assertion] = field(default_factory=list)
     controls: list[Control] = field(default_factory=list)  # outer ones before inner ones
+    batch: str | None = None  # the symbol of the first axis of all inputs and outputs, whose entries are independent
 
     def steps(self) -> Iterator[Step]:
         """The walk through the program: launches in order, with the edges of loops and branches between them."""
@@ -272,6 +273,8 @@ class Program:
             note = f" as {buffer.note}" if buffer.note else ""
             value = f" = {buffer.value!r}" if buffer.value is not None else ""
             yield f"  {buffer.kind} {buffer.name}: {buffer.type}{note}{value}"
+        if self.batch is not None:
+            yield f"  entries of {self.batch} are independent"
         for a in self.assertions:
             yield f"  assert {a.a} {a.relation} {a.b}  # {a.where}"
 

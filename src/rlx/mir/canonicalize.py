@@ -148,7 +148,30 @@ def _transpose(rewriter: Rewriter, node: Node) -> Value | None:
         axes, x = tuple(inner[a] for a in axes), x.node.operands[0]
     if axes == tuple(range(len(axes))):
         return x
-    return rewriter.one(node, "transpose", x, axes=axes)
+    product = _turned_product(rewriter, node, x, axes)
+    return rewriter.one(node, "transpose", x, axes=axes) if product is None else product
+
+
+def _turned_product(rewriter: Rewriter, node: Node, x: Value, axes: tuple[int, ...]) -> Value | None:
+    """matmul(a.mT, b).mT -> matmul(b.mT, a), as in the gradient of a weight that is stored [out, in].
+
+    Products commute and are summed in the same order. A weight stays on the right, where it is packed.
+    """
+    swap = (*range(len(axes) - 2), len(axes) - 1, len(axes) - 2)
+    if axes != swap or x.node.op != "matmul" or not _is_read_once(rewriter, node.operands[0], x):
+        return None
+    a, b = (o for o in x.node.operands if o is not None)
+    inner = a.node.operands[0] if a.node.op == "transpose" and a.node.attrs["axes"] == swap else None
+    if inner is None or b.rank != a.rank or b.node.op in ("param", "const"):
+        return None
+    return rewriter.one(node, "matmul", rewriter.one(node, "transpose", b, axes=swap), inner)
+
+
+def _is_read_once(rewriter: Rewriter, before: Value | None, now: Value) -> bool:
+    """Whether an operand, which became `now`, has one reader."""
+    assert before is not None
+    old = rewriter.old
+    return rewriter[before] is now and before not in old.outputs and len(old.users()[before]) == 1
 
 
 def _whole(rewriter: Rewriter, node: Node) -> Value | None:

@@ -83,7 +83,8 @@ class Compiled:
         words: dict[str, int] = {
             "tiles": self.tiles.ctypes.data, "epilogue": self.epilogue, "a": a.ctypes.data, "b": b.ctypes.data,
             "m": m, "n": n, "k": k, "row_blocks": blocks, "batch0": batch[0], "batch1": batch[1],
-            "a_row": a.strides[2] // a.itemsize, "a_batch0": left.stride(0), "a_batch1": left.stride(1),
+            "a_row": a.strides[3 if self.kernel.turned else 2] // a.itemsize,
+            "a_batch0": left.stride(0), "a_batch1": left.stride(1),
             "b_k": 0 if self.kernel.packed else b.strides[2] // b.itemsize,
             "b_n": 0 if self.kernel.packed else b.strides[3] // b.itemsize,
             "b_batch0": right.stride(0), "b_batch1": right.stride(1),
@@ -110,8 +111,9 @@ def aligned(size: int) -> Array:
 
 
 @functools.cache
-def plain(dtype: DType, packed: bool, target: Target) -> Compiled:
-    return Compiled(MatmulKernel(dtype, packed, 1, None, (TileOperand("c", dtype, 1, True),)), target)
+def plain(dtype: DType, packed: bool, target: Target, *, turned: bool = False) -> Compiled:
+    operands = (TileOperand("c", dtype, 1, True),)
+    return Compiled(MatmulKernel(dtype, packed, 1, None, operands, turned=turned), target)
 
 
 def to_panels(weights: Sequence[Array], target: Target) -> Array:
@@ -411,6 +413,27 @@ def test_bits_do_not_depend_on_the_layout(target: Target) -> None:
             assert np.array_equal(panels, multiply(plain(F32, False, target), a, right))
 
 
+@EVERY_TARGET
+@EVERY_DTYPE
+@EITHER_LAYOUT
+def test_a_turned_left_side_gives_the_same_bits(target: Target, dtype: DType, packed: bool) -> None:
+    rows, columns = plain(dtype, packed, target), plain(dtype, packed, target, turned=True)
+    for m, n, k in SHAPES:
+        a, b = random((m, k), dtype), random((k, n), dtype, 1)
+        wide = np.zeros((k, m + 3), a.dtype)  # columns of A are rows of this, further apart than they are long
+        wide[:, 1 : m + 1] = a.T
+        assert np.array_equal(multiply(columns, wide[:, 1 : m + 1].T, b), multiply(rows, a, b))
+
+
+@EVERY_TARGET
+def test_a_turned_left_side_may_have_batches(target: Target) -> None:
+    a, b = random((2, 3, 40, 200), F32).swapaxes(2, 3), random((1, 3, 40, 70), F32, 1)
+    c = np.full((2, 3, 200, 70), np.nan, np.float32)
+    plain(F32, False, target, turned=True).run(a, b, 70, [c], batch=(2, 3), splits=(1, 7, 9))
+    for i, j in itertools.product(range(2), range(3)):
+        assert np.array_equal(c[i, j], multiply(plain(F32, False, target), np.ascontiguousarray(a[i, j]), b[0, j]))
+
+
 def test_sums_run_over_k_in_index_order() -> None:
     a, b = random((3, 600), F32), random((600, 9), F32, 1)
     expected = np.zeros((3, 9), np.float32)
@@ -455,9 +478,10 @@ def guarded_copy(array: Array, *, at_end: bool) -> Array:
 
 @EVERY_TARGET
 @EVERY_DTYPE
-@pytest.mark.parametrize("right", ("panels", "rows", "columns"))
+@pytest.mark.parametrize("right", ("panels", "rows", "columns", "rows, A turned"))
 @pytest.mark.parametrize("at_end", (True, False), ids=("end", "start"))
 def test_nothing_outside_a_buffer_is_touched(target: Target, dtype: DType, right: str, at_end: bool) -> None:
+    turned = right == "rows, A turned"
     shapes = [
         (1, 1, 1),
         (1, 300, 530),
@@ -470,26 +494,26 @@ def test_nothing_outside_a_buffer_is_touched(target: Target, dtype: DType, right
     ]
     for m, n, k in shapes:
         a, b = random((m, k), dtype), random((k, n), dtype, 1)
-        compiled = plain(dtype, right == "panels", target)
+        compiled = plain(dtype, right == "panels", target, turned=turned)
         match right:
             case "panels":
                 held = guarded_copy(to_panels([b], target), at_end=at_end)
-            case "rows":
+            case "rows" | "rows, A turned":
                 held = guarded_copy(b, at_end=at_end)
             case _:
                 held = guarded_copy(np.ascontiguousarray(b.T), at_end=at_end).T
         c = guarded_copy(np.full((1, 1, m, n), np.nan, dtype.numpy), at_end=at_end)
         scratch = guarded(matmul.scratch_bytes(compiled.kernel, target, k), at_end=at_end)
-        left = guarded_copy(a, at_end=at_end)
+        left = guarded_copy(np.ascontiguousarray(a.T), at_end=at_end).T if turned else guarded_copy(a, at_end=at_end)
         compiled.run(left[None, None], held[None, None], n, [c], scratch=scratch)
         assert_product(c[0, 0], a, b)
         assert not scratch[: matmul.HEADER_BYTES].any()
 
 
 # -- machine code -----------------------------------------------------------------------------------------------------
-def all_tiles(dtype: DType, target: Target) -> list[Routine]:
+def all_tiles(dtype: DType, target: Target, *, turned: bool = False) -> list[Routine]:
     sizes = itertools.product(range(1, target.tile_rows + 1), range(1, target.tile_vectors + 1))
-    return [matmul.micro_kernel(dtype, height, vectors, target) for height, vectors in sizes]
+    return [matmul.micro_kernel(dtype, height, vectors, target, turned=turned) for height, vectors in sizes]
 
 
 @pytest.mark.skipif(AVX512 not in TARGETS, reason="needs AVX-512")
@@ -502,7 +526,8 @@ def test_the_largest_tile_is_all_wide_multiply_adds() -> None:
 @EVERY_TARGET
 @EVERY_DTYPE
 def test_no_tile_spills_a_vector(target: Target, dtype: DType) -> None:
-    lines = toolchain.assembly(text(all_tiles(dtype, target)), target).splitlines()
+    tiles = [*all_tiles(dtype, target), *all_tiles(dtype, target, turned=True)]
+    lines = toolchain.assembly(text(tiles), target).splitlines()
     assert not [line for line in lines if re.search(r"[xyz]mm\d", line) and "%rsp" in line]
 
 

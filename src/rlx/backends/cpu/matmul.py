@@ -89,7 +89,7 @@ def entry(kernel: MatmulKernel, target: Target, compile_loops: CompileLoops) -> 
         raise LowerError("cpu matmul: two weights share a panel only when they are packed")
     whole = kernel.blocks is not None and kernel.blocks.tiles  # those have tiles of their own
     heights = range(0) if whole else range(1, target.tile_rows + 1)
-    tiles = tuple(micro_kernel(kernel.dtype, h, target.tile_vectors, target) for h in heights)
+    tiles = tuple(micro_kernel(kernel.dtype, h, target.tile_vectors, target, turned=kernel.turned) for h in heights)
     tables = {"tiles": tiles if kernel.packed else (*tiles, _packing(geometry(kernel, target)))}
     if kernel.blocks is not None:
         tables["blocks"] = tuple(compile_loops(reader, target) for reader in kernel.blocks.kernels)
@@ -119,33 +119,50 @@ def _sums_end(form: Geometry) -> int:
 
 
 # -- micro-kernels ----------------------------------------------------------------------------------------------------
-def micro_kernel(dtype: DType, height: int, vectors: int, target: Target) -> Routine:
-    """C[height][w] (+)= A[height][k] B[k][w], where w is `vectors` vectors.
+def micro_kernel(dtype: DType, height: int, vectors: int, target: Target, *, turned: bool = False) -> Routine:
+    """C[height][w] (+)= A[height][k] B[k][w], where w is `vectors` vectors; turned, A lies in memory as A[k][height].
 
     `tile(a, lda, b, ldb, k, c, ldc, ahead, ahead_step, accumulate)`: strides are in elements; sums start from C if
     `accumulate` is not 0. Each k step prefetches at `ahead`, which moves by `ahead_step` bytes.
     """
     form = Geometry(dtype, target.lanes(dtype.size), height, vectors)
-    symbol = f"tile.{dtype}.{height}x{vectors}"
+    symbol = f"tile.{dtype}.{height}x{vectors}{'.turned' if turned else ''}"
+    left = _left_columns if turned else _left_rows
 
     def emit(module: Module) -> None:
-        module.define(symbol, _TILE_ARGUMENTS, lambda b, *arguments: _emit_tile(b, form, target, *arguments))
+        module.define(symbol, _TILE_ARGUMENTS, lambda b, *arguments: _emit_tile(b, form, target, left, *arguments))
 
     return Routine(symbol, emit)
 
 
+# From (k step, how many of an unrolled loop are before it, row) to where that element of A is.
+_Place = Callable[[Value, int, int], Value]
+_Left = Callable[[Builder, Geometry, int, Value, Value], _Place]
+
+
+def _left_rows(b: Builder, form: Geometry, unroll: int, a: Value, lda: Value) -> _Place:
+    # Opaque to the loop strength reduction, which would rebuild these from each other inside the loop; the machine
+    # scheduler then gathers the loads of equal bases, and the sums spill.
+    rows = [_opaque(b, b.offset(a, b.mul(lda, i), form.scalar)) for i in range(form.rows)]
+    return lambda at, u, i: b.offset(b.offset(rows[i], at, form.scalar), u, form.scalar)
+
+
+def _left_columns(b: Builder, form: Geometry, unroll: int, a: Value, lda: Value) -> _Place:
+    """The rows of a k step lie next to each other, so one address a step does."""
+    steps = [i64(0), *(_opaque(b, b.mul(lda, u)) for u in range(1, unroll))]
+    return lambda at, u, i: b.offset(b.offset(a, b.add(b.mul(at, lda), steps[u]), form.scalar), i, form.scalar)
+
+
 def _emit_tile(
-    b: Builder, form: Geometry, target: Target, a: Value, lda: Value, panel: Value, ldb: Value, k: Value,
-    c: Value, ldc: Value, ahead: Value, ahead_step: Value, accumulate: Value,
+    b: Builder, form: Geometry, target: Target, left_side: _Left, a: Value, lda: Value, panel: Value, ldb: Value,
+    k: Value, c: Value, ldc: Value, ahead: Value, ahead_step: Value, accumulate: Value,
 ) -> None:  # fmt: skip
     size, rows, vectors = form.dtype.size, range(form.rows), range(form.vectors)
     unroll = 4 if target.has_fma else 2  # a product needs a register of its own, and sums must not spill
     cells = [
         b.offset(b.offset(c, b.mul(ldc, i), form.scalar), j * form.lanes, form.scalar) for i in rows for j in vectors
     ]
-    # Opaque to the loop strength reduction, which would rebuild these from each other inside the loop; the machine
-    # scheduler then gathers the loads of equal bases, and the sums spill.
-    a_rows = [_opaque(b, b.offset(a, b.mul(lda, i), form.scalar)) for i in rows]
+    a_place = left_side(b, form, unroll, a, lda)
     b_steps = [_opaque(b, b.mul(ldb, u * size)) for u in range(1, unroll + 1)]
     zeros = [const(form.vector, 0.0)] * len(cells)
     fresh = b.icmp("eq", accumulate, 0)
@@ -161,8 +178,7 @@ def _emit_tile(
                     b.prefetch(b.offset(ahead, line * LINE), locality=2)  # into L2
                 ahead = b.offset(ahead, ahead_step)
                 for i in rows:
-                    place = b.offset(b.offset(a_rows[i], at, form.scalar), u, form.scalar)
-                    left = b.splat(b.load(form.scalar, place, align=size), form.lanes)
+                    left = b.splat(b.load(form.scalar, a_place(at, u, i), align=size), form.lanes)
                     for j in vectors:
                         cell = i * form.vectors + j
                         total[cell] = _multiply_add(b, target, left, right[j], total[cell])
@@ -207,7 +223,8 @@ def _nest(kernel: MatmulKernel, target: Target) -> Routine:
     right = "panels" if kernel.packed else "rows"
     if kernel.blocks:
         right = f"{kernel.blocks.storage}{'.int' if kernel.blocks.tiles else ''}"
-    symbol = f"matmul_nest.{kernel.dtype}.{right}.{kernel.weights}.{finish}{operands}"
+    turned = ".turned" if kernel.turned else ""
+    symbol = f"matmul_nest.{kernel.dtype}{turned}.{right}.{kernel.weights}.{finish}{operands}"
 
     def emit(module: Module) -> None:
         module.define(symbol, _ENTRY_ARGUMENTS, lambda b, *arguments: _Nest(b, kernel, form, *arguments).emit())
@@ -500,7 +517,8 @@ class _Nest:
         """The tiles; after the last slab each one is finished while it is in cache."""
         b, form, word = self.b, self.form, self.word
         accumulate = b.assign("i64", f"zext {b.icmp('sgt', stripe.start, 0)} to i64")
-        a_start = b.offset(rows.a, stripe.start, form.scalar)
+        row_step, k_step = (i64(1), word["a_row"]) if self.kernel.turned else (word["a_row"], i64(1))
+        a_start = b.offset(rows.a, b.mul(stripe.start, k_step), form.scalar)
         direct = None
         if self.kernel.epilogue is None:
             direct = b.op("and", stripe.whole_k, b.icmp("eq", stripe.columns, form.panel))
@@ -519,7 +537,7 @@ class _Nest:
             if not self.kernel.packed:
                 fetching = -(-form.step_bytes // (_lines_of_a_step(form) * LINE))  # tiles that fetch a whole slab
                 step = b.select(b.icmp("slt", b.sub(index, rows.first_tile), fetching), step, i64(0))
-            left = (b.offset(a_start, b.mul(row, word["a_row"]), form.scalar), word["a_row"])
+            left = (b.offset(a_start, b.mul(row, row_step), form.scalar), word["a_row"])
             fetch = (ahead, step, accumulate)
             b.call_pointer(multiply, *left, right.b, right.ldb, stripe.length, result, stride, *fetch)
             done = stripe.last if direct is None else b.op("and", stripe.last, b.op("xor", direct, Value("i1", "true")))
