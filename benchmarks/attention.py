@@ -7,28 +7,15 @@ fast caches are read, and fractions of the FMA peak measured in the same run; `-
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ceilings import timed
-from gemm import fractions, pair
-from harness import (
-    Case,
-    CaseResult,
-    Library,
-    Prepared,
-    Result,
-    compare,
-    geometric_mean,
-    print_end,
-    print_heading,
-    write_json,
-)
+from command import chosen, one_run, options, pair, print_rows
+from gemm import fractions
+from harness import Case, CaseResult, Library, Prepared, Result, compare, geometric_mean, print_end, print_heading
 
 HEADS = ((9, 3, 64), (12, 2, 128))  # query heads, key heads, their size: those of SmolLM2-135M and Qwen2.5-1.5B
 LENGTHS = (128, 1024, 4096)
@@ -175,10 +162,7 @@ def print_table(result: Result) -> None:
     print_heading(result)
     print("\nGFLOPS and ratios as median/best; a ratio above 1 means that rlx is faster\n")
     heading = ["case", PEER, OURS, HALF, f"{OURS}/{PEER}", f"{HALF}/{PEER}", "GB/s", "roof", "of FMA", "of FMA f16"]
-    print("| " + " | ".join(heading) + " |")
-    print("|" + "---|" * len(heading))
-    for case in result.cases:
-        print("| " + " | ".join(row(result, case)) + " |")
+    print_rows(heading, (row(result, case) for case in result.cases))
     print_end(result, summary(result))
 
 
@@ -195,23 +179,14 @@ def summary(result: Result) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = options(__doc__, threads=1, rounds=9)
     parser.add_argument("--cases", default="", metavar="REGEX", help='such as "decode .* S=4096$"; all unless given')
-    parser.add_argument("--json", type=Path, metavar="PATH")
     args = parser.parse_args()
     kinds = (prefill_case, decode_case)
-    cases = [make(*heads, length) for make in kinds for heads in HEADS for length in LENGTHS]
-    cases = [case for case in cases if re.search(args.cases, case.name)]
-    if not cases:
-        print(f"no case matches {args.cases!r}", file=sys.stderr)
-        return 2
+    cases = chosen((make(*heads, length) for make in kinds for heads in HEADS for length in LENGTHS), args.cases)
     result = compare(LIBRARIES, cases, threads=args.threads, rounds=args.rounds, reference=reference)
     print_table(result)
-    if args.json:
-        write_json(args.json, result.to_json() | {"summary": summary(result)})
-    return 1 if result.problems() else 0
+    return one_run(result, summary(result), args.json)
 
 
 if __name__ == "__main__":

@@ -11,24 +11,22 @@ environment.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
-import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from command import add_minilm, comparison, finished, minilm, options, print_rows, times_as_fast
 from embed_engines import CHECKED
-from harness import CaseResult, Library, Result, compare, print_heading, write_json
+from harness import CaseResult, Library, Result, compare, print_heading
 from scipy.special import erf
 from worker import Case
 
 SINGLE = 60  # sentences one at a time in a round
-ASSETS = Path(os.environ.get("RLX_ASSETS", Path(__file__).parents[2] / "shared" / "assets"))
 OURS = "rlx"
 PEERS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
     "f32": {
@@ -166,28 +164,16 @@ def rate(case: CaseResult, library: str) -> str:
     return f"{count / timing.median:.0f}/{count / timing.best:.0f}"
 
 
-def ratios(case: CaseResult, peers: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """How many times as fast rlx is as each peer, and as the best of them."""
-    if not case.ok(OURS):
-        return {}
-    found = {peer: case.ratio(OURS, peer) for peer in peers if case.ok(peer)}
-    best = case.best_peer(peers)
-    return found | ({"best peer": found[best]} if best else {})
-
-
 def print_table(result: Result, precision: str) -> None:
     print_heading(result)
     peers = list(PEERS[precision])
     print(f"\n{precision}: sentences a second or milliseconds of one; how many times as fast rlx is, as median/best\n")
     heading = ["case", "sentences", OURS, *peers, *(f"/{peer}" for peer in peers), "/best peer", "rlx/roof"]
-    print("| " + " | ".join(heading) + " |\n|" + "---|" * len(heading))
+    rows = []
     for case in result.cases:
-        found = ratios(case, peers)
         cells = [case.case.name, str(case.case.dims["sentences"]), *(rate(case, name) for name in (OURS, *peers))]
-        cells += ["{:.2f}/{:.2f}".format(*found[name]) if name in found else "-" for name in (*peers, "best peer")]
-        roof = result.ceilings.roof(case.case) / 1e9
-        cells.append("/".join(f"{g / roof:.2f}" for g in case.gflops(OURS)) if case.ok(OURS) else "-")
-        print("| " + " | ".join(cells) + " |")
+        rows.append(cells + comparison(result, case, OURS, peers))
+    print_rows(heading, rows)
     print()
     for case in result.cases:
         notes = [f"{name}: {timing.note}" for name, timing in case.timings.items() if name in (OURS, *peers)]
@@ -201,37 +187,27 @@ def to_json(result: Result, precision: str) -> dict[str, Any]:
     content = result.to_json()
     for case in content["cases"]:
         del case["subject"]  # a temporary folder
-    found = {case.case.name: ratios(case, list(PEERS[precision])) for case in result.cases}
+    found = {case.case.name: times_as_fast(case, OURS, list(PEERS[precision])) for case in result.cases}
     return {"precision": precision} | content | {"times_as_fast": found}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = options(__doc__, threads=[1, 2], rounds=5, peers="the peers")
+    add_minilm(parser, "what is embedded")
     parser.add_argument("--precision", choices=tuple(PEERS), default="f32")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="minilm-l6 of the catalogue unless given")
-    parser.add_argument("--sentences", type=Path, default=ASSETS / "text" / "stsb-en-test.csv", metavar="CSV")
     parser.add_argument("--cases", nargs="+", choices=("all", "distinct", "one"), default=["all", "distinct", "one"])
-    parser.add_argument("--python", default=os.environ.get("RLX_PEERS_PYTHON", sys.executable), metavar="PATH",
-                        help="interpreter that has the peers; RLX_PEERS_PYTHON unless given")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="PATH")
     args = parser.parse_args()
-    if args.model is None:
-        from rlx.hub.pull import resolve
-
-        args.model = resolve("minilm-l6").path.parent
+    model = minilm(args)
     texts, scores = sentences(args.sentences)
     texts = {name: some for name, some in texts.items() if name in args.cases}
-    runs, problems = [], 0
-    for threads in args.threads:
-        result = run(args.model, texts, scores, args.python, threads, args.rounds, args.precision)
-        print_table(result, args.precision)
-        problems += len(result.problems())
-        runs.append(to_json(result, args.precision))
-        if args.json:
-            write_json(args.json, {"runs": runs})  # after each: a long run that is broken off is not lost
-    return 1 if problems else 0
+
+    def runs() -> Iterator[tuple[Result, dict[str, Any]]]:
+        for threads in args.threads:
+            result = run(model, texts, scores, args.python, threads, args.rounds, args.precision)
+            print_table(result, args.precision)
+            yield result, to_json(result, args.precision)
+
+    return finished(runs(), args.json)
 
 
 if __name__ == "__main__":

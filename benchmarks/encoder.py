@@ -8,17 +8,17 @@ Runtime finds ranges as it runs, as rlx does, and OpenVINO's model is NNCF's, ca
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from embed import ASSETS, MAX_ERROR, NARROW, WEIGHT_BYTES, Encoder, sentences, shared_folder
+from command import add_minilm, comparison, finished, minilm, options, print_rows, times_as_fast
+from embed import MAX_ERROR, NARROW, WEIGHT_BYTES, Encoder, sentences, shared_folder
 from encoder_engines import tokens_of
-from harness import CaseResult, Library, Result, compare, geometric_mean, print_heading, write_json
+from harness import CaseResult, Library, Result, compare, geometric_mean, print_heading
 from worker import Case
 
 OURS = "rlx"
@@ -78,18 +78,9 @@ def milliseconds(case: CaseResult, library: str) -> str:
     return f"{timing.median * 1e3:.2f}/{timing.best * 1e3:.2f}"
 
 
-def ratios(case: CaseResult, peers: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """How many times as fast rlx is as each peer, and as the best of them."""
-    if not case.ok(OURS):
-        return {}
-    found = {peer: case.ratio(OURS, peer) for peer in peers if case.ok(peer)}
-    best = case.best_peer(peers)
-    return found | ({"best peer": found[best]} if best else {})
-
-
 def summary(result: Result, peers: Sequence[str]) -> float | None:
     """The geometric mean over the best peer, if every case has one."""
-    found = [ratios(case, peers).get("best peer") for case in result.cases]
+    found = [times_as_fast(case, OURS, peers).get("best peer") for case in result.cases]
     medians = [pair[0] for pair in found if pair is not None]
     return geometric_mean(medians) if len(medians) == len(found) and not result.busy() else None
 
@@ -100,16 +91,13 @@ def print_table(result: Result, precision: str) -> None:
     peers = list(PEERS[precision])
     print("\nmilliseconds, and how many times as fast rlx is, as median/best\n")
     heading = ["case", OURS, *peers, *(f"/{peer}" for peer in peers), "/best peer", "rlx/roof", "rlx error"]
-    print("| " + " | ".join(heading) + " |\n|" + "---|" * len(heading))
+    rows = []
     for case in result.cases:
-        found = ratios(case, peers)
         cells = [case.case.name, *(milliseconds(case, name) for name in (OURS, *peers))]
-        cells += ["{:.2f}/{:.2f}".format(*found[name]) if name in found else "-" for name in (*peers, "best peer")]
-        roof = result.ceilings.roof(case.case) / 1e9
-        cells.append("/".join(f"{g / roof:.2f}" for g in case.gflops(OURS)) if case.ok(OURS) else "-")
+        cells += comparison(result, case, OURS, peers)
         error = case.timings[OURS].error if OURS in case.timings else None
-        cells.append("-" if error is None else f"{error:.1e}")
-        print("| " + " | ".join(cells) + " |")
+        rows.append([*cells, "-" if error is None else f"{error:.1e}"])
+    print_rows(heading, rows)
     mean = summary(result, peers)
     print(f"\ngeometric mean over the best peer: {'-' if mean is None else f'{mean:.2f}'}\n")
     for problem in result.problems():
@@ -120,37 +108,26 @@ def to_json(result: Result, precision: str) -> dict[str, Any]:
     content, peers = result.to_json(), list(PEERS[precision])
     for case in content["cases"]:
         del case["subject"]  # a temporary folder
-    found = {case.case.name: ratios(case, peers) for case in result.cases}
+    found = {case.case.name: times_as_fast(case, OURS, peers) for case in result.cases}
     return {"precision": precision} | content | {"times_as_fast": found, "geometric_mean": summary(result, peers)}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser = options(__doc__, threads=[1, 2], rounds=9, peers="the peers")
+    add_minilm(parser, "what OpenVINO's int8 is calibrated on")
     parser.add_argument("--precision", nargs="+", choices=tuple(PEERS), default=list(PEERS))
     parser.add_argument("--cases", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="minilm-l6 of the catalogue unless given")
-    parser.add_argument("--sentences", type=Path, default=ASSETS / "text" / "stsb-en-test.csv", metavar="CSV",
-                        help="what OpenVINO's int8 is calibrated on")  # fmt: skip
-    parser.add_argument("--python", default=os.environ.get("RLX_PEERS_PYTHON", sys.executable), metavar="PATH",
-                        help="interpreter that has the peers; RLX_PEERS_PYTHON unless given")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="PATH")
     args = parser.parse_args()
-    if args.model is None:
-        from rlx.hub.pull import resolve
+    args.model = minilm(args)
 
-        args.model = resolve("minilm-l6").path.parent
-    runs, problems = [], 0
-    for precision in args.precision:
-        for threads in args.threads:
-            result = run(args, threads, precision)
-            print_table(result, precision)
-            problems += len(result.problems())
-            runs.append(to_json(result, precision))
-            if args.json:
-                write_json(args.json, {"runs": runs})  # after each: a long run that is broken off is not lost
-    return 1 if problems else 0
+    def runs() -> Iterator[tuple[Result, dict[str, Any]]]:
+        for precision in args.precision:
+            for threads in args.threads:
+                result = run(args, threads, precision)
+                print_table(result, precision)
+                yield result, to_json(result, precision)
+
+    return finished(runs(), args.json)
 
 
 if __name__ == "__main__":

@@ -6,26 +6,13 @@ min(FMA peak, intensity x read bandwidth) measured in the same run; `--json` kee
 
 from __future__ import annotations
 
-import argparse
 import functools
-import re
 import sys
-from pathlib import Path
 
 import numpy as np
 from ceilings import timed
-from harness import (
-    Case,
-    CaseResult,
-    Library,
-    Prepared,
-    Result,
-    compare,
-    geometric_mean,
-    print_end,
-    print_heading,
-    write_json,
-)
+from command import chosen, one_run, options, pair, print_rows
+from harness import Case, CaseResult, Library, Prepared, Result, compare, geometric_mean, print_end, print_heading
 
 WEIGHTS = ((384, 384), (384, 1536), (1536, 384), (2048, 2048), (2048, 8192))
 ROWS = (1, 8, 32, 128, 512)
@@ -110,10 +97,6 @@ def torch_onednn(case: Case, threads: int) -> Prepared:
     return Prepared(call, lambda: call().numpy())
 
 
-def pair(values: tuple[float, float], digits: int) -> str:
-    return f"{values[0]:.{digits}f}/{values[1]:.{digits}f}"
-
-
 def row(result: Result, case: CaseResult) -> list[str]:
     """Cells of the table: shape, GFLOPS of each library, ratios to each peer, bound, fraction of the roof."""
     roof = result.ceilings.roof(case.case) / 1e9
@@ -141,10 +124,7 @@ def print_table(result: Result) -> None:
     print_heading(result)
     print("\nGFLOPS and ratios as median/best; a ratio above 1 means that rlx is faster\n")
     heading = ["KxN", "M", *PEERS, OURS, *(f"/{p}" for p in PEERS), "roof", f"{OURS}/roof", "best peer/roof"]
-    print("| " + " | ".join(heading) + " |")
-    print("|" + "---|" * len(heading))
-    for case in result.cases:
-        print("| " + " | ".join(row(result, case)) + " |")
+    print_rows(heading, (row(result, case) for case in result.cases))
     print_end(result, summary(result))
 
 
@@ -168,22 +148,13 @@ def summary(result: Result) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser = options(__doc__, threads=1, rounds=15)
     parser.add_argument("--shapes", default="", metavar="REGEX", help='such as "384x.* M=1$"; all 25 unless given')
-    parser.add_argument("--json", type=Path, metavar="PATH")
     args = parser.parse_args()
-    cases = [gemm_case(k, n, m) for k, n in WEIGHTS for m in ROWS]
-    cases = [case for case in cases if re.search(args.shapes, case.name)]
-    if not cases:
-        print(f"no shape matches {args.shapes!r}", file=sys.stderr)
-        return 2
+    cases = chosen((gemm_case(k, n, m) for k, n in WEIGHTS for m in ROWS), args.shapes)
     result = compare(LIBRARIES, cases, threads=args.threads, rounds=args.rounds, reference=reference)
     print_table(result)
-    if args.json:
-        write_json(args.json, result.to_json() | {"summary": summary(result)})
-    return 1 if result.problems() else 0
+    return one_run(result, summary(result), args.json)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,15 @@ the memory bandwidth of the same run that reading the packed weights once a toke
 
 from __future__ import annotations
 
-import argparse
-import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import llm_engines
-from harness import CaseResult, Library, Result, compare, print_heading, write_json
+from command import finished, options
+from harness import CaseResult, Library, Result, compare, print_heading
 from worker import Case
 
 MODELS = ("smollm2-135m", "qwen2.5-coder-1.5b")
@@ -114,31 +114,25 @@ def to_json(name: str, path: Path, result: Result, peaks: dict[str, int | None])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, threads=[1, 2], rounds=5, peers="llama-cpp-python")
     parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME", help="of the catalogue, pulled before")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--python", default=os.environ.get("RLX_PEERS_PYTHON", sys.executable), metavar="PATH",
-                        help="interpreter that has llama-cpp-python; RLX_PEERS_PYTHON unless given")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="PATH")
     args = parser.parse_args()
     libraries = (
         Library(OURS, "llm_engines:rlx", ("rlx",)),
         Library(PEER, "llm_engines:llama_cpp", ("llama_cpp",), args.python),
     )
-    runs, problems = [], 0
-    for name in args.models:
-        path = model_file(name)
-        for threads in args.threads:
-            result = compare(libraries, cases(path), threads=threads, rounds=args.rounds)
-            present = [x for x in libraries if not result.libraries[x.name].startswith("absent")]
-            peaks = {library.name: peak_bytes(library, path, threads) for library in present}
-            print_table(name, result, peaks)
-            problems += len(result.problems())
-            runs.append(to_json(name, path, result, peaks))
-            if args.json:
-                write_json(args.json, {"runs": runs})  # after each: a long run that is broken off is not lost
-    return 1 if problems else 0
+
+    def runs() -> Iterator[tuple[Result, dict[str, Any]]]:
+        for name in args.models:
+            path = model_file(name)
+            for threads in args.threads:
+                result = compare(libraries, cases(path), threads=threads, rounds=args.rounds)
+                present = [x for x in libraries if not result.libraries[x.name].startswith("absent")]
+                peaks = {library.name: peak_bytes(library, path, threads) for library in present}
+                print_table(name, result, peaks)
+                yield result, to_json(name, path, result, peaks)
+
+    return finished(runs(), args.json)
 
 
 if __name__ == "__main__":

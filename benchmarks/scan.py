@@ -9,14 +9,10 @@ each peer, and what a backward pass costs beside a forward one; `--json` keeps e
 
 from __future__ import annotations
 
-import argparse
-import os
-import re
 import sys
-from pathlib import Path
 
-from gemm import pair
-from harness import Library, Result, compare, print_end, print_heading, write_json
+from command import chosen, one_run, options, pair, print_rows
+from harness import Library, Result, compare, print_end, print_heading
 from scan_engines import DELTA, MAMBA, reference
 from worker import Case
 
@@ -55,7 +51,7 @@ def print_table(result: Result) -> None:
     print("\nmilliseconds and ratios as median/best; a ratio above 1 means that rlx is faster\n")
     names = (OURS, *PEERS)
     heading = ["case", *names, *(f"{OURS}/{name}" for name in PEERS), "rlx GFLOPS"]
-    print("| " + " | ".join(heading) + " |\n|" + "---|" * len(heading))
+    rows = []
     for case in result.cases:
         cells = [case.case.name]
         for name in names:
@@ -63,7 +59,8 @@ def print_table(result: Result) -> None:
             cells.append(pair((timing.median * 1e3, timing.best * 1e3), 1) if timing and case.ok(name) else "-")
         both = case.ok(OURS)
         cells += [pair(case.ratio(OURS, name), 2) if both and case.ok(name) else "-" for name in PEERS]
-        print("| " + " | ".join([*cells, pair(case.gflops(OURS), 1) if both else "-"]) + " |")
+        rows.append([*cells, pair(case.gflops(OURS), 1) if both else "-"])
+    print_rows(heading, rows)
     print_end(result, summary(result))
 
 
@@ -80,29 +77,18 @@ def summary(result: Result) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = options(__doc__, threads=1, rounds=5, peers="the peers")
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--cases", default="", metavar="REGEX", help='such as "^gated.* forward$"; all unless given')
-    parser.add_argument("--python", default=os.environ.get("RLX_PEERS_PYTHON", sys.executable), metavar="PATH",
-                        help="interpreter that has the peers; RLX_PEERS_PYTHON unless given")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="PATH")
     args = parser.parse_args()
-    cases = [make(args.seq, backward) for make in (mamba, delta_net) for backward in (False, True)]
-    cases = [case for case in cases if re.search(args.cases, case.name)]
-    if not cases:
-        print(f"no case matches {args.cases!r}", file=sys.stderr)
-        return 2
+    cases = chosen((make(args.seq, back) for make in (mamba, delta_net) for back in (False, True)), args.cases)
     libraries = [Library(OURS, "scan_engines:rlx", ("rlx",))]
     libraries += [Library(name, f"scan_engines:{f}", packages, args.python) for name, (f, packages) in PEERS.items()]
     result = compare(
         libraries, cases, threads=args.threads, rounds=args.rounds, reference=reference, max_error=MAX_ERROR
     )
     print_table(result)
-    if args.json:
-        write_json(args.json, result.to_json() | {"summary": summary(result)})
-    return 1 if result.problems() else 0
+    return one_run(result, summary(result), args.json)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,17 @@ median/best; `--json` keeps every round.
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import llm_engines
-from harness import CaseResult, Library, Result, compare, print_heading, write_json
+from command import finished, options
+from harness import CaseResult, Library, Result, compare, print_heading
 from llm import MODELS, OURS, PEER, cases, model_file, peak_bytes, rates
 from worker import Case, Prepared
 
@@ -112,34 +112,27 @@ def to_json(name: str, path: Path, result: Result, memory: dict[str, dict[str, l
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--models", nargs="+", default=MODELS[:1], metavar="NAME", help="of the catalogue, pulled before"
-    )
-    parser.add_argument("--threads", type=int, nargs="+", default=[2])
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--python", default=os.environ.get("RLX_PEERS_PYTHON", sys.executable), metavar="PATH",
-                        help="interpreter that has llama-cpp-python; RLX_PEERS_PYTHON unless given")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="PATH")
+    parser = options(__doc__, threads=[2], rounds=11, peers="llama-cpp-python")
+    models = MODELS[:1]
+    parser.add_argument("--models", nargs="+", default=models, metavar="NAME", help="of the catalogue, pulled before")
     args = parser.parse_args()
     libraries = (
         Library(OURS, "llm_engines:rlx", ("rlx",)),
         Library(COMMAND, "startup:rlx_run", ("rlx",)),
         Library(PEER, "llm_engines:llama_cpp", ("llama_cpp",), args.python),
     )
-    runs, problems = [], 0
-    for name in args.models:
-        path = model_file(name)
-        for threads in args.threads:
-            result = compare(libraries, start_cases(path), threads=threads, rounds=args.rounds)
-            present = [x for x in libraries if not result.libraries[x.name].startswith("absent") and x.name != COMMAND]
-            memory = peaks(present, path, threads)
-            print_table(name, result, memory)
-            problems += len(result.problems())
-            runs.append(to_json(name, path, result, memory))
-            if args.json:
-                write_json(args.json, {"runs": runs})  # after each: a long run that is broken off is not lost
-    return 1 if problems else 0
+
+    def runs() -> Iterator[tuple[Result, dict[str, Any]]]:
+        for name in args.models:
+            path = model_file(name)
+            for threads in args.threads:
+                result = compare(libraries, start_cases(path), threads=threads, rounds=args.rounds)
+                there = [x for x in libraries if not result.libraries[x.name].startswith("absent")]
+                memory = peaks([x for x in there if x.name != COMMAND], path, threads)
+                print_table(name, result, memory)
+                yield result, to_json(name, path, result, memory)
+
+    return finished(runs(), args.json)
 
 
 if __name__ == "__main__":

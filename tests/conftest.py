@@ -1,4 +1,4 @@
-"""Shared by all tests: the `--update` option, and a cache folder of their own."""
+"""Shared by all tests: the `--update` option, a cache folder of their own, and a worker for each core."""
 
 from __future__ import annotations
 
@@ -19,9 +19,26 @@ settings.load_profile("repeatable")
 _cache = tempfile.TemporaryDirectory(prefix="rlx-test-cache-")
 os.environ.setdefault("RLX_CACHE", _cache.name)
 
+MOST_WORKERS = 8
+IN_PARALLEL = ("not parity and not weights and not large and not gpu", "parity", "weights")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update", action="store_true", help="rewrite expected outputs of fixtures and docs")
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at its options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """The whole suite takes a process for each core, if pytest-xdist is there; `-n0` takes one.
+
+    Real models (`large`) need the memory, and tests of the GPU the device, for themselves.
+    """
+    option = config.option
+    whole = config.args_source is config.ArgsSource.TESTPATHS and option.markexpr in IN_PARALLEL
+    alone = option.usepdb or option.update or "PYTEST_XDIST_WORKER" in os.environ
+    if whole and not alone and hasattr(option, "numprocesses") and option.numprocesses is None:
+        option.numprocesses = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+        option.dist = "worksteal"  # neighbours share what they compile, and nobody waits at the end
 
 
 @pytest.fixture

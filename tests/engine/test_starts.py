@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,16 @@ import tiny_llama
 from runtime.test_caches import flip, source
 
 from rlx.backends import cache
-from rlx.backends.cpu import library
+from rlx.backends.cpu import library, toolchain
 from rlx.engine import starts
 from rlx.engine.embed import EmbeddingModel
 from rlx.engine.language import LanguageModel
 from rlx.engine.model import load
 from rlx.errors import CapabilityError
 from rlx.models import family
+from rlx.profile import CompileProfile
 from rlx.runtime.kept import KeptGraph
+from rlx.runtime.session import Session
 from rlx.target import host
 
 from .conftest import STORIES, language_model
@@ -221,6 +224,26 @@ def test_the_start_of_another_model_is_refused(folder: Path, tiny_path: Path, tm
     shutil.copy(one, other)
     model = language_model(tmp_path / "other")
     assert not is_kept(model) and bits(model) == expected
+
+
+def test_a_start_made_by_another_llvm_is_not_used(
+    folder: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = bits(language_model(tiny_path))
+    assert is_kept(language_model(tiny_path))
+    monkeypatch.setattr(toolchain, "llvm_identity", lambda: "another")
+    other = language_model(tiny_path)
+    assert not is_kept(other) and bits(other) == expected
+    assert is_kept(language_model(tiny_path)) and len(kept(folder)) == 1  # that of the LLVM before is gone
+
+
+def test_other_instructions_have_a_start_of_their_own(folder: Path, tiny_path: Path) -> None:
+    settings = {"profile": CompileProfile(), "context": None, "cache": "f32", "precision": "auto"}
+    session = Session()
+    here = starts.find(tiny_path, session, settings)
+    session.target = replace(host(), features=f"{host().features},+other")
+    there = starts.find(tiny_path, session, settings)
+    assert here is not None and there is not None and here.key != there.key
 
 
 def test_pipes_are_not_waited_for_and_folders_behind_links_count(tmp_path: Path) -> None:

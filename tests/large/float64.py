@@ -36,6 +36,21 @@ CLASSES = {
 }
 
 
+class Rotations(torch.nn.Module):
+    """Cosines and sines of RoPE in float64: those of transformers are f32, too coarse for thousands of positions."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kinds = config.rope_parameters if "rope_theta" not in config.rope_parameters else {None: config.rope_parameters}
+        places = torch.arange(0, size, 2, dtype=torch.float64) / size
+        self._steps = {kind: 1.0 / settings["rope_theta"] ** places for kind, settings in kinds.items()}
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, kind: str | None = None) -> Any:
+        angles = (positions[..., None] * self._steps[kind]).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+
 class Float64Model:
     """A GGUF file as transformers would run it in float64."""
 
@@ -62,7 +77,7 @@ class Float64Model:
         self._heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         with torch.device("meta"):
             self.model = make_model._from_config(config, dtype=torch.float64, attn_implementation="sdpa").eval()
-        self.model.model.rotary_emb = type(self.model.model.rotary_emb)(config)  # its frequencies are no weights
+        self.model.model.rotary_emb = Rotations(config)  # its frequencies are no weights
         if self._kind == "gemma3":  # no weight either
             self.model.model.embed_tokens.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=torch.float64)
         names = GEMMA if self._kind == "gemma3" else NAMES
@@ -74,10 +89,11 @@ class Float64Model:
             found = {f"{ours}.{kind}": f"blk.{i}.{theirs}.{kind}" for ours, theirs in names.items() for kind in KINDS}
             self._hold_while_running(layer, {ours: name for ours, name in found.items() if name in self._tensors})
 
-    def logits(self, tokens: Sequence[int]) -> Array:
-        """[seq, vocab] f64: the logits after each token."""
+    def logits(self, tokens: Sequence[int], last: int = 0) -> Array:
+        """[seq, vocab] f64: the logits after each token, or after the `last` ones only."""
         with torch.inference_mode():
-            rows: Array = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
+            found = self.model(torch.tensor([list(tokens)]), use_cache=False, logits_to_keep=last).logits[0]
+        rows: Array = found.numpy()
         return rows
 
     def _more(self) -> dict[str, Any]:

@@ -59,10 +59,20 @@ GOLDEN: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Next",
         {
             **DELTA, **EXPERTS, "shared_expert_intermediate_size": 16, "moe_intermediate_size": 8,
-            "mlp_only_layers": [1, 2],
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         },
     ),
-    "qwen3_5": ("Qwen3_5", {**DELTA, "tie_word_embeddings": True}),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {
+            **DELTA, **EXPERTS, "shared_expert_intermediate_size": 16, "moe_intermediate_size": 8,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        {**DELTA, "tie_word_embeddings": True, "linear_num_key_heads": 2, "linear_num_value_heads": 6},
+    ),
 }  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def configs() -> dict[str, tuple[str, str, dict[str, Any]]]:
     found: dict[str, tuple[str, str, dict[str, Any]]] = {}
     decoders = {name: (kind, make_golden.SIZES | said) for name, (kind, said) in make_golden.GOLDEN.items()}
     for name, (kind, said) in decoders.items():
-        family = {"qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next", "qwen3_5": "qwen3.5"}.get(name, name)
+        family = name.replace("3_5", "3.5").replace("_", "")
         found[family] = ("decoder", kind, said)
     for name, (kind, said) in golden_encoders.MODELS.items():
         family = name.replace("_", "-")

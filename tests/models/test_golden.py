@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import converted_hybrids
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -113,17 +114,26 @@ def test_what_a_family_does_not_have_is_refused(
 ARCHITECTURES = {
     "qwen2": "QWEN2", "qwen3": "QWEN3", "qwen3_moe": "QWEN3MOE", "gemma": "GEMMA", "gemma2": "GEMMA2",
     "gemma3": "GEMMA3", "phi3": "PHI3", "gpt2": "GPT2", "mixtral": "LLAMA", "llama": "LLAMA",
+    "qwen3_next": "QWEN3NEXT", "qwen3_5": "QWEN35", "qwen3_5_moe": "QWEN35MOE",
 }  # fmt: skip
 
 
-def converted(golden: Golden) -> dict[str, Array]:
+HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+
+
+def converted(golden: Golden, legacy: bool = False) -> dict[str, Array]:
     """Weights as llama.cpp's converter has them: GGUF's names, Llama's halves as pairs, Gemma's norms plus 1."""
     arch = gguf.MODEL_ARCH[ARCHITECTURES[golden.name]]
     layers = golden.settings.get("num_hidden_layers") or golden.settings["n_layer"]
     table = gguf.get_tensor_name_map(arch, layers)
     stacks: dict[str, list[Array]] = {}
     found: dict[str, Array] = {}
-    for name, value in golden.weights.items():
+    weights = golden.weights
+    if golden.name in HYBRIDS:
+        kind = {"rounds": golden.name != "qwen3_next", "legacy": legacy}
+        pairs = [converted_hybrids.converted(n, value, golden.settings, **kind) for n, value in weights.items()]
+        weights = {n: value for pair in pairs for n, value in pair.items()}
+    for name, value in weights.items():
         if ".experts." in name:
             before, _, after = name.partition(".experts.")
             stacks.setdefault(f"{before}.experts.{after.split('.')[1]}.weight", []).append(value)
@@ -143,8 +153,9 @@ def converted(golden: Golden) -> dict[str, Array]:
 
 
 def write(
-    golden: Golden, path: Path, tensors: dict[str, Array], packed: dict[str, Any] | None = None, pooled: bool = False
-) -> Path:
+    golden: Golden, path: Path, tensors: dict[str, Array], packed: dict[str, Any] | None = None, pooled: bool = False,
+    guessing: int = 0,
+) -> Path:  # fmt: skip
     s = golden.settings
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[ARCHITECTURES[golden.name]]])
     if golden.name == "gpt2":
@@ -158,7 +169,8 @@ def write(
         writer.add_context_length(s["max_position_embeddings"])
         writer.add_embedding_length(s["hidden_size"])
         writer.add_block_count(s["num_hidden_layers"])
-        writer.add_feed_forward_length(s["intermediate_size"])
+        if "intermediate_size" in s:
+            writer.add_feed_forward_length(s["intermediate_size"])
         writer.add_head_count(s["num_attention_heads"])
         writer.add_head_count_kv(s["num_key_value_heads"])
         writer.add_layer_norm_rms_eps(s["rms_norm_eps"])
@@ -179,13 +191,27 @@ def write(
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["full_attention"]["factor"])
         writer.add_float32("gemma3.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
-    if golden.name == "qwen3_moe":
-        writer.add_expert_count(len([n for n in golden.weights if n.startswith("model.layers.0.mlp.experts.")]) // 3)
+    if golden.name in ("qwen3_moe", "qwen3_next", "qwen3_5_moe"):
+        writer.add_expert_count(3)
         writer.add_expert_used_count(s["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(s["moe_intermediate_size"])
+    if golden.name in HYBRIDS:
+        writer.add_ssm_conv_kernel(s["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(s["linear_key_head_dim"])
+        writer.add_ssm_group_count(s["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(s["linear_num_value_heads"])
+        writer.add_ssm_inner_size(s["linear_value_head_dim"] * s["linear_num_value_heads"])
+        writer.add_full_attention_interval(4)
+        writer.add_rope_dimension_count(int(s["head_dim"] * rope["partial_rotary_factor"]))
+        if golden.name != "qwen3_next":
+            writer.add_rope_dimension_sections([11, 11, 10, 0])
+        if golden.name != "qwen3_5":
+            writer.add_expert_shared_feed_forward_length(s["shared_expert_intermediate_size"])
     if golden.name == "mixtral":
         writer.add_expert_count(s["num_local_experts"])
         writer.add_expert_used_count(s["num_experts_per_tok"])
+    if guessing:
+        writer.add_nextn_predict_layers(guessing)
     if pooled:
         writer.add_pooling_type(gguf.PoolingType.LAST)
     for name, value in tensors.items():
@@ -207,7 +233,12 @@ def test_a_gguf_file_gives_the_same(tmp_path: Path, name: str) -> None:
     golden.check(open_checkpoint(write(golden, tmp_path / "m.gguf", converted(golden))))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "phi3", "qwen3_moe", "gpt2"])
+def test_the_first_files_of_qwen3_next_have_projections_as_hugging_face(tmp_path: Path) -> None:
+    golden = Golden("qwen3_next")
+    golden.check(open_checkpoint(write(golden, tmp_path / "m.gguf", converted(golden, legacy=True))))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "qwen3_moe", "gpt2", "qwen3_next", "qwen3_5_moe"])
 def test_packed_weights_are_computed_with_as_they_are(tmp_path: Path, name: str) -> None:
     """q8_0 where rows are whole blocks, and the same numbers in f32; parts of fused weights stay packed."""
     golden = Golden(name)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from reference_models import check, save
 from small_llama import difference
-from test_golden import Golden
+from test_golden import Golden, converted, write
 
+from rlx.engine.model import load
 from rlx.errors import CapabilityError, FormatError, RlxError
 from rlx.models.load import open_checkpoint
 
@@ -47,6 +48,31 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **SMALL, "hidden_size": 60, "num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 6,
             "linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_key_head_dim": 32,
             "linear_value_head_dim": 32, "tie_word_embeddings": True,
+        },
+    ),
+    "3.5, seven heads, biases, other kinds of layers": (
+        "Qwen3_5",
+        {
+            **SMALL, "hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 8,
+            "num_hidden_layers": 3, "linear_num_key_heads": 3, "linear_num_value_heads": 9, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "linear_conv_kernel_dim": 2, "attention_bias": True,
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "3.5, experts": ("Qwen3_5Moe", {**SMALL, **EXPERTS, "num_experts": 5}),
+    "3.5, experts, odd heads, tied": (
+        "Qwen3_5Moe",
+        {
+            **SMALL, **EXPERTS, "num_experts": 3, "hidden_size": 60, "num_attention_heads": 9, "num_key_value_heads": 3,
+            "linear_num_key_heads": 1, "linear_num_value_heads": 5, "tie_word_embeddings": True,
+        },
+    ),
+    "3.5, all experts, short": (
+        "Qwen3_5Moe",
+        {
+            **SMALL, **EXPERTS, "num_experts": 2, "num_hidden_layers": 2, "linear_num_value_heads": 2,
+            "layer_types": ["linear_attention", "full_attention"], "num_key_value_heads": 1, "attention_bias": True,
         },
     ),
 }  # fmt: skip
@@ -93,7 +119,44 @@ def test_which_layers_attend_may_be_said_by_their_distance(tmp_path: Path) -> No
     golden.check(open_checkpoint(golden.folder(tmp_path)))
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3_next", "qwen3_5"])
+def test_experts_may_lie_in_two_tensors(tmp_path: Path) -> None:
+    """As in the published files of Qwen3.5; `transformers` writes them one by one."""
+    golden = Golden("qwen3_5_moe")
+    for i in range(4):
+        prefix = f"model.layers.{i}.mlp.experts"
+        gate, up, down = (
+            np.stack([golden.weights.pop(f"{prefix}.{j}.{name}_proj.weight") for j in range(3)])
+            for name in ("gate", "up", "down")
+        )
+        golden.weights |= {f"{prefix}.gate_up_proj": np.concatenate([gate, up], 1), f"{prefix}.down_proj": down}
+    golden.check(open_checkpoint(golden.folder(tmp_path)))
+    model = load(tmp_path)
+    name = "model.layers.1.mlp.experts.up_proj.weight"
+    changed = np.asarray(model.params[name]) * 2
+    model.save(tmp_path / "b", {name: changed})
+    found = open_checkpoint(tmp_path / "b")
+    assert found.file.names == open_checkpoint(tmp_path).file.names
+    assert (found.weights.array(name) == changed).all()
+    model.save(tmp_path / "m.gguf")
+    assert difference(load(tmp_path / "m.gguf").logits(golden.rows[0]), golden.logits[0]) < 2e-4
+
+
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """Newer GGUF files of Qwen3.5 have them behind the others."""
+    golden = Golden("qwen3_5")
+    tensors = converted(golden)
+    golden.settings["num_hidden_layers"] = 5
+    more = {
+        "blk.4.attn_norm.weight": np.ones(32, np.float32),
+        "blk.4.nextn.eh_proj.weight": np.ones((32, 64), np.float32),
+    }
+    path = write(golden, tmp_path / "m.gguf", tensors | more, guessing=1)
+    golden.check(open_checkpoint(path))
+    load(path).save(tmp_path / "again.gguf")
+    golden.check(open_checkpoint(tmp_path / "again.gguf"))
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3_next", "qwen3_5", "qwen3_5_moe"])
 def test_a_flow_without_a_cache_gives_the_same(tmp_path: Path, name: str) -> None:
     """As it is trained: all tokens at once, from states of zeros."""
     golden = Golden(name)

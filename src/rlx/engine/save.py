@@ -29,8 +29,9 @@ from rlx.flow.flow import BuiltModel
 from rlx.flow.init import WantedWeights
 from rlx.formats.quants import dequantise
 from rlx.formats.safetensors import DTYPES, INDEX_NAME, write_safetensors
-from rlx.models.arrange import Rows
-from rlx.models.config import FULL, SLIDING, DecoderConfig
+from rlx.models.arrange import ArrangedWeights, Rows, Spans, Stack, in_layers
+from rlx.models.config import FULL, LINEAR, SLIDING, DecoderConfig
+from rlx.models.family import Family
 from rlx.models.load import Checkpoint, open_checkpoint
 from rlx.types import TensorType
 
@@ -151,32 +152,29 @@ class _Source:
 
     def _places(self, format: str) -> dict[str, Any]:
         """Where in a file of this format the weights are that it arranges in another way."""
-        family, c = self.checkpoint.family, self.checkpoint.config
-        patterns = {} if family.arrange is None else family.arrange(c, format)
-        return {
-            pattern.replace("{i}", str(i)): replace(place, of=place.of.replace("{i}", str(i)))
-            for pattern, place in patterns.items()
-            for i in range(c.layers if "{i}" in pattern else 1)
-        }
+        family, c, weights = self.checkpoint.family, self.checkpoint.config, self.checkpoint.weights
+        if family.arrange is None:
+            return {}
+        if isinstance(weights, ArrangedWeights) and self.checkpoint.file.format == format:
+            return dict(weights.made)
+        return {name: ways[0] for name, ways in in_layers(family.arrange(c, format), c.layers)}
 
     def _arranged(self, format: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights of stages as a file of this format has them: parts are joined, stacks taken apart."""
         places = self._places(format)
         found: dict[str, Tensor] = {}
-        rows: dict[str, list[tuple[Rows, Tensor]]] = {}
+        parts: dict[str, list[tuple[Rows | Spans, Tensor]]] = {}
         for name, tensor in tensors.items():
             place = places.get(name)
             if place is None:
                 found[name] = tensor
-            elif isinstance(place, Rows):
-                rows.setdefault(place.of, []).append((place, tensor))
+            elif not isinstance(place, Stack):
+                parts.setdefault(place.of, []).append((place, tensor))
             else:
                 one = TensorType(tensor.type.shape[1:], tensor.type.dtype)
                 for j, other in enumerate(place.names()):
                     found[other] = Tensor(one, functools.partial(lambda t, i: t.read()[i], tensor, j))
-        for name, parts in rows.items():
-            found[name] = _joined([tensor for _, tensor in sorted(parts, key=lambda part: part[0].start)], parts[0][0])
-        return found
+        return found | {name: _joined(*zip(*each, strict=True)) for name, each in parts.items()}
 
 
 def _raw(file: Any, name: str) -> Tensor:
@@ -184,18 +182,26 @@ def _raw(file: Any, name: str) -> Tensor:
     return Tensor(TensorType(tuple(entry.shape), entry.storage), functools.partial(file.array, name))
 
 
-def _joined(tensors: Sequence[Tensor], place: Rows) -> Tensor:
-    """Rows one after the other, and turned where a file has them so."""
+def _joined(places: Sequence[Rows | Spans], tensors: Sequence[Tensor]) -> Tensor:
+    """Parts of a tensor at their places, and turned where a file has them so."""
     kinds = {tensor.type.dtype for tensor in tensors}
     parts = list(tensors) if len(kinds) == 1 else [tensor.as_type(F32) for tensor in tensors]
-    rows = sum(int(tensor.type.shape[0]) for tensor in parts)
-    shape = (rows, *parts[0].type.shape[1:])
+    axis, turned = places[0].axis, places[0].turned
+
+    def whole(shapes: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+        sizes = list(shapes[0])
+        sizes[axis] = sum(int(shape[axis]) for shape in shapes)
+        return tuple(sizes)
 
     def read() -> Array:
-        whole = np.concatenate([tensor.read() for tensor in parts])
-        return whole.T if place.turned else whole
+        arrays = [tensor.read() for tensor in parts]
+        found = np.empty(whole([array.shape for array in arrays]), arrays[0].dtype)
+        for place, array in zip(places, arrays, strict=True):
+            place.put(found, array)
+        return found.T if turned else found
 
-    return Tensor(TensorType(shape[::-1] if place.turned else shape, parts[0].type.dtype), read)
+    shape = whole([tensor.type.shape for tensor in parts])
+    return Tensor(TensorType(shape[::-1] if turned else shape, parts[0].type.dtype), read)
 
 
 def _renamed(checkpoint: Checkpoint, format: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -210,9 +216,9 @@ def _renamed(checkpoint: Checkpoint, format: str, tensors: Mapping[str, Tensor])
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if format == "gguf":
-            found[_gguf_name(family.weights, name, c.layers)] = _to_gguf(family.name, c, name, tensor)
+            found[_gguf_name(family.weights, name, c.layers)] = _to_gguf(family, c, name, tensor)
         else:
-            found[name] = _from_gguf(c, name, tensor)
+            found[name] = _from_gguf(family, c, name, tensor)
     return found
 
 
@@ -226,19 +232,34 @@ def _gguf_name(names: Mapping[str, str], name: str, layers: int) -> str:
     raise CapabilityError(f"save: GGUF has no name for {name!r}")
 
 
-def _to_gguf(family: str, c: Any, name: str, tensor: Tensor) -> Tensor:
-    if getattr(c, "unit_offset", False) and name.endswith("norm.weight"):
-        return tensor.changed(lambda x: x + 1)
-    if family == "llama" and not c.pairs and _turns(name):
-        return tensor.changed(lambda x: _heads(x, c.head_dim, 2, c.head_dim // 2))
-    return tensor.as_type(F32) if len(tensor.type.shape) == 1 else tensor  # as llama.cpp wants them
+def _to_gguf(family: Family, c: Any, name: str, tensor: Tensor) -> Tensor:
+    kind = tensor.type.dtype
+    if family.changes is not None:
+        change = family.changes(c, name)
+        tensor = tensor if change is None else tensor.changed(change.there)
+    elif getattr(c, "unit_offset", False) and name.endswith("norm.weight"):
+        tensor = tensor.changed(lambda x: x + 1)
+    elif family.name == "llama" and not c.pairs and _turns(name):
+        tensor = tensor.changed(lambda x: _heads(x, c.head_dim, 2, c.head_dim // 2))
+    if name.endswith("conv1d.weight"):  # without the axis of length 1 that convolutions have
+        channels, _, size = map(int, tensor.type.shape)
+        return tensor.changed(lambda x: x.reshape(channels, size), (channels, size))
+    if len(tensor.type.shape) == 1:
+        return tensor.as_type(F32)  # as llama.cpp wants them
+    return tensor.as_type(kind) if kind in FLOATS.values() else tensor  # in another order, they are no other numbers
 
 
-def _from_gguf(c: Any, name: str, tensor: Tensor) -> Tensor:
-    if getattr(c, "unit_offset", True) is False and name.endswith("norm.weight"):
-        return tensor.changed(lambda x: x - 1)
-    if getattr(c, "pairs", False) and _turns(name):
-        return tensor.changed(lambda x: _heads(x, c.head_dim, c.head_dim // 2, 2))
+def _from_gguf(family: Family, c: Any, name: str, tensor: Tensor) -> Tensor:
+    if family.changes is not None:
+        change = family.changes(c, name)
+        tensor = tensor if change is None else tensor.changed(change.back)
+    elif getattr(c, "unit_offset", True) is False and name.endswith("norm.weight"):
+        tensor = tensor.changed(lambda x: x - 1)
+    elif getattr(c, "pairs", False) and _turns(name):
+        tensor = tensor.changed(lambda x: _heads(x, c.head_dim, c.head_dim // 2, 2))
+    if name.endswith("conv1d.weight"):
+        channels, size = map(int, tensor.type.shape)
+        tensor = tensor.changed(lambda x: x.reshape(channels, 1, size), (channels, 1, size))
     return tensor
 
 
@@ -338,7 +359,9 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
     if getattr(c, "query_scalar", 0) is None:
         said["query_pre_attn_scalar"] = c.head_dim
     said["rope_parameters"] = _rope(c.rope_base, c.rope_scaling)
-    if hasattr(c, "layer_types"):
+    if hasattr(c, "attends"):
+        said["layer_types"] = [FULL if c.attends(i) else LINEAR for i in range(c.layers)]
+    elif hasattr(c, "layer_types"):
         said["layer_types"] = [SLIDING if c.window(i) else FULL for i in range(c.layers)]
     if hasattr(c, "local_base"):  # newer files keep both kinds together
         local = _rope(c.local_base, c.local_scaling)
@@ -357,7 +380,7 @@ def _rope(base: float, scaling: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _plain(c: Any) -> dict[str, Any]:
     """How a configuration differs in a folder: heads are in halves, norms without the 1."""
-    return {name: value for name, value in {"pairs": False, "unit_offset": True}.items() if hasattr(c, name)}
+    return {field.name: field.default for field in dataclasses.fields(c) if field.name in c.IN_GGUF}
 
 
 def _check_same(checkpoint: Checkpoint, wanted: Any, written: Path) -> None:
@@ -418,10 +441,7 @@ def _write_gguf(source: _Source, names: Sequence[str], path: Path, kind: str | N
         writer.write_tensors_to_file()
         writer.close()
         if not same:
-            c = checkpoint.config
-            changes = {"unit_offset": False} if hasattr(c, "unit_offset") else {}
-            changes |= {"pairs": True} if checkpoint.family.name == "llama" else {}
-            _check_same(checkpoint, replace(c, **changes), at)
+            _check_same(checkpoint, replace(checkpoint.config, **checkpoint.config.IN_GGUF), at)
 
 
 def _architecture(checkpoint: Checkpoint) -> str:
@@ -442,19 +462,17 @@ def _write_metadata(writer: Any, checkpoint: Checkpoint) -> None:
     """A decoder's configuration and tokenizer in the words of GGUF."""
     c, prefix = checkpoint.config, checkpoint.family.gguf[0]
     writer.add_name(checkpoint.path.name)
+    said = {"vocab_size": c.vocab, "attention.head_count_kv": c.kv_heads}
+    if c.head_dim * c.heads != c.dim or c.head_dim_given is not None:
+        said |= {"attention.key_length": c.head_dim, "attention.value_length": c.head_dim}
+    if c.rotary != c.head_dim or checkpoint.family.name in ("llama", "phi3"):
+        said["rope.dimension_count"] = c.rotary
     for field in dataclasses.fields(c):
         place, value = field.metadata.get("gguf"), getattr(c, field.name)
         if place and value is not None:
-            _add(writer, f"{prefix}.{place}", value)
-    known = {f.metadata.get("gguf") for f in dataclasses.fields(c) if getattr(c, f.name) is not None}
-    more = {"vocab_size": c.vocab, "attention.head_count_kv": c.kv_heads}
-    if c.head_dim * c.heads != c.dim or c.head_dim_given is not None:
-        more |= {"attention.key_length": c.head_dim, "attention.value_length": c.head_dim}
-    if c.rotary != c.head_dim or checkpoint.family.name in ("llama", "phi3"):
-        more["rope.dimension_count"] = c.rotary
-    for place, value in more.items():
-        if place not in known:
-            _add(writer, f"{prefix}.{place}", value)
+            said[place] = value
+    for place, value in (said | c.only_in_gguf()).items():
+        _add(writer, f"{prefix}.{place}", value)
     _write_scaling(writer, c, prefix)
     if checkpoint.tokenizer is None:
         writer.add_tokenizer_model("no_vocab")
@@ -486,5 +504,7 @@ def _add(writer: Any, name: str, value: Any) -> None:
             writer.add_float32(name, value)
         case str():
             writer.add_string(name, value)
+        case list():
+            writer.add_array(name, value)
         case _:
             raise CapabilityError(f"save: {name} is {value!r}, which is not written as GGUF")

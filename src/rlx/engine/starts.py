@@ -2,8 +2,8 @@
 
 A start has the layout of the compiled program, the weights as kernels read them, the tokenizer, and where the machine
 code lies. Weights that kernels read as the model's file has them are not copied: they are mapped from there. A start
-belongs to one state of the model's files, one set of settings, one target and one version of the sources of rlx; one
-that is damaged, or has lost its code, is removed, and the model is loaded as if it were new.
+belongs to one state of the model's files, one set of settings, one target, one LLVM and one version of the sources of
+rlx; one that is damaged, or has lost its code, is removed, and the model is loaded as if it were new.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 
 from rlx.backends import cache
 from rlx.backends.cpu.library import Homes, library
+from rlx.backends.cpu.toolchain import cpu_identity
 from rlx.dtypes import dtype
 from rlx.engine.model import Facts, Model, Prepared, class_of, owner, with_precision
 from rlx.errors import FormatError, ResourceError, RlxError
@@ -84,7 +85,8 @@ def find(path: Path, session: Session, settings: Mapping[str, Any]) -> Start | N
     except (OSError, ValueError):  # whoever opens the model says what is wrong
         return None
     whose = f"{session.target}|{os.path.realpath(path)}|{profile.key()}|{asked}"
-    key = f"{_digest(whose)}-{_digest(f'{cache.source_digest()}|{state}|{whose}')}"
+    made_by = f"{cache.source_digest()}|{cpu_identity(session.target)}"  # LLVM, and the instructions that it may use
+    key = f"{_digest(whose)}-{_digest(f'{made_by}|{state}|{whose}')}"
     return Start(store, key, path, files, state, session, began)
 
 

@@ -51,8 +51,8 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         builder.param(View(view.buffer, I16, view.shape, view.strides, view.offset))
     whole = builder.param(View(out.buffer, I32, out.shape, out.strides, out.offset // 2), written=True)
     half = builder.param(out, written=True)
-    n, blocks = node.operands[0].type.array_shape  # type: ignore[union-attr]
-    lets = decode_unit(builder, [out.shape[0], blocks], ["p", "k"])
+    *groups, n, blocks = node.operands[0].type.array_shape  # type: ignore[union-attr]
+    lets = decode_unit(builder, [*groups, out.shape[-4], blocks], ["g", "p", "k"][-2 - len(groups) :])
     columns, count = builder.arg("columns", n), builder.arg("blocks", blocks)
     row = builder.arg("row", blocks * units)
     halves, first, c = halves_of(storage), first_word(storage) // 2, Index("c")
@@ -62,9 +62,16 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         v, many = Index("v"), vectors // len(matrices)
         at = _sum((Ref("p", I64), part), (v, lanes), (c, 1))
         inside = Apply("lt", (at, columns), BOOL)
-        vector = _sum((Ref("p", I64), vectors), (Const(source * many, I64), 1), (v, 1))
+        row_number = at
+        panel: Expr = Ref("p", I64)
+        if groups:
+            rows_before, panels_before = (
+                Apply("mul", (Ref("g", I64), each), I64) for each in (columns, builder.arg("panels", out.shape[-4]))
+            )
+            row_number, panel = Apply("add", (rows_before, at), I64), Apply("add", (panels_before, panel), I64)
+        vector = _sum((panel, vectors), (Const(source * many, I64), 1), (v, 1))
         number = Apply("add", (Apply("mul", (vector, count), I64), Ref("k", I64)), I64)
-        column: Place = ((at, row), (Ref("k", I64), units))
+        column: Place = ((row_number, row), (Ref("k", I64), units))
 
         def unit(*more: tuple[Expr, int], source: int = source, column: Place = column, inside: Expr = inside) -> Expr:
             return Choose(inside, Load(source, (*column, *more), I16), Const(0, I16))
@@ -84,7 +91,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
             inner.append(For("w", length, (For("c", lanes, (Store(whole, place, both),), vector=True),)))
             done += length
         body.append(For("v", many, tuple(inner)))
-    total = out.shape[0] * blocks
+    total = product((*groups, out.shape[-4], blocks))
     builder.launch(s, For("u", builder.arg("units", total), (*lets, *body)), total, flops=product(out.shape))
     return [out]
 
@@ -102,14 +109,15 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     for view in matrices:
         builder.param(view)
     target = builder.param(out, written=True)
-    n = matrices[0].shape[1]
-    lets = decode_unit(builder, [out.shape[0], out.shape[1]], ["p", "k"])
-    columns, depth = builder.arg("columns", n), builder.arg("depth", out.shape[1])
+    *groups, _, n = matrices[0].shape
+    lets = decode_unit(builder, out.shape[:-1], ["g", "p", "k"][-2 - len(groups) :])
+    columns, depth = builder.arg("columns", n), builder.arg("depth", out.shape[-2])
     j = Index("j")
     body: list[Stmt] = []
     for i, view in enumerate(matrices):
-        row = builder.stride(i, "k", view.strides[0])
-        column = builder.stride(i, "n", view.strides[1], unit=True)
+        row = builder.stride(i, "k", view.strides[-2])
+        column = builder.stride(i, "n", view.strides[-1], unit=True)
+        group: Place = ((Ref("g", I64), builder.stride(i, "g", view.strides[0])),) if groups else ()
         at: Expr = Apply("add", (Apply("mul", (Ref("p", I64), Const(part, I64)), I64), j), I64)
         inside = Apply("lt", (at, columns), BOOL)
         zero = Const(view.dtype.numpy.type(0).item(), view.dtype)
@@ -121,10 +129,14 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
                 low = Apply("and", (cast(number, I32), Const(255, I32)), I32)
                 value = Apply("or", (value, Apply("shl", (low, Const(8 * byte, I32)), I32)), I32)
         else:
-            value = Choose(inside, Load(i, ((Ref("k", I64), row), (at, column)), view.dtype), zero)
-        panel: Expr = Apply("mul", (Ref("p", I64), depth), I64)
+            value = Choose(inside, Load(i, (*group, (Ref("k", I64), row), (at, column)), view.dtype), zero)
+        which: Expr = Ref("p", I64)
+        if groups:
+            before = Apply("mul", (Ref("g", I64), builder.arg("panels", out.shape[-3])), I64)
+            which = Apply("add", (before, which), I64)
+        panel: Expr = Apply("mul", (which, depth), I64)
         place = ((panel, width), (Ref("k", I64), width), (j, 1), (Const(part * i, I64), 1))
         body.append(For("j", part, (Store(target, place, value),), vector=True))
-    units = out.shape[0] * out.shape[1]
+    units = product(out.shape[:-1])
     builder.launch(s, For("u", builder.arg("units", units), (*lets, *body)), units, flops=product(out.shape))
     return [out]

@@ -1,47 +1,74 @@
-"""Loop form of products in which each row chooses its matrix."""
+"""Loop forms of products in which each row chooses its matrix, and of the order that brings its rows together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.dtypes import BOOL, I64
+from rlx.dtypes import BOOL, I32, I64
 from rlx.ir.graph import Node
-from rlx.lir.index import OUT_OF_RANGE, in_range
-from rlx.lir.loops import Apply, Check, Const, Expr, For, Index, Let, Load, Reduce, Ref, Stmt, Store
+from rlx.lir.index import in_range
+from rlx.lir.kernels import OUT_OF_RANGE
+from rlx.lir.linear import launch_matmul
+from rlx.lir.loops import Apply, Assign, Check, Expr, For, Index, Let, Load, Reduce, Ref, Stmt, Store, Var
 from rlx.lir.schedule import LoopBuilder, Scheduler, cast, loop_form
 from rlx.lir.views import View
-from rlx.types import product
+from rlx.types import TensorType
 
 
 @loop_form("grouped_matmul")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """A unit is one row of the result; lanes run over its columns, each with one chain of sums over k."""
     x, w, index = (s.view(o) for o in node.operands)
     out = s.result(node)
-    builder = LoopBuilder("grouped_matmul")
-    for view in (x, w, index):
-        builder.param(view)
-    builder.param(out, written=True)
-    row, k, j, kind = Index("u"), Index("q"), Index("j"), out.dtype.compute
-    ok, at = Ref("ok", BOOL), Ref("at", I64)
-    picked = Load(2, ((row, builder.stride(2, "row", index.strides[0])),), index.dtype)
-    lets: list[Stmt] = [
-        Let("found", cast(picked, I64)),
-        Let("ok", in_range(Ref("found", I64), builder.arg("groups", w.shape[0]))),
-        Check(ok, OUT_OF_RANGE),
-        Let("at", Apply("select", (ok, Ref("found", I64), Const(0, I64)), I64)),
-    ]
-    left_at = ((row, builder.stride(0, "row", x.strides[0])), (k, builder.stride(0, "k", x.strides[1])))
-    right_at = (
-        (at, builder.stride(1, "group", w.strides[0])),
-        (k, builder.stride(1, "k", w.strides[1])),
-        (j, builder.stride(1, "n", w.strides[2], unit=True)),
-    )
-    left: Expr = cast(Load(0, left_at, x.dtype), kind)
-    right: Expr = cast(Load(1, right_at, w.dtype), kind)
-    total = Reduce("sum", "q", builder.arg("k", x.shape[1]), Apply("mul", (left, right), kind))
-    place = ((row, builder.stride(3, "row", out.strides[0])), (j, builder.stride(3, "n", out.strides[1], unit=True)))
-    columns = For("j", builder.arg("n", out.shape[1]), (Store(3, place, total),), vector=True)
-    root = For("u", builder.arg("rows", out.shape[0]), (*lets, columns))
-    builder.launch(s, root, out.shape[0], flops=product(out.shape) * x.shape[1] * 2)
+    launch_matmul(s, x, w, [], [out], None, weights=1, packed=False, columns=out.shape[1], index=index)
     return [out]
+
+
+@loop_form("outer_of_runs")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    x, y, starts = (s.view(o) for o in node.operands)
+    out = s.result(node)
+    columns = out.shape[2]
+    launch_matmul(s, x, y, [], [out], None, weights=1, packed=False, columns=columns, index=starts, depth=True)
+    return [out]
+
+
+@loop_form("group_rows")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    """A unit is one group: it counts the rows of those before it, then walks all rows and puts its own in order.
+
+    One unit more finds the end. Rows of others go to a place behind all rows that a unit has for itself.
+    """
+    index = s.contiguous(s.view(node.operands[0]))
+    rows, units = index.shape[0], node.types[2].shape[0]
+    both = [s.temporary(TensorType((rows + units,), I32)) for _ in range(2)]
+    starts = s.result(node, 2)
+    builder = LoopBuilder("group_rows")
+    builder.param(index)
+    for view in (*both, starts):
+        builder.param(view, written=True)
+    u, q, count, groups = Index("u"), Index("q"), builder.arg("rows", rows), builder.arg("groups", node.attrs["groups"])
+    here = cast(Load(0, ((q, 1),), index.dtype), I64)
+    aside: Expr = Apply("add", (count, u), I64)
+    own, at = Ref("own", BOOL), Ref("at", I64)
+
+    def where(mine: Expr) -> Expr:
+        return Apply("select", (own, mine, aside), I64)
+
+    before = Reduce("sum", "q", count, Apply("cast", (Apply("lt", (here, u), BOOL),), I64))
+    walk: tuple[Stmt, ...] = (
+        Let("group", here),
+        Check(in_range(Ref("group", I64), groups), OUT_OF_RANGE),
+        Let("own", Apply("eq", (Ref("group", I64), u), BOOL)),
+        Store(1, ((where(at), 1),), cast(q, I32)),
+        Store(2, ((where(q), 1),), cast(at, I32)),
+        Assign("at", Apply("add", (at, Apply("cast", (own,), I64)), I64)),
+    )
+    body: tuple[Stmt, ...] = (
+        Let("start", before),
+        Store(3, ((u, 1),), cast(Ref("start", I64), I32)),
+        Var("at", Ref("start", I64)),
+        For("q", count, walk),
+    )
+    builder.launch(s, For("u", builder.arg("units", units), body), units, flops=rows * units * 4)
+    order, place = (View(v.buffer, I32, (rows,), (1,)) for v in both)
+    return [order, place, starts]

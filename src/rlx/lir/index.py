@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
-from rlx.lir.loops import Apply, Check, Choose, Const, Expr, For, Index, Let, Load, Ref, Stmt, Store
+from rlx.lir.kernels import OUT_OF_RANGE
+from rlx.lir.loops import Apply, Arg, Check, Choose, Const, Expr, For, Index, Let, Load, Ref, Stmt, Store
 from rlx.lir.quant import element, packed_reads
-from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, cast, loop_form, map_elements
+from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, cast, loop_form, map_elements, widened
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, contiguous_strides, product
-
-OUT_OF_RANGE = 1  # fault code: an index lies outside the axis
 
 
 def in_range(index: Expr, size: Expr) -> Expr:
@@ -58,41 +57,49 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 @loop_form("scatter_add")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """The table is copied, then each column walks all updates in order: threads share columns, never rows.
-
-    Narrow floats add up in a wide copy, so that they are rounded once and not with each update.
-    """
-    x, indices, updates = (s.view(o) for o in node.operands)
+    """Narrow floats add up in a wide copy, so that they are rounded once and not with each update."""
     out = s.result(node)
     kind = out.dtype.compute
-    total = out if out.dtype is kind else s.temporary(TensorType(x.shape, kind))
-    s.copy_into(x, total)
+    total = out if out.dtype is kind else s.temporary(TensorType(out.shape, kind))
+    _scattered(s, node, total, lambda old, update: Apply("add", (old, cast(update, kind)), kind))
+    if total is not out:
+        s.copy_into(total, out)
+    return [out]
+
+
+@loop_form("scatter")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    out = s.result(node)
+    _scattered(s, node, out, lambda old, update: update)
+    return [out]
+
+
+def _scattered(s: Scheduler, node: Node, out: View, changed: Callable[[Expr, Expr], Expr]) -> None:
+    """The table is copied, then each column walks all updates in order: threads share columns, never rows."""
+    x, indices, updates = (s.view(o) for o in node.operands)
+    s.copy_into(x, out)
     indices, updates = s.contiguous(indices), s.contiguous(updates)
     columns = product(x.shape[1:])
-    builder = LoopBuilder("scatter_add")
+    builder = LoopBuilder(node.op)
     builder.param(indices)
     builder.param(updates)
-    builder.param(total, written=True)
+    builder.param(out, written=True)
     n = builder.arg("n", columns)
     size = builder.arg("size", x.shape[0])
     stride = builder.arg("stride", contiguous_strides(x.shape)[0])
     u, j = Index("q"), Index("j")
-    place: tuple[tuple[Expr, object], ...] = ((Ref("at", I64), stride), (j, 1))
-    old = Load(2, place, kind)  # type: ignore[arg-type]
-    new = Apply("add", (old, cast(Load(1, ((u, n), (j, 1)), updates.dtype), kind)), kind)
-    found = cast(Load(0, ((u, 1),), indices.dtype), I64)
+    place: tuple[tuple[Expr, int | Arg], ...] = ((Ref("at", I64), stride), (j, 1))
+    old = widened(Load(2, place, out.dtype))
+    new = changed(old, widened(Load(1, ((u, n), (j, 1)), updates.dtype)))
     body: tuple[Stmt, ...] = (
-        Let("found", found),
+        Let("found", cast(Load(0, ((u, 1),), indices.dtype), I64)),
         Let("ok", in_range(Ref("found", I64), size)),
         Check(Ref("ok", BOOL), OUT_OF_RANGE),
         Let("at", Apply("select", (Ref("ok", BOOL), Ref("found", I64), Const(0, I64)), I64)),
-        Store(2, place, Apply("select", (Ref("ok", BOOL), new, old), kind)),  # type: ignore[arg-type]
+        Store(2, place, Apply("select", (Ref("ok", BOOL), new, old), new.dtype)),
     )
     walk = For("q", builder.arg("updates", product(indices.shape)), body)
     chunk = 256
     units = (columns + (chunk - 1)) // chunk
     root = For("j", n, (walk,), vector=True)
     builder.launch(s, root, units, chunk=chunk, split="columns", flops=product(updates.shape))
-    if total is not out:
-        s.copy_into(total, out)
-    return [out]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.dtypes import U8
+from rlx.dtypes import BOOL, I32, I64, U8
 from rlx.ir.graph import Node
-from rlx.lir.loops import Apply, Const, Expr, For, Index, Let, Reduce, Ref, Stmt, Store
-from rlx.lir.norm import normalised, scale_vectors, summed, vector
+from rlx.lir.loops import Apply, Const, Expr, Index, Let, Reduce, Ref, Stmt, Store
+from rlx.lir.norm import normalised, scale_vectors, summed, vector, written
 from rlx.lir.reduce import Rows, rows_over
 from rlx.lir.schedule import LoopBuilder, Scheduler, cast, loop_form
 from rlx.lir.views import View
@@ -16,31 +16,33 @@ from rlx.ops.quant import LEAST_SCALE
 from rlx.types import product
 
 
-def _whole(x: Expr) -> Expr:
-    """The nearest integer, ties to even, of what is far below 2^22: next to that (2^51 in f64) numbers are whole."""
-    big = Const(1.5 * 2.0 ** (52 if x.dtype.size == 8 else 23), x.dtype)
-    return Apply("sub", (Apply("add", (x, big), x.dtype), big), x.dtype)
+def _nearest(x: Expr) -> Expr:
+    """The nearest integer, ties to even, of what is within the levels; 0 for what is no number."""
+    zero = Const(0.0, x.dtype)
+    number = Apply("select", (Apply("gt", (x, zero), BOOL), x, zero), x.dtype)
+    return Apply("nearest", (number,), I64 if x.dtype.size == 8 else I32)
 
 
-def _quantised(rows: Rows, value: Expr, inside: Expr, first: int) -> tuple[list[Stmt], Stmt]:
-    """Statements that find the range of the row whose element q is `value` and write its scale and offset, and one that
-    writes an element, which is called `inside` there. Parameters are integers, scale and offset, from `first` on."""
+def _quantised(rows: Rows, value: Expr, first: int) -> list[Stmt]:
+    """Statements that find the range of the row whose element q is `value`, and write its integers, its scale and its
+    offset: parameters `first` and the next two."""
     kind = value.dtype
 
     def binary(op: str, a: Expr, b: Expr) -> Expr:
         return Apply(op, (a, b), kind)
 
     low, step = Ref("low", kind), Ref("step", kind)
-    spread = binary("sub", Reduce("max", "q", rows.extent(), value), low)
-    number = _whole(binary("mul", binary("sub", inside, low), Ref("inverse", kind)))
-    prepare: list[Stmt] = [
+    spread = binary("sub", Ref("high", kind), low)
+    number = _nearest(binary("mul", binary("sub", value, low), Ref("inverse", kind)))
+    return [
         Let("low", Reduce("min", "q", rows.extent(), value)),
+        Let("high", Reduce("max", "q", rows.extent(), value)),
         Let("step", binary("max", binary("div", spread, Const(float(LEVELS), kind)), Const(LEAST_SCALE, kind))),
         Let("inverse", binary("div", Const(1.0, kind), step)),
         Store(first + 1, rows.place(first + 1), step),
         Store(first + 2, rows.place(first + 2), low),
+        written(rows, first, cast(number, U8)),
     ]
-    return prepare, Store(first, rows.place(first, Index("q")), cast(number, U8))
 
 
 @loop_form("quantise_rows")
@@ -55,9 +57,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         builder.param(out, written=True)
     rows = rows_over(builder, [x, *outs], x.shape, (x.rank - 1,))
     rows.vector = False
-    value = rows.load(0, Index("q"))
-    stmts, write = _quantised(rows, value, value, 1)
-    rows.launch(s, [*stmts, For("q", rows.extent(), (write,), vector=True)], product(x.shape) * 5)
+    rows.launch(s, _quantised(rows, rows.load(0, Index("q")), 1), product(x.shape) * 5)
     return outs
 
 
@@ -79,16 +79,13 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     first, kind = len(views) - len(outs), x.dtype.compute
     total = 0 if residual is None else len(views) - 1
     stmts, value = normalised(rows, total, attrs["kind"] == "layer", attrs["eps"], gamma, beta)
-    element: Expr = Ref("element", kind)
-    even, inside = value, element
+    if attrs["keep"]:  # written first and read back while it is in cache, as the sum is
+        stmts.append(written(rows, first + 3, value))
+        value = rows.load(first + 3, Index("q"))
     if node.operands[4] is not None:
         factor = vector(rows, builder.param(s.contiguous(s.view(node.operands[4])), name="even"), kind)
-        even, inside = (Apply("mul", (e, factor), kind) for e in (value, element))
-    more, write = _quantised(rows, even, inside, first)
-    writes: list[Stmt] = [Let("element", value), write]
-    if attrs["keep"]:
-        writes.append(Store(first + 3, rows.place(first + 3, Index("q")), element))
-    stmts = [*stmts, *more, For("q", rows.extent(), tuple(writes), vector=True)]
+        value = Apply("mul", (value, factor), kind)
+    stmts = [*stmts, *_quantised(rows, value, first)]
     if residual is not None:
         stmts = [summed(rows, 0, 1, total), *stmts]
     rows.launch(s, stmts, product(x.shape) * 14)

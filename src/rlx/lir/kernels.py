@@ -11,11 +11,12 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from rlx.dtypes import DType
+from rlx.dtypes import I32, DType
 from rlx.lir.loops import Let, LoopKernel, Store, expr_text, statements
 
 ROW_BLOCK = 192  # rows of A that one unit of a matmul covers at most
 KEY_BLOCK = 64  # keys of one attention block, cut at absolute positions
+OUT_OF_RANGE = 1  # fault code: an index lies outside the axis
 BEYOND_CAPACITY = 2  # fault code: a position does not lie within the cache
 ATTENTION_ROWS = 96  # query rows (positions × heads of a group) of one attention unit, at least one position
 
@@ -63,6 +64,10 @@ class MatmulKernel:
     `epilogue` is a loop kernel over (rows, columns) of a tile: its first parameter is the tile (rows `panel` apart),
     the others are `operands`; its arguments are `columns` and one row stride an operand. Without one, the only operand
     is C of the same dtype. A unit is (batch, row block, panel), panel fastest.
+
+    `grouped` "rows": there is no batch; row i is multiplied by B[index[i]], and rows next to each other that have the
+    same index share the reading of it. An index that is not one of the `groups` is a fault. "depth": C[g] is the
+    product over k from index[g] to index[g + 1], of A[m, k] and B[k, n] that all batches share; `k` is the most.
     """
 
     dtype: DType
@@ -72,6 +77,8 @@ class MatmulKernel:
     operands: tuple[TileOperand, ...]
     blocks: Blocks | None = None
     turned: bool = False
+    grouped: str = ""
+    index: DType = I32  # of groups
 
     kind = "matmul"
 
@@ -81,8 +88,9 @@ class MatmulKernel:
         addresses = ("tiles", "epilogue", *(("blocks",) if self.blocks else ()))
         head = (*addresses, "a", "b", "m", "n", "k", "row_blocks", "batch0", "batch1")
         strides = ("a_row", "a_batch0", "a_batch1", "b_k", "b_n", "b_batch0", "b_batch1")
+        groups = ("index", "groups") if self.grouped else ()
         tail = tuple(f"{p}{i}" for i in range(len(self.operands)) for p in ("ptr", "row", "outer", "inner"))
-        return head + strides + tail
+        return head + strides + groups + tail
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -90,6 +98,8 @@ class MatmulKernel:
         text = f"matmul|{self.dtype}|{self.packed}|{self.weights}|{inner}|{self.operands}"
         if self.turned:
             text += "|turned"
+        if self.grouped:
+            text += f"|{self.grouped} {self.index}"
         if self.blocks:
             text += "".join(f"|{k.fingerprint}" for k in self.blocks.kernels)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -112,7 +122,8 @@ class MatmulKernel:
         b = f"panels of {self.blocks.storage}" if self.blocks else "panels" if self.packed else "rows"
         pair = ", 2 weights interleaved" if self.weights == 2 else ""
         turned = " turned" if self.turned else ""
-        lines = [f"kernel {self.symbol}(a: {self.dtype}{turned}, b: {self.dtype} {b}{pair})"]
+        groups = {"": "", "rows": ", a matrix a row", "depth": ", a piece of k a matrix"}[self.grouped]
+        lines = [f"kernel {self.symbol}(a: {self.dtype}{turned}, b: {self.dtype} {b}{pair}{groups})"]
         if self.blocks is not None:
             few, many = (", ".join(k.symbol for k in kernels) for kernels in (self.blocks.dots, self.blocks.tiles))
             lines.append(f"  blocks become numbers by {self.blocks.unpack.symbol}, few rows are multiplied by {few}")

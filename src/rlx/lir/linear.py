@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rlx.dtypes import F32, I32, I64, U8, DType
 from rlx.ir.graph import Graph, Node
@@ -12,12 +13,12 @@ from rlx.lir.blocks import dot_kernel, dot_rows, unpack_kernel
 from rlx.lir.elementwise import body_lets
 from rlx.lir.kernels import ROW_BLOCK, Blocks, MatmulKernel, TileOperand
 from rlx.lir.loops import Apply, Arg, Const, Expr, For, Index, Let, Load, LoopKernel, Param, Reduce, Ref, Store
-from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_form, widened
+from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_form, map_elements, widened
 from rlx.lir.views import View, collapse
 from rlx.ops.activations import activations_for
 from rlx.ops.fused import FOUR
 from rlx.target import Target
-from rlx.types import Size, contiguous_strides, product
+from rlx.types import Size, TensorType, contiguous_strides, product
 
 
 @loop_form("matmul", "integer_matmul")
@@ -27,20 +28,21 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     if node.types[0].dtype.is_integer:
         _integer_matmul(s, a, b, out)
     else:
-        _launch(s, a, b, [], [out], None, weights=1, packed=False, columns=out.shape[-1])
+        launch_matmul(s, a, b, [], [out], None, weights=1, packed=False, columns=out.shape[-1])
     return [out]
 
 
-@loop_form("fused_matmul")
+@loop_form("fused_matmul", "fused_grouped")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     attrs = node.attrs
     a, *rest = (s.view(o) for o in node.operands)
     used = 1 if attrs["packed"] else attrs["weights"]
     assert attrs["packed"] or used == 1, "two weights come packed"
     outs = [s.result(node, i) for i in range(len(node.types))]
-    _launch(
+    index = rest.pop(used) if node.op == "fused_grouped" else None
+    launch_matmul(
         s, a, rest[0], rest[used:], outs, attrs["body"], weights=attrs["weights"], packed=attrs["packed"],
-        columns=attrs["columns"], storage=attrs["blocks"],
+        columns=attrs["columns"], storage=attrs["blocks"], index=index,
     )  # fmt: skip
     return outs
 
@@ -54,7 +56,7 @@ def _is_plain(body: Graph | None) -> bool:
     return body is None or (len(body.nodes) == len(body.outputs) == 1 and body.outputs[0].node is body.nodes[0])
 
 
-def _launch(
+def launch_matmul(
     s: Scheduler,
     a: View,
     b: View,
@@ -66,27 +68,34 @@ def _launch(
     packed: bool,
     columns: Size,
     storage: DType | None = None,
+    index: View | None = None,
+    depth: bool = False,
 ) -> None:
-    """One matmul launch. Leading axes and rows collapse into at most two batch axes and one row axis."""
+    """One matmul launch. Leading axes and rows collapse into at most two batch axes and one row axis.
+
+    With an `index` each row has one of the matrices of b; with `depth` too, index is where the pieces of k begin of
+    which each batch of the outputs has one (see `MatmulKernel`).
+    """
     if a.dtype is U8:
         a = _as_words(a if a.is_contiguous() and a.offset == 0 else s.copied(a))
     if storage is not None and _is_turned(a):
         a = s.copied(a)
     operands = [v if v.rank == 0 or v.shape[-1] == 1 or v.strides[-1] in (0, 1) else s.copied(v) for v in operands]
-    plan = _collapse(a, b, operands, outs, packed)
+    flat = packed or index is not None
+    plan = _pieces(a, outs[0]) if depth else _collapse(a, b, operands, outs, flat)
     if plan is not None and _is_turned(a) and plan[1][0][-1] != 1:  # neither its rows nor its columns are contiguous
         a = s.copied(a)
-        plan = _collapse(a, b, operands, outs, packed)
+        plan = _pieces(a, outs[0]) if depth else _collapse(a, b, operands, outs, flat)
     if plan is None:
         a = s.contiguous(a)
         operands = [s.copied(v) if v.rank == outs[0].rank and not v.is_contiguous() else v for v in operands]
-        plan = _collapse(a, b, operands, outs, packed)
+        plan = _collapse(a, b, operands, outs, flat)
         if plan is None:
             leading = outs[0].shape[:-2]
             b = s.copied(b.expand((*leading, *b.shape[-2:])))
             a = s.copied(a.expand((*leading, *a.shape[-2:])))
             operands = [s.copied(v.expand(outs[0].shape)) if v.rank > 2 else v for v in operands]
-            plan = _collapse(a, b, operands, outs, packed)
+            plan = _collapse(a, b, operands, outs, flat)
     assert plan is not None
     sizes, strides = plan
     m, k = sizes[-1], a.shape[-1]
@@ -105,21 +114,43 @@ def _launch(
     blocks = None if storage is None else (_whole_blocks if whole else _blocks)(storage, s.target)
     turned = _is_turned(a)
     kernel = MatmulKernel(sums, packed, weights, epilogue, tuple(tile), blocks, turned)
+    b_batch0 = steps(1)[0]
+    if index is not None:
+        index = _plain_index(s, index)
+        kernel = replace(kernel, grouped="depth" if depth else "rows", index=index.dtype)
+        b_batch0 = 0 if depth else b.strides[0] * b.dtype.size // sums.size
     panel = s.target.panel(a.dtype.size) // weights
     row_blocks = (m + (ROW_BLOCK - 1)) // ROW_BLOCK
     words: dict[str, View | Size | None] = {
         "a": a, "b": b, "m": m, "n": columns, "k": k, "row_blocks": row_blocks, "batch0": batch0, "batch1": batch1,
         "a_row": a.strides[-1] if turned else steps(0)[2], "a_batch0": steps(0)[0], "a_batch1": steps(0)[1],
-        "b_batch0": steps(1)[0], "b_batch1": steps(1)[1],
+        "b_batch0": b_batch0, "b_batch1": steps(1)[1],
         "b_k": 0 if packed else b.strides[-2], "b_n": 0 if packed else b.strides[-1],
+        "index": index, "groups": b.shape[0],
     }  # fmt: skip
     for i, view in enumerate([*operands, *outs]):
         outer, inner, row = steps(2 + i)
         words |= {f"ptr{i}": view, f"row{i}": row, f"outer{i}": outer, f"inner{i}": inner}
     panels = (columns + (panel - 1)) // panel
     units = batch0 * batch1 * panels * row_blocks
-    flops = product(outs[0].shape[:-1]) * columns * k * (2 * weights) * (4 if sums is I32 else 1)
+    products = batch1 * m if depth else product(outs[0].shape[:-1])  # rows, each of which has all of k
+    flops = products * columns * k * (2 * weights) * (4 if sums is I32 else 1)
     s.launch(kernel, words, units, "panels", flops=flops)
+
+
+def _plain_index(s: Scheduler, index: View) -> View:
+    """An index as the nest reads it."""
+    if index.dtype in (I32, I64) and index.is_contiguous():
+        return index
+    plain = s.temporary(TensorType(index.shape, I64))
+    map_elements(s, "copy", plain.shape, [index], [plain], lambda e: ((), [cast(e.load(0), I64)]))
+    return plain
+
+
+def _pieces(a: View, out: View) -> tuple[list[Size], list[list[Size]]]:
+    """Sizes and strides as `_collapse` gives them, of one result for each piece of k."""
+    groups, m, _ = out.shape
+    return [groups, 1, m], [[0, 0, a.strides[0]], [0, 0, 0], [out.strides[0], 0, out.strides[1]]]
 
 
 @functools.cache
@@ -150,13 +181,13 @@ def _as_words(view: View) -> View:
 
 
 def _collapse(
-    a: View, b: View, operands: Sequence[View], outs: Sequence[View], packed: bool
+    a: View, b: View, operands: Sequence[View], outs: Sequence[View], flat: bool
 ) -> tuple[list[Size], list[list[Size]]] | None:
     """Sizes and strides of [batch0, batch1, rows] for a, b, each operand and each output; None if that does not do."""
     out = outs[0]
     lead = (*out.shape[:-2], out.shape[-2])
     rows: list[list[Size]] = [list(a.expand((*lead, a.shape[-1])).strides[:-1])]
-    if packed:
+    if flat:
         rows.append([0] * len(lead))
     else:
         rows.append([*b.expand((*out.shape[:-2], *b.shape[-2:])).strides[:-2], 0])

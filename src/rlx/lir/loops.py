@@ -135,10 +135,11 @@ SCALAR_OPS = {
     "add": 2, "sub": 2, "mul": 2, "div": 2, "floordiv": 2, "mod": 2, "pow": 2, "max": 2, "min": 2, "fma": 3,
     "neg": 1, "abs": 1, "exp": 1, "log": 1, "tanh": 1, "erf": 1, "sqrt": 1, "sin": 1, "cos": 1, "tan": 1, "atan": 1,
     "eq": 2, "ne": 2, "lt": 2, "le": 2, "gt": 2, "ge": 2, "and": 2, "or": 2, "xor": 2, "not": 1, "shl": 2, "shr": 2,
-    "select": 3, "cast": 1, "order": 1, "bits": 1, "quot": 2, "rem": 2, "dot_u8": 3, "dot_u7": 3,
+    "select": 3, "cast": 1, "order": 1, "bits": 1, "nearest": 1, "quot": 2, "rem": 2, "dot_u8": 3, "dot_u7": 3,
 }  # fmt: skip
 # order: a signed integer as wide as x that sorts as x does, -0.0 as 0.0 and NaN above everything.
 # bits: the f32 that has the bits of an i32.
+# nearest: the i32 (i64 of f64) nearest to x, ties to even, for |x| below 2^22 (2^51); any integer for others.
 # shl, shr: shifts of integers; bits that come in from the left are copies of the sign.
 # quot, rem: quotient and remainder of non-negative indices.
 # dot_u8(total, x, y): total plus the products of the four bytes of x, unsigned, and those of y, signed; all are i32.

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from rlx.dtypes import BOOL, I64, DType
 from rlx.ir.graph import Node
-from rlx.lir.index import OUT_OF_RANGE, in_range
+from rlx.lir.index import in_range
+from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.loops import Apply, Check, Choose, Const, Expr, For, Index, Let, Reduce, Ref, Stmt, Store
 from rlx.lir.reduce import Rows, rows_over
 from rlx.lir.schedule import LoopBuilder, Scheduler, cast, loop_form

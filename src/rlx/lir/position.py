@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
-from rlx.lir.index import OUT_OF_RANGE, in_range
+from rlx.lir.index import in_range
+from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.loops import Apply, Arg, Check, Choose, Const, Expr, For, Index, Let, Load, Ref, Stmt, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_form, widened
 from rlx.lir.shape import require_at_most

@@ -83,7 +83,8 @@ def operand_words(kernel: Kernel) -> dict[str, bool]:
             return {p.name: p.written for p in kernel.params}  # type: ignore[union-attr]
         case "matmul":
             assert isinstance(kernel, MatmulKernel)
-            return {"a": False, "b": False} | {f"ptr{i}": o.written for i, o in enumerate(kernel.operands)}
+            read = ("a", "b", "index") if kernel.grouped else ("a", "b")
+            return dict.fromkeys(read, False) | {f"ptr{i}": o.written for i, o in enumerate(kernel.operands)}
         case _:
             return {"q": False, "k": False, "v": False, "out": True, "mask": False, "positions": False}
 
@@ -198,6 +199,7 @@ class Program:
     outputs: list[str] = field(default_factory=list)
     assertions: list[Assertion] = field(default_factory=list)
     controls: list[Control] = field(default_factory=list)  # outer ones before inner ones
+    batch: str | None = None  # the symbol of the first axis of all inputs and outputs, whose entries are independent
 
     def steps(self) -> Iterator[Step]:
         """The walk through the program: launches in order, with the edges of loops and branches between them."""
@@ -272,6 +274,8 @@ class Program:
             note = f" as {buffer.note}" if buffer.note else ""
             value = f" = {buffer.value!r}" if buffer.value is not None else ""
             yield f"  {buffer.kind} {buffer.name}: {buffer.type}{note}{value}"
+        if self.batch is not None:
+            yield f"  entries of {self.batch} are independent"
         for a in self.assertions:
             yield f"  assert {a.a} {a.relation} {a.b}  # {a.where}"
 

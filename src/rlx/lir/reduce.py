@@ -1,13 +1,13 @@
 """Loop forms of reductions, softmax, argmax, top-k and running sums.
 
 Where the reduced axis is contiguous, a row is one unit and the reduction itself is vectorised; where a kept axis is
-contiguous, lanes run over that axis and each reduces serially.
+contiguous, lanes run over that axis and each reduces serially, many of them side by side where they can be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from rlx.dtypes import BOOL, F32, F64, I32, I64, DType
 from rlx.ir.graph import Node
@@ -32,6 +32,9 @@ from rlx.lir.shape import require_at_most
 from rlx.lir.views import View, collapse
 from rlx.ops.reduce import normal_axes
 from rlx.types import Size, contiguous_strides, product
+
+STRIPS = (512, 384, 256, 192, 128, 64)  # columns that are reduced side by side: what they have so far stays in L1
+TOGETHER = 8  # rows between a column's store and its next load
 
 
 @dataclass
@@ -85,6 +88,15 @@ class Rows:
         lets = decode_unit(builder, outer, names) if outer else []
         root = For("u", builder.arg("units", units), (*lets, *body))
         builder.launch(s, root, units, flops=flops, shares=self._shares() if len(outer) == 1 else None)
+
+    def in_strips(self) -> Rows | None:
+        """The same with the lanes' axis cut into strips, where its size allows it."""
+        columns = self.kept_sizes[-1] if self.vector and len(self.reduced) == 1 else 0
+        width = next((w for w in STRIPS if isinstance(columns, int) and columns % w == 0 and columns > w), None)
+        if width is None:
+            return None
+        strides = [[*kept[:-1], kept[-1] * width, kept[-1]] for kept in self.kept_strides]
+        return replace(self, kept_sizes=[*self.kept_sizes[:-1], columns // width, width], kept_strides=strides)
 
     def _shares(self) -> dict[int, Size]:
         """The operands whose rows follow each other without gaps, and how long rows are."""
@@ -146,12 +158,48 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     x = s.view(node.operands[0])
     axes = normal_axes(node.attrs["axis"], x.rank, node.op)
     rows, out = _plan(s, node, axes, node.op)
-    value = _nested(rows, "sum" if node.op == "mean" else node.op)
-    if node.op == "mean":
+    op = "sum" if node.op == "mean" else node.op
+
+    def whole(value: Expr) -> Expr:
+        if node.op != "mean":
+            return value
         count = rows.builder.arg("count", product(x.shape[a] for a in axes))
-        value = Apply("div", (value, cast(count, value.dtype)), value.dtype)
-    rows.launch(s, [Store(1, rows.place(1), value)], product(x.shape))
+        return Apply("div", (value, cast(count, value.dtype)), value.dtype)
+
+    strips = rows.in_strips() if out.dtype is x.dtype.compute else None  # else what columns have would be rounded
+    if strips is None:
+        rows.launch(s, [Store(1, rows.place(1), whole(_nested(rows, op)))], product(x.shape))
+    else:
+        _reduce_strips(s, strips, op, whole if node.op == "mean" else None, product(x.shape))
     return [out]
+
+
+def _reduce_strips(s: Scheduler, rows: Rows, op: str, finish: Callable[[Expr], Expr] | None, flops: Size) -> None:
+    """A unit is a strip of columns, reduced row by row, so that memory is read in long runs.
+
+    The result holds what columns have so far. Each is reduced in the order of rows, as without strips.
+    """
+    builder, apply = rows.builder, {"sum": "add", "prod": "mul"}.get(op, op)
+    groups = rows.reduced[0] // TOGETHER
+    first = builder.arg("first", rows.reduced[0] - groups * TOGETHER)  # rows that are no whole group
+    at = rows.place(1)
+    so_far: Expr = Load(1, at, builder.params[1].dtype)
+    value = so_far
+    start = Apply("add", (Apply("mul", (Index("g"), Const(TOGETHER, I64)), I64), first), I64)
+    for i in range(TOGETHER):
+        row = rows.load(0, Apply("add", (start, Const(i, I64)), I64))
+        value = Apply(apply, (value, row), value.dtype)
+
+    def columns(value: Expr) -> For:
+        return For("j", rows.kept_sizes[-1], (Store(1, at, value),), vector=True)  # type: ignore[arg-type]
+
+    body = [columns(Reduce(op, "q", first, rows.load(0, Index("q"))))]
+    body.append(For("g", builder.arg("groups", groups), (columns(value),)))
+    if finish is not None:
+        body.append(columns(finish(so_far)))
+    outer = rows.kept_sizes[:-1]
+    lets, units = decode_unit(builder, outer, [f"k{i}" for i in range(len(outer))]), product(outer)
+    builder.launch(s, For("u", builder.arg("units", units), (*lets, *body)), units, flops=flops)
 
 
 @loop_form("softmax")

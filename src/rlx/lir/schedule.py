@@ -34,6 +34,7 @@ from rlx.lir.program import (
     Program,
 )
 from rlx.lir.views import View, collapse, moving
+from rlx.mir.independence import independent_symbol
 from rlx.target import Target
 from rlx.types import Size, TensorType
 
@@ -467,4 +468,6 @@ def schedule(graph: Graph, target: Target, *, notes: Mapping[str, str] | None = 
     """The program of an optimised MIR graph."""
     import rlx.lir.forms  # noqa: F401  fills the table of loop forms
 
-    return Scheduler(graph, target, notes or {}).run()
+    program = Scheduler(graph, target, notes or {}).run()
+    program.batch = independent_symbol(graph)
+    return program

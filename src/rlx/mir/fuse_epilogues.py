@@ -51,9 +51,9 @@ def _candidate(
 
 def _is_open_matmul(value: Value) -> bool:
     node = value.node
-    if node.op == "matmul":
+    if node.op in ("matmul", "grouped_matmul"):
         return node.types[0].dtype.is_float
-    return node.op == "fused_matmul" and is_identity(node.attrs["body"])
+    return node.op in ("fused_matmul", "fused_grouped") and is_identity(node.attrs["body"])
 
 
 def _why_not(region: Node, value: Value, users: dict[Value, list[Node]], outputs: set[Value]) -> str:
@@ -63,7 +63,7 @@ def _why_not(region: Node, value: Value, users: dict[Value, list[Node]], outputs
         return f"the product has {len(users[value])} readers"
     if value.shape != region.types[0].shape:
         return f"the product {value.type} is broadcast to {region.types[0]}"
-    flat = value.node.op == "fused_matmul" or _right(value.node).rank == 2
+    flat = value.node.op != "matmul" or _right(value.node).rank == 2
     for operand in region.operands:
         if operand is not None and operand != value and not _fits(operand.shape, value.shape, flat):
             return f"operand {operand.type} cannot follow the tiles of {value.type}"
@@ -89,15 +89,14 @@ def _fuse(rewriter: Rewriter, region: Node, value: Value, report: FusionReport |
     matmul = value.node
     body: Graph = region.attrs["body"]
     position = list(region.operands).index(value)
-    if matmul.op == "matmul":
-        x, w = (o for o in matmul.operands if o is not None)
-        attrs = {"weights": 1, "columns": w.shape[-1], "packed": False}
-        head, inner = [x, w], identity(value)
+    head = [o for o in matmul.operands if o is not None]
+    if matmul.op in ("matmul", "grouped_matmul"):
+        attrs, inner = {"weights": 1, "columns": head[1].shape[-1], "packed": False}, identity(value)
     else:
-        attrs = {k: v for k, v in matmul.attrs.items() if k != "body"}
-        head, inner = [o for o in matmul.operands if o is not None], matmul.attrs["body"]
+        attrs, inner = {k: v for k, v in matmul.attrs.items() if k != "body"}, matmul.attrs["body"]
+    fused = "fused_matmul" if matmul.op in ("matmul", "fused_matmul") else "fused_grouped"
     others = [o for i, o in enumerate(region.operands) if o is not None and i != position]
     if report is not None:
         report.add("matmul epilogue", [matmul, *(n for n in body.nodes if n.op not in ("input", "const"))])
     operands = [rewriter[o] for o in (*head, *others)]
-    return rewriter.make(region, "fused_matmul", *operands, body=after_matmul(body, position, inner), **attrs)
+    return rewriter.make(region, fused, *operands, body=after_matmul(body, position, inner), **attrs)

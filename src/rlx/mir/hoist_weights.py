@@ -29,7 +29,7 @@ class Hoisted:
 
 
 def hoist_weights(graph: Graph, target: Target) -> Hoisted:
-    """Split the graph; matmuls by two-dimensional float weights become packed `fused_matmul`s."""
+    """Split the graph; matmuls by float matrices that are weights become packed `fused_matmul`s."""
     return _Hoister(graph, target).run()
 
 
@@ -82,16 +82,17 @@ class _Hoister:
         return self.main.graph.append("param", (), {"name": name}, (value.type,), like.origin.by("hoist_weights"))[0]
 
     def _packed_matmul(self, node: Node) -> tuple[Value, ...] | None:
-        if node.op == "matmul":
+        if node.op in ("matmul", "grouped_matmul"):
             weights, body = 1, identity(node[0])
-        elif node.op == "fused_matmul" and not node.attrs["packed"]:
+        elif node.op in ("fused_matmul", "fused_grouped") and not node.attrs["packed"]:
             weights, body = node.attrs["weights"], node.attrs["body"]
         else:
             return None
+        grouped = node.op in ("grouped_matmul", "fused_grouped")
         x, *rest = (o for o in node.operands if o is not None)
         matrices = rest[:weights]
         if x.node in self.weights or not all(
-            m.node in self.weights and m.rank == 2 and m.dtype.is_float for m in matrices
+            m.node in self.weights and m.rank == 2 + grouped and m.dtype.is_float for m in matrices
         ):
             return None
         rows = [packed_rows(m) for m in matrices]
@@ -106,13 +107,13 @@ class _Hoister:
         others = [self._operand(o) for o in rest[weights:]]
         return self.main.make(
             node,
-            "fused_matmul",
+            "fused_grouped" if grouped else "fused_matmul",
             left,
             panels,
             *others,
             body=body,
             weights=weights,
-            columns=matrices[0].shape[1],
+            columns=matrices[0].shape[-1],
             packed=True,
             blocks=blocks,
         )

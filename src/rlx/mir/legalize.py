@@ -12,20 +12,21 @@ from rlx.ir.rewrite import Rewriter, rebuild
 
 
 def legalize(graph: Graph) -> Graph:
-    """Every matmul has operands of one type, f32, f64 or integer."""
+    """Every matmul, grouped ones too, has operands of one type, f32, f64 or integer."""
     casts: dict[tuple[Value, DType], Value] = {}  # matmuls that share an operand share its cast, or none would merge
 
     def visit(rewriter: Rewriter, node: Node) -> Value | None:
-        if node.op != "matmul":
+        if node.op not in ("matmul", "grouped_matmul"):
             return None
         compute = node.types[0].dtype.compute
-        operands = [o for o in rewriter.operands(node) if o is not None]
+        given = [o for o in rewriter.operands(node) if o is not None]
+        operands, index = given[:2], given[2:]
         if all(o.dtype is compute for o in operands):
             return None
         for o in operands:
             if o.dtype is not compute and (o, compute) not in casts:
                 casts[o, compute] = rewriter.one(node, "cast", o, dtype=compute)
-        product = rewriter.one(node, "matmul", *(casts.get((o, compute), o) for o in operands))
+        product = rewriter.one(node, node.op, *(casts.get((o, compute), o) for o in operands), *index)
         type_ = node.types[0]
         return product if product.type == type_ else rewriter.one(node, "cast", product, dtype=type_.dtype)
 

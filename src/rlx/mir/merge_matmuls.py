@@ -60,18 +60,19 @@ def merge_gates(graph: Graph, *, report: FusionReport | None = None) -> Graph:
         body, operands = extract(gate.nodes, [node[0]], [m[0] for m in gate.matmuls])
         x, first = _pair(gate.matmuls[0])
         second = _pair(gate.matmuls[1])[1]
+        index = _index(gate.matmuls[0])
         if report is not None:
             report.add("gated matmul pair", [*gate.matmuls, *gate.nodes])
         return rewriter.make(
             node,
-            "fused_matmul",
+            "fused_grouped" if index else "fused_matmul",
             rewriter[x],
             rewriter[first],
             rewriter[second],
-            *(rewriter[o] for o in operands),
+            *(rewriter[o] for o in (*index, *operands)),
             body=body,
             weights=2,
-            columns=first.shape[1],
+            columns=first.shape[-1],
             packed=False,
         )
 
@@ -79,9 +80,14 @@ def merge_gates(graph: Graph, *, report: FusionReport | None = None) -> Graph:
 
 
 def _pair(matmul: Node) -> tuple[Value, Value]:
-    a, b = matmul.operands
+    a, b, *_ = matmul.operands
     assert a is not None and b is not None
     return a, b
+
+
+def _index(matmul: Node) -> list[Value]:
+    """The matrices that rows choose, where they do."""
+    return [o for o in matmul.operands[2:] if o is not None]
 
 
 def _find_gate(node: Node, weights: set[Node], users: dict[Value, list[Node]], outputs: set[Value]) -> Gate | None:
@@ -94,7 +100,7 @@ def _find_gate(node: Node, weights: set[Node], users: dict[Value, list[Node]], o
         sides.append(side)
     (m0, chain0), (m1, chain1) = sides
     (x0, w0), (x1, w1) = _pair(m0), _pair(m1)
-    if _storage(w0) is not _storage(w1):
+    if _storage(w0) is not _storage(w1) or _index(m0) != _index(m1):
         return None
     if m0 is m1 or x0 != x1 or w0.type != w1.type or node.types != m0.types or x0.node in weights:
         return None
@@ -116,9 +122,10 @@ def _strip(
         if value in outputs or len(users[value]) != 1:
             return None
         node = value.node
-        if node.op == "matmul":
+        if node.op in ("matmul", "grouped_matmul"):
             w = _pair(node)[1]
-            return (node, chain) if is_matrix(w, weights) and value.dtype.is_float else None
+            fits = w.node in weights if node.op == "grouped_matmul" else is_matrix(w, weights)
+            return (node, chain) if fits and value.dtype.is_float else None
         if registry.ELEMENTWISE not in registry.get(node.op).traits:
             return None
         moving = [o for o in node.operands if o is not None and o.node not in weights]

@@ -54,8 +54,8 @@ def weights_first(graph: Graph) -> Graph:
 
 
 def packed_rows(value: Value) -> Value | None:
-    """The packed [n, k] tensor that a weight [k, n] is the unpacked transpose of, if it is one."""
-    if value.node.op != "transpose" or value.rank != 2:
+    """The packed tensor [..., n, k] that a weight [..., k, n] is the unpacked transpose of, if it is one."""
+    if value.node.op != "transpose" or value.node.attrs["axes"] not in ((1, 0), (0, 2, 1)):
         return None
     (inner,) = value.node.operands
     assert inner is not None

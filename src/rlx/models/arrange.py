@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -19,23 +19,60 @@ from rlx.types import TensorType
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a weight; those of its transpose, where the file has it `[in, out]`."""
+    """Some rows of a weight; those of its transpose, where the file has it `[in, out]`; of each in a stack, by axis."""
 
     of: str
     start: int = 0
     stop: int | None = None
     turned: bool = False
+    axis: int = 0
 
     def names(self) -> Iterator[str]:
         yield self.of
 
     def shape(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        rows, *rest = shape[::-1] if self.turned else shape
-        return (len(range(rows)[self.start : self.stop]), *rest)
+        sizes = list(shape[::-1] if self.turned else shape)
+        sizes[self.axis] = len(range(sizes[self.axis])[self.start : self.stop])
+        return tuple(sizes)
 
     def array(self, arrays: list[Array]) -> Array:
         whole = arrays[0].T if self.turned else arrays[0]
-        return whole[self.start : self.stop]
+        return whole[self._place]
+
+    def put(self, whole: Array, part: Array) -> None:
+        """The way back; the whole is not turned yet."""
+        whole[self._place] = part
+
+    @property
+    def _place(self) -> tuple[slice, ...]:
+        return (*(slice(None),) * self.axis, slice(self.start, self.stop))
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Some rows of each of the groups that a weight's rows are in: a span of all groups, then the next one."""
+
+    of: str
+    groups: int
+    spans: tuple[tuple[int, int], ...]  # of the rows of a group
+    turned: ClassVar[bool] = False
+    axis: ClassVar[int] = 0
+
+    def names(self) -> Iterator[str]:
+        yield self.of
+
+    def shape(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self.groups * sum(stop - start for start, stop in self.spans), *shape[1:])
+
+    def array(self, arrays: list[Array]) -> Array:
+        return arrays[0][self._places(len(arrays[0]))]
+
+    def put(self, whole: Array, part: Array) -> None:
+        whole[self._places(len(whole))] = part
+
+    def _places(self, rows: int) -> Array:
+        each = np.arange(rows).reshape(self.groups, -1)
+        return np.concatenate([each[:, start:stop].reshape(-1) for start, stop in self.spans])
 
 
 @dataclass(frozen=True)
@@ -55,7 +92,9 @@ class Stack:
         return np.stack(arrays)
 
 
-Arrangement = Mapping[str, Rows | Stack]  # by pattern; {i} is the layer
+Made = Rows | Spans | Stack
+# By pattern, {i} is the layer. Where files differ, all ways; those of rlx have the first.
+Arrangement = Mapping[str, Made | tuple[Made, ...]]
 
 
 def weights_of(family: Family, config: Any, file: TensorFile) -> FileWeights:
@@ -66,6 +105,15 @@ def weights_of(family: Family, config: Any, file: TensorFile) -> FileWeights:
     return ArrangedWeights(file, family.weights, config.layers, family.prefixes, made)
 
 
+def in_layers(arrangement: Arrangement, layers: int) -> Iterator[tuple[str, tuple[Made, ...]]]:
+    """Each weight by its name, and the ways in which files may have it."""
+    for pattern, made in arrangement.items():
+        ways = made if isinstance(made, tuple) else (made,)
+        for i in range(layers if "{i}" in pattern else 1):
+            places = (replace(way, of=way.of.replace("{i}", str(i))) for way in ways)
+            yield pattern.replace("{i}", str(i)), tuple(places)
+
+
 class ArrangedWeights(FileWeights):
     """Weights of a file, and others that are made of them."""
 
@@ -73,31 +121,31 @@ class ArrangedWeights(FileWeights):
         self, file: TensorFile, names: Mapping[str, str], layers: int, prefixes: Iterable[str], arrangement: Arrangement
     ) -> None:
         super().__init__(file, names, layers, prefixes)
-        self._made: dict[str, Rows | Stack] = {}
-        for pattern, made in arrangement.items():
-            for i in range(layers if "{i}" in pattern else 1):
-                one = replace(made, of=made.of.replace("{i}", str(i)))
-                if all(super(ArrangedWeights, self).has(name) for name in one.names()):
-                    self._made[pattern.replace("{i}", str(i))] = one
+        has = super().has
+        self.made: dict[str, Made] = {}
+        for name, ways in in_layers(arrangement, layers):
+            found = next((way for way in ways if all(map(has, way.names()))), None)
+            if found is not None:
+                self.made[name] = found
 
     def has(self, key: str) -> bool:
-        return key in self._made or super().has(key)
+        return key in self.made or super().has(key)
 
     def type(self, key: str) -> TensorType:
-        if key not in self._made:
+        if key not in self.made:
             return super().type(key)
-        made = self._made[key]
+        made = self.made[key]
         found = super().type(next(made.names()))
         return TensorType(made.shape(found.shape), found.dtype)
 
     def array(self, key: str) -> Array:
-        if key not in self._made:
+        if key not in self.made:
             return super().array(key)
-        made = self._made[key]
+        made = self.made[key]
         return made.array([super(ArrangedWeights, self).array(name) for name in made.names()])
 
     def entry(self, key: str) -> TensorEntry:
-        return super().entry(next(self._made[key].names()) if key in self._made else key)
+        return super().entry(next(self.made[key].names()) if key in self.made else key)
 
     def keys(self) -> Iterable[str]:
-        return (*self._made, *super().keys())
+        return (*self.made, *super().keys())

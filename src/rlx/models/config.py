@@ -49,6 +49,8 @@ class ModelConfig:
         "partial_rotary_factor": (None, 1),
     }
     GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    # Fields that say how weights are kept: what they are for GGUF files. Hugging Face's have the defaults.
+    IN_GGUF: ClassVar[Mapping[str, Any]] = {}
 
     initializer_range: float = dataclasses.field(
         default=0.02, kw_only=True, metadata={"gguf": None, "hf": "initializer_range", "range": (0, 0)}
@@ -60,6 +62,15 @@ class ModelConfig:
     @classmethod
     def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
         """Fields by name that GGUF does not say in words: they are seen by the tensors that are there."""
+        return {}
+
+    @property
+    def extra_layers(self) -> int:
+        """How many layers a GGUF file has behind those of the model, for other uses."""
+        return 0
+
+    def only_in_gguf(self) -> dict[str, Any]:
+        """Settings by their names in GGUF that are no fields, or not as GGUF has them."""
         return {}
 
     def left_out(self) -> tuple[str, ...]:
@@ -154,7 +165,8 @@ def check_activation(where: str, name: str) -> None:
         raise unsupported(where, "hidden_act", name, hint=f"known: {', '.join(sorted(ACTIVATIONS))}")
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
+# Kinds of layers, the last one with the delta rule.
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def check_layer_types(where: str, kinds: tuple[str, ...] | None, layers: int, window: int | None) -> None:

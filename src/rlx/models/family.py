@@ -15,6 +15,16 @@ from rlx.models.config import ModelConfig
 from rlx.models.init import initialisers
 from rlx.types import TensorType
 
+
+@dataclass(frozen=True)
+class Change:
+    """What converters to GGUF make of a weight's numbers, and the way back."""
+
+    there: Callable[[Array], Array]
+    back: Callable[[Array], Array]
+
+
+Changes = Callable[[Any, str], Change | None]
 Settings = Callable[[Mapping[str, Any], str], Mapping[str, Any]]
 
 
@@ -32,6 +42,7 @@ class Family:
     prefixes: tuple[str, ...] = ()  # that models with a head put before the names of these weights
     settings: Settings | None = None  # puts what a config.json says into the words of `config`
     arrange: Callable[[Any, str], Mapping[str, Any]] | None = None  # (config, format): weights made of those in a file
+    changes: Changes | None = None  # (config, name): of a weight's numbers on the way to GGUF
 
 
 STORED = (F32, F16, BF16, *PACKED)  # what a weight may be stored as in a graph
@@ -42,7 +53,7 @@ ADDING = "docs/adding-a-model.md shows how to add one"
 def family(
     name: str, *, kind: str, gguf: Iterable[str] = (), hf: Iterable[str] = (), config: type[ModelConfig],
     weights: Mapping[str, str], prefixes: Iterable[str] = (), settings: Settings | None = None,
-    arrange: Callable[[Any, str], Mapping[str, Any]] | None = None,
+    arrange: Callable[[Any, str], Mapping[str, Any]] | None = None, changes: Changes | None = None,
 ) -> Callable[[Callable[..., ModelFlow]], Family]:  # fmt: skip
     """Declare a family; decorate its flow."""
 
@@ -51,7 +62,7 @@ def family(
             return flow(c, *arguments).initialised(initialisers(name, c))
 
         shape = tuple(gguf), tuple(hf), config, weights, assembled, tuple(prefixes)
-        found = Family(name, kind, *shape, settings, arrange)
+        found = Family(name, kind, *shape, settings, arrange, changes)
         FAMILIES[name] = found
         return found
 
@@ -101,7 +112,7 @@ class FileWeights:
 
     def _kept(self, entry: TensorEntry) -> bool:
         """Whether graphs know the type; other blocks and 8-bit floats become f32 here."""
-        return entry.storage in STORED and (len(entry.shape) == 2 or not entry.storage.is_packed)
+        return entry.storage in STORED and (len(entry.shape) in (2, 3) or not entry.storage.is_packed)
 
     def entry(self, key: str) -> TensorEntry:
         """Where a weight lies."""

@@ -41,6 +41,7 @@ class Config(DecoderConfig):
     HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **DecoderConfig.HF_NEUTRAL, "attention_bias": (None, False), "use_bidirectional_attention": (None, False),
     }  # fmt: skip
+    IN_GGUF: ClassVar[Mapping[str, Any]] = {"unit_offset": False}
 
     head_dim_given: int | None = key(gguf="attention.key_length", hf="head_dim", default=256, most=MAX_HEAD_DIM)
     activation: str = key(hf="hidden_act", default="gelu_pytorch_tanh")

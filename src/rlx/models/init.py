@@ -95,14 +95,16 @@ def _by_inputs(key: Any, shape: Sequence[int]) -> Array:
 
 def _qwen3_next(c: Any) -> Table:
     """Norms multiply by 1 + weight, but for those of the delta nets."""
-    rates = lambda key, shape: np.log(uniform(0.01, 16.0)(key, shape))
-    return {"*.A_log": rates, "*.dt_bias": ones, "*.linear_attn.norm.weight": ones, "*norm.weight": zeros}
+    drawn = uniform(0.01, 16.0)
+    rates = lambda key, shape: -drawn(key, shape) if c.rates else np.log(drawn(key, shape))
+    norms = zeros if c.unit_offset else ones
+    return {"*.A_log": rates, "*.dt_bias": ones, "*.linear_attn.norm.weight": ones, "*norm.weight": norms}
 
 
 PUBLISHED: dict[str, Callable[[Any], Table]] = {
     "gemma": _gemma, "gemma2": _gemma, "gemma3": _gemma, "gpt2": _gpt2, "modernbert": _modernbert, "dinov2": _dinov2,
     "dinov2-registers": _dinov2, "siglip": _siglip, "mamba": _mamba, "mamba2": _mamba, "qwen3next": _qwen3_next,
-    "qwen3.5": _qwen3_next,
+    "qwen3.5": _qwen3_next, "qwen3.5moe": _qwen3_next,
 }  # fmt: skip
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import DecoderLayer, FlowStage, LlamaDecoder
@@ -20,6 +20,8 @@ from rlx.types import sym
 @dataclass(frozen=True)
 class Config(DecoderConfig):
     """Llama's configuration is the common one and three switches for biases."""
+
+    IN_GGUF: ClassVar[Mapping[str, Any]] = {"pairs": True}
 
     attention_bias: bool = key(hf="attention_bias", default=False)  # on q, k and v
     output_bias: bool = key(hf="attention_bias", default=False)

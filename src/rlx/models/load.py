@@ -24,6 +24,7 @@ import rlx.models.nomic_bert
 import rlx.models.phi3
 import rlx.models.qwen2
 import rlx.models.qwen3
+import rlx.models.qwen3_5
 import rlx.models.qwen3_next
 import rlx.models.roberta
 import rlx.models.siglip
@@ -170,6 +171,8 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
             continue
         plain = name if gguf else _plain(name, family)
         pattern, layer = _LAYER.sub(".{i}.", plain, count=1), _LAYER.search(plain)
+        if gguf and layer is not None and int(layer[1]) in range(config.layers, config.layers + config.extra_layers):
+            continue
         spellings = (pattern, f"model.{pattern}", _LAYER.sub(".{j}.", pattern, count=1))
         ours = next((names[p] for p in spellings if p in names), None)
         if ours is None:

@@ -1,7 +1,4 @@
-"""Qwen3-MoE and Mixtral: decoders of Qwen3 and Mistral whose feed-forwards are mixtures of experts.
-
-Packed experts of GGUF files become f32 when they are loaded: no kernel reads them packed.
-"""
+"""Qwen3-MoE and Mixtral: decoders of Qwen3 and Mistral whose feed-forwards are mixtures of experts."""
 
 from __future__ import annotations
 

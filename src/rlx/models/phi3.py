@@ -28,6 +28,7 @@ class Config(llama.Config):
         for name, values in {**ModelConfig.HF_NEUTRAL, "attention_bias": (None, False)}.items()
         if name != "partial_rotary_factor"
     }
+    IN_GGUF: ClassVar[Mapping[str, Any]] = {}
 
     attention_bias: bool = False
     output_bias: bool = False

@@ -23,6 +23,8 @@ class Config(llama.Config):
         **DecoderConfig.GGUF_NEUTRAL, "attention.sliding_window": (0,)
     }  # fmt: skip
 
+    IN_GGUF: ClassVar[Mapping[str, Any]] = {}
+
     attention_bias: bool = True
     output_bias: bool = False
     mlp_bias: bool = False

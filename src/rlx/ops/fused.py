@@ -6,7 +6,7 @@ A fused op carries what it does in an attribute: `body` is a graph of elementwis
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from rlx.ir.graph import Graph, Value
 from rlx.ir.registry import FUSED, TAKES_PACKED, op
 from rlx.ir.rewrite import inline
 from rlx.ops.activations import activations_for, numbers_of
+from rlx.ops.grouped import check_groups
 from rlx.ops.norm import check_scale, layer_norm_array, rms_norm_array
 from rlx.ops.quant import unpacked
 from rlx.types import Size, TensorType, broadcast, require_equal
@@ -65,7 +66,9 @@ def unpack_panels(panels: Any, columns: int, weights: int) -> list[Any]:
 
 
 def pack_array(*ws: Any, width: int) -> Any:
-    """[k, n] matrices as panels of `width` columns, each with an equal part of every matrix, padded with zeros."""
+    """[..., k, n] matrices as panels of `width` columns, each an equal part of every matrix, padded with zeros."""
+    if ws[0].ndim == 3:
+        return np.stack([pack_array(*each, width=width) for each in zip(*ws, strict=True)])
     k, n = ws[0].shape
     part = width // len(ws)
     count = -(-n // part)
@@ -75,10 +78,10 @@ def pack_array(*ws: Any, width: int) -> Any:
 
 @op("pack_panels", reference=pack_array, traits=[FUSED])
 def pack_panels(*ws: TensorType, width: int) -> TensorType:
-    """Weights in the order that the matmul kernel reads them: [panels, k, width]."""
-    k, n = ws[0].shape
+    """Weights [..., k, n] in the order that the matmul kernel reads them: [..., panels, k, width]."""
+    *groups, k, n = ws[0].shape
     part = width // len(ws)
-    return ws[0].with_shape((n + (part - 1)) // part, k, width)
+    return ws[0].with_shape(*groups, (n + (part - 1)) // part, k, width)
 
 
 FOUR = 4  # bytes of a word, which one instruction multiplies and adds up
@@ -146,7 +149,9 @@ def _units_of_words(storage: DType, whole: bool) -> list[int]:
 
 
 def interleave_array(*ws: Any, width: int, lanes: int, whole: bool) -> Any:
-    """Packed rows [n, blocks] as panels of `width` columns: [panels, vectors, blocks, units]."""
+    """Packed rows [..., n, blocks] as panels of `width` columns: [..., panels, vectors, blocks, units]."""
+    if ws[0].ndim == 3:
+        return np.stack([interleave_array(*w, width=width, lanes=lanes, whole=whole) for w in zip(*ws, strict=True)])
     n, blocks = ws[0].shape
     part, storage = width // len(ws), dtype_of(ws[0].dtype)
     count, units = -(-n // part), storage.size // 2
@@ -178,37 +183,54 @@ def deinterleave_array(panels: Any, storage: DType, columns: int, weights: int, 
 
 @op("interleave_blocks", reference=interleave_array, traits=[FUSED, TAKES_PACKED])
 def interleave_blocks(*ws: TensorType, width: int, lanes: int, whole: bool) -> TensorType:
-    """Packed weights [n, k] in the order that matmul kernels read them: [panels, vectors, blocks, 16-bit units].
+    """Packed weights [..., n, k] as matmul kernels read them: [..., panels, vectors, blocks, 16-bit units].
 
     A vector is `lanes` columns. Of each block come the f16 numbers, of all columns, then the rest by 32-bit words: in
     the order of files, or, with `whole`, as kernels of whole numbers take them.
     """
-    n, blocks = ws[0].array_shape
-    part = width // len(ws)
-    return TensorType(((n + (part - 1)) // part, width // lanes, blocks, ws[0].dtype.size // 2 * lanes), I16)
+    *groups, n, blocks = ws[0].array_shape
+    part, units = width // len(ws), ws[0].dtype.size // 2 * lanes
+    return TensorType((*groups, (n + (part - 1)) // part, width // lanes, blocks, units), I16)
+
+
+def _products(x: Any, ws: Sequence[Any], weights: int, columns: int, packed: bool, blocks: DType | None) -> list[Any]:
+    """x times each weight."""
+    if packed and blocks is None and x.dtype == np.uint8:
+        numbers = _unpack_bytes(ws[0], columns).astype(np.float64)  # exact: sums are far below 2^53
+        return [np.matmul(x.astype(np.float64), numbers).astype(np.int32)]
+    if blocks is not None:
+        whole = x.dtype == np.int32
+        ws = deinterleave_array(ws[0], blocks, columns, weights, whole)
+        x = numbers_of(x, blocks.block) if whole else x
+    elif packed:
+        ws = unpack_panels(ws[0], columns, weights)
+    return [np.matmul(x, w) for w in ws]
 
 
 def _fused_matmul(
     x: Any, *rest: Any, body: Graph, weights: int, columns: Size, packed: bool, blocks: DType | None,
     binding: Mapping[str, int],
 ) -> Any:  # fmt: skip
-    if blocks is not None:
-        whole = x.dtype == np.int32
-        matrices, others = deinterleave_array(rest[0], blocks, int(columns), weights, whole), rest[1:]
-        x = numbers_of(x, blocks.block) if whole else x
-    elif packed and x.dtype == np.uint8:
-        numbers = _unpack_bytes(rest[0], int(columns)).astype(np.float64)  # exact: sums are far below 2^53
-        return _run_body(body, [np.matmul(x.astype(np.float64), numbers).astype(np.int32), *rest[1:]], binding)
-    elif packed:
-        matrices, others = unpack_panels(rest[0], int(columns), weights), rest[1:]
-    else:
-        matrices, others = list(rest[:weights]), rest[weights:]
-    return _run_body(body, [np.matmul(x, w) for w in matrices] + list(others), binding)
+    used = 1 if packed else weights
+    sums = _products(x, rest[:used], weights, int(columns), packed, blocks)
+    return _run_body(body, [*sums, *rest[used:]], binding)
 
 
 def _fused_matmul_apart(x: Value, *rest: Value, body: Graph, weights: int, packed: bool, **_: Any) -> tuple[Value, ...]:
     assert not packed, "panels stay packed"
     return inline(x.graph, body, [*(x @ w for w in rest[:weights]), *rest[weights:]])
+
+
+def _sums(where: str, x: TensorType, matrix: TensorType, blocks: DType | None) -> DType:
+    """The type of sums over the inner sizes, which must be equal."""
+    k, sums = matrix.shape[-2], x.dtype
+    if blocks is not None:
+        words = x.dtype is I32  # of 8-bit activations
+        k, sums = k * (activations_for(blocks.block).words if words else blocks.block), F32
+    elif x.dtype is U8:
+        k, sums = k * FOUR, I32
+    require_equal(x.shape[-1], k, f"{where}: inner sizes differ, {x.shape[-1]} and {k}")
+    return sums
 
 
 @op("fused_matmul", reference=_fused_matmul, traits=[FUSED], decompose=_fused_matmul_apart)
@@ -229,18 +251,52 @@ def fused_matmul(
     """
     used = 1 if packed else weights
     matrices = rest[:used]
-    sums = x.dtype
-    if blocks is not None:
-        words = x.dtype is I32  # of 8-bit activations
-        k, sums = matrices[0].shape[2] * (activations_for(blocks.block).words if words else blocks.block), F32
-    elif x.dtype is U8:
-        k, sums = matrices[0].shape[-2] * FOUR, I32
-    else:
-        k = matrices[0].shape[-2]
-    require_equal(x.shape[-1], k, f"fused_matmul: inner sizes differ, {x.shape[-1]} and {k}")
+    sums = _sums("fused_matmul", x, matrices[0], blocks)
     leading = x.shape[:-2] if packed else broadcast(x.shape[:-2], matrices[0].shape[:-2], where="fused_matmul")
     acc = TensorType((*leading, x.shape[-2], columns), sums)
     return _check_body("fused_matmul", body, (acc,) * weights + tuple(rest[used:]))
+
+
+def _fused_grouped(
+    x: Any, *rest: Any, body: Graph, weights: int, columns: Size, packed: bool, blocks: DType | None,
+    binding: Mapping[str, int],
+) -> Any:  # fmt: skip
+    used = 1 if packed else weights
+    ws, index = rest[:used], rest[used]
+    check_groups("fused_grouped", index, ws[0].shape[0])
+    sums = np.empty((weights, x.shape[0], int(columns)), x.dtype if blocks is None else np.float32)
+    for group in np.unique(index):
+        mine = [w[group] for w in ws]
+        sums[:, index == group] = _products(x[index == group], mine, weights, int(columns), packed, blocks)
+    return _run_body(body, [*sums, *rest[used + 1 :]], binding)
+
+
+def _fused_grouped_apart(
+    x: Value, *rest: Value, body: Graph, weights: int, packed: bool, **_: Any
+) -> tuple[Value, ...]:
+    assert not packed, "panels stay packed"
+    ws, index = rest[:weights], rest[weights]
+    sums = [x.graph.one("grouped_matmul", x, w, index) for w in ws]
+    return inline(x.graph, body, [*sums, *rest[weights + 1 :]])
+
+
+@op("fused_grouped", reference=_fused_grouped, traits=[FUSED], decompose=_fused_grouped_apart)
+def fused_grouped(
+    x: TensorType,
+    *rest: TensorType,
+    body: Graph,
+    weights: int,
+    columns: Size,
+    packed: bool,
+    blocks: DType | None = None,
+) -> TensorType | tuple[TensorType, ...]:
+    """`fused_matmul` in which each row of x has its own matrix, as in `grouped_matmul`.
+
+    Weights have one more axis in front, and after them comes the index into it of each row.
+    """
+    used = 1 if packed else weights
+    acc = TensorType((x.shape[0], columns), _sums("fused_grouped", x, rest[0], blocks))
+    return _check_body("fused_grouped", body, (acc,) * weights + tuple(rest[used + 1 :]))
 
 
 def _residual_norm(x: Any, residual: Any, gamma: Any, beta: Any, *, kind: str, eps: float) -> Any:

@@ -1,4 +1,4 @@
-"""Ops that read or write by data: gather rows of a table, add rows into one."""
+"""Ops that read or write by data: gather rows of a table, add rows to one, write rows into one."""
 
 from __future__ import annotations
 
@@ -75,14 +75,43 @@ def _scatter_add(x: Any, indices: Any, updates: Any) -> Any:
 )  # fmt: skip
 def scatter_add(x: TensorType, indices: TensorType, updates: TensorType) -> TensorType:
     """`x` with row `updates[i]` added to row `indices[i]` of its first axis; equal indices add up, in order."""
-    _integers("scatter_add", indices)
+    return _scattered("scatter_add", x, indices, updates)
+
+
+def _scatter(x: Any, indices: Any, updates: Any) -> Any:
+    result = x.copy()
+    if updates.size == 0:
+        return result
+    _check_range("scatter", indices, x.shape[0])
+    rows = updates.reshape(indices.size, *x.shape[1:])
+    for at, row in zip(indices.reshape(-1), rows, strict=True):  # in order: of equal indices the last counts
+        result[at] = row
+    return result
+
+
+@op(
+    "scatter", reference=_scatter,
+    samples=[
+        sample(f32(7, 5), i32(4, low=0, high=7), f32(4, 5)), sample(f32(3, 65), i32(20, low=0, high=3), f32(20, 65)),
+        sample(f32(6), i32(9, low=0, high=6), f32(9)), sample(i32(5, 3), i32(2, 4, low=0, high=5), i32(2, 4, 3)),
+        sample(boolean(5, 3), i32(2, low=0, high=5), boolean(2, 3)),
+    ],
+)  # fmt: skip
+def scatter(x: TensorType, indices: TensorType, updates: TensorType) -> TensorType:
+    """`x` with row `updates[i]` in place of row `indices[i]` of its first axis; of equal indices the last counts."""
+    return _scattered("scatter", x, indices, updates)
+
+
+def _scattered(where: str, x: TensorType, indices: TensorType, updates: TensorType) -> TensorType:
+    _integers(where, indices)
     if x.rank == 0:
-        raise ShapeError(f"scatter_add: the table needs an axis, found {x}")
+        raise ShapeError(f"{where}: the table needs an axis, found {x}")
     wanted = (*indices.shape, *x.shape[1:])
+    message = f"{where}: updates {updates} should have shape [{', '.join(map(str, wanted))}]"
     if updates.rank != len(wanted):
-        raise ShapeError(f"scatter_add: updates {updates} should have shape [{', '.join(map(str, wanted))}]")
+        raise ShapeError(message)
     for have, want in zip(updates.shape, wanted, strict=True):
-        require_equal(have, want, f"scatter_add: updates {updates} should have shape [{', '.join(map(str, wanted))}]")
+        require_equal(have, want, message)
     if updates.dtype is not x.dtype:
-        raise DTypeError(f"scatter_add: updates are {updates.dtype}, the table is {x.dtype}")
+        raise DTypeError(f"{where}: updates are {updates.dtype}, the table is {x.dtype}")
     return x

@@ -127,6 +127,7 @@ def _path(kind: str) -> str:
 
 def memory_of(executable: Executable, key: tuple[int, ...]) -> MemoryReport:
     """The memory of a run with these sizes."""
+    key = executable.largest(key)
     frame = executable.frame(key)
     sizes = dict(zip(executable.program.symbols, key, strict=True))
     return memory_report(executable.program, sizes, frame.plan, frame.scratch)

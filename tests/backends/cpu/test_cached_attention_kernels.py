@@ -101,9 +101,9 @@ def cache_of(k: Array, v: Array, capacity: int, dtype: DType) -> tuple[Array, Ar
     batch, seq, heads, dim = k.shape
     keys = spoiled(batch, heads, -(-capacity // 64), dim, 64, dtype=dtype.numpy)
     values = spoiled(batch, heads, capacity, v.shape[3], dtype=dtype.numpy)
-    for p in range(seq):
-        keys[:, :, p // 64, :, p % 64] = k[:, p]
-        values[:, :, p] = v[:, p]
+    at = np.arange(seq)
+    keys[:, :, at // 64, :, at % 64] = k.swapaxes(0, 1)
+    values[:, :, :seq] = v.swapaxes(1, 2)
     return keys, values
 
 

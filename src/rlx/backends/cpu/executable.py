@@ -7,6 +7,7 @@ instance that a run checks out. A run with known sizes only writes the addresses
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ KEPT_BYTES = 1 << 16  # outputs up to this size may be kept for the next run
 HELD_BY_US = 3  # references to a kept array that nobody else holds: our list, the loop, the question itself
 TRACE = 4  # word of a request that has the address of the time stamps
 FRAMES = 256  # bindings whose sizes are remembered
+# Rows that each thread takes through a whole program before the next ones: what they become stays in its cache.
+# Fewer would read weights too often. Measured on encoders of width 384: 1.02 to 1.12 times as fast.
+PIECE_ROWS = 256
 
 
 @dataclass
@@ -67,6 +71,14 @@ class Frame:
     def keeps_outputs(self) -> bool:
         """Whether the outputs are small enough to be kept for the next run."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.outputs) <= KEPT_BYTES
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A run along whose batch others are made instead: [start, stop) of each and its sizes, the largest first."""
+
+    parts: list[tuple[int, int, tuple[int, ...]]]
+    outputs: list[tuple[tuple[int, ...], np.dtype[Any]]]
 
 
 class Instance:
@@ -119,6 +131,7 @@ class Executable:
         self._instances: list[Instance] = []
         self._frames: dict[tuple[int, ...], Frame] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
+        self._pieces: dict[tuple[int, ...], Pieces | None] = {}
         self._check = checking()
         self._template = np.zeros(layout.records.word_count, np.int64)  # the words that no size changes
         for position, symbols in layout.tables:
@@ -209,6 +222,49 @@ class Executable:
         self, key: tuple[int, ...], inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None = None
     ) -> list[Array]:
         """The outputs for contiguous inputs of the declared types, with symbol values `key`."""
+        pieces = None if self.layout.batch is None else self.pieces(key)
+        if pieces is None:
+            return self._run(key, inputs, trace)
+        outputs = [self._allocate(shape, dtype) for shape, dtype in pieces.outputs]
+        for start, stop, own in pieces.parts:
+            self._run(own, [a[start:stop] for a in inputs], trace, [a[start:stop] for a in outputs])
+        return outputs
+
+    def pieces(self, key: tuple[int, ...]) -> Pieces | None:
+        """How a run with these sizes is cut along the batch; None where it runs as a whole."""
+        if key not in self._pieces:
+            if len(self._pieces) >= FRAMES:
+                self._pieces.clear()
+            self._pieces[key] = self._cut(key)
+        return self._pieces[key]
+
+    def _cut(self, key: tuple[int, ...]) -> Pieces | None:
+        layout = self.layout
+        assert layout.batch is not None
+        values, batch = self._evaluate(*key), key[layout.batch]
+        most = max(1, PIECE_ROWS * self.threads * batch // max(1, values[layout.rows]))
+        if batch <= most or not values[layout.rows]:
+            return None
+        count = -(-batch // most)
+        ends = [-(-batch * i // count) for i in range(count + 1)]
+        sizes = [stop - start for start, stop in itertools.pairwise(ends)]
+        parts, start = [], 0
+        for size in sorted(sizes, reverse=True):  # those of one size follow each other: only addresses change
+            parts.append((start, start + size, (*key[: layout.batch], size, *key[layout.batch + 1 :])))
+            start += size
+        shapes = [tuple(values[i] for i in shape) for shape in layout.shapes]
+        return Pieces(parts, list(zip(shapes, self._output_types, strict=True)))
+
+    def largest(self, key: tuple[int, ...]) -> tuple[int, ...]:
+        """The sizes of the largest piece of a run, which decide its memory."""
+        pieces = None if self.layout.batch is None else self.pieces(key)
+        return key if pieces is None else pieces.parts[0][2]
+
+    def _run(
+        self, key: tuple[int, ...], inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None,
+        into: Sequence[Array] | None = None,
+    ) -> list[Array]:  # fmt: skip
+        """A run as a whole; its outputs go to new arrays, or to those given."""
         frame = self._frames.get(key) or self.frame(key)
         try:
             instance = self._instances.pop()
@@ -217,9 +273,9 @@ class Executable:
         if instance.frame is not frame or instance.weights is not self._weights or self._check:
             self._fill(instance, frame)
         if self._check:
-            outputs = self._run_checked(instance, frame, inputs, trace)
+            outputs = self._run_checked(instance, frame, inputs, trace, into)
         else:
-            outputs = self._new_outputs(instance, frame)
+            outputs = self._new_outputs(instance, frame, into)
             self._execute(instance, inputs, trace)
         status = instance.status
         for header in instance.headers:
@@ -229,8 +285,12 @@ class Executable:
             self._instances.append(instance)
         return outputs
 
-    def _new_outputs(self, instance: Instance, frame: Frame) -> list[Array]:
+    def _new_outputs(self, instance: Instance, frame: Frame, into: Sequence[Array] | None) -> list[Array]:
         """Memory for the outputs. Small arrays of the run before, if nobody holds them any more, are as good as new."""
+        if into is not None:
+            self._point_outputs(instance, into)
+            instance.kept = []
+            return list(into)
         kept = instance.kept
         for array in kept:
             if getrefcount(array) > HELD_BY_US:
@@ -315,6 +375,7 @@ class Executable:
         frame: Frame,
         inputs: Sequence[Array],
         trace: np.ndarray[Any, np.dtype[np.int64]] | None,
+        into: Sequence[Array] | None,
     ) -> list[Array]:
         """Every array between inaccessible pages, outputs and scratch full of NaN before the run."""
         guarded_inputs = []
@@ -322,7 +383,7 @@ class Executable:
             guard = Guarded(array.nbytes)
             guard.bytes[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             guarded_inputs.append(guard)
-        outputs = [np.empty(shape, dtype) for shape, dtype in frame.outputs]
+        outputs = list(into or (np.empty(shape, dtype) for shape, dtype in frame.outputs))
         guarded_outputs = [Guarded(a.nbytes) for a in outputs]
         instance.scratch[:] = 0xFF
         self._point_outputs(instance, [g.bytes for g in guarded_outputs])

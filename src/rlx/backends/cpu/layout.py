@@ -17,7 +17,7 @@ from rlx.backends.cpu.records import ARGUMENTS, ENDLESS, FLAGS, FUNCTION, LoopPl
 from rlx.dtypes import DType
 from rlx.lir.memory import Lifetime, lifetimes
 from rlx.target import Target
-from rlx.types import Size, is_monotone
+from rlx.types import Size, is_monotone, product, symbols_of
 
 if TYPE_CHECKING:
     from rlx.backends.cpu.routine import Entry
@@ -81,6 +81,8 @@ class Layout:
     constants: Mapping[str, Array]
     assertions: tuple[Assertion, ...]
     rounds: bool  # whether the arena of a size class is large enough for all its sizes
+    batch: int | None  # the number of the symbol along which a run may be cut, if there is one ...
+    rows: int  # ... and the size that says how many rows the largest weight meets
 
     def routines(self) -> set[str]:
         """All functions that must be loaded before it can run."""
@@ -156,8 +158,31 @@ class _Maker:
             constants={n: program.buffers[n].value.data for n in self.names[CONST]},  # type: ignore[union-attr]
             assertions=tuple(Assertion(self.add(a.a), self.add(a.b), a.relation == "==") for a in program.assertions),
             rounds=all(map(is_monotone, arena)),
+            batch=self._batch(),
+            rows=self.add(self._rows()),
             sizes=tuple(self.sizes),  # last: the others have added to them
         )
+
+    def _batch(self) -> int | None:
+        program = self.program
+        asserted = {s.name for a in program.assertions for size in (a.a, a.b) for s in symbols_of(size)}
+        if program.batch is None or program.batch in asserted:
+            return None
+        return program.symbols.index(program.batch)
+
+    def _rows(self) -> Size:
+        """Rows of the product with the largest weight; none where there is no such product."""
+        from rlx.lir.kernels import MatmulKernel
+
+        found: list[dict[str, Any]] = []
+        for launch in self.program.launches:
+            if isinstance(launch.kernel, MatmulKernel) and launch.kernel.packed:
+                found.append(dict(zip(launch.kernel.words, launch.words, strict=True)))
+        sizes = [w["k"] * w["n"] if isinstance(w["k"], int) and isinstance(w["n"], int) else 0 for w in found]
+        if not found:
+            return 0
+        largest = found[sizes.index(max(sizes))]
+        return product([largest["m"], largest["batch0"], largest["batch1"]])
 
     def _words(self, mark: Mark, position: int) -> None:
         from rlx.lir.views import View

@@ -7,14 +7,14 @@ Addresses are split into a scalar part and what changes from lane to lane: nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from rlx.backends.cpu import math
 from rlx.backends.cpu.builder import Builder, Module, Value, const, i64, intrinsic_suffix, lanes_of, scalar_of, vector
 from rlx.backends.cpu.routine import Routine
-from rlx.dtypes import BOOL, F32, F64, I32, I64, U8, U32, DType
+from rlx.dtypes import BOOL, F32, F64, I64, U8, U32, DType
 from rlx.errors import LowerError
 from rlx.lir.loops import (
     Apply,
@@ -50,6 +50,11 @@ HEAVY = ("exp", "log", "tanh", "erf", "sin", "cos", "tan", "atan", "pow")  # not
 ACCUMULATORS = 4  # independent chains of a vectorised reduction
 
 
+def _chains(expr: Reduce) -> int:
+    heavy = any(isinstance(e, Apply) and e.op in HEAVY for e in walk(expr.value))
+    return 1 if heavy else ACCUMULATORS
+
+
 def routine(kernel: LoopKernel, target: Target) -> Routine:
     """The function of a loop kernel."""
     return Routine(f"loops.{kernel.symbol}.{kernel.fingerprint}", lambda module: _define(module, kernel, target))
@@ -69,6 +74,7 @@ class _Lanes:
     index: str = ""
     base: Value | None = None
     mask: Value | None = None
+    choice: bool = False  # the mask is also that of a side of a `Choose`, which may be off in all lanes
 
 
 @dataclass
@@ -113,8 +119,7 @@ class _Emitter:
     def iteration(self, loop: For, index: Value) -> None:
         with self.scope():
             self.env[loop.index] = index
-            for stmt in loop.body:
-                self.stmt(stmt)
+            self.body(loop.body)
 
     @contextmanager
     def scope(self, lanes: _Lanes | None = None) -> Iterator[None]:
@@ -134,6 +139,35 @@ class _Emitter:
         return self.target.lanes(8 if wide else 4)
 
     # -- statements -----------------------------------------------------------------------------------------------
+    def body(self, stmts: tuple[Stmt, ...]) -> None:
+        """Statements in order; neighbouring reductions over the same elements share one loop."""
+        at = 0
+        while at < len(stmts):
+            together = self.reductions(stmts[at:])
+            if len(together) > 1:
+                values = self.reduce_lanes([value for _, value in together])
+                self.env |= zip((name for name, _ in together), values, strict=True)
+            else:
+                self.stmt(stmts[at])
+            at += max(1, len(together))
+
+    def reductions(self, stmts: tuple[Stmt, ...]) -> list[tuple[str, Reduce]]:
+        """The leading lets that are reductions over one range, none of which needs another; what lanes reduce is not
+        among them."""
+        found: list[tuple[str, Reduce]] = []
+        for stmt in stmts:
+            if self.lanes.count > 1 or not isinstance(stmt, Let) or not isinstance(stmt.value, Reduce):
+                break
+            value, names = stmt.value, {name for name, _ in found}
+            if any(isinstance(e, Ref) and e.name in names for e in walk(value)):
+                break
+            if found and (value.index, value.extent) != (found[0][1].index, found[0][1].extent):
+                break
+            if found and _chains(value) != _chains(found[0][1]):  # else the order of a sum would be another
+                break
+            found.append((stmt.name, value))
+        return found
+
     def stmt(self, stmt: Stmt) -> None:
         match stmt:
             case Let():
@@ -165,8 +199,7 @@ class _Emitter:
 
         def body(at: Value, mask: Value | None) -> None:
             with self.scope(_Lanes(width, loop.index, at, mask)):
-                for stmt in loop.body:
-                    self.stmt(stmt)
+                self.body(loop.body)
 
         b.loop(start, whole, width, lambda at: body(at, None))
         if whole.constant is not None and whole.constant == stop.constant:
@@ -183,8 +216,7 @@ class _Emitter:
             with self.scope():
                 self.env |= zip(assigned, carried, strict=True)
                 self.env[loop.index] = index
-                for stmt in loop.body:
-                    self.stmt(stmt)
+                self.body(loop.body)
                 return [self.env[name] for name in assigned]
 
         after = self.b.loop(0, self.integer(loop.extent), 1, body, [self.env[n] for n in assigned])
@@ -258,12 +290,22 @@ class _Emitter:
                 if method is None:
                     return b.op("ashr" if op == "shr" else op, sides[0], sides[1])
                 return method(sides[0], sides[1])
-            case Apply(op="cast") if expr.dtype is I64 and self.lanes.count == 1:
+            case Apply(op="cast" | "select") if expr.dtype is I64 and self.lanes.count == 1:
                 return b.extract(self.value(expr), 0)
-            case Load() if expr.dtype is I64 and self.lanes.count == 1:
-                return b.extract(self.value(expr), 0)
+            case Apply(op="cast", args=(Load() as load,)) if expr.dtype is I64 and load.dtype is not I64:
+                return self.uniform_load(load)
+            case Load() if expr.dtype is I64:
+                return b.extract(self.value(expr), 0) if self.lanes.count == 1 else self.uniform_load(expr)
             case _:
                 return None
+
+    def uniform_load(self, load: Load) -> Value | None:
+        """An integer that all lanes load from one place, such as the row of a table. Some lane is live, unless a choice
+        has been made."""
+        if self.lanes.choice or not load.dtype.is_integer or any(self.uniform(index) is None for index, _ in load.at):
+            return None
+        with self.scope(_Lanes()):
+            return self.b.extract(self.cast(self.load(load), load.dtype, I64), 0)
 
     # -- addresses --------------------------------------------------------------------------------------------------
     def address(self, param: int, at: tuple[tuple[Expr, int | Arg], ...]) -> _Address:
@@ -346,7 +388,7 @@ class _Emitter:
             case Choose():
                 return self.choose(expr)
             case Reduce():
-                return self.reduce_lanes(expr) if count == 1 else self.reduce_serial(expr)
+                return self.reduce_lanes([expr])[0] if count == 1 else self.reduce_serial(expr)
             case Lookup():
                 return self.lookup(expr)
 
@@ -425,7 +467,7 @@ class _Emitter:
         for mask, side in ((condition, expr.then), (opposite, expr.other)):
             outer = self.lanes.mask
             both = mask if outer is None else b.op("and", mask, outer)
-            with self.scope(replace(self.lanes, mask=both)):
+            with self.scope(replace(self.lanes, mask=both, choice=True)):
                 sides.append(self.value(side))
         return b.select(condition, sides[0], sides[1])
 
@@ -441,39 +483,48 @@ class _Emitter:
 
         return self.b.loop(0, self.integer(expr.extent), 1, body, [start])[0]
 
-    def reduce_lanes(self, expr: Reduce) -> Value:
-        """Lanes and chains take turns over the index; then chains, then lanes, are combined in one fixed order."""
-        b, width = self.b, self.width
-        heavy = any(isinstance(e, Apply) and e.op in HEAVY for e in walk(expr.value))
-        chains = 1 if heavy else ACCUMULATORS
-        extent = self.integer(expr.extent)
+    def reduce_lanes(self, exprs: Sequence[Reduce]) -> list[Value]:
+        """Reductions over the same range, in one loop. Lanes and chains take turns over the index; then chains, then
+        lanes, are combined in one fixed order."""
+        b, width, chains = self.b, self.width, _chains(exprs[0])
+        index, extent = exprs[0].index, self.integer(exprs[0].extent)
         with self.scope(_Lanes(width)):
-            start = self.identity(expr)
+            starts = [self.identity(expr) for expr in exprs]
 
-        def step(at: Value, total: Value, mask: Value | None = None) -> Value:
-            with self.scope(_Lanes(width, expr.index, at, mask)):
-                value = self.value(expr.value)
-                if mask is not None:
-                    value = b.select(mask, value, start)
-                return self.combine(expr.op, total, value, expr.dtype)
+        def step(at: Value, totals: Sequence[Value], mask: Value | None = None) -> list[Value]:
+            found = []
+            with self.scope(_Lanes(width, index, at, mask)):
+                for expr, start, total in zip(exprs, starts, totals, strict=True):
+                    value = self.value(expr.value)
+                    value = value if mask is None else b.select(mask, value, start)
+                    found.append(self.combine(expr.op, total, value, expr.dtype))
+            return found
 
-        stride = width * chains
+        def steps(at: Value, *totals: Value) -> list[Value]:
+            of_chain = [step(b.add(at, i * width), totals[i * count : (i + 1) * count]) for i in range(chains)]
+            return [total for found in of_chain for total in found]
+
+        count, stride = len(exprs), width * chains
         whole = b.mul(b.sdiv(extent, stride), stride)
-        totals = b.loop(
-            0, whole, stride, lambda at, *t: [step(b.add(at, i * width), t[i]) for i in range(chains)], [start] * chains
-        )
+        totals = b.loop(0, whole, stride, steps, starts * chains)
         if chains > 1:
             more = b.mul(b.sdiv(extent, width), width)
-            totals[:1] = b.loop(whole, more, width, lambda at, t: [step(at, t)], totals[:1])
+            totals[:count] = b.loop(whole, more, width, lambda at, *t: step(at, t), totals[:count])
             whole = more
         rest = b.sub(extent, whole)
-        totals[:1] = b.when(
-            b.icmp("sgt", rest, 0), lambda: [step(whole, totals[0], b.lane_mask(rest, width))], lambda: totals[:1]
+        first = totals[:count]
+        totals[:count] = b.when(
+            b.icmp("sgt", rest, 0), lambda: step(whole, first, b.lane_mask(rest, width)), lambda: first
         )
+        return [self._combined(expr, totals[i::count]) for i, expr in enumerate(exprs)]
+
+    def _combined(self, expr: Reduce, totals: list[Value]) -> Value:
+        def both(x: Value, y: Value) -> Value:
+            return self.combine(expr.op, x, y, expr.dtype)
+
         while len(totals) > 1:
-            totals = [self.combine(expr.op, x, y, expr.dtype) for x, y in zip(totals[::2], totals[1::2], strict=True)]
-        total = b.fold(totals[0], lambda x, y: self.combine(expr.op, x, y, expr.dtype))
-        return b.splat(total, 1)
+            totals = [both(x, y) for x, y in zip(totals[::2], totals[1::2], strict=True)]
+        return self.b.splat(self.b.fold(totals[0], both), 1)
 
     def identity(self, expr: Reduce) -> Value:
         type_ = vector(self.lanes.count, REGISTER[expr.dtype.name])
@@ -508,6 +559,8 @@ class _Emitter:
                 return self.compare(expr.op, args[0], args[1], kind)
             case "order":
                 return self.order(args[0])
+            case "nearest":
+                return math.nearest(self.b, args[0], self.target)
             case "bits":
                 return self.b.convert("bitcast", args[0], vector(lanes_of(args[0].type), "float"))
             case "dot_u8" | "dot_u7":
@@ -622,15 +675,14 @@ class _Emitter:
         return b.convert("sext" if have.kind == "int" else "zext", x, type_)
 
     def float_to_integer(self, x: Value, want: DType) -> Value:
-        """Saturates; unsigned types go through a wider signed one."""
+        """Saturates; u32 goes through i64."""
         b, count = self.b, lanes_of(x.type)
-        if want.kind == "int":
-            return math.float_to_int(b, x, f"i{8 * want.size}", self.target)
-        wide = I32 if want is U8 else I64
-        assert want in (U8, U32)
-        type_ = vector(count, REGISTER[wide.name])
-        value = math.float_to_int(b, x, f"i{8 * wide.size}", self.target)
-        for limit, predicate in ((0, "slt"), (2 ** (8 * want.size) - 1, "sgt")):
+        if want.kind == "int" or want is U8:
+            return math.float_to_int(b, x, f"i{8 * want.size}", self.target, signed=want.kind == "int")
+        assert want is U32
+        type_ = vector(count, REGISTER[I64.name])
+        value = math.float_to_int(b, x, "i64", self.target)
+        for limit, predicate in ((0, "slt"), (2**32 - 1, "sgt")):
             value = b.select(b.icmp(predicate, value, const(type_, limit)), const(type_, limit), value)
         return b.convert("trunc", value, vector(count, REGISTER[want.name]))
 

@@ -784,6 +784,18 @@ def _as_float(b: Builder, x: Value) -> Value:
 
 
 # -- integers -----------------------------------------------------------------------------------------------------
+def nearest(b: Builder, x: Value, target: Target) -> Value:
+    """The integer as wide as x that is nearest to it, ties to even, for |x| below 2^22 (2^51); any integer for others.
+
+    AVX-512 rounds as it converts; elsewhere the low bits of a sum hold the integer.
+    """
+    v = _Lanes(b, x.type, target)
+    if v.has_register_instructions and x.type == "<16 x float>":
+        zero, every = const(v.bits_type, 0), const("i16", -1)
+        return b.call(v.bits_type, "llvm.x86.avx512.mask.cvtps2dq.512", x, zero, every, const("i32", 4))
+    return b.op("sub", v.bits(v.add(x, v.rounder())), v.bits(v.of(v.rounder())))
+
+
 def float_to_int(b: Builder, x: Value, scalar_int_type: str, target: Target, *, signed: bool = True) -> Value:
     """x cut off toward zero and saturated to the range of the integer type; NaN gives 0.
 
@@ -796,7 +808,8 @@ def float_to_int(b: Builder, x: Value, scalar_int_type: str, target: Target, *, 
     # Conversions exist to 32 bits and more; outside its range a conversion is poison, so x is clamped first.
     through = _with_scalar(x.type, "i32") if width < 32 else result
     last = _largest_within(highest, v.format.fraction + 1)
-    clamped = v.clamp(v.choose(v.compare("ord", x, x), x, 0.0), float(lowest), float(last))
+    number = v.choose(v.compare("ord", x, x), x, 0.0) if lowest else v.choose(v.compare("ogt", x, 0.0), x, 0.0)
+    clamped = v.clamp(number, float(lowest), float(last)) if lowest else v.at_most(number, float(last))
     converted = b.convert("fptosi" if signed or width < 32 else "fptoui", clamped, through)
     if last != highest:
         converted = b.select(v.compare("ogt", x, float(last)), const(through, highest), converted)

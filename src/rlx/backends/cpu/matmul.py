@@ -8,14 +8,14 @@ bits depend on nothing but its row of A and its column of B.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlx.backends.cpu.builder import Body, Builder, Module, Value, const, i64, intrinsic_suffix, scalar_of, vector
 from rlx.backends.cpu.loops import dot
 from rlx.backends.cpu.routine import Entry, Routine
 from rlx.dtypes import DType
 from rlx.errors import LowerError
-from rlx.lir.kernels import ROW_BLOCK, Blocks, MatmulKernel, TileOperand
+from rlx.lir.kernels import OUT_OF_RANGE, ROW_BLOCK, Blocks, MatmulKernel, TileOperand
 from rlx.lir.loops import LoopKernel
 from rlx.target import Target
 
@@ -224,7 +224,8 @@ def _nest(kernel: MatmulKernel, target: Target) -> Routine:
     if kernel.blocks:
         right = f"{kernel.blocks.storage}{'.int' if kernel.blocks.tiles else ''}"
     turned = ".turned" if kernel.turned else ""
-    symbol = f"matmul_nest.{kernel.dtype}{turned}.{right}.{kernel.weights}.{finish}{operands}"
+    groups = f".{kernel.grouped}.{kernel.index}" if kernel.grouped else ""
+    symbol = f"matmul_nest.{kernel.dtype}{turned}.{right}.{kernel.weights}.{finish}{operands}{groups}"
 
     def emit(module: Module) -> None:
         module.define(symbol, _ENTRY_ARGUMENTS, lambda b, *arguments: _Nest(b, kernel, form, *arguments).emit())
@@ -278,7 +279,8 @@ class _Nest:
     ) -> None:
         self.b, self.kernel, self.form = b, kernel, form
         self.lo, self.hi, self.scratch = lo, hi, scratch
-        pointers = {"tiles", "epilogue", "blocks", "a", "b", *(f"ptr{i}" for i in range(len(kernel.operands)))}
+        places = (f"ptr{i}" for i in range(len(kernel.operands)))
+        pointers = {"tiles", "epilogue", "blocks", "a", "b", "index", *places}
         self.word = {
             name: b.load("ptr" if name in pointers else "i64", b.offset(args, 8 * i), align=8)
             for i, name in enumerate(kernel.words)
@@ -287,16 +289,16 @@ class _Nest:
         self.packed = b.offset(scratch, _sums_end(form))
         self.columns = form.panel // kernel.weights
         self.panels = b.ceil_div(self.word["n"], self.columns)
-        self.tiles = b.ceil_div(self.word["m"], form.rows)
-        self.short = b.sdiv(self.word["m"], self.tiles)  # rows of a tile; the first `longer` tiles have one more
-        self.longer = b.srem(self.word["m"], self.tiles)
+        self.k = self.word["k"]
+        self.left_steps = (i64(1), self.word["a_row"]) if kernel.turned else (self.word["a_row"], i64(1))  # rows, k
+        if kernel.grouped != "rows":
+            self._cut_rows(self.word["m"])
         if kernel.epilogue is not None:
             self.epilogue_args = b.stack("i64", len(kernel.epilogue.words))
             for i in range(len(kernel.operands)):
                 self._store_arg(2 + len(kernel.operands) + i, self.word[f"row{i}"])
         if kernel.blocks is not None:
             self.block_args = b.stack("i64", 8)
-            self.few = b.icmp("sle", self.word["m"], len(kernel.blocks.dots))
         if not kernel.packed:
             self.memo = b.stack("i64", 2)  # address and columns of what the packed panel in scratch was made from
             b.store(i64(0), self.memo, align=8)
@@ -305,7 +307,59 @@ class _Nest:
     def emit(self) -> None:
         b = self.b
         last = b.sdiv(b.add(self.hi, b.sub(self.panels, 1)), self.panels)
-        b.loop(b.sdiv(self.lo, self.panels), last, 1, self.row_block)
+        block = self.rows_by_group if self.kernel.grouped == "rows" else self.row_block
+        b.loop(b.sdiv(self.lo, self.panels), last, 1, block)
+
+    def _cut_rows(self, m: Value) -> None:
+        """How so many rows are cut into tiles."""
+        b, blocks = self.b, self.kernel.blocks
+        self.m, self.tiles = m, b.ceil_div(m, self.form.rows)
+        self.short = b.sdiv(m, self.tiles)  # rows of a tile; the first `longer` tiles have one more
+        self.longer = b.srem(m, self.tiles)
+        if blocks is not None:
+            self.few = b.icmp("sle", m, len(blocks.dots))
+
+    def rows_by_group(self, index: Value) -> None:
+        """One row block, run by run: rows that follow each other and have the same matrix go together."""
+        b, word = self.b, self.word
+        first, end = (b.sdiv(b.mul(word["m"], i), word["row_blocks"]) for i in (index, b.add(index, 1)))
+
+        def row(at: Value, start: Value) -> list[Value]:
+            group = self._index(start)
+            other = b.icmp("ne", self._index(b.min(at, b.sub(end, 1))), group)
+            ends = b.op("or", b.icmp("eq", at, end), other)
+            b.when(ends, lambda: self.run(index, start, b.sub(at, start), group))
+            return [b.select(ends, at, start)]
+
+        b.loop(b.add(first, 1), b.add(end, 1), 1, row, [first])
+
+    def _index(self, at: Value) -> Value:
+        b, size = self.b, self.kernel.index.size
+        found = b.load(f"i{8 * size}", b.offset(self.word["index"], at, f"i{8 * size}"), align=size)
+        return b.convert("sext", found, "i64")
+
+    def run(self, index: Value, start: Value, count: Value, group: Value) -> None:
+        """All panels in [lo, hi) of some rows that have one matrix."""
+        b, word = self.b, self.word
+
+        def multiply() -> None:
+            self._cut_rows(count)
+            rows = _Block(
+                first_tile=i64(0),
+                last_tile=self.tiles,
+                count=self.tiles,
+                first_row=i64(0),
+                a=b.offset(word["a"], b.mul(start, self.left_steps[0]), self.form.scalar),
+                b=b.offset(word["b"], b.mul(group, word["b_batch0"]), self.form.scalar),
+                operands=tuple(
+                    b.offset(word[f"ptr{i}"], b.mul(start, word[f"row{i}"]), _unit(o))
+                    for i, o in enumerate(self.kernel.operands)
+                ),
+            )
+            self.panels_of(index, rows)
+
+        known = b.icmp("ult", group, word["groups"])
+        b.when(known, multiply, lambda: b.store(i64(OUT_OF_RANGE), self.scratch, align=8))
 
     def row_block(self, index: Value) -> None:
         """All panels of one row block of one batch that are in [lo, hi): a run of consecutive units."""
@@ -330,12 +384,22 @@ class _Nest:
                 moved(f"ptr{i}", (f"outer{i}", f"inner{i}"), _unit(o)) for i, o in enumerate(self.kernel.operands)
             ),
         )
+        if self.kernel.grouped == "depth":
+            start = self._index(batch)
+            self.k = b.sub(self._index(b.add(batch, 1)), start)
+            a = b.offset(rows.a, b.mul(start, self.left_steps[1]), self.form.scalar)
+            rows = replace(rows, a=a, b=b.offset(rows.b, b.mul(start, word["b_k"]), self.form.scalar))
+        self.panels_of(index, rows)
+
+    def panels_of(self, index: Value, rows: _Block) -> None:
+        """The panels of a row block that are in [lo, hi)."""
+        b = self.b
         before = b.mul(index, self.panels)
         low = b.sub(b.max(self.lo, before), before)
         high = b.min(b.sub(self.hi, before), self.panels)
         group, depth = self._cut(rows, b.sub(high, low))
-        slabs = b.max(b.sdiv(b.add(word["k"], b.sub(depth, 1)), depth), 1)
-        even = b.sdiv(b.add(word["k"], b.sub(slabs, 1)), slabs)
+        slabs = b.max(b.sdiv(b.add(self.k, b.sub(depth, 1)), depth), 1)
+        even = b.sdiv(b.add(self.k, b.sub(slabs, 1)), slabs)
         unit = self.kernel.blocks.storage.block if self.kernel.blocks else SLAB_UNIT
         step = b.op("and", b.add(even, unit - 1), i64(-unit))
 
@@ -354,11 +418,11 @@ class _Nest:
         One panel after the other as a rule. But where few tiles read long columns of B in place, short pieces of many
         panels take turns: going down a column touches a page a step, more than there are entries for.
         """
-        b, word = self.b, self.word
+        b = self.b
         if self.kernel.packed:  # a single tile would read nothing twice
             alone = self.few if self.kernel.blocks else b.icmp("eq", rows.count, 1)
-            return i64(1), b.select(alone, b.max(word["k"], 1), i64(SLAB))
-        large = b.op("and", b.icmp("sge", panels, WIDE_PANELS), b.icmp("sgt", word["k"], SLAB))
+            return i64(1), b.select(alone, b.max(self.k, 1), i64(SLAB))
+        large = b.op("and", b.icmp("sge", panels, WIDE_PANELS), b.icmp("sgt", self.k, SLAB))
         wide = b.op("and", self._in_place(rows), large)
         return b.select(wide, i64(self._group()), i64(1)), b.select(wide, i64(WIDE_SLAB), i64(SLAB))
 
@@ -388,7 +452,7 @@ class _Nest:
             ),
             sums=b.offset(self.sums, b.mul(b.sub(panel, first), IN_PLACE_TILES * form.rows * form.panel), form.scalar),
             start=start,
-            length=b.min(b.sub(word["k"], start), step),
+            length=b.min(b.sub(self.k, start), step),
             whole_k=b.icmp("eq", slabs, 1),
             last=b.icmp("eq", b.add(slab, 1), slabs),
         )
@@ -454,7 +518,7 @@ class _Nest:
 
     def dot(self, rows: _Block, stripe: _Stripe, blocks: Blocks) -> None:
         """A few rows times packed weights, with no way through memory: the same chains over k as a tile's."""
-        m = self.word["m"]
+        m = self.m
         self._clear(stripe, m)
         count = self.b.sdiv(self.word["k"], blocks.storage.block)
         self._call_blocks(m, blocks.dots[0], count, stripe.b, rows.a, stripe.sums)
@@ -502,7 +566,10 @@ class _Nest:
                 packing = b.load("ptr", b.offset(word["tiles"], 8 * form.rows), align=8)
                 strides = (word["b_k"], word["b_n"])
                 b.call_pointer(packing, here, *strides, stripe.length, stripe.columns, self.packed)
-                b.store(address, self.memo, align=8)
+                made = address
+                if self.kernel.grouped == "depth":  # what comes after nothing has the same address
+                    made = b.select(b.icmp("sgt", stripe.length, 0), address, i64(0))
+                b.store(made, self.memo, align=8)
                 b.store(stripe.columns, b.offset(self.memo, 8), align=8)
 
             b.when(held, lambda: None, pack)
@@ -517,7 +584,7 @@ class _Nest:
         """The tiles; after the last slab each one is finished while it is in cache."""
         b, form, word = self.b, self.form, self.word
         accumulate = b.assign("i64", f"zext {b.icmp('sgt', stripe.start, 0)} to i64")
-        row_step, k_step = (i64(1), word["a_row"]) if self.kernel.turned else (word["a_row"], i64(1))
+        row_step, k_step = self.left_steps
         a_start = b.offset(rows.a, b.mul(stripe.start, k_step), form.scalar)
         direct = None
         if self.kernel.epilogue is None:

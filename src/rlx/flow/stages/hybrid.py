@@ -9,7 +9,7 @@ from rlx.flow.context import FlowCtx
 from rlx.flow.stages.attention import SelfAttention
 from rlx.flow.stages.decoder import DecoderLayer
 from rlx.flow.stages.ffn import activate, linear
-from rlx.flow.stages.norm import GemmaRmsNorm
+from rlx.flow.stages.norm import GemmaRmsNorm, RmsNorm
 from rlx.flow.stages.parts import GdnScan
 from rlx.flow.stages.recurrent import short_conv, softplus, state_of, where_present
 from rlx.flow.state import GdnInputSlots
@@ -28,12 +28,14 @@ class GatedAttentionLayer(DecoderLayer):
         norms = f"{base}.q_norm.weight", f"{base}.k_norm.weight"
         attend = SelfAttention(
             type(self).__name__, q_key, k_key, v_key, heads, self.num_kv_heads, size, self.mask,
-            bias=self.attention_bias, norm_keys=norms, eps=self.eps, unit_offset=True, layer_idx=self.layer_idx,
+            bias=self.attention_bias, norm_keys=norms, eps=self.eps, unit_offset=self.unit_offset,
+            layer_idx=self.layer_idx,
         )  # fmt: skip
         bias = f"{base}.q_proj.bias" if self.attention_bias else None
         both = linear(ctx, x, q_key, bias, out=2 * heads * size).reshape(*lead, heads, 2 * size)
         q, gate = both[:, :, :, :size], both[:, :, :, size:].reshape(*lead, heads * size)
-        q = GemmaRmsNorm(norms[0], self.eps).emit(ctx, ctx.wrap(q)).id
+        norm = GemmaRmsNorm if self.unit_offset else RmsNorm
+        q = norm(norms[0], self.eps).emit(ctx, ctx.wrap(q)).id
         k, v = attend.project(ctx, x, "k"), attend.project(ctx, x, "v")
         found = attend.attended(ctx, attend.turned(ctx, q), attend.turned(ctx, k), v).reshape(*lead, heads * size)
         bias = f"{base}.o_proj.bias" if self.output_bias else None
@@ -45,19 +47,22 @@ class DeltaNetLayer(DecoderLayer):
     """A layer with the gated delta rule (Yang et al., 2024) in place of attention, after a short convolution."""
 
     key_heads: int = 1
-    value_heads: int = 1  # neighbouring ones share a head of queries and keys
+    value_heads: int = 1  # neighbouring ones share a head of queries and keys, unless they are tiled
     state_size: int = 128  # of each head of queries, keys and values
     kernel: int = 4
-    joined: bool = False  # the file has the rows that belong to one head of keys side by side (Qwen3-Next)
+    tiled: bool = False  # heads of values come in rounds, one for each head of keys (Qwen3.5's GGUF files)
+    rates: bool = False  # A_log is -exp of itself, as GGUF has it
     unit_offset: bool = True
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
         base, lead, n, heads = f"{self.layer_prefix}.linear_attn", x.shape[:2], self.state_size, self.value_heads
-        qkv, z, b, a = (self.joined_projections if self.joined else self.projections)(ctx, x, base)
+        qkv, z, b, a = self.projections(ctx, x, base)
         conv = short_conv(ctx, qkv, f"{base}.conv1d.weight", None, self.kernel, f"conv.{self.layer_idx}")
         q, k, v = _split(activate(conv, self.activation), [self.key_heads * n] * 2 + [heads * n])
-        rates = ctx.load_param(f"{base}.A_log", shape=(heads,)).exp()
-        gates = -rates * softplus(a + ctx.load_param(f"{base}.dt_bias", shape=(heads,)))
+        rates = ctx.load_param(f"{base}.A_log", shape=(heads,))
+        gates = (rates if self.rates else -rates.exp()) * softplus(
+            a + ctx.load_param(f"{base}.dt_bias", shape=(heads,))
+        )
         # at padding neither a gate nor a change: the state stays as it is
         ctx.state.gdn = GdnInputSlots(
             self.unit_heads(q), self.unit_heads(k), v.reshape(*lead, heads, n),
@@ -77,24 +82,15 @@ class DeltaNetLayer(DecoderLayer):
         sizes |= {"b": self.value_heads, "a": self.value_heads}
         return [linear(ctx, x, f"{base}.in_proj_{name}.weight", out=size) for name, size in sizes.items()]
 
-    def joined_projections(self, ctx: FlowCtx, x: Value, base: str) -> list[Value]:
-        heads, n, share = self.key_heads, self.state_size, self.value_heads // self.key_heads
-
-        def split(name: str, *sizes: int) -> list[Value]:
-            rows = linear(ctx, x, f"{base}.in_proj_{name}.weight", out=heads * sum(sizes))
-            parts = _split(rows.reshape(*x.shape[:2], heads, sum(sizes)), sizes)
-            return [part.reshape(*x.shape[:2], heads * size) for part, size in zip(parts, sizes, strict=True)]
-
-        q, k, v, z = split("qkvz", n, n, share * n, share * n)
-        b, a = split("ba", share, share)
-        return [ctx.hir().one("concatenate", q, k, v, axis=2), z, b, a]
-
     def unit_heads(self, x: Value) -> Value:
         """Queries or keys of length 1, one for each head of values."""
         lead, n, share = x.shape[:2], self.state_size, self.value_heads // self.key_heads
-        x = x.reshape(*lead, self.key_heads, 1, n)
+        one, all_ = ((1, self.key_heads), (share, self.key_heads)) if self.tiled else (
+            (self.key_heads, 1), (self.key_heads, share)
+        )  # fmt: skip
+        x = x.reshape(*lead, *one, n)
         unit: Value = x * ((x * x).sum(axis=-1, keepdims=True) + 1e-6).rsqrt()
-        shared: Value = unit.expand(shape=(*lead, self.key_heads, share, n))
+        shared: Value = unit.expand(shape=(*lead, *all_, n))
         return shared.reshape(*lead, self.value_heads, n)
 
 

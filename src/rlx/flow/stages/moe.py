@@ -43,10 +43,11 @@ class MoeFfn(FlowStage):
         if self.normalise:
             odds = odds / odds.sum(axis=-1, keepdims=True)
         picked = picked.reshape(count * k)
-        each = rows.reshape(count, 1, hidden).expand(shape=(count, k, hidden)).reshape(count * k, hidden)
+        order, place, _ = picked.group_rows(groups=self.experts)  # an expert reads its weights once for all its rows
+        each, picked = rows.gather(order // k), picked.gather(order)
         gate = activate(self.project(ctx, each, "gate", picked, self.intermediate_size), self.activation)
         inner = gate * self.project(ctx, each, "up", picked, self.intermediate_size)
-        out = self.project(ctx, inner, "down", picked, hidden).reshape(count, k, hidden)
+        out = self.project(ctx, inner, "down", picked, hidden).gather(place).reshape(count, k, hidden)
         return ctx.wrap((out * odds.reshape(count, k, 1)).sum(axis=1).reshape(x.shape))
 
     def project(self, ctx: FlowCtx, x: Value, name: str, picked: Value, out: Size | None) -> Value:

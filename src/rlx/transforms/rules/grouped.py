@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.ir.graph import Graph, Value
-from rlx.transforms.build import counter, declare, flat, in_type, one_of, rows_of
-from rlx.transforms.tables import Given, Lanes, Site, batching, jvp, vjp
+from rlx.dtypes import I32
+from rlx.ir.graph import Value
+from rlx.transforms.build import count, counter, flat, in_type, one_of, rows_of
+from rlx.transforms.tables import Given, Lanes, Site, batching, flat_everywhere, jvp, vjp
+
+flat_everywhere("group_rows", why="it gives indices")
 
 
 @vjp("grouped_matmul")
 def _(at: Site, ct: Value) -> Given:
     x, w, index = (at.operand(i) for i in range(3))
     dx = in_type(at.graph.one("grouped_matmul", ct, w.mT, index), x.dtype) if at.wanted[0] else None
-    return dx, _to_matrices(x, w, index, ct) if at.wanted[1] else None, None
-
-
-def _to_matrices(x: Value, w: Value, index: Value, ct: Value) -> Value:
-    """xᵀ ct over the rows of each group: one matrix at a time, so that no row is kept more than once."""
-    body = Graph("group")
-    rows, own, back = (declare(body, n, v.type) for n, v in (("x", x), ("index", index), ("ct", ct)))
-    group = body.input("group", (), index.dtype)
-    chosen = body.one("where", own.equal(group).reshape(own.shape[0], 1), rows, 0.0)
-    body.set_outputs([in_type(chosen.mT @ back, w.dtype)])
-    groups = counter(x.graph, w.shape[0], index.dtype)
-    return x.graph.scan_general([], body, w.shape[0], broadcasts=[x, index, ct], xs=[groups])[1][0]
+    if not at.wanted[1]:
+        return dx, None, None
+    return dx, in_type(at.graph.one("grouped_outer", x, ct, index, groups=w.shape[0]), w.dtype), None
 
 
 @jvp("grouped_matmul")
@@ -42,3 +36,43 @@ def _(lanes: Lanes) -> Sequence[Value]:
     where = rows_of(index, w.shape[1]) if lanes.batched[1] else index
     made = lanes.graph.one("grouped_matmul", flat(x, 2), flat(w, 2) if lanes.batched[1] else w, flat(where, 2))
     return [made.reshape(lanes.size, *lanes.node.types[0].shape)]
+
+
+@vjp("grouped_outer")
+def _(at: Site, ct: Value) -> Given:
+    x, y, index = (at.operand(i) for i in range(3))
+    dx = in_type(at.graph.one("grouped_matmul", y, ct.mT, index), x.dtype) if at.wanted[0] else None
+    dy = in_type(at.graph.one("grouped_matmul", x, ct, index), y.dtype) if at.wanted[1] else None
+    return dx, dy, None
+
+
+@jvp("grouped_outer")
+def _(at: Site, x: Value | None, y: Value | None, _: Value | None) -> Given:
+    index, made = at.operand(2), []
+    for left, right in ((x, at.operand(1)), (at.operand(0), y)):
+        if left is not None and right is not None:
+            outer = at.graph.one("grouped_outer", left, right, index, groups=at.result.shape[0])
+            made.append(in_type(outer, at.result.dtype))
+    return [one_of(made)]
+
+
+@batching("grouped_outer")
+def _(lanes: Lanes) -> Sequence[Value]:
+    x, y, index = (lanes.full(i) for i in range(3))
+    shape = lanes.node.types[0].shape
+    where = rows_of(index, shape[0])
+    made = lanes.graph.one("grouped_outer", flat(x, 2), flat(y, 2), flat(where, 2), groups=lanes.size * shape[0])
+    return [made.reshape(lanes.size, *shape)]
+
+
+@batching("group_rows")
+def _(lanes: Lanes) -> Sequence[Value]:
+    """Lanes follow each other as groups do: in each, places are counted from its own start."""
+    index, groups = lanes.full(0), lanes.node.attrs["groups"]
+    graph, rows = lanes.graph, lanes.node.types[0].shape[0]
+    lane = counter(graph, lanes.size).reshape(lanes.size, 1)
+    all_groups = lanes.size * groups
+    order, place, starts = flat(rows_of(index, groups), 2).group_rows(groups=all_groups)
+    which = counter(graph, groups + 1).reshape(1, groups + 1) + lane * count(graph, groups, I32)
+    before = lane * count(graph, rows, I32)
+    return [*(v.reshape(lanes.size, rows) - before for v in (order, place)), starts.gather(which) - before]

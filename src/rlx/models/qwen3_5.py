@@ -1,0 +1,127 @@
+"""Qwen3.5 with and without experts: Qwen3-Next whose projections lie apart, and all experts of a layer in one tensor.
+
+In GGUF files heads of values come in rounds, one for each head of keys, and layers behind the others, which guess
+further tokens, are left out here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from rlx.flow.flow import ModelFlow
+from rlx.flow.weights import Array
+from rlx.formats import TensorFile
+from rlx.models import moe, qwen3, qwen3_next
+from rlx.models.arrange import Arrangement, Rows
+from rlx.models.config import key
+from rlx.models.family import Change, family
+
+
+@dataclass(frozen=True)
+class Config(qwen3_next.Config):
+    """That of Qwen3.5 with experts."""
+
+    IN_GGUF: ClassVar[Mapping[str, Any]] = {**qwen3_next.Config.IN_GGUF, "tiled": True}
+    GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        name: values for name, values in qwen3_next.Config.GGUF_NEUTRAL.items() if name != "rope.dimension_sections"
+    }
+
+    experts: int = key(gguf="expert_count", hf="num_experts", default=256, most=moe.MAX_EXPERTS)
+    chosen: int = key(gguf="expert_used_count", hf="num_experts_per_tok", default=8)
+    guessing: int = 0  # layers that guess further tokens
+
+    @property
+    def extra_layers(self) -> int:
+        return self.guessing
+
+    @classmethod
+    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
+        prefix = file.metadata.get("general.architecture")
+        names = ("block_count", "nextn_predict_layers", "feed_forward_length", "expert_feed_forward_length")
+        layers, extra, ffn, each = (file.metadata.get(f"{prefix}.{name}") for name in names)
+        known = super().known_of_gguf(file)
+        if type(layers) is int and type(extra) is int and 0 < extra < layers:
+            known |= {"layers": layers - extra, "guessing": extra}
+        return known if ffn is not None else known | {"ffn": each}  # which no layer has
+
+    def only_in_gguf(self) -> dict[str, Any]:
+        half = self.rotary // 2  # of whose turns a third each goes by time, height and width, which texts have alike
+        return {**super().only_in_gguf(), "rope.dimension_sections": [(half + 2 - i) // 3 for i in range(3)] + [0]}
+
+
+@dataclass(frozen=True)
+class DenseConfig(Config):
+    """That of Qwen3.5 without experts."""
+
+    experts: int = 0
+    chosen: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    normalise: bool = True
+    step: int = 1
+    dense: tuple[int, ...] | None = None
+
+
+_LAYER = "model.layers.{i}"
+_BOTH, _DOWN = f"{_LAYER}.mlp.experts.gate_up_proj", f"{_LAYER}.mlp.experts.down_proj"
+_GATES = {
+    f"{_LAYER}.linear_attn.in_proj_{hf}.weight": f"blk.{{i}}.ssm_{gguf}.weight"
+    for hf, gguf in (("b", "beta"), ("a", "alpha"))
+}
+WEIGHTS = qwen3.WEIGHTS | qwen3_next.SHARED | _GATES
+MOE_WEIGHTS = qwen3_next.MIXTURE | _GATES | {_BOTH: "", _DOWN: ""}
+
+
+def with_size(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """With the size of feed-forwards without experts, which files leave out: there are none."""
+    return {"intermediate_size": settings.get("moe_intermediate_size"), **settings}
+
+
+def arrange(c: Config, format: str) -> Arrangement:
+    """Experts of Hugging Face's files lie one by one, or all in two tensors."""
+    if format == "gguf":
+        return {}
+    both = (Rows(_BOTH, 0, c.expert_ffn, axis=1), Rows(_BOTH, c.expert_ffn, axis=1), Rows(_DOWN))
+    apart = moe.stacks(moe.OF_QWEN)(c, format)
+    return {name: (stack, rows) for (name, stack), rows in zip(apart.items(), both, strict=True)}
+
+
+def changes(c: Config, name: str) -> Change | None:
+    """What converters to GGUF do: as for Qwen3-Next, and heads of values change their order."""
+    numbers = qwen3_next.changes(c, name)
+    if ".linear_attn." not in name or name.endswith(".norm.weight"):
+        return numbers
+    size = 1 if name.endswith((".A_log", ".dt_bias", "in_proj_a.weight", "in_proj_b.weight")) else c.state
+    axis = 1 if name.endswith("out_proj.weight") else 0
+
+    def moved(outer: int, inner: int) -> Callable[[Array], Array]:
+        """Heads, which lie behind everything else along an axis, from one order to the other."""
+
+        def apply(x: Array) -> Array:
+            before, heads = np.split(np.moveaxis(x, axis, 0), [x.shape[axis] - c.value_heads * size])
+            other = heads.reshape(outer, inner, size, *heads.shape[1:]).swapaxes(0, 1).reshape(heads.shape)
+            return np.moveaxis(np.concatenate([before, other]), 0, axis)
+
+        return apply
+
+    share = c.value_heads // c.key_heads
+    there, back = moved(c.key_heads, share), moved(share, c.key_heads)
+    if numbers is None:
+        return Change(there, back)
+    return Change(lambda x: numbers.there(there(x)), lambda x: numbers.back(back(x)))
+
+
+@family("qwen3.5", kind="decoder", gguf=["qwen35"], hf=["qwen3_5_text"], config=DenseConfig, weights=WEIGHTS,
+        changes=changes)  # fmt: skip
+def qwen35(c: DenseConfig, context: int, rope_factors: Array | None = None) -> ModelFlow:
+    return qwen3_next.decoder("qwen3.5", c, context)
+
+
+@family("qwen3.5moe", kind="decoder", gguf=["qwen35moe"], hf=["qwen3_5_moe_text"], config=Config, weights=MOE_WEIGHTS,
+        settings=with_size, arrange=arrange, changes=changes)  # fmt: skip
+def qwen35moe(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
+    return qwen3_next.decoder("qwen3.5moe", c, context)

@@ -1,0 +1,80 @@
+"""Gemma 3, most layers of which see 512 tokens only, on a prompt of 4,096: its rings are written over several times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from real_models import model_file
+
+import rlx
+from rlx.engine import generate
+from rlx.engine.language import LanguageModel
+
+pytestmark = pytest.mark.large
+LONG, COUNT, TOP = 4096, 32, 20
+SLIDING, FULL = 15, 3  # layers of each kind
+RING = 512 + 512  # positions: the window, and as many as a call may read at once
+POSITION = 2 * 256 * 4  # bytes of keys and values in a layer
+
+
+@pytest.fixture(scope="module")
+def path() -> Path:
+    return model_file("gemma3-270m")
+
+
+@pytest.fixture(scope="module", params=["auto", "f32"])
+def gemma(path: Path, request: pytest.FixtureRequest) -> Iterator[LanguageModel]:
+    """With activations rounded to 8 bits, as it is unless asked for otherwise, and without."""
+    with rlx.load(path, threads=2, context=2 * LONG, precision=request.param) as model:
+        assert isinstance(model, LanguageModel)
+        yield model
+
+
+@pytest.fixture(scope="module")
+def tokens(gemma: LanguageModel, wiki: str) -> list[int]:
+    found = gemma.token_ids(wiki)[:LONG]
+    assert len(found) == LONG
+    return found
+
+
+def test_chunks_of_64_and_500_give_the_same_text(
+    gemma: LanguageModel, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for chunk in (64, 500):
+        gemma.caches.clear()
+        monkeypatch.setattr(generate, "CHUNK", chunk)
+        found.append(gemma.generate(tokens, max_tokens=COUNT, logprobs=TOP))
+    small, large = found
+    assert len(small.tokens) == COUNT and small.usage.cached_tokens == large.usage.cached_tokens == 0
+    assert small.text == large.text and small.tokens == large.tokens
+    assert small.logprobs == large.logprobs  # bit by bit: equal texts are no accident of clear margins
+
+
+def test_rings_have_the_same_size_whatever_the_length(gemma: LanguageModel, tokens: list[int]) -> None:
+    rest = []
+    for count, capacity in ((1500, 2048), (LONG - COUNT, LONG)):  # capacities of layers without a window double
+        gemma.caches.clear()
+        gemma.generate(tokens[:count], max_tokens=COUNT)
+        rest.append(gemma.memory().cache - FULL * capacity * POSITION)
+    assert rest == [SLIDING * RING * POSITION] * 2
+
+
+def test_probabilities_are_those_of_float64(gemma: LanguageModel, path: Path, tokens: list[int]) -> None:
+    """Over the prompt in chunks and 32 tokens one by one; with 8-bit activations only the likeliest tokens are."""
+    pytest.importorskip("transformers")
+    from float64 import Float64Model
+
+    gemma.caches.clear()
+    found = gemma.generate(tokens, max_tokens=COUNT, logprobs=TOP)
+    logits = Float64Model(path).logits(tokens + found.tokens[:-1], last=COUNT)
+    logits -= logits.max(1, keepdims=True)
+    wanted = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    assert found.logprobs is not None
+    errors = [
+        abs(number - row[token]) for row, at in zip(wanted, found.logprobs, strict=True) for token, number in at.top
+    ]
+    print(max(errors), np.mean(errors))

@@ -1,0 +1,95 @@
+"""Which graphs may be cut along their batch: found by rules, and true for every graph that the rules let through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from graphs import examples, float_graphs, random_leaves
+from hypothesis import given
+from layers import TINY_BERT, TINY_LLAMA, bert_graph, llama_graph
+
+import rlx
+from rlx import Graph
+from rlx.ir.graph import Value
+from rlx.mir.independence import independent_symbol
+from rlx.mir.pipeline import optimise
+from rlx.target import AVX512
+
+Make = Callable[[Graph, Value], Value]
+
+
+def graph(make: Make) -> Graph:
+    """A graph of one input [batch, seq, 6] and of what `make` does with it."""
+    g = Graph("g")
+    return g.set_outputs([make(g, g.input("x", ("batch", "seq", 6)))])
+
+
+INDEPENDENT: dict[str, Make] = {
+    "elementwise": lambda g, x: (x * 2.0).tanh() + g.param("p", (6,)),
+    "a factor for each entry": lambda g, x: x * x.sum(axis=2, keepdims=True),
+    "a weight": lambda g, x: x @ g.param("w", (6, 4)),
+    "products of two batches": lambda g, x: x @ x.transpose(axes=(0, 2, 1)),
+    "softmax": lambda g, x: x.softmax(axis=1),
+    "a mean over the sequence": lambda g, x: x.mean(axis=1),
+    "a norm": lambda g, x: x.layer_norm(),
+    "a reshape behind the batch": lambda g, x: g.reshape(x, shape=("batch", rlx.dim("seq") * 6)),
+    "a part of each entry": lambda g, x: x[:, :, 1:3],
+    "columns side by side": lambda g, x: g.concatenate(x, x, axis=2),
+    "rows of a table": lambda g, x: g.gather(g.param("t", (9, 3)), g.cast(x, "i32")),
+    "a constant for all": lambda g, x: x + g.expand(g.param("p", (1, 1, 6)), shape=("batch", "seq", 6)),
+}
+MEETING: dict[str, Make] = {
+    "softmax along the batch": lambda g, x: x.softmax(axis=0),
+    "a sum over the batch": lambda g, x: x.sum(axis=0),
+    "its mean taken off": lambda g, x: x - x.mean(axis=0, keepdims=True),
+    "another order": lambda g, x: g.transpose(x, axes=(1, 0, 2)),
+    "all but the first": lambda g, x: x[1:],
+    "batches after each other": lambda g, x: g.concatenate(x, x, axis=0),
+    "a running sum": lambda g, x: x.cumsum(axis=0),
+    "rows as one": lambda g, x: g.reshape(x, shape=(rlx.dim("batch") * rlx.dim("seq"), 6)),
+    "entries that look at others": lambda g, x: g.gather(x, g.cast(x[:, 0, 0], "i32")),
+    "no batch": lambda g, x: g.param("p", (3,)) * 2.0,
+}
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_entries_that_do_not_meet(name: str) -> None:
+    assert independent_symbol(graph(INDEPENDENT[name])) == "batch"
+
+
+@pytest.mark.parametrize("name", MEETING)
+def test_entries_that_meet(name: str) -> None:
+    assert independent_symbol(graph(MEETING[name])) is None
+
+
+def test_all_inputs_have_the_batch() -> None:
+    g = Graph("g")
+    x, y = g.input("x", ("batch", 4)), g.input("y", (4,))
+    assert independent_symbol(g.set_outputs([x + y])) is None
+    fixed = Graph("fixed")
+    assert independent_symbol(fixed.set_outputs([fixed.input("x", (3, 4)) * 2.0])) is None
+
+
+def test_an_encoder_is_independent_before_and_after_all_passes() -> None:
+    for g in (bert_graph(TINY_BERT), llama_graph(TINY_LLAMA)):
+        assert independent_symbol(g) == independent_symbol(optimise(g, AVX512).main) == "batch"
+
+
+@given(float_graphs())
+@examples(60)
+def test_what_the_rules_let_through_is_so(g: Graph) -> None:
+    """Three entries together are what each is alone, by the NumPy of every op."""
+    symbol = independent_symbol(g)
+    if symbol is None:
+        return
+    sizes = {name: 3 if name == symbol else 4 for name in g.symbols()}
+    leaves = random_leaves(g, sizes)
+    inputs = [node.attrs["name"] for node in g.inputs]
+    f = rlx.compile(g, device="reference")
+    f.set_params({name: array for name, array in leaves.items() if name not in inputs})
+    whole = f.run({name: leaves[name] for name in inputs})
+    alone = [f.run({name: leaves[name][i : i + 1] for name in inputs}) for i in range(3)]
+    for i, array in enumerate(whole):
+        np.testing.assert_allclose(array, np.concatenate([found[i] for found in alone]), rtol=1e-9, atol=1e-12)
