@@ -58,7 +58,8 @@ def torch_losses(python: str, threads: int) -> Callable[[Case], Array]:
 
 def run(args: argparse.Namespace, threads: int) -> Result:
     libraries = [Library(OURS, "train_engines:rlx", ("rlx",))]
-    for name, (function, packages) in PEERS.items():
+    for name in args.peers:
+        function, packages = PEERS[name]
         libraries.append(
             Library(name, f"train_engines:{function}", packages, args.jax if name == "jax" else args.python)
         )
@@ -103,6 +104,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=SIZES["batch"])
     parser.add_argument("--seq", type=int, default=SIZES["seq"])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS), help="those that are timed")
     parser.add_argument("--losses", type=int, default=50, help="steps whose losses are compared")
     parser.add_argument("--python", default=here, metavar="PATH", help="interpreter that has torch")
     parser.add_argument("--jax", default=here, metavar="PATH", help="interpreter that has JAX")

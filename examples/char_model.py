@@ -1,7 +1,7 @@
 """Train a small Llama to write text character by character, and let it write.
 
     python examples/char_model.py tinyshakespeare.txt
-    python examples/char_model.py book.txt --steps 2000 --dim 192 --layers 6 --plot loss.png
+    python examples/char_model.py book.txt --steps 2000 --dim 192 --layers 6 --plot loss.svg
 
 Everything is compiled once: forward, backward and AdamW are one call that changes the weights in place. At the defaults
 (0.8 million parameters) 500 steps take about a minute on two cores.
@@ -10,7 +10,6 @@ Everything is compiled once: forward, backward and AdamW are one call that chang
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import os
 import sys
@@ -132,20 +131,42 @@ def sparkline(losses: Sequence[float], width: int = 40) -> str:
     return "".join(bars[round((m - low) / ((high - low) or 1.0) * (len(bars) - 1))] for m in means)
 
 
-def plot(losses: Sequence[float], path: Path) -> bool:
-    """A picture of the losses, where matplotlib is installed."""
-    try:
-        pyplot: Any = importlib.import_module("matplotlib.pyplot")
-    except ImportError:
-        return False
-    pyplot.switch_backend("agg")
-    figure, axes = pyplot.subplots(figsize=(8, 4))
-    axes.plot(losses, linewidth=0.6, alpha=0.5)
-    mean = np.convolve(losses, np.ones(20) / 20, "valid") if len(losses) >= 20 else np.array(losses)
-    axes.plot(np.arange(len(mean)) + len(losses) - len(mean), mean)
-    axes.set(xlabel="step", ylabel="cross-entropy")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    return True
+def plot(losses: Sequence[float]) -> str:
+    """An SVG of the losses, and over them their means of the last 20 steps."""
+    width, height, left, top, bottom = 720, 360, 52, 34, 320
+    means = [float(np.mean(losses[max(0, i - 19) : i + 1])) for i in range(len(losses))]
+    high = max(losses) * 1.05
+    unit = 10.0 ** math.floor(math.log10(high / 2))
+    tick = next(t * unit for t in (1, 2, 5, 10) if high / (t * unit) <= 6)
+
+    def x(step: float) -> float:
+        return left + step * (width - left - 20) / max(1, len(losses) - 1)
+
+    def y(loss: float) -> float:
+        return bottom - loss * (bottom - top) / high
+
+    def curve(values: Sequence[float], look: str) -> str:
+        points = " ".join(f"{x(i):.1f},{y(v):.1f}" for i, v in enumerate(values))
+        return f'<polyline points="{points}" fill="none" stroke="#2563eb" {look}/>'
+
+    def text(at: float, down: float, what: str, anchor: str = "middle") -> str:
+        return f'<text x="{at:.0f}" y="{down:.0f}" text-anchor="{anchor}">{what}</text>'
+
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif"']
+    lines += ['  font-size="12" fill="#555">', f'<rect width="{width}" height="{height}" fill="white"/>']
+    for i in range(int(high / tick) + 1):
+        at = y(i * tick)
+        lines += [
+            f'<path d="M{left} {at:.1f}H{width - 20}" stroke="#ddd"/>',
+            text(left - 8, at + 4, f"{i * tick:g}", "end"),
+        ]
+    for i in range(5):
+        lines.append(text(x(i * (len(losses) - 1) / 4), bottom + 20, f"{1 + i * (len(losses) - 1) // 4:,}"))
+    lines += [curve(losses, 'stroke-width="1" opacity="0.35"'), curve(means, 'stroke-width="2"')]
+    lines.append(
+        text(left, 20, f"cross-entropy by step: {losses[0]:.2f} at first, {means[-1]:.2f} in the end", "start")
+    )
+    return "\n".join([*lines, "</svg>", ""])
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -170,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", type=int, default=400, help="characters to write at the end")
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--plot", type=Path, help="a PNG of the losses (needs matplotlib)")
+    parser.add_argument("--plot", type=Path, help="a picture of the losses to write (SVG)")
     parser.add_argument("--save", type=Path, help="a checkpoint to write (safetensors)")
     args = parser.parse_args(argv)
     if not args.text.is_file():
@@ -194,8 +215,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     losses = train(made, data, args)
     if args.save:
         made.save(args.save)
-    if args.plot and not plot(losses, args.plot):
-        print("no plot: matplotlib is not installed", file=sys.stderr)
+    if args.plot:
+        args.plot.write_text(plot(losses), "utf-8")
 
     run = logits_flow(sizes).build(made.params).compile()
     prompt = data[: args.context]

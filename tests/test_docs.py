@@ -43,16 +43,8 @@ PAGES = [
 ]
 
 
-@pytest.mark.usefixtures("own_ops", "own_families")
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_shows_what_its_code_prints(
-    page: str, update: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # pages may write files
-    path = DOCS / page
-    text = path.read_text()
-    if 'target="avx2"' in text and AVX2 not in supported():
-        pytest.skip("this machine has no AVX2")
+def executed(text: str, page: str) -> str:
+    """The text with what its blocks print, run one after the other."""
     scope: dict[str, Any] = {}
 
     def run(match: re.Match[str]) -> str:
@@ -64,10 +56,32 @@ def test_a_page_shows_what_its_code_prints(
         output = f"```output\n{printed.getvalue()}```\n" if printed.getvalue() else ""
         return f"```python\n{match['code']}```\n{output}"
 
-    result = BLOCK.sub(run, text)
+    return BLOCK.sub(run, text)
+
+
+@pytest.mark.usefixtures("own_ops", "own_families")
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_shows_what_its_code_prints(
+    page: str, update: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # pages may write files
+    path = DOCS / page
+    text = path.read_text()
+    if 'target="avx2"' in text and AVX2 not in supported():
+        pytest.skip("this machine has no AVX2")
+    result = executed(text, page)
     if update:
         path.write_text(result)
     assert result == text or update
+
+
+def test_the_research_part_of_the_readme_prints_what_it_shows(update: bool) -> None:
+    path = ROOT / "README.md"
+    before, part, after = re.split(r"(?m)(^## Research\n.*?)(?=^## )", path.read_text(), flags=re.S)
+    result = executed(part, "README.md")
+    if update:
+        path.write_text(before + result + after)
+    assert BLOCK.search(part) and (result == part or update)
 
 
 # -- pages that are generated -----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -29,13 +30,17 @@ SMALL = ["--dim", "32", "--layers", "1", "--heads", "2", "--context", "16", "--b
 def test_a_character_model_learns_a_small_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 20, "utf-8")
-    losses = char_model.main([str(text), *SMALL, "--steps", "60", "--save", str(tmp_path / "model.safetensors")])
+    losses = char_model.main([str(text), *SMALL, "--steps", "60", "--save", str(tmp_path / "model.safetensors"),
+                              "--plot", str(tmp_path / "loss.svg")])  # fmt: skip
     assert len(losses) == 60 and losses[0] > 2.2  # of 11 characters, none is likelier than others
     assert losses[-1] < 1.0
     said = capsys.readouterr()
     assert re.search(r"step +60/60  loss +\d\.\d+ +[\d,]+ tok/s  [▁-█]+", said.err)
     assert len(said.out.rstrip("\n")) <= 41 and set(said.out) <= set("the cat sat on the mat. \n")
     assert (tmp_path / "model.safetensors").stat().st_size > 10_000
+    picture = ElementTree.parse(tmp_path / "loss.svg").getroot()
+    curves = picture.findall("{http://www.w3.org/2000/svg}polyline")
+    assert [len(c.attrib["points"].split()) for c in curves] == [60, 60]
 
 
 def test_a_text_that_is_not_there_or_too_short_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
