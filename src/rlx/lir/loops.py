@@ -133,7 +133,8 @@ Expr = Index | Arg | Const | Ref | Load | Apply | Choose | Reduce | Lookup
 # Names an emitter must know. Float arguments are f32 or f64 (narrow floats are widened on load).
 SCALAR_OPS = {
     "add": 2, "sub": 2, "mul": 2, "div": 2, "floordiv": 2, "mod": 2, "pow": 2, "max": 2, "min": 2, "fma": 3,
-    "neg": 1, "abs": 1, "exp": 1, "log": 1, "tanh": 1, "erf": 1, "sqrt": 1, "sin": 1, "cos": 1, "tan": 1, "atan": 1,
+    "neg": 1, "abs": 1, "exp": 1, "log": 1, "tanh": 1, "erf": 1, "gelu": 1, "sqrt": 1, "sin": 1, "cos": 1,
+    "tan": 1, "atan": 1,
     "eq": 2, "ne": 2, "lt": 2, "le": 2, "gt": 2, "ge": 2, "and": 2, "or": 2, "xor": 2, "not": 1, "shl": 2, "shr": 2,
     "select": 3, "cast": 1, "order": 1, "bits": 1, "nearest": 1, "quot": 2, "rem": 2, "dot_u8": 3, "dot_u7": 3,
 }  # fmt: skip
