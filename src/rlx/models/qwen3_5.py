@@ -16,7 +16,7 @@ from rlx.flow.flow import ModelFlow
 from rlx.flow.weights import Array
 from rlx.formats import TensorFile
 from rlx.models import moe, qwen3, qwen3_next
-from rlx.models.arrange import Arrangement, Rows
+from rlx.models.arrange import Arrangement, Rows, Stack
 from rlx.models.config import TEXT_PREFIXES, key, text_settings
 from rlx.models.family import Change, family
 
@@ -79,9 +79,12 @@ def arrange(c: Config, format: str) -> Arrangement:
     """Experts of Hugging Face's files lie one by one, or all in two tensors."""
     if format == "gguf":
         return {}
-    both = (Rows(_BOTH, 0, c.expert_ffn, axis=1), Rows(_BOTH, c.expert_ffn, axis=1), Rows(_DOWN))
-    apart = moe.stacks(moe.OF_QWEN)(c, format)
-    return {name: (stack, rows) for (name, stack), rows in zip(apart.items(), both, strict=True)}
+    both = {"gate": Rows(_BOTH, 0, c.expert_ffn, axis=1), "up": Rows(_BOTH, c.expert_ffn, axis=1), "down": Rows(_DOWN)}
+    one, all_ = f"{_LAYER}.mlp.experts.{{j}}", f"{_LAYER}.mlp.experts"
+    return {
+        f"{all_}.{name}_proj.weight": (Stack(f"{one}.{name}_proj.weight", c.experts), rows)
+        for name, rows in both.items()
+    }
 
 
 def changes(c: Config, name: str) -> Change | None:
