@@ -19,7 +19,7 @@ from rlx.engine.model import Model, whole
 from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, FormatError, RequestError, nearest
 from rlx.flow.flow import ModelFlow
-from rlx.models.pooling import EmbedSettings, Pool, read_settings
+from rlx.models.pooling import EmbedSettings, pooled, read_settings
 
 Array = np.ndarray[Any, Any]
 TOKENS = 256  # of a batch for each thread, at most: activations stay in the caches, and threads seldom wait
@@ -36,7 +36,7 @@ class EmbeddingModel(Model):
     precisions = ("auto", "f32", "int8")
 
     def _flow(self) -> ModelFlow:
-        return super()._flow().stage(Pool(self.settings.kind))
+        return pooled(super()._flow(), self.checkpoint, self.settings)
 
     def _hidden_flow(self) -> ModelFlow:
         return super()._flow()
@@ -79,7 +79,8 @@ class EmbeddingModel(Model):
     @property
     def dim(self) -> int:
         """How many numbers a vector has."""
-        return self.facts.dim
+        dense = self.settings.dense
+        return dense[-1][-1] if dense else self.facts.dim
 
     # -- vectors --
     def embed(
