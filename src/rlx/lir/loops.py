@@ -190,10 +190,13 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class For:
-    """A loop over [0, extent). `vector` loops run several iterations at once and may not carry variables."""
+    """A loop over [0, extent), which may be an i64 computed before it: the bound of a triangle, the rest of a chunk.
+
+    `vector` loops run several iterations at once and may not carry variables.
+    """
 
     index: str
-    extent: int | Arg
+    extent: int | Arg | Ref
     body: tuple[Stmt, ...]
     vector: bool = False
 
@@ -321,7 +324,7 @@ def expr_text(expr: Expr, params: tuple[Param, ...], lets: Mapping[str, Expr] | 
             return f"{expr.table.name.partition('.')[0]}[{show(expr.index)}]"
 
 
-def _extent(extent: int | Arg) -> str:
+def _extent(extent: int | Arg | Ref) -> str:
     return str(extent) if isinstance(extent, int) else extent.name
 
 

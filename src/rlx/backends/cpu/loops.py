@@ -264,7 +264,11 @@ class _Emitter:
         b.when(any_bad, lambda: b.store(Value("i64", str(stmt.code)), self.scratch, align=8))
 
     # -- integers that are the same in all lanes -----------------------------------------------------------------------
-    def integer(self, extent: int | Arg) -> Value:
+    def integer(self, extent: int | Arg | Ref) -> Value:
+        if isinstance(extent, Ref):
+            value = self.uniform(extent)
+            assert value is not None, f"{extent.name} is not the same in all lanes"
+            return value
         return i64(extent) if isinstance(extent, int) else self.words[extent.name]
 
     def uniform(self, expr: Expr) -> Value | None:
