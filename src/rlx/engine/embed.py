@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import NoneType
 from typing import Any, TypeGuard
@@ -19,6 +18,7 @@ from rlx.engine.model import Model, whole
 from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, FormatError, RequestError, nearest
 from rlx.flow.flow import ModelFlow
+from rlx.hub.progress import drawn
 from rlx.models.pooling import EmbedSettings, pooled, read_settings
 
 Array = np.ndarray[Any, Any]
@@ -229,13 +229,13 @@ def _unit(vectors: Array) -> Array:
 @contextlib.contextmanager
 def _progress(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, where it is a terminal; gives a function that takes how many more texts are done."""
-    if not shown or sys.stderr is None or not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    from rich.console import Console  # 0.08 s, so only where it is looked at
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    done = 0
+    with drawn("embedding", total, of_bytes=False) if shown else contextlib.nullcontext() as tick:
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("embedding", total=total)
-        yield lambda count: progress.advance(task, count)
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            if tick is not None:
+                tick(done)
+
+        yield advance
