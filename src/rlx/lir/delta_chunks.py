@@ -30,8 +30,8 @@ HEIGHTS = (8, 4, 2, 1)  # rows of a tile of a product: the first that divides al
 WIDTHS = (2, 1)  # columns of such a tile, in vectors
 SOLVED = (8, 4, 2, 1)  # columns that are solved at once, in vectors
 T, S, R, J, TILE, ROWS = (Index(name) for name in ("t", "s", "r", "j", "tile", "rows"))
-B, H, FIRST, REST, PADS, START, UPTO, LATER, DONE = (
-    Ref(name, I64) for name in ("b", "h", "first", "rest", "pads", "start", "upto", "later", "done")
+B, H, FIRST, REST, PADS, START, UPTO, LATER, DONE, LATE, TOKEN = (
+    Ref(name, I64) for name in ("b", "h", "first", "rest", "pads", "start", "upto", "later", "done", "late", "token")
 )
 
 
@@ -93,7 +93,7 @@ class _Head:
         self.accumulators = s.target.tile_rows * s.target.tile_vectors
         lanes = s.target.lanes(self.kind.size)
         self.columns, self.tokens = _Axis.of(size, lanes), _Axis.of(chunk, lanes)
-        self.solved = _Axis.of(size, lanes, SOLVED)
+        self.solved_at_once = _Axis.of(size, lanes, SOLVED)
         self.places: dict[str, tuple[int, int]] = {}  # where a matrix starts, and how long its rows are
         self.size = 0
         self.matrices(1, chunk, "gate", "rate", "b", "w")
@@ -194,15 +194,12 @@ class _Head:
         inner = For("j", axis.span, tuple(body), vector=True)
         return For("tile", axis.panels, (For("rows", rows // height, (*bounds, inner)),))
 
-    def plain(
-        self, left: str, right: str, depth: int, axis: _Axis, *, then: Finish = lambda row, v, total: ()
-    ) -> _Term:
-        """left @ right."""
+    def plain(self, left: str, right: str) -> _Term:
+        """left @ right, where right has tokens in lanes."""
         return _Term(
-            [("s", depth)],
+            [("s", self.n)],
             lambda row: self.get(left, row, _one(S)),
-            lambda v: self.get(right, _one(S), axis.column(v)),
-            then,
+            lambda v: self.get(right, _one(S), self.tokens.column(v)),
         )
 
     def by_state(self, left: str, *, then: Finish = lambda row, v, total: ()) -> _Term:
@@ -244,6 +241,41 @@ class _Head:
         moved = self.put(name, self.get(source, _one(T), _one(R)), _one(R), _one(T))
         return For("t", self.chunk, (For("r", self.n, (moved,)),))
 
+    def stored(self, into: str) -> Finish:
+        """The sums as a matrix."""
+        return lambda row, v, total: [self.put(into, total, row, self.columns.column(v))]
+
+    def advance(self, row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
+        """The state times all gates of the chunk, and what is new."""
+        at = self.panel_row(row), self.columns.within(v)
+        whole = self.get("b", (), _one(number(self.chunk - 1)))
+        return [self.put("state", fma(whole, self.get("state", *at), total), *at)]
+
+    def solved(self, x: str, row: Affine, coefficient: Expr, changes: str, known: Affine, scaled: str, by: Expr) -> For:
+        """Row after row, `x` less the changes of rows that are known; beta times that is the row's own change.
+
+        `scaled` gets the changes times `by`. The rows that are known are numbered by `S`.
+        """
+        axis, kind = self.solved_at_once, self.kind
+        sums = [Ref(f"sum{v}", kind) for v in range(axis.vectors)]
+        left, change = Ref("left", kind), [Ref(f"change{v}", kind) for v in range(axis.vectors)]
+        step: list[Stmt] = [Let("left", Apply("neg", (coefficient,), kind))]
+        starts: list[Stmt] = []
+        ends: list[Stmt] = []
+        for v, total in enumerate(sums):
+            column = axis.column(v)
+            starts.append(Var(total.name, self.get(x, row, column)))
+            step.append(Assign(total.name, fma(left, self.get(changes, known, column), total)))
+            ends += [
+                self.put(x, total, row, column),
+                Let(change[v].name, mul(self.get("rate", (), row), total)),
+                self.put(changes, change[v], row, column),
+                self.put(scaled, mul(by, change[v]), row, column),
+            ]
+        inner = For("j", axis.span, (*starts, For("s", DONE, tuple(step)), *ends), vector=True)
+        lets = Let("done", T), Let("late", sub(number(self.chunk - 1), T))
+        return For("tile", axis.panels, (For("t", self.chunk, (*lets, inner)),))
+
     # -- a chunk -------------------------------------------------------------------------------------------------------
     def gates(self) -> list[Stmt]:
         """`gate`, `rate` (beta), b, w, D, and D without its diagonal as `below`."""
@@ -261,10 +293,9 @@ class _Head:
             self.put("w", self.zero, (), _one(J)),
         )
         given = {"gate": "g", "rate": "beta"}
-        token = Ref("token", I64)
         return [
             self.each_token(
-                *(self.put(m, self.operands.load(x, B, token, H), (), _one(T)) for m, x in given.items())
+                *(self.put(m, self.operands.load(x, B, TOKEN, H), (), _one(T)) for m, x in given.items())
             ),
             For("t", PADS, tuple(self.put(m, self.zero, (), _one(REST, T)) for m in given)),
             For("j", self.chunk, start, vector=True),
@@ -284,20 +315,22 @@ class _Head:
 
     def of_token(self, name: str) -> Expr:
         """The element of an operand at `token` and column."""
-        return self.operands.load(name, B, Ref("token", I64), H, J)
+        return self.operands.load(name, B, TOKEN, H, J)
+
+    def gated(self, gates: str, into: str, *, minus: bool = False) -> Finish:
+        """Sums that have tokens in lanes, times gates."""
+
+        def finish(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
+            column = self.tokens.column(v)
+            value = mul(total, self.get(gates, row, column))
+            return [self.put(into, Apply("neg", (value,), self.kind) if minus else value, row, column)]
+
+        return finish
 
     def scores(self) -> list[Stmt]:
         """A and P, from K, Q and D."""
-
-        def times(gates: str, into: str) -> Finish:
-            def finish(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
-                column = self.tokens.column(v)
-                return [self.put(into, mul(total, self.get(gates, row, column)), row, column)]
-
-            return finish
-
         return [
-            self.product(self.chunk, self.tokens, [self.plain(left, "KT", self.n, self.tokens)], times(gates, into))
+            self.product(self.chunk, self.tokens, [self.plain(left, "KT")], self.gated(gates, into))
             for left, gates, into in (("K", "below", "A"), ("Q", "D", "P"))
         ]
 
@@ -329,17 +362,10 @@ def forward(
     def read(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
         return [Assign(total.name, mul(head.get("b", (), row), total))]
 
-    def result(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
-        return [head.put("out", total, row, columns.column(v))]
-
-    def advance(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
-        at = head.panel_row(row), columns.within(v)
-        return [head.put("state", fma(head.get("b", (), _one(number(chunk - 1))), head.get("state", *at), total), *at)]
-
-    results = [operands.store("y", head.get("out", _one(T), _one(J)), B, Ref("token", I64), H, J)]
+    results = [operands.store("y", head.get("out", _one(T), _one(J)), B, TOKEN, H, J)]
     before: list[Stmt] = []
     if kept:
-        results.append(operands.store("misses", head.get("miss", _one(T), _one(J)), B, Ref("token", I64), H, J))
+        results.append(operands.store("misses", head.get("miss", _one(T), _one(J)), B, TOKEN, H, J))
         before.append(
             head.each_of_state(
                 lambda j, row: operands.store("states", head.get("state", row, _one(J)), B, H, Ref("chunk", I64), R, j)
@@ -352,9 +378,9 @@ def forward(
         head.transposed("KT", "K"),
         *head.scores(),
         head.product(tokens, columns, [head.by_state("K")], lacking),
-        _changes(head),
-        head.product(tokens, columns, [head.by_state("Q", then=read), head.before("P", "C")], result),
-        head.product(head.n, columns, [head.turned("K", "wC")], advance),
+        head.solved("miss", _one(T), head.get("A", _one(T), _one(S)), "C", _one(S), "wC", head.get("w", (), _one(T))),
+        head.product(tokens, columns, [head.by_state("Q", then=read), head.before("P", "C")], head.stored("out")),
+        head.product(head.n, columns, [head.turned("K", "wC")], head.advance),
         head.each_token(columns=results),
     ]
 
@@ -366,27 +392,6 @@ def forward(
 
     after = [] if last is None else [head.each_of_state(end)]
     head.launch([head.each_of_state(start)], walk, after, backwards=False)
-
-
-def _changes(head: _Head) -> For:
-    """What is missing, token after token: each takes off what the changes before it have brought; then its change."""
-    axis, kind = head.solved, head.kind
-    sums = [Ref(f"sum{v}", kind) for v in range(axis.vectors)]
-    left = Ref("left", kind)
-    step: list[Stmt] = [Let("left", Apply("neg", (head.get("A", _one(T), _one(S)),), kind))]
-    step += [Assign(x.name, fma(left, head.get("C", _one(S), axis.column(v)), x)) for v, x in enumerate(sums)]
-    ends: list[Stmt] = []
-    for v, x in enumerate(sums):
-        change = Ref(f"change{v}", kind)
-        ends += [
-            head.put("miss", x, _one(T), axis.column(v)),
-            Let(change.name, mul(head.get("rate", (), _one(T)), x)),
-            head.put("C", change, _one(T), axis.column(v)),
-            head.put("wC", mul(head.get("w", (), _one(T)), change), _one(T), axis.column(v)),
-        ]
-    starts = [Var(x.name, head.get("miss", _one(T), axis.column(v))) for v, x in enumerate(sums)]
-    inner = For("j", axis.span, (*starts, For("s", DONE, tuple(step)), *ends), vector=True)
-    return For("tile", axis.panels, (For("t", head.chunk, (Let("done", T), inner)),))
 
 
 def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
@@ -403,24 +408,10 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
     for name, view in zip(("dq", "dk", "dv", "dg", "dbeta", "d_state"), results, strict=True):
         operands.write(name, view)
     head.open()
-    token = Ref("token", I64)
-
-    def gated(gates: str, into: str, sign: str) -> Finish:
-        """A gradient with respect to scores, times the gates."""
-
-        def finish(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
-            column = tokens.column(v)
-            value = mul(total, head.get(gates, row, column))
-            return [head.put(into, value if sign == "+" else Apply("neg", (value,), kind), row, column)]
-
-        return finish
 
     def through_state(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
         scaled = mul(head.get("w", (), row), total)
         return [Assign(total.name, scaled), head.put("wKdS", total, row, columns.column(v))]
-
-    def stored(into: str) -> Finish:
-        return lambda row, v, total: [head.put(into, total, row, columns.column(v))]
 
     def along_tokens(into: str, *, by: str = "") -> Finish:
         """A product that has tokens in lanes."""
@@ -466,10 +457,6 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
             head.put("dK", add(had, wrote), *at),
         ]
 
-    def retreat(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
-        at = head.panel_row(row), columns.within(v)
-        return [head.put("state", fma(head.get("b", (), _one(number(chunk - 1))), head.get("state", *at), total), *at)]
-
     def dot(left: Callable[[Expr], Expr], right: str) -> Expr:
         """Of two rows of a token."""
         i = Index("x")
@@ -479,13 +466,14 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
         return lambda i: head.get(name, _one(T), _one(i))
 
     results_of_token: list[Stmt] = [
-        operands.store("dq", mul(head.scale, head.get("dQ", _one(T), _one(J))), B, token, H, J),
-        operands.store("dk", head.get("dK", _one(T), _one(J)), B, token, H, J),
-        operands.store("dv", head.get("dV", _one(T), _one(J)), B, token, H, J),
+        operands.store("dq", mul(head.scale, head.get("dQ", _one(T), _one(J))), B, TOKEN, H, J),
+        operands.store("dk", head.get("dK", _one(T), _one(J)), B, TOKEN, H, J),
+        operands.store("dv", head.get("dV", _one(T), _one(J)), B, TOKEN, H, J),
     ]
     gate_of_token = add(dot(row_of("Q"), "dQ"), dot(row_of("K"), "gap"))
-    rate_of_token = dot(lambda i: operands.load("misses", B, token, H, i), "E")
-    late = sub(sub(REST, number(1)), T)  # from the last token to the first
+    rate_of_token = dot(lambda i: operands.load("misses", B, TOKEN, H, i), "E")
+    after = _one(LATE, number(1), S)
+    minus_b = Apply("neg", (head.get("b", (), _one(LATE)),), kind)
     walk: list[Stmt] = [
         operands.base("states", B, H, Ref("chunk", I64), number(0), number(0)),
         *head.gates(),
@@ -498,11 +486,11 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
         head.transposed("CT", "C"),
         head.transposed("dOT", "bdO"),
         *head.scores(),
-        head.product(chunk, columns, [head.by_state("K", then=through_state), head.after("P", "dO")], stored("E")),
-        _solved_back(head),
+        head.product(chunk, columns, [head.by_state("K", then=through_state), head.after("P", "dO")], head.stored("E")),
+        head.solved("E", _one(LATE), head.get("A", after, _one(LATE)), "dV", after, "bdV", minus_b),
         head.transposed("dVT", "bdV"),
-        head.product(chunk, tokens, [head.plain("dO", "CT", n, tokens)], gated("D", "dP", "+")),
-        head.product(chunk, tokens, [head.plain("dV", "CT", n, tokens)], gated("below", "dA", "-")),
+        head.product(chunk, tokens, [head.plain("dO", "CT")], head.gated("D", "dP")),
+        head.product(chunk, tokens, [head.plain("dV", "CT")], head.gated("below", "dA", minus=True)),
         head.product(n, tokens, [of_start("dOT")], along_tokens("QS")),
         head.product(n, tokens, [of_start("dVT")], along_tokens("KS")),
         head.product(n, tokens, [of_gradient], along_tokens("CS", by="w")),
@@ -510,42 +498,20 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
         head.product(chunk, columns, [head.before("dA", "K")], readers),
         head.product(chunk, columns, [head.after("dP", "Q"), head.after("dA", "K")], writers),
         head.each_token(
-            head.put("dG", gate_of_token, (), _one(T)), operands.store("dbeta", rate_of_token, B, token, H),
+            head.put("dG", gate_of_token, (), _one(T)), operands.store("dbeta", rate_of_token, B, TOKEN, H),
             columns=results_of_token,
         ),
         *_of_ends(head),
         For("t", REST, (
-            Let("late", late),
-            Assign("of_gates", add(Ref("of_gates", kind), head.get("dG", (), _one(Ref("late", I64))))),
-            operands.store("dg", Ref("of_gates", kind), B, add(FIRST, Ref("late", I64)), H),
+            Let("late", sub(sub(REST, number(1)), T)),
+            Assign("of_gates", add(Ref("of_gates", kind), head.get("dG", (), _one(LATE)))),
+            operands.store("dg", Ref("of_gates", kind), B, add(FIRST, LATE), H),
         )),
-        head.product(n, columns, [head.turned("Q", "bdO"), head.turned("K", "bdV")], retreat),
+        head.product(n, columns, [head.turned("Q", "bdO"), head.turned("K", "bdV")], head.advance),
     ]  # fmt: skip
     start = head.each_of_state(lambda j, row: head.put("state", operands.load("d_last", B, H, R, j), row, _one(J)))
     end = head.each_of_state(lambda j, row: operands.store("d_state", head.get("state", row, _one(J)), B, H, R, j))
     head.launch([start], walk, [end], backwards=True)
-
-
-def _solved_back(head: _Head) -> For:
-    """Gradients of changes without those that later tokens took: E, and with beta those of the values, dV."""
-    axis, kind = head.solved, head.kind
-    sums = [Ref(f"sum{v}", kind) for v in range(axis.vectors)]
-    left, at, then = Ref("left", kind), Ref("late", I64), _one(Ref("late", I64), number(1), S)
-    step: list[Stmt] = [Let("left", Apply("neg", (head.get("A", then, _one(at)),), kind))]
-    step += [Assign(x.name, fma(left, head.get("dV", then, axis.column(v)), x)) for v, x in enumerate(sums)]
-    ends: list[Stmt] = []
-    for v, x in enumerate(sums):
-        change = Ref(f"change{v}", kind)
-        ends += [
-            head.put("E", x, _one(at), axis.column(v)),
-            Let(change.name, mul(head.get("rate", (), _one(at)), x)),
-            head.put("dV", change, _one(at), axis.column(v)),
-            head.put("bdV", mul(Apply("neg", (head.get("b", (), _one(at)),), kind), change), _one(at), axis.column(v)),
-        ]
-    starts = [Var(x.name, head.get("E", _one(at), axis.column(v))) for v, x in enumerate(sums)]
-    inner = For("j", axis.span, (*starts, For("s", DONE, tuple(step)), *ends), vector=True)
-    lets = Let("done", T), Let("late", sub(number(head.chunk - 1), T))
-    return For("tile", axis.panels, (For("t", head.chunk, (*lets, inner)),))
 
 
 def _of_ends(head: _Head) -> list[Stmt]:
