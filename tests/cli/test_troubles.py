@@ -237,7 +237,7 @@ def test_debug_shows_where_it_happened(words: list[str], monkeypatch: pytest.Mon
         main(words)
 
 
-@pytest.mark.parametrize("words", [[], ["frobnicate"], ["run", "--max-tokens", "many"], ["inspect"]])
+@pytest.mark.parametrize("words", [["frobnicate"], ["run", "--max-tokens", "many"], ["inspect"]])
 def test_argparse_and_we_agree_on_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(words)
