@@ -327,7 +327,7 @@ def test_gelu_is_near_everywhere_and_exact_where_it_is_trivial(target: Target) -
     for lanes in (1, 3, full(target, "float"), 32):
         got = unary("gelu", "float", lanes, target)(x)
         assert ulps(got, exact)[x > -1].max() < (2.8 if by_table else 3.2)
-        assert np.abs(got - exact)[x < 0].max() < (3e-8 if by_table else 2e-7)
+        assert np.abs(got - exact)[x < 0].max() < (3e-8 if by_table else 2.5e-7)
         assert same_bits(got, unary("gelu", "float", 1, target)(x))
     special = np.array([0.0, np.inf, np.nan, 1e30, -1e30, -6.0], np.float32)
     want = np.array([0.0, np.inf, np.nan, 1e30, 0.0, 0.0], np.float32)

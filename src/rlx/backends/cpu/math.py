@@ -417,7 +417,7 @@ def gelu(b: Builder, x: Value, target: Target) -> Value:
     """x·Φ(x), Φ being the share of a normal distribution that is below x.
 
     Worst, of floats with AVX-512, whose registers are tables of 16: 2.8 ulp for x > -1, 3e-8 in all below. Elsewhere
-    x (1 + erf(x/√2))/2, which loses digits below 0: 3.2 ulp for x > -1, 2e-7 below.
+    x (1 + erf(x/√2))/2, which loses digits below 0: 3.2 ulp for x > -1, 2.5e-7 below.
     """
     v = _Lanes(b, x.type, target)
     if v.scalar == "float" and "+avx512f" in target.features:
