@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_models import ASSETS, MODELS, Greedy, model_file
+from real_models import ASSETS, MODELS, Ask, Greedy, model_file
 
 import rlx
 from rlx.engine.language import LanguageModel
@@ -43,20 +43,31 @@ def wiki() -> str:
 
 
 @pytest.fixture(scope="session")
-def llama_cpp() -> Greedy:
-    """Greedy tokens of prompts by llama-cpp-python, with the two largest logits of each step."""
+def ask_llama_cpp() -> Ask:
+    """A request to llama-cpp-python, and what it answers."""
     python = os.environ.get("RLX_PEERS_PYTHON")
     if not python:
         pytest.skip("RLX_PEERS_PYTHON does not name an interpreter with llama-cpp-python")
     if subprocess.run([python, "-c", "import llama_cpp"], capture_output=True).returncode:
         pytest.skip(f"{python} has no llama-cpp-python")
 
-    def greedy(file: Path, prompts: list[str], count: int) -> list[dict[str, Any]]:
-        request = json.dumps({"model": str(file), "prompts": prompts, "tokens": count})
+    def ask(request: dict[str, Any]) -> str:
         script = Path(__file__).with_name("llama_cpp_peer.py")
-        done = subprocess.run([python, script], input=request, capture_output=True, text=True)
+        done = subprocess.run([python, script], input=json.dumps(request), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
-        answers: list[dict[str, Any]] = json.loads(done.stdout)
+        return done.stdout
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def llama_cpp(ask_llama_cpp: Ask) -> Greedy:
+    """Greedy tokens of prompts by llama-cpp-python, with the two largest logits of each step."""
+
+    def greedy(file: Path, prompts: list[str], count: int) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = json.loads(
+            ask_llama_cpp({"model": str(file), "prompts": prompts, "tokens": count})
+        )
         return answers
 
     return greedy

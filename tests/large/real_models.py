@@ -14,6 +14,7 @@ from rlx.hub.pull import resolve
 
 MODELS = ("smollm2-135m", "qwen2.5-coder-1.5b", "gemma3-270m")
 ASSETS = Path(os.environ.get("RLX_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))
+Ask = Callable[[dict[str, Any]], str]
 Greedy = Callable[[Path, list[str], int], list[dict[str, Any]]]  # (model, prompts, count) -> an answer for each
 
 
