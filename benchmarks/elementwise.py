@@ -10,15 +10,11 @@ memory is used again, else the pages of new results would be most of the time of
 
 from __future__ import annotations
 
-import argparse
-import os
-import re
 import sys
-from pathlib import Path
 
+from command import chosen, one_run, options, pair, print_rows
 from elementwise_engines import WIDTH, WORKS, reference
-from gemm import pair
-from harness import CaseResult, Library, Result, compare, geometric_mean, print_end, print_heading, write_json
+from harness import CaseResult, Library, Result, compare, geometric_mean, print_end, print_heading
 from worker import Case
 
 ROWS = {"L2": 64, "L3": 1024, "DRAM": 16384}  # 0.4, 6 and 101 MB of one operand and one result
@@ -58,9 +54,7 @@ def print_table(result: Result) -> None:
     print_heading(result)
     print("\nGB/s and ratios as median/best; a ratio above 1 means that rlx is faster\n")
     heading = ["case", *NAMES, OURS, *(f"/{name}" for name in NAMES), "read", f"{OURS}/read", "best peer/read"]
-    print("| " + " | ".join(heading) + " |\n|" + "---|" * len(heading))
-    for case in result.cases:
-        print("| " + " | ".join(row(result, case)) + " |")
+    print_rows(heading, (row(result, case) for case in result.cases))
     print_end(result, summary(result))
 
 
@@ -80,27 +74,16 @@ def summary(result: Result) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = options(__doc__, threads=1, rounds=7, peers="JAX")
     parser.add_argument("--cases", default="", metavar="REGEX", help='such as "norm, L2$"; all unless given')
-    parser.add_argument("--python", default=os.environ.get("RLX_PEERS_PYTHON", sys.executable), metavar="PATH",
-                        help="interpreter that has JAX; RLX_PEERS_PYTHON unless given")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="PATH")
     args = parser.parse_args()
-    cases = [make_case(name, place) for place in ROWS for name in WORKS]
-    cases = [case for case in cases if re.search(args.cases, case.name)]
-    if not cases:
-        print(f"no case matches {args.cases!r}", file=sys.stderr)
-        return 2
+    cases = chosen((make_case(name, place) for place in ROWS for name in WORKS), args.cases)
     libraries = [Library(OURS, "elementwise_engines:rlx", ("rlx",))]
     libraries += [Library(name, f"elementwise_engines:{name.replace('.', '_')}", need) for name, need in PEERS.items()]
     libraries += [Library(name, f"elementwise_engines:{name}", need, args.python) for name, need in ELSEWHERE.items()]
     result = compare(libraries, cases, threads=args.threads, rounds=args.rounds, reference=reference)
     print_table(result)
-    if args.json:
-        write_json(args.json, result.to_json() | {"summary": summary(result)})
-    return 1 if result.problems() else 0
+    return one_run(result, summary(result), args.json)
 
 
 if __name__ == "__main__":

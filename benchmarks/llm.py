@@ -18,7 +18,7 @@ from command import finished, options
 from harness import CaseResult, Library, Result, compare, print_heading
 from worker import Case
 
-MODELS = ("smollm2-135m", "qwen2.5-coder-1.5b")
+MODELS = ("smollm2-135m", "qwen2.5-coder-1.5b", "gemma3-270m")
 OURS, PEER = "rlx", "llama.cpp"
 NARROW = 4.0  # VNNI multiplies four pairs of 8-bit numbers where an FMA multiplies one of f32
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"

@@ -65,25 +65,32 @@ def print_table(result: Result) -> None:
 
 
 def summary(result: Result) -> list[str]:
-    """What a backward pass costs, in forward passes."""
+    """What a backward pass costs, in forward passes, and how many times as fast as each peer both are."""
     if result.busy():
         return ["no summary: other programs had the processor in most rounds"]
-    times = {(c.case.subject, c.case.dims["backward"]): c.timings[OURS].best for c in result.cases if c.ok(OURS)}
-    return [
-        f"{subject}: backward takes {times[subject, 1] / times[subject, 0] - 1:.2f} times as long as forward"
-        for subject in (MAMBA, DELTA)
-        if (subject, 0) in times and (subject, 1) in times
-    ]
+    found = {(c.case.subject, c.case.dims["backward"]): c for c in result.cases if c.ok(OURS)}
+    lines = []
+    for subject in (MAMBA, DELTA):
+        if (subject, 0) in found and (subject, 1) in found:
+            forward, both = (found[subject, i].timings[OURS].best for i in (0, 1))
+            lines.append(f"{subject}: backward takes {both / forward - 1:.2f} times as long as forward")
+        for name in PEERS:
+            if (subject, 1) in found and name in found[subject, 1].timings and found[subject, 1].ok(name):
+                ratio = found[subject, 1].ratio(OURS, name)[0]
+                lines.append(f"{subject}: forward and backward {ratio:.1f} times as fast as {name}")
+    return lines
 
 
 def main() -> int:
     parser = options(__doc__, threads=1, rounds=5, peers="the peers")
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--cases", default="", metavar="REGEX", help='such as "^gated.* forward$"; all unless given')
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="all unless given")
     args = parser.parse_args()
     cases = chosen((make(args.seq, back) for make in (mamba, delta_net) for back in (False, True)), args.cases)
     libraries = [Library(OURS, "scan_engines:rlx", ("rlx",))]
-    libraries += [Library(name, f"scan_engines:{f}", packages, args.python) for name, (f, packages) in PEERS.items()]
+    peers = {name: PEERS[name] for name in args.peers}
+    libraries += [Library(name, f"scan_engines:{f}", packages, args.python) for name, (f, packages) in peers.items()]
     result = compare(
         libraries, cases, threads=args.threads, rounds=args.rounds, reference=reference, max_error=MAX_ERROR
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -18,6 +19,10 @@ settings.load_profile("repeatable")
 # Kernels compiled by one test are good for the next, but nothing of the user's cache is used or changed.
 _cache = tempfile.TemporaryDirectory(prefix="rlx-test-cache-")
 os.environ.setdefault("RLX_CACHE", _cache.name)
+
+# A shell lets what it starts in the background ignore Ctrl-C, which the commands that tests interrupt would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MOST_WORKERS = 8
 IN_PARALLEL = ("not parity and not weights and not large and not gpu", "parity", "weights")

@@ -8,6 +8,7 @@ same way, from their names. Needs torch, transformers and Pillow.
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,11 +31,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mpnet": ("MPNet", {**TEXT, "pad_token_id": 1}),
     "nomic_bert": ("NomicBert", TEXT),
     "modernbert": ("ModernBert", {**TEXT, **TOKENS, "num_hidden_layers": 3, "local_attention": 6}),
+    "embeddinggemma": (
+        "Gemma3Text",
+        {
+            **TEXT, "num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 6,
+            "use_bidirectional_attention": True, "query_pre_attn_scalar": 8, "bos_token_id": 2, "eos_token_id": 1,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "vit": ("ViT", {**IMAGE, "intermediate_size": 40}),
     "dinov2": ("Dinov2", {**IMAGE, "image_size": 40}),
     "dinov2_registers": ("Dinov2WithRegisters", {**IMAGE, "image_size": 40, "use_swiglu_ffn": True}),
     "siglip": ("SiglipVision", {**IMAGE, "intermediate_size": 40}),
-}
+}  # fmt: skip
 PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("ViT", {"size": {"height": 24, "width": 24}}),
     "dinov2": ("Bit", {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}}),
@@ -133,7 +142,7 @@ def main() -> None:
     import tempfile
 
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for name in MODELS:
+    for name in sys.argv[1:] or MODELS:
         with tempfile.TemporaryDirectory() as folder:
             golden = make(name, Path(folder))
         (FOLDER / f"{name}.json").write_text(json.dumps(golden, separators=(",", ":")) + "\n")

@@ -7,7 +7,7 @@ graph as an engine does, with a cache of its own, so that models can be tested a
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,25 @@ def write_folder(folder: Path, weights: dict[str, Array], settings: dict[str, An
 
 # -- the forward pass ------------------------------------------------------------------------------------------------
 def forward(c: dict[str, Any], weights: dict[str, Array], tokens: Sequence[int], window: int | None = None) -> Array:
-    """[seq, vocab] logits in float64. RoPE is unscaled and turns halves."""
+    """[seq, vocab] logits in float64."""
+    return values(c, weights, tokens, window)["logits"]
+
+
+def values(
+    c: dict[str, Any], weights: dict[str, Array], tokens: Sequence[int], window: int | None = None,
+    cache: Any = np.float64, after: Mapping[int, Callable[[Array], Array]] | None = None,
+) -> dict[str, Array]:  # fmt: skip
+    """Values by stage path, in float64: `layers.i.attn` (what it adds), `layers.i` (the stream), `norm` and `logits`.
+
+    RoPE is unscaled and turns halves. Keys and values are rounded to the type `cache` before they are attended to.
+    `after` has functions by layer, which change the stream after it.
+    """
     w = {name: value.astype(np.float64) for name, value in weights.items()}
     heads = c["num_attention_heads"]
     kv_heads = c.get("num_key_value_heads") or heads
     head = c.get("head_dim") or c["hidden_size"] // heads
     n = len(tokens)
+    found: dict[str, Array] = {}
 
     def norm(x: Array, name: str) -> Array:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + c["rms_norm_eps"]) * w[f"{name}.weight"]
@@ -97,16 +110,21 @@ def forward(c: dict[str, Any], weights: dict[str, Array], tokens: Sequence[int],
         )
         if f"{p}.self_attn.q_norm.weight" in w:  # Qwen3
             q, k = norm(q, f"{p}.self_attn.q_norm"), norm(k, f"{p}.self_attn.k_norm")
-        k, v = (np.repeat(t, heads // kv_heads, 1) for t in (turned(k), v))
+        k, v = (t.astype(cache).astype(np.float64).repeat(heads // kv_heads, 1) for t in (turned(k), v))
         scores = np.einsum("qhd,khd->hqk", turned(q), k) / head**0.5
         scores = np.exp(np.where(hidden, -np.inf, scores - scores.max(-1, keepdims=True)))
         out = np.einsum("hqk,khd->qhd", scores / scores.sum(-1, keepdims=True), v).reshape(n, heads * head)
-        x = x + linear(out, f"{p}.self_attn.o_proj")
+        found[f"layers.{i}.attn"] = linear(out, f"{p}.self_attn.o_proj")
+        x = x + found[f"layers.{i}.attn"]
         h = norm(x, f"{p}.post_attention_layernorm")
         gate = linear(h, f"{p}.mlp.gate_proj")
         x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, f"{p}.mlp.up_proj"), f"{p}.mlp.down_proj")
+        x = x if after is None or i not in after else after[i](x)
+        found[f"layers.{i}"] = x
     table = w["model.embed_tokens.weight" if c["tie_word_embeddings"] else "lm_head.weight"]
-    return norm(x, "model.norm") @ table.T
+    found["norm"] = norm(x, "model.norm")
+    found["logits"] = found["norm"] @ table.T
+    return found
 
 
 # -- the driver ------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from rlx import errors
+from rlx.cli.main import COMMANDS
 from rlx.cli.ops import markdown
 from rlx.cli.tour import read
 from rlx.runtime.lineage import lineage
@@ -149,11 +150,32 @@ def test_the_glossary_is_short_and_in_order() -> None:
 PATH = re.compile(r"`((?:src|docs|tests|examples|benchmarks)/[\w./-]+)`|\(((?:\.\./)?[\w./-]+\.(?:md|py|svg))[)#]")
 
 
-@pytest.mark.parametrize("page", sorted(p.name for p in DOCS.glob("*.md")))
+WRITTEN = ["README.md", "benchmarks/README.md", *(f"docs/{p.name}" for p in sorted(DOCS.glob("*.md")))]
+
+
+@pytest.mark.parametrize("page", WRITTEN)
 def test_files_that_a_page_names_exist(page: str) -> None:
-    for plain, link in PATH.findall((DOCS / page).read_text()):
-        place = ROOT / plain if plain else DOCS / link
+    for plain, link in PATH.findall((ROOT / page).read_text()):
+        place = ROOT / plain if plain else (ROOT / page).parent / link
         assert place.exists(), f"{page} names {plain or link}"
+
+
+def test_the_readme_names_all_settings_commands_and_pages() -> None:
+    readme = (ROOT / "README.md").read_text()
+    source = "\n".join(p.read_text() for p in (ROOT / "src").rglob("*.py"))
+    for setting in set(re.findall(r"\bRLX_[A-Z_]+\b", source)):
+        assert f"| `{setting}` |" in readme, f"{setting} is not in the table of settings"
+    assert set(re.findall(r"^\| `(RLX_\w+)` \|", readme, re.M)) <= set(re.findall(r"\bRLX_[A-Z_]+\b", source))
+    for command in COMMANDS:
+        assert re.search(rf"rlx {command}\b|also .*\b{command}\b", readme), f"rlx {command} is not mentioned"
+    for page in (p for p in DOCS.iterdir() if p.is_file()):
+        assert f"docs/{page.name}" in readme, f"docs/{page.name} is not mentioned"
+
+
+def test_the_graph_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = (m["code"] for m in BLOCK.finditer((ROOT / "README.md").read_text()) if "rlx.Graph" in m["code"])
+    exec(compile(code, "README.md", "exec"), {})
+    assert re.search(r"\[3\.99987\d* 3\.99987\d*\]", capsys.readouterr().out)  # 4 times Φ(4)
 
 
 def test_the_tour_leads_to_the_other_pages() -> None:

@@ -105,6 +105,11 @@ class RequestError(RlxError):
     """What was asked of a model cannot be meant: a setting, a prompt, a number out of range."""
 
 
+def shortened(text: str, limit: int) -> str:
+    """A part of a message that does not fill it."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """A hint with the known names closest to `name`, or None when nothing is close."""
     names = sorted(set(known))

@@ -12,11 +12,9 @@ from pathlib import Path
 
 PATH = os.pathsep.join([str(Path(__file__).parents[2] / "src"), str(Path(__file__).parent)])
 LONGEST_S = 60.0
-# Ctrl-C is a signal only to those whose terminal it is (pty.fork would do it, but not beside other threads), and who
-# do not ignore it, as commands that a shell started in the background do.
+# Ctrl-C is a signal only to those whose terminal it is. (pty.fork would do it, but not beside other threads.)
 OWN_TERMINAL = """
-import fcntl, os, signal, sys, termios
-signal.signal(signal.SIGINT, signal.SIG_DFL)
+import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """

@@ -32,8 +32,15 @@ def test_env_and_cache_say_where_things_are(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_demo_compiles_runs_and_agrees_with_numpy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--rows", "-7"]) == 2
+    assert "demo: --rows is -7, expected a number from 0" in capsys.readouterr().err
     assert main(["demo", "--rows", "7"]) == 0
     assert "Largest difference to NumPy" in capsys.readouterr().out
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "chat with a model, or have it answer one prompt" in capsys.readouterr().err
 
 
 def test_the_package_runs_as_a_module() -> None:

@@ -88,8 +88,8 @@ def test_memory_does_not_grow_with_the_text(model: LanguageModel) -> None:
         told(model, prompt(count))
         size = 2 * (3 + 6) * 40  # of two layers: the last 3 tokens of 40 channels, and 6 numbers of each
         if model.facts.family == "qwen3next":
-            # three layers: the last 3 tokens of 4 heads, and 2 matrices; in one: keys and values, in blocks of 64
-            size = 3 * (3 * 4 * 16 + 2 * 16 * 16) + 2 * 16 * 64 * blocks
+            # three layers: the last 3 tokens of 8 heads, and 4 matrices; in one: keys and values, in blocks of 64
+            size = 3 * (3 * 8 * 16 + 4 * 16 * 16) + 2 * 16 * 64 * blocks
         assert model.memory().cache == 4 * size
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from oracles import ORACLES
 
+from rlx.dtypes import dtype
 from rlx.errors import GraphError, ShapeError
 from rlx.flow import ModelFlow, SideOutputs
 from rlx.flow.stages import (
@@ -36,6 +38,7 @@ from rlx.flow.stages import (
     SelfAttnPrefill,
     Sequence,
 )
+from rlx.ir.registry import packed
 from rlx.ops.attention import MaskKind
 
 Array = np.ndarray[Any, Any]
@@ -407,6 +410,34 @@ def test_a_mixture_computes_the_experts_that_the_router_picks(device: str, norma
             wanted[row] += share * (down @ (h / (1 + np.exp(-h)) * (up @ x[row])))
     stage = MoeFfn("m", experts, chosen, normalise, FFN)
     close(run(stage, weights, device), wanted.reshape(X.shape))
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k", "mxfp4", "f16"])
+def test_experts_stay_as_they_are_stored(kind: str) -> None:
+    """Packed ones take as many bytes as in their file; the numbers are those of the same experts in f32."""
+    experts, chosen, hidden, inner = 6, 2, 256, 512
+    storage, rng = dtype(kind), np.random.default_rng(80)
+    shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    stored = {n: packed(kind, experts, *s).array(rng) for n, s in shapes.items()} if storage.is_packed else {
+        n: draws(81, experts, *s).astype(np.float16) for n, s in shapes.items()
+    }  # fmt: skip
+    wide = {n: ORACLES["dequantise"](w) if storage.is_packed else w.astype(np.float32) for n, w in stored.items()}
+    x, router = draws(82, 1, 9, hidden), {"m.gate.weight": draws(83, experts, hidden)}
+    found, bytes_bound = [], []
+    for weights in (stored, wide):
+        named = {f"m.experts.{n}_proj.weight": w for n, w in weights.items()}
+        flow = ModelFlow("part").input("x", ("batch", 9, hidden)).stage(MoeFfn("m", experts, chosen, True, inner))
+        f = flow.build(router | named).compile("cpu")
+        found.append(f.run({"x": x})[0])
+        main = f.plan.main  # type: ignore[attr-defined]
+        bytes_bound.append(sum(main.buffers[name].type.bytes for name in main.weights))
+        grouped = [launch for launch in main.launches if "matmul" in launch.kernel.kind and launch.kernel.grouped]
+        assert [launch.kernel.weights for launch in grouped] == [2, 1]
+    close(found[0], found[1], 1e-4)
+    small = sum(w.nbytes for w in (*router.values(), *stored.values()))
+    if storage.is_packed:
+        assert bytes_bound[0] <= small + 64 * hidden * 4  # the router's panel is padded
+        assert bytes_bound[0] < bytes_bound[1] / 3
 
 
 def test_a_mixture_of_fewer_experts_than_are_chosen_is_refused() -> None:

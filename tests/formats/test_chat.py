@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any
 
@@ -281,20 +281,9 @@ def test_blocks_leave_no_white_space() -> None:
 def test_threads_share_a_template() -> None:
     template = ChatTemplate(QWEN25)
     expected = template.render(CONVERSATIONS["long"])
-    wrong: list[str] = []
-
-    def work() -> None:
-        for _ in range(20):
-            found = template.render(CONVERSATIONS["long"])
-            if found != expected:
-                wrong.append(found)
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda _: template.render(CONVERSATIONS["long"]), range(160))
+        assert all(text == expected for text in found)
 
 
 def test_a_long_chat_is_no_attack() -> None:

@@ -144,5 +144,7 @@ def test_rm_asks_and_keeps_without_an_answer(
 
 @pytest.mark.usefixtures("no_network")
 def test_rm_of_what_is_not_here_says_so(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(NotFoundError, match="'nosuch' is no model of the catalogue"):
+        run("rm", "nosuch")  # and asks nothing
     assert run("rm", "-y", "joined") == 0
     assert "was not here" in capsys.readouterr().err

@@ -46,8 +46,8 @@ class Rotations(torch.nn.Module):
         places = torch.arange(0, size, 2, dtype=torch.float64) / size
         self._steps = {kind: 1.0 / settings["rope_theta"] ** places for kind, settings in kinds.items()}
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, kind: str | None = None) -> Any:
-        angles = (positions[..., None] * self._steps[kind]).repeat(1, 1, 2)
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
+        angles = (position_ids[..., None] * self._steps[layer_type]).repeat(1, 1, 2)
         return angles.cos(), angles.sin()
 
 

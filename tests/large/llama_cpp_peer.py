@@ -29,8 +29,9 @@ def greedy(llm: llama_cpp.Llama, prompt: list[int], count: int) -> dict[str, Any
 
 def main() -> None:
     request = json.load(sys.stdin)
+    # One thread: several wait for each other by spinning, which takes for ever where others use the cores too.
     llm = llama_cpp.Llama(
-        request["model"], n_ctx=256, n_threads=2, type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
+        request["model"], n_ctx=256, n_threads=1, type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
         verbose=False,
     )  # fmt: skip
     prompts = [llm.tokenize(text.encode(), add_bos=True, special=False) for text in request["prompts"]]

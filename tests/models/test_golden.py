@@ -74,7 +74,7 @@ def test_generation_goes_on_from_there_alone_and_in_company(tmp_path: Path, name
 
 WRONG: list[tuple[str, dict[str, Any], type[RlxError], str]] = [
     ("gemma3", {"attn_logit_softcapping": 5.0}, CapabilityError, "attn_logit_softcapping is 5.0"),
-    ("gemma3", {"use_bidirectional_attention": True}, CapabilityError, "use_bidirectional_attention is True"),
+    ("gemma3", {"use_bidirectional_attention": "all"}, CapabilityError, "use_bidirectional_attention is 'all'"),
     ("gemma3", {"layer_types": ["full_attention"]}, FormatError, "layer_types has 1 entries for 6 layers"),
     ("gemma3", {"sliding_window": None}, FormatError, "layer_types has sliding_attention, and no window is set"),
     ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "spiral"}}}, CapabilityError, "'spiral'"),

@@ -20,7 +20,7 @@ from rlx.errors import RlxError
 from rlx.models.load import open_checkpoint
 from rlx.profile import Fusion
 
-TEXTS = ("bert", "roberta", "nomic_bert", "modernbert")  # docs/adding-a-model.md has MPNet
+TEXTS = ("bert", "roberta", "nomic_bert", "modernbert", "embeddinggemma")  # docs/adding-a-model.md has MPNet
 
 
 def golden(name: str) -> dict[str, Any]:

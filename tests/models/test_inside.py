@@ -192,7 +192,7 @@ INITIAL = {
     "mixtral": "MixtralForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM", "roberta": "RobertaModel", "mamba": "MambaForCausalLM",
     "mamba2": "Mamba2ForCausalLM", "qwen3_next": "Qwen3NextForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM", "embeddinggemma": "Gemma3TextModel",
 }  # fmt: skip
 
 

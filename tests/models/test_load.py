@@ -7,12 +7,12 @@ import json
 import math
 import os
 import struct
-import subprocess
 import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import llama_cpp_of_tokens
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -519,13 +519,6 @@ def test_gguf_without_a_token_table_is_a_format_error(tmp_path: Path, shape: Any
         open_checkpoint(write_gguf(tmp_path / "m.gguf", "llama", gguf_keys(SETTINGS), tensors))
 
 
-PEER = """
-import json, sys, llama_cpp
-request = json.load(sys.stdin)
-m = llama_cpp.Llama(request["model"], n_ctx=256, logits_all=True, verbose=False, type_k=0, type_v=0)
-m.eval(request["tokens"])
-json.dump(m.scores[: len(request["tokens"])].tolist(), sys.stdout)
-"""
 _LONG = {f"rope_factors_{n}.weight": np.linspace(1, m, 16, dtype=np.float32) for n, m in (("long", 9), ("short", 3))}
 ROPES: dict[str, tuple[dict[str, Any], dict[str, Array]]] = {
     "none": ({}, {}),
@@ -541,9 +534,6 @@ ROPES: dict[str, tuple[dict[str, Any], dict[str, Array]]] = {
 @pytest.mark.large
 @pytest.mark.parametrize("name", ROPES)
 def test_gguf_scalings_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
-    python = os.environ.get("RLX_PEERS_PYTHON")
-    if not python:
-        pytest.skip("RLX_PEERS_PYTHON does not name an interpreter with llama-cpp-python")
     said, more = ROPES[name]
     c = {**SETTINGS, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     tokenizer = {
@@ -554,11 +544,8 @@ def test_gguf_scalings_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None
     keys |= {f"tokenizer.ggml.{k}": v for k, v in tokenizer.items()}
     path = write_gguf(tmp_path / "m.gguf", "llama", keys, gguf_tensors(c, random_weights(c)) | more)
     tokens = np.random.default_rng(0).integers(3, 64, 100).tolist()
-    request = json.dumps({"model": str(path), "tokens": tokens})
-    done = subprocess.run([python, "-c", PEER], input=request, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
     found = Driver.of(open_checkpoint(path), context=256).feed([tokens], [0])[0]
-    assert difference(found, np.array(json.loads(done.stdout))) < 1e-5
+    assert difference(found, llama_cpp_of_tokens.computed(path, tokens)) < 1e-5
 
 
 # -- BERT ------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import llama_cpp_of_tokens
 import numpy as np
 import pytest
 from reference_models import check, save
@@ -139,6 +140,15 @@ def test_experts_may_lie_in_two_tensors(tmp_path: Path) -> None:
     assert (found.weights.array(name) == changed).all()
     model.save(tmp_path / "m.gguf")
     assert difference(load(tmp_path / "m.gguf").logits(golden.rows[0]), golden.logits[0]) < 2e-4
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_llama_cpp_reads_what_was_saved(tmp_path: Path, name: str) -> None:
+    golden = Golden(name)
+    load(golden.folder(tmp_path)).save(tmp_path / "m.gguf", dtype="f32")  # it rounds what it multiplies with f16
+    found = llama_cpp_of_tokens.computed(tmp_path / "m.gguf", golden.rows[0])
+    assert difference(found, golden.logits[0]) < 2e-4
 
 
 def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:

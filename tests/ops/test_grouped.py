@@ -102,7 +102,7 @@ def numbers(x: Array) -> Array:
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["f32", "int8"])
-@pytest.mark.parametrize("kind", ["q4_0", "q5_1", "q8_0", "q4_k", "q6_k", "iq4_nl"])
+@pytest.mark.parametrize("kind", ["q4_0", "q5_1", "q8_0", "q4_k", "q6_k", "mxfp4", "iq4_nl"])
 def test_packed_matrices_stay_packed(kind: str, whole: bool) -> None:
     """As many bytes as in the file, one arithmetic whatever the number of rows: few of a group, many, and both."""
     storage = dtype(kind)

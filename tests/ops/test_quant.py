@@ -82,10 +82,9 @@ def test_a_matmul_unpacks_on_the_way(storage: DType, target: str) -> None:
         np.testing.assert_array_equal(f.run({"x": a[3 : 3 + m]})[0], found[3 : 3 + m][:m])
     plan = f.plan  # type: ignore[attr-defined]
     assert len(plan.main.launches) == 1
-    if storage.unit == 2:  # else numbers are unpacked when weights are bound
-        (panels,) = (plan.main.buffers[name].type for name in plan.main.weights)
-        width = panels.shape[1] * panels.shape[3] * 2 // storage.size  # columns of a panel
-        assert panels.bytes == -(-n // width) * width * stored.nbytes // n
+    (panels,) = (plan.main.buffers[name].type for name in plan.main.weights)
+    width = panels.shape[1] * panels.shape[3] * 2 // storage.size  # columns of a panel
+    assert panels.bytes == -(-n // width) * width * stored.nbytes // n
 
 
 def test_weights_that_share_an_input_are_joined_while_packed() -> None:

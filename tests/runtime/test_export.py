@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import json
 import os
 import shutil
@@ -11,7 +9,6 @@ import stat
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +26,9 @@ from rlx.errors import BindError, CapabilityError, FormatError, KernelError
 from rlx.runtime import codec, container, export
 from rlx.types import Composite, Dim, Symbol
 
+from .test_caches import source
+
 Array = np.ndarray[Any, Any]
-PACKAGE = Path(rlx.__file__).resolve().parent
 rng = np.random.default_rng(7)
 WEIGHTS = {
     "w": rng.standard_normal((20, 33), dtype=np.float32), "b": rng.standard_normal(33, dtype=np.float32),
@@ -264,15 +262,6 @@ else:
         "llvm": [m for m in sys.modules if m.startswith("llvmlite")],
     }}))
 """
-
-
-@functools.cache
-def source() -> str:
-    """A copy of rlx that nobody edits meanwhile: an export is good for the very same sources alone."""
-    folder = tempfile.TemporaryDirectory(prefix="rlx-source-")
-    atexit.register(folder.cleanup)
-    shutil.copytree(PACKAGE, Path(folder.name) / "rlx", ignore=shutil.ignore_patterns("__pycache__", "*~"))
-    return folder.name
 
 
 def child(role: str, path: Path) -> Any:

@@ -24,6 +24,7 @@ PROFILES = {"f32": CompileProfile(), "int8": CompileProfile(precision=Precision(
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(executable, "PIECE_ROWS", 20)
+    monkeypatch.setattr(executable, "CACHE_BYTES", 1000)
     yield
 
 
@@ -88,6 +89,14 @@ def test_what_meets_along_the_batch_is_not_cut() -> None:
     f.set_param("w", w)
     exact = data.astype(np.float64) @ w
     assert relative(f.run({"x": data})[0], exact - exact.mean(0)) < 1e-5
+
+
+def test_a_single_product_is_not_cut() -> None:
+    """It leaves nothing in memory that the next launch would read."""
+    g = Graph("g")
+    f = rlx.compile(g.set_outputs([g.input("x", ("batch", 64)) @ g.param("w", (64, 64))]), threads=1)
+    assert isinstance(f, CpuGraph) and f.executable.layout.batch == 0
+    assert f.executable.pieces((1000,)) is None
 
 
 def test_a_fault_in_a_later_piece_is_told() -> None:

@@ -8,6 +8,7 @@ import time
 import numpy as np
 
 import rlx
+from rlx.cli.console import UsageError
 from rlx.ir.graph import Graph
 
 HIDDEN, INNER = 384, 1024
@@ -29,6 +30,8 @@ def block() -> Graph:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.rows < 0:
+        raise UsageError(f"demo: --rows is {arguments.rows}, expected a number from 0")
     graph = block()
     print("A gated feed-forward block as a graph:\n")
     print(graph)

@@ -30,7 +30,7 @@ from rlx.lir.program import Launch, Program, launch_text
 from rlx.lir.views import View
 from rlx.mir.pipeline import optimise
 from rlx.models.load import Checkpoint, open_checkpoint
-from rlx.models.pooling import Pool, read_settings
+from rlx.models.pooling import pooled, read_settings
 from rlx.profile import CompileProfile
 from rlx.runtime.kv_cache import CACHES
 from rlx.runtime.page import graph_page
@@ -100,7 +100,7 @@ def built(checkpoint: Checkpoint, cache: str = "f32") -> BuiltModel:
         flow = family.flow(config, min(CONTEXT, int(config.context)), checkpoint.rope_factors).cache_dtype(cache)
     else:
         flow = family.flow(config)
-        flow = flow if family.kind == "vision model" else flow.stage(Pool(read_settings(checkpoint).kind))
+        flow = flow if family.kind == "vision model" else pooled(flow, checkpoint, read_settings(checkpoint))
     beside = (path if path.is_dir() else path.parent) / PROFILE
     if beside.is_file():
         flow = flow.profile(CompileProfile.from_toml(beside))

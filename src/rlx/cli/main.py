@@ -53,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if place is not None:
         words[place] = first
     try:
+        if not words:
+            parser().print_help(sys.stderr)
+            return USAGE
         arguments = parser(first if first in COMMANDS else None).parse_args(words)
         code = int(arguments.run(arguments))
         if sys.stdout is not None:

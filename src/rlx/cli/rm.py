@@ -19,6 +19,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     code = 0
     for name in arguments.names:
+        hub.locate(name)  # an error, if there can be no such model
         if not arguments.yes and not _agreed(name):
             print(f"{name}: kept", file=sys.stderr)
             code = 1

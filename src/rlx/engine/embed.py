@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import NoneType
 from typing import Any, TypeGuard
@@ -19,7 +18,8 @@ from rlx.engine.model import Model, whole
 from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, FormatError, RequestError, nearest
 from rlx.flow.flow import ModelFlow
-from rlx.models.pooling import EmbedSettings, Pool, read_settings
+from rlx.hub.progress import drawn
+from rlx.models.pooling import EmbedSettings, pooled, read_settings
 
 Array = np.ndarray[Any, Any]
 TOKENS = 256  # of a batch for each thread, at most: activations stay in the caches, and threads seldom wait
@@ -36,7 +36,7 @@ class EmbeddingModel(Model):
     precisions = ("auto", "f32", "int8")
 
     def _flow(self) -> ModelFlow:
-        return super()._flow().stage(Pool(self.settings.kind))
+        return pooled(super()._flow(), self.checkpoint, self.settings)
 
     def _hidden_flow(self) -> ModelFlow:
         return super()._flow()
@@ -79,7 +79,8 @@ class EmbeddingModel(Model):
     @property
     def dim(self) -> int:
         """How many numbers a vector has."""
-        return self.facts.dim
+        dense = self.settings.dense
+        return dense[-1][-1] if dense else self.facts.dim
 
     # -- vectors --
     def embed(
@@ -228,13 +229,13 @@ def _unit(vectors: Array) -> Array:
 @contextlib.contextmanager
 def _progress(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, where it is a terminal; gives a function that takes how many more texts are done."""
-    if not shown or sys.stderr is None or not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    from rich.console import Console  # 0.08 s, so only where it is looked at
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    done = 0
+    with drawn("embedding", total, of_bytes=False) if shown else contextlib.nullcontext() as tick:
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("embedding", total=total)
-        yield lambda count: progress.advance(task, count)
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            if tick is not None:
+                tick(done)
+
+        yield advance

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.errors import KernelError, RequestError, nearest
+from rlx.errors import KernelError, RequestError, nearest, shortened
 
 Array = np.ndarray[Any, Any]
 COLDEST = 1e-6  # below it, quotients might overflow, and only equals of the highest are left anyway
@@ -110,7 +110,7 @@ def shown(value: object) -> str:
         text = repr(value)
     except ValueError:  # whole numbers beyond some thousand digits have no text
         text = f"a huge {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shortened(text, 80)
 
 
 def _number(value: Any) -> float:

@@ -314,7 +314,8 @@ def _copy_beside(source: Path, folder: Path) -> None:
     if folder.resolve() == source.resolve():
         return
     for path in sorted(source.rglob("*")):
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHT_FILES):
+        kept = not path.name.endswith(WEIGHT_FILES) or path.parent.name.endswith("_Dense")  # behind the pooling
+        if path.is_file() and not path.name.startswith(".") and kept:
             to = folder / path.relative_to(source)
             to.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, to)

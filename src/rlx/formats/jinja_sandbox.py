@@ -31,7 +31,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from rlx.errors import FormatError, RequestError, RlxError
+from rlx.errors import FormatError, RequestError, RlxError, shortened
 from rlx.formats.tensors import quoted
 
 MAX_TEMPLATE_CHARS = 1 << 17
@@ -103,8 +103,7 @@ class Program:
 
 
 def _shown(error: object) -> str:
-    text = str(error)
-    return text if len(text) <= 300 else text[:297] + "..."
+    return shortened(str(error), 300)
 
 
 # -- bounds ----------------------------------------------------------------------------------------------------------

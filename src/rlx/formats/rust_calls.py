@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rlx.errors import FormatError, RlxError
+from rlx.errors import FormatError, RlxError, shortened
 
 
 @contextmanager
@@ -27,6 +27,5 @@ def rust_call(where: str) -> Iterator[None]:
         raise FormatError(f"{where}: the tokenizers library gave up: {_shown(error)}") from error
 
 
-def _shown(error: BaseException, limit: int = 300) -> str:
-    text = str(error) or type(error).__name__
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+def _shown(error: BaseException) -> str:
+    return shortened(str(error) or type(error).__name__, 300)

@@ -1,4 +1,4 @@
-"""How far a download is: a bar on a terminal, two lines elsewhere, all on stderr."""
+"""How far something is: a bar on a terminal; of downloads two lines elsewhere; all on stderr."""
 
 from __future__ import annotations
 
@@ -30,25 +30,28 @@ def bar(label: str, total: int, *, quiet: bool = False) -> Iterator[Tick]:
     if quiet:
         yield lambda done: None
         return
-    with _drawn(label, total) as tick:
-        yield tick
+    with drawn(f"fetching {label}", total) as tick:
+        if tick is None:
+            say(f"fetching {label}: {show_size(total)}")
+        yield tick or (lambda done: None)
     say(f"fetched {label}: {show_size(total)} in {time.monotonic() - started:.1f} s")
 
 
 @contextlib.contextmanager
-def _drawn(label: str, total: int) -> Iterator[Tick]:
+def drawn(label: str, total: int, *, of_bytes: bool = True) -> Iterator[Tick | None]:
+    """A bar that goes away again, by a function that takes how much is done so far; None where it is not seen."""
     try:
         terminal = sys.stderr.isatty()
-        from rich.console import Console  # 0.08 s, so only where it is looked at
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-        from rich.progress import TransferSpeedColumn as Speed
-    except (ImportError, AttributeError, ValueError):  # no rich; stderr is None or closed
+    except (AttributeError, ValueError):  # stderr is None or closed
         terminal = False
     if not terminal:
-        say(f"fetching {label}: {show_size(total)}")
-        yield lambda done: None
+        yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"fetching {label}", total=total)
+    from rich import progress as parts  # 0.08 s, so only where it is looked at
+    from rich.console import Console
+
+    amount = (parts.DownloadColumn(), parts.TransferSpeedColumn()) if of_bytes else (parts.MofNCompleteColumn(),)
+    columns = (parts.TextColumn("{task.description}"), parts.BarColumn(), *amount, parts.TimeRemainingColumn())
+    with parts.Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(label, total=total)
         yield lambda done: progress.update(task, completed=min(done, total))

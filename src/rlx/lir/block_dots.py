@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlx.dtypes import F32, I32, I64, DType
-from rlx.lir.blocks import ARGUMENTS, PANEL, Block, Panels, Place, Term, block_number, multiply_add
+from rlx.lir.blocks import ARGUMENTS, Block, Panels, Place, Term, block_number, multiply_add, panel_params
+from rlx.lir.grid_blocks import power_scale
 from rlx.lir.loops import (
     Apply,
     Arg,
@@ -56,7 +57,12 @@ class Codes:
     minima: Callable[[Block], list[Term]] | None = None  # four in a word, beside the other f16
     plus: bool = False  # the other f16 is added to each weight
     halves: tuple[int, ...] = (0,)
+    unit: Callable[[Block], Expr] | None = None  # the scale of the block, where that is not an f16
     order: tuple[int, ...] = ()  # in which runs are taken, where that is not as they lie: those that share words
+
+    def floats(self, b: Block) -> list[Expr]:
+        """What whole numbers are multiplied by at the end of a block, and the other f16 if there is one."""
+        return [b.half(unit) for unit in self.halves] if self.unit is None else [self.unit(b)]
 
     @property
     def dot(self) -> str:
@@ -121,6 +127,21 @@ def _q6_codes(b: Block, t: int) -> Term:
     return low | (_w(b, 32 + 8 * half + at) >> 2 * plane & PAIRS) << 4
 
 
+def _fp4_codes(b: Block, t: int) -> Term:
+    """Sixteen more than 0, 1, 2, 3, 4, 6, 8, 12 or what is below zero by that: a sign, two bits of exponent, one more.
+
+    From 4 on a number has more than its bits say: one for the last bit, two for the one before, two more for both.
+    """
+    bits = Term(b.let(_nibbles(b, 0, t).expr(I32)))
+    large, sign = Term(b.let((bits >> 2 & ONES).expr(I32))), Term(b.let((bits >> 3 & ONES).expr(I32)))
+    last, second = (Term(b.let((bits >> n & large).expr(I32))) for n in range(2))
+    size = (bits & 0x07070707) + last + (second << 1) + ((last & second) << 1)
+    # Per byte: s becomes 31 - s where the sign is set, so that taking 15 off that and adding 16 to others is the same.
+    flip = b.let(((sign << 5) - sign).expr(I32))
+    turned = Term(Apply("xor", (size.expr(I32), flip), I32))
+    return turned + 16 * ONES - Term(flip)
+
+
 CODES = {
     "q4_0": Codes(32, 8, lambda b, t: _nibbles(b, 0, t)),
     "q4_1": Codes(32, 0, lambda b, t: _nibbles(b, 0, t), plus=True, halves=(0, 1)),
@@ -135,6 +156,7 @@ CODES = {
         16, 32, _q6_codes, lambda b, run: b.signed(Term(192 + run)), halves=(104,),
         order=tuple(8 * h + 2 * plane + a for h in range(2) for a in range(2) for plane in range(4)),
     ),
+    "mxfp4": Codes(32, 16, _fp4_codes, unit=power_scale),
 }  # fmt: skip
 
 
@@ -227,10 +249,12 @@ def dot_kernel(storage: DType, width: int, target: Target, count: int) -> LoopKe
                 more = Term(Apply("mul", (sums[r], scale), I32))
                 wholes[r] = block.let((Term(wholes[r]) + more if isinstance(wholes[r], Ref) else more).expr(I32))
     minima = [m.expr(I32) for m in codes.minima(block)] if codes.minima else []
-    halves = [block.half(unit) for unit in codes.halves]
-    other = halves[1] if len(halves) > 1 else None
-    body = (*stmts, *_finish(rows, codes, target, wholes, halves[0], other, minima))
-    return _kernel(f"dot_{storage}_int_{count}", PANEL, width, lanes, count, (For("u", Arg("blocks"), body),))
+    floats = codes.floats(block)
+    other = floats[1] if len(floats) > 1 else None
+    body = (*stmts, *_finish(rows, codes, target, wholes, floats[0], other, minima))
+    return _kernel(
+        f"dot_{storage}_int_{count}", panel_params(storage), width, lanes, count, (For("u", Arg("blocks"), body),)
+    )
 
 
 @dataclass(frozen=True)
@@ -285,10 +309,9 @@ def codes_kernel(storage: DType, width: int, lanes: int) -> LoopKernel:
             stmts.append(Store(3, apart.at(lanes, apart.scales + run), scale))
     for i, four_minima in enumerate(codes.minima(block) if codes.minima else []):
         stmts.append(Store(3, apart.at(lanes, apart.minima + i), four_minima.expr(I32)))
-    for i, unit in enumerate(codes.halves):
-        half = block.half(unit)
-        stmts.append(Store(4, apart.at(lanes, apart.floats + i), half))
-    params = (*PANEL, Param("x_words", I32), Param("codes", I32, True), Param("numbers", F32, True))
+    for i, number in enumerate(codes.floats(block)):
+        stmts.append(Store(4, apart.at(lanes, apart.floats + i), number))
+    params = (*panel_params(storage), Param("x_words", I32), Param("codes", I32, True), Param("numbers", F32, True))
     loop = For("u", Arg("blocks"), (For("c", lanes, tuple(stmts), vector=True),))
     return LoopKernel(f"codes_{storage}", params, ARGUMENTS, For("v", width // lanes, (loop,)))
 

@@ -30,7 +30,7 @@ from rlx.lir.loops import (
     Store,
     Var,
 )
-from rlx.ops.fused import halves_of, word_runs
+from rlx.ops.fused import apart_of, word_runs
 from rlx.target import Target
 
 UNIT = 2  # bytes
@@ -40,9 +40,9 @@ RECENT = 12  # words that stay in registers
 Place = tuple[tuple[Expr, int | Arg], ...]
 
 
-def units_of(storage: DType) -> int:
-    """16-bit units of a block."""
-    return storage.size // UNIT
+def unit_of(storage: DType) -> DType:
+    """What blocks are read by."""
+    return I16 if storage.unit == UNIT else U8
 
 
 def dot_rows(storage: DType) -> int:
@@ -149,6 +149,10 @@ class RowBlocks:
         """The word that a byte is in, and its first bit there."""
         return (byte >> 1, (byte & 1) << 3) if self.size == UNIT else (byte, Term(0))
 
+    def byte(self, index: int) -> Expr:
+        """A byte, where units are bytes, as an i32."""
+        return self.word(Term(index))
+
     def word(self, index: Term) -> Expr:
         """A unit as an i32."""
         kind = I16 if self.size == UNIT else U8
@@ -157,14 +161,14 @@ class RowBlocks:
 
 def first_word(storage: DType) -> int:
     """The byte of a block where words begin."""
-    return 2 * sum(unit == i for i, unit in enumerate(halves_of(storage)))
+    return storage.unit * sum(unit == i for i, unit in enumerate(apart_of(storage)))
 
 
 @dataclass(frozen=True)
 class Panels:
-    """A block of `lanes` columns side by side: each half, then each word, of all of them.
+    """A block of `lanes` columns side by side: each half or byte that is apart, then each word, of all of them.
 
-    `block` is the number of the block. Parameter 0 is read as words, 1 as halves.
+    `block` is the number of the block. Parameter 0 is read as words, 1 as halves or bytes.
     """
 
     storage: DType
@@ -173,11 +177,18 @@ class Panels:
     whole: bool = False  # words lie as kernels of whole numbers take them
 
     def half(self, unit: int) -> Expr:
-        start, apart = (self.block, self.storage.size // 2 * self.lanes), halves_of(self.storage)
+        start, apart = (self.block, self.storage.size // 2 * self.lanes), apart_of(self.storage)
         if unit in apart:
             return Load(1, (start, (Const(apart.index(unit), I64), self.lanes), (Index("c"), 1)), F16)
         word, high = divmod(unit, 2)
         return Load(1, (start, (Const(word, I64), 2 * self.lanes), (Index("c"), 2), (Const(high, I64), 1)), F16)
+
+    def byte(self, index: int) -> Expr:
+        place = (
+            (self.block, self.storage.size * self.lanes),
+            (Const(apart_of(self.storage).index(index), I64), self.lanes),
+        )
+        return Apply("cast", (Load(1, (*place, (Index("c"), 1)), U8),), I32)
 
     def single(self, unit: int) -> Expr:
         return Apply("bits", (self.word(Term(unit // 2)),), F32)
@@ -191,7 +202,7 @@ class Panels:
             assert isinstance(index.of, int)
             words = [w for first, count in word_runs(self.storage, True) for w in range(first, first + count)]
             index = Term(words.index(index.of))
-        start = Const(len(halves_of(self.storage)) * self.lanes // 2, I64)
+        start = Const(len(apart_of(self.storage)) * self.storage.unit * self.lanes // 4, I64)
         place = ((self.block, self.storage.size * self.lanes // 4), (start, 1), (index.expr(I64), self.lanes))
         return Load(0, (*place, (Index("c"), 1)), I32)
 
@@ -402,12 +413,14 @@ def unpack_kernel(storage: DType, width: int, lanes: int) -> LoopKernel:
         value = decode(storage, block, Position(outer, span, inner))
         row = ((Index("u"), storage.block * width), (outer.expr(I64), width << span), (Const(inner, I64), width))
         body.append(Store(4, (*row, (Index("v"), lanes), (Index("c"), 1)), value))
-    params = (*PANEL, Param("x_words", I32), Param("x", F32), Param("out", F32, True))
+    params = (*panel_params(storage), Param("x_words", I32), Param("x", F32), Param("out", F32, True))
     root = For("v", width // lanes, (For("c", lanes, (_over_blocks(groups, tuple(body)),), vector=True),))
     return LoopKernel(f"unpack_{storage}", params, ARGUMENTS, root)
 
 
-PANEL = (Param("words", I32), Param("halves", F16))
+def panel_params(storage: DType) -> tuple[Param, Param]:
+    """The two views of a panel."""
+    return Param("words", I32), Param("halves", F16) if storage.unit == UNIT else Param("bytes", U8)
 
 
 def dot_kernel(storage: DType, width: int, target: Target, rows: int) -> LoopKernel:
@@ -435,7 +448,7 @@ def dot_kernel(storage: DType, width: int, target: Target, rows: int) -> LoopKer
                 x, w, total = (Ref(n, F32) for n in (f"x{r}_{inner}", f"w{v}_{inner}", f"sum{r}_{v}_{inner}"))
                 body.append(Let(f"sum{r}_{v}_{inner + 1}", multiply_add(x, w, total, target)))
     body += [Assign(f"sum{r}_{v}", Ref(f"sum{r}_{v}_{1 << span}", F32)) for r, v in cells]
-    params = (*PANEL, Param("x_words", I32), Param("x", F32), Param("sums", F32, True))
+    params = (*panel_params(storage), Param("x_words", I32), Param("x", F32), Param("sums", F32, True))
     columns: tuple[Stmt, ...] = (
         *(Var(f"sum{r}_{v}", Load(4, place[r, v], F32)) for r, v in cells),
         _over_blocks(groups, tuple(body)),

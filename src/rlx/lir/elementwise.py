@@ -61,13 +61,6 @@ def _(x: Expr) -> Expr:
     return apply("div", number(1.0, x), apply("sqrt", x))
 
 
-@scalar_form("gelu")
-def _(x: Expr) -> Expr:
-    bell = apply("erf", apply("mul", x, number(math.sqrt(0.5), x)))
-    half = apply("mul", x, number(0.5, x))
-    return apply("fma", half, bell, half)
-
-
 @scalar_form("gelu_tanh")
 def _(x: Expr) -> Expr:
     cube = apply("mul", apply("mul", x, x), x)

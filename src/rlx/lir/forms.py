@@ -8,6 +8,7 @@ from rlx.lir import conv as conv
 from rlx.lir import custom as custom
 from rlx.lir import elementwise as elementwise
 from rlx.lir import fused as fused
+from rlx.lir import gated_delta_net as gated_delta_net
 from rlx.lir import grouped as grouped
 from rlx.lir import index as index
 from rlx.lir import int8 as int8

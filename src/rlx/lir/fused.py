@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.dtypes import BOOL, I16, I32, I64
+from rlx.dtypes import BOOL, I32, I64
 from rlx.ir.graph import Node
-from rlx.lir.blocks import Place, first_word, units_of
+from rlx.lir.blocks import Place, first_word, unit_of
 from rlx.lir.elementwise import body_lets
 from rlx.lir.loops import Apply, Choose, Const, Expr, For, Index, Load, Ref, Stmt, Store
 from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, cast, decode_unit, loop_form, map_elements
 from rlx.lir.views import View
-from rlx.ops.fused import FOUR, halves_of, word_runs
+from rlx.ops.fused import FOUR, apart_of, word_runs
 from rlx.types import product
 
 
@@ -45,19 +45,23 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     out = s.result(node)
     matrices = [s.view(o) for o in node.operands]
     storage, lanes, width = node.operands[0].dtype, node.attrs["lanes"], node.attrs["width"]  # type: ignore[union-attr]
-    part, units = width // len(matrices), units_of(storage)
+    part, unit_type, units = width // len(matrices), unit_of(storage), storage.size // storage.unit
     builder = LoopBuilder(node.op)
     for view in matrices:
-        builder.param(View(view.buffer, I16, view.shape, view.strides, view.offset))
+        builder.param(View(view.buffer, unit_type, view.shape, view.strides, view.offset))
     whole = builder.param(View(out.buffer, I32, out.shape, out.strides, out.offset // 2), written=True)
-    half = builder.param(out, written=True)
+    half = builder.param(
+        View(out.buffer, unit_type, out.shape, out.strides, out.offset * 2 // storage.unit), written=True
+    )
     *groups, n, blocks = node.operands[0].type.array_shape  # type: ignore[union-attr]
     lets = decode_unit(builder, [*groups, out.shape[-4], blocks], ["g", "p", "k"][-2 - len(groups) :])
     columns, count = builder.arg("columns", n), builder.arg("blocks", blocks)
     row = builder.arg("row", blocks * units)
-    halves, first, c = halves_of(storage), first_word(storage) // 2, Index("c")
-    vectors, start = width // lanes, len(halves) * lanes // 2
+    apart, first, c = apart_of(storage), first_word(storage) // storage.unit, Index("c")
+    vectors, start = width // lanes, len(apart) * lanes * storage.unit // 4
+    many_units, bits = 4 // storage.unit, 8 * storage.unit  # of a word, and of a unit
     body: list[Stmt] = []
+    value: Apply | None
     for source in range(len(matrices)):  # whose vectors follow each other in a panel
         v, many = Index("v"), vectors // len(matrices)
         at = _sum((Ref("p", I64), part), (v, lanes), (c, 1))
@@ -74,21 +78,22 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         column: Place = ((row_number, row), (Ref("k", I64), units))
 
         def unit(*more: tuple[Expr, int], source: int = source, column: Place = column, inside: Expr = inside) -> Expr:
-            return Choose(inside, Load(source, (*column, *more), I16), Const(0, I16))
+            return Choose(inside, Load(source, (*column, *more), unit_type), Const(0, unit_type))
 
         inner: list[Stmt] = []
-        for i, offset in enumerate(halves):
+        for i, offset in enumerate(apart):
             place: Place = ((number, units * lanes), (Const(i, I64), lanes), (c, 1))
             inner.append(For("c", lanes, (Store(half, place, unit((Const(offset, I64), 1))),), vector=True))
         done = 0
         for word, length in word_runs(storage, node.attrs["whole"]):
-            w, low, high = Index("w"), (Const(first + 2 * word, I64), 1), (Const(first + 2 * word + 1, I64), 1)
-            both = Apply("or", (
-                Apply("and", (cast(unit((w, 2), low), I32), Const(0xFFFF, I32)), I32),
-                Apply("shl", (cast(unit((w, 2), high), I32), Const(16, I32)), I32),
-            ), I32)  # fmt: skip
-            place = ((number, units * lanes // 2), (Const(start + done * lanes, I64), 1), (w, lanes), (c, 1))
-            inner.append(For("w", length, (For("c", lanes, (Store(whole, place, both),), vector=True),)))
+            w, value = Index("w"), None
+            for i in range(many_units):
+                piece = cast(unit((w, many_units), (Const(first + many_units * word + i, I64), 1)), I32)
+                bare = Apply("and", (piece, Const((1 << bits) - 1, I32)), I32)
+                value = Apply("or", (value, Apply("shl", (bare, Const(bits * i, I32)), I32)), I32) if value else bare
+            assert value is not None
+            place = ((number, storage.size * lanes // 4), (Const(start + done * lanes, I64), 1), (w, lanes), (c, 1))
+            inner.append(For("w", length, (For("c", lanes, (Store(whole, place, value),), vector=True),)))
             done += length
         body.append(For("v", many, tuple(inner)))
     total = product((*groups, out.shape[-4], blocks))

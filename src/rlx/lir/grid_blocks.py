@@ -211,15 +211,20 @@ def _iq4_xs(b: Block, i: Position) -> Expr:
     return _mul(_float(_at(_IQ4, code)), _scale(b, part, scale))
 
 
-def _mxfp4(b: Block, i: Position) -> Expr:
-    def scale() -> Expr:
-        """2 ** (e - 128): the two least are not normal numbers."""
-        e = b.bits(Term(0), 0, 8).expr(I32)
+def power_scale(b: Block) -> Expr:
+    """2 ** (e - 128), of the first byte of a block: the two least are not normal numbers."""
+
+    def made() -> Expr:
+        e = b.let(b.source.byte(0))
         least = Apply("lt", (e, Const(2, I32)), BOOL)
         normal, small = (Term(e) - 1 << 23).expr(I32), (Term(0x200000) << Term(e)).expr(I32)
         return Apply("bits", (Apply("select", (least, small, normal), I32),), F32)
 
-    return _mul(_float(_at(_FP4, _nibble(b, (i & 15) + 1, i >> 4))), b.keep("scale", scale))
+    return b.keep("scale", made)
+
+
+def _mxfp4(b: Block, i: Position) -> Expr:
+    return _mul(_float(_at(_FP4, _nibble(b, (i & 15) + 1, i >> 4))), power_scale(b))
 
 
 def _nvfp4(b: Block, i: Position) -> Expr:

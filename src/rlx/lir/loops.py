@@ -133,7 +133,8 @@ Expr = Index | Arg | Const | Ref | Load | Apply | Choose | Reduce | Lookup
 # Names an emitter must know. Float arguments are f32 or f64 (narrow floats are widened on load).
 SCALAR_OPS = {
     "add": 2, "sub": 2, "mul": 2, "div": 2, "floordiv": 2, "mod": 2, "pow": 2, "max": 2, "min": 2, "fma": 3,
-    "neg": 1, "abs": 1, "exp": 1, "log": 1, "tanh": 1, "erf": 1, "sqrt": 1, "sin": 1, "cos": 1, "tan": 1, "atan": 1,
+    "neg": 1, "abs": 1, "exp": 1, "log": 1, "tanh": 1, "erf": 1, "gelu": 1, "sqrt": 1, "sin": 1, "cos": 1,
+    "tan": 1, "atan": 1,
     "eq": 2, "ne": 2, "lt": 2, "le": 2, "gt": 2, "ge": 2, "and": 2, "or": 2, "xor": 2, "not": 1, "shl": 2, "shr": 2,
     "select": 3, "cast": 1, "order": 1, "bits": 1, "nearest": 1, "quot": 2, "rem": 2, "dot_u8": 3, "dot_u7": 3,
 }  # fmt: skip
@@ -189,10 +190,13 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class For:
-    """A loop over [0, extent). `vector` loops run several iterations at once and may not carry variables."""
+    """A loop over [0, extent), which may be an i64 computed before it: the bound of a triangle, the rest of a chunk.
+
+    `vector` loops run several iterations at once and may not carry variables.
+    """
 
     index: str
-    extent: int | Arg
+    extent: int | Arg | Ref
     body: tuple[Stmt, ...]
     vector: bool = False
 
@@ -320,7 +324,7 @@ def expr_text(expr: Expr, params: tuple[Param, ...], lets: Mapping[str, Expr] | 
             return f"{expr.table.name.partition('.')[0]}[{show(expr.index)}]"
 
 
-def _extent(extent: int | Arg) -> str:
+def _extent(extent: int | Arg | Ref) -> str:
     return str(extent) if isinstance(extent, int) else extent.name
 
 

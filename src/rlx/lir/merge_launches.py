@@ -146,4 +146,6 @@ class _Renamer:
             case Check():
                 return Check(self.expr(s.condition), s.code)
             case For():
-                return For(self.name(s.index), self.extent(s.extent), tuple(map(self.stmt, s.body)), s.vector)
+                known = self.expr(s.extent) if isinstance(s.extent, Ref) else self.extent(s.extent)
+                assert isinstance(known, int | Arg | Ref)
+                return For(self.name(s.index), known, tuple(map(self.stmt, s.body)), s.vector)

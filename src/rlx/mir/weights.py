@@ -60,8 +60,7 @@ def packed_rows(value: Value) -> Value | None:
     (inner,) = value.node.operands
     assert inner is not None
     rows = inner.node.operands[0] if inner.node.op == "dequantise" else None
-    # Panels interleave 16-bit units; blocks of an odd number of bytes are unpacked when weights are bound.
-    return rows if rows is not None and rows.dtype.is_packed and rows.dtype.unit == 2 else None
+    return rows if rows is not None and rows.dtype.is_packed else None
 
 
 def is_matrix(value: Value, weights: set[Node]) -> bool:

@@ -64,11 +64,6 @@ class ModelConfig:
         """Fields by name that GGUF does not say in words: they are seen by the tensors that are there."""
         return {}
 
-    @property
-    def extra_layers(self) -> int:
-        """How many layers a GGUF file has behind those of the model, for other uses."""
-        return 0
-
     def only_in_gguf(self) -> dict[str, Any]:
         """Settings by their names in GGUF that are no fields, or not as GGUF has them."""
         return {}
@@ -158,6 +153,21 @@ def _is_scalar(value: object) -> bool:
 def unsupported(where: str, name: str, found: object, hint: str | None = None) -> CapabilityError:
     """What is raised for a setting that would have to be ignored."""
     return CapabilityError(f"{where}: {name} is {quoted(found)}, which is not supported", hint=hint)
+
+
+# Before the names of a language model's weights, where the file has a model that also sees images.
+TEXT_PREFIXES = ("model.language_model.", "language_model.")
+
+
+def text_settings(settings: Mapping[str, Any], where: str, usual: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """The settings of the language model in those of a model that also sees images, `usual` where they are silent."""
+    if "text_config" not in settings:
+        return settings
+    text = settings["text_config"]
+    if not isinstance(text, Mapping):
+        raise FormatError(f"{where}: text_config: expected an object, found {quoted(text)}")
+    whole = {name: settings[name] for name in ("tie_word_embeddings", "quantization_config") if name in settings}
+    return {**(usual or {}), **text, **whole}
 
 
 def check_activation(where: str, name: str) -> None:

@@ -43,6 +43,7 @@ class Family:
     settings: Settings | None = None  # puts what a config.json says into the words of `config`
     arrange: Callable[[Any, str], Mapping[str, Any]] | None = None  # (config, format): weights made of those in a file
     changes: Changes | None = None  # (config, name): of a weight's numbers on the way to GGUF
+    reads: Callable[[Mapping[str, Any]], bool] | None = None  # whether it is this one, where several share a model type
 
 
 STORED = (F32, F16, BF16, *PACKED)  # what a weight may be stored as in a graph
@@ -54,6 +55,7 @@ def family(
     name: str, *, kind: str, gguf: Iterable[str] = (), hf: Iterable[str] = (), config: type[ModelConfig],
     weights: Mapping[str, str], prefixes: Iterable[str] = (), settings: Settings | None = None,
     arrange: Callable[[Any, str], Mapping[str, Any]] | None = None, changes: Changes | None = None,
+    reads: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> Callable[[Callable[..., ModelFlow]], Family]:  # fmt: skip
     """Declare a family; decorate its flow."""
 
@@ -62,17 +64,19 @@ def family(
             return flow(c, *arguments).initialised(initialisers(name, c))
 
         shape = tuple(gguf), tuple(hf), config, weights, assembled, tuple(prefixes)
-        found = Family(name, kind, *shape, settings, arrange, changes)
+        found = Family(name, kind, *shape, settings, arrange, changes, reads)
         FAMILIES[name] = found
         return found
 
     return declare
 
 
-def find(architecture: str, style: str) -> Family:
-    """The family of a GGUF architecture or a Hugging Face model type."""
-    for candidate in FAMILIES.values():
-        if architecture in (candidate.gguf if style == "gguf" else candidate.hf):
+def find(architecture: str, style: str, settings: Mapping[str, Any] | None = None) -> Family:
+    """The family of a GGUF architecture, or of a Hugging Face model type and the other settings."""
+    for candidate in sorted(FAMILIES.values(), key=lambda family: family.reads is None):
+        if architecture in (candidate.gguf if style == "gguf" else candidate.hf) and (
+            candidate.reads is None or style == "gguf" or candidate.reads(settings or {})
+        ):
             return candidate
     known = {a for f in FAMILIES.values() for a in (f.gguf if style == "gguf" else f.hf)}
     known_ones = f"known: {', '.join(sorted(known))}."
@@ -128,4 +132,6 @@ def _spellings(name: str, prefixes: Iterable[str]) -> Iterable[str]:
     for plain in (name, old):
         yield plain
         yield plain.removeprefix("model.")
-        yield from (f"{prefix}{plain}" for prefix in prefixes)
+        for prefix in prefixes:
+            yield f"{prefix}{plain}"
+            yield f"{prefix}{plain.removeprefix('model.')}"

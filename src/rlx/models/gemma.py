@@ -22,9 +22,11 @@ from rlx.models.config import (
     MAX_LAYERS,
     MAX_POSITIONS,
     SLIDING,
+    TEXT_PREFIXES,
     DecoderConfig,
     check_layer_types,
     key,
+    text_settings,
 )
 from rlx.models.family import family
 from rlx.models.rope import Rope, rope_tables
@@ -135,8 +137,16 @@ class Config3(Config2):
         return Rope(self.head_dim, self.local_base, self.trained, self.local_scaling or {})
 
 
+# What the files of models that also see images leave out of Gemma 3's settings.
+_USUAL = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
 def by_layer_kind(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Newer files keep both kinds of RoPE in `rope_parameters`; here they get the names of the older ones."""
+    settings = text_settings(settings, where, _USUAL)
     given = settings.get("rope_parameters")
     if not isinstance(given, Mapping) or not any(isinstance(given.get(kind), Mapping) for kind in (FULL, SLIDING)):
         return settings
@@ -153,6 +163,7 @@ WEIGHTS2 = WEIGHTS | {
     f"{_LAYER}.pre_feedforward_layernorm.weight": "blk.{i}.ffn_norm.weight",
     f"{_LAYER}.post_feedforward_layernorm.weight": "blk.{i}.post_ffw_norm.weight",
 }
+WEIGHTS3 = WEIGHTS2 | qwen3.NORMS
 
 
 @family("gemma", kind="decoder", gguf=["gemma"], hf=["gemma"], config=Config, weights=WEIGHTS)
@@ -180,6 +191,6 @@ def gemma(c: Config, context: int, rope_factors: Array | None = None) -> ModelFl
 
 family("gemma2", kind="decoder", gguf=["gemma2"], hf=["gemma2"], config=Config2, weights=WEIGHTS2)(gemma.flow)
 family(
-    "gemma3", kind="decoder", gguf=["gemma3"], hf=["gemma3_text"], config=Config3, weights=WEIGHTS2 | qwen3.NORMS,
-    settings=by_layer_kind,
+    "gemma3", kind="decoder", gguf=["gemma3"], hf=["gemma3_text", "gemma3"], config=Config3, weights=WEIGHTS3,
+    settings=by_layer_kind, prefixes=TEXT_PREFIXES,
 )(gemma.flow)  # fmt: skip

@@ -102,7 +102,8 @@ def _qwen3_next(c: Any) -> Table:
 
 
 PUBLISHED: dict[str, Callable[[Any], Table]] = {
-    "gemma": _gemma, "gemma2": _gemma, "gemma3": _gemma, "gpt2": _gpt2, "modernbert": _modernbert, "dinov2": _dinov2,
+    "gemma": _gemma, "gemma2": _gemma, "gemma3": _gemma, "embeddinggemma": _gemma,
+    "gpt2": _gpt2, "modernbert": _modernbert, "dinov2": _dinov2,
     "dinov2-registers": _dinov2, "siglip": _siglip, "mamba": _mamba, "mamba2": _mamba, "qwen3next": _qwen3_next,
     "qwen3.5": _qwen3_next, "qwen3.5moe": _qwen3_next,
 }  # fmt: skip

@@ -34,12 +34,8 @@ class Config(DecoderConfig):
 
     @classmethod
     def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
-        return {
-            "pairs": True,
-            "attention_bias": "blk.0.attn_q.bias" in file,
-            "output_bias": "blk.0.attn_output.bias" in file,
-            "mlp_bias": "blk.0.ffn_gate.bias" in file,
-        }
+        tensors = {"attention_bias": "attn_q", "output_bias": "attn_output", "mlp_bias": "ffn_gate"}
+        return {**cls.IN_GGUF, **{name: f"blk.0.{tensor}.bias" in file for name, tensor in tensors.items()}}
 
     def left_out(self) -> tuple[str, ...]:
         has = {"self_attn.o_proj": self.output_bias, "self_attn": self.attention_bias, "mlp": self.mlp_bias}

@@ -13,6 +13,7 @@ from typing import Any
 
 import rlx.models.bert
 import rlx.models.dinov2
+import rlx.models.embedding_gemma
 import rlx.models.gemma
 import rlx.models.gpt2
 import rlx.models.llama
@@ -41,9 +42,11 @@ from rlx.models.arrange import weights_of
 from rlx.models.family import FAMILIES, Family, FileWeights, find
 from rlx.models.rope import scaling_of_gguf, scaling_of_hf
 
-# Tensors that are read in other ways, that repeat what is known, or that belong to heads which nobody asks for here.
+# Tensors that are read in other ways, that repeat what is known, or that belong to heads and to towers for images which
+# nobody asks for here.
 _NOT_WEIGHTS = re.compile(
     r"rope_(freqs|factors_long|factors_short)\.weight|.*rotary_emb\.inv_freq|.*\bposition_ids|(.*\.)?attn\.(masked_)?bias|.*\bmask_token|cls\..*"
+    r"|dense_[23]\.weight|(model\.)?(vision_tower|visual|multi_modal_projector)\..*"
 )
 _LAYER = re.compile(r"\.([0-9]{1,9})\.")
 
@@ -106,7 +109,7 @@ def _from_gguf(path: Path, file: TensorFile) -> Checkpoint:
 def _known_by_tensors(family: Family, file: TensorFile) -> dict[str, Any]:
     """What GGUF does not say in words: it is seen by the tensors that are there."""
     known: dict[str, Any] = {"vocab": _rows(file, "token_embd.weight")}
-    if family.kind == "encoder":
+    if family.kind == "encoder" and not issubclass(family.config, configs.DecoderConfig):
         return known | ({"types": _rows(file, "token_types.weight")} if "token_types.weight" in file else {})
     known |= {"tied": "output.weight" not in file, "rope_scaling": scaling_of_gguf(file.metadata, file)}
     return known | family.config.known_of_gguf(file)
@@ -134,10 +137,10 @@ def read_config(settings: Mapping[str, Any], where: str, known: Mapping[str, Any
     kind = settings.get("model_type")
     if not isinstance(kind, str):
         raise FormatError(f"{where}: expected a model_type, found {quoted(kind)}")
-    family = find(kind, "hf")
+    family = find(kind, "hf", settings)
     if family.settings is not None:
         settings = family.settings(settings, where)
-    if family.kind == "decoder":
+    if issubclass(family.config, configs.DecoderConfig):
         settings = {**settings, **scaling_of_hf(settings, where)}
     return family, configs.from_hf(family.config, settings, where, known)
 
@@ -165,15 +168,15 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
     gguf = file.format == "gguf"
     names = {theirs if gguf else ours: ours for ours, theirs in family.weights.items()}
     roots = {name.split(".")[0] for name in names} | {"layers", "embed_tokens", "norm"}
-    left_out = config.left_out()
+    left_out, extra = config.left_out(), getattr(config, "extra_layers", 0)
     for name in file.names:
         if _NOT_WEIGHTS.fullmatch(name):
             continue
         plain = name if gguf else _plain(name, family)
         pattern, layer = _LAYER.sub(".{i}.", plain, count=1), _LAYER.search(plain)
-        if gguf and layer is not None and int(layer[1]) in range(config.layers, config.layers + config.extra_layers):
+        if gguf and layer is not None and int(layer[1]) in range(config.layers, config.layers + extra):
             continue
-        spellings = (pattern, f"model.{pattern}", _LAYER.sub(".{j}.", pattern, count=1))
+        spellings = (prefix + p for p in (pattern, _LAYER.sub(".{j}.", pattern, count=1)) for prefix in ("", "model."))
         ours = next((names[p] for p in spellings if p in names), None)
         if ours is None:
             if gguf or pattern.split(".")[0] in roots:

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from rlx.errors import FormatError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, LayerNorm, RopeTables, Sequence
-from rlx.flow.stages.encoder import attend, split_qkv, turned
+from rlx.flow.stages.encoder import NearTokens, attend, split_qkv, turned
 from rlx.flow.stages.ffn import activate, linear
 from rlx.flow.state import FlowValue
 from rlx.formats.tensors import quoted
@@ -104,29 +102,13 @@ def modernbert(c: Config) -> ModelFlow:
     return (
         ModelFlow("modernbert").input("tokens", (sym.BATCH, sym.SEQ), "i32")
         .token_embed("embeddings.tok_embeddings.weight", shape=(c.vocab, c.dim))
-        .stage(norm(c, "embeddings.norm")).stage(NearTokens(c.window // 2))
+        .stage(norm(c, "embeddings.norm")).stage(NearTokens(SLIDING, c.window // 2))
         .repeat_layers(c.layers, layer).stage(norm(c, "final_norm"))
     )  # fmt: skip
 
 
 def norm(c: Config, name: str) -> LayerNorm:
     return LayerNorm(f"{name}.weight", f"{name}.bias" if c.norm_bias else None, c.eps)
-
-
-@dataclass(frozen=True)
-class NearTokens(FlowStage):
-    """A mask of the tokens that are near each token, by name: 0 up to `reach` away, else minus infinity."""
-
-    reach: int
-
-    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        rows = (sym.BATCH, sym.SEQ)
-        positions, mask = ctx.input("positions", rows, "i32"), ctx.input("attention_mask", rows, "f32")
-        batch, seq = positions.shape
-        apart = positions.reshape(batch, 1, seq, 1) - positions.reshape(batch, 1, 1, seq)
-        near = (abs(apart) <= self.reach).logical_and(mask.reshape(batch, 1, 1, seq) > 0.5)
-        ctx.set_named(SLIDING, near.where(0.0, -np.inf))  # [batch, 1, seq, seq]
-        return value
 
 
 @dataclass(frozen=True)

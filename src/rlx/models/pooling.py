@@ -16,8 +16,11 @@ import numpy as np
 
 from rlx.errors import CapabilityError, FormatError
 from rlx.flow.context import FlowCtx
+from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage
 from rlx.flow.state import FlowValue
+from rlx.flow.weights import Array
+from rlx.formats import open_tensors
 from rlx.formats.tensors import broken, quoted
 from rlx.ir.graph import Value
 from rlx.models.beside import JsonObject
@@ -76,6 +79,42 @@ class Pool(FlowStage):
         return "pool"
 
 
+@dataclass(frozen=True)
+class Dense(FlowStage):
+    """[batch, in] to [batch, out]: a layer behind the pooling."""
+
+    name: str
+    weight: Array  # [out, in]
+    bias: Array | None
+    activation: str
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x = ctx.need(value, "Dense")
+        y = x @ ctx.synth_param(f"{self.name}.weight", self.weight).mT
+        if self.bias is not None:
+            y = y + ctx.synth_param(f"{self.name}.bias", self.bias)
+        return ctx.wrap(y.tanh() if self.activation == "Tanh" else y)
+
+    @property
+    def path(self) -> str:
+        return self.name
+
+
+def pooled(flow: ModelFlow, checkpoint: Checkpoint, settings: EmbedSettings) -> ModelFlow:
+    """The flow of a model's tokens, and behind it what makes one vector of them."""
+    flow = flow.stage(Pool(settings.kind))
+    width = checkpoint.config.dim
+    for i, (path, name, activation, size) in enumerate(settings.dense):
+        file = open_tensors(path) if path else checkpoint.file
+        weight = file.dequantised(f"{name}.weight")
+        bias = file.dequantised(f"{name}.bias") if f"{name}.bias" in file else None
+        if weight.shape != (size, width) or (bias is not None and bias.shape != (size,)):
+            shapes = [list(a.shape) for a in (weight, bias) if a is not None]
+            raise FormatError(f"{file.path}: dense layer of {width} to {size} numbers: its weights are {shapes}")
+        flow, width = flow.stage(Dense(f"dense.{i}", weight, bias, activation)), size
+    return flow
+
+
 def _column(x: Value) -> Value:
     return x.reshape(*x.shape, 1)
 
@@ -94,12 +133,18 @@ class EmbedSettings:
     include_prompt: bool = True  # whether the tokens of a prompt are pooled too
     similarity: str = "cosine"
     source: str = ""  # the file that says how to pool; empty where none does
+    # layers that a pooled vector goes through: the tensors' file (none: the model's own) and name, activation, size
+    dense: tuple[tuple[str, str, str, int], ...] = ()
 
 
 def read_settings(checkpoint: Checkpoint) -> EmbedSettings:
     """The settings of an opened model. Modules and kinds that rlx does not have are a CapabilityError."""
     if checkpoint.file.format == "gguf":
-        return _from_gguf(checkpoint.path, checkpoint.file.metadata)
+        found = _from_gguf(checkpoint.path, checkpoint.file.metadata)
+        layers = [name for name in ("dense_2", "dense_3") if f"{name}.weight" in checkpoint.file]
+        sizes = [checkpoint.file.entry(f"{name}.weight").shape[0] for name in layers]
+        dense = tuple(("", name, "Identity", size) for name, size in zip(layers, sizes, strict=True))
+        return replace(found, dense=dense)
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     return _from_folder(folder)
 
@@ -196,6 +241,24 @@ def _kinds(config: JsonObject) -> Sequence[str]:
     return found
 
 
+def _dense(settings: EmbedSettings, place: Path) -> EmbedSettings:
+    path, weights = place / "config.json", place / "model.safetensors"
+    for needed in (path, weights):
+        if not needed.exists():
+            raise broken(needed, "not there, though modules.json names it")
+    if not settings.source:
+        raise CapabilityError(f"{path}: a dense layer before the pooling, which rlx does not have")
+    config = JsonObject.read(path)
+    activation = (config.get("activation_function", str) or "torch.nn.modules.activation.Tanh").rpartition(".")[2]
+    if activation not in ("Identity", "Tanh"):
+        raise CapabilityError(f"{path}: activation {quoted(activation)} is not supported", hint="known: Identity, Tanh")
+    what = config.get("module_input_name", str)
+    if what not in (None, "sentence_embedding"):
+        raise CapabilityError(f"{path}: reads {quoted(what)}, which rlx does not have")
+    size = config.need("out_features", int)
+    return replace(settings, dense=(*settings.dense, (str(weights), "linear", activation, size)))
+
+
 def _normalize(settings: EmbedSettings, place: Path) -> EmbedSettings:
     path = place / "config.json"
     what = JsonObject.read(path).get("module_input_name", str)
@@ -209,7 +272,8 @@ def _nothing(settings: EmbedSettings, place: Path) -> EmbedSettings:
 
 
 _MODULES: Mapping[str, Callable[[EmbedSettings, Path], EmbedSettings]] = {
-    "Transformer": _transformer, "Pooling": _pooling, "Normalize": _normalize, "Dropout": _nothing,
+    "Transformer": _transformer, "Pooling": _pooling, "Dense": _dense, "Normalize": _normalize,
+    "Dropout": _nothing,
 }  # fmt: skip
 
 

@@ -16,8 +16,8 @@ from rlx.flow.flow import ModelFlow
 from rlx.flow.weights import Array
 from rlx.formats import TensorFile
 from rlx.models import moe, qwen3, qwen3_next
-from rlx.models.arrange import Arrangement, Rows
-from rlx.models.config import key
+from rlx.models.arrange import Arrangement, Rows, Stack
+from rlx.models.config import TEXT_PREFIXES, key, text_settings
 from rlx.models.family import Change, family
 
 
@@ -32,11 +32,7 @@ class Config(qwen3_next.Config):
 
     experts: int = key(gguf="expert_count", hf="num_experts", default=256, most=moe.MAX_EXPERTS)
     chosen: int = key(gguf="expert_used_count", hf="num_experts_per_tok", default=8)
-    guessing: int = 0  # layers that guess further tokens
-
-    @property
-    def extra_layers(self) -> int:
-        return self.guessing
+    extra_layers: int = 0  # of a file, behind the others: they guess further tokens
 
     @classmethod
     def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
@@ -45,8 +41,8 @@ class Config(qwen3_next.Config):
         layers, extra, ffn, each = (file.metadata.get(f"{prefix}.{name}") for name in names)
         known = super().known_of_gguf(file)
         if type(layers) is int and type(extra) is int and 0 < extra < layers:
-            known |= {"layers": layers - extra, "guessing": extra}
-        return known if ffn is not None else known | {"ffn": each}  # which no layer has
+            known |= {"layers": layers - extra, "extra_layers": extra}
+        return known | {"ffn": each} if ffn is None and type(each) is int else known  # which no layer has
 
     def only_in_gguf(self) -> dict[str, Any]:
         half = self.rotary // 2  # of whose turns a third each goes by time, height and width, which texts have alike
@@ -61,9 +57,6 @@ class DenseConfig(Config):
     chosen: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
-    normalise: bool = True
-    step: int = 1
-    dense: tuple[int, ...] | None = None
 
 
 _LAYER = "model.layers.{i}"
@@ -78,6 +71,7 @@ MOE_WEIGHTS = qwen3_next.MIXTURE | _GATES | {_BOTH: "", _DOWN: ""}
 
 def with_size(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """With the size of feed-forwards without experts, which files leave out: there are none."""
+    settings = text_settings(settings, where)
     return {"intermediate_size": settings.get("moe_intermediate_size"), **settings}
 
 
@@ -85,9 +79,12 @@ def arrange(c: Config, format: str) -> Arrangement:
     """Experts of Hugging Face's files lie one by one, or all in two tensors."""
     if format == "gguf":
         return {}
-    both = (Rows(_BOTH, 0, c.expert_ffn, axis=1), Rows(_BOTH, c.expert_ffn, axis=1), Rows(_DOWN))
-    apart = moe.stacks(moe.OF_QWEN)(c, format)
-    return {name: (stack, rows) for (name, stack), rows in zip(apart.items(), both, strict=True)}
+    both = {"gate": Rows(_BOTH, 0, c.expert_ffn, axis=1), "up": Rows(_BOTH, c.expert_ffn, axis=1), "down": Rows(_DOWN)}
+    one, all_ = f"{_LAYER}.mlp.experts.{{j}}", f"{_LAYER}.mlp.experts"
+    return {
+        f"{all_}.{name}_proj.weight": (Stack(f"{one}.{name}_proj.weight", c.experts), rows)
+        for name, rows in both.items()
+    }
 
 
 def changes(c: Config, name: str) -> Change | None:
@@ -115,13 +112,13 @@ def changes(c: Config, name: str) -> Change | None:
     return Change(lambda x: numbers.there(there(x)), lambda x: numbers.back(back(x)))
 
 
-@family("qwen3.5", kind="decoder", gguf=["qwen35"], hf=["qwen3_5_text"], config=DenseConfig, weights=WEIGHTS,
-        changes=changes)  # fmt: skip
+@family("qwen3.5", kind="decoder", gguf=["qwen35"], hf=["qwen3_5_text", "qwen3_5"], config=DenseConfig, weights=WEIGHTS,
+        prefixes=TEXT_PREFIXES, settings=text_settings, changes=changes)  # fmt: skip
 def qwen35(c: DenseConfig, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return qwen3_next.decoder("qwen3.5", c, context)
 
 
-@family("qwen3.5moe", kind="decoder", gguf=["qwen35moe"], hf=["qwen3_5_moe_text"], config=Config, weights=MOE_WEIGHTS,
-        settings=with_size, arrange=arrange, changes=changes)  # fmt: skip
+@family("qwen3.5moe", kind="decoder", gguf=["qwen35moe"], hf=["qwen3_5_moe_text", "qwen3_5_moe"], config=Config,
+        weights=MOE_WEIGHTS, prefixes=TEXT_PREFIXES, settings=with_size, arrange=arrange, changes=changes)  # fmt: skip
 def qwen35moe(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return qwen3_next.decoder("qwen3.5moe", c, context)

@@ -19,7 +19,7 @@ from rlx.types import TensorType
 LARGEST = 127
 LEAST = 2.0**-100  # a block whose largest number is below is zeros: inverses of scales would overflow
 # Packed types whose weights are codes times scales, so that kernels multiply them by 8-bit activations as they are.
-WHOLE = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
+WHOLE = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "mxfp4")
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,16 +108,20 @@ def _unpack_bytes(panels: Any, columns: int) -> Any:
     return unpack_panels(numbers.transpose(0, 1, 3, 2).reshape(count, words * FOUR, width), columns, 1)[0]
 
 
-def halves_of(storage: DType) -> list[int]:
-    """The 16-bit units of a block that panels keep apart: its floats, if all the rest is 32-bit words then."""
+def apart_of(storage: DType) -> list[int]:
+    """The units of a block that panels keep apart: its f16 numbers, if all the rest is 32-bit words then.
+
+    In a block of an odd number of bytes, whose units are bytes, that is the one that is the scale.
+    """
     fields: Mapping[str, Any] = storage.numpy.fields or {}
-    found = [offset // 2 for base, offset, *_ in fields.values() if base == np.float16]
-    return found if (storage.size - 2 * len(found)) % 4 == 0 else []
+    alone = np.float16 if storage.unit == 2 else np.uint8
+    found = [offset // storage.unit for base, offset, *_ in fields.values() if base == alone]
+    return found if (storage.size - storage.unit * len(found)) % 4 == 0 else []
 
 
 def has_panels(storage: DType) -> bool:
     """Whether blocks of a type can be interleaved."""
-    return (storage.size - 2 * len(halves_of(storage))) % 4 == 0
+    return (storage.size - storage.unit * len(apart_of(storage))) % 4 == 0
 
 
 # Runs of words (first, count) in the order that kernels of whole numbers take them, where that is not the order of
@@ -136,16 +140,20 @@ WORD_ORDER = {
 
 def word_runs(storage: DType, whole: bool) -> list[tuple[int, int]]:
     """The 32-bit words of a block as panels have them, as runs of (first, count)."""
-    natural = [(0, (storage.size - 2 * len(halves_of(storage))) // 4)]
+    natural = [(0, (storage.size - storage.unit * len(apart_of(storage))) // 4)]
     return WORD_ORDER.get(storage.name, natural) if whole else natural
 
 
 def _units_of_words(storage: DType, whole: bool) -> list[int]:
-    """The 16-bit units of the words of a block, as panels have them."""
-    halves = halves_of(storage)
-    natural = [u for u in range(storage.size // 2) if u not in halves]
+    """The units of the words of a block, as panels have them."""
+    apart, many = apart_of(storage), 4 // storage.unit
+    natural = [u for u in range(storage.size // storage.unit) if u not in apart]
     words = [w for first, count in word_runs(storage, whole) for w in range(first, first + count)]
-    return [natural[2 * w + i] for w in words for i in range(2)]
+    return [natural[many * w + i] for w in words for i in range(many)]
+
+
+def _unit_type(storage: DType) -> Any:
+    return np.int16 if storage.unit == 2 else np.uint8
 
 
 def interleave_array(*ws: Any, width: int, lanes: int, whole: bool) -> Any:
@@ -154,30 +162,31 @@ def interleave_array(*ws: Any, width: int, lanes: int, whole: bool) -> Any:
         return np.stack([interleave_array(*w, width=width, lanes=lanes, whole=whole) for w in zip(*ws, strict=True)])
     n, blocks = ws[0].shape
     part, storage = width // len(ws), dtype_of(ws[0].dtype)
-    count, units = -(-n // part), storage.size // 2
-    halves, words = halves_of(storage), _units_of_words(storage, whole)
-    rows = [np.ascontiguousarray(w).view(np.int16).reshape(n, blocks, units) for w in ws]
+    count, units = -(-n // part), storage.size // storage.unit
+    apart, words = apart_of(storage), _units_of_words(storage, whole)
+    rows = [np.ascontiguousarray(w).view(_unit_type(storage)).reshape(n, blocks, units) for w in ws]
     padded = [np.pad(r, ((0, count * part - n), (0, 0), (0, 0))).reshape(count, part, blocks, units) for r in rows]
     columns = np.concatenate(padded, axis=1).reshape(count, width // lanes, lanes, blocks, units)
-    split = [columns[..., halves], columns[..., words].reshape(*columns.shape[:-1], -1, 2)]
+    split = [columns[..., apart], columns[..., words].reshape(*columns.shape[:-1], -1, 4 // storage.unit)]
     ordered = [np.moveaxis(part, 2, 4).reshape(count, width // lanes, blocks, -1) for part in split]
-    return np.ascontiguousarray(np.concatenate(ordered, axis=-1))
+    return np.ascontiguousarray(np.concatenate(ordered, axis=-1)).view(np.int16)
 
 
 def deinterleave_array(panels: Any, storage: DType, columns: int, weights: int, whole: bool) -> list[Any]:
     """The matrices [k, n] in f32 that `interleave_blocks` was given the packed rows of."""
+    panels = np.ascontiguousarray(panels).view(_unit_type(storage))
     count, vectors, blocks, size = panels.shape
-    units = storage.size // 2
+    units = storage.size // storage.unit
     lanes = size // units
-    halves, words = halves_of(storage), _units_of_words(storage, whole)
-    rows = np.empty((count, vectors, lanes, blocks, units), np.int16)
-    cut = len(halves) * lanes
-    rows[..., halves] = np.moveaxis(panels[..., :cut].reshape(count, vectors, blocks, -1, lanes), 4, 2)
-    pairs = np.moveaxis(panels[..., cut:].reshape(count, vectors, blocks, -1, lanes, 2), 4, 2)
+    apart, words = apart_of(storage), _units_of_words(storage, whole)
+    rows = np.empty((count, vectors, lanes, blocks, units), panels.dtype)
+    cut = len(apart) * lanes
+    rows[..., apart] = np.moveaxis(panels[..., :cut].reshape(count, vectors, blocks, -1, lanes), 4, 2)
+    pairs = np.moveaxis(panels[..., cut:].reshape(count, vectors, blocks, -1, lanes, 4 // storage.unit), 4, 2)
     rows[..., words] = pairs.reshape(count, vectors, lanes, blocks, -1)
     part = vectors * lanes // weights
-    apart = rows.reshape(count, weights, part, blocks * units)
-    packed = [np.ascontiguousarray(apart[:, i]).reshape(count * part, -1)[:columns] for i in range(weights)]
+    split = rows.reshape(count, weights, part, blocks * units)
+    packed = [np.ascontiguousarray(split[:, i]).reshape(count * part, -1)[:columns] for i in range(weights)]
     return [unpacked(p.view(storage.numpy)).T for p in packed]
 
 
@@ -185,11 +194,12 @@ def deinterleave_array(panels: Any, storage: DType, columns: int, weights: int, 
 def interleave_blocks(*ws: TensorType, width: int, lanes: int, whole: bool) -> TensorType:
     """Packed weights [..., n, k] as matmul kernels read them: [..., panels, vectors, blocks, 16-bit units].
 
-    A vector is `lanes` columns. Of each block come the f16 numbers, of all columns, then the rest by 32-bit words: in
-    the order of files, or, with `whole`, as kernels of whole numbers take them.
+    A vector is `lanes` columns. Of each block come the f16 numbers (of one with an odd number of bytes, its scale), of
+    all columns, then the rest by 32-bit words: in the order of files, or, with `whole`, as kernels of whole numbers
+    take them.
     """
     *groups, n, blocks = ws[0].array_shape
-    part, units = width // len(ws), ws[0].dtype.size // 2 * lanes
+    part, units = width // len(ws), ws[0].dtype.size * lanes // 2
     return TensorType((*groups, (n + (part - 1)) // part, width // lanes, blocks, units), I16)
 
 

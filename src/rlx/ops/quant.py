@@ -603,8 +603,7 @@ def dequant_matmul(
     """x times a quantised weight: [..., m, k] by numbers [k, n].
 
     GGUF weights are packed rows [n, k], as files have them, and the matmul unpacks them on the way; a param that is
-    declared plain ([n, k], [k, n], or u8 for the bytes) becomes one. Blocks of MXFP4 have an odd number of bytes, which
-    the matmul does not read: they become f32 once, when weights are set. Other schemes are stored as `dequantise` says.
+    declared plain ([n, k], [k, n], or u8 for the bytes) becomes one. Other schemes are stored as `dequantise` says.
     """
     given = QuantScheme(scheme)
     if not x.dtype.is_float:

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import DTypeError, ShapeError
-from rlx.ir.registry import f32, i32, op, sample
+from rlx.ir.registry import FUSED, f32, i32, op, sample
 from rlx.types import Size, TensorType, require_equal
+
+CHUNK = 32  # tokens of a gated delta net that are computed together
 
 
 def _floats(where: str, *operands: TensorType | None) -> None:
@@ -193,6 +195,103 @@ def gated_delta_net_carry(
     """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token."""
     _check_delta("gated_delta_net_carry", q, k, v, g, beta, state, state_size)
     return v, state
+
+
+def chunks_of(seq: Size, chunk: int) -> Size:
+    """How many chunks a sequence has, the last one perhaps a part of one."""
+    return (seq + (chunk - 1)) // chunk
+
+
+def _check_chunk(where: str, chunk: Any) -> None:
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise ShapeError(f"{where}: chunk is {chunk!r}, wanted an integer from 1")
+
+
+def _outer(a: Any, b: Any) -> Any:
+    return a[..., :, None] * b[..., None, :]
+
+
+def _gated_delta_net_kept(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, *, state_size: int, chunk: int
+) -> tuple[Any, Any, Any, Any]:
+    batch, seq, heads, n = v.shape
+    states, misses = np.empty((batch, heads, -(-seq // chunk), n, n), v.dtype), np.empty_like(v)
+    out, state = np.empty_like(v), state.copy()
+    for t in range(seq):
+        if t % chunk == 0:
+            states[:, :, t // chunk] = state
+        state = state * np.exp(g[:, t])[..., None, None]
+        misses[:, t] = v[:, t] - np.einsum("bhij,bhi->bhj", state, k[:, t])
+        state = state + _outer(k[:, t], misses[:, t] * beta[:, t][..., None])
+        out[:, t] = np.einsum("bhij,bhi->bhj", state, q[:, t]) * q.dtype.type(1 / math.sqrt(state_size))
+    return out, state, states, misses
+
+
+@op("gated_delta_net_kept", reference=_gated_delta_net_kept, traits=[FUSED])
+def gated_delta_net_kept(
+    q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType, state: TensorType, *,
+    state_size: int, chunk: int = CHUNK,
+) -> tuple[TensorType, TensorType, TensorType, TensorType]:  # fmt: skip
+    """`gated_delta_net_carry` that also gives what its gradient needs.
+
+    That is the state before each chunk of tokens, [batch, heads, chunks, n, n], and what each token found missing,
+    v - kᵀ S.
+    """
+    where = "gated_delta_net_kept"
+    _check_delta(where, q, k, v, g, beta, state, state_size)
+    _check_chunk(where, chunk)
+    batch, seq, heads, n = v.shape
+    return v, state, v.with_shape(batch, heads, chunks_of(seq, chunk), n, n), v
+
+
+def _gated_delta_net_backward(
+    q: Any, k: Any, g: Any, beta: Any, states: Any, misses: Any, d_out: Any, d_last: Any, *, state_size: int, chunk: int
+) -> tuple[Any, ...]:
+    scale, seq, ds = q.dtype.type(1 / math.sqrt(state_size)), q.shape[1], d_last.copy()
+    dq, dk, dv, dg, dbeta = (np.empty_like(x) for x in (q, k, misses, g, beta))
+    gates, changes = np.exp(g)[..., None, None], misses * beta[..., None]
+    for first in reversed(range(0, seq, chunk)):
+        before, after, state = [], [], states[:, :, first // chunk]
+        tokens = range(first, min(first + chunk, seq))
+        for t in tokens:
+            before.append(state * gates[:, t])
+            state = before[-1] + _outer(k[:, t], changes[:, t])
+            after.append(state)
+        for t in reversed(tokens):
+            old, new = before[t - first], after[t - first]
+            ds = ds + _outer(q[:, t], d_out[:, t]) * scale
+            dq[:, t] = np.einsum("bhij,bhj->bhi", new, d_out[:, t]) * scale
+            change = np.einsum("bhij,bhi->bhj", ds, k[:, t])
+            dbeta[:, t] = (change * misses[:, t]).sum(-1)
+            dv[:, t] = change * beta[:, t][..., None]
+            wrote = np.einsum("bhij,bhj->bhi", ds, changes[:, t])
+            dk[:, t] = wrote - np.einsum("bhij,bhj->bhi", old, dv[:, t])
+            ds = ds - _outer(k[:, t], dv[:, t])
+            dg[:, t] = (ds * old).sum((-2, -1))
+            ds = ds * gates[:, t]
+    return dq, dk, dv, dg, dbeta, ds
+
+
+@op("gated_delta_net_backward", reference=_gated_delta_net_backward, traits=[FUSED])
+def gated_delta_net_backward(
+    q: TensorType, k: TensorType, g: TensorType, beta: TensorType, states: TensorType, misses: TensorType,
+    d_out: TensorType, d_last: TensorType, *, state_size: int, chunk: int = CHUNK,
+) -> tuple[TensorType, TensorType, TensorType, TensorType, TensorType, TensorType]:  # fmt: skip
+    """Gradients of q, k, v, g, beta and state of `gated_delta_net_carry`, from those of its results.
+
+    `states` and `misses` are what `gated_delta_net_kept` gives for the same chunk; inside a chunk the states are
+    computed again.
+    """
+    where = "gated_delta_net_backward"
+    _check_delta(where, q, k, q, g, beta, None, state_size)
+    _check_chunk(where, chunk)
+    batch, seq, heads, n = q.shape
+    _fits(where, "states", states, batch, heads, chunks_of(seq, chunk), n, n)
+    _fits(where, "misses", misses, batch, seq, heads, n)
+    _fits(where, "d_out", d_out, batch, seq, heads, n)
+    _fits(where, "d_last", d_last, batch, heads, n, n)
+    _floats(where, q, states, misses, d_out, d_last)
+    return q, k, misses, g, beta, d_last
 
 
 # -- gated linear attention --------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from guarded import guarded, guarded_copy
 
 from rlx import target as targets
 from rlx.backends.cpu import attention, toolchain
@@ -146,28 +146,6 @@ class Compiled:
 @functools.cache
 def compiled(kernel: AttentionKernel, target: Target) -> Compiled:
     return Compiled(kernel, target)
-
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-def guarded(size: int, *, at_end: bool) -> Array:
-    """`size` bytes that touch a page without access at their end, or at their start."""
-    page = mmap.PAGESIZE
-    body = -(-max(size, 1) // page) * page
-    memory = np.frombuffer(mmap.mmap(-1, body + 2 * page), np.uint8)
-    for guard in (0, body + page):
-        if _LIBC.mprotect(memory.ctypes.data + guard, page, 0):
-            raise OSError(ctypes.get_errno(), "mprotect")
-    start = page + (body - size if at_end else 0)
-    return memory[start : start + size]
-
-
-def guarded_copy(array: Array, *, at_end: bool) -> Array:
-    copy = guarded(array.nbytes, at_end=at_end).view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
 
 
 # -- data and reference -----------------------------------------------------------------------------------------------

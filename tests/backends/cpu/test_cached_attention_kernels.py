@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from guarded import guarded, guarded_copy
 from test_attention_kernels import (
     EVERY_TARGET,
     Compiled,
@@ -18,8 +19,6 @@ from test_attention_kernels import (
     assert_close,
     assert_same_bits,
     compiled,
-    guarded,
-    guarded_copy,
     name_of,
     object_of,
     random,

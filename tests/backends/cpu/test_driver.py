@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
+from test_pool import emit_mirror, word
 
 from rlx.backends.cpu import driver as d
 from rlx.backends.cpu.builder import Builder, Module, Value
@@ -22,31 +23,16 @@ THREADS = pytest.mark.parametrize("threads", [1, 2, 5])
 SIGNATURE = (("ptr", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr", "scratch"))
 
 
-def _word(b: Builder, args: Value, index: int, type_: str = "i64") -> Value:
-    return b.load(type_, b.offset(args, index, "i64"), align=8)
-
-
-def emit_mirror(b: Builder, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
-    """to[unit] = from[n - 1 - unit] + 1: every thread reads what the others wrote"""
-    source, target, n = _word(b, args, 0, "ptr"), _word(b, args, 1, "ptr"), _word(b, args, 2)
-
-    def copy(unit: Value) -> None:
-        value = b.load("i64", b.offset(source, b.sub(b.sub(n, 1), unit), "i64"), align=8)
-        b.store(b.add(value, 1), b.offset(target, unit, "i64"), align=8)
-
-    b.loop(lo, hi, 1, copy)
-
-
 def emit_set(b: Builder, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
     """to[unit] = hi - lo"""
-    b.loop(lo, hi, 1, lambda unit: b.store(b.sub(hi, lo), b.offset(_word(b, args, 0, "ptr"), unit, "i64"), align=8))
+    b.loop(lo, hi, 1, lambda unit: b.store(b.sub(hi, lo), b.offset(word(b, args, 0, "ptr"), unit, "i64"), align=8))
 
 
 def emit_fault(b: Builder, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
     """Count in args[1]; when it is args[0], report a fault."""
-    count = b.add(_word(b, args, 1), 1)
+    count = b.add(word(b, args, 1), 1)
     b.store(count, b.offset(args, 1, "i64"), align=8)
-    b.when(b.icmp("eq", count, _word(b, args, 0)), lambda: b.store(Value("i64", "7"), scratch, align=8))
+    b.when(b.icmp("eq", count, word(b, args, 0)), lambda: b.store(Value("i64", "7"), scratch, align=8))
 
 
 EMITTERS = {"mirror": emit_mirror, "set": emit_set, "fault": emit_fault}

@@ -317,6 +317,27 @@ def test_special_values_are_exact(name: str, scalar: str, target: Target) -> Non
 
 
 @on_every_target
+def test_gelu_is_near_everywhere_and_exact_where_it_is_trivial(target: Target) -> None:
+    """Near 0 and above it counts in ulps; below, where the result falls to 0, in absolute terms."""
+    rng = np.random.default_rng(7)
+    small = 10 ** rng.uniform(-37, 0.8, 200_000)
+    x = np.concatenate([np.linspace(-9, 9, 300_001), small, -small]).astype(np.float32)
+    exact = x.astype(np.float64) * scipy.special.ndtr(x.astype(np.float64))
+    by_table = "+avx512f" in target.features
+    for lanes in (1, 3, full(target, "float"), 32):
+        got = unary("gelu", "float", lanes, target)(x)
+        assert ulps(got, exact)[x > -1].max() < (2.8 if by_table else 3.2)
+        assert np.abs(got - exact)[x < 0].max() < (3e-8 if by_table else 2e-7)
+        assert same_bits(got, unary("gelu", "float", 1, target)(x))
+    special = np.array([0.0, np.inf, np.nan, 1e30, -1e30, -6.0], np.float32)
+    want = np.array([0.0, np.inf, np.nan, 1e30, 0.0, 0.0], np.float32)
+    np.testing.assert_allclose(unary("gelu", "float", full(target, "float"), target)(special), want, atol=1e-8)
+    double = np.linspace(-6, 6, 5001)
+    error = unary("gelu", "double", full(target, "double"), target)(double) - double * scipy.special.ndtr(double)
+    assert np.abs(error).max() < 1e-15
+
+
+@on_every_target
 def test_results_underflow_gradually_and_overflow_to_infinity(target: Target) -> None:
     whole = np.arange(-1080, 1030, dtype=np.float64)
     with np.errstate(all="ignore"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import mmap
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from guarded import guarded, guarded_copy
 
 from rlx import target as targets
 from rlx.backends.cpu import matmul, toolchain
@@ -453,29 +453,6 @@ def test_a_row_of_nan_stays_in_its_row(target: Target) -> None:
 
 
 # -- bounds -----------------------------------------------------------------------------------------------------------
-_NO_ACCESS = 0  # PROT_NONE
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-def guarded(size: int, *, at_end: bool) -> Array:
-    """`size` bytes that touch a page without access at their end, or at their start."""
-    page = mmap.PAGESIZE
-    body = -(-max(size, 1) // page) * page
-    memory = np.frombuffer(mmap.mmap(-1, body + 2 * page), np.uint8)
-    for guard in (0, body + page):
-        if _LIBC.mprotect(memory.ctypes.data + guard, page, _NO_ACCESS):
-            raise OSError(ctypes.get_errno(), "mprotect")
-    start = page + (body - size if at_end else 0)
-    return memory[start : start + size]
-
-
-def guarded_copy(array: Array, *, at_end: bool) -> Array:
-    copy = guarded(array.nbytes, at_end=at_end).view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
-
-
 @EVERY_TARGET
 @EVERY_DTYPE
 @pytest.mark.parametrize("right", ("panels", "rows", "columns", "rows, A turned"))

@@ -38,6 +38,7 @@ FRAMES = 256  # bindings whose sizes are remembered
 # Rows that each thread takes through a whole program before the next ones: what they become stays in its cache.
 # Fewer would read weights too often. Measured on encoders of width 384: 1.02 to 1.12 times as fast.
 PIECE_ROWS = 256
+CACHE_BYTES = 1 << 20  # of a thread: where all of a run's arena fits in, there is nothing to gain
 
 
 @dataclass
@@ -219,53 +220,16 @@ class Executable:
 
     # -- running -------------------------------------------------------------------------------------------------------
     def run(
-        self, key: tuple[int, ...], inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None = None
-    ) -> list[Array]:
-        """The outputs for contiguous inputs of the declared types, with symbol values `key`."""
-        pieces = None if self.layout.batch is None else self.pieces(key)
-        if pieces is None:
-            return self._run(key, inputs, trace)
-        outputs = [self._allocate(shape, dtype) for shape, dtype in pieces.outputs]
-        for start, stop, own in pieces.parts:
-            self._run(own, [a[start:stop] for a in inputs], trace, [a[start:stop] for a in outputs])
-        return outputs
-
-    def pieces(self, key: tuple[int, ...]) -> Pieces | None:
-        """How a run with these sizes is cut along the batch; None where it runs as a whole."""
-        if key not in self._pieces:
-            if len(self._pieces) >= FRAMES:
-                self._pieces.clear()
-            self._pieces[key] = self._cut(key)
-        return self._pieces[key]
-
-    def _cut(self, key: tuple[int, ...]) -> Pieces | None:
-        layout = self.layout
-        assert layout.batch is not None
-        values, batch = self._evaluate(*key), key[layout.batch]
-        most = max(1, PIECE_ROWS * self.threads * batch // max(1, values[layout.rows]))
-        if batch <= most or not values[layout.rows]:
-            return None
-        count = -(-batch // most)
-        ends = [-(-batch * i // count) for i in range(count + 1)]
-        sizes = [stop - start for start, stop in itertools.pairwise(ends)]
-        parts, start = [], 0
-        for size in sorted(sizes, reverse=True):  # those of one size follow each other: only addresses change
-            parts.append((start, start + size, (*key[: layout.batch], size, *key[layout.batch + 1 :])))
-            start += size
-        shapes = [tuple(values[i] for i in shape) for shape in layout.shapes]
-        return Pieces(parts, list(zip(shapes, self._output_types, strict=True)))
-
-    def largest(self, key: tuple[int, ...]) -> tuple[int, ...]:
-        """The sizes of the largest piece of a run, which decide its memory."""
-        pieces = None if self.layout.batch is None else self.pieces(key)
-        return key if pieces is None else pieces.parts[0][2]
-
-    def _run(
-        self, key: tuple[int, ...], inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None,
+        self, key: tuple[int, ...], inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None = None,
         into: Sequence[Array] | None = None,
     ) -> list[Array]:  # fmt: skip
-        """A run as a whole; its outputs go to new arrays, or to those given."""
-        frame = self._frames.get(key) or self.frame(key)
+        """The outputs for contiguous inputs of the declared types, with symbol values `key`: new arrays, or `into`."""
+        frame = self._frames.get(key)
+        if frame is None:
+            pieces = None if into is not None else self.pieces(key)
+            if pieces is not None:
+                return self._run_pieces(pieces, inputs, trace)
+            frame = self.frame(key)
         try:
             instance = self._instances.pop()
         except IndexError:
@@ -284,6 +248,46 @@ class Executable:
         if instance.weights is self._weights:  # else they are old, and an idle instance would keep them
             self._instances.append(instance)
         return outputs
+
+    def _run_pieces(
+        self, pieces: Pieces, inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None
+    ) -> list[Array]:
+        outputs = [self._allocate(shape, dtype) for shape, dtype in pieces.outputs]
+        for start, stop, key in pieces.parts:
+            self.run(key, [a[start:stop] for a in inputs], trace, [a[start:stop] for a in outputs])
+        return outputs
+
+    def pieces(self, key: tuple[int, ...]) -> Pieces | None:
+        """How a run with these sizes is cut along the batch; None where it runs as a whole."""
+        if self.layout.batch is None:
+            return None
+        if key not in self._pieces:
+            if len(self._pieces) >= FRAMES:
+                self._pieces.clear()
+            self._pieces[key] = self._cut(key)
+        return self._pieces[key]
+
+    def _cut(self, key: tuple[int, ...]) -> Pieces | None:
+        layout = self.layout
+        assert layout.batch is not None
+        values, batch = self._evaluate(*key), key[layout.batch]
+        most = max(1, PIECE_ROWS * self.threads * batch // max(1, values[layout.rows]))
+        if batch <= most or not values[layout.rows] or self.plan_memory(key).size <= CACHE_BYTES * self.threads:
+            return None
+        count = -(-batch // most)
+        ends = [-(-batch * i // count) for i in range(count + 1)]
+        sizes = [stop - start for start, stop in itertools.pairwise(ends)]
+        parts, start = [], 0
+        for size in sorted(sizes, reverse=True):  # those of one size follow each other: only addresses change
+            parts.append((start, start + size, (*key[: layout.batch], size, *key[layout.batch + 1 :])))
+            start += size
+        shapes = [tuple(values[i] for i in shape) for shape in layout.shapes]
+        return Pieces(parts, list(zip(shapes, self._output_types, strict=True)))
+
+    def largest(self, key: tuple[int, ...]) -> tuple[int, ...]:
+        """The sizes of the largest piece of a run, which decide its memory."""
+        pieces = self.pieces(key)
+        return key if pieces is None else pieces.parts[0][2]
 
     def _new_outputs(self, instance: Instance, frame: Frame, into: Sequence[Array] | None) -> list[Array]:
         """Memory for the outputs. Small arrays of the run before, if nobody holds them any more, are as good as new."""

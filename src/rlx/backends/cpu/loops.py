@@ -46,7 +46,7 @@ MEMORY = {"f64": "double", "f32": "float", "f16": "i16", "bf16": "i16", "i64": "
           "i8": "i8", "u32": "i32", "u8": "i8", "bool": "i8"}  # fmt: skip
 REGISTER = MEMORY | {"bool": "i1"}
 
-HEAVY = ("exp", "log", "tanh", "erf", "sin", "cos", "tan", "atan", "pow")  # not worth unrolling
+HEAVY = ("exp", "log", "tanh", "erf", "gelu", "sin", "cos", "tan", "atan", "pow")  # not worth unrolling
 ACCUMULATORS = 4  # independent chains of a vectorised reduction
 
 
@@ -264,7 +264,11 @@ class _Emitter:
         b.when(any_bad, lambda: b.store(Value("i64", str(stmt.code)), self.scratch, align=8))
 
     # -- integers that are the same in all lanes -----------------------------------------------------------------------
-    def integer(self, extent: int | Arg) -> Value:
+    def integer(self, extent: int | Arg | Ref) -> Value:
+        if isinstance(extent, Ref):
+            value = self.uniform(extent)
+            assert value is not None, f"{extent.name} is not the same in all lanes"
+            return value
         return i64(extent) if isinstance(extent, int) else self.words[extent.name]
 
     def uniform(self, expr: Expr) -> Value | None:
@@ -595,7 +599,7 @@ class _Emitter:
                 return math.min(b, args[0], args[1])
             case "fma":
                 return math.fma(b, args[0], args[1], args[2], target)
-            case "exp" | "log" | "tanh" | "erf" | "sin" | "cos" | "tan" | "atan" | "pow":
+            case "exp" | "log" | "tanh" | "erf" | "gelu" | "sin" | "cos" | "tan" | "atan" | "pow":
                 return getattr(math, op)(b, *args, target)  # type: ignore[no-any-return]
         raise LowerError(f"loops: no float operation {op!r}")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from rlx.errors import GraphError, nearest
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage
@@ -15,6 +17,7 @@ from rlx.flow.state import FlowValue
 from rlx.ir.graph import Value
 from rlx.ir.provenance import stage as provenance
 from rlx.ops.attention import MaskKind
+from rlx.types import sym
 
 ATTENTION_BIAS = "attention_bias"  # the name of what a stage before the layers has them add to scores
 
@@ -38,7 +41,9 @@ QKV_STYLES = {
 }  # fmt: skip
 
 
-def attend(ctx: FlowCtx, q: Value, k: Value, v: Value, mask_input: str, bias: str = ATTENTION_BIAS) -> Value:
+def attend(
+    ctx: FlowCtx, q: Value, k: Value, v: Value, mask_input: str, bias: str = ATTENTION_BIAS, scale: float | None = None
+) -> Value:
     """Attention in which no token looks at padding: `[batch, seq, heads · head_dim]`.
 
     Where a value is named `bias`, it is added to the scores; it has minus infinity at padding already.
@@ -46,11 +51,28 @@ def attend(ctx: FlowCtx, q: Value, k: Value, v: Value, mask_input: str, bias: st
     batch, seq, heads, head_dim = q.shape
     out: Value
     if bias in ctx.state.named:
-        out = q.attention(k, v, ctx.state.named[bias], mask_kind=MaskKind.BIAS)
+        out = q.attention(k, v, ctx.state.named[bias], mask_kind=MaskKind.BIAS, scale=scale)
     else:
         mask = ctx.input(mask_input, (batch, seq), "f32")
-        out = q.attention(k, v, mask, mask_kind=MaskKind.CUSTOM)
+        out = q.attention(k, v, mask, mask_kind=MaskKind.CUSTOM, scale=scale)
     return out.reshape(batch, seq, heads * head_dim)
+
+
+@dataclass(frozen=True)
+class NearTokens(FlowStage):
+    """A mask of the tokens that are near each token, by name: 0 up to `reach` away, else minus infinity."""
+
+    name: str
+    reach: int
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
+        rows = (sym.BATCH, sym.SEQ)
+        positions, mask = ctx.input("positions", rows, "i32"), ctx.input("attention_mask", rows, "f32")
+        batch, seq = positions.shape
+        apart = positions.reshape(batch, 1, seq, 1) - positions.reshape(batch, 1, 1, seq)
+        near = (abs(apart) <= self.reach).logical_and(mask.reshape(batch, 1, 1, seq) > 0.5)
+        ctx.set_named(self.name, near.where(0.0, -np.inf))  # [batch, 1, seq, seq]
+        return value
 
 
 def split_qkv(qkv: Value, heads: int, head_dim: int) -> list[Value]:

@@ -1,0 +1,91 @@
+"""EmbeddingGemma: Gemma 3 whose tokens look both ways, most layers at near ones only. What makes one vector of them,
+a mean and two dense layers, is said by the files beside the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rlx.flow.context import FlowCtx
+from rlx.flow.flow import ModelFlow
+from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, RmsNorm, RopeTables, linear
+from rlx.flow.stages.attention import SelfAttention
+from rlx.flow.stages.encoder import NearTokens, attend
+from rlx.formats import TensorFile
+from rlx.ir.graph import Value
+from rlx.models import gemma
+from rlx.models.config import FULL, MAX_POSITIONS, SLIDING, key
+from rlx.models.family import family
+from rlx.models.rope import rope_tables
+from rlx.types import sym
+
+
+@dataclass(frozen=True)
+class Config(gemma.Config3):
+    """EmbeddingGemma's configuration: that of Gemma 3, and half of the window lies on each side."""
+
+    HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **gemma.Config3.HF_NEUTRAL, "use_bidirectional_attention": (True,)
+    }  # fmt: skip
+    GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **{name: values for name, values in gemma.Config3.GGUF_NEUTRAL.items() if name != "pooling_type"},
+        "attention.causal": (False,),
+    }
+
+    sliding_window: int | None = key(
+        gguf="attention.sliding_window", hf="sliding_window", default=512, most=MAX_POSITIONS
+    )
+
+    @classmethod
+    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
+        return super().known_of_gguf(file) | {"tied": True}
+
+
+@dataclass(frozen=True)
+class EmbeddingGemmaLayer(GemmaDecoder):
+    """A layer of Gemma 3 that looks both ways."""
+
+    near: bool = False
+
+    def attention(self, ctx: FlowCtx, x: Value) -> Value:
+        base = f"{self.layer_prefix}.self_attn"
+        q, k, v, out, *norms = (f"{base}.{name}.weight" for name in (
+            "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"
+        ))  # fmt: skip
+        heads = SelfAttention(
+            type(self).__name__, q, k, v, self.num_heads, self.num_kv_heads, self.head_dim,
+            norm_keys=(norms[0], norms[1]), eps=self.eps, unit_offset=self.unit_offset, rope=self.rope,
+        )  # fmt: skip
+        queries, keys = (heads.turned(ctx, heads.project(ctx, x, which)) for which in "qk")
+        found = attend(
+            ctx, queries, keys, heads.project(ctx, x, "v"), "attention_mask", SLIDING if self.near else FULL,
+            self.score_scale,
+        )  # fmt: skip
+        return linear(ctx, found, out, out=x.shape[-1])
+
+
+def looks_both_ways(settings: Mapping[str, Any]) -> bool:
+    return settings.get("use_bidirectional_attention") is True
+
+
+@family("embeddinggemma", kind="encoder", gguf=["gemma-embedding"], hf=["gemma3_text"], config=Config,
+        weights=gemma.WEIGHTS3, settings=gemma.by_layer_kind, reads=looks_both_ways)  # fmt: skip
+def embeddinggemma(c: Config) -> ModelFlow:
+    near = [c.window(i) is not None for i in range(c.layers)]
+
+    def layer(i: int) -> FlowStage:
+        return EmbeddingGemmaLayer(
+            f"model.layers.{i}", c.heads, c.kv_heads, c.head_dim, c.eps, style=c.STYLE, score_scale=c.score_scale,
+            unit_offset=c.unit_offset, rope="rope.local" if near[i] else "rope", intermediate_size=c.ffn,
+            activation=c.activation, near=near[i],
+        )  # fmt: skip
+
+    norm = GemmaRmsNorm if c.unit_offset else RmsNorm
+    local = RopeTables(*rope_tables(c.local_rope, c.context), cos_key="rope.local.cos", sin_key="rope.local.sin")
+    return (
+        ModelFlow("embeddinggemma").input("tokens", (sym.BATCH, sym.SEQ), "i32")
+        .when(any(near), lambda flow: flow.stage(local).stage(NearTokens(SLIDING, (c.sliding_window or 0) // 2)))
+        .rope_tables(*rope_tables(c.rope, c.context)).token_embed(shape=(c.vocab, c.dim)).embed_scale(c.dim)
+        .repeat_layers(c.layers, layer).stage(norm("model.norm.weight", c.eps))
+    )  # fmt: skip

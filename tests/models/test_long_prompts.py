@@ -1,0 +1,76 @@
+"""Long prompts of models that do not keep everything: windows of Gemma 3, states of Qwen3-Next and Qwen3.5."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_llama import difference
+from test_golden import Golden
+
+from rlx.engine import generate as generation
+from rlx.engine.language import LanguageModel
+from rlx.engine.model import load
+
+NAMES = ("gemma3", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+LONG = 4096
+
+
+def opened(folder: Path, name: str, context: int) -> LanguageModel:
+    golden = Golden(name)
+    golden.settings["max_position_embeddings"] = context
+    if name == "gemma3":  # all positions of a text turn by no more than they do in the short ones
+        golden.settings["rope_parameters"] = {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+        }  # fmt: skip
+    model = load(golden.folder(folder), context=context)
+    assert isinstance(model, LanguageModel)
+    return model
+
+
+def prompt(count: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(count).integers(0, 40, count)]
+
+
+def told(model: LanguageModel, tokens: list[int], chunk: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """A text and its log-probabilities, from nothing."""
+    monkeypatch.setattr(generation, "CHUNK", chunk)
+    model.caches.clear()
+    made = model.generate(tokens, max_tokens=6, logprobs=3)
+    return made.tokens, made.logprobs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_of_any_size_give_the_same_bits(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path, name, 1024) as model:
+        tokens = prompt(900)
+        found = [told(model, tokens, chunk, monkeypatch) for chunk in (64, 500)]
+    assert found[0] == found[1]
+
+
+def test_what_layers_with_a_window_keep_does_not_grow(tmp_path: Path) -> None:
+    """Of six layers of Gemma 3 only the last keeps all positions."""
+    with opened(tmp_path, "gemma3", 4096) as model:
+        sizes = []
+        for count in (700, 1500, 3000):
+            model.caches.clear()
+            model.generate(prompt(count), max_tokens=1)
+            sizes.append(model.memory().cache)
+        one = 2 * 4 * 4  # bytes of a position in one layer: keys and values of a head of 4
+        # five layers a window of 5 and 512 more in whole blocks, one everything, in powers of two
+        assert sizes == [one * (5 * 576 + count) for count in (1024, 2048, 4096)]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", NAMES)
+def test_long_prompts_equal_transformers(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    tokens = prompt(LONG)
+    with opened(tmp_path, name, 2 * LONG) as model:
+        assert told(model, tokens, 64, monkeypatch) == told(model, tokens, 500, monkeypatch)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+        with torch.no_grad():
+            wanted = theirs(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+        assert difference(model.logits(tokens), wanted) < 2e-4
