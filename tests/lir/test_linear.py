@@ -82,3 +82,19 @@ def test_the_gradient_of_a_linear_layer_is_two_matmuls(layout: str) -> None:
     assert launches(compiled) == ["matmul", "matmul"]
     touched = sum(a.nbytes for a in (dx, dw, arrays["d_output"], arrays["x"], arrays["d_output"], arrays["w"]))
     assert sum(launch.bytes for launch in report.launches) == touched
+
+
+def test_the_gradient_of_a_gate_is_part_of_the_product_that_it_reads() -> None:
+    rng = np.random.default_rng(6)
+    shapes = {"dy": (2, 9, 24), "w": (24, 70), "gate": (2, 9, 70), "up": (2, 9, 70)}
+    arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    g = rlx.Graph("gate")
+    dy, w, gate, up = (g.input(name, shape) for name, shape in shapes.items())
+    product = dy @ w
+    g.set_outputs([product * gate, (product * up * gate).tanh()])
+    compiled = rlx.compile(g)
+    found = compiled.run(arrays)
+    exact = arrays["dy"].astype(np.float64) @ arrays["w"]
+    np.testing.assert_allclose(found[0], exact * arrays["gate"], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found[1], np.tanh(exact * arrays["up"] * arrays["gate"]), rtol=1e-4, atol=1e-4)
+    assert launches(compiled) == ["matmul"]

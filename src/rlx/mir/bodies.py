@@ -66,6 +66,23 @@ def is_identity(body: Graph) -> bool:
     return len(body.outputs) == 1 and body.outputs[0].node is body.nodes[0]
 
 
+def side_by_side(regions: Sequence[Node]) -> tuple[Graph, list[Value]]:
+    """One body for all that regions do, and the values it reads, each of them once."""
+    if len(regions) == 1:
+        return regions[0].attrs["body"], [o for o in regions[0].operands if o is not None]
+    read = list(dict.fromkeys(o for region in regions for o in region.operands if o is not None))
+    body, outputs = Graph("body"), []
+    inputs = {value: body.input(f"x{i}", value.shape, value.dtype) for i, value in enumerate(read)}
+    for region in regions:
+        inner: Graph = region.attrs["body"]
+        inside = {n[0]: inputs[o] for n, o in zip(inner.inputs, region.operands, strict=True) if o is not None}
+        for node in inner.nodes:
+            if node.op != "input":
+                inside.update(zip(node.results, _copy(body, node, inside), strict=True))
+        outputs += [inside[o] for o in inner.outputs]
+    return body.set_outputs(outputs), read
+
+
 def after_matmul(body: Graph, sums: int, matmul_body: Graph) -> Graph:
     """A region's body as an epilogue: its input number `sums` becomes what `matmul_body` gives.
 

@@ -1,6 +1,7 @@
 """Epilogues: an elementwise region that reads a matmul becomes part of it, working on sums in registers.
 
-Needs regions (`fuse_regions`); a region joins the last matmul it reads, if it is the only reader.
+Needs regions (`fuse_regions`); a region joins the last matmul it reads, if it is the only reader. Where all readers are
+regions that can be computed together, as in the gradient of a gate, they all join, and the product is never stored.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import DROPPED, Rewriter, rebuild
-from rlx.mir.bodies import after_matmul, identity, is_identity
+from rlx.mir.bodies import after_matmul, identity, is_identity, side_by_side
 from rlx.mir.report import FusionReport
 from rlx.types import Size
 
@@ -17,21 +18,30 @@ from rlx.types import Size
 def fuse_epilogues(graph: Graph, *, report: FusionReport | None = None) -> Graph:
     """region(matmul(x, w), ...) -> fused_matmul(x, w, ...)."""
     users, outputs = graph.users(), set(graph.outputs)
-    plan: dict[Node, Value] = {}  # region -> the matmul result it takes in
-    for node in graph.nodes:
-        if node.op != "region" or len(node.types) != 1:
-            continue
-        found = _candidate(node, users, outputs, report)
-        if found is not None:
-            plan[node] = found
+    regions = [n for n in graph.nodes if n.op == "region" and len(n.types) == 1]
+    alone = {r: found for r in regions if (found := _candidate(r, users, outputs, None)) is not None}
+    joined: dict[Node, Value] = {}
+    together: dict[Value, list[Node]] = {}
+    for value, readers in users.items():
+        if _is_open_matmul(value) and value not in outputs and _go_together(value, readers, alone | joined):
+            together[value] = readers
+            joined |= dict.fromkeys(readers, value)
+    for region in regions:
+        if report is not None and region not in joined:
+            _candidate(region, users, outputs, report)
+    plan = alone | joined  # region -> the matmul result it takes in
     taken = {v.node for v in plan.values()}
+    made: dict[Node, Value] = {}  # what other regions of a matmul became
 
     def visit(rewriter: Rewriter, node: Node) -> Any:
         if node in taken:
             return DROPPED
         if node not in plan:
             return None
-        return _fuse(rewriter, node, plan[node], report)
+        if node not in made:
+            regions = together.get(plan[node], [node])
+            made.update(zip(regions, _fuse(rewriter, regions, plan[node], report), strict=True))
+        return made[node]
 
     return rebuild(graph, visit, made_by="fuse_epilogues")
 
@@ -49,6 +59,20 @@ def _candidate(
     return None
 
 
+def _go_together(value: Value, readers: list[Node], taken: dict[Node, Value]) -> bool:
+    """Whether all readers of a product are regions that may be computed where the first of them is."""
+    first = min(reader.id for reader in readers)
+    return len(readers) > 1 and all(
+        r.op == "region"
+        and len(r.types) == 1
+        and r not in taken
+        and readers.count(r) == 1
+        and not _misfit(r, value)
+        and all(o is None or o.node.id < first for o in r.operands)
+        for r in readers
+    )
+
+
 def _is_open_matmul(value: Value) -> bool:
     node = value.node
     if node.op in ("matmul", "grouped_matmul"):
@@ -61,6 +85,11 @@ def _why_not(region: Node, value: Value, users: dict[Value, list[Node]], outputs
         return "the product is an output of the graph"
     if len(users[value]) != 1:
         return f"the product has {len(users[value])} readers"
+    return _misfit(region, value)
+
+
+def _misfit(region: Node, value: Value) -> str:
+    """Why a region does not work tile by tile on a product; empty if it does."""
     if value.shape != region.types[0].shape:
         return f"the product {value.type} is broadcast to {region.types[0]}"
     flat = value.node.op != "matmul" or _right(value.node).rank == 2
@@ -85,18 +114,18 @@ def _fits(shape: tuple[Size, ...], out: tuple[Size, ...], flat: bool) -> bool:
     return True
 
 
-def _fuse(rewriter: Rewriter, region: Node, value: Value, report: FusionReport | None) -> tuple[Value, ...]:
+def _fuse(rewriter: Rewriter, regions: list[Node], value: Value, report: FusionReport | None) -> tuple[Value, ...]:
     matmul = value.node
-    body: Graph = region.attrs["body"]
-    position = list(region.operands).index(value)
+    body, read = side_by_side(regions)
+    position = read.index(value)
     head = [o for o in matmul.operands if o is not None]
     if matmul.op in ("matmul", "grouped_matmul"):
         attrs, inner = {"weights": 1, "columns": head[1].shape[-1], "packed": False}, identity(value)
     else:
         attrs, inner = {k: v for k, v in matmul.attrs.items() if k != "body"}, matmul.attrs["body"]
     fused = "fused_matmul" if matmul.op in ("matmul", "fused_matmul") else "fused_grouped"
-    others = [o for i, o in enumerate(region.operands) if o is not None and i != position]
+    others = [o for o in read if o != value]
     if report is not None:
         report.add("matmul epilogue", [matmul, *(n for n in body.nodes if n.op not in ("input", "const"))])
     operands = [rewriter[o] for o in (*head, *others)]
-    return rewriter.make(region, fused, *operands, body=after_matmul(body, position, inner), **attrs)
+    return rewriter.make(regions[0], fused, *operands, body=after_matmul(body, position, inner), **attrs)
