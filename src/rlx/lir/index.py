@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
+from rlx.lir.cache import may_write
 from rlx.lir.loops import Apply, Check, Choose, Const, Expr, For, Index, Let, Load, Ref, Stmt, Store
 from rlx.lir.quant import element, packed_reads
 from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, cast, loop_form, map_elements
@@ -58,15 +59,18 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 @loop_form("scatter_add")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """The table is copied, then each column walks all updates in order: threads share columns, never rows.
+    """Each column walks all updates in order: threads share columns, never rows.
 
-    Narrow floats add up in a wide copy, so that they are rounded once and not with each update.
+    They are added to the table where it lies if nothing needs it again, else to a copy. Narrow floats add up in a wide
+    copy, so that they are rounded once and not with each update.
     """
     x, indices, updates = (s.view(o) for o in node.operands)
-    out = s.result(node)
-    kind = out.dtype.compute
+    kind = x.dtype.compute
+    in_place = x.dtype is kind and x.is_contiguous() and not s.is_output(node) and may_write(s, node, x)
+    out = x if in_place and x.buffer not in (indices.buffer, updates.buffer) else s.result(node)
     total = out if out.dtype is kind else s.temporary(TensorType(x.shape, kind))
-    s.copy_into(x, total)
+    if out is not x:
+        s.copy_into(x, total)
     indices, updates = s.contiguous(indices), s.contiguous(updates)
     columns = product(x.shape[1:])
     builder = LoopBuilder("scatter_add")
