@@ -1,14 +1,15 @@
 """Causal attention with grouped heads: rlx (f32, and over an f16 cache) against torch's scaled_dot_product_attention.
 
 Prefill is a whole prompt. Decode is one token over the keys and values of all layers before it, one layer after the
-other, so that long caches come from memory. Prints GFLOPS as median/best, how many times as fast rlx is as torch, how
-fast caches are read, and fractions of the FMA peak measured in the same run; `--json` keeps every round.
+other, so that long caches come from memory. With `--backward`, gradients of q, k and v of a prompt, and the prompt
+itself. Prints GFLOPS as median/best, how many times as fast rlx is as torch, how fast caches are read, and fractions of
+the FMA peak measured in the same run; `--json` keeps every round.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from harness import Case, CaseResult, Library, Prepared, Result, compare, geomet
 
 HEADS = ((9, 3, 64), (12, 2, 128))  # query heads, key heads, their size: those of SmolLM2-135M and Qwen2.5-1.5B
 LENGTHS = (128, 1024, 4096)
+TRAINING = (512, 1024, 2048)  # lengths with `--backward`
 LAYER_BYTES = 192 << 20  # of the f32 caches of a decode step: more than stays near the processor
 OURS, HALF, PEER = "rlx", "rlx f16", "torch"
 LIBRARIES = (
@@ -37,6 +39,12 @@ def prefill_case(heads: int, kv_heads: int, size: int, length: int) -> Case:
     return Case(f"prefill {heads}/{kv_heads}x{size} S={length}", dims, flops, bytes_)
 
 
+def backward_case(heads: int, kv_heads: int, size: int, length: int) -> Case:
+    forward = prefill_case(heads, kv_heads, size, length)
+    name = forward.name.replace("prefill", "backward")
+    return Case(name, forward.dims | {"backward": 1}, 2.5 * forward.flops, 3 * forward.bytes)  # five products, not two
+
+
 def decode_case(heads: int, kv_heads: int, size: int, length: int) -> Case:
     layers = min(max(LAYER_BYTES // (8 * length * kv_heads * size), 1), 64)
     dims = {"queries": 1, "keys": length, "heads": heads, "kv_heads": kv_heads, "size": size, "layers": layers}
@@ -52,8 +60,16 @@ def operands(case: Case) -> Tensors:
     return q, *(x.astype(np.float16).astype(np.float32) for x in (k, v))  # type: ignore[return-value]
 
 
+def cotangent(case: Case) -> np.ndarray:
+    """The gradient of the result of a backward case."""
+    d = case.dims
+    return np.random.default_rng(1).standard_normal((d["queries"], d["heads"], d["size"]), dtype=np.float32)
+
+
 def reference(case: Case) -> np.ndarray:
     q, k, v = (x.astype(np.float64) for x in operands(case))
+    if "backward" in case.dims:
+        return flat(gradients(q, k, v, cotangent(case).astype(np.float64)))
     result, group = np.empty(q.shape), q.shape[1] // k.shape[1]
     past = k.shape[0] - q.shape[0]
     for head in range(q.shape[1]):
@@ -67,9 +83,33 @@ def reference(case: Case) -> np.ndarray:
     return result
 
 
+def gradients(q: np.ndarray, k: np.ndarray, v: np.ndarray, dy: np.ndarray) -> list[np.ndarray]:
+    """Of q, k and v, with all weights of a head at hand."""
+    dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
+    seen, scale = np.tri(q.shape[0], dtype=bool), q.shape[2] ** -0.5
+    for head in range(q.shape[1]):
+        own = head // (q.shape[1] // k.shape[1])
+        scores = np.where(seen, q[:, head] @ k[:, own].T * scale, -np.inf)
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        share = dy[:, head] @ v[:, own].T
+        inner = weights * (share - (weights * share).sum(axis=1, keepdims=True)) * scale
+        dq[:, head] = inner @ k[:, own]
+        dk[:, own] += inner.T @ q[:, head]
+        dv[:, own] += weights.T @ dy[:, head]
+    return [dq, dk, dv]
+
+
+def flat(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """All elements in a row, so that several results are compared as one."""
+    return np.concatenate([np.asarray(x).ravel() for x in arrays])
+
+
 # -- libraries --------------------------------------------------------------------------------------------------------
 def rlx_f32(case: Case, threads: int) -> Prepared:
-    """The plain op for a prompt, the cache for a token."""
+    """The plain op for a prompt and its gradient, the cache for a token."""
+    if "backward" in case.dims:
+        return rlx_backward(case, threads)
     return rlx_cached(case, threads, "f32") if case.dims["queries"] == 1 else rlx_plain(case, threads)
 
 
@@ -85,6 +125,24 @@ def rlx_plain(case: Case, threads: int) -> Prepared:
     compiled = rlx.compile(graph.set_outputs(q.attention(k, v, mask_kind="causal")), threads=threads)
     feed = {name: x[None] for name, x in zip("qkv", arrays, strict=True)}
     return Prepared(lambda: compiled.run(feed), lambda: np.array(compiled.run(feed)[0][0]))
+
+
+def rlx_backward(case: Case, threads: int) -> Prepared:
+    """What a gradient runs after the forward pass, which leaves the result and the sums of the weights."""
+    import rlx
+
+    arrays = dict(zip("qkv", (x[None] for x in operands(case)), strict=True))
+    graph = rlx.Graph("forward")
+    q, k, v = (graph.input(name, x.shape) for name, x in arrays.items())
+    forward = rlx.compile(graph.set_outputs(q.attention_lse(k, v, mask_kind="causal")), threads=threads)
+    arrays |= dict(zip(("y", "lse"), (np.array(x) for x in forward.run(arrays)), strict=True))
+    arrays["dy"] = cotangent(case)[None]
+    graph = rlx.Graph("backward")
+    at = {name: graph.input(name, x.shape) for name, x in arrays.items()}
+    delta = (at["dy"] * at["y"]).sum(axis=-1).transpose(axes=(0, 2, 1))
+    made = at["q"].attention_grad(at["k"], at["v"], at["dy"], at["lse"], delta, mask_kind="causal")
+    backward = rlx.compile(graph.set_outputs(made), threads=threads)
+    return Prepared(lambda: backward.run(arrays), lambda: flat(backward.run(arrays)))
 
 
 def rlx_cached(case: Case, threads: int, dtype: str) -> Prepared:
@@ -117,6 +175,8 @@ def torch_sdpa(case: Case, threads: int) -> Prepared:
     import torch
 
     torch.set_num_threads(threads)
+    if "backward" in case.dims:
+        return torch_backward(case)
     d = case.dims
     q, k, v = (torch.from_numpy(x.transpose(1, 0, 2)[None].copy()) for x in operands(case))
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -138,6 +198,30 @@ def torch_sdpa(case: Case, threads: int) -> Prepared:
     best = {name: min(timed(call) for _ in range(3)) for name, call in calls.items()}
     call = calls[min(best, key=best.__getitem__)]
     return Prepared(call, lambda: call()[0].transpose(0, 1).numpy(), note=min(best, key=best.__getitem__))
+
+
+def torch_backward(case: Case) -> Prepared:
+    """The backward pass alone; with grouped heads, or a key head a query head and no sums, whichever is faster."""
+    import torch
+
+    q, k, v = (torch.from_numpy(x.transpose(1, 0, 2)[None].copy()) for x in operands(case))
+    dy = torch.from_numpy(cotangent(case).transpose(1, 0, 2)[None].copy())
+    attend, group = torch.nn.functional.scaled_dot_product_attention, q.shape[1] // k.shape[1]
+
+    def over(grouped: bool) -> Callable[[], Any]:
+        sides = [q, *(x if grouped else x.repeat_interleave(group, dim=1) for x in (k, v))]
+        given = [x.clone().requires_grad_() for x in sides]
+        y = attend(*given, is_causal=True, enable_gqa=grouped)
+        return lambda: torch.autograd.grad(y, given, dy, retain_graph=True)
+
+    def output(name: str) -> np.ndarray:
+        dq, *others = (x[0].transpose(0, 1).numpy() for x in calls[name]())
+        return flat([dq, *(x.reshape(x.shape[0], k.shape[1], -1, x.shape[2]).sum(axis=2) for x in others)])
+
+    calls = {"grouped": over(True), "stored by query head": over(False)}
+    best = {name: min(timed(call) for _ in range(3)) for name, call in calls.items()}
+    name = min(best, key=best.__getitem__)
+    return Prepared(calls[name], lambda: output(name), note=name)
 
 
 # -- table ------------------------------------------------------------------------------------------------------------
@@ -175,16 +259,30 @@ def summary(result: Result) -> list[str]:
         if ratios:
             mean = f"geometric mean of {len(ratios)} cases {geometric_mean(ratios):.2f}, lowest {min(ratios):.2f}"
             lines.append(f"{name} / {PEER}: {mean}")
+    lines += backward_lines(result)
     return lines or [f"no case has a valid number of both {OURS} and {PEER}"]
+
+
+def backward_lines(result: Result) -> list[str]:
+    """How many times as long as a forward pass its gradient takes."""
+    valid = {c.case.name: c.timings[OURS].median for c in result.cases if c.ok(OURS)}
+    pairs = [(name.replace("backward", "prefill"), name) for name in valid if name.startswith("backward")]
+    times = [valid[b] / valid[f] for f, b in pairs if f in valid]
+    if not times:
+        return []
+    return [f"{OURS} backward: {min(times):.2f} to {max(times):.2f} times as long as forward ({len(times)} cases)"]
 
 
 def main() -> int:
     parser = options(__doc__, threads=1, rounds=9)
     parser.add_argument("--cases", default="", metavar="REGEX", help='such as "decode .* S=4096$"; all unless given')
+    parser.add_argument("--backward", action="store_true", help="gradients, with prompts of the same lengths")
     args = parser.parse_args()
-    kinds = (prefill_case, decode_case)
-    cases = chosen((make(*heads, length) for make in kinds for heads in HEADS for length in LENGTHS), args.cases)
-    result = compare(LIBRARIES, cases, threads=args.threads, rounds=args.rounds, reference=reference)
+    kinds = (prefill_case, backward_case) if args.backward else (prefill_case, decode_case)
+    lengths = TRAINING if args.backward else LENGTHS
+    libraries = tuple(x for x in LIBRARIES if x.name != HALF) if args.backward else LIBRARIES
+    cases = chosen((make(*heads, length) for make in kinds for heads in HEADS for length in lengths), args.cases)
+    result = compare(libraries, cases, threads=args.threads, rounds=args.rounds, reference=reference)
     print_table(result)
     return one_run(result, summary(result), args.json)
 

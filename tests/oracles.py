@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import gguf
@@ -769,6 +769,20 @@ def _layer_norm(x: Array, gamma: Array | None = None, beta: Array | None = None,
     return _scaled((x - mean) / np.sqrt(variance + eps), gamma, beta)
 
 
+@oracle("norm_grad")
+def _norm_grad(x: Array, dy: Array, gamma: Array | None = None, *, kind: str, eps: float) -> tuple[Array, Array, Array]:
+    """Row by row, with the whole matrix of derivatives of the normalised row."""
+    n, dx, dgamma = x.shape[-1], np.zeros(x.shape), np.zeros(x.shape[-1])
+    for at in np.ndindex(x.shape[:-1]):
+        centre = np.eye(n) - (1 / n if kind == "layer" else 0)  # derivative of the row without its mean
+        row = centre @ x[at]
+        deviation = np.sqrt((row**2).mean() + eps)
+        slope = centre / deviation - np.outer(row, row @ centre) / (n * deviation**3)
+        dx[at] = (dy[at] * (1 if gamma is None else gamma)) @ slope
+        dgamma += dy[at] * row / deviation
+    return dx, dgamma, dy.reshape(-1, n).sum(axis=0)
+
+
 @oracle("rms_norm")
 def _rms_norm(x: Array, gamma: Array | None = None, beta: Array | None = None, *, eps: float = 1e-6) -> Array:
     square = (x**2).sum(-1, keepdims=True) / np.float64(x.shape[-1])
@@ -788,6 +802,28 @@ def _rope(x: Array, cos: Array, sin: Array, positions: Array, *, style: str = "h
     return result
 
 
+def _each_query(
+    q: Array, k: Array, mask: Array | None, mask_kind: str, scale: float | None, softcap: float | None
+) -> Iterator[tuple[tuple[int, int, int], int, list[int], Array, Array]]:
+    """(batch, query, head), its key head, the keys it sees, their scores, and how these grow with q · k."""
+    batch, q_len, heads, dim = q.shape
+    keys, kv_heads = k.shape[1], k.shape[2]
+    for b, i, h in np.ndindex(batch, q_len, heads):
+        bias = np.zeros(keys)
+        if mask_kind == "bias":
+            bias = np.broadcast_to(mask, (batch, heads, q_len, keys))[b, h, i]
+        at = keys - q_len + i  # the position of the query: both sequences end together
+        keep = mask[b] if mask is not None and mask_kind == "custom" else np.ones(keys)
+        seen = [j for j in range(keys) if _sees(mask_kind, at, j) and keep[j] >= 0.5 and bias[j] != -np.inf]
+        own, factor = h * kv_heads // heads, dim**-0.5 if scale is None else scale
+        scores = k[b, seen, own] @ q[b, i, h] * factor
+        slope = np.full(len(seen), factor)
+        if softcap is not None:
+            slope = factor / np.cosh(scores / softcap) ** 2
+            scores = softcap * np.tanh(scores / softcap)
+        yield (b, i, h), own, seen, scores + bias[seen], slope
+
+
 @oracle("attention")
 def _attention(
     q: Array,
@@ -802,24 +838,37 @@ def _attention(
     head_dim: int | None = None,
 ) -> Array:
     """One query at a time: the keys it sees are picked out first, so nothing has to be masked afterwards."""
-    batch, q_len, heads, dim = q.shape
-    keys, kv_heads = k.shape[1], k.shape[2]
-    result = np.zeros((batch, q_len, heads, v.shape[3]))
-    for b, i, h in np.ndindex(batch, q_len, heads):
-        bias = np.zeros(keys)
-        if mask_kind == "bias":
-            bias = np.broadcast_to(mask, (batch, heads, q_len, keys))[b, h, i]
-        at = keys - q_len + i  # the position of the query: both sequences end together
-        keep = mask[b] if mask is not None and mask_kind == "custom" else np.ones(keys)
-        seen = [j for j in range(keys) if _sees(mask_kind, at, j) and keep[j] >= 0.5 and bias[j] != -np.inf]
-        if not seen:
-            continue
-        own = h * kv_heads // heads
-        scores = k[b, seen, own] @ q[b, i, h] * (dim**-0.5 if scale is None else scale)
-        if softcap is not None:
-            scores = softcap * np.tanh(scores / softcap)
-        result[b, i, h] = scipy.special.softmax(scores + bias[seen]) @ v[b, seen, own]
-    return result
+    return _attention_lse(q, k, v, mask, mask_kind=mask_kind, scale=scale, softcap=softcap)[0]
+
+
+@oracle("attention_lse")
+def _attention_lse(
+    q: Array, k: Array, v: Array, mask: Array | None = None, *, mask_kind: str = "none", scale: float | None = None,
+    softcap: float | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    batch, q_len, heads, _ = q.shape
+    result, lse = np.zeros((batch, q_len, heads, v.shape[3])), np.full((batch, heads, q_len), -np.inf)
+    for (b, i, h), own, seen, scores, _ in _each_query(q, k, mask, mask_kind, scale, softcap):
+        if seen:
+            result[b, i, h] = scipy.special.softmax(scores) @ v[b, seen, own]
+            lse[b, h, i] = scipy.special.logsumexp(scores)
+    return result, lse
+
+
+@oracle("attention_grad")
+def _attention_grad(
+    q: Array, k: Array, v: Array, dy: Array, lse: Array, delta: Array, mask: Array | None = None, *,
+    mask_kind: str = "none", scale: float | None = None, softcap: float | None = None,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """One query at a time: what its weights are, then by the chain rule what each of its keys gets."""
+    dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
+    for (b, i, h), own, seen, scores, slope in _each_query(q, k, mask, mask_kind, scale, softcap):
+        weights = np.exp(scores - lse[b, h, i])
+        inner = weights * (v[b, seen, own] @ dy[b, i, h] - delta[b, h, i]) * slope
+        dq[b, i, h] = inner @ k[b, seen, own]
+        dk[b, seen, own] += np.outer(inner, q[b, i, h])
+        dv[b, seen, own] += np.outer(weights, dy[b, i, h])
+    return dq, dk, dv
 
 
 def _sees(kind: str, query: int, key: int) -> bool:

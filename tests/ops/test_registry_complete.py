@@ -376,6 +376,8 @@ BAD_CALLS = [
     bad("rope", "f32[2, 3, 2, 8]; f32[9, 4]; f32[9, 4]; f32[2, 3]", DTypeError,
          "rope: positions are integers; f32[2, 3]"),
     bad("rope", "i32[2, 3, 2, 8]; f32[9, 4]; f32[9, 4]; i32[2, 3]", DTypeError, "rope: takes floats; i32"),
+    bad("norm_grad", "f32[2, 4]; f32[2, 5]", ShapeError, "norm_grad: dy is f32[2, 5]; f32[2, 4]", kind="rms", eps=0.1),
+    bad("norm_grad", "f32[2, 4]; f32[2, 4]", GraphError, "norm_grad: kind 'batch'", kind="batch", eps=0.1),
     # -- attention
     bad("attention", "f32[2, 5, 32]; f32[2, 7, 2, 8]; f32[2, 7, 2, 8]", ShapeError, "attention: q is; f32[2, 5, 32]"),
     bad("attention", "f32[2, 5, 4, 8]; f32[2, 7, 2, 9]; f32[2, 7, 2, 8]", ShapeError,
@@ -406,6 +408,14 @@ BAD_CALLS = [
          mask_kind="bias"),
     bad("attention", QKV, ShapeError, "attention: num_heads 3; f32[2, 5, 4, 8]", num_heads=3),
     bad("attention", QKV, GraphError, "attention: softcap is 0.0", softcap=0.0),
+    bad("attention_lse", "f32[2, 5, 4, 8]; f32[2, 7, 2, 9]; f32[2, 7, 2, 8]", ShapeError,
+         "attention_lse: head_dim of q is 8; 9"),
+    bad("attention_grad", f"{QKV}; f32[2, 5, 4, 9]; f32[2, 4, 5]; f32[2, 4, 5]", ShapeError,
+         "attention_grad: dy is f32[2, 5, 4, 9]; f32[2, 5, 4, 8]"),
+    bad("attention_grad", f"{QKV}; f32[2, 5, 4, 8]; f32[2, 5, 4]; f32[2, 4, 5]", ShapeError,
+         "attention_grad: lse is f32[2, 5, 4]; f32[2, 4, 5]"),
+    bad("attention_grad", f"{QKV}; f32[2, 5, 4, 8]; f32[2, 4, 5]; i32[2, 4, 5]", DTypeError,
+         "attention_grad: delta is i32[2, 4, 5]; floats"),
     # -- caches
     bad("kv_append", KEYS, GraphError, "kv_append: kind 'rows'; keys, values", kind="rows"),
     bad("kv_append", KEYS, ShapeError, "kv_append: a cache of values is; f32[2, 2, 3, 8, 64]", kind="values"),

@@ -1,49 +1,93 @@
-"""Attention as a launch: strides of the tensors and the mask; a unit is a block of query positions of a key head."""
+"""Attention and its gradient as launches: strides of the tensors and the mask.
+
+A unit of attention is a block of query positions of a key head, one of the gradient is a key head.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from rlx.ir.graph import Node
-from rlx.lir.kernels import AttentionKernel
+from rlx.ir.graph import Node, Value
+from rlx.lir.kernels import AttentionGradKernel, AttentionKernel
 from rlx.lir.schedule import Scheduler, loop_form
 from rlx.lir.views import View
 from rlx.ops.attention import split_mask
 from rlx.types import Size
 
+Words = dict[str, View | Size | None]
 
-@loop_form("attention")
+
+@loop_form("attention", "attention_lse")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    q, k, v = (s.view(o) for o in node.operands[:3])
-    q, k, v = (t if t.strides[-1] == 1 else s.copied(t) for t in (q, k, v))
-    out = s.result(node)
+    q, k, v = _rows(s, node.operands[:3])
+    mask = _mask(s, node.operands[3])
+    results = [s.result(node, i) for i in range(len(node.types))]
+    kernel = _kernel(node, q, k, v, mask, lse=len(results) == 2)
+    words = _words(kernel, {"q": q, "k": k, "v": v, "out": results[0]}, mask)
+    if kernel.lse:
+        words |= _of_rows("lse", results[1])
+    blocks = (q.shape[1] + (kernel.positions - 1)) // kernel.positions
+    s.launch(kernel, words, q.shape[0] * k.shape[2] * blocks, "heads", flops=_products(q, k, v) * 2)
+    return results
+
+
+@loop_form("attention_grad")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    q, k, v, dy, lse, delta = _rows(s, node.operands[:6])
+    mask = _mask(s, node.operands[6])
+    dq, dk, dv = (s.result(node, i) for i in range(3))
+    kernel = AttentionGradKernel(_kernel(node, q, k, v, mask))
+    tensors = {"q": q, "k": k, "v": v, "dy": dy, "dq": dq, "dk": dk, "dv": dv}
+    words = _words(kernel.attention, tensors, mask) | _of_rows("lse", lse) | _of_rows("delta", delta)
+    # Of five products, three have rows of q's size and two of v's.
+    flops = _products(q, k, v) * 4 + _products(q, k, q)
+    s.launch(kernel, words, q.shape[0] * k.shape[2], "heads", flops=flops)
+    return [dq, dk, dv]
+
+
+def _rows(s: Scheduler, operands: Sequence[Value | None]) -> list[View]:
+    """Operands whose last axis has no gaps."""
+    views = [s.view(o) for o in operands]
+    return [t if t.strides[-1] == 1 else s.copied(t) for t in views]
+
+
+def _mask(s: Scheduler, operand: Value | None) -> View | None:
+    return None if operand is None else _rows(s, [operand])[0]
+
+
+def _products(q: View, k: View, v: View) -> Size:
+    """Multiplications of q kᵀ and of weights v."""
+    return q.shape[0] * q.shape[1] * k.shape[1] * (q.shape[2] * (q.shape[3] + v.shape[3]))
+
+
+def _kernel(node: Node, q: View, k: View, v: View, mask: View | None, *, lse: bool = False) -> AttentionKernel:
     kind, window = split_mask(node.attrs["mask_kind"])
-    mask = None if node.operands[3] is None else s.view(node.operands[3])
-    if mask is not None and mask.strides[-1] != 1:
-        mask = s.copied(mask)
     heads, kv_heads, head_dim, value_dim = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     assert isinstance(heads, int) and isinstance(kv_heads, int)
     assert isinstance(head_dim, int) and isinstance(value_dim, int)
     scale = node.attrs["scale"]
-    kernel = AttentionKernel(
+    return AttentionKernel(
         dtype=q.dtype, head_dim=head_dim, value_dim=value_dim, group=heads // kv_heads, mask=kind, window=window,
         scale=1 / math.sqrt(head_dim) if scale is None else scale, softcap=node.attrs["softcap"] or 0.0,
-        mask_dtype=None if mask is None else mask.dtype,
+        mask_dtype=None if mask is None else mask.dtype, lse=lse,
     )  # fmt: skip
-    words: dict[str, View | Size | None] = {
-        "q": q, "k": k, "v": v, "out": out, "mask": mask, "batch": q.shape[0], "q_len": q.shape[1],
-        "k_len": k.shape[1], "kv_heads": kv_heads,
-    }  # fmt: skip
-    for name, view in (("q", q), ("k", k), ("v", v), ("out", out)):
+
+
+def _words(kernel: AttentionKernel, tensors: Mapping[str, View], mask: View | None) -> Words:
+    """The words of tensors [batch, seq, heads, ...] and of the mask, and the sizes."""
+    q, k = tensors["q"], tensors["k"]
+    words: Words = {"mask": mask, "batch": q.shape[0], "q_len": q.shape[1], "k_len": k.shape[1], "kv_heads": k.shape[2]}
+    for name, view in tensors.items():
+        words[name] = view
         for axis, part in enumerate(("batch", "seq", "head")):
             words[f"{name}_{part}"] = view.strides[axis]
-    words |= _mask_strides(kind, mask)
-    blocks = (q.shape[1] + (kernel.positions - 1)) // kernel.positions
-    units = q.shape[0] * kv_heads * blocks
-    flops = q.shape[0] * q.shape[1] * k.shape[1] * (heads * 2 * (head_dim + value_dim))
-    s.launch(kernel, words, units, "heads", flops=flops)
-    return [out]
+    return words | _mask_strides(kernel.mask, mask)
+
+
+def _of_rows(name: str, view: View) -> Words:
+    """The words of a number for each query row, [batch, heads, seq]."""
+    return {name: view, f"{name}_batch": view.strides[0], f"{name}_head": view.strides[1]}
 
 
 def _mask_strides(kind: str, mask: View | None) -> dict[str, Size]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
+from rlx.lir.cache import may_write
 from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.loops import Apply, Arg, Check, Choose, Const, Expr, For, Index, Let, Load, Ref, Stmt, Store
 from rlx.lir.quant import element, packed_reads
@@ -58,7 +59,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 @loop_form("scatter_add")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     """Narrow floats add up in a wide copy, so that they are rounded once and not with each update."""
-    out = s.result(node)
+    out = _table(s, node)
     kind = out.dtype.compute
     total = out if out.dtype is kind else s.temporary(TensorType(out.shape, kind))
     _scattered(s, node, total, lambda old, update: Apply("add", (old, cast(update, kind)), kind))
@@ -69,15 +70,24 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 @loop_form("scatter")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    out = s.result(node)
+    out = _table(s, node)
     _scattered(s, node, out, lambda old, update: update)
     return [out]
 
 
-def _scattered(s: Scheduler, node: Node, out: View, changed: Callable[[Expr, Expr], Expr]) -> None:
-    """The table is copied, then each column walks all updates in order: threads share columns, never rows."""
+def _table(s: Scheduler, node: Node) -> View:
+    """Where the result goes: where the table lies if nothing needs that again and sums fit there, else elsewhere."""
     x, indices, updates = (s.view(o) for o in node.operands)
-    s.copy_into(x, out)
+    wide = node.op == "scatter" or x.dtype is x.dtype.compute
+    free = x.is_contiguous() and not s.is_output(node) and may_write(s, node, x)
+    return x if wide and free and x.buffer not in (indices.buffer, updates.buffer) else s.result(node)
+
+
+def _scattered(s: Scheduler, node: Node, out: View, changed: Callable[[Expr, Expr], Expr]) -> None:
+    """Each column of the table, or of a copy, walks all updates in order: threads share columns, never rows."""
+    x, indices, updates = (s.view(o) for o in node.operands)
+    if out != x:
+        s.copy_into(x, out)
     indices, updates = s.contiguous(indices), s.contiguous(updates)
     columns = product(x.shape[1:])
     builder = LoopBuilder(node.op)

@@ -1,4 +1,4 @@
-"""Kernels that are more than loops: matmul and attention, as the records that backends emit from.
+"""Kernels that are more than loops: matmul, attention and its gradient, as the records that backends emit from.
 
 Together with `loops.LoopKernel` these are all that a backend sees. Each lists the words of its argument block; sizes
 and strides are run-time words, so one kernel serves every shape.
@@ -146,6 +146,8 @@ class AttentionKernel:
     and sees the keys up to there, all (causal) or the last `window` of them (sliding). A negative position is padding,
     whose result is zeros; one that is not below `capacity` is a fault. Packed caches are both rows, as v is, with
     strides in 16-bit units. In a `ring`, position p lies at p modulo `capacity`, which is whole blocks.
+
+    `lse`: also gives the logarithm of the sum of exp(scores) of each row, `[batch][head][q_len]`.
     """
 
     dtype: DType  # of q and the result, and of k and v unless said: f32, f16, bf16 or f64
@@ -160,6 +162,7 @@ class AttentionKernel:
     cached: bool = False
     cache_dtype: DType | None = None  # of k and v in a cache, where it is not `dtype`
     ring: bool = False
+    lse: bool = False
 
     kind = "attention"
 
@@ -176,7 +179,8 @@ class AttentionKernel:
             head = ("parts", "q", "k", "v", "out", "positions", "batch", "q_len", "capacity", "kv_heads")
             return (*head, *(s for s in strides if s != "k_seq"), "positions_batch")
         head = ("parts", "q", "k", "v", "out", "mask", "batch", "q_len", "k_len", "kv_heads")
-        return head + strides + ("mask_batch", "mask_head", "mask_query")
+        tail = ("lse", "lse_batch", "lse_head") if self.lse else ()
+        return head + strides + ("mask_batch", "mask_head", "mask_query") + tail
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -200,4 +204,41 @@ class AttentionKernel:
         )
 
 
-Kernel = LoopKernel | MatmulKernel | AttentionKernel
+@dataclass(frozen=True)
+class AttentionGradKernel:
+    """dQ, dK and dV of `attention`, whose weights are made again from Q, K and the `lse` of each row.
+
+    With P the weights and dP = dY Vᵀ, `delta` a number of each row: dV = Pᵀ dY, dS = P (dP - delta) times how scores
+    grow with products, dQ = dS K, dK = dSᵀ Q; dK and dV are sums over the query heads of a key head. A unit is (batch,
+    key head): it goes through blocks of query rows, and for each through blocks of keys, so every sum has one order.
+    `lse` and `delta` are `[batch][head][q_len]`.
+    """
+
+    attention: AttentionKernel  # f32 or f64, without a cache
+
+    kind = "attention_grad"
+    READS = ("q", "k", "v", "dy", "lse", "delta", "mask")
+    WRITES = ("dq", "dk", "dv")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """`parts` is the address of the backend's table of routines; strides are in elements."""
+        tensors = ("q", "k", "v", "dy", "dq", "dk", "dv")
+        strides = tuple(f"{t}_{axis}" for t in tensors for axis in ("batch", "seq", "head"))
+        rows = tuple(f"{t}_{axis}" for t in ("lse", "delta") for axis in ("batch", "head"))
+        head = ("parts", *self.READS, *self.WRITES, "batch", "q_len", "k_len", "kv_heads")
+        return head + strides + rows + ("mask_batch", "mask_head", "mask_query")
+
+    @property
+    def fingerprint(self) -> str:
+        return self.attention.fingerprint
+
+    @property
+    def symbol(self) -> str:
+        return f"attention_grad.{self.fingerprint[:8]}"
+
+    def text(self) -> str:
+        return f"kernel {self.symbol}(q, k, v, dy, lse, delta) of {self.attention.text().removeprefix('kernel ')}"
+
+
+Kernel = LoopKernel | MatmulKernel | AttentionKernel | AttentionGradKernel

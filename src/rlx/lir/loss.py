@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rlx.dtypes import BOOL, I64, DType
 from rlx.ir.graph import Node
+from rlx.lir.cache import may_write
 from rlx.lir.index import in_range
 from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.loops import Apply, Check, Choose, Const, Expr, For, Index, Let, Reduce, Ref, Stmt, Store
@@ -15,16 +16,15 @@ from rlx.lir.views import View
 from rlx.types import Size, product
 
 
-def _rows(s: Scheduler, node: Node) -> tuple[Rows, View, list[Stmt], DType]:
-    """Loops over rows: logits, labels, then dy and what is written; and what both kernels begin with."""
-    x, *others = (s.view(o) for o in node.operands)
-    if x.strides[-1] != 1:
-        x = s.copied(x)
-    out = s.result(node)
-    views = [x, *others, out]
+def _rows(s: Scheduler, node: Node, x: View, out: View | None) -> tuple[Rows, list[Stmt], DType]:
+    """Loops over rows: logits, labels, then dy and what is written; and what both kernels begin with.
+
+    Without `out`, what is made is written over the logits.
+    """
+    views = [x, *(s.view(o) for o in node.operands[1:]), *([] if out is None else [out])]
     builder = LoopBuilder(node.op)
     for view in views:
-        builder.param(view, written=view is out)
+        builder.param(view, written=view is out or (out is None and view is x))
     whole = [v if v.rank == x.rank else View(v.buffer, v.dtype, x.shape, (*v.strides, 0), v.offset) for v in views]
     rows = rows_over(builder, whole, x.shape, (x.rank - 1,))
     rows.vector = False
@@ -41,7 +41,12 @@ def _rows(s: Scheduler, node: Node) -> tuple[Rows, View, list[Stmt], DType]:
         Let("top", Reduce("max", "q", rows.extent(), rows.load(0, q))),
         Let("total", Reduce("sum", "q", rows.extent(), power)),
     ]
-    return rows, out, start, kind
+    return rows, start, kind
+
+
+def _logits(s: Scheduler, node: Node) -> View:
+    x = s.view(node.operands[0])
+    return x if x.strides[-1] == 1 else s.copied(x)
 
 
 def _where_valid(value: Expr) -> Expr:
@@ -50,7 +55,8 @@ def _where_valid(value: Expr) -> Expr:
 
 @loop_form("cross_entropy")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    rows, out, start, kind = _rows(s, node)
+    out = s.result(node)
+    rows, start, kind = _rows(s, node, _logits(s, node), out)
     picked = Apply("sub", (rows.load(0, Ref("label", I64)), Ref("top", kind)), kind)
     loss = Apply("sub", (Apply("log", (Ref("total", kind),), kind), picked), kind)
     rows.launch(s, [*start, Store(2, rows.place(2), _where_valid(loss))], _work(node))
@@ -59,15 +65,19 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 @loop_form("cross_entropy_grad")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    rows, out, start, kind = _rows(s, node)
-    q = Index("q")
+    """In the memory of the logits, if nothing needs them again: with many classes they are the largest of all."""
+    x = _logits(s, node)
+    over = x.is_contiguous() and not s.is_output(node) and may_write(s, node, x)
+    out = None if over else s.result(node)
+    rows, start, kind = _rows(s, node, x, out)
+    q, target = Index("q"), 0 if out is None else 3
     power = Apply("exp", (Apply("sub", (rows.load(0, q), Ref("top", kind)), kind),), kind)
     share = Apply("div", (power, Ref("total", kind)), kind)
     one = Apply("select", (Apply("eq", (q, Ref("label", I64)), BOOL), Const(1.0, kind), Const(0.0, kind)), kind)
     value = Apply("mul", (Apply("sub", (share, one), kind), Ref("dy", kind)), kind)
-    write = For("q", rows.extent(), (Store(3, rows.place(3, q), value),), vector=True)
+    write = For("q", rows.extent(), (Store(target, rows.place(target, q), value),), vector=True)
     rows.launch(s, [*start, Let("dy", _where_valid(cast(rows.load(2), kind))), write], _work(node))
-    return [out]
+    return [x if out is None else out]
 
 
 def _work(node: Node) -> Size:

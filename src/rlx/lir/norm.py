@@ -1,4 +1,4 @@
-"""Loop forms of normalisations: one row is one unit."""
+"""Loop forms of normalisations: one row is one unit. Gradients of their scales are sums over rows, by columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlx.lir.loops import Apply, Const, Expr, For, Index, Let, Load, Reduce, Ref
 from rlx.lir.reduce import Rows, rows_over
 from rlx.lir.schedule import LoopBuilder, Scheduler, cast, loop_form, widened
 from rlx.lir.views import View
-from rlx.types import product
+from rlx.types import TensorType, product
 
 
 def _binary(op: str, a: Expr, b: Expr) -> Expr:
@@ -96,3 +96,75 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     stmts, value = normalised(rows, 2, node.attrs["kind"] == "layer", node.attrs["eps"], gamma, beta)
     rows.launch(s, [summed(rows, 0, 1, 2), *stmts, written(rows, 3, value)], product(x.shape) * 9)
     return [out, total]
+
+
+@loop_form("norm_grad")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    """By rows for x, whose means and scales are kept; then, if they are used, by columns for gamma and beta."""
+    x, dy = (s.contiguous(s.view(o)) for o in node.operands[:2])
+    results, kind = [s.result(node, i) for i in range(3)], x.dtype.compute
+    kept = TensorType(x.shape[:-1], kind)
+    inverse, mean = s.temporary(kept), s.temporary(kept) if node.attrs["kind"] == "layer" else None
+    statistics = [v for v in (inverse, mean) if v is not None]
+    _gradients_of_rows(s, node, x, dy, results[0], statistics)
+    used = {o for n in s.graph.nodes for o in n.operands} | set(s.graph.outputs)
+    if node[1] in used or node[2] in used:
+        _gradients_of_columns(s, node, x, dy, statistics, results[1:])
+    return results
+
+
+def _gradients_of_rows(s: Scheduler, node: Node, x: View, dy: View, dx: View, statistics: Sequence[View]) -> None:
+    """dx and the statistics of each row: one over its deviation, and its mean where that counts."""
+    kind, layer = x.dtype.compute, len(statistics) == 2
+    builder = LoopBuilder(f"{node.attrs['kind']}_norm_grad")
+    for view in (x, dy):
+        builder.param(view)
+    for view in (dx, *statistics):
+        builder.param(view, written=True)
+    rows = rows_over(builder, [x, dy, dx, *(_of_rows(v, x) for v in statistics)], x.shape, (x.rank - 1,))
+    rows.vector = False
+    gamma = None if node.operands[2] is None else builder.param(s.contiguous(s.view(node.operands[2])), name="gamma")
+    stmts, normal = normalised(rows, 0, layer, node.attrs["eps"], None, None)
+    count = cast(builder.arg("count", rows.reduced[0]), kind)
+    c = rows.load(1, Index("q"))
+    c = c if gamma is None else _binary("mul", c, vector(rows, gamma, kind))
+
+    def mean(value: Expr) -> Expr:
+        return _binary("div", Reduce("sum", "q", rows.extent(), value), count)
+
+    stmts.append(Let("along", mean(_binary("mul", c, normal))))
+    inner = _binary("sub", c, _binary("mul", normal, Ref("along", kind)))
+    if layer:
+        stmts.append(Let("level", mean(c)))
+        inner = _binary("sub", inner, Ref("level", kind))
+    stmts.append(written(rows, 2, _binary("mul", inner, Ref("scale", kind))))
+    stmts += [Store(3 + i, rows.place(3 + i), Ref(n, kind)) for i, n in enumerate(("scale", "mean")[: len(statistics)])]
+    rows.launch(s, stmts, product(x.shape) * 12)
+
+
+def _gradients_of_columns(
+    s: Scheduler, node: Node, x: View, dy: View, statistics: Sequence[View], results: Sequence[View]
+) -> None:
+    """Sums over rows of dy · normalised x, and of dy."""
+    n = 2 + len(statistics)
+    builder = LoopBuilder(f"{node.attrs['kind']}_scale_grad")
+    for view in (x, dy, *statistics):
+        builder.param(view)
+    for view in results:
+        builder.param(view, written=True)
+    columns = [View(v.buffer, v.dtype, x.shape, (*(0,) * (x.rank - 1), 1), v.offset) for v in results]
+    views = [x, dy, *(_of_rows(v, x) for v in statistics), *columns]
+    rows = rows_over(builder, views, x.shape, tuple(range(x.rank - 1)))
+    at = Index("q")
+    ct, normal = rows.load(1, at), rows.load(0, at)
+    if len(statistics) == 2:
+        normal = _binary("sub", normal, rows.load(3, at))
+    normal = _binary("mul", normal, rows.load(2, at))
+    sums = (_binary("mul", ct, normal), ct)
+    stores = [Store(n + i, rows.place(n + i), Reduce("sum", "q", rows.extent(), v)) for i, v in enumerate(sums)]
+    rows.launch(s, stores, product(x.shape) * 5)
+
+
+def _of_rows(view: View, x: View) -> View:
+    """A number for each row of x, seen with the shape of x."""
+    return View(view.buffer, view.dtype, x.shape, (*view.strides, 0), view.offset)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from rlx.dtypes import I16, U8
 from rlx.ir.graph import Array
-from rlx.lir.kernels import Kernel, MatmulKernel
+from rlx.lir.kernels import AttentionGradKernel, Kernel, MatmulKernel
 from rlx.lir.loops import Let, LoopKernel, Ref, statements, walk
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, contiguous_strides, evaluate
@@ -85,8 +85,11 @@ def operand_words(kernel: Kernel) -> dict[str, bool]:
             assert isinstance(kernel, MatmulKernel)
             read = ("a", "b", "index") if kernel.grouped else ("a", "b")
             return dict.fromkeys(read, False) | {f"ptr{i}": o.written for i, o in enumerate(kernel.operands)}
+        case "attention_grad":
+            assert isinstance(kernel, AttentionGradKernel)
+            return dict.fromkeys(kernel.READS, False) | dict.fromkeys(kernel.WRITES, True)
         case _:
-            return {"q": False, "k": False, "v": False, "out": True, "mask": False, "positions": False}
+            return {"q": False, "k": False, "v": False, "out": True, "mask": False, "positions": False, "lse": True}
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,6 +150,10 @@ class Scheduler:
             return self._buffer(Buffer(name, value.type, OUTPUT))
         return self._buffer(Buffer(self._fresh(f"t{node.id}{suffix}"), value.type, ARENA))
 
+    def is_output(self, node: Node) -> bool:
+        """Whether the first result of `node` has its place already, so that it cannot lie where an operand does."""
+        return node[0] in self._places or node[0] in self._outputs
+
     def temporary(self, type_: TensorType) -> View:
         """A fresh arena buffer."""
         return self._buffer(Buffer(self._fresh(f"c{len(self.program.buffers)}"), type_, ARENA))

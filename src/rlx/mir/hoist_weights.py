@@ -69,10 +69,16 @@ class _Hoister:
     def _operand(self, value: Value) -> Value:
         """A value for the main graph: itself, a plain param or constant, or a derived weight."""
         if value not in self.main.values:
-            if value.node.op in ("param", "const"):
-                self.main.values[value] = self.main.copy(value.node)[0]
+            node = value.node
+            if node.op in ("param", "const"):
+                self.main.values[value] = self.main.copy(node)[0]
+            elif node.op == "expand" and node.operands[0] is not None and node.operands[0].type.elements == 1:
+                # One number everywhere, such as zeros that a gradient is added to: a view, which needs no memory.
+                one = self._operand(node.operands[0])
+                made = self.main.graph.append(node.op, (one,), node.attrs, node.types, node.origin)
+                self.main.values[value] = made[0]
             else:
-                self.main.values[value] = self._derive(value.node, self.bind.values[value])
+                self.main.values[value] = self._derive(node, self.bind.values[value])
         return self.main.values[value]
 
     def _derive(self, like: Node, value: Value) -> Value:

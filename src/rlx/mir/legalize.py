@@ -1,7 +1,8 @@
 """Legalisation: what kernels do not do directly is written with what they do.
 
 Matmuls of narrow or mixed floats compute in f32 (f64 if one operand is) on operands that are cast first; casts of
-weights are hoisted later. Norms and attention read their scale vectors in the type of x.
+weights are hoisted later. So do gradients of attention, but for masks, which are read as they are. Norms and attention
+read their scale vectors in the type of x.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from rlx.ir.rewrite import Rewriter, rebuild
 
 
 def legalize(graph: Graph) -> Graph:
-    """Every matmul, grouped ones too, has operands of one type, f32, f64 or integer."""
+    """Every matmul, grouped ones too, has operands of one type, f32, f64 or integer; gradients of attention, f32 or f64."""
     casts: dict[tuple[Value, DType], Value] = {}  # matmuls that share an operand share its cast, or none would merge
 
-    def visit(rewriter: Rewriter, node: Node) -> Value | None:
+    def visit(rewriter: Rewriter, node: Node) -> Value | tuple[Value, ...] | None:
+        if node.op == "attention_grad":
+            return _wide_gradient(rewriter, node)
         if node.op not in ("matmul", "grouped_matmul"):
             return None
         compute = node.types[0].dtype.compute
@@ -31,3 +34,17 @@ def legalize(graph: Graph) -> Graph:
         return product if product.type == type_ else rewriter.one(node, "cast", product, dtype=type_.dtype)
 
     return rebuild(graph, visit, made_by="legalize")
+
+
+def _wide_gradient(rewriter: Rewriter, node: Node) -> tuple[Value, ...] | None:
+    dtype, operands = node.types[0].dtype, rewriter.operands(node)
+    *tensors, mask = operands
+    if all(o is None or o.dtype is dtype.compute for o in tensors):
+        return None
+    wide = [o if o is None else _in_type(rewriter, node, o, dtype.compute) for o in tensors]
+    made = rewriter.make(node, node.op, *wide, mask, **node.attrs)
+    return tuple(_in_type(rewriter, node, m, dtype) for m in made)
+
+
+def _in_type(rewriter: Rewriter, node: Node, value: Value, dtype: DType) -> Value:
+    return value if value.dtype is dtype else rewriter.one(node, "cast", value, dtype=dtype)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import DTypeError, GraphError, ShapeError
-from rlx.ir.registry import Spec, boolean, f32, op, sample
+from rlx.ir.registry import Sample, Spec, boolean, f32, op, sample
 from rlx.types import TensorType, require_equal
 
 
@@ -52,13 +52,15 @@ def visible(kind: str, q_len: int, k_len: int) -> Any:
     return np.ones((q_len, k_len), bool)
 
 
-def _attention(q: Any, k: Any, v: Any, mask: Any, *, mask_kind: str, scale: float | None, softcap: float | None) -> Any:
-    group = q.shape[2] // k.shape[2] if k.shape[2] else 1
-    k, v = np.repeat(k, group, axis=2), np.repeat(v, group, axis=2)
-    factor = scale if scale is not None else 1 / math.sqrt(q.shape[3])
-    scores = np.einsum("bqhd,bkhd->bhqk", q, k) * q.dtype.type(factor)
+def _scores(
+    q: Any, k: Any, mask: Any, mask_kind: str, scale: float | None, softcap: float | None
+) -> tuple[Any, Any]:  # fmt: skip
+    """Scores [batch, heads, seq, keys], -inf for keys that are not seen, and how they grow with the product q · k."""
+    factor = q.dtype.type(scale if scale is not None else 1 / math.sqrt(q.shape[3]))
+    scores, slope = np.einsum("bqhd,bkhd->bhqk", q, k) * factor, factor
     if softcap is not None:
-        scores = softcap * np.tanh(scores / softcap)
+        bent = np.tanh(scores / softcap)
+        scores, slope = softcap * bent, factor * (1 - bent * bent)
     seen = np.broadcast_to(visible(mask_kind, q.shape[1], k.shape[1]), scores.shape)
     if mask_kind == "custom":
         keep = mask if mask.dtype == bool else mask >= 0.5
@@ -66,14 +68,46 @@ def _attention(q: Any, k: Any, v: Any, mask: Any, *, mask_kind: str, scale: floa
     if mask_kind == "bias":
         scores = scores + mask
         seen = seen & ~np.isneginf(np.broadcast_to(mask, scores.shape))
-    scores = np.where(seen, scores, -np.inf)
+    return np.where(seen, scores, -np.inf), slope
+
+
+def _for_queries(q: Any, *tensors: Any) -> list[Any]:
+    """Tensors [batch, keys, kv_heads, ...] with their heads repeated for those of q."""
+    return [np.repeat(t, q.shape[2] // t.shape[2] if t.shape[2] else 1, axis=2) for t in tensors]
+
+
+def _attention_lse(
+    q: Any, k: Any, v: Any, mask: Any, *, mask_kind: str, scale: float | None, softcap: float | None
+) -> tuple[Any, Any]:
+    k, v = _for_queries(q, k, v)
+    scores, _ = _scores(q, k, mask, mask_kind, scale, softcap)
     top = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
-    weights = np.where(seen, np.exp(scores - np.where(np.isneginf(top), 0, top)), 0)
+    weights = np.where(np.isneginf(scores), 0, np.exp(scores - np.where(np.isneginf(top), 0, top)))
     total = weights.sum(-1, keepdims=True)
+    lse = np.log(total) + top
     weights = weights / np.where(total == 0, 1, total)
     # A masked key adds exactly nothing, whatever its value is.
     masked = np.where(weights[..., None] == 0, 0, v.transpose(0, 2, 1, 3)[:, :, None])
-    return np.einsum("bhqk,bhqkd->bqhd", weights, masked)
+    return np.einsum("bhqk,bhqkd->bqhd", weights, masked), lse[..., 0]
+
+
+def _attention(q: Any, k: Any, v: Any, mask: Any, **attrs: Any) -> Any:
+    return _attention_lse(q, k, v, mask, **attrs)[0]
+
+
+def _attention_grad(
+    q: Any, k: Any, v: Any, dy: Any, lse: Any, delta: Any, mask: Any, *, mask_kind: str, scale: float | None,
+    softcap: float | None,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    shape, (wide_k, wide_v) = k.shape[:3], _for_queries(q, k, v)
+    scores, slope = _scores(q, wide_k, mask, mask_kind, scale, softcap)
+    lse = np.where(np.isneginf(lse), 0, lse)[..., None]
+    weights = np.where(np.isneginf(scores), 0, np.exp(scores - lse))
+    inner = weights * (np.einsum("bqhd,bkhd->bhqk", dy, wide_v) - delta[..., None]) * slope
+    dq = np.einsum("bhqk,bkhd->bqhd", inner, wide_k)
+    per_head = (np.einsum("bhqk,bqhd->bkhd", *pair) for pair in ((inner, q), (weights, dy)))
+    dk, dv = (x.reshape(*shape, q.shape[2] // shape[2], x.shape[3]).sum(axis=3) for x in per_head)
+    return dq, dk, dv
 
 
 def _heads(batch: int, q: int, k: int, heads: int, kv: int, dim: int) -> tuple[Spec, Spec, Spec]:
@@ -111,35 +145,116 @@ def attention(
     [batch, heads, seq, keys] (1 broadcasts) is added to the scores. The scale is 1/√head_dim unless given. A query
     that sees no key gets zeros. `num_heads` and `head_dim` only check the shapes.
     """
+    result = _check("attention", q, k, v, mask, mask_kind, softcap)
+    if num_heads not in (None, q.shape[2]) or head_dim not in (None, q.shape[3]):
+        raise ShapeError(f"attention: num_heads {num_heads} and head_dim {head_dim} do not fit q {q}")
+    return result
+
+
+_SAMPLES = [
+    sample(*_heads(2, 5, 5, 4, 4, 8)), sample(*_heads(1, 7, 70, 4, 2, 16), mask_kind="causal"),
+    sample(*_heads(1, 20, 70, 2, 1, 20), mask_kind="sliding(7)"),
+    sample(*_heads(2, 9, 66, 2, 2, 8), boolean(2, 66), mask_kind="custom"),
+    sample(*_heads(2, 5, 7, 4, 2, 16), f32(1, 1, 5, 7), mask_kind="bias", softcap=2.0),
+    sample(*_heads(1, 8, 8, 2, 2, 80), mask_kind="causal", scale=0.3, softcap=5.0),
+]  # fmt: skip
+
+
+@op("attention_lse", reference=_attention_lse, tolerance=1e-5, samples=_SAMPLES)
+def attention_lse(
+    q: TensorType,
+    k: TensorType,
+    v: TensorType,
+    mask: TensorType | None = None,
+    *,
+    mask_kind: str = "none",
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> tuple[TensorType, TensorType]:
+    """`attention`, and for each query the logarithm of the sum of exp(scores), [batch, heads, seq], -inf without keys.
+
+    It is what the gradient of `attention` keeps in place of the weights. Narrow floats have it in f32.
+    """
+    result = _check("attention_lse", q, k, v, mask, mask_kind, softcap)
+    return result, row_type(q)
+
+
+def row_type(q: TensorType) -> TensorType:
+    """A number for each query."""
+    return TensorType((q.shape[0], q.shape[2], q.shape[1]), q.dtype.compute)
+
+
+def _grad_sample(forward: Sample) -> Sample:
+    """The gradient of a sample of `attention_lse`."""
+    q, k, v, *mask = forward.operands
+    assert q is not None and v is not None
+    batch, seq, heads = q.shape[:3]
+    rows = f32(batch, heads, seq, low=8, high=9), f32(batch, heads, seq)  # an lse that makes weights less than 1
+    return sample(q, k, v, f32(*q.shape[:3], v.shape[3]), *rows, *mask, **forward.attrs)
+
+
+@op("attention_grad", reference=_attention_grad, tolerance=2e-5, samples=[_grad_sample(s) for s in _SAMPLES])
+def attention_grad(
+    q: TensorType,
+    k: TensorType,
+    v: TensorType,
+    dy: TensorType,
+    lse: TensorType,
+    delta: TensorType,
+    mask: TensorType | None = None,
+    *,
+    mask_kind: str = "none",
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> tuple[TensorType, TensorType, TensorType]:
+    """Gradients of q, k and v from `dy`, that of the result of `attention_lse`.
+
+    `lse` is what that gave, `delta` the sum of dy · result of each query, less the gradient of its lse; both are
+    [batch, heads, seq]. Weights are made again block by block: no memory grows with seq · keys.
+    """
+    result = _check("attention_grad", q, k, v, mask, mask_kind, softcap)
+    for name, found, wanted in (("dy", dy, result), ("lse", lse, row_type(q)), ("delta", delta, row_type(q))):
+        if not found.dtype.is_float:
+            raise DTypeError(f"attention_grad: {name} is {found}, expected floats")
+        if found.rank != wanted.rank:
+            raise ShapeError(f"attention_grad: {name} is {found}, expected {wanted}")
+        for have, want in zip(found.shape, wanted.shape, strict=True):
+            require_equal(have, want, f"attention_grad: {name} is {found}, expected {wanted}")
+    return q, k, v
+
+
+def _check(
+    where: str, q: TensorType, k: TensorType, v: TensorType, mask: TensorType | None, mask_kind: str,
+    softcap: float | None,
+) -> TensorType:  # fmt: skip
+    """The type of the result of attention."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.rank != 4:
-            raise ShapeError(f"attention: {name} is [batch, seq, heads, head_dim], found {t}")
+            raise ShapeError(f"{where}: {name} is [batch, seq, heads, head_dim], found {t}")
         if not t.dtype.is_float or t.dtype is not q.dtype:
-            raise DTypeError(f"attention: q, k, v have one float type, found {q.dtype} and {t.dtype}")
+            raise DTypeError(f"{where}: q, k, v have one float type, found {q.dtype} and {t.dtype}")
         if not all(isinstance(d, int) and d > 0 for d in t.shape[2:]):
-            raise ShapeError(f"attention: heads and head_dim of {name} are fixed numbers above 0, found {t}")
+            raise ShapeError(f"{where}: heads and head_dim of {name} are fixed numbers above 0, found {t}")
     batch, seq, heads, dim = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
-    require_equal(dim, k.shape[3], f"attention: head_dim of q is {dim}, of k {k.shape[3]}")
-    require_equal(keys, v.shape[1], f"attention: k has {keys} keys, v has {v.shape[1]}")
-    require_equal(kv_heads, v.shape[2], f"attention: k has {kv_heads} heads, v has {v.shape[2]}")
+    require_equal(dim, k.shape[3], f"{where}: head_dim of q is {dim}, of k {k.shape[3]}")
+    require_equal(keys, v.shape[1], f"{where}: k has {keys} keys, v has {v.shape[1]}")
+    require_equal(kv_heads, v.shape[2], f"{where}: k has {kv_heads} heads, v has {v.shape[2]}")
     for t in (k, v):
-        require_equal(batch, t.shape[0], f"attention: batch sizes differ, {batch} and {t.shape[0]}")
+        require_equal(batch, t.shape[0], f"{where}: batch sizes differ, {batch} and {t.shape[0]}")
     assert isinstance(heads, int) and isinstance(kv_heads, int)
     if heads % kv_heads:
-        raise ShapeError(f"attention: {heads} query heads are no multiple of {kv_heads} key heads")
-    if num_heads not in (None, heads) or head_dim not in (None, dim):
-        raise ShapeError(f"attention: num_heads {num_heads} and head_dim {head_dim} do not fit q {q}")
+        raise ShapeError(f"{where}: {heads} query heads are no multiple of {kv_heads} key heads")
     if softcap is not None and not softcap > 0:
-        raise GraphError(f"attention: softcap is {softcap}, it has to be above 0")
-    _check_mask(split_mask(mask_kind)[0], q, keys, mask)
+        raise GraphError(f"{where}: softcap is {softcap}, it has to be above 0")
+    _check_mask(where, split_mask(mask_kind)[0], q, keys, mask)
     return q.with_shape(batch, seq, heads, v.shape[3])
 
 
-def _check_mask(kind: str, q: TensorType, keys: Any, mask: TensorType | None) -> None:
+def _check_mask(where: str, kind: str, q: TensorType, keys: Any, mask: TensorType | None) -> None:
     if (mask is not None) != (kind in ("custom", "bias")):
         problem = "takes no mask operand" if mask is not None else "needs a mask operand"
-        raise GraphError(f"attention: mask kind {kind!r} {problem}")
+        raise GraphError(f"{where}: mask kind {kind!r} {problem}")
     if mask is None:
         return
     if kind == "custom":
@@ -147,10 +262,10 @@ def _check_mask(kind: str, q: TensorType, keys: Any, mask: TensorType | None) ->
     else:
         wanted = (q.shape[0], q.shape[2], q.shape[1], keys)
         if not mask.dtype.is_float:
-            raise DTypeError(f"attention: a bias is a float tensor, found {mask.dtype}")
+            raise DTypeError(f"{where}: a bias is a float tensor, found {mask.dtype}")
     shown = "[" + ", ".join(map(str, wanted)) + "]"
     if mask.rank != len(wanted):
-        raise ShapeError(f"attention: a {kind} mask has shape {shown}, found {mask}")
+        raise ShapeError(f"{where}: a {kind} mask has shape {shown}, found {mask}")
     for axis, (have, want) in enumerate(zip(mask.shape, wanted, strict=True)):
         if not (kind == "bias" and have == 1 and axis < 3):
-            require_equal(have, want, f"attention: a {kind} mask has shape {shown}, found {mask}")
+            require_equal(have, want, f"{where}: a {kind} mask has shape {shown}, found {mask}")

@@ -1,4 +1,4 @@
-"""Normalisations over the last axis."""
+"""Normalisations over the last axis, and their gradient."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rlx.errors import DTypeError, ShapeError
+from rlx.errors import DTypeError, GraphError, ShapeError
+from rlx.ir.graph import Value
 from rlx.ir.registry import f32, op, sample
 from rlx.types import TensorType, require_equal
 
@@ -69,3 +70,60 @@ def rms_norm(
     """x / √(mean of squares + eps) · gamma + beta over the last axis."""
     check_scale("rms_norm", x, {"gamma": gamma, "beta": beta})
     return x
+
+
+def _norm_grad(x: Any, dy: Any, gamma: Any = None, *, kind: str, eps: float) -> tuple[Any, Any, Any]:
+    centred = x - _mean(x) if kind == "layer" else x
+    inverse = 1 / np.sqrt(_mean(centred * centred) + x.dtype.type(eps))
+    normal, c = centred * inverse, dy if gamma is None else dy * gamma
+    inner = c - normal * _mean(c * normal)
+    inner = inner - _mean(c) if kind == "layer" else inner
+    rows = tuple(range(x.ndim - 1))
+    return inner * inverse, (dy * normal).sum(axis=rows), dy.sum(axis=rows)
+
+
+def _norm_grad_apart(
+    x: Value, dy: Value, gamma: Value | None = None, *, kind: str, eps: float
+) -> tuple[Value, Value, Value]:
+    """With x̂ the normalised operand and c = dy · gamma: (c - mean(c x̂) x̂ [- mean(c)]) / deviation."""
+    g, wide = x.graph, x.dtype.compute
+
+    def mean(value: Value) -> Value:
+        return g.one("mean", value, axis=-1, keepdims=True)
+
+    operand, dy = x.astype(wide), dy.astype(wide)
+    centred = operand - mean(operand) if kind == "layer" else operand
+    inverse = g.one("rsqrt", mean(centred * centred) + eps)
+    normal, c = centred * inverse, dy if gamma is None else dy * gamma.astype(wide)
+    inner = c - normal * mean(c * normal)
+    inner = inner - mean(c) if kind == "layer" else inner
+    rows = tuple(range(x.rank - 1))
+    dgamma, dbeta = (g.one("sum", v, axis=rows) if rows else v for v in (dy * normal, dy))
+    return (inner * inverse).astype(x.dtype), dgamma, dbeta
+
+
+@op(
+    "norm_grad", reference=_norm_grad, decompose=_norm_grad_apart, tolerance=1e-5,
+    samples=[
+        sample(f32(4, 33), f32(4, 33), f32(33), kind="layer", eps=1e-5),
+        sample(f32(2, 3, 130), f32(2, 3, 130), f32(130), kind="rms", eps=1e-6),
+        sample(f32(5, 64), f32(5, 64), kind="rms", eps=0.1), sample(f32(2, 17), f32(2, 17), kind="layer", eps=0.1),
+        sample(f32(9), f32(9), f32(9), kind="layer", eps=0.1),
+    ],
+)  # fmt: skip
+def norm_grad(
+    x: TensorType, dy: TensorType, gamma: TensorType | None = None, *, kind: str, eps: float
+) -> tuple[TensorType, TensorType, TensorType]:
+    """Gradients of x, gamma and beta from `dy`, that of the result of `layer_norm` or `rms_norm` (kind layer or rms).
+
+    x and dy are read once for that of x, and once for the others. Narrow floats give gamma and beta f32.
+    """
+    check_scale("norm_grad", x, {"gamma": gamma})
+    if kind not in ("layer", "rms"):
+        raise GraphError(f"norm_grad: kind {kind!r} is not known", hint="layer or rms")
+    if dy.rank != x.rank or dy.dtype is not x.dtype:
+        raise ShapeError(f"norm_grad: dy is {dy}, x is {x}")
+    for have, want in zip(dy.shape, x.shape, strict=True):
+        require_equal(have, want, f"norm_grad: dy is {dy}, x is {x}")
+    vector = TensorType(x.shape[-1:], x.dtype.compute)
+    return x, vector, vector

@@ -24,7 +24,7 @@ from rlx.types import Size, TensorType, as_size, axis_index, product
 Wrt = str | Value | Sequence[str | Value] | None
 Axes = int | None | Mapping[str, int | None]
 Policy = str | Keep
-MATMULS = ("matmul", "fused_matmul", "dequant_matmul", "attention", "conv1d", "conv2d")
+MATMULS = ("matmul", "fused_matmul", "dequant_matmul", "attention", "attention_lse", "conv1d", "conv2d")
 POLICIES: dict[str, Keep | None] = {
     "everything": None,
     "matmuls": lambda node: node.op in MATMULS,

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rlx.errors import GraphError, LowerError, VerifyError
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import LEAF
@@ -56,6 +58,11 @@ def step(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tu
         return at.results, lambda cts: rule(at, *cts)
     if op in tables.NO_DERIVATIVE:
         return copied(into, node, operands), lambda cts: _refused(node)
+    return through_parts(into, node, operands, wanted)
+
+
+def through_parts(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
+    """What the node is written with, and its pullback."""
     body = opened(node)
     if body is None:
         raise no_rule(node)
@@ -119,7 +126,23 @@ class Linear:
         return [found.get(n[0]) for n in leaves(self.body)]
 
     def _add(self, found: dict[Value, Value], of: Value, ct: Value) -> None:
-        found[of] = found[of] + ct if of in found else ct
+        found[of] = _together(found[of], ct) if of in found else ct
+
+
+def _together(a: Value, b: Value) -> Value:
+    """The sum of two gradients. Rows that a gather sends back go to where the other one lies, not to zeros first."""
+    for table, rows in ((a, b), (b, a)):
+        if rows.node.op == "scatter_add" and _is_zero(rows.node.operands[0]):
+            return a.graph.one("scatter_add", table, *rows.node.operands[1:])
+    return a + b
+
+
+def _is_zero(value: Value | None) -> bool:
+    """Whether a value is the constant 0 everywhere, as `zeros` makes it."""
+    if value is None or value.node.op != "expand" or value.node.operands[0] is None:
+        return False
+    scalar = value.node.operands[0].node
+    return scalar.op == "const" and not np.any(scalar.attrs["value"].data)
 
 
 def linearise(into: Graph, body: Graph, given: Given, wanted: Sequence[bool]) -> Linear:

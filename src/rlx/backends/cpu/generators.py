@@ -8,7 +8,7 @@ from rlx.backends.cpu import attention, loops, matmul
 from rlx.backends.cpu.builder import Module
 from rlx.backends.cpu.routine import Entry, Routine
 from rlx.backends.cpu.toolchain import assembly
-from rlx.lir.kernels import AttentionKernel, Kernel, MatmulKernel
+from rlx.lir.kernels import AttentionGradKernel, AttentionKernel, Kernel, MatmulKernel
 from rlx.lir.loops import LoopKernel
 from rlx.target import Target
 from rlx.types import Size
@@ -23,6 +23,8 @@ def entry(kernel: Kernel, target: Target) -> Entry:
             return matmul.entry(kernel, target, loops.routine)
         case AttentionKernel():
             return attention.entry(kernel, target)
+        case AttentionGradKernel():
+            return attention.grad_entry(kernel, target)
 
 
 def scratch_bytes(kernel: Kernel, target: Target, k: int) -> int:
@@ -30,7 +32,7 @@ def scratch_bytes(kernel: Kernel, target: Target, k: int) -> int:
     match kernel:
         case MatmulKernel():
             return matmul.scratch_bytes(kernel, target, k)
-        case AttentionKernel():
+        case AttentionKernel() | AttentionGradKernel():
             return attention.scratch_bytes(kernel, target)
         case _:
             return 64

@@ -1,4 +1,8 @@
-"""Attention: the usual backward formulas, with every mask, softcap and grouped heads."""
+"""Attention: its gradient is an op, which makes the weights again block by block; the rest is written with plain ops.
+
+Plain ops have all scores in memory. They are for second derivatives, for forward mode, and for the gradient of a bias,
+which is as large as the scores itself.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx.dtypes import I32
-from rlx.ir.graph import Graph, Value
-from rlx.ops.attention import split_mask
+from rlx.ir.graph import Graph, Node, Value
+from rlx.ops.attention import row_type, split_mask
 from rlx.transforms.batch import folded
-from rlx.transforms.build import count, counter, flat, in_type, sum_to
-from rlx.transforms.tables import Given, Lanes, Site, batching, vjp
+from rlx.transforms.build import count, counter, flat, in_type, zeros_like
+from rlx.transforms.reverse import through_parts
+from rlx.transforms.tables import Given, Lanes, Pull, batching, linearise, parts
 from rlx.types import Size
 
 LOW = -1e30  # the score of a key that is not seen; -inf would make NaN of a row that sees nothing
@@ -33,19 +38,6 @@ def visible(graph: Graph, kind: str, queries: Size, keys: Size) -> Value | None:
     return seen if not window else graph.one("logical_and", seen, key > row - window)
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Attention weights and what they were made of: tensors are [batch, kv_heads, group · queries, ...]."""
-
-    q: Value
-    k: Value
-    v: Value
-    weights: Value
-    capped: Value | None  # tanh of the scores, where they are capped
-    scale: float
-    group: int
-
-
 def grouped(x: Value, kv_heads: int) -> Value:
     """[batch, seq, heads, d] as [batch, kv_heads, group · seq, d]."""
     batch, seq, heads, d = x.shape
@@ -59,75 +51,131 @@ def ungrouped(x: Value, heads: Size, seq: Size) -> Value:
     return x.graph.one("transpose", x.reshape(batch, heads, seq, d), axes=(0, 2, 1, 3))
 
 
-def weigh(at: Site) -> Weights:
-    """The weights again: they are not kept."""
-    graph = at.graph
-    q, k, v = (at.operand(i) for i in range(3))
-    wide = q.dtype.compute
+@dataclass(frozen=True)
+class Scores:
+    """What weights are made of: q and k are [batch, kv_heads, group · queries, ...], scores [batch, heads, ...]."""
+
+    q: Value
+    k: Value
+    scores: Value
+    seen: Value | None  # which keys are; None for all
+    capped: Value | None  # tanh of the scores, where they are capped
+    scale: float
+
+    def where_seen(self, value: Value, other: float) -> Value:
+        """A number for each score; another one for keys that are not seen."""
+        return value if self.seen is None else value.graph.one("where", self.seen, value, other)
+
+
+def score(q: Value, k: Value, mask: Value | None, mask_kind: str, scale: float | None, softcap: float | None) -> Scores:
+    """The scores of all queries and keys."""
+    graph, wide = q.graph, q.dtype.compute
     batch, seq, heads, dim = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
-    assert isinstance(dim, int) and isinstance(heads, int) and isinstance(kv_heads, int)
-    scale = at.attrs["scale"] if at.attrs["scale"] is not None else 1 / math.sqrt(dim)
-    qg, kg, vg = (grouped(in_type(x, wide), kv_heads) for x in (q, k, v))
-    scores = (qg @ kg.mT * scale).reshape(batch, heads, seq, keys)
-    capped, softcap = None, at.attrs["softcap"]
+    assert isinstance(dim, int) and isinstance(kv_heads, int)
+    factor = scale if scale is not None else 1 / math.sqrt(dim)
+    qg, kg = (grouped(in_type(x, wide), kv_heads) for x in (q, k))
+    scores = (qg @ kg.mT * factor).reshape(batch, heads, seq, keys)
+    capped = None
     if softcap is not None:
         capped = graph.one("tanh", scores / softcap)
         scores = capped * softcap
-    seen, mask = visible(graph, at.attrs["mask_kind"], seq, keys), at.operands[3]
-    if mask is not None and at.attrs["mask_kind"] == "custom":
+    seen = visible(graph, mask_kind, seq, keys)
+    if mask is not None and mask_kind == "custom":
         keep = mask if mask.dtype.is_bool else mask >= 0.5
         seen = keep.reshape(batch, 1, 1, keys)
     elif mask is not None:
         seen = mask > -math.inf
-        scores = scores + graph.one("where", seen, mask, 0.0)
-    if seen is None:
-        weights = graph.one("softmax", scores, axis=-1)
-    else:
-        weights = graph.one("softmax", graph.one("where", seen, scores, LOW), axis=-1)
-        weights = graph.one("where", seen, weights, 0.0)
-    return Weights(qg, kg, vg, weights, capped, scale, heads // kv_heads)
+        scores = scores + in_type(graph.one("where", seen, mask, 0.0), wide)
+    return Scores(qg, kg, scores, seen, capped, factor)
 
 
-@vjp("attention")
-def _(at: Site, ct: Value) -> Given:
-    w = weigh(at)
-    q, k, v, mask = at.operands
-    assert q is not None and k is not None and v is not None
+# -- written out ------------------------------------------------------------------------------------------------------
+@parts("attention_lse")
+def _(
+    q: Value, k: Value, v: Value, mask: Value | None, *, mask_kind: str, scale: float | None, softcap: float | None
+) -> tuple[Value, Value]:
+    graph, s = q.graph, score(q, k, mask, mask_kind, scale, softcap)
+    masked = s.where_seen(s.scores, LOW)
+    top = graph.one("max", masked, axis=-1, keepdims=True)
+    lse = graph.one("sum", (masked - top).exp(), axis=-1, keepdims=True).log() + top
+    weights = s.where_seen(graph.one("softmax", masked, axis=-1), 0.0)
     batch, seq, heads, _ = q.shape
-    kv_heads = w.k.shape[1]
-    assert isinstance(kv_heads, int)
-    ct = grouped(in_type(ct, w.q.dtype), kv_heads)  # [batch, kv_heads, group · seq, value_dim]
-    rows = w.weights.reshape(batch, kv_heads, w.group * seq, k.shape[1])
-    made: list[Value | None] = [None, None, None, None]
-    if at.wanted[2]:
-        made[2] = in_type(ungrouped((ct.mT @ rows).mT, kv_heads, v.shape[1]), v.dtype)  # turns what is small
-    share = rows * (ct @ w.v.mT)
-    scores = share - rows * at.graph.one("sum", share, axis=-1, keepdims=True)
-    if mask is not None and at.wanted[3] and at.attrs["mask_kind"] == "bias":
-        made[3] = sum_to(scores.reshape(w.weights.shape), mask.type)
-    if w.capped is not None:
-        scores = scores * (1 - w.capped * w.capped).reshape(scores.shape)
-    scores = scores * w.scale
-    if at.wanted[0]:
-        made[0] = in_type(ungrouped(scores @ w.k, heads, seq), q.dtype)
-    if at.wanted[1]:
-        made[1] = in_type(ungrouped((w.q.mT @ scores).mT, kv_heads, k.shape[1]), k.dtype)
-    return made
+    kv_heads = k.shape[2]
+    assert isinstance(kv_heads, int) and isinstance(heads, int)
+    rows = weights.reshape(batch, kv_heads, heads // kv_heads * seq, k.shape[1])
+    made = ungrouped(rows @ grouped(in_type(v, rows.dtype), kv_heads), heads, seq)
+    lse = graph.one("where", lse > LOW / 2, lse, -math.inf)
+    return in_type(made, q.dtype), lse.reshape(batch, heads, seq)
 
 
-@batching("attention")
+@parts("attention")
+def _(q: Value, k: Value, v: Value, mask: Value | None, **attrs: Any) -> Value:
+    kept = {name: value for name, value in attrs.items() if name not in ("num_heads", "head_dim")}
+    return parts["attention_lse"](q, k, v, mask, **kept)[0]
+
+
+@parts("attention_grad")
+def _(
+    q: Value, k: Value, v: Value, dy: Value, lse: Value, delta: Value, mask: Value | None, *, mask_kind: str,
+    scale: float | None, softcap: float | None,
+) -> tuple[Value, Value, Value]:  # fmt: skip
+    s, wide = score(q, k, mask, mask_kind, scale, softcap), q.dtype.compute
+    dy, v, lse, delta = (in_type(x, wide) for x in (dy, v, lse, delta))
+    batch, seq, heads, _ = q.shape
+    keys, kv_heads = k.shape[1], k.shape[2]
+    assert isinstance(kv_heads, int) and isinstance(heads, int)
+
+    def of_rows(x: Value) -> Value:
+        return x.reshape(batch, kv_heads, heads // kv_heads * seq, x.shape[3])
+
+    weights = of_rows(s.where_seen(s.scores - lse.reshape(batch, heads, seq, 1), LOW).exp())
+    dyg, vg = grouped(dy, kv_heads), grouped(v, kv_heads)
+    inner = weights * (dyg @ vg.mT - of_rows(delta.reshape(batch, heads, seq, 1))) * s.scale
+    if s.capped is not None:
+        inner = inner * of_rows(1 - s.capped * s.capped)
+    dq = ungrouped(inner @ s.k, heads, seq)  # of the others, what is turned is small
+    dk, dv = (
+        ungrouped((a.mT @ b).mT, kv_heads, keys) for a, b in ((s.q, inner), (dyg, weights))
+    )  # turns what is small
+    return in_type(dq, q.dtype), in_type(dk, q.dtype), in_type(dv, q.dtype)
+
+
+# -- reverse mode -----------------------------------------------------------------------------------------------------
+@linearise("attention", "attention_lse")
+def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
+    if wanted[3] and node.attrs["mask_kind"] == "bias":  # its gradient is as large as the scores: all by plain ops
+        return through_parts(into, node, operands, wanted)
+    attrs = {name: node.attrs[name] for name in ("mask_kind", "scale", "softcap")}
+    q, k, v, mask = operands
+    assert q is not None and k is not None and v is not None
+    types, wide = (node.types[0], row_type(q.type)), q.dtype.compute
+    y, lse = into.append("attention_lse", tuple(operands), attrs, types, node.origin).results
+
+    def pull(cts: Given) -> Given:
+        dy = zeros_like(y) if cts[0] is None else cts[0]
+        share = in_type(dy, wide) * in_type(y, wide)
+        delta = into.one("transpose", into.one("sum", share, axis=-1), axes=(0, 2, 1))
+        for dlse in cts[1:]:
+            delta = delta if dlse is None else delta - dlse
+        return [*into.apply("attention_grad", q, k, v, dy, lse, delta, mask, **attrs), None]
+
+    return (y, lse)[: len(node.types)], pull
+
+
+# -- vmap -------------------------------------------------------------------------------------------------------------
+@batching("attention", "attention_lse", "attention_grad")
 def _(lanes: Lanes) -> Sequence[Value]:
-    mask = lanes.operands[3]
+    at = len(lanes.operands) - 1  # the mask is the last operand
+    mask = lanes.operands[at]
     if mask is None:
-        return folded(lanes, (0, 1, 2))
+        return folded(lanes, range(at))
     batch = lanes.full(0).shape[1]
-    if not lanes.batched[3] and mask.shape[0] == 1 and batch != 1:
-        return folded(lanes, (0, 1, 2))
-    each = lanes.full(3)
+    if not lanes.batched[at] and mask.shape[0] == 1 and batch != 1:
+        return folded(lanes, range(at))
+    each = lanes.full(at)
     if each.shape[1] == 1 and batch != 1:
         each = lanes.graph.one("expand", each, shape=(lanes.size, batch, *each.shape[2:]))
-    merged = flat(each, 2)
-    operands = [flat(lanes.full(i), 2) for i in range(3)]
-    made = lanes.graph.one("attention", *operands, merged, **lanes.attrs)
-    return [made.reshape(lanes.size, *lanes.node.types[0].shape)]
+    operands = [flat(lanes.full(i), 2) for i in range(at)]
+    made = lanes.graph.build(lanes.node.op, [*operands, flat(each, 2)], dict(lanes.attrs))
+    return [r.reshape(lanes.size, *t.shape) for r, t in zip(made.results, lanes.node.types, strict=True)]

@@ -1,42 +1,24 @@
-"""Norms over the last axis: one pass back, from the operand, as papers have it."""
+"""Norms over the last axis: their gradient is an op of its own, which reads the operand and keeps nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.dtypes import DType
 from rlx.ir.graph import Value
-from rlx.transforms.build import in_type, insert_axes, sum_to
+from rlx.transforms.build import in_type, insert_axes
 from rlx.transforms.tables import Given, Lanes, Site, batching, vjp
-
-
-def _mean(x: Value) -> Value:
-    return x.graph.one("mean", x, axis=-1, keepdims=True)
 
 
 @vjp("layer_norm", "rms_norm")
 def _(at: Site, ct: Value) -> Given:
-    """With x̂ the normalised operand and c = ct · gamma: (c - mean(c x̂) x̂ [- mean(c)]) / deviation."""
-    x, gamma = in_type(at.operand(0), _wide(at)), at.operands[1]
-    centred = x - _mean(x) if at.node.op == "layer_norm" else x
-    inverse = at.graph.one("rsqrt", _mean(centred * centred) + at.attrs["eps"])
-    normal, ct = centred * inverse, in_type(ct, x.dtype)
-    made: list[Value | None] = [None, None, None]
-    if at.wanted[0]:
-        c = ct if gamma is None else ct * gamma
-        inner = c - normal * _mean(c * normal)
-        inner = inner - _mean(c) if at.node.op == "layer_norm" else inner
-        made[0] = in_type(inner * inverse, at.operand(0).dtype)
-    if gamma is not None and at.wanted[1]:
-        made[1] = sum_to(ct * normal, gamma.type)
-    beta = at.operands[2]
-    if beta is not None and at.wanted[2]:
-        made[2] = sum_to(ct, beta.type)
-    return made
-
-
-def _wide(at: Site) -> DType:
-    return at.operand(0).dtype.compute
+    x, gamma, beta = at.operands
+    kind = at.node.op.removesuffix("_norm")
+    dx, dgamma, dbeta = at.graph.apply("norm_grad", x, ct, gamma, kind=kind, eps=at.attrs["eps"])
+    return [
+        dx if at.wanted[0] else None,
+        in_type(dgamma, gamma.dtype) if gamma is not None and at.wanted[1] else None,
+        in_type(dbeta, beta.dtype) if beta is not None and at.wanted[2] else None,
+    ]
 
 
 @batching("layer_norm", "rms_norm")

@@ -8,15 +8,14 @@ from dataclasses import dataclass, replace
 from rlx.backends.cpu.attention import packing, rows, softmax
 from rlx.backends.cpu.attention.elements import clear
 from rlx.backends.cpu.attention.packing import each_strip
-from rlx.backends.cpu.attention.plan import LINE, Plan
+from rlx.backends.cpu.attention.plan import ENTRY_ARGUMENTS, LINE, Plan, read_words
 from rlx.backends.cpu.builder import NULL, Builder, Int, Module, Value, const, i64
 from rlx.backends.cpu.matmul import micro_kernel
 from rlx.backends.cpu.routine import Entry, Routine
 from rlx.lir.kernels import KEY_BLOCK, AttentionKernel
 from rlx.target import Target
 
-_ENTRY_ARGUMENTS = (("ptr noalias", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr noalias", "scratch"))
-_POINTER_WORDS = ("parts", "q", "k", "v", "out", "mask", "positions")
+_POINTER_WORDS = ("parts", "q", "k", "v", "out", "mask", "positions", "lse")
 
 
 def entry(kernel: AttentionKernel, target: Target) -> Entry:
@@ -32,10 +31,7 @@ def _define_entry(module: Module, plan: Plan) -> None:
         define(module, plan)
 
     def body(b: Builder, args: Value, low: Value, high: Value, scratch: Value) -> None:
-        words = {
-            name: b.load("ptr" if name in _POINTER_WORDS else "i64", b.offset(args, 8 * i), align=8)
-            for i, name in enumerate(plan.kernel.words)
-        }
+        words = read_words(b, plan.kernel.words, _POINTER_WORDS, args)
         if plan.packs_keys or plan.packs_values:
             clear(b, plan.region(b, scratch, "zeros"), i64(plan.zero_bytes))
         blocks = b.ceil_div(words["q_len"], plan.kernel.positions)
@@ -51,7 +47,7 @@ def _define_entry(module: Module, plan: Plan) -> None:
 
         b.loop(low, high, 1, unit)
 
-    module.define(plan.symbol, _ENTRY_ARGUMENTS, body)
+    module.define(plan.symbol, ENTRY_ARGUMENTS, body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +93,7 @@ class Unit:
         if kernel.mask == "sliding":
             begin = b.max(b.sub(limit, kernel.window), 0)
         self.blocks(begin, end, mask)
-        self.call("finish", self.scratch, self.positions, *self.results())
+        self.call("finish", self.scratch, self.positions, *self.results(), *self.lse())
 
     def emit_cached(self) -> None:
         b, words = self.b, self.words
@@ -119,7 +115,7 @@ class Unit:
         lowest, highest = (b.load("i64", place, align=8) for place in places)
         begin = b.max(b.sub(lowest, plan.kernel.window), 0) if plan.kernel.mask == "sliding" else i64(0)
         self.blocks(begin, highest, NULL)
-        self.call("finish", self.scratch, self.positions, *self.results())
+        self.call("finish", self.scratch, self.positions, *self.results(), *self.lse())
 
     def start(self, mask: Value, mask_query: Value, mask_head: Value, limit: Value) -> None:
         queries = self.place("q", self.query_head, self.first)
@@ -144,6 +140,14 @@ class Unit:
     def results(self) -> tuple[Value, Value, Value]:
         """Where the result of the first row lies, and its strides along positions and heads."""
         return self.place("out", self.query_head, self.first), self.words["out_seq"], self.words["out_head"]
+
+    def lse(self) -> tuple[Value, Value]:
+        """Where the lse of the first row lies, and its stride along heads."""
+        b, words = self.b, self.words
+        if not self.plan.kernel.lse:
+            return NULL, i64(0)
+        index = b.add(b.mul(self.batch, words["lse_batch"]), b.mul(self.query_head, words["lse_head"]))
+        return b.offset(words["lse"], b.add(index, self.first), self.plan.scalar), words["lse_head"]
 
     def call(self, part: str, *arguments: Value, result: str = "void") -> Value:
         return self.b.call(result, f"{self.plan.symbol}.{part}", *arguments)

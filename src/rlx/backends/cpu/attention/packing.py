@@ -71,9 +71,13 @@ def define_addresses(module: Module, plan: Plan) -> None:
 
 
 def define_pack_keys(module: Module, plan: Plan) -> None:
-    """K of the block into panels [head_dim][keys of a panel], `lanes` keys at a time."""
-    if not plan.packs_keys:
-        return
+    """K of the block into panels [head_dim][keys of a panel]."""
+    if plan.packs_keys:
+        define_turned(module, plan, "pack_keys", "key_rows", "keys", plan.kernel.head_dim)
+
+
+def define_turned(module: Module, plan: Plan, part: str, rows_at: str, panels: str, extent: int) -> None:
+    """Rows of the block, `extent` columns each, into panels [column][keys of a panel], `lanes` keys at a time."""
     dtype, lanes = plan.stored, plan.lanes
     square = 16 // plan.size  # keys and columns of one transposition: 128 bits, which x86 inserts while it loads
 
@@ -81,17 +85,17 @@ def define_pack_keys(module: Module, plan: Plan) -> None:
         next_block = b.mul(stride, KEY_BLOCK * dtype.size)
 
         def several(key: Value) -> None:
-            where = plan.region(b, scratch, "key_rows", key, "ptr")
+            where = plan.region(b, scratch, rows_at, key, "ptr")
             rows = [b.load("ptr", b.offset(where, 8 * i), align=8) for i in range(lanes)]
             panel, column = b.sdiv(key, plan.panel), b.srem(key, plan.panel)
-            place = plan.region(b, scratch, "keys", b.add(b.mul(panel, plan.head_stride * plan.panel), column))
+            place = plan.region(b, scratch, panels, b.add(b.mul(panel, plan.padded(extent) * plan.panel), column))
 
             def squares(at: Value, live: int) -> None:
                 offset, sides = b.mul(at, dtype.size), []
                 for i in range(square):
                     pieces = [load_stored(b, dtype, b.offset(r, offset), square, live) for r in rows[i::square]]
                     sides.append(widen(b, plan, _join(b, pieces), dtype))
-                # Also the lines past head_dim, for which there is padding: LLVM 22 moves interleavings of which only
+                # Also the lines past the extent, for which there is padding: LLVM 22 moves interleavings of which only
                 # the low halves are used to before the widening of f16, and gets them wrong.
                 for i, line in enumerate(_transpose(b, sides, square)):
                     b.store(line, b.offset(place, b.mul(b.add(at, i), plan.panel), plan.scalar), align=plan.size)
@@ -105,11 +109,11 @@ def define_pack_keys(module: Module, plan: Plan) -> None:
                         b.prefetch(b.offset(b.offset(row, b.mul(at, dtype.size)), next_block), locality=2)
                     squares(b.add(at, step), min(square, live - step))
 
-            sweep(b, plan.kernel.head_dim, LINE // dtype.size, line, unroll=1)
+            sweep(b, extent, LINE // dtype.size, line, unroll=1)
 
         b.loop(0, count, lanes, several)
 
-    plan.define(module, "pack_keys", "ptr scratch, i64 count, i64 stride", emit)
+    plan.define(module, part, "ptr scratch, i64 count, i64 stride", emit)
 
 
 def define_widen_keys(module: Module, plan: Plan) -> None:

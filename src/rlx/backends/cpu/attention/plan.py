@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlx.backends.cpu.builder import Builder, Int, Module, Value, vector
@@ -21,14 +22,30 @@ PACKED = BY_NAME["q8_0"]  # the packed type that a cache may have: an f16, then 
 SCALAR = {F32: "float", F64: "double"}
 
 
-def scratch_bytes(kernel: AttentionKernel, target: Target) -> int:
-    """Scratch that a launch needs, the driver's header included."""
-    return Plan(kernel, target).regions["end"]
+LOG2_E = math.log2(math.e)
+ENTRY_ARGUMENTS = (("ptr noalias", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr noalias", "scratch"))
+
+
+def read_words(b: Builder, words: Sequence[str], pointers: Container[str], args: Value) -> dict[str, Value]:
+    """The words of an argument block."""
+    return {
+        name: b.load("ptr" if name in pointers else "i64", b.offset(args, 8 * i), align=8)
+        for i, name in enumerate(words)
+    }
+
+
+def laid_out(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Byte offsets in scratch of regions of these sizes, each on a cache line; `end` is the size of all."""
+    offsets, end = {}, HEADER_BYTES
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += -(-size // LINE) * LINE
+    return offsets | {"end": end}
 
 
 @dataclass(frozen=True, slots=True)
 class Strips:
-    """Strips of V's columns: `count` of them side by side from vector `first` on, each `vectors` wide."""
+    """Strips of columns: `count` of them side by side from vector `first` on, each `vectors` wide."""
 
     first: int
     count: int
@@ -163,10 +180,25 @@ class Plan:
     def padded(self, extent: int) -> int:
         return -(-extent // self.lanes) * self.lanes
 
+    @property
+    def exponent(self) -> float:
+        """A score times this is the logarithm of its weight in base 2.
+
+        Scores stay in the unit in which they come as long as a greater one is a heavier one, because then there is
+        nothing to compute.
+        """
+        cap = abs(self.kernel.softcap)
+        natural = self.kernel.mask == "bias" or (not cap and self.kernel.scale <= 0)
+        return LOG2_E * (1.0 if natural else cap or self.kernel.scale)
+
     @functools.cached_property
     def strips(self) -> tuple[Strips, ...]:
-        """V's columns cut evenly: the widest strips first, then those one vector narrower."""
-        vectors = self.value_stride // self.lanes
+        """Those of V's columns."""
+        return self.cut(self.kernel.value_dim)
+
+    def cut(self, extent: int) -> tuple[Strips, ...]:
+        """So many columns cut evenly: the widest strips first, then those one vector narrower."""
+        vectors = self.padded(extent) // self.lanes
         count = -(-vectors // self.target.tile_vectors)
         width, wider = divmod(vectors, count)
         cut = (Strips(0, wider, width + 1), Strips(wider * (width + 1), count - wider, width))
@@ -209,11 +241,7 @@ class Plan:
             "kept": KEY_BLOCK * self.size,  # per key of the block, for a custom mask: all ones, or 0
             "zeros": self.zero_bytes * packs,  # stands in for keys that do not count
         }
-        offsets, end = {}, HEADER_BYTES
-        for name, size in sizes.items():
-            offsets[name] = end
-            end += -(-size // LINE) * LINE
-        return offsets | {"end": end}
+        return laid_out(sizes)
 
     @property
     def zero_bytes(self) -> int:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable
 
 from rlx.backends.cpu.attention.elements import clear, load, store, sweep
-from rlx.backends.cpu.attention.plan import Plan
+from rlx.backends.cpu.attention.plan import LOG2_E, Plan
 from rlx.backends.cpu.builder import Builder, Module, Value, const, i64
+from rlx.backends.cpu.math import log
 from rlx.lir.kernels import BEYOND_CAPACITY
 
 
@@ -136,10 +137,13 @@ def define_start(module: Module, plan: Plan) -> None:
 
 
 def define_finish(module: Module, plan: Plan) -> None:
-    """Outputs over sums of weights, rounded to the stored type; zeros for a row that saw no key."""
+    """Outputs over sums of weights, rounded to the stored type; zeros for a row that saw no key. Their lse if asked."""
     kernel = plan.kernel
 
-    def emit(b: Builder, scratch: Value, positions: Value, out: Value, out_seq: Value, out_head: Value) -> None:
+    def emit(
+        b: Builder, scratch: Value, positions: Value, out: Value, out_seq: Value, out_head: Value, lse: Value,
+        lse_head: Value,
+    ) -> None:  # fmt: skip
         def row(index: Value, i: Value, g: Value) -> None:
             sums = b.load(plan.vector, plan.region(b, scratch, "sums", b.mul(index, plan.lanes)), align=plan.size)
             total = b.fold(sums, lambda x, y: b.op("fadd", x, y))
@@ -155,10 +159,17 @@ def define_finish(module: Module, plan: Plan) -> None:
                 store(b, plan, result, b.offset(place, b.mul(at, kernel.dtype.size)), live)
 
             sweep(b, kernel.value_dim, plan.lanes, piece)
+            if kernel.lse:
+                reference = b.load(plan.scalar, plan.region(b, scratch, "references", index), align=plan.size)
+                heaviest = b.op("fmul", reference, const(plan.scalar, plan.exponent / LOG2_E))
+                logarithm = b.extract(log(b, b.splat(total, plan.lanes), plan.target), 0)
+                place = b.offset(lse, b.add(i, b.mul(g, lse_head)), plan.scalar)
+                b.store(b.op("fadd", heaviest, logarithm), place, align=plan.size)
 
         each_row(b, plan, scratch, positions, row)
 
-    plan.define(module, "finish", "ptr scratch, i64 positions, ptr out, i64 out_seq, i64 out_head", emit)
+    signature = "ptr scratch, i64 positions, ptr out, i64 out_seq, i64 out_head, ptr lse, i64 lse_head"
+    plan.define(module, "finish", signature, emit)
 
 
 def each_row(

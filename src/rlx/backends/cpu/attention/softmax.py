@@ -15,7 +15,6 @@ from rlx.lir.kernels import KEY_BLOCK
 
 SLACK = 8.0  # a row's reference moves only for a score 2**8 times heavier: weights stay small, rescaling is rare
 CHUNK = 4  # vectors of scores that the softmax holds in registers
-LOG2_E = math.log2(math.e)
 
 
 def define_softmax(module: Module, plan: Plan) -> None:
@@ -124,16 +123,11 @@ class Scorer:
         if kernel.mask == "bias":
             start = b.load("ptr", plan.region(b, scratch, "biases", row, "ptr"), align=8)
             self.bias = b.offset(start, b.mul(base, plan.mask_dtype.size))
-        # A score times `exponent` is the logarithm of its weight in base 2. Scores stay in the unit in which they come
-        # as long as a greater one is a heavier one, because then there is nothing to compute.
-        cap = abs(kernel.softcap)
-        natural = kernel.mask == "bias" or (not cap and kernel.scale <= 0)
-        self.exponent = LOG2_E * (1.0 if natural else cap or kernel.scale)
 
     @property
     def slack(self) -> float:
         """SLACK in the unit of scores; bounded, so that -inf plus it stays -inf."""
-        return min(SLACK / self.exponent, 1e30)
+        return min(SLACK / self.plan.exponent, 1e30)
 
     def sees_all(self) -> Value:
         """Whether the row sees all keys of the span."""
@@ -148,17 +142,24 @@ class Scorer:
 
     def scores(self, products: list[Value], j: Value, whole: bool) -> list[Value]:
         """The scores of the keys from j on, -inf for those that the row does not see; `whole`: it sees all."""
-        seen: Sequence[Value | None] = [None] * len(products) if whole else self._seen(j, len(products))
-        places = [self.b.add(j, n * self.plan.lanes) for n in range(len(products))]
-        return [self._score(*each) for each in zip(products, places, seen, strict=True)]
+        return self.of_bent([self.bent(product) for product in products], j, whole)
 
-    def _score(self, product: Value, j: Value, seen: Value | None) -> Value:
+    def bent(self, product: Value) -> Value:
+        """tanh of what a product is of the cap, if there is one; else the product as it is."""
+        b, plan, cap = self.b, self.plan, abs(self.plan.kernel.softcap)
+        if not cap:
+            return product
+        return tanh(b, b.op("fmul", product, const(plan.vector, plan.kernel.scale / cap)), plan.target)
+
+    def of_bent(self, bent: Sequence[Value], j: Value, whole: bool) -> list[Value]:
+        """Scores of products that are `bent` already."""
+        seen: Sequence[Value | None] = [None] * len(bent) if whole else self._seen(j, len(bent))
+        places = [self.b.add(j, n * self.plan.lanes) for n in range(len(bent))]
+        return [self._score(*each) for each in zip(bent, places, seen, strict=True)]
+
+    def _score(self, score: Value, j: Value, seen: Value | None) -> Value:
         b, plan, kernel = self.b, self.plan, self.plan.kernel
-        masked, cap = const(plan.vector, -math.inf), abs(kernel.softcap)
-        score, scale = product, kernel.scale
-        if cap:
-            score = tanh(b, b.op("fmul", score, const(plan.vector, scale / cap)), plan.target)
-            scale = cap
+        masked, scale = const(plan.vector, -math.inf), abs(kernel.softcap) or kernel.scale
         if kernel.mask == "bias":
             bias = self._bias(j, seen)
             score = fma(b, score, const(plan.vector, scale), bias, plan.target)
@@ -201,7 +202,7 @@ class Scorer:
 
     def weight(self, difference: Value) -> Value:
         """The weight of a score, given how far it is from the reference."""
-        scaled = self.b.op("fmul", difference, const(self.plan.vector, self.exponent))
+        scaled = self.b.op("fmul", difference, const(self.plan.vector, self.plan.exponent))
         return exp2(self.b, scaled, self.plan.target)
 
     def greater(self, x: Value, y: Value) -> Value:

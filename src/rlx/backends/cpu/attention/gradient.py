@@ -1,0 +1,490 @@
+"""The gradient of attention: for each block of query rows, all keys that they see, block by block.
+
+Weights are made again from scores and the rows' lse. Products by which rows are multiplied with keys have the plain
+micro-kernel, those that sum over rows the turned one. dQ of the rows at hand stays in scratch, dK and dV are added to.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlx.backends.cpu.attention import packing
+from rlx.backends.cpu.attention.elements import clear, load, store, sweep
+from rlx.backends.cpu.attention.plan import ENTRY_ARGUMENTS, LOG2_E, Plan, laid_out, read_words
+from rlx.backends.cpu.attention.softmax import CHUNK, Scorer
+from rlx.backends.cpu.attention.turned import turned_kernel
+from rlx.backends.cpu.builder import NULL, Builder, Module, Value, const, i64
+from rlx.backends.cpu.math import exp2, fma
+from rlx.backends.cpu.matmul import micro_kernel
+from rlx.backends.cpu.routine import Entry, Routine
+from rlx.lir.kernels import KEY_BLOCK, AttentionGradKernel
+from rlx.target import Target
+
+ROWS = 192  # query rows of a block: whole tiles; what is kept of them stays near the processor
+
+
+def grad_entry(kernel: AttentionGradKernel, target: Target) -> Entry:
+    """The loop nest of `kernel`, with the table of micro-kernels: plain, then turned; by width, then by height."""
+    plan = GradPlan(kernel.attention, target)
+    sizes = [(height, width) for width in plan.widths for height in range(1, target.tile_rows + 1)]
+    plain = (micro_kernel(plan.compute, *size, target) for size in sizes)
+    turned = (turned_kernel(plan.compute, *size, target) for size in sizes)
+    return Entry(Routine(plan.symbol, lambda module: _define(module, plan, kernel)), {"parts": (*plain, *turned)})
+
+
+class GradPlan(Plan):
+    """The sizes of a gradient. Rows in scratch are an odd number of vectors apart, so that they share no cache sets."""
+
+    @property
+    def symbol(self) -> str:
+        return f"attention_grad.{self.kernel.fingerprint}"
+
+    @property
+    def head_row(self) -> int:
+        return self.apart(self.kernel.head_dim)
+
+    @property
+    def value_row(self) -> int:
+        return self.apart(self.kernel.value_dim)
+
+    def apart(self, extent: int) -> int:
+        """Elements from one row in scratch to the next."""
+        return (self.padded(extent) // self.lanes | 1) * self.lanes
+
+    @functools.cached_property
+    def widths(self) -> tuple[int, ...]:
+        strips = (s.vectors for extent in (self.kernel.head_dim, self.kernel.value_dim) for s in self.cut(extent))
+        scored = (min(span, self.panel) // self.lanes for span in self.spans)
+        return tuple(dict.fromkeys((*scored, *strips)))
+
+    @functools.cached_property
+    def regions(self) -> dict[str, int]:
+        size = self.size
+        return laid_out({
+            "keys": KEY_BLOCK * self.head_stride * size,  # [panel][head_dim][keys of a panel]
+            "values": KEY_BLOCK * self.value_stride * size,
+            "key_lines": KEY_BLOCK * self.head_row * size,  # [key][head_dim]
+            "queries": ROWS * self.head_row * size,
+            "dys": ROWS * self.value_row * size,
+            "weights": ROWS * KEY_BLOCK * size,  # [row][key]: products q · k, then weights
+            "inner": ROWS * KEY_BLOCK * size,  # [row][key]: products dy · v, then gradients of products q · k
+            "dq": ROWS * self.head_row * size,
+            "dk": KEY_BLOCK * self.head_row * size,
+            "dv": KEY_BLOCK * self.value_row * size,
+            "limits": ROWS * 8,  # per row: the first key that it does not see
+            "biases": ROWS * 8,  # per row: where its bias lies
+            "key_rows": KEY_BLOCK * 8,  # per key: where it lies
+            "value_rows": KEY_BLOCK * 8,
+            "kept": KEY_BLOCK * size,  # per key, for a custom mask: all ones, or 0
+            "zeros": self.zero_bytes,  # stands in for keys that do not count
+        })  # fmt: skip
+
+
+def _define(module: Module, plan: GradPlan, kernel: AttentionGradKernel) -> None:
+    packing.define_keep(module, plan)
+    packing.define_addresses(module, plan)
+    packing.define_pack_keys(module, plan)
+    packing.define_turned(module, plan, "turn_values", "value_rows", "values", plan.kernel.value_dim)
+    for define in (_define_lines, _define_start, _define_differentiate, _define_add, _define_give, _define_clear):
+        define(module, plan)
+
+    def body(b: Builder, args: Value, low: Value, high: Value, scratch: Value) -> None:
+        words = read_words(b, kernel.words, ("parts", *kernel.READS, *kernel.WRITES), args)
+        clear(b, plan.region(b, scratch, "zeros"), i64(plan.zero_bytes))
+
+        def unit(index: Value) -> None:
+            batch, key_head = b.sdiv(index, words["kv_heads"]), b.srem(index, words["kv_heads"])
+            Unit(b, plan, words, scratch, batch, key_head).emit()
+
+        b.loop(low, high, 1, unit)
+
+    module.define(plan.symbol, ENTRY_ARGUMENTS, body)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The code of one unit: a key head of a batch row, and the query heads that share it."""
+
+    b: Builder
+    plan: GradPlan
+    words: dict[str, Value]
+    scratch: Value
+    batch: Value
+    key_head: Value
+
+    def emit(self) -> None:
+        b, words = self.b, self.words
+        for name, extent in (("dk", self.plan.kernel.head_dim), ("dv", self.plan.kernel.value_dim)):
+            first = self.place(name, self.key_head, i64(0))
+            self.call("clear", first, words["k_len"], words[f"{name}_seq"], i64(extent * self.plan.size))
+
+        def head(g: Value) -> None:
+            def rows(first: Value) -> None:
+                Rows(self, self.query_head(g), first, b.min(b.sub(words["q_len"], first), ROWS)).emit()
+
+            b.loop(0, words["q_len"], ROWS, rows)
+
+        b.loop(0, self.plan.kernel.group, 1, head)
+
+    def query_head(self, g: Value) -> Value:
+        return self.b.add(self.b.mul(self.key_head, self.plan.kernel.group), g)
+
+    def call(self, part: str, *arguments: Value, result: str = "void") -> Value:
+        return self.b.call(result, f"{self.plan.symbol}.{part}", *arguments)
+
+    def place(self, operand: str, head: Value, position: Value) -> Value:
+        """Where a row of a tensor lies."""
+        return self.at(operand, ("batch", self.batch), ("head", head), ("seq", position))
+
+    def at(self, operand: str, *axes: tuple[str, Value]) -> Value:
+        b, index = self.b, i64(0)
+        for axis, number in axes:
+            index = b.add(index, b.mul(number, self.words[f"{operand}_{axis}"]))
+        size = self.plan.mask_dtype.size if operand == "mask" else self.plan.size
+        return b.offset(self.words[operand], b.mul(index, size))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Query rows `first` .. `first + count` of a head."""
+
+    unit: Unit
+    head: Value
+    first: Value
+    count: Value
+
+    def emit(self) -> None:
+        unit, b, plan, words = self.unit, self.unit.b, self.unit.plan, self.unit.words
+        bias, query_stride = NULL, i64(0)
+        if plan.kernel.mask == "bias":
+            axes = ("batch", unit.batch), ("head", self.head), ("query", self.first)
+            bias, query_stride = unit.at("mask", *axes), words["mask_query"]
+        tensors = (x for n in ("q", "dy") for x in (unit.place(n, self.head, self.first), words[f"{n}_seq"]))
+        unit.call("start", unit.scratch, self.count, *tensors, bias, query_stride, self.limit)
+        begin, end = i64(0), words["k_len"]
+        if plan.limited:
+            end = b.max(b.sub(b.add(self.limit, self.count), 1), 0)
+        if plan.kernel.mask == "sliding":
+            begin = b.max(b.sub(self.limit, plan.kernel.window), 0)
+
+        def block(index: Value) -> None:
+            base = b.mul(index, KEY_BLOCK)
+            self.block(base, b.min(b.sub(words["k_len"], base), KEY_BLOCK))
+
+        b.loop(b.sdiv(begin, KEY_BLOCK), b.ceil_div(end, KEY_BLOCK), 1, block)
+        unit.call("give", unit.scratch, self.count, unit.place("dq", self.head, self.first), words["dq_seq"])
+
+    @property
+    def limit(self) -> Value:
+        """The first key that the first row does not see, were there keys without end."""
+        b, words = self.unit.b, self.unit.words
+        return b.add(b.add(b.sub(words["k_len"], words["q_len"]), self.first), 1)
+
+    def block(self, base: Value, count: Value) -> None:
+        """All rows against the keys `base` .. `base + count`."""
+        unit, b, plan = self.unit, self.unit.b, self.unit.plan
+        if plan.kernel.mask != "custom":
+            Block(self, base, count, count).emit()
+            return
+        flags = b.offset(unit.at("mask", ("batch", unit.batch)), b.mul(base, plan.mask_dtype.size))
+        kept = unit.call("keep", unit.scratch, flags, count, result="i64")
+        b.when(b.icmp("sgt", kept, 0), lambda: Block(self, base, count, kept).emit())
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some rows against the keys `base` .. `base + count`, of which a custom mask keeps `kept`."""
+
+    rows: Rows
+    base: Value
+    count: Value
+    kept: Value
+
+    @property
+    def unit(self) -> Unit:
+        return self.rows.unit
+
+    def emit(self) -> None:
+        unit, b, plan, words = self.unit, self.unit.b, self.unit.plan, self.unit.words
+        for operand, region, part in (("k", "key_rows", "pack_keys"), ("v", "value_rows", "turn_values")):
+            places, source = self.region(region), unit.place(operand, unit.key_head, self.base)
+            unit.call("addresses", unit.scratch, places, source, words[f"{operand}_seq"], self.count)
+            unit.call(part, unit.scratch, i64(KEY_BLOCK), words[f"{operand}_seq"])
+        unit.call("key_lines", unit.scratch)
+        first, end = i64(0), self.rows.count
+        if plan.limited:  # the first row that sees a key of the block
+            first = b.min(b.max(b.sub(b.add(self.base, 1), self.rows.limit), 0), end)
+        if plan.kernel.mask == "sliding":
+            end = b.min(end, b.sub(b.add(b.add(self.base, self.count), plan.kernel.window), self.rows.limit))
+        height = plan.target.tile_rows
+        b.loop(first, end, height, lambda row: self.tile(row, b.min(b.sub(end, row), height)))
+        b.loop(0, self.count, height, lambda key: self.sums(key, b.min(b.sub(self.count, key), height), end))
+        for name in ("dk", "dv"):
+            place = unit.place(name, unit.key_head, self.base)
+            unit.call(f"add_{name}", unit.scratch, self.count, place, words[f"{name}_seq"])
+
+    def region(self, name: str, index: Value | int = 0) -> Value:
+        return self.unit.plan.region(self.unit.b, self.unit.scratch, name, index)
+
+    def kernel(self, vectors: int, height: Value, *, turned: bool = False) -> Value:
+        """The address of the micro-kernel of `vectors` vectors and `height` rows."""
+        b, plan = self.unit.b, self.unit.plan
+        index = (plan.widths.index(vectors) + turned * len(plan.widths)) * plan.target.tile_rows - 1
+        return b.load("ptr", b.offset(self.unit.words["parts"], b.add(height, index), "ptr"), align=8)
+
+    def columns(self, extent: int, body: Callable[[Value, int], None]) -> None:
+        """`body(first column, vectors)` for each strip of so many columns."""
+        b, plan = self.unit.b, self.unit.plan
+        for strips in plan.cut(extent):
+            start, width = strips.first * plan.lanes, strips.vectors * plan.lanes
+            end = start + strips.count * width
+            b.loop(start, end, width, lambda column, n=strips.vectors: body(column, n))
+
+    # -- rows by keys -------------------------------------------------------------------------------------------------
+    def tile(self, row: Value, height: Value) -> None:
+        """Weights and gradients of products of some rows, and their dQ."""
+        unit, b, plan = self.unit, self.unit.b, self.unit.plan
+        reach = self.count
+        if plan.limited:  # how far into the block the last row sees
+            reach = b.min(reach, b.sub(b.sub(b.add(self.rows.limit, b.add(row, height)), 1), self.base))
+
+        def products(span: int) -> None:
+            self.products(row, height, reach, span)
+
+        if len(plan.spans) == 1:
+            products(KEY_BLOCK)
+        else:
+            b.when(b.icmp("sle", reach, plan.spans[0]), *(functools.partial(products, s) for s in plan.spans))
+        axes = ("batch", unit.batch), ("head", self.rows.head)
+        places = (b.offset(unit.at(n, *axes), b.add(self.rows.first, row), plan.scalar) for n in ("lse", "delta"))
+        unit.call("differentiate", unit.scratch, row, height, self.base, self.count, self.kept, *places)
+        lines, inner = plan.head_row, self.region("inner", b.mul(row, KEY_BLOCK))
+
+        def strip(column: Value, vectors: int) -> None:
+            right, place = self.region("key_lines", column), self.region("dq", b.add(b.mul(row, lines), column))
+            b.call_pointer(
+                self.kernel(vectors, height), inner, i64(KEY_BLOCK), right, i64(lines), reach, place, i64(lines),
+                right, i64(0), i64(1),
+            )  # fmt: skip
+
+        self.columns(plan.kernel.head_dim, strip)
+
+    def products(self, row: Value, height: Value, reach: Value, span: int) -> None:
+        """weights = queries · keys and inner = dys · values, for as many keys as are in reach."""
+        b, plan = self.unit.b, self.unit.plan
+        sides = (
+            ("queries", plan.head_row, "keys", plan.kernel.head_dim, "weights"),
+            ("dys", plan.value_row, "values", plan.kernel.value_dim, "inner"),
+        )
+        tile = self.kernel(min(span, plan.panel) // plan.lanes, height)
+
+        def panel(index: Value) -> None:
+            for left, apart, right, extent, result in sides:
+                block = self.region(right, b.mul(index, plan.padded(extent) * plan.panel))
+                place = self.region(result, b.add(b.mul(row, KEY_BLOCK), b.mul(index, plan.panel)))
+                b.call_pointer(
+                    tile, self.region(left, b.mul(row, apart)), i64(apart), block, i64(plan.panel), i64(extent),
+                    place, i64(KEY_BLOCK), block, i64(0), i64(0),
+                )  # fmt: skip
+
+        if plan.panel == KEY_BLOCK:
+            panel(i64(0))
+        else:
+            b.loop(0, b.ceil_div(reach, plan.panel), 1, panel)
+
+    # -- sums over rows -----------------------------------------------------------------------------------------------
+    def sums(self, key: Value, height: Value, end: Value) -> None:
+        """dV = weightsᵀ · dys and dK = innerᵀ · queries of some keys, over the rows before `end` that see one."""
+        b, plan = self.unit.b, self.unit.plan
+        start = i64(0)
+        if plan.limited:
+            start = b.min(b.max(b.sub(b.add(b.add(self.base, key), 1), self.rows.limit), 0), end)
+        rows, left = b.sub(end, start), b.add(b.mul(start, KEY_BLOCK), key)
+        sides = (
+            ("weights", "dys", plan.kernel.value_dim, plan.value_row, "dv"),
+            ("inner", "queries", plan.kernel.head_dim, plan.head_row, "dk"),
+        )
+        for turned, lines, extent, apart, result in sides:
+
+            def strip(
+                column: Value, vectors: int, turned: str = turned, lines: str = lines, apart: int = apart,
+                result: str = result,
+            ) -> None:  # fmt: skip
+                right = self.region(lines, b.add(b.mul(start, apart), column))
+                place = self.region(result, b.add(b.mul(key, apart), column))
+                b.call_pointer(
+                    self.kernel(vectors, height, turned=True), self.region(turned, left), i64(KEY_BLOCK), right,
+                    i64(apart), rows, place, i64(apart),
+                )  # fmt: skip
+
+            self.columns(extent, strip)
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+def _copy_line(b: Builder, plan: GradPlan, source: Value, place: Value, extent: int) -> None:
+    """A row into scratch, with zeros up to a whole vector."""
+
+    def piece(at: Value, live: int) -> None:
+        loaded = load(b, plan, plan.compute, b.offset(source, at, plan.scalar), live)
+        b.store(loaded, b.offset(place, at, plan.scalar), align=plan.size)
+
+    sweep(b, extent, plan.lanes, piece)
+
+
+def _define_lines(module: Module, plan: GradPlan) -> None:
+    """K of the block row by row, zeros for keys that do not count."""
+
+    def emit(b: Builder, scratch: Value) -> None:
+        def key(j: Value) -> None:
+            row = b.load("ptr", plan.region(b, scratch, "key_rows", j, "ptr"), align=8)
+            place = plan.region(b, scratch, "key_lines", b.mul(j, plan.head_row))
+            _copy_line(b, plan, row, place, plan.kernel.head_dim)
+
+        b.loop(0, KEY_BLOCK, 1, key)
+
+    plan.define(module, "key_lines", "ptr scratch", emit)
+
+
+def _define_start(module: Module, plan: GradPlan) -> None:
+    """q and dy of a block of rows, zeros for their dQ, their limits and biases."""
+    sides = (("queries", plan.kernel.head_dim), ("dys", plan.kernel.value_dim))
+
+    def emit(
+        b: Builder, scratch: Value, count: Value, q: Value, q_seq: Value, dy: Value, dy_seq: Value, bias: Value,
+        query_stride: Value, limit: Value,
+    ) -> None:  # fmt: skip
+        def row(i: Value) -> None:
+            for (region, extent), source, stride in zip(sides, (q, dy), (q_seq, dy_seq), strict=True):
+                place = plan.region(b, scratch, region, b.mul(i, plan.apart(extent)))
+                _copy_line(b, plan, b.offset(source, b.mul(i, stride), plan.scalar), place, extent)
+            if plan.limited:
+                b.store(b.add(limit, i), plan.region(b, scratch, "limits", i, "i64"), align=8)
+            if plan.kernel.mask == "bias":
+                place = b.offset(bias, b.mul(b.mul(i, query_stride), plan.mask_dtype.size))
+                b.store(place, plan.region(b, scratch, "biases", i, "ptr"), align=8)
+
+        clear(b, plan.region(b, scratch, "dq"), b.mul(count, plan.head_row * plan.size))
+        b.loop(0, count, 1, row)
+
+    plan.define(
+        module, "start", "ptr scratch, i64 count, ptr q, i64 q_seq, ptr dy, i64 dy_seq, ptr bias, i64 query_stride, "
+        "i64 limit", emit,
+    )  # fmt: skip
+
+
+def _define_differentiate(module: Module, plan: GradPlan) -> None:
+    """Products of some rows with all keys of the block become weights, and gradients of products q · k."""
+    vectors = min(CHUNK, KEY_BLOCK // plan.lanes)
+    kernel, type_ = plan.kernel, plan.vector
+
+    def emit(
+        b: Builder, scratch: Value, first: Value, height: Value, base: Value, count: Value, kept: Value, lse: Value,
+        delta: Value,
+    ) -> None:  # fmt: skip
+        def row(i: Value) -> None:
+            number = b.add(first, i)
+            scorer = Scorer(b, plan, KEY_BLOCK, scratch, number, base, count, kept)
+            # Never inf, as of a row that sees nothing, so that a masked score plus this is -inf and not NaN.
+            highest = const(plan.scalar, float(np.finfo(plan.compute.numpy).max))
+            loaded = b.load(plan.scalar, b.offset(lse, i, plan.scalar), align=plan.size)
+            shift = b.op("fmul", loaded, const(plan.scalar, -LOG2_E))
+            own = b.splat(b.select(b.fcmp("ogt", shift, highest), highest, shift), plan.lanes)
+            less = b.splat(b.load(plan.scalar, b.offset(delta, i, plan.scalar), align=plan.size), plan.lanes)
+
+            def several(j: Value, whole: bool) -> None:
+                start = b.add(b.mul(number, KEY_BLOCK), j)
+                places = [b.add(start, n * plan.lanes) for n in range(vectors)]
+                weights, inner = (
+                    [plan.region(b, scratch, region, place) for place in places] for region in ("weights", "inner")
+                )
+                bent = [scorer.bent(b.load(type_, place, align=plan.size)) for place in weights]
+                scores = scorer.of_bent(bent, j, whole)
+                for n in range(vectors):
+                    weight = exp2(b, fma(b, scores[n], const(type_, plan.exponent), own, plan.target), plan.target)
+                    b.store(weight, weights[n], align=plan.size)
+                    slope = const(type_, kernel.scale)
+                    if kernel.softcap:
+                        square = b.op("fmul", bent[n], bent[n])
+                        slope = b.op("fmul", b.op("fsub", const(type_, 1.0), square), slope)
+                    change = b.op("fsub", b.load(type_, inner[n], align=plan.size), less)
+                    found = b.op("fmul", b.op("fmul", weight, change), slope)
+                    if not whole or kernel.mask == "bias":
+                        # Of a key that is not seen, the product may be anything.
+                        zero = const(type_, 0.0)
+                        found = b.select(b.fcmp("oeq", weight, zero), zero, found)
+                    b.store(found, inner[n], align=plan.size)
+
+            def scan(whole: bool) -> None:
+                step = vectors * plan.lanes
+                if step == KEY_BLOCK:
+                    several(i64(0), whole)
+                else:
+                    b.loop(0, KEY_BLOCK, step, lambda j: several(j, whole))
+
+            b.when(scorer.sees_all(), lambda: scan(True), lambda: scan(False))
+
+        b.loop(0, height, 1, row)
+
+    plan.define(
+        module, "differentiate", "ptr scratch, i64 first, i64 height, i64 base, i64 count, i64 kept, ptr lse, "
+        "ptr delta", emit,
+    )  # fmt: skip
+
+
+def _define_add(module: Module, plan: GradPlan) -> None:
+    """dK or dV of the block, added to what there is."""
+    for name, extent in (("dk", plan.kernel.head_dim), ("dv", plan.kernel.value_dim)):
+
+        def emit(
+            b: Builder, scratch: Value, count: Value, place: Value, stride: Value, name: str = name,
+            extent: int = extent,
+        ) -> None:  # fmt: skip
+            def one(fresh: Value, place: Value, live: int) -> None:
+                store(b, plan, b.op("fadd", load(b, plan, plan.compute, place, live), fresh), place, live)
+
+            _each_piece(b, plan, plan.region(b, scratch, name), extent, count, place, stride, one)
+
+        plan.define(module, f"add_{name}", "ptr scratch, i64 count, ptr place, i64 stride", emit)
+
+
+def _define_give(module: Module, plan: GradPlan) -> None:
+    """dQ of the rows from scratch to where it belongs."""
+
+    def emit(b: Builder, scratch: Value, count: Value, place: Value, stride: Value) -> None:
+        def one(found: Value, place: Value, live: int) -> None:
+            store(b, plan, found, place, live)
+
+        _each_piece(b, plan, plan.region(b, scratch, "dq"), plan.kernel.head_dim, count, place, stride, one)
+
+    plan.define(module, "give", "ptr scratch, i64 count, ptr place, i64 stride", emit)
+
+
+def _each_piece(
+    b: Builder, plan: GradPlan, source: Value, extent: int, count: Value, place: Value, stride: Value,
+    body: Callable[[Value, Value, int], None],
+) -> None:  # fmt: skip
+    """`body(vector, place, live)` for `count` rows in scratch, and where in memory they belong."""
+
+    def row(i: Value) -> None:
+        line, target = b.mul(i, plan.apart(extent)), b.offset(place, b.mul(i, stride), plan.scalar)
+
+        def piece(at: Value, live: int) -> None:
+            found = b.load(plan.vector, b.offset(source, b.add(line, at), plan.scalar), align=plan.size)
+            body(found, b.offset(target, at, plan.scalar), live)
+
+        sweep(b, extent, plan.lanes, piece)
+
+    b.loop(0, count, 1, row)
+
+
+def _define_clear(module: Module, plan: GradPlan) -> None:
+    """Zeros for dK or dV of a unit, row by row."""
+
+    def emit(b: Builder, place: Value, count: Value, stride: Value, size: Value) -> None:
+        b.loop(0, count, 1, lambda i: clear(b, b.offset(place, b.mul(i, stride), plan.scalar), size))
+
+    plan.define(module, "clear", "ptr place, i64 count, i64 stride, i64 size", emit)
