@@ -7,6 +7,7 @@ the memory bandwidth of the same run that reading the packed weights once a toke
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,15 +78,28 @@ def rates(case: CaseResult, library: str) -> str:
 
 
 def share(result: Result, case: CaseResult, library: str) -> str:
-    """Of memory bandwidth for a token, of f32 multiply-adds for a prompt."""
+    """Of memory bandwidth for a token, of f32 multiply-adds for a prompt.
+
+    The median of writing is over the shares of rounds, each of what memory gave in that very round: on shared machines
+    bandwidth changes by half from minute to minute.
+    """
     if not case.ok(library) or not case.case.flops:
         return ""
     timing = case.timings[library]
-    if "write" in case.case.dims:
-        rate, limit, unit = case.case.bytes, result.ceilings.dram, "DRAM"
-    else:
-        rate, limit, unit = case.case.flops, result.ceilings.fma, "FMA"
-    return f"{rate / timing.median / limit:.2f}/{rate / timing.best / limit:.2f} {unit}"
+    if "write" not in case.case.dims:
+        rate, limit = case.case.flops, result.ceilings.fma
+        return f"{rate / timing.median / limit:.2f}/{rate / timing.best / limit:.2f} FMA"
+    usual, best = dram_shares(result, case, library)
+    return f"{usual:.2f}/{best:.2f} DRAM"
+
+
+def dram_shares(result: Result, case: CaseResult, library: str) -> tuple[float, float]:
+    """Of bandwidth: the median over rounds, and the best round of the best bandwidth in the run."""
+    timing, probe = case.timings[library], case.timings["dram"]
+    assert probe.work is not None
+    rounds = zip(timing.seconds, probe.seconds, strict=True)
+    usual = statistics.median(case.case.bytes / ours * theirs / probe.work for ours, theirs in rounds)
+    return usual, case.case.bytes / timing.best / result.ceilings.dram
 
 
 def print_table(name: str, result: Result, peaks: dict[str, int | None]) -> None:
@@ -110,7 +124,8 @@ def to_json(name: str, path: Path, result: Result, peaks: dict[str, int | None])
     for case in content["cases"]:
         case["subject"] = path.name
     ratios = {c.case.name: c.ratio(OURS, PEER) for c in result.cases if c.ok(OURS) and c.ok(PEER)}
-    return {"model": name} | content | {"peak_bytes": peaks, "times_as_fast": ratios}
+    shares = {c.case.name: dram_shares(result, c, OURS) for c in result.cases if c.ok(OURS) and "write" in c.case.dims}
+    return {"model": name} | content | {"peak_bytes": peaks, "times_as_fast": ratios, "dram_shares": shares}
 
 
 def main() -> int:
