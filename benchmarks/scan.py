@@ -30,14 +30,14 @@ PASSES = ("forward", "forward+backward")
 MAX_ERROR = 1e-4  # of the largest: 2048 tokens in f32, and sums over whole gradients
 
 
-def mamba(seq: int, backward: bool, *, channels: int = 1536, state: int = 16) -> Case:
+def mamba(seq: int, backward: bool, *, channels: int = 512, state: int = 16) -> Case:
     """A token does a multiplication, two multiply-adds and a further multiplication for each element of the state."""
     dims = {"seq": seq, "channels": channels, "state": state, "backward": int(backward)}
     flops, bytes_ = 6.0 * seq * channels * state, 4.0 * seq * (3 * channels + 2 * state)
     return _case(f"{MAMBA} {seq} x {channels}, n={state}", dims, flops, bytes_, MAMBA)
 
 
-def delta_net(seq: int, backward: bool, *, heads: int = 16, state: int = 128) -> Case:
+def delta_net(seq: int, backward: bool, *, heads: int = 4, state: int = 128) -> Case:
     """A token reads the matrix of a head twice and changes it once: a multiply-add each, for each of its elements."""
     dims = {"seq": seq, "heads": heads, "state": state, "backward": int(backward)}
     flops, bytes_ = 6.0 * seq * heads * state**2, 4.0 * seq * heads * (4 * state + 2)
