@@ -30,14 +30,14 @@ PASSES = ("forward", "forward+backward")
 MAX_ERROR = 1e-4  # of the largest: 2048 tokens in f32, and sums over whole gradients
 
 
-def mamba(seq: int, backward: bool, *, channels: int = 512, state: int = 16) -> Case:
+def mamba(seq: int, backward: bool, *, channels: int, state: int = 16) -> Case:
     """A token does a multiplication, two multiply-adds and a further multiplication for each element of the state."""
     dims = {"seq": seq, "channels": channels, "state": state, "backward": int(backward)}
     flops, bytes_ = 6.0 * seq * channels * state, 4.0 * seq * (3 * channels + 2 * state)
     return _case(f"{MAMBA} {seq} x {channels}, n={state}", dims, flops, bytes_, MAMBA)
 
 
-def delta_net(seq: int, backward: bool, *, heads: int = 4, state: int = 128) -> Case:
+def delta_net(seq: int, backward: bool, *, heads: int, state: int = 128) -> Case:
     """A token reads the matrix of a head twice and changes it once: a multiply-add each, for each of its elements."""
     dims = {"seq": seq, "heads": heads, "state": state, "backward": int(backward)}
     flops, bytes_ = 6.0 * seq * heads * state**2, 4.0 * seq * heads * (4 * state + 2)
@@ -88,14 +88,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, choices=(1, 2), default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seq", type=int, default=2048)
+    for name, default in (("seq", 2048), ("channels", 512), ("heads", 4)):
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--cases", default="", metavar="REGEX", help='such as "^gated.* forward$"; all unless given')
     parser.add_argument("--python", default=os.environ.get("RLX_PEERS_PYTHON", sys.executable), metavar="PATH",
                         help="interpreter that has the peers; RLX_PEERS_PYTHON unless given")  # fmt: skip
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="all unless given")
     parser.add_argument("--json", type=Path, metavar="PATH")
     args = parser.parse_args()
-    cases = [make(args.seq, backward) for make in (mamba, delta_net) for backward in (False, True)]
+    cases = [mamba(args.seq, backward, channels=args.channels) for backward in (False, True)]
+    cases += [delta_net(args.seq, backward, heads=args.heads) for backward in (False, True)]
     cases = [case for case in cases if re.search(args.cases, case.name)]
     if not cases:
         print(f"no case matches {args.cases!r}", file=sys.stderr)
