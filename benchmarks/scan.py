@@ -26,14 +26,14 @@ PASSES = ("forward", "forward+backward")
 MAX_ERROR = 1e-4  # of the largest: 2048 tokens in f32, and sums over whole gradients
 
 
-def mamba(seq: int, backward: bool, *, channels: int = 1536, state: int = 16) -> Case:
+def mamba(seq: int, backward: bool, *, channels: int, state: int = 16) -> Case:
     """A token does a multiplication, two multiply-adds and a further multiplication for each element of the state."""
     dims = {"seq": seq, "channels": channels, "state": state, "backward": int(backward)}
     flops, bytes_ = 6.0 * seq * channels * state, 4.0 * seq * (3 * channels + 2 * state)
     return _case(f"{MAMBA} {seq} x {channels}, n={state}", dims, flops, bytes_, MAMBA)
 
 
-def delta_net(seq: int, backward: bool, *, heads: int = 16, state: int = 128) -> Case:
+def delta_net(seq: int, backward: bool, *, heads: int, state: int = 128) -> Case:
     """A token reads the matrix of a head twice and changes it once: a multiply-add each, for each of its elements."""
     dims = {"seq": seq, "heads": heads, "state": state, "backward": int(backward)}
     flops, bytes_ = 6.0 * seq * heads * state**2, 4.0 * seq * heads * (4 * state + 2)
@@ -83,11 +83,14 @@ def summary(result: Result) -> list[str]:
 
 def main() -> int:
     parser = options(__doc__, threads=1, rounds=5, peers="the peers")
-    parser.add_argument("--seq", type=int, default=2048)
+    for name, default in (("seq", 2048), ("channels", 512), ("heads", 4)):
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--cases", default="", metavar="REGEX", help='such as "^gated.* forward$"; all unless given')
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="all unless given")
     args = parser.parse_args()
-    cases = chosen((make(args.seq, back) for make in (mamba, delta_net) for back in (False, True)), args.cases)
+    both = [mamba(args.seq, backward, channels=args.channels) for backward in (False, True)]
+    both += [delta_net(args.seq, backward, heads=args.heads) for backward in (False, True)]
+    cases = chosen(both, args.cases)
     libraries = [Library(OURS, "scan_engines:rlx", ("rlx",))]
     peers = {name: PEERS[name] for name in args.peers}
     libraries += [Library(name, f"scan_engines:{f}", packages, args.python) for name, (f, packages) in peers.items()]
