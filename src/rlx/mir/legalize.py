@@ -13,7 +13,7 @@ from rlx.ir.rewrite import Rewriter, rebuild
 
 
 def legalize(graph: Graph) -> Graph:
-    """Every matmul, grouped ones too, has operands of one type, f32, f64 or integer; gradients of attention, f32 or f64."""
+    """Every matmul, grouped ones too, has operands of one type, f32, f64 or integer; attention_grad, f32 or f64."""
     casts: dict[tuple[Value, DType], Value] = {}  # matmuls that share an operand share its cast, or none would merge
 
     def visit(rewriter: Rewriter, node: Node) -> Value | tuple[Value, ...] | None:
