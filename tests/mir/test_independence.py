@@ -18,6 +18,7 @@ from rlx.mir.pipeline import optimise
 from rlx.target import AVX512
 
 Make = Callable[[Graph, Value], Value]
+BATCH = rlx.dim("batch")
 
 
 def graph(make: Make) -> Graph:
@@ -51,6 +52,12 @@ MEETING: dict[str, Make] = {
     "rows as one": lambda g, x: g.reshape(x, shape=(rlx.dim("batch") * rlx.dim("seq"), 6)),
     "entries that look at others": lambda g, x: g.gather(x, g.cast(x[:, 0, 0], "i32")),
     "no batch": lambda g, x: g.param("p", (3,)) * 2.0,
+    "columns that the size of the batch chooses": lambda g, x: g.slice(
+        x, start=(0, 0, BATCH), stop=(BATCH, rlx.dim("seq"), BATCH + 2), step=(1, 1, 1)
+    ),
+    "a row that the size of the batch chooses": lambda g, x: (
+        x + g.slice(g.param("t", (9, 6)), start=(BATCH, 0), stop=(BATCH + 1, 6), step=(1, 1))
+    ),
 }
 
 

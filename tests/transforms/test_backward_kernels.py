@@ -91,6 +91,32 @@ def test_logits_that_are_wanted_are_kept() -> None:
     np.testing.assert_allclose(dx, 2 * (shares - np.eye(9)[labels]), atol=1e-6)
 
 
+@pytest.mark.parametrize("op", ["cross_entropy_grad", "scatter", "scatter_add"])
+def test_a_state_is_not_memory_to_spare(op: str) -> None:
+    """Only ops that change states by design write there, whether or not the state is read again."""
+    rng = np.random.default_rng(0)
+    for again in (False, True):
+        g = rlx.Graph("state")
+        x, at = g.state("x", (4, 9)), g.input("at", (4,), "i32")
+        other = g.input("other", (4,) if op == "cross_entropy_grad" else (4, 9))
+        g.set_outputs([getattr(g, op)(x, at, other) * 2.0, *([x + 1.0] if again else [])])
+        state = rng.standard_normal((4, 9)).astype(np.float32)
+        before = state.copy()
+        feed = {"x": state, "at": np.int32([1, 0, 3, 3]), "other": np.ones(other.shape, np.float32)}
+        rlx.compile(g, threads=1).run(feed)
+        np.testing.assert_array_equal(state, before)
+
+
+def test_a_param_that_is_the_logits_is_trained() -> None:
+    g = rlx.Graph("table")
+    logits, labels = g.param("logits", (3, 5)), np.int32([4, 0, 2])
+    g.set_outputs([logits.cross_entropy(g.input("labels", (3,), "i32")).sum()])
+    step = rlx.train.step(g, rlx.train.sgd(0.5), threads=1)
+    step.set_params({"logits": np.zeros((3, 5), np.float32)})
+    step(labels=labels)
+    np.testing.assert_allclose(step.params["logits"], -0.5 * (0.2 - np.eye(5)[labels]), atol=1e-6)
+
+
 # -- embeddings -------------------------------------------------------------------------------------------------------
 def table_sized(compiled: Any, elements: int) -> list[tuple[str, str]]:
     """Buffers as large as the table: kind and name."""

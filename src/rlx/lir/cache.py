@@ -170,6 +170,14 @@ def may_write(s: Scheduler, node: Node, cache: View) -> bool:
     return True
 
 
+def may_reuse(s: Scheduler, node: Node, view: View) -> bool:
+    """Whether a result of `node` may lie where an operand does: memory of the program that nothing reads again.
+
+    Never a state: only ops that say so change what the caller finds there.
+    """
+    return s.program.buffers[view.buffer].kind == ARENA and may_write(s, node, view)
+
+
 @loop_form("cached_attention")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     q, keys, values, positions = (s.view(o) for o in node.operands)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
-from rlx.lir.cache import may_write
+from rlx.lir.cache import may_reuse
 from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.loops import Apply, Arg, Check, Choose, Const, Expr, For, Index, Let, Load, Ref, Stmt, Store
 from rlx.lir.quant import element, packed_reads
@@ -79,7 +79,7 @@ def _table(s: Scheduler, node: Node) -> View:
     """Where the result goes: where the table lies if nothing needs that again and sums fit there, else elsewhere."""
     x, indices, updates = (s.view(o) for o in node.operands)
     wide = node.op == "scatter" or x.dtype is x.dtype.compute
-    free = x.is_contiguous() and not s.is_output(node) and may_write(s, node, x)
+    free = x.is_contiguous() and not s.is_output(node) and may_reuse(s, node, x)
     return x if wide and free and x.buffer not in (indices.buffer, updates.buffer) else s.result(node)
 
 

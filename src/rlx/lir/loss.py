@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlx.dtypes import BOOL, I64, DType
 from rlx.ir.graph import Node
-from rlx.lir.cache import may_write
+from rlx.lir.cache import may_reuse
 from rlx.lir.index import in_range
 from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.loops import Apply, Check, Choose, Const, Expr, For, Index, Let, Reduce, Ref, Stmt, Store
@@ -67,7 +67,8 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     """In the memory of the logits, if nothing needs them again: with many classes they are the largest of all."""
     x = _logits(s, node)
-    over = x.is_contiguous() and not s.is_output(node) and may_write(s, node, x)
+    over = x.is_contiguous() and not s.is_output(node) and may_reuse(s, node, x)
+    over = over and all(s.view(o).buffer != x.buffer for o in node.operands[1:])  # rows read theirs at any time
     out = None if over else s.result(node)
     rows, start, kind = _rows(s, node, x, out)
     q, target = Index("q"), 0 if out is None else 3

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import ELEMENTWISE, RuleTable
 from rlx.ops.reduce import normal_axes
-from rlx.types import Size, TensorType, dim, symbols_of
+from rlx.types import Dim, Size, TensorType, dim, symbols_of
 
 Rule = Callable[[Node, list[bool]], bool]  # is told which operands have the batch; the results have it
 _rule: RuleTable[Rule] = RuleTable("rule of independence", "src/rlx/mir/independence.py")
@@ -34,7 +34,7 @@ def _is_independent(graph: Graph, batch: Size, symbol: str) -> bool:
     have: set[Value] = set()  # the values that have the batch
     for node in graph.nodes:
         given = [operand in have for operand in node.operands]
-        if node.op == "state" or _mentions(node, symbol, axis=1):
+        if node.op == "state" or _mentions(node, symbol, axis=1) or _depends(node, symbol):
             return False
         if not any(given) and node not in inputs and node.op != "expand":
             if _mentions(node, symbol, axis=0):
@@ -54,6 +54,17 @@ def _mentions(node: Node, symbol: str, *, axis: int) -> bool:
     """Whether the shape of a result has the symbol, from an axis on."""
     sizes = (size for type_ in node.types for size in type_.shape[axis:])
     return any(found.name == symbol for size in sizes for found in symbols_of(size))
+
+
+def _depends(node: Node, symbol: str) -> bool:
+    """Whether an attribute has the symbol, but for the first of several sizes: that is the batch itself, or a shape's.
+
+    So it is with a part of each entry, or of a table, that starts where the size of the batch says.
+    """
+    values = (v[1:] if isinstance(v, tuple) else (v,) for v in node.attrs.values())
+    sizes = [size for several in values for size in several if isinstance(size, Dim)]
+    start = node.attrs["start"][:1] if node.op == "slice" else ()
+    return any(found.name == symbol for size in (*sizes, *start) for found in symbols_of(size))
 
 
 def _types(node: Node, given: list[bool]) -> list[TensorType]:
