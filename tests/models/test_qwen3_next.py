@@ -205,6 +205,50 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
     golden.check(open_checkpoint(tmp_path / "again.gguf"))
 
 
+@pytest.mark.parametrize(
+    ("guessing", "says"),
+    [
+        (4, "qwen35.nextn_predict_layers: expected 0 to 3, found 4"),
+        (2**32 - 1, "expected 0 to 3, found 4294967295"),
+        (1, "the last 1 layers guess further tokens: expected tensors blk.3.nextn.*, found none"),
+    ],
+)
+def test_layers_that_do_not_guess_are_not_left_out(tmp_path: Path, guessing: int, says: str) -> None:
+    golden = Golden("qwen3_5")
+    with pytest.raises(FormatError) as caught:
+        open_checkpoint(write(golden, tmp_path / "m.gguf", converted(golden), guessing=guessing))
+    assert says in str(caught.value) and "m.gguf" in str(caught.value)
+
+
+GGUF_WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"linear_num_key_heads": 0}, "metadata: ssm.group_count: expected 1 to"),
+    ({"linear_key_head_dim": 2**31}, "metadata: ssm.state_size: expected 1 to 1024, found 2147483648"),
+    ({"linear_conv_kernel_dim": 65}, "metadata: ssm.conv_kernel: expected 1 to 64, found 65"),
+    ({"linear_num_value_heads": 3}, "3 value heads are no multiple of 2 key heads"),
+    ({"linear_num_key_heads": 1}, "linear_attn.in_proj_qkv.weight': shape is [160, 32], wanted [128, 32]"),
+    ({"linear_conv_kernel_dim": 3}, "linear_attn.conv1d.weight': shape is [160, 4], wanted [160, 3]"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), GGUF_WRONG)
+def test_numbers_of_a_gguf_file_that_cannot_be_are_named(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    golden = Golden("qwen3_5")
+    tensors = converted(golden)
+    golden.settings |= changes
+    with pytest.raises(FormatError) as caught:
+        load(write(golden, tmp_path / "m.gguf", tensors))
+    assert says in str(caught.value) and "m.gguf" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["ssm_a", "ssm_dt.bias", "ssm_conv1d.weight", "attn_qkv.weight", "ssm_beta.weight"])
+def test_tensors_that_a_gguf_file_lacks_are_named(tmp_path: Path, name: str) -> None:
+    golden = Golden("qwen3_5")
+    tensors = converted(golden)
+    del tensors[f"blk.0.{name}"]
+    with pytest.raises(FormatError, match=r"m\.gguf: weight 'model\.layers\.0\.linear_attn\..*' is not in the file"):
+        load(write(golden, tmp_path / "m.gguf", tensors))
+
+
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3_next", "qwen3_5", "qwen3_5_moe"])
 def test_a_flow_without_a_cache_gives_the_same(tmp_path: Path, name: str) -> None:
     """As it is trained: all tokens at once, from states of zeros."""
