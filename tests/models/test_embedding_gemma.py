@@ -14,6 +14,7 @@ import llama_cpp_of_tokens
 import numpy as np
 import pytest
 import reference_encoders
+from gguf_writing import finish
 from safetensors.numpy import save_file
 
 import rlx
@@ -192,10 +193,7 @@ def write_gguf(path: Path, without: tuple[str, ...] = (), said: int = 36) -> Pat
     for name, weights in zip(("dense_2", "dense_3"), dense().values(), strict=True):
         if name not in without:
             writer.add_tensor(f"{name}.weight", weights["linear.weight"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
