@@ -57,9 +57,16 @@ def prompt(count: int, seed: int = 0) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(0, 40, count)]
 
 
-def same(a: Completion, b: Completion) -> bool:
-    """Equal tokens, and equal bits of their log-probabilities."""
-    return a.tokens == b.tokens and a.logprobs == b.logprobs
+def same(model: LanguageModel, a: Completion, b: Completion) -> bool:
+    """Equal tokens, and equal bits of their log-probabilities.
+
+    Those of the delta rule differ by rounding: it computes some tokens of a call together, where there are enough.
+    """
+    if model.facts.family != "qwen3next":
+        return a.tokens == b.tokens and a.logprobs == b.logprobs
+    assert a.logprobs is not None and b.logprobs is not None
+    pairs = zip(a.logprobs, b.logprobs, strict=True)
+    return a.tokens == b.tokens and all(abs(x.logprob - y.logprob) < 1e-4 for x, y in pairs)
 
 
 def told(model: LanguageModel, tokens: list[int]) -> Completion:
@@ -80,7 +87,7 @@ def test_long_prompts_in_any_chunks_give_the_same_text(model: LanguageModel, mon
     for chunk in (64, 500, 256):
         monkeypatch.setattr(generation, "CHUNK", chunk)
         found.append(told(model, tokens))
-    assert same(found[0], found[1]) and same(found[0], found[2])
+    assert same(model, found[0], found[1]) and same(model, found[0], found[2])
 
 
 def test_memory_does_not_grow_with_the_text(model: LanguageModel) -> None:
@@ -98,7 +105,7 @@ def test_a_sequence_does_not_notice_its_neighbours(model: LanguageModel) -> None
     prompts = [prompt(n, seed=n) for n in (300, 1, 40, 41, 7, 260, 3, 90, 2, 33, 150)]
     model.caches.clear()
     together = model.generate(prompts, **SAMPLING)
-    assert all(same(found, told(model, tokens)) for found, tokens in zip(together, prompts, strict=True))
+    assert all(same(model, found, told(model, tokens)) for found, tokens in zip(together, prompts, strict=True))
 
 
 def test_a_prompt_goes_on_only_from_all_of_a_state(model: LanguageModel) -> None:
@@ -114,7 +121,7 @@ def test_a_prompt_goes_on_only_from_all_of_a_state(model: LanguageModel) -> None
         model.generate(first, **SAMPLING)
         again = model.generate(tokens, **SAMPLING)
         assert again.usage.cached_tokens == cached
-        assert same(again, told(model, tokens))
+        assert same(model, again, told(model, tokens))
 
 
 def test_a_longer_text_does_not_push_out_the_state_of_its_beginning(model: LanguageModel) -> None:
@@ -122,7 +129,7 @@ def test_a_longer_text_does_not_push_out_the_state_of_its_beginning(model: Langu
     model.generate(beginning, max_tokens=0)
     for seed in (1, 2):  # what goes on takes the state along, so the second one finds none
         tokens = beginning + prompt(20, seed)
-        assert same(model.generate(tokens, **SAMPLING), told(model, tokens))
+        assert same(model, model.generate(tokens, **SAMPLING), told(model, tokens))
 
 
 def test_rows_of_a_batch_take_over_whole_beginnings_only(model: LanguageModel) -> None:
@@ -130,7 +137,7 @@ def test_rows_of_a_batch_take_over_whole_beginnings_only(model: LanguageModel) -
     prompts = [shared, shared + prompt(50, 1), shared + prompt(50, 2), shared[:100] + prompt(5, 3)]
     model.caches.clear()
     together = model.generate(prompts, **SAMPLING)
-    assert all(same(found, told(model, tokens)) for found, tokens in zip(together, prompts, strict=True))
+    assert all(same(model, found, told(model, tokens)) for found, tokens in zip(together, prompts, strict=True))
 
 
 def test_a_call_that_broke_off_leaves_no_state_behind(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +158,7 @@ def test_a_call_that_broke_off_leaves_no_state_behind(model: LanguageModel, monk
         patched.setattr(type(model.compiled), "run", breaking)
         with pytest.raises(KeyboardInterrupt):
             model.generate(tokens, **SAMPLING)
-    assert same(model.generate([*tokens, 5], **SAMPLING), wanted)
+    assert same(model, model.generate([*tokens, 5], **SAMPLING), wanted)
 
 
 def test_a_stream_that_was_closed_can_be_gone_on_from(model: LanguageModel) -> None:
@@ -159,7 +166,7 @@ def test_a_stream_that_was_closed_can_be_gone_on_from(model: LanguageModel) -> N
     with model.stream(tokens, max_tokens=20, temperature=0) as stream:
         next(stream, None)
     longer = tokens + stream.completion.tokens + prompt(9, 1)
-    assert same(model.generate(longer, **SAMPLING), told(model, longer))
+    assert same(model, model.generate(longer, **SAMPLING), told(model, longer))
 
 
 def test_an_export_keeps_its_states(model: LanguageModel, tmp_path: Path) -> None:
@@ -167,7 +174,7 @@ def test_an_export_keeps_its_states(model: LanguageModel, tmp_path: Path) -> Non
     path = model.export(tmp_path / f"m{SUFFIX}", weights=True)
     with load(path) as exported:
         assert isinstance(exported, LanguageModel)
-        assert same(exported.generate(tokens, **SAMPLING), told(model, tokens))
+        assert same(model, exported.generate(tokens, **SAMPLING), told(model, tokens))
 
 
 def test_keys_may_be_small_beside_a_state(tmp_path: Path) -> None:
@@ -188,4 +195,7 @@ def test_other_ways_of_compiling_keep_states_too(folder: Path, profile: str) -> 
         decoder, every = generation.Decoder(model.compiled, model.caches.new(1)), np.arange(chunk, dtype=np.int32)
         pieces = [(at, tokens[at : at + chunk]) for at in range(0, len(tokens), chunk)]
         found = np.concatenate([decoder.run([piece], [at], every[: len(piece)])[0] for at, piece in pieces])
-        np.testing.assert_array_equal(found, whole)
+        if model.facts.family == "mamba" or profile == "bf16":
+            np.testing.assert_array_equal(found, whole)
+        else:  # the delta rule rounds otherwise where it computes tokens together
+            assert np.abs(found - whole).max() / np.abs(wanted).max() < 1e-4

@@ -320,6 +320,13 @@ def test_messages_are_checked(messages: Any, error: str) -> None:
     assert error in str(caught.value)
 
 
+def test_an_image_comes_with_what_there_is() -> None:
+    with pytest.raises(RequestError) as caught:
+        ChatTemplate(GEMMA3).render([{"role": "user", "content": [{"type": "image", "url": "x"}]}])
+    assert "messages[0].content[0].type: expected 'text', found 'image'" in str(caught.value)
+    assert "it reads texts" in str(caught.value.hint)
+
+
 def test_a_role_comes_with_the_nearest() -> None:
     with pytest.raises(RequestError) as caught:
         ChatTemplate(SMOLLM2).render([{"role": "asistant", "content": "x"}])

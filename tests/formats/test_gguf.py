@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf_writing import finish
 from model_files import (
     ARRAY,
     BOOL,
@@ -165,10 +166,7 @@ def test_what_gguf_writes_reads_the_same(tmp_path: Path) -> None:
         writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.add_tensor("I16", np.arange(5, dtype=np.int16))
     writer.add_tensor("F64", rng.standard_normal((3, 2, 5)))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     compare_with_gguf(path)
 
 
@@ -239,10 +237,7 @@ def test_what_gguf_splits_reads_whole(tmp_path: Path) -> None:
     values = {f"t{i}": np.full((2, 32), i, np.float32) for i in range(5)}
     for name, value in values.items():
         writer.add_tensor(name, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     file = open_gguf(tmp_path / "s-00001-of-00003.gguf")
     assert file.metadata["general.architecture"] == "llama"
     assert all(np.array_equal(file.array(n), v) for n, v in values.items()) and len(file) == 5

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import small_bert
+from gguf_writing import finish
 from small_bert import VOCAB, WORDS, pooled, sentence_transformers, tokens_of
 
 import rlx
@@ -133,10 +134,7 @@ def write_gguf(path: Path, weights: dict[str, Array], pooling: int | None, *, ha
         matrix = array.ndim == 2 and "embeddings" not in name
         stored = array.astype(np.float16) if half and matrix else array
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @pytest.mark.parametrize(("pooling", "kind"), [(1, "mean"), (2, "cls"), (3, "lasttoken"), (None, "mean")])

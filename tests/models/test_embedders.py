@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference_encoders
+from reference_models import SIZES
 from small_llama import SETTINGS, forward, random_weights, write_folder
 
 from rlx.engine.embed import EmbeddingModel
 from rlx.engine.model import load
 from rlx.errors import RequestError
+from rlx.models.load import open_checkpoint
 
 Array = np.ndarray[Any, Any]
 WORDS = [f"w{i}" for i in range(50)]
@@ -103,3 +106,24 @@ def test_vectors_are_those_of_transformers(tmp_path: Path, folder: Path) -> None
             states = theirs(torch.tensor([model.tokenizer.encode(text)])).last_hidden_state[0, -1]
             vector = torch.nn.functional.normalize(states, dim=0).numpy()
             assert np.abs(model.embed(text) - vector).max() < 5e-6
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": {"head_dim": 16},
+    "odd heads, biases": {
+        "hidden_size": 60, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 26, "attention_bias": True,
+    },
+    "seven heads, a window": {
+        "hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 8, "num_hidden_layers": 3,
+        "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", CONFIGS)
+def test_random_models_equal_transformers(tmp_path: Path, name: str) -> None:
+    model = reference_encoders.save(tmp_path, "Qwen3", **{**SIZES, **CONFIGS[name]})
+    (tmp_path / "modules.json").write_text("[]")
+    assert open_checkpoint(tmp_path).family.name == "qwen3-embedding"
+    reference_encoders.check(tmp_path, model)

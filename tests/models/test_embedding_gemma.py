@@ -14,6 +14,7 @@ import llama_cpp_of_tokens
 import numpy as np
 import pytest
 import reference_encoders
+from gguf_writing import finish
 from safetensors.numpy import save_file
 
 import rlx
@@ -105,7 +106,10 @@ def test_vectors_go_through_the_dense_layers(tmp_path: Path, layers: dict[str, t
 
 WRONG: list[tuple[str, dict[str, Any], type[RlxError], str]] = [
     ("2_Dense", {"activation_function": "torch.nn.modules.activation.GELU"}, CapabilityError, "activation 'GELU'"),
-    ("2_Dense", {"out_features": 35}, FormatError, "dense layer of 24 to 35 numbers: its weights are"),
+    ("2_Dense", {"out_features": 35}, FormatError, "'linear.weight': (35, 24)}, found {'linear.weight': (36, 24)}"),
+    ("2_Dense", {"in_features": 2**70}, FormatError, "found {'linear.weight': (36, 24)}"),
+    ("2_Dense", {"in_features": "24"}, FormatError, "'in_features': expected int, found '24'"),
+    ("2_Dense", {"bias": True}, FormatError, "'linear.bias': (36,)"),
     ("2_Dense", {"out_features": None}, FormatError, "'out_features' is missing"),
     ("3_Dense", {"module_input_name": "token_embeddings"}, CapabilityError, "reads 'token_embeddings'"),
 ]
@@ -123,8 +127,45 @@ def test_dense_layers_that_cannot_be_are_named(
     assert says in str(caught.value)
 
 
+MODULES: list[tuple[list[int], str]] = [
+    ([0, 1, 4, 2, 3], "module 3 is a 'Dense' behind a 'Normalize'"),
+    ([0, 1, 1, 4], "module 2 is a 'Pooling' behind a 'Pooling'"),
+    ([0, 1, 2, 3, 1], "module 4 is a 'Pooling' behind a 'Dense'"),
+    ([0, 0, 1], "module 1 is a 'Transformer' behind a 'Transformer'"),
+    ([0, 2, 3, 1, 4], "a dense layer before the pooling"),
+]
+
+
+@pytest.mark.parametrize(("order", "says"), MODULES)
+def test_modules_in_another_order_are_refused(tmp_path: Path, order: list[int], says: str) -> None:
+    golden_encoders.write_folder(tmp_path, GOLDEN)
+    path = write_modules(tmp_path) / "modules.json"
+    modules = json.loads(path.read_text())
+    path.write_text(json.dumps([modules[i] for i in order]))
+    with pytest.raises(CapabilityError, match=says) as caught:
+        rlx.load(tmp_path)
+    assert "the order is Transformer, Pooling" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_dense_layer_without_a_file_is_named(tmp_path: Path, name: str) -> None:
+    golden_encoders.write_folder(tmp_path, GOLDEN)
+    (write_modules(tmp_path) / "3_Dense" / name).unlink()
+    with pytest.raises(FormatError, match=f"3_Dense/{name}: not there, though modules.json names it") as caught:
+        rlx.load(tmp_path)
+    assert caught.value.hint
+
+
+def test_dense_weights_of_whole_numbers_are_refused(tmp_path: Path) -> None:
+    golden_encoders.write_folder(tmp_path, GOLDEN)
+    path = write_modules(tmp_path) / "2_Dense" / "model.safetensors"
+    save_file({"linear.weight": np.ones((36, 24), np.int32)}, str(path))
+    with pytest.raises(CapabilityError, match=r"tensor 'linear.weight' is stored as i32"):
+        rlx.load(tmp_path)
+
+
 # -- GGUF ------------------------------------------------------------------------------------------------------------
-def write_gguf(path: Path) -> Path:
+def write_gguf(path: Path, without: tuple[str, ...] = (), said: int = 36) -> Path:
     """As llama.cpp's converter does it with the dense layers: norms plus 1, the window as the folder has it."""
     gguf = pytest.importorskip("gguf")
     s = GOLDEN["config"]
@@ -144,17 +185,15 @@ def write_gguf(path: Path) -> Path:
     writer.add_vocab_size(s["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     for name, (inner, outer, _) in zip(("dense_2", "dense_3"), LAYERS.values(), strict=True):
-        writer.add_dense_features_dims(name, inner, outer)
+        writer.add_dense_features_dims(name, inner, said if name == "dense_2" else outer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA_EMBEDDING, 7)
     for name, array in weights_of_seven().items():
         found = names.get_name(f"model.{name}", try_suffixes=(".weight",))
         writer.add_tensor(found, array + 1 if name.endswith("norm.weight") else array)
     for name, weights in zip(("dense_2", "dense_3"), dense().values(), strict=True):
-        writer.add_tensor(f"{name}.weight", weights["linear.weight"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        if name not in without:
+            writer.add_tensor(f"{name}.weight", weights["linear.weight"])
+    finish(writer)
     return path
 
 
@@ -185,6 +224,21 @@ def test_a_gguf_file_has_the_dense_layers_too(tmp_path: Path) -> None:
     found = ours._run_batch(rows)
     found /= np.linalg.norm(found, axis=1, keepdims=True)
     assert np.abs(found - theirs.embed(texts())).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"without": ("dense_2",)}, r"expected 36 rows, by gemma-embedding\.dense_2_feat_out, found none"),
+        ({"without": ("dense_3",)}, r"expected 24 rows, by gemma-embedding\.dense_3_feat_out, found none"),
+        ({"said": 99}, r"expected 99 rows, by gemma-embedding\.dense_2_feat_out, found shape \[36, 24\]"),
+    ],
+)  # fmt: skip
+def test_a_gguf_file_without_a_dense_layer_it_speaks_of_is_refused(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(FormatError, match=says):
+        rlx.load(write_gguf(tmp_path / "m.gguf", **changes))
 
 
 @pytest.mark.large

@@ -12,6 +12,7 @@ from typing import Any
 import converted_hybrids
 import numpy as np
 import pytest
+from gguf_writing import finish
 from safetensors.numpy import save_file
 from small_llama import Driver, difference
 
@@ -220,10 +221,7 @@ def write(
             writer.add_tensor(name, value)
         else:
             writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

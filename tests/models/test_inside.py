@@ -122,13 +122,27 @@ def test_other_numbers_are_seen_and_cost_no_compilation(tmp_path: Path) -> None:
     assert difference(first, golden.logits[0]) < 2e-4
 
 
-def test_packed_weights_may_be_given_as_numbers(tmp_path: Path) -> None:
-    golden, model = Golden("qwen3_moe"), packed("qwen3_moe", tmp_path)
-    wanted = model.apply({}, golden.rows[0])
-    assert wanted.tobytes() == model.logits(golden.rows[0]).tobytes()
-    name = "model.layers.0.self_attn.q_proj.weight"
-    whole = gguf.quants.dequantize(model.params[name].view(np.uint8), gguf.GGMLQuantizationType.Q8_0)
-    assert difference(model.apply({name: whole}, golden.rows[0]), wanted) < 2e-2
+def unpacked(model: LanguageModel) -> dict[str, Array]:
+    """The packed weights of a model as numbers, by the package `gguf`."""
+    kind = gguf.GGMLQuantizationType.Q8_0
+    return {
+        name: gguf.quants.dequantize(array.view(np.uint8), kind)
+        for name, array in model.params.items()
+        if array.dtype.names is not None
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3"])
+def test_packed_weights_may_be_given_as_numbers(tmp_path: Path, name: str) -> None:
+    row, model = Golden(name).rows[0], packed(name, tmp_path)
+    wanted = model.apply({}, row)
+    assert wanted.tobytes() == model.logits(row).tobytes()
+    numbers = unpacked(model)
+    model.save(tmp_path / "folder", dtype="f32")
+    assert difference(model.apply(numbers, row), load(tmp_path / "folder").logits(row)) < 1e-5
+    if name == "qwen3":  # a token near the border of two experts may go to the other one
+        one = "model.layers.0.self_attn.q_proj.weight"
+        assert difference(model.apply({one: numbers[one]}, row), wanted) < 2e-2
 
 
 def test_wrong_parameters_are_refused(tmp_path: Path) -> None:
@@ -270,7 +284,7 @@ def test_packed_tensors_stay_packed_in_gguf_and_become_floats_in_a_folder(tmp_pa
     again = load(tmp_path / "again.gguf")
     assert again.logits(row).tobytes() == model.logits(row).tobytes()
     model.save(tmp_path / "folder", dtype="f16")
-    assert difference(load(tmp_path / "folder").logits(row), model.logits(row)) < 2e-2
+    assert difference(load(tmp_path / "folder").logits(row), model.apply(unpacked(model), row)) < 5e-3
     said = json.loads((tmp_path / "folder" / "config.json").read_text())
     assert said["dtype"] == "float16" and (tmp_path / "folder" / "model.safetensors").stat().st_size < 60_000
 

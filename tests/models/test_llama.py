@@ -152,8 +152,9 @@ def test_longrope_is_that_of_the_context(tmp_path: Path, context: int) -> None:
 
 @pytest.mark.parity
 @pytest.mark.parametrize("window", [1, 7, 64, 90, None])
-def test_mistral_sees_a_window(tmp_path: Path, window: int | None) -> None:
-    check(tmp_path, save(tmp_path, "Mistral", sliding_window=window, head_dim=10))
+@pytest.mark.parametrize("name", ["head_dim", "odd heads", "tied"])
+def test_mistral_sees_a_window(tmp_path: Path, name: str, window: int | None) -> None:
+    check(tmp_path, save(tmp_path, "Mistral", sliding_window=window, **CONFIGS[name]))
 
 
 @pytest.mark.parity

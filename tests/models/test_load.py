@@ -15,6 +15,7 @@ from typing import Any
 import llama_cpp_of_tokens
 import numpy as np
 import pytest
+from gguf_writing import finish
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_llama import SETTINGS, Driver, difference, forward, random_weights, write_folder
@@ -337,10 +338,7 @@ def write_gguf(path: Path, architecture: str, keys: dict[str, Any], tensors: dic
             )
     for name, value in tensors.items():
         writer.add_tensor(name, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf_writing import finish
 from reference_models import check, save
 from test_golden import Array, Golden
 
@@ -102,10 +103,7 @@ def write(golden: Golden, path: Path, tensors: dict[str, Array], groups: int = 1
     writer.add_layer_norm_rms_eps(s["layer_norm_epsilon"])
     for name, value in tensors.items():
         writer.add_tensor(name, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

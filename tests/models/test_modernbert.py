@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import small_bert
+from gguf_writing import finish
 from reference_encoders import check, embedded, save
 from safetensors.numpy import load_file, save_file
 
@@ -102,10 +103,7 @@ def test_gguf_and_hugging_face_files_give_the_same_vectors(tmp_path: Path) -> No
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MODERN_BERT, said["num_hidden_layers"])
     for name, array in load_file(tmp_path / "hf" / "model.safetensors").items():
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     ours, theirs = rlx.load(tmp_path / "m.gguf"), rlx.load(tmp_path / "hf")
     assert isinstance(ours, rlx.EmbeddingModel) and isinstance(theirs, rlx.EmbeddingModel)
     assert (ours.family.name, ours.pooling, theirs.pooling) == ("modernbert", "cls", "mean")

@@ -28,6 +28,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": 7, "hidden_size": 56,
          "num_attention_heads": 7, "num_key_value_heads": 1},
     ),
+    "mixtral, all experts, odd heads, tied": (
+        "Mixtral",
+        {"num_local_experts": 3, "num_experts_per_tok": 3, "hidden_size": 60, "num_attention_heads": 3,
+         "num_key_value_heads": 3, "num_hidden_layers": 3, "tie_word_embeddings": True},
+    ),
 }  # fmt: skip
 
 

@@ -92,3 +92,24 @@ def test_gemma_3_equals_transformers(tmp_path: Path) -> None:
     transformers.Gemma3ForConditionalGeneration(config).eval().save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "gemma3"
     check(tmp_path, transformers.Gemma3ForConditionalGeneration.from_pretrained(tmp_path).eval())
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3_5Moe"])
+def test_qwen3_5_equals_transformers(tmp_path: Path, family: str) -> None:
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    torch.manual_seed(0)
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 20} if "Moe" in family else {}
+    text = {
+        **SIZES, **experts, "head_dim": 16, "num_hidden_layers": 4, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    }  # fmt: skip
+    tower = {
+        "depth": 1, "hidden_size": 24, "intermediate_size": 32, "num_heads": 2, "patch_size": 8,
+        "out_hidden_size": SIZES["hidden_size"], "num_position_embeddings": 16,
+    }  # fmt: skip
+    config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=tower)
+    kind = getattr(transformers, f"{family}ForConditionalGeneration")
+    kind(config).eval().save_pretrained(tmp_path)
+    assert "vision_config" in json.loads((tmp_path / "config.json").read_text())
+    check(tmp_path, kind.from_pretrained(tmp_path).eval())

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import small_bert
+from gguf_writing import finish
 from reference_encoders import check, embedded, save
 from safetensors.numpy import load_file
 
@@ -105,10 +106,7 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32") -> None:
         stored = gguf.GGMLQuantizationType[kind if array.ndim == 2 and "embeddings" not in name else "F32"]
         packed = gguf.quants.quantize(array, stored)
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), packed, raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def test_gguf_and_hugging_face_files_give_the_same_vectors(tmp_path: Path) -> None:

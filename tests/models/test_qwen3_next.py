@@ -114,15 +114,49 @@ def test_what_they_do_not_have_is_refused(
     assert says in str(caught.value)
 
 
+_FIRST = "model.layers.0"
+_DELTA = f"{_FIRST}.linear_attn"
+UNFIT: list[tuple[str, str, tuple[int, ...], str]] = [
+    ("qwen3_next", f"{_DELTA}.in_proj_qkvz.weight", (193, 32), "192 rows, 96 for each of 2 heads, found"),
+    ("qwen3_next", f"{_DELTA}.in_proj_qkvz.weight", (384, 32), "192 rows, 96 for each of 2 heads, found"),
+    ("qwen3_next", f"{_DELTA}.in_proj_ba.weight", (8,), "weight '.*in_proj_b.weight'"),
+    ("qwen3_next", f"{_DELTA}.in_proj_ba.weight", (4, 32), r"8 rows, 4 for each .*, found shape \[4, 32\]"),
+    ("qwen3_next", f"{_DELTA}.conv1d.weight", (129, 1, 4), r"shape is \[129, 1, 4\], wanted \[128, 1, 4\]"),
+    ("qwen3_next", f"{_FIRST}.mlp.experts.1.up_proj.weight", (9, 32), r"f16\[8, 32\] as .*, found f32\[9, 32\]"),
+    ("qwen3_5_moe", f"{_FIRST}.mlp.experts.gate_up_proj", (48,), r"expected 2 axes or more, found shape \[48\]"),
+    ("qwen3_5_moe", f"{_FIRST}.mlp.experts.gate_up_proj", (3, 17, 32), r"shape is \[3, 9, 32\], wanted \[3, 8, 32\]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "tensor", "shape", "says"), UNFIT)
+def test_tensors_that_cannot_be_taken_apart_are_named(
+    tmp_path: Path, name: str, tensor: str, shape: tuple[int, ...], says: str
+) -> None:
+    golden = Golden(name)
+    if tensor not in golden.weights:
+        in_two_tensors(golden)
+    golden.weights[tensor] = np.ones(shape, np.float32)
+    with pytest.raises(FormatError, match=says) as caught:
+        load(golden.folder(tmp_path))
+    assert "model.safetensors" in str(caught.value)
+
+
+def test_experts_that_are_there_in_both_ways_are_refused(tmp_path: Path) -> None:
+    golden, both = Golden("qwen3_5_moe"), Golden("qwen3_5_moe")
+    in_two_tensors(both)
+    golden.weights |= both.weights
+    with pytest.raises(FormatError, match=r"expected one tensor or the other, found .*gate_up_proj"):
+        load(golden.folder(tmp_path))
+
+
 def test_which_layers_attend_may_be_said_by_their_distance(tmp_path: Path) -> None:
     golden = Golden("qwen3_next")
     golden.settings |= {"layer_types": None, "full_attention_interval": 4}
     golden.check(open_checkpoint(golden.folder(tmp_path)))
 
 
-def test_experts_may_lie_in_two_tensors(tmp_path: Path) -> None:
-    """As in the published files of Qwen3.5; `transformers` writes them one by one."""
-    golden = Golden("qwen3_5_moe")
+def in_two_tensors(golden: Golden) -> None:
+    """The experts of a layer as the published files of Qwen3.5 have them; `transformers` writes them one by one."""
     for i in range(4):
         prefix = f"model.layers.{i}.mlp.experts"
         gate, up, down = (
@@ -130,6 +164,11 @@ def test_experts_may_lie_in_two_tensors(tmp_path: Path) -> None:
             for name in ("gate", "up", "down")
         )
         golden.weights |= {f"{prefix}.gate_up_proj": np.concatenate([gate, up], 1), f"{prefix}.down_proj": down}
+
+
+def test_experts_may_lie_in_two_tensors(tmp_path: Path) -> None:
+    golden = Golden("qwen3_5_moe")
+    in_two_tensors(golden)
     golden.check(open_checkpoint(golden.folder(tmp_path)))
     model = load(tmp_path)
     name = "model.layers.1.mlp.experts.up_proj.weight"
@@ -164,6 +203,50 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
     golden.check(open_checkpoint(path))
     load(path).save(tmp_path / "again.gguf")
     golden.check(open_checkpoint(tmp_path / "again.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("guessing", "says"),
+    [
+        (4, "qwen35.nextn_predict_layers: expected 0 to 3, found 4"),
+        (2**32 - 1, "expected 0 to 3, found 4294967295"),
+        (1, "the last 1 layers guess further tokens: expected tensors blk.3.nextn.*, found none"),
+    ],
+)
+def test_layers_that_do_not_guess_are_not_left_out(tmp_path: Path, guessing: int, says: str) -> None:
+    golden = Golden("qwen3_5")
+    with pytest.raises(FormatError) as caught:
+        open_checkpoint(write(golden, tmp_path / "m.gguf", converted(golden), guessing=guessing))
+    assert says in str(caught.value) and "m.gguf" in str(caught.value)
+
+
+GGUF_WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"linear_num_key_heads": 0}, "metadata: ssm.group_count: expected 1 to"),
+    ({"linear_key_head_dim": 2**31}, "metadata: ssm.state_size: expected 1 to 1024, found 2147483648"),
+    ({"linear_conv_kernel_dim": 65}, "metadata: ssm.conv_kernel: expected 1 to 64, found 65"),
+    ({"linear_num_value_heads": 3}, "3 value heads are no multiple of 2 key heads"),
+    ({"linear_num_key_heads": 1}, "linear_attn.in_proj_qkv.weight': shape is [160, 32], wanted [128, 32]"),
+    ({"linear_conv_kernel_dim": 3}, "linear_attn.conv1d.weight': shape is [160, 4], wanted [160, 3]"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), GGUF_WRONG)
+def test_numbers_of_a_gguf_file_that_cannot_be_are_named(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    golden = Golden("qwen3_5")
+    tensors = converted(golden)
+    golden.settings |= changes
+    with pytest.raises(FormatError) as caught:
+        load(write(golden, tmp_path / "m.gguf", tensors))
+    assert says in str(caught.value) and "m.gguf" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["ssm_a", "ssm_dt.bias", "ssm_conv1d.weight", "attn_qkv.weight", "ssm_beta.weight"])
+def test_tensors_that_a_gguf_file_lacks_are_named(tmp_path: Path, name: str) -> None:
+    golden = Golden("qwen3_5")
+    tensors = converted(golden)
+    del tensors[f"blk.0.{name}"]
+    with pytest.raises(FormatError, match=r"m\.gguf: weight 'model\.layers\.0\.linear_attn\..*' is not in the file"):
+        load(write(golden, tmp_path / "m.gguf", tensors))
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3_next", "qwen3_5", "qwen3_5_moe"])

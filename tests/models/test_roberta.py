@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import small_bert
+from gguf_writing import finish
 from reference_encoders import check, embedded, save
 
 import rlx
@@ -80,10 +81,7 @@ def test_gguf_and_hugging_face_files_give_the_same_vectors(tmp_path: Path) -> No
     for name, array in weights.items():
         kept = array[2:] if "position_embeddings" in name else array
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), kept)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     ours, theirs = rlx.load(tmp_path / "m.gguf"), rlx.load(tmp_path / "hf")
     assert isinstance(ours, rlx.EmbeddingModel) and isinstance(theirs, rlx.EmbeddingModel)
     texts = ["bal bam", "dal", " ".join(small_bert.WORDS)]

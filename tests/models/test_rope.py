@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf_writing import finish
 
 from rlx.errors import CapabilityError, FormatError
 from rlx.formats import open_tensors
@@ -198,10 +199,7 @@ def gguf_scaling(folder: Path, keys: dict[str, Any], tensors: dict[str, list[flo
         add(f"llama.rope.{name}", value)
     for name, values in (tensors or {"x": [1.0]}).items():
         writer.add_tensor(name, np.array(values, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     file = open_tensors(folder / "m.gguf")
     return scaling_of_gguf(file.metadata, file)
 

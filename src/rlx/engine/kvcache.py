@@ -5,7 +5,8 @@ Keys lie as `[batch, kv_heads, blocks, head_dim, 64]` (packed ones as `[..., blo
 a window ends at the window and `SPARE` more, where new positions take the place of old ones. Recurrent states
 (`[batch, ...]`) have one size. A cache knows which tokens it holds, so that a prompt which begins with the same ones
 can go on from there: same bits, less work. With rings it cannot go back further than about `SPARE` tokens, and with
-recurrent states not at all; a prompt that shares less is read from its beginning.
+recurrent states not at all; a prompt that shares less is read from its beginning. States of the delta rule are the same
+but for rounding: it adds up tokens of a call that belong together, and those depend on where the call begins.
 """
 
 from __future__ import annotations

@@ -149,7 +149,10 @@ def _text_of_part(part: Any, where: str) -> str:
     if not isinstance(part, dict):
         raise RequestError(f"{where}: expected an object, found {quoted(part)}")
     if part.get("type") != "text":
-        raise RequestError(f"{where}.type: expected 'text', found {quoted(part.get('type'))}")
+        raise RequestError(
+            f"{where}.type: expected 'text', found {quoted(part.get('type'))}",
+            hint="of a model that also sees images or hears, rlx has the language model: it reads texts",
+        )
     text = part.get("text")
     if not isinstance(text, str):
         raise RequestError(f"{where}.text: expected a string, found {quoted(text)}")

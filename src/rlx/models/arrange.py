@@ -13,6 +13,7 @@ import numpy as np
 
 from rlx.flow.weights import Array
 from rlx.formats import TensorEntry, TensorFile
+from rlx.formats.tensors import broken, quoted
 from rlx.models.family import Family, FileWeights
 from rlx.types import TensorType
 
@@ -29,6 +30,9 @@ class Rows:
 
     def names(self) -> Iterator[str]:
         yield self.of
+
+    def wanted(self, shape: tuple[Any, ...]) -> str | None:
+        return f"{self.axis + 1} axes or more" if len(shape) <= self.axis else None
 
     def shape(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
         sizes = list(shape[::-1] if self.turned else shape)
@@ -54,24 +58,29 @@ class Spans:
 
     of: str
     groups: int
-    spans: tuple[tuple[int, int], ...]  # of the rows of a group
+    size: int  # rows of a group
+    spans: tuple[tuple[int, int], ...]  # of them
     turned: ClassVar[bool] = False
     axis: ClassVar[int] = 0
 
     def names(self) -> Iterator[str]:
         yield self.of
 
+    def wanted(self, shape: tuple[Any, ...]) -> str | None:
+        rows = self.groups * self.size
+        return f"{rows} rows, {self.size} for each of {self.groups} heads" if shape[:1] != (rows,) else None
+
     def shape(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self.groups * sum(stop - start for start, stop in self.spans), *shape[1:])
 
     def array(self, arrays: list[Array]) -> Array:
-        return arrays[0][self._places(len(arrays[0]))]
+        return arrays[0][self._places()]
 
     def put(self, whole: Array, part: Array) -> None:
-        whole[self._places(len(whole))] = part
+        whole[self._places()] = part
 
-    def _places(self, rows: int) -> Array:
-        each = np.arange(rows).reshape(self.groups, -1)
+    def _places(self) -> Array:
+        each = np.arange(self.groups * self.size).reshape(self.groups, self.size)
         return np.concatenate([each[:, start:stop].reshape(-1) for start, stop in self.spans])
 
 
@@ -84,6 +93,9 @@ class Stack:
 
     def names(self) -> Iterator[str]:
         return (self.of.replace("{j}", str(j)) for j in range(self.count))
+
+    def wanted(self, shape: tuple[Any, ...]) -> str | None:
+        return None
 
     def shape(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self.count, *shape)
@@ -124,9 +136,12 @@ class ArrangedWeights(FileWeights):
         has = super().has
         self.made: dict[str, Made] = {}
         for name, ways in in_layers(arrangement, layers):
-            found = next((way for way in ways if all(map(has, way.names()))), None)
-            if found is not None:
-                self.made[name] = found
+            found = [way for way in ways if all(map(has, way.names()))]
+            if len(found) > 1:  # which of them would count?
+                twice = " and ".join(quoted(way.of) for way in found)
+                raise broken(file.path, f"weight {quoted(name)}", expected="one tensor or the other", found=twice)
+            if found:
+                self.made[name] = found[0]
 
     def has(self, key: str) -> bool:
         return key in self.made or super().has(key)
@@ -135,8 +150,16 @@ class ArrangedWeights(FileWeights):
         if key not in self.made:
             return super().type(key)
         made = self.made[key]
-        found = super().type(next(made.names()))
-        return TensorType(made.shape(found.shape), found.dtype)
+        first, *others = ((name, super(ArrangedWeights, self).type(name)) for name in made.names())
+        for name, type_ in others:
+            if type_ != first[1]:
+                raise broken(
+                    self.file.path, f"tensor {quoted(name)}", expected=f"{first[1]} as {quoted(first[0])}", found=type_
+                )
+        shape = first[1].shape
+        if (wanted := made.wanted(shape)) is not None:
+            raise broken(self.file.path, f"tensor {quoted(first[0])}", expected=wanted, found=f"shape {list(shape)}")
+        return TensorType(made.shape(shape), first[1].dtype)
 
     def array(self, key: str) -> Array:
         if key not in self.made:

@@ -7,20 +7,21 @@ sentence-transformers makes of it; a GGUF file, which cannot say it, gives vecto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
+from rlx.dtypes import F32
 from rlx.errors import CapabilityError, FormatError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage
 from rlx.flow.state import FlowValue
 from rlx.flow.weights import Array
-from rlx.formats import open_tensors
+from rlx.formats import TensorFile, open_tensors
 from rlx.formats.tensors import broken, quoted
 from rlx.ir.graph import Value
 from rlx.models.beside import JsonObject
@@ -106,6 +107,10 @@ def pooled(flow: ModelFlow, checkpoint: Checkpoint, settings: EmbedSettings) -> 
     width = checkpoint.config.dim
     for i, (path, name, activation, size) in enumerate(settings.dense):
         file = open_tensors(path) if path else checkpoint.file
+        for tensor in (f"{name}.weight", f"{name}.bias"):
+            storage = file.entry(tensor).storage if tensor in file else F32
+            if not (storage.is_float or storage.is_packed):
+                raise CapabilityError(f"{file.path}: tensor {quoted(tensor)} is stored as {storage}, not as floats")
         weight = file.dequantised(f"{name}.weight")
         bias = file.dequantised(f"{name}.bias") if f"{name}.bias" in file else None
         if weight.shape != (size, width) or (bias is not None and bias.shape != (size,)):
@@ -141,10 +146,7 @@ def read_settings(checkpoint: Checkpoint) -> EmbedSettings:
     """The settings of an opened model. Modules and kinds that rlx does not have are a CapabilityError."""
     if checkpoint.file.format == "gguf":
         found = _from_gguf(checkpoint.path, checkpoint.file.metadata)
-        layers = [name for name in ("dense_2", "dense_3") if f"{name}.weight" in checkpoint.file]
-        sizes = [checkpoint.file.entry(f"{name}.weight").shape[0] for name in layers]
-        dense = tuple(("", name, "Identity", size) for name, size in zip(layers, sizes, strict=True))
-        return replace(found, dense=dense)
+        return replace(found, dense=tuple(_dense_of_gguf(checkpoint.file)))
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     return _from_folder(folder)
 
@@ -161,6 +163,19 @@ def _from_gguf(path: Path, metadata: Mapping[str, Any]) -> EmbedSettings:
     return EmbedSettings(_GGUF_KINDS[found], normalize=True, source=str(path))
 
 
+def _dense_of_gguf(file: TensorFile) -> Iterator[tuple[str, str, str, int]]:
+    """The layers that are there, and as the metadata say: a vector without one of them would be another."""
+    for name in ("dense_2", "dense_3"):
+        tensor, key = f"{name}.weight", f"{file.metadata.get('general.architecture')}.{name}_feat_out"
+        shape = file.entry(tensor).shape if tensor in file else ()
+        said = file.metadata.get(key)
+        if said is not None and (not shape or said != shape[0]):
+            found = f"shape {list(shape)}" if shape else "none"
+            raise broken(file.path, f"tensor {quoted(tensor)}", expected=f"{quoted(said)} rows, by {key}", found=found)
+        if shape:
+            yield "", name, "Identity", shape[0]
+
+
 def _from_folder(folder: Path) -> EmbedSettings:
     settings = EmbedSettings()
     tokenizer = JsonObject.read(folder / "tokenizer_config.json")
@@ -171,6 +186,7 @@ def _from_folder(folder: Path) -> EmbedSettings:
     modules = folder / "modules.json"
     if not modules.exists():
         return settings
+    before = _ORDER[0]
     for i, entry in enumerate(read_json(modules, list)):
         if not isinstance(entry, dict):
             raise broken(modules, f"module {i}", expected="an object", found=quoted(entry))
@@ -183,7 +199,12 @@ def _from_folder(folder: Path) -> EmbedSettings:
                 f"{modules}: module {i} is a {quoted(name)}, which rlx does not have",
                 hint=f"known: {', '.join(_MODULES)}",
             )
-        settings = apply(settings, place)
+        if name in _ORDER[: _ORDER.index(before) + (before != "Dense")]:
+            raise CapabilityError(
+                f"{modules}: module {i} is a {quoted(name)} behind a {quoted(before)}, which rlx does not have",
+                hint=_HINT,
+            )
+        settings, before = apply(settings, place), name if name in _ORDER else before
     return settings
 
 
@@ -245,9 +266,10 @@ def _dense(settings: EmbedSettings, place: Path) -> EmbedSettings:
     path, weights = place / "config.json", place / "model.safetensors"
     for needed in (path, weights):
         if not needed.exists():
-            raise broken(needed, "not there, though modules.json names it")
+            hint = "download the whole folder; weights are read from model.safetensors"
+            raise broken(needed, "not there, though modules.json names it", hint=hint)
     if not settings.source:
-        raise CapabilityError(f"{path}: a dense layer before the pooling, which rlx does not have")
+        raise CapabilityError(f"{path}: a dense layer before the pooling, which rlx does not have", hint=_HINT)
     config = JsonObject.read(path)
     activation = (config.get("activation_function", str) or "torch.nn.modules.activation.Tanh").rpartition(".")[2]
     if activation not in ("Identity", "Tanh"):
@@ -255,8 +277,18 @@ def _dense(settings: EmbedSettings, place: Path) -> EmbedSettings:
     what = config.get("module_input_name", str)
     if what not in (None, "sentence_embedding"):
         raise CapabilityError(f"{path}: reads {quoted(what)}, which rlx does not have")
-    size = config.need("out_features", int)
-    return replace(settings, dense=(*settings.dense, (str(weights), "linear", activation, size)))
+    sizes = config.need("in_features", int), config.need("out_features", int)
+    _check_dense(weights, sizes, config.get("bias", bool) is not False)
+    return replace(settings, dense=(*settings.dense, (str(weights), "linear", activation, sizes[1])))
+
+
+def _check_dense(path: Path, sizes: tuple[int, int], biased: bool) -> None:
+    """Whether a file has what the configuration says, and nothing that would not be used."""
+    with open_tensors(path) as file:
+        wanted = {"linear.weight": sizes[::-1]} | ({"linear.bias": sizes[1:]} if biased else {})
+        found = {name: file.entry(name).shape for name in file.names}
+    if found != wanted:
+        raise broken(path, "tensors of a dense layer", expected=quoted(wanted), found=quoted(found))
 
 
 def _normalize(settings: EmbedSettings, place: Path) -> EmbedSettings:
@@ -275,6 +307,8 @@ _MODULES: Mapping[str, Callable[[EmbedSettings, Path], EmbedSettings]] = {
     "Transformer": _transformer, "Pooling": _pooling, "Dense": _dense, "Normalize": _normalize,
     "Dropout": _nothing,
 }  # fmt: skip
+_ORDER = ("", "Transformer", "Pooling", "Dense", "Normalize")
+_HINT = "the order is Transformer, Pooling, Dense, Normalize; there may be several Dense"
 
 
 def _inside(path: Path, name: str) -> PurePosixPath:

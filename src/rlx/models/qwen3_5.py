@@ -6,6 +6,7 @@ further tokens, are left out here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ import numpy as np
 from rlx.flow.flow import ModelFlow
 from rlx.flow.weights import Array
 from rlx.formats import TensorFile
+from rlx.formats.tensors import broken, quoted
 from rlx.models import moe, qwen3, qwen3_next
 from rlx.models.arrange import Arrangement, Rows, Stack
 from rlx.models.config import TEXT_PREFIXES, key, text_settings
@@ -40,13 +42,28 @@ class Config(qwen3_next.Config):
         names = ("block_count", "nextn_predict_layers", "feed_forward_length", "expert_feed_forward_length")
         layers, extra, ffn, each = (file.metadata.get(f"{prefix}.{name}") for name in names)
         known = super().known_of_gguf(file)
-        if type(layers) is int and type(extra) is int and 0 < extra < layers:
+        if extra is not None and type(layers) is int:
+            most = max(layers - 1, 0)
+            if type(extra) is not int or not 0 <= extra <= most:
+                name = f"{prefix}.nextn_predict_layers"
+                raise broken(file.path, f"metadata: {name}", expected=f"0 to {most}", found=quoted(extra))
+            _check_guessing(file, range(layers - extra, layers))
             known |= {"layers": layers - extra, "extra_layers": extra}
         return known | {"ffn": each} if ffn is None and type(each) is int else known  # which no layer has
 
     def only_in_gguf(self) -> dict[str, Any]:
         half = self.rotary // 2  # of whose turns a third each goes by time, height and width, which texts have alike
         return {**super().only_in_gguf(), "rope.dimension_sections": [(half + 2 - i) // 3 for i in range(3)] + [0]}
+
+
+def _check_guessing(file: TensorFile, layers: range) -> None:
+    """That layers which are left out are such as guess: a wrong number would drop others."""
+    named = [match for name in file.names if (match := re.match(r"blk\.([0-9]{1,9})\.(nextn\.)?", name))]
+    guessing = {int(match[1]) for match in named if match[2]}
+    for i in sorted({int(match[1]) for match in named} - guessing):
+        if i in layers:
+            what = f"metadata: the last {len(layers)} layers guess further tokens"
+            raise broken(file.path, what, expected=f"tensors blk.{i}.nextn.*", found="none")
 
 
 @dataclass(frozen=True)

@@ -138,10 +138,10 @@ def arrange(c: Config, format: str) -> Arrangement:
     """Queries, keys, values and gates each for itself: in files, all that belong to a head of keys lie together."""
     n, share = c.state, c.value_heads // c.key_heads
     v, z = (2 + share) * n, (2 + 2 * share) * n
-    parts = {"b": Spans(_BA, c.key_heads, ((0, share),)), "a": Spans(_BA, c.key_heads, ((share, 2 * share),))}
+    parts = {n: Spans(_BA, c.key_heads, 2 * share, ((at, at + share),)) for n, at in (("b", 0), ("a", share))}
     if format != "gguf" or c.joined:
-        parts["qkv"] = Spans(_QKVZ, c.key_heads, ((0, n), (n, 2 * n), (2 * n, v)))
-        parts["z"] = Spans(_QKVZ, c.key_heads, ((v, z),))
+        parts["qkv"] = Spans(_QKVZ, c.key_heads, z, ((0, n), (n, 2 * n), (2 * n, v)))
+        parts["z"] = Spans(_QKVZ, c.key_heads, z, ((v, z),))
     return {**moe.stacks(moe.OF_QWEN)(c, format), **{f"{_DELTA}.in_proj_{n}.weight": p for n, p in parts.items()}}
 
 

@@ -42,8 +42,9 @@ def short_conv(ctx: FlowCtx, x: Value, key: str, bias_key: str | None, size: int
     """A causal convolution of each channel with its last `size` tokens; `name` is that of its state."""
     channels = x.shape[-1]
     assert isinstance(channels, int)
-    # files have [channels, 1, size] or leave out the middle; the op takes both and checks them
-    weight = ctx.load_param(key, shape=None if ctx.weights.has(key) else (channels, 1, size))
+    # files have [channels, 1, size] or leave out the middle, and the op takes both
+    flat = ctx.weights.has(key) and len(ctx.weights.type(key).shape) == 2
+    weight = ctx.load_param(key, shape=(channels, size) if flat else (channels, 1, size))
     before = state_of(ctx, name, x, size - 1, channels)
     if ctx.state.cache is None:
         y = ctx.hir().one("depthwise_conv1d_causal", x, weight, before, kernel_size=size)
