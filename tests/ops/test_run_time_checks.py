@@ -12,6 +12,7 @@ from oracles import Array
 import rlx
 from rlx.errors import BindError, KernelError
 from rlx.target import supported
+from rlx.transforms import vmap
 
 PLACES = ["reference", *(t.name for t in supported())]
 EVERY_PLACE = pytest.mark.parametrize("place", PLACES)
@@ -34,6 +35,30 @@ INDEXING: dict[str, Callable[[Any, Any], Any]] = {
     "rope": lambda g, i: g.rope(g.input("x", (1, 37, 2, 8)), g.input("c", ("n", 4)), g.input("s", ("n", 4)),
          i.reshape(1, 37)),
 }  # fmt: skip
+
+
+IN_LANES: dict[str, Callable[[Any, Any], Any]] = {
+    "gather": lambda g, i: g.gather(g.input("x", (3, 4)), i),
+    "scatter": lambda g, i: g.scatter(g.input("x", (3, 4)), i, g.input("u", (2, 4))),
+    "scatter_add": lambda g, i: g.scatter_add(g.input("x", (3, 4)), i, g.input("u", (2, 4))),
+    "grouped_matmul": lambda g, i: g.grouped_matmul(g.input("x", (2, 4)), g.input("w", (3, 4, 5)), i),
+    "grouped_outer": lambda g, i: g.grouped_outer(g.input("x", (2, 4)), g.input("y", (2, 5)), i, groups=3),
+    "group_rows": lambda g, i: g.group_rows(i, groups=3)[0],
+}
+
+
+@pytest.mark.parametrize("wrong", [-1, 3])
+@pytest.mark.parametrize("name", IN_LANES)
+def test_an_index_of_a_lane_does_not_reach_into_another(name: str, wrong: int) -> None:
+    graph = rlx.Graph(name)
+    graph.set_outputs([IN_LANES[name](graph, graph.input("i", (2,), "i32"))])
+    run = rlx.compile(vmap(graph))
+    arrays = {n: ones(3, *t.shape[1:]) for n, t in run.input_types.items() if n != "i"}  # type: ignore[arg-type]
+    good = np.int32([[0, 2], [1, 1], [2, 0]])
+    run.run({**arrays, "i": good})
+    good[1, 0] = wrong
+    with pytest.raises(KernelError, match="outside"):
+        run.run({**arrays, "i": good})
 
 
 @EVERY_PLACE

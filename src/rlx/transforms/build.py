@@ -109,11 +109,15 @@ def flip(value: Value, axis: int) -> Value:
 
 
 def rows_of(indices: Value, size: Size) -> Value:
-    """Indices [rows, ...] into rows of `size` elements each, as indices into all elements laid end to end."""
-    graph = indices.graph
+    """Indices [rows, ...] into rows of `size` elements each, as indices into all elements laid end to end.
+
+    One outside its row stays an error: it becomes -1, and not an element of another row.
+    """
+    graph, length = indices.graph, count(indices.graph, size, I64)
     rows, wide = indices.shape[0], in_type(indices, I64)
-    start = counter(graph, rows, I64) * count(graph, size, I64)
-    return wide + start.reshape(rows, *(1,) * (indices.rank - 1))
+    start = (counter(graph, rows, I64) * length).reshape(rows, *(1,) * (indices.rank - 1))
+    inside = graph.one("logical_and", graph.one("greater_equal", wide, 0), graph.one("less", wide, length))
+    return graph.one("where", inside, wide + start, -1)
 
 
 def flat(value: Value, axes: int) -> Value:

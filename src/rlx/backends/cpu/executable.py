@@ -261,11 +261,12 @@ class Executable:
         """How a run with these sizes is cut along the batch; None where it runs as a whole."""
         if self.layout.batch is None:
             return None
-        if key not in self._pieces:
-            if len(self._pieces) >= FRAMES:
-                self._pieces.clear()
-            self._pieces[key] = self._cut(key)
-        return self._pieces[key]
+        known = self._pieces  # other threads may begin a new one at any time
+        if key not in known:
+            if len(known) >= FRAMES:
+                self._pieces = known = {}
+            known[key] = self._cut(key)
+        return known[key]
 
     def _cut(self, key: tuple[int, ...]) -> Pieces | None:
         layout = self.layout
