@@ -71,16 +71,20 @@ def test_a_gradient_does_not_depend_on_how_a_sequence_is_cut(kind: Callable[[Any
         assert abs((high - low) / (2 * h) - slope) < 1e-6 * max(1.0, abs(slope))
 
 
-def test_a_selective_scan_keeps_states_at_chunk_ends_only() -> None:
+def test_linear_attention_keeps_states_at_chunk_ends_only() -> None:
     seq = 5 * CHUNK
-    made = vjp(selective(seq), "state")
+    g = rlx.Graph("attention")
+    q, k, v = (g.input(n, (2, seq, 4, N), "f64") for n in "qkv")
+    gate, state = g.input("g", (2, seq, 4), "f64"), g.input("state", (2, 4, N, N), "f64")
+    y, last = g.gated_linear_attention_carry(q, k, v, gate, state)
+    made = vjp(g.set_outputs([(y * y).sum() + last.sum()]), "state")
     scans = [n for n in made.nodes if n.op == "scan"]
     kept = sum(int(n.attrs["length"]) for n in scans for o in n.attrs["body"].outputs[n.attrs["carries"] :]
-               if o.shape == (2, 4, N))  # fmt: skip
+               if o.shape == (2, 4, N, N))  # fmt: skip
     assert kept == seq // CHUNK
     forward, back = scans
     assert forward.attrs["length"] == back.attrs["length"] == 5
     inside = [n for n in back.attrs["body"].nodes if n.op == "scan"]
     assert [n.attrs["length"] for n in inside] == [CHUNK, CHUNK]
     ops = {n.op for n in forward.attrs["body"].nodes}
-    assert "selective_scan_carry" in ops, "the forward pass runs the op itself on each chunk"
+    assert "gated_linear_attention_carry" in ops, "the forward pass runs the op itself on each chunk"

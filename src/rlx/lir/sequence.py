@@ -6,33 +6,39 @@ from collections.abc import Sequence
 
 from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
+from rlx.lir import scan_gradient
 from rlx.lir.loops import Apply, Assign, Choose, Const, Expr, For, Index, Let, Ref, Stmt, Var
-from rlx.lir.named_operands import Operands, binary, exp, fma, mul, number, state_after
+from rlx.lir.named_operands import Operands, add, binary, exp, fma, mul, number, state_after, sub
 from rlx.lir.schedule import Elements, Scheduler, cast, loop_form, map_elements
 from rlx.lir.views import View
+from rlx.ops.sequence import chunks_of
 from rlx.types import product
 
 CHANNELS = 32  # of one unit of a selective scan
 
 
-@loop_form("selective_scan", "selective_scan_carry")
+@loop_form("selective_scan", "selective_scan_carry", "selective_scan_kept")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     """Lanes are channels; each walks the tokens with its n numbers of state in registers."""
-    carried = node.op == "selective_scan_carry"
+    carried, keeps = node.op != "selective_scan", node.op == "selective_scan_kept"
     names = ("x", "delta", "a", "b", "c", "state", "d") if carried else ("x", "delta", "a", "b", "c", "d")
     operands = Operands(s, node.op)
     outs = [s.result(node)]
-    for name, operand in zip(names, node.operands, strict=True):
+    for name, operand in zip(names, node.operands, strict=False):
         if operand is not None and name != "state":
             operands.read(name, s.view(operand))
     operands.write("y", outs[0])
     if carried:
         state = s.view(node.operands[names.index("state")])
-        outs.append(state_after(s, node, state))
+        outs.append(s.result(node, 1) if keeps else state_after(s, node, state))
         operands.carry(state, outs[1])
+    if keeps:
+        outs.append(s.result(node, 2))
+        operands.write("states", outs[2])
     n, kind = node.attrs["state_size"], outs[0].dtype.compute
     batch, seq, channels = outs[0].shape
-    j, b, t = Index("j"), Index("b"), Index("t")
+    builder = operands.builder
+    j, b, t = Index("j"), Index("b"), Ref("token", I64)
 
     rates: list[Stmt] = [Let(f"a{i}", operands.load("a", j, number(i))) for i in range(n)]
     start = [Var(f"h{i}", operands.load("state", b, j, number(i)) if carried else Const(0.0, kind)) for i in range(n)]
@@ -47,13 +53,29 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         y = Ref(f"y{i}", kind)
     step.append(operands.store("y", y, b, t, j))
     last = [operands.store("final", Ref(f"h{i}", kind), b, j, number(i)) for i in range(n)] if carried else []
-    builder = operands.builder
-    walk = For("t", builder.arg("seq", seq), tuple(step))
+    if keeps:
+        chunk, first = Index("chunk"), Ref("first", I64)
+        size = number(node.attrs["chunk"])
+        kept = [operands.store("states", Ref(f"h{i}", kind), b, chunk, number(i), j) for i in range(n)]
+        bounds = (
+            Let("first", mul(chunk, size)), Let("rest", binary("min", size, sub(builder.arg("seq", seq), first))),
+        )  # fmt: skip
+        tokens = For("t", Ref("rest", I64), (Let("token", add(first, Index("t"))), *step))
+        walk = For("chunk", builder.arg("chunks", chunks_of(seq, node.attrs["chunk"])), (*bounds, *kept, tokens))
+    else:
+        walk = For("t", builder.arg("seq", seq), (Let("token", Index("t")), *step))
     rows = For("b", builder.arg("batch", batch), (*start, walk, *last))
     root = For("j", builder.arg("channels", channels), (*rates, rows), vector=True)
     units = (channels + (CHANNELS - 1)) // CHANNELS
     builder.launch(s, root, units, chunk=CHANNELS, split="channels", flops=product(outs[0].shape) * (8 * n))
     return outs
+
+
+@loop_form("selective_scan_backward")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    results = [s.result(node, i) for i in range(6)]
+    scan_gradient.backward(s, node, results)
+    return results
 
 
 @loop_form("depthwise_conv1d_causal", "depthwise_conv1d_causal_carry")

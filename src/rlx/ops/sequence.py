@@ -17,7 +17,7 @@ from rlx.errors import DTypeError, ShapeError
 from rlx.ir.registry import FUSED, f32, i32, op, sample
 from rlx.types import Size, TensorType, require_equal
 
-CHUNK = 32  # tokens of a gated delta net that are computed together
+CHUNK = 32  # tokens between the states that a gradient starts from; those of a gated delta net are computed together
 
 
 def _floats(where: str, *operands: TensorType | None) -> None:
@@ -40,6 +40,16 @@ def _fits(where: str, name: str, operand: TensorType | None, *shape: Size) -> No
 def _check_state_size(where: str, n: Any) -> None:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ShapeError(f"{where}: state_size is {n!r}, wanted an integer from 1")
+
+
+def chunks_of(seq: Size, chunk: int) -> Size:
+    """How many chunks a sequence has, the last one perhaps a part of one."""
+    return (seq + (chunk - 1)) // chunk
+
+
+def _check_chunk(where: str, chunk: Any) -> None:
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise ShapeError(f"{where}: chunk is {chunk!r}, wanted an integer from 1")
 
 
 # -- selective scan ----------------------------------------------------------------------------------------------------
@@ -119,6 +129,75 @@ def selective_scan_carry(
     return x, state
 
 
+def _selective_scan_kept(
+    x: Any, delta: Any, a: Any, b: Any, c: Any, state: Any, *, state_size: int, chunk: int
+) -> tuple[Any, Any, Any]:
+    batch, seq, channels = x.shape
+    y, states = np.empty_like(x), np.empty((batch, -(-seq // chunk), state_size, channels), x.dtype)
+    for first in range(0, seq, chunk):
+        states[:, first // chunk] = state.swapaxes(1, 2)
+        tokens = slice(first, first + chunk)
+        rows = x[:, tokens], delta[:, tokens], a, b[:, tokens], c[:, tokens]
+        y[:, tokens], state = _selective_scan_carry(*rows, state, state_size=state_size)
+    return y, state.copy(), states
+
+
+@op("selective_scan_kept", reference=_selective_scan_kept, traits=[FUSED])
+def selective_scan_kept(
+    x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, state: TensorType, *,
+    state_size: int, chunk: int = CHUNK,
+) -> tuple[TensorType, TensorType, TensorType]:  # fmt: skip
+    """`selective_scan_carry` without d that also gives the state before each chunk, [batch, chunks, n, channels]."""
+    where = "selective_scan_kept"
+    _check_selective(where, x, delta, a, b, c, state, None, state_size)
+    _check_chunk(where, chunk)
+    batch, seq, channels = x.shape
+    return x, state, x.with_shape(batch, chunks_of(seq, chunk), state_size, channels)
+
+
+def _selective_scan_backward(
+    x: Any, delta: Any, a: Any, b: Any, c: Any, states: Any, d_out: Any, d_last: Any, *, state_size: int, chunk: int
+) -> tuple[Any, ...]:
+    dx, ddelta, da, db, dc = (np.zeros_like(v) for v in (x, delta, a, b, c))
+    ds, steps = d_last.copy(), delta[..., None]  # [batch, seq, channels, 1]
+    drives = steps * x[..., None]
+    for first in reversed(range(0, x.shape[1], chunk)):
+        state, kept = states[:, first // chunk].swapaxes(1, 2), []
+        tokens = range(first, min(first + chunk, x.shape[1]))
+        for t in tokens:
+            kept.append(np.exp(steps[:, t] * a) * state)
+            state = kept[-1] + drives[:, t] * b[:, t, None]
+        for t in reversed(tokens):
+            ds = ds + d_out[:, t, :, None] * c[:, t, None]
+            after, growth = kept[t - first] + drives[:, t] * b[:, t, None], ds * kept[t - first]
+            dc[:, t], db[:, t] = (after * d_out[:, t, :, None]).sum(1), (ds * drives[:, t]).sum(1)
+            drive = (ds * b[:, t, None]).sum(-1)
+            dx[:, t], ddelta[:, t] = drive * delta[:, t], drive * x[:, t] + (growth * a).sum(-1)
+            da += (growth * steps[:, t]).sum(0)
+            ds = ds * np.exp(steps[:, t] * a)
+    return dx, ddelta, da, db, dc, ds
+
+
+@op("selective_scan_backward", reference=_selective_scan_backward, traits=[FUSED])
+def selective_scan_backward(
+    x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, states: TensorType,
+    d_out: TensorType, d_last: TensorType, *, state_size: int, chunk: int = CHUNK,
+) -> tuple[TensorType, TensorType, TensorType, TensorType, TensorType, TensorType]:  # fmt: skip
+    """Gradients of x, delta, a, b, c and state of `selective_scan_carry` without d, from those of its results.
+
+    `states` is what `selective_scan_kept` gives for the same chunk; inside a chunk the states are computed again.
+    """
+    where = "selective_scan_backward"
+    _check_selective(where, x, delta, a, b, c, None, None, state_size)
+    _check_chunk(where, chunk)
+    batch, seq, channels = x.shape
+    _fits(where, "states", states, batch, chunks_of(seq, chunk), state_size, channels)
+    _fits(where, "d_out", d_out, batch, seq, channels)
+    _fits(where, "d_last", d_last, batch, channels, state_size)
+    _floats(where, x, states, d_out, d_last)
+    return x, delta, a, b, c, d_last
+
+
 # -- gated delta net ---------------------------------------------------------------------------------------------------
 def _gated_delta_net_carry(
     q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, *, state_size: int
@@ -195,16 +274,6 @@ def gated_delta_net_carry(
     """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token."""
     _check_delta("gated_delta_net_carry", q, k, v, g, beta, state, state_size)
     return v, state
-
-
-def chunks_of(seq: Size, chunk: int) -> Size:
-    """How many chunks a sequence has, the last one perhaps a part of one."""
-    return (seq + (chunk - 1)) // chunk
-
-
-def _check_chunk(where: str, chunk: Any) -> None:
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-        raise ShapeError(f"{where}: chunk is {chunk!r}, wanted an integer from 1")
 
 
 def _outer(a: Any, b: Any) -> Any:

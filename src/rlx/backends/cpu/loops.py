@@ -286,11 +286,13 @@ class _Emitter:
                 if value.type == "i64":
                     return value
                 return b.extract(value, 0) if lanes_of(value.type) == 1 else None
-            case Apply(op="add" | "sub" | "mul" | "quot" | "rem" | "and" | "shl" | "shr" as op) if expr.dtype is I64:
+            case Apply(op="add" | "sub" | "mul" | "quot" | "rem" | "min" | "and" | "shl" | "shr" as op) if (
+                expr.dtype is I64
+            ):
                 sides = [self.uniform(a) for a in expr.args]
                 if sides[0] is None or sides[1] is None:
                     return None
-                method = {"add": b.add, "sub": b.sub, "mul": b.mul, "quot": b.sdiv, "rem": b.srem}.get(op)
+                method = {"add": b.add, "sub": b.sub, "mul": b.mul, "quot": b.sdiv, "rem": b.srem, "min": b.min}.get(op)
                 if method is None:
                     return b.op("ashr" if op == "shr" else op, sides[0], sides[1])
                 return method(sides[0], sides[1])

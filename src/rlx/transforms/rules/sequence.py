@@ -1,9 +1,9 @@
 """Recurrences along a sequence: differentiated as scans over tokens, inside scans over chunks that keep one state each.
 
-The gated delta net has kernels for its gradient; what is written here is how these are differentiated in turn, and
-forward mode. A chunk has `CHUNK` tokens, so that the gradient of a sequence keeps its states at chunk ends and, while
-it goes back through one, those of that chunk. Short sequences are one chunk. Zeros pad the last: they leave the state
-as it is.
+The selective scan and the gated delta net have kernels for their gradients; what is written here is how these are
+differentiated in turn, and forward mode. A chunk has `CHUNK` tokens, so that the gradient of a sequence keeps its
+states at chunk ends and, while it goes back through one, those of that chunk. Short sequences are one chunk. Zeros pad
+the last: they leave the state as it is.
 """
 
 from __future__ import annotations
@@ -111,6 +111,77 @@ def _(
 def _(x: Value, delta: Value, a: Value, b: Value, c: Value, d: Value | None, *, state_size: int) -> Value:
     start = zeros(x.graph, x.type.with_shape(x.shape[0], *a.shape))
     return _selective_scan(x, delta, a, b, c, start, d, state_size)[0]
+
+
+@linearise("selective_scan", "selective_scan_carry")
+def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
+    *given, d = operands
+    x, delta, a, b, c, *rest = (o for o in given if o is not None)
+    n = node.attrs["state_size"]
+    state = rest[0] if rest else zeros(into, x.type.with_shape(x.shape[0], *a.shape))
+    y, last, states = into.apply("selective_scan_kept", x, delta, a, b, c, state, state_size=n)
+
+    def pull(cts: Given) -> Given:
+        ct, back = (zeros(into, v.type) if w is None else w for w, v in zip([*cts, None], (y, last), strict=False))
+        made = list(into.apply("selective_scan_backward", x, delta, a, b, c, states, ct, back, state_size=n))
+        if d is None:
+            return [*made[: len(given)], None]
+        made[0] = made[0] + ct * d
+        return [*made[: len(given)], (ct * x).sum(axis=(0, 1))]
+
+    return (y if d is None else y + x * d, last)[: len(node.types)], pull
+
+
+@parts("selective_scan_kept")
+def _(
+    x: Value, delta: Value, a: Value, b: Value, c: Value, state: Value, *, state_size: int, chunk: int
+) -> tuple[Value, Value, Value]:
+    pieces, seq = [cut(v, chunk) for v in (x, delta, b, c)], x.shape[1]
+    body = Graph("chunk")
+    start, rates = declare(body, "state", state.type), declare(body, "a", a.type)
+    body.set_outputs([*over_tokens(body, start, [rates], _each(body, pieces), _token_of_scan), start])
+    (last,), (y, states) = x.graph.scan_general([state], body, chunks_of(seq, chunk), broadcasts=[a], xs=pieces)
+    return joined(y, seq), last, move_axis(states.mT, 0, 1)
+
+
+def _scan_again(state: Value, a: Value, x: Value, delta: Value, b: Value) -> Results:
+    """The state after a token, and what is left in it of the one before."""
+    batch, channels, n = state.shape
+    step = delta.reshape(batch, channels, 1)
+    kept = (step * a).exp() * state
+    return kept + step * x.reshape(batch, channels, 1) * b.reshape(batch, 1, n), kept
+
+
+def _scan_back(ds: Value, a: Value, x: Value, delta: Value, b: Value, c: Value, ct: Value, kept: Value) -> Results:
+    """The gradient of the state before a token from that of the state after it; those of x, delta, a, b and c."""
+    batch, channels, n = ds.shape
+    step, out, key = (v.reshape(batch, channels, 1) for v in (delta, ct, x))
+    row = b.reshape(batch, 1, n)
+    drive = step * key
+    ds = ds + out * c.reshape(batch, 1, n)
+    growth, driven = ds * kept, (ds * row).sum(axis=-1)
+    dc, db = ((kept + drive * row) * out).sum(axis=1), (ds * drive).sum(axis=1)
+    return ds * (step * a).exp(), driven * delta, driven * x + (growth * a).sum(axis=-1), growth * step, db, dc
+
+
+@parts("selective_scan_backward")
+def _(
+    x: Value, delta: Value, a: Value, b: Value, c: Value, states: Value, d_out: Value, d_last: Value, *,
+    state_size: int, chunk: int,
+) -> tuple[Value, ...]:  # fmt: skip
+    seq = x.shape[1]
+    pieces = [*(cut(v, chunk) for v in (x, delta, b, c, d_out)), move_axis(states.mT, 0, 1)]
+    body = Graph("chunk")
+    ds, rates = declare(body, "ds", d_last.type), declare(body, "a", a.type)
+    *rows, start = _each(body, pieces)
+    _, kept = over_tokens(body, start, [rates], rows[:3], _scan_again)
+    before, dx, ddelta, da, db, dc = over_tokens(body, ds, [rates], [*rows, kept], _scan_back, reverse=True)
+    body.set_outputs([before, dx, ddelta, db, dc, da.sum(axis=(0, 1))])
+    (first,), made = x.graph.scan_general(
+        [d_last], body, chunks_of(seq, chunk), broadcasts=[a], xs=pieces, reverse=True
+    )
+    dx, ddelta, db, dc = (joined(v, seq) for v in made[:4])
+    return dx, ddelta, made[4].sum(axis=0), db, dc, first
 
 
 # -- gated delta net --------------------------------------------------------------------------------------------------
@@ -286,13 +357,14 @@ no_derivative(
 
 # -- vmap -------------------------------------------------------------------------------------------------------------
 _OF_ALL = {
-    "selective_scan": (2, 5), "selective_scan_carry": (2, 6), "depthwise_conv1d_causal": (1,),
-    "depthwise_conv1d_causal_carry": (1,),
+    "selective_scan": (2, 5), "selective_scan_carry": (2, 6), "selective_scan_kept": (2,),
+    "depthwise_conv1d_causal": (1,), "depthwise_conv1d_causal_carry": (1,),
 }  # operands that have no batch  # fmt: skip
 
 
 @batching(
-    "selective_scan", "selective_scan_carry", "depthwise_conv1d_causal", "depthwise_conv1d_causal_carry",
+    "selective_scan", "selective_scan_carry", "selective_scan_kept", "depthwise_conv1d_causal",
+    "depthwise_conv1d_causal_carry",
     "gated_delta_net", "gated_delta_net_carry", "gated_delta_net_kept", "gated_delta_net_backward",
     "gated_linear_attention_carry",
 )  # fmt: skip
@@ -301,3 +373,9 @@ def _(lanes: Lanes) -> Sequence[Value]:
     if any(lanes.batched[i] for i in shared):
         return by_scan(lanes)
     return folded(lanes, [i for i in range(len(lanes.operands)) if i not in shared])
+
+
+@batching("selective_scan_backward")
+def _(lanes: Lanes) -> Sequence[Value]:
+    """One by one: the gradient of a is a sum over the batch, and each lane has its own."""
+    return by_scan(lanes)
