@@ -720,7 +720,7 @@ def _grouped_matmul(x: Array, w: Array, index: Array) -> Array:
 
 
 @oracle("group_rows")
-def _group_rows(index: Array, groups: int) -> tuple[Array, ...]:
+def _group_rows(index: Array, *, groups: int) -> tuple[Array, ...]:
     rows = [i for group in range(groups) for i, at in enumerate(index) if at == group]
     starts = [sum(at < group for at in index) for group in range(groups + 1)]
     order = np.array(rows, np.int32)
@@ -728,7 +728,7 @@ def _group_rows(index: Array, groups: int) -> tuple[Array, ...]:
 
 
 @oracle("grouped_outer")
-def _grouped_outer(x: Array, y: Array, index: Array, groups: int) -> Array:
+def _grouped_outer(x: Array, y: Array, index: Array, *, groups: int) -> Array:
     made = np.zeros((groups, x.shape[1], y.shape[1]))
     for left, right, at in zip(x.astype(np.float64), y.astype(np.float64), index, strict=True):
         made[at] += np.outer(left, right)

@@ -437,7 +437,8 @@ def _gelu_by_table(v: _Lanes, x: Value) -> Value:
         coefficient = b.call(v.type, "llvm.x86.avx512.permvar.sf.512", register, which)
         loss = coefficient if loss is None else v.fma(loss, distance, coefficient)
     assert loss is not None
-    return v.sub(v.choose(v.compare("ogt", x, 0.0), x, 0.0), loss)
+    # Below zero x·0 and not 0, since x·Φ(x) is NaN at -∞ on every target.
+    return v.sub(v.choose(v.compare("ogt", x, 0.0), x, v.mul(x, 0.0)), loss)
 
 
 def _by_sixteen(b: Builder, x: Value, function: Callable[[Value], Value]) -> Value:
