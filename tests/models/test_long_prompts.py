@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,16 @@ def told(model: LanguageModel, tokens: list[int], chunk: int, monkeypatch: pytes
 def test_chunks_of_any_size_give_the_same(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits from attention; the delta rule adds up tokens of a call that belong together, so it rounds."""
     with opened(tmp_path, name, 1024) as model:
-        first, *others = (told(model, prompt(900), chunk, monkeypatch) for chunk in (64, 500, 900))
+        check_chunks(model, name, prompt(900), (64, 500, 900), monkeypatch)
+
+
+def check_chunks(
+    model: LanguageModel, name: str, tokens: list[int], chunks: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *others = (told(model, tokens, chunk, monkeypatch) for chunk in chunks)
     wanted = np.array([entry.logprob for entry in first[1]])
-    for tokens, logprobs in others:
-        assert tokens == first[0]
+    for made, logprobs in others:
+        assert made == first[0]
         assert np.abs(np.array([entry.logprob for entry in logprobs]) - wanted).max() < 1e-4
         assert name != "gemma3" or logprobs == first[1]
 
@@ -73,7 +80,7 @@ def test_long_prompts_equal_transformers(tmp_path: Path, name: str, monkeypatch:
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     tokens = prompt(LONG)
     with opened(tmp_path, name, 2 * LONG) as model:
-        assert told(model, tokens, 64, monkeypatch) == told(model, tokens, 500, monkeypatch)
+        check_chunks(model, name, tokens, (64, 500), monkeypatch)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
         with torch.no_grad():
             wanted = theirs(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
