@@ -81,21 +81,24 @@ def launch_matmul(
     if storage is not None and _is_turned(a):
         a = s.copied(a)
     operands = [v if v.rank == 0 or v.shape[-1] == 1 or v.strides[-1] in (0, 1) else s.copied(v) for v in operands]
-    flat = packed or index is not None
-    plan = _pieces(a, outs[0]) if depth else _collapse(a, b, operands, outs, flat)
+
+    def collapsed() -> tuple[list[Size], list[list[Size]]] | None:
+        return _pieces(a, outs[0]) if depth else _collapse(a, b, operands, outs, packed or index is not None)
+
+    plan = collapsed()
     if plan is not None and _is_turned(a) and plan[1][0][-1] != 1:  # neither its rows nor its columns are contiguous
         a = s.copied(a)
-        plan = _pieces(a, outs[0]) if depth else _collapse(a, b, operands, outs, flat)
+        plan = collapsed()
     if plan is None:
         a = s.contiguous(a)
         operands = [s.copied(v) if v.rank == outs[0].rank and not v.is_contiguous() else v for v in operands]
-        plan = _collapse(a, b, operands, outs, flat)
+        plan = collapsed()
         if plan is None:
             leading = outs[0].shape[:-2]
             b = s.copied(b.expand((*leading, *b.shape[-2:])))
             a = s.copied(a.expand((*leading, *a.shape[-2:])))
             operands = [s.copied(v.expand(outs[0].shape)) if v.rank > 2 else v for v in operands]
-            plan = _collapse(a, b, operands, outs, flat)
+            plan = collapsed()
     assert plan is not None
     sizes, strides = plan
     m, k = sizes[-1], a.shape[-1]
