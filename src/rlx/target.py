@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import os
 import platform
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from rlx.classes import dataclass
 from rlx.errors import CapabilityError, nearest
 
 

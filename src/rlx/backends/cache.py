@@ -17,9 +17,9 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from rlx.classes import dataclass
 from rlx.errors import CapabilityError
 
 _PACKAGE = Path(__file__).resolve().parent.parent

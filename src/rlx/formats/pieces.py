@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from rlx.classes import dataclass
 from rlx.errors import FormatError
 from rlx.formats.tensors import quoted
 

@@ -6,7 +6,9 @@ Files say some of it (`tokenizer.ggml.eos_token_id`, `tokenizer_config.json`); w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
+
+from rlx.classes import dataclass
 
 
 @dataclass(frozen=True, slots=True)

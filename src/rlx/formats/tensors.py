@@ -17,7 +17,6 @@ import re
 import reprlib
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from rlx.classes import dataclass
 from rlx.dtypes import BOOL, DType
 from rlx.errors import FormatError, ResourceError, nearest
 

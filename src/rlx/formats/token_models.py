@@ -7,7 +7,6 @@ decoder) as the model's own tokenizer.json would.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RustTokenizer
 
+from rlx.classes import dataclass
 from rlx.errors import FormatError
 from rlx.formats.pretokenize import PreTokenizer
 from rlx.formats.rust_calls import rust_call

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 
+from rlx.classes import dataclass
 from rlx.dtypes import BOOL, I32, I64, DType
 
 Scalar = float | int | bool

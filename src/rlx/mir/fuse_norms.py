@@ -5,8 +5,7 @@ An addition that can ride on a matmul does that instead.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from rlx.classes import dataclass
 from rlx.ir import registry
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import DROPPED, Rewriter, rebuild

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from rlx.classes import dataclass
 from rlx.ir.graph import Node
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from rlx.classes import dataclass
 from rlx.dtypes import dtype as dtype_of
 from rlx.errors import CapabilityError
 

@@ -10,13 +10,14 @@ import math
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlx import types
 from rlx.backends import cache
+from rlx.classes import dataclass
 from rlx.dtypes import dtype
 from rlx.errors import FormatError
 from rlx.ir.graph import Graph

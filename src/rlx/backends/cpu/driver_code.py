@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from rlx.backends.cpu.builder import NULL, Builder, Module, Value, const, i64
 from rlx.backends.cpu.driver import (
@@ -58,6 +57,7 @@ from rlx.backends.cpu.driver import (
     WAKE,
     WORDS,
 )
+from rlx.classes import dataclass
 from rlx.target import Target
 
 

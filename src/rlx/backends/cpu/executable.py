@@ -10,7 +10,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from rlx.backends.cpu.layout import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Layout,
 from rlx.backends.cpu.library import library
 from rlx.backends.cpu.memory import Bytes, Guarded, address, aligned, checking
 from rlx.backends.cpu.records import ARGUMENTS, FUNCTION, UNITS
+from rlx.classes import dataclass
 from rlx.errors import BindError, KernelError
 from rlx.lir.memory import Plan, plan
 from rlx.target import Target

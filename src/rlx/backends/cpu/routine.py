@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from rlx.backends.cpu.builder import Module
+from rlx.classes import dataclass
 
 
 @dataclass(frozen=True, slots=True)
