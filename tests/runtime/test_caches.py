@@ -53,7 +53,7 @@ FORBID = """
 import rlx.runtime.plan, rlx.backends.cpu.library, rlx.backends.cpu.pool, rlx.backends.cpu.toolchain
 def forbidden(*args, **kwargs): raise AssertionError("work that the cache should have saved")
 rlx.runtime.plan.make_plan = forbidden
-rlx.backends.cpu.library.compile_text = rlx.backends.cpu.pool.compile_text = forbidden
+rlx.backends.cpu.toolchain.compile_text = rlx.backends.cpu.pool.compile_text = forbidden
 rlx.backends.cpu.toolchain._generate = forbidden
 """
 NO_HOME = """

@@ -17,6 +17,7 @@ import numpy as np
 
 from rlx import types
 from rlx.backends import cache
+from rlx.backends.cpu.library import library
 from rlx.classes import dataclass
 from rlx.dtypes import dtype
 from rlx.errors import FormatError
@@ -55,6 +56,18 @@ def make_plan(graph: Graph, target: Target, profile: CompileProfile | None = Non
     return planned(plan_lir(graph, target, profile or CompileProfile()), graph)
 
 
+def _begun(graph: Graph, target: Target, profile: CompileProfile) -> CompiledPlan:
+    """`make_plan` for a graph that will run: its kernels are compiled meanwhile, as far as there is a meanwhile."""
+    code = library(target)
+    code.prepare()
+    from rlx.module import plan_lir
+
+    lir = plan_lir(graph, target, profile)
+    for part in (lir.main, lir.bind) if lir.optimised.derived else (lir.main,):
+        code.begin(part.kernels().values())
+    return planned(lir, graph)
+
+
 def planned(lir: LirModule, graph: Graph) -> CompiledPlan:
     """What running a planned module needs; `graph` is what it was built as."""
     done = lir.optimised
@@ -66,12 +79,18 @@ def _origins(graph: Graph) -> tuple[str, ...]:
     return tuple(str(node.origin) for node in graph.nodes)
 
 
-def cached_plan(graph: Graph, target: Target, profile: CompileProfile | None = None) -> CompiledPlan:
-    """The plan from the program cache, or made and stored there: not with users' ops, whose source it does not know."""
+def cached_plan(
+    graph: Graph, target: Target, profile: CompileProfile | None = None, *, run: bool = False
+) -> CompiledPlan:
+    """The plan from the program cache, or made and stored there: not with users' ops, whose source it does not know.
+
+    With `run`, the kernels of a plan that had to be made are being compiled when it comes.
+    """
     store = cache.current()
     profile = profile or CompileProfile()
+    make = _begun if run else make_plan
     if store.folder is None or not is_builtin(graph):
-        return make_plan(graph, target, profile)
+        return make(graph, target, profile)
     text = f"{graph.fingerprint()}|{graph.name}|{target}|{profile.key()}|{cache.source_digest()}"
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     data = None if profile.passes.verbose else store.read("programs", key)  # what is read has no passes to tell of
@@ -80,7 +99,7 @@ def cached_plan(graph: Graph, target: Target, profile: CompileProfile | None = N
             moved = relocated(read_plan(data), _origins(graph))
             if moved is not None:
                 return moved
-    plan = make_plan(graph, target, profile)
+    plan = make(graph, target, profile)
     store.write("programs", key, write_plan(plan))
     return plan
 

@@ -58,7 +58,7 @@ class Session:
             if self.device.name == "reference":
                 return ReferenceGraph(rounded(lower(source, chosen.fusion.policy), chosen), "reference")
             if lir is None:
-                plan = cached_plan(source, target, chosen)
+                plan = cached_plan(source, target, chosen, run=True)
             elif lir.target != target:
                 found = f"module {module.name!r} is planned for {lir.target.name}, this session is for {target.name}"
                 raise CapabilityError(f"compile: {found}", hint="plan it for this target")

@@ -162,6 +162,33 @@ def test_many_threads_may_compile_and_load() -> None:
     assert found == {value: value for i in range(4) for value in range(100 * i, 100 * i + 10)}
 
 
+def test_modules_compiled_beside_python_come_in_order() -> None:
+    made = toolchain.Compilation(host())
+    for value in range(12):
+        made.add(constant_text("f", value))
+    library = toolchain.CodeLibrary()
+    assert [value_at(library.load(obj, ["f"])["f"]) for obj in made.objects()] == list(range(12))
+    assert made.objects() == [toolchain.compile_text(constant_text("f", value), host()) for value in range(12)]
+
+
+def test_what_is_wrong_with_a_module_compiled_beside_python_is_told() -> None:
+    made = toolchain.Compilation(host())
+    for text in (constant_text("f", 1), "define void @f() {\n  %x = add i64 1, float 2.0\n  ret void\n}\n"):
+        made.add(text)
+    with pytest.raises(LowerError, match=r"add i64 1, float 2\.0"):
+        made.objects()
+
+
+def test_without_threads_modules_are_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    made = toolchain.Compilation(host())
+    made.add(constant_text("f", 1))
+    assert made.objects() == [toolchain.compile_text(constant_text("f", 1), host())]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_forked_during_a_compile_can_compile() -> None:

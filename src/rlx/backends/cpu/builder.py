@@ -131,6 +131,10 @@ class Module:
             f"define {linkage}{result} @{name}({signature}) {attributes} {{\nentry:\n" + "\n".join(b.lines) + "\n}\n"
         )
 
+    def __len__(self) -> int:
+        """Characters of the functions that it has."""
+        return sum(map(len, self.functions.values()))
+
     def text(self) -> str:
         declared = [d for n, d in sorted(self.declarations.items()) if n not in self.functions]
         tables = [f"@table.{n} = {t}" for n, t in sorted(self.tables.items())]

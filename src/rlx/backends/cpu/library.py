@@ -17,7 +17,7 @@ import numpy as np
 
 from rlx.backends import cache
 from rlx.backends.cpu import driver
-from rlx.backends.cpu.toolchain import CodeLibrary, compile_text, cpu_identity
+from rlx.backends.cpu.toolchain import CodeLibrary, Compilation, cpu_identity
 from rlx.classes import dataclass
 from rlx.errors import RlxError
 from rlx.target import Target
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 # One thread at a time finds, loads or compiles, and a fork waits for it: a child inherits whole libraries, and no lock
 # of a thread that it does not have. Registered after the tool chain's, this guard is taken first, here as in a compile.
 _guard = threading.Lock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_guard.release)
+MODULE_CHARACTERS = 60_000  # of LLVM IR, about, after which another module begins: several are compiled at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +60,30 @@ class KernelLibrary:
         self._homes: dict[str, str] = {}  # the objects in the cache folder, by routine
         self._driver: Mapping[str, int] = {}
         self._driver_home = ""
+        self._begun: list[tuple[Compilation, list[list[str]]]] = []  # and the routines of each module
+        self._driver_begun: Compilation | None = None
         self._tables: dict[tuple[str, ...], np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
+
+    def prepare(self) -> None:
+        """Begin with what any program needs, if that must be compiled: LLVM is loaded while passes run."""
+        with _guard:
+            if self._driver or self._driver_begun is not None:
+                return
+            if cache.current().read("objects", self._key("driver")) is None:
+                self._driver_begun = self._compiling([driver.driver_text(self.target)])
+
+    def begin(self, kernels: Iterable[Kernel]) -> None:
+        """Begin to compile what `link` will want of these kernels."""
+        entries = self._entries(kernels)
+        with _guard:
+            self._need(entries)
 
     def link(self, kernels: Iterable[Kernel]) -> dict[str, Entry]:
         """The routines of all kernels, by kernel symbol, as machine code."""
-        from rlx.backends.cpu.generators import entry
-
-        entries = {kernel.symbol: entry(kernel, self.target) for kernel in kernels}
+        entries = self._entries(kernels)
         with _guard:
-            self._need([r for e in entries.values() for r in e.routines()])
+            self._need(entries)
+            self._finish()
         return entries
 
     def code(self, kernels: Iterable[Kernel]) -> Code:
@@ -78,7 +92,7 @@ class KernelLibrary:
 
         routines = {r.symbol: r for k in kernels for r in entry(k, self.target).routines()}
         texts = module_text(list(routines.values())), driver.driver_text(self.target)
-        made, drives = (compile_text(text, self.target) for text in texts)
+        made, drives = self._compiling(texts).objects()
         self.compiled += len(routines)
         return Code(made, tuple(routines), drives)
 
@@ -125,7 +139,9 @@ class KernelLibrary:
             key = self._key("driver")
             stored = store.read("objects", key)
             if stored is None:
-                stored = compile_text(driver.driver_text(self.target), self.target)
+                begun = self._driver_begun or self._compiling([driver.driver_text(self.target)])
+                self._driver_begun = None
+                (stored,) = begun.objects()
                 store.write("objects", key, stored)
             self._driver, self._driver_home = self._code.load(stored, driver.SYMBOLS), key
             return self._driver
@@ -145,14 +161,25 @@ class KernelLibrary:
             raise LookupError(home)
         return self._code.load(data, symbols)
 
-    def _need(self, routines: Sequence[Routine]) -> None:
-        """Load what is cached, compile the rest as one object."""
-        missing = {r.symbol: r for r in routines if r.symbol not in self._addresses}
-        if not missing:
-            return
+    def _entries(self, kernels: Iterable[Kernel]) -> dict[str, Entry]:
+        from rlx.backends.cpu.generators import entry
+
+        return {kernel.symbol: entry(kernel, self.target) for kernel in kernels}
+
+    def _compiling(self, texts: Iterable[str]) -> Compilation:
+        compilation = Compilation(self.target)
+        for text in texts:
+            compilation.add(text)
+        return compilation
+
+    def _need(self, entries: Mapping[str, Entry]) -> None:
+        """Load what is cached, begin to compile the rest."""
+        begun = {symbol for _, modules in self._begun for symbols in modules for symbol in symbols}
+        routines = {r.symbol: r for e in entries.values() for r in e.routines()}
+        missing = {s: r for s, r in routines.items() if s not in self._addresses and s not in begun}
         store = cache.current()
         wanted: dict[str, list[str]] = {}
-        for symbol in list(missing):
+        for symbol in missing:
             home = store.read("routines", self._key(symbol))
             if home is not None:
                 wanted.setdefault(home.decode(), []).append(symbol)
@@ -167,18 +194,33 @@ class KernelLibrary:
             self._compile(list(missing.values()))
 
     def _compile(self, routines: Sequence[Routine]) -> None:
-        from rlx.backends.cpu.generators import module_text
+        """Compile routines, some to a module, each module as soon as its text is there."""
+        from rlx.backends.cpu.builder import Module
 
-        data = compile_text(module_text(routines), self.target)
-        symbols = [r.symbol for r in routines]
-        self._addresses |= self._code.load(data, symbols)
-        self.compiled += len(routines)
+        compilation, modules = Compilation(self.target), list[list[str]]()
+        self._begun.append((compilation, modules))
+        module, symbols = Module(), list[str]()
+        for routine in routines:
+            routine.emit(module)
+            symbols.append(routine.symbol)
+            if len(module) > MODULE_CHARACTERS or routine is routines[-1]:
+                compilation.add(module.text())
+                modules.append(symbols)
+                module, symbols = Module(), []
+
+    def _finish(self) -> None:
+        """Load and keep what was begun."""
         store = cache.current()
-        home = self._key("\n".join(symbols))
-        store.write("objects", home, data)
-        for symbol in symbols:
-            store.write("routines", self._key(symbol), home.encode())
-            self._homes[symbol] = home
+        while self._begun:
+            compilation, modules = self._begun.pop()
+            for symbols, data in zip(modules, compilation.objects(), strict=True):
+                self._addresses |= self._code.load(data, symbols)
+                self.compiled += len(symbols)
+                home = self._key("\n".join(symbols))
+                store.write("objects", home, data)
+                for symbol in symbols:
+                    store.write("routines", self._key(symbol), home.encode())
+                    self._homes[symbol] = home
 
     def _key(self, text: str) -> str:
         whole = f"{cpu_identity(self.target)}|{self.target}|{cache.source_digest()}|{text}"
@@ -186,6 +228,17 @@ class KernelLibrary:
 
 
 _libraries: dict[Target, KernelLibrary] = {}
+
+
+def _in_child() -> None:
+    """After a fork: what was begun goes on in the parent alone."""
+    for each in _libraries.values():
+        each._begun, each._driver_begun = [], None
+    _guard.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_in_child)
 
 
 def library(target: Target) -> KernelLibrary:

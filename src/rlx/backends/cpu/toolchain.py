@@ -1,25 +1,24 @@
 """The LLVM tool chain: IR text in, relocatable objects and addresses of loaded functions out.
 
-llvmlite is imported by the first call that needs it. Objects are position-independent ELF of the small code model, so
+LLVM is loaded by the first call that needs it. Objects are position-independent ELF of the small code model, so
 the same bytes serve the process that made them and any later one that finds them on disk; where `elf.py` can load them,
 that later one needs no LLVM, elsewhere JITLink links them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import importlib.util
 import os
 import platform
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import ModuleType
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from rlx.backends.cpu import elf
+from rlx.backends.cpu import elf, llvm
 from rlx.backends.cpu.elf import LIBC as LIBC
 from rlx.backends.cpu.elf import Object
 from rlx.errors import LowerError
@@ -28,23 +27,37 @@ from rlx.target import Target
 _INLINE_ASSEMBLY = re.compile(r'\basm\b[^"\n]*"[^"]')  # one that is not empty
 MESSAGE_LINES = 6  # of an LLVM error; a parse error has the place and the line in the first three
 
-# One thread at a time is inside LLVM (llvmlite allows no more), and a fork waits for it: otherwise a child could
-# inherit LLVM half-way through a compile, with locks that nobody will release.
-_guard = threading.Lock()
+# LLVM is entered through lanes, a lane by one thread at a time, and a fork waits until all are empty: otherwise a child
+# could inherit LLVM half-way through a compile, with locks that nobody will release.
+LANES = 2
+_lanes = [threading.Lock() for _ in range(LANES)]
+
+
+def _close_lanes() -> None:
+    for lane in _lanes:
+        lane.acquire()
+
+
+def _open_lanes() -> None:
+    for lane in _lanes:
+        lane.release()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_guard.release)
+    os.register_at_fork(before=_close_lanes, after_in_parent=_open_lanes, after_in_child=_open_lanes)
 
 
-@functools.cache
-def _llvm() -> ModuleType:
-    """llvmlite's binding, able to make code for this machine."""
-    from llvmlite import binding
-
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    binding.initialize_native_asmparser()  # for inline assembly
-    module: ModuleType = binding
-    return module
+@contextlib.contextmanager
+def _lane() -> Iterator[int]:
+    """Be in LLVM; gives the number of the lane."""
+    free = next((i for i, lane in enumerate(_lanes) if lane.acquire(blocking=False)), None)
+    number = 0 if free is None else free
+    if free is None:
+        _lanes[number].acquire()
+    try:
+        yield number
+    finally:
+        _lanes[number].release()
 
 
 def _host_arch() -> str:
@@ -52,7 +65,7 @@ def _host_arch() -> str:
 
 
 def _triple(target: Target) -> str:
-    triple: str = _llvm().get_default_triple()
+    triple = llvm.default_triple()
     if target.arch != _host_arch():
         triple = "-".join([target.arch, *triple.split("-")[1:]])
     # ELF everywhere: one object format means one symbol table reader.
@@ -60,62 +73,110 @@ def _triple(target: Target) -> str:
 
 
 @functools.cache
-def _machine(target: Target) -> Any:
-    """The code generator. Small and PIC: constants are one RIP-relative operand, not a movabs and a load."""
-    llvm = _llvm()
+def _machine(target: Target, lane: int) -> llvm.Machine:
+    """The code generator of a lane."""
     if target.arch != _host_arch():
-        llvm.initialize_all_targets()
-        llvm.initialize_all_asmprinters()
-    return llvm.Target.from_triple(_triple(target)).create_target_machine(
-        cpu=target.cpu, features=target.features, opt=3, reloc="pic", codemodel="small", jit=True
-    )
+        llvm.know_all_targets()
+    return llvm.Machine(_triple(target), target.cpu, target.features)
 
 
-def _generate(ir: str, target: Target, emit: Callable[[Any, Any], Any]) -> Any:
-    """Parse and verify `ir`, then `emit(machine, module)`; what LLVM refuses is a defect of the generator."""
+def _generate(ir: str, target: Target, *, assembly: bool = False) -> bytes:
+    """What LLVM makes of a module; what it refuses is a defect of the generator."""
     if target.arch != _host_arch() and _INLINE_ASSEMBLY.search(ir):
         # llvmlite can only initialise the native assembler, and without one LLVM ends the process.
         raise LowerError(f"toolchain: inline assembly for {target.arch} cannot be assembled on {_host_arch()}")
-    with _guard:
-        llvm, machine = _llvm(), _machine(target)
+    with _lane() as lane:
         try:
-            # Closed here, not when the collector comes by: no thread may be inside LLVM without the guard.
-            with llvm.create_context() as context, llvm.parse_assembly(ir, context) as module:
-                module.triple = machine.triple
-                module.data_layout = str(machine.target_data)
-                module.verify()
-                return emit(machine, module)
-        except RuntimeError as error:
+            return _machine(target, lane).code(ir, assembly=assembly)
+        except llvm.Refused as error:
             message = "\n".join(str(error).strip().splitlines()[:MESSAGE_LINES])
             raise LowerError(f"toolchain: LLVM refuses the module for {target.name}: {message}") from error
 
 
 def compile_text(ir: str, target: Target) -> bytes:
     """The object file of a module. Codegen level 3, no mid-level passes: they bought no speed and cost time."""
-    return bytes(_generate(ir, target, lambda machine, module: machine.emit_object(module)))
+    return _generate(ir, target)
 
 
 def assembly(ir: str, target: Target) -> str:
     """The assembly of a module, for people and tests."""
-    return str(_generate(ir, target, lambda machine, module: machine.emit_assembly(module)))
+    return _generate(ir, target, assembly=True).decode()
+
+
+class Compilation:
+    """Modules that become objects in threads of their own, beside whatever Python does: LLVM does not hold it up."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._made: list[Future] = []
+        self._waiting: deque[Future] = deque()
+        self._guard = threading.Lock()
+        self._workers = 0
+
+    def add(self, ir: str) -> None:
+        """Compile one more module."""
+        with self._guard:
+            self._made.append(Future(ir))
+            self._waiting.append(self._made[-1])
+            if self._workers == LANES:
+                return
+            self._workers += 1
+        try:
+            # Not a daemon: the interpreter waits for it at its end, since nothing may be stopped inside LLVM.
+            threading.Thread(target=self._work, name="rlx-compile").start()
+        except RuntimeError:  # no more threads for this process
+            self._work()
+
+    def objects(self) -> list[bytes]:
+        """The objects of all modules, in order; waits for them."""
+        return [made.result() for made in self._made]
+
+    def _work(self) -> None:
+        while True:
+            with self._guard:
+                if not self._waiting:
+                    self._workers -= 1
+                    return
+                module = self._waiting.popleft()
+            module.compile(self.target)
+
+
+class Future:
+    """An object file that is being made."""
+
+    def __init__(self, ir: str) -> None:
+        self._ir = ir
+        self._is_done = threading.Event()
+        self._found: bytes | BaseException = b""
+
+    def compile(self, target: Target) -> None:
+        """Make it; what goes wrong is told to whoever asks for the result."""
+        try:
+            self._found = compile_text(self._ir, target)
+        except BaseException as error:
+            self._found = error
+        self._is_done.set()
+
+    def result(self) -> bytes:
+        """The object, when it is there."""
+        self._is_done.wait()
+        if isinstance(self._found, BaseException):
+            raise self._found
+        return self._found
 
 
 def llvm_version() -> str:
     """The version of LLVM in use, such as `22.1.0`."""
-    with _guard:
-        return ".".join(map(str, _llvm().llvm_version_info))
+    with _lane():
+        return ".".join(map(str, llvm.version()))
 
 
 @functools.cache
 def llvm_identity() -> str:
     """Tells LLVM libraries apart without loading one, which takes longer than all else of a warm start."""
-    spec = importlib.util.find_spec("llvmlite")
-    folder = Path(spec.origin).parent / "binding" if spec is not None and spec.origin else None
-    files = sorted(folder.glob("*llvmlite*")) if folder is not None else []
-    if not files:  # packed in another way: only LLVM itself can tell
-        return llvm_version()
-    found = ((path, path.stat()) for path in files)
-    return " ".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in found)
+    path = llvm.library()
+    status = path.stat()
+    return f"{path} {status.st_size} {status.st_mtime_ns}"
 
 
 def cpu_identity(target: Target) -> str:
@@ -144,13 +205,15 @@ class CodeLibrary:
         self._refuse(obj, symbols)
         if elf.can_load():
             return elf.load(obj, symbols)
-        with _guard:
-            llvm = _llvm()
+        with _lane():
+            from llvmlite import binding
+
+            llvm.load()
             if self._linker is None:
                 # JITLink puts an object into one block, as the small code model needs; MCJIT's memory manager
                 # promises no distance between code and constants, and turns link errors into an abort.
-                self._linker = llvm.create_lljit_compiler(use_jit_link=True, suppress_errors=True)
-            builder = llvm.JITLibraryBuilder().add_object_img(obj).add_current_process()
+                self._linker = binding.create_lljit_compiler(use_jit_link=True, suppress_errors=True)
+            builder = binding.JITLibraryBuilder().add_object_img(obj).add_current_process()
             for symbol in symbols:
                 builder.export_symbol(symbol)
             try:

@@ -1,0 +1,155 @@
+"""LLVM, through the C functions of llvmlite's library: IR text in, objects and assembly out.
+
+llvmlite's Python classes stay out of this: importing them takes longer than compiling the driver, and they let one
+thread at a time into LLVM, which itself works in several, if each has a context and a machine of its own. Functions
+that are done at once keep the interpreter's lock, since a thread that lets it go may wait 5 ms to get it back; the one
+that makes code lets it go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Callable
+from ctypes import POINTER, byref, c_bool, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from pathlib import Path
+from typing import Any
+
+_OUT = POINTER(c_char_p)  # where a function leaves a text, that of an error for one
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "InitializeNativeTarget": (None, []),
+    "InitializeNativeAsmPrinter": (None, []),
+    "InitializeNativeAsmParser": (None, []),
+    "InitializeAllTargetInfos": (None, []),
+    "InitializeAllTargets": (None, []),
+    "InitializeAllTargetMCs": (None, []),
+    "InitializeAllAsmPrinters": (None, []),
+    "GetVersionInfo": (c_uint, []),
+    "GetDefaultTargetTriple": (None, [_OUT]),
+    "GetTargetFromTriple": (c_void_p, [c_char_p, _OUT]),
+    "CreateTargetMachine": (
+        c_void_p, [c_void_p, c_char_p, c_char_p, c_char_p, c_int, c_char_p, c_char_p, c_int, c_int, c_char_p]
+    ),
+    "CreateTargetMachineData": (c_void_p, [c_void_p]),
+    "CopyStringRepOfTargetData": (None, [c_void_p, _OUT]),
+    "DisposeTargetData": (None, [c_void_p]),
+    "ContextCreate": (c_void_p, []),
+    "ContextDispose": (None, [c_void_p]),
+    "ParseAssembly": (c_void_p, [c_void_p, c_char_p, _OUT]),
+    "SetTarget": (None, [c_void_p, c_char_p]),
+    "SetDataLayout": (None, [c_void_p, c_char_p]),
+    "VerifyModule": (c_bool, [c_void_p, _OUT]),
+    "DisposeModule": (None, [c_void_p]),
+    "TargetMachineEmitToMemory": (c_void_p, [c_void_p, c_void_p, c_int, _OUT]),
+    "GetBufferStart": (c_void_p, [c_void_p]),
+    "GetBufferSize": (c_size_t, [c_void_p]),
+    "DisposeMemoryBuffer": (None, [c_void_p]),
+    "DisposeString": (None, [c_char_p]),
+}  # fmt: skip
+_LONG = {"TargetMachineEmitToMemory"}  # other threads go on meanwhile
+
+
+class Refused(Exception):
+    """What LLVM has against a module, in its words."""
+
+
+@functools.cache
+def library() -> Path:
+    """The file that LLVM is in."""
+    spec = importlib.util.find_spec("llvmlite")
+    folder = Path(spec.origin).parent / "binding" if spec is not None and spec.origin else None
+    files = sorted(folder.glob("*llvmlite*")) if folder is not None else []
+    if files:
+        return files[0]
+    from llvmlite.binding import ffi  # packed in another way
+
+    return Path(ffi.lib._name)
+
+
+@functools.cache
+def _functions() -> dict[str, Callable[..., Any]]:
+    quick, long, found = ctypes.PyDLL(str(library())), ctypes.CDLL(str(library())), {}
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(long if name in _LONG else quick, f"LLVMPY_{name}")
+        function.restype, function.argtypes = result, arguments
+        found[name] = function
+    for name in ("InitializeNativeTarget", "InitializeNativeAsmPrinter", "InitializeNativeAsmParser"):
+        found[name]()  # the parser is for inline assembly
+    return found
+
+
+def load() -> None:
+    """Make LLVM ready, for those who use it through llvmlite."""
+    _functions()
+
+
+def _call(name: str, *arguments: Any) -> tuple[Any, str]:
+    """The result of a function and the text that it leaves."""
+    functions, text = _functions(), c_char_p()
+    result = functions[name](*arguments, byref(text))
+    told = (text.value or b"").decode(errors="replace")
+    functions["DisposeString"](text)
+    return result, told
+
+
+def version() -> tuple[int, ...]:
+    """Of LLVM."""
+    number: int = _functions()["GetVersionInfo"]()
+    return number >> 16 & 255, number >> 8 & 255, number & 255
+
+
+def default_triple() -> str:
+    """This machine, as LLVM names it."""
+    return _call("GetDefaultTargetTriple")[1]
+
+
+@functools.cache
+def know_all_targets() -> None:
+    """Make code for other architectures too."""
+    for name in ("TargetInfos", "Targets", "TargetMCs", "AsmPrinters"):
+        _functions()[f"InitializeAll{name}"]()
+
+
+class Machine:
+    """A code generator, for one thread at a time. It lives as long as the process.
+
+    Small and PIC: constants are one RIP-relative operand, not a movabs and a load.
+    """
+
+    def __init__(self, triple: str, cpu: str, features: str) -> None:
+        functions = _functions()
+        target, problem = _call("GetTargetFromTriple", triple.encode())
+        if not target:
+            raise Refused(problem)
+        self._triple = triple.encode()
+        asked = self._triple, cpu.encode(), features.encode()
+        self._machine = functions["CreateTargetMachine"](target, *asked, 3, b"pic", b"small", 0, 1, b"")
+        data = functions["CreateTargetMachineData"](self._machine)
+        self._layout = _call("CopyStringRepOfTargetData", data)[1].encode()
+        functions["DisposeTargetData"](data)
+
+    def code(self, ir: str, *, assembly: bool = False) -> bytes:
+        """The object of a module, or its assembly; `Refused` where LLVM finds fault with it."""
+        functions = _functions()
+        context = functions["ContextCreate"]()
+        module = None
+        try:
+            module, problem = _call("ParseAssembly", context, ir.encode())
+            if problem or not module:
+                raise Refused(f"LLVM IR parsing error\n{problem}")
+            functions["SetTarget"](module, self._triple)
+            functions["SetDataLayout"](module, self._layout)
+            is_broken, problem = _call("VerifyModule", module)
+            if is_broken:
+                raise Refused(problem)
+            made, problem = _call("TargetMachineEmitToMemory", self._machine, module, int(not assembly))
+            if not made:
+                raise Refused(problem)
+            code = ctypes.string_at(functions["GetBufferStart"](made), functions["GetBufferSize"](made))
+            functions["DisposeMemoryBuffer"](made)
+            return code
+        finally:
+            if module:
+                functions["DisposeModule"](module)
+            functions["ContextDispose"](context)
