@@ -155,10 +155,27 @@ def test_damaged_entries_are_built_again(damage: Callable[[bytes], bytes], fille
 def test_lost_entries_are_built_again(kind: str, filled: Path, tmp_path: Path) -> None:
     lost = files(filled / kind)
     assert lost
-    for path in lost:
+    for path in [*lost, *files(filled / "linked")]:
         path.unlink()
     assert (result(start(str(filled), tmp_path))["compiled"] > 0) == (kind != "programs")
     assert {p.name for p in lost} <= {p.name for p in files(filled / kind)}
+
+
+def test_a_linked_graph_needs_its_objects_alone(filled: Path, tmp_path: Path) -> None:
+    for kind in ("routines", "programs"):
+        shutil.rmtree(filled / kind)
+    assert result(start(str(filled), tmp_path, before=FORBID))["compiled"] == 0
+    shutil.rmtree(filled / "objects")
+    assert result(start(str(filled), tmp_path))["compiled"] > 0
+    assert result(start(str(filled), tmp_path, before=FORBID))["compiled"] == 0
+
+
+def test_a_second_start_imports_no_pass_and_no_generator(filled: Path, tmp_path: Path) -> None:
+    heavy = "('rlx.mir.', 'rlx.module', 'rlx.lir.s', 'rlx.runtime.plan', 'rlx.backends.cpu.g', 'llvmlite')"
+    check = f"import atexit, sys; atexit.register(lambda: print([m for m in sys.modules if m.startswith({heavy})]))"
+    child = start(str(filled), tmp_path, before=check)
+    output, errors = child.communicate(timeout=60)
+    assert output.splitlines()[-1] == "[]", errors
 
 
 # -- what cannot be used ------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def test_planning_for_a_new_size_is_quick(sizes: Bert | Llama, capsys: pytest.Ca
     for batch, seq, past in triples():
         key = {"batch": batch, "seq": seq, "past": past}
         begin = time.thread_time()  # other programs on this machine do not count
-        executable.frame(tuple(key[s] for s in executable.program.symbols))
+        executable.frame(tuple(key[s] for s in executable.layout.symbols))
         taken.append(time.thread_time() - begin)
     with capsys.disabled():
         most, typical, count = max(taken) * 1e3, statistics.median(taken) * 1e3, len(executable.program.launches)

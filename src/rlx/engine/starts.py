@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from rlx.formats import special_tokens
 from rlx.formats.tensors import PART_NAME, open_bytes
 from rlx.formats.tokenizer import Tokenizer
 from rlx.runtime import codec, container
-from rlx.runtime.compiled import CpuGraph
+from rlx.runtime.compiled import CompiledGraph, CpuGraph
 from rlx.runtime.container import Container
 from rlx.runtime.inputs import has_symbols
 from rlx.runtime.kept import KeptGraph, kept_records
@@ -137,7 +137,7 @@ def _state(files: Sequence[Path]) -> str:
 def keep(model: Model, start: Start) -> None:
     """Write the start of a model that was just loaded, if that is possible and there is room for it."""
     compiled, checkpoint = model.compiled, model.checkpoint
-    if model.facts.kind not in KINDS or type(compiled) is not CpuGraph or not _is_settled(start):
+    if model.facts.kind not in KINDS or not _is_new(compiled) or not _is_settled(start):
         return
     if any(map(has_symbols, compiled.param_types.values())):
         return
@@ -181,6 +181,13 @@ def keep(model: Model, start: Start) -> None:
         return
 
 
+def _is_new(compiled: CompiledGraph) -> TypeGuard[CpuGraph]:
+    """Whether it was compiled for this model, or an equal one: not a graph of a start, or of an export."""
+    from rlx.runtime.linked import LinkedGraph
+
+    return type(compiled) in (CpuGraph, LinkedGraph)
+
+
 def _is_settled(start: Start) -> bool:
     """Whether the files are still as they were before the model was opened, and were so for longer than a tick."""
     try:
@@ -191,7 +198,7 @@ def _is_settled(start: Start) -> bool:
 
 
 def _is_builtin(compiled: CpuGraph) -> bool:
-    from rlx.runtime.plan import is_builtin
+    from rlx.runtime.program_cache import is_builtin
 
     return is_builtin(compiled.graph)
 

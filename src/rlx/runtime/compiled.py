@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import threading
 import weakref
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlx.backends.cpu.executable import Executable
+from rlx.backends.cpu.layout import WEIGHT
 from rlx.errors import BindError, CapabilityError, nearest
 from rlx.profile import CompileProfile
 from rlx.runtime import finite
@@ -178,7 +181,6 @@ class ReferenceGraph(CompiledGraph):
 class CpuGraph(CompiledGraph):
     """Runs machine code."""
 
-    plan: CompiledPlan
     _binder: Executable | None
 
     def __init__(
@@ -195,6 +197,14 @@ class CpuGraph(CompiledGraph):
         self.plan = plan
         self._set_up(Executable.of(plan.main, target, threads), store, profile)
         self._binder = bind_executable(plan, target, threads)
+        self._derived_by = dict(zip(plan.derived, plan.recipes, strict=True))
+
+    @functools.cached_property
+    def plan(self) -> CompiledPlan:
+        """What it was laid out from; a graph that comes from a cache has to look for it, or make it again."""
+        from rlx.runtime.plan import cached_plan
+
+        return cached_plan(self.graph, self.target, self.profile)
 
     def _set_up(self, executable: Executable, store: WeightStore, profile: CompileProfile | None) -> None:
         self.profile = profile
@@ -213,21 +223,23 @@ class CpuGraph(CompiledGraph):
     def _bind(self) -> None:
         weights: dict[str, Array] = dict(self._params)
         if self._binder is not None:
-            made_by = self.plan.recipes
+            made_by = list(self._derived_by.values())
             found = self._store.find(made_by, self._params)
             if found is None:
                 found = self._store.share(made_by, self._params, self._derived(self._binder))
-            weights |= zip(self.plan.derived, found, strict=True)
+            weights |= zip(self._derived_by, found, strict=True)
         self._known = {}  # sizes may depend on weights
-        self.executable.bind({n: weights[n] for n in self.plan.main.weights})
+        self.executable.bind({n: weights[n] for n in self.executable.layout.names[WEIGHT]})
 
     def _derived(self, binder: Executable) -> list[Array]:
         """What the bind program makes of the weights."""
-        sizes_of = [self.plan.main.buffers[n].type.bytes for n in self.plan.derived if n in self.plan.main.buffers]
-        require(f"weights of {self.name!r}", sum(size for size in sizes_of if isinstance(size, int)))
-        binder.bind({n: self._params[n] for n in self.plan.bind.weights})
-        sizes = solve_symbols(self._param_leaves(self.plan.bind.weights), self._limits)
-        made = binder.run(tuple(sizes[s] for s in self.plan.bind.symbols), [])
+        names = binder.layout.names[WEIGHT]
+        sizes = solve_symbols(self._param_leaves(names), self._limits)
+        key = tuple(sizes[s] for s in binder.layout.symbols)
+        wanted = (math.prod(shape) * dtype.itemsize for shape, dtype in binder.frame(key).outputs)
+        require(f"weights of {self.name!r}", sum(wanted))
+        binder.bind({n: self._params[n] for n in names})
+        made = binder.run(key, [])
         binder.bind({})  # lets go of the sources and of its arena
         return made
 

@@ -25,7 +25,6 @@ from rlx.target import Target
 
 if TYPE_CHECKING:
     from rlx.ir.graph import Graph
-    from rlx.runtime.plan import CompiledPlan
 
 Array = np.ndarray[Any, Any]
 
@@ -54,12 +53,6 @@ class KeptGraph(CpuGraph):
         """The graph, built again."""
         return self._source()[0]
 
-    @functools.cached_property
-    def plan(self) -> CompiledPlan:  # type: ignore[override]
-        from rlx.runtime.plan import cached_plan
-
-        return cached_plan(self.graph, self.target, self.profile)
-
     def _sources(self) -> Mapping[str, Array]:
         return self._params or self._source()[1]
 
@@ -68,6 +61,7 @@ class KeptGraph(CpuGraph):
         if not self._params and name in self.param_types:
             _, params = self._source()
             self._binder = bind_executable(self.plan, self.target, self.threads)
+            self._derived_by = dict(zip(self.plan.derived, self.plan.recipes, strict=True))
             for other in self.param_types:
                 super().set_param(other, params[other])
         super().set_param(name, value)

@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import json
-import math
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from rlx import types
 from rlx.backends import cache
 from rlx.backends.cpu.library import library
 from rlx.classes import dataclass
-from rlx.dtypes import dtype
-from rlx.errors import FormatError
 from rlx.ir.graph import Graph
 from rlx.lir import kernels, loops, program, views
 from rlx.lir.program import Program
 from rlx.mir import report
 from rlx.mir.report import FusionReport
 from rlx.profile import CompileProfile
-from rlx.runtime import codec, weights
+from rlx.runtime import codec, program_cache, weights
 from rlx.runtime.weights import Recipe, recipes
 from rlx.target import Target
 
@@ -89,18 +81,17 @@ def cached_plan(
     store = cache.current()
     profile = profile or CompileProfile()
     make = _begun if run else make_plan
-    if store.folder is None or not is_builtin(graph):
+    key = program_cache.key(graph, target, profile)
+    if key is None:
         return make(graph, target, profile)
-    text = f"{graph.fingerprint()}|{graph.name}|{target}|{profile.key()}|{cache.source_digest()}"
-    key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     data = None if profile.passes.verbose else store.read("programs", key)  # what is read has no passes to tell of
     if data is not None:
-        with contextlib.suppress(FormatError, struct.error, TypeError, ValueError):  # written by something else
-            moved = relocated(read_plan(data), _origins(graph))
+        with contextlib.suppress(*program_cache.DAMAGED):  # written by something else
+            moved = relocated(program_cache.unpacked(data, plan_records(), CompiledPlan), _origins(graph))
             if moved is not None:
                 return moved
     plan = make(graph, target, profile)
-    store.write("programs", key, write_plan(plan))
+    store.write("programs", key, program_cache.packed(plan, plan_records()))
     return plan
 
 
@@ -108,44 +99,6 @@ def cached_plan(
 def plan_records() -> Mapping[str, type]:
     """The records that plans are made of, by name."""
     return codec.records_of(types, loops, kernels, views, program, report, weights) | {"CompiledPlan": CompiledPlan}
-
-
-_SIZES = struct.Struct("<QQ")  # bytes of the index of constants, bytes of the records
-
-
-def write_plan(plan: CompiledPlan) -> bytes:
-    """A plan as bytes: an index of its constants, its records as text, the constants."""
-    text, arrays = codec.encode(plan, plan_records())
-    index = json.dumps([[dtype(a.dtype).name, a.shape] for a in arrays]).encode()
-    records = text.encode()
-    constants = (np.ascontiguousarray(a).tobytes() for a in arrays)
-    return b"".join([_SIZES.pack(len(index), len(records)), index, records, *constants])
-
-
-def read_plan(data: bytes) -> CompiledPlan:
-    """The plan that `write_plan` wrote."""
-    index_bytes, record_bytes = _SIZES.unpack_from(data)
-    at = _SIZES.size + index_bytes
-    index, records = json.loads(data[_SIZES.size : at]), data[at : at + record_bytes]
-    at += record_bytes
-    constants = []
-    for name, shape in index:
-        count = math.prod(shape)
-        array = np.frombuffer(data, dtype(name).numpy, count, at).reshape(shape)
-        constants.append(array)
-        at += array.nbytes
-    plan = codec.decode(records, plan_records(), constants, "program cache")
-    if not isinstance(plan, CompiledPlan):
-        raise FormatError(f"program cache: expected a plan, found {type(plan).__name__}")
-    return plan
-
-
-def is_builtin(graph: Graph) -> bool:
-    """Whether all ops are those of rlx, in bodies too."""
-    return all(
-        node.definition.is_builtin and all(is_builtin(v) for v in node.attrs.values() if isinstance(v, Graph))
-        for node in graph.nodes
-    )
 
 
 def relocated(plan: CompiledPlan, origins: tuple[str, ...]) -> CompiledPlan | None:

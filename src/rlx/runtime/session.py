@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rlx import target as targets
 from rlx.backends.base import device as find_device
 from rlx.errors import CapabilityError, GraphError
-from rlx.profile import PROCESSORS, CompileProfile
+from rlx.profile import PROCESSORS, CompileProfile, Fusion, FusionPolicy
 from rlx.runtime.weights import WeightStore
 from rlx.target import Target
 
@@ -25,6 +25,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_guard.release)
 
 
+DEFAULT = CompileProfile(Fusion(policy=FusionPolicy.DIRECT))  # for graphs; modules may have a policy of their own
+
+
 class Session:
     """A device, a number of threads (None: all cores) and a target (None: the best this machine runs)."""
 
@@ -36,35 +39,58 @@ class Session:
 
     def compile(self, graph: Graph | GraphModule, *, profile: CompileProfile | None = None) -> CompiledGraph:
         """A graph, or a module at any level, ready to run on this session's device; `profile` says how to compile."""
-        from rlx.hir.lower import lower
-        from rlx.mir.pipeline import rounded
-        from rlx.runtime.compiled import CpuGraph, ReferenceGraph
-        from rlx.runtime.plan import cached_plan, planned
+        from rlx.ir.graph import Graph
 
-        module = _module(graph)
         if profile is not None and not isinstance(profile, CompileProfile):
             raise GraphError(f"compile: profile is a {type(profile).__name__}, expected a CompileProfile")
-        hir = module.as_hir()
-        source = module.into_mir() if hir is None else hir
-        if not source.outputs:
-            raise GraphError(f"compile: graph {module.name!r} has no outputs", hint="call g.set_outputs([...])")
+        if not isinstance(graph, Graph):
+            return self._compile_module(graph, profile)
+        chosen = (profile or DEFAULT).in_environment()
         with _guard:
-            source = source.verify().copy()  # which the caller may go on building
-            lir = module.as_lir()
+            return self._compile(_source(graph), chosen)
+
+    def _compile_module(self, module: GraphModule, profile: CompileProfile | None) -> CompiledGraph:
+        from rlx.module import GraphModule
+        from rlx.runtime.compiled import CpuGraph
+        from rlx.runtime.plan import planned
+
+        if not isinstance(module, GraphModule):
+            raise GraphError(f"compile: takes a Graph, found {type(module).__name__}", hint="or a GraphModule")
+        hir = module.as_hir()
+        with _guard:
+            source = _source(module.into_mir() if hir is None else hir)
+            lir, chosen = module.as_lir(), module.profile(profile)
             if lir is not None and profile is not None:
                 raise GraphError(f"compile: module {module.name!r} is planned already, a profile comes too late")
-            chosen = module.profile(profile)
             target = self._target(chosen.fusion.target)
-            if self.device.name == "reference":
-                return ReferenceGraph(rounded(lower(source, chosen.fusion.policy), chosen), "reference")
-            if lir is None:
-                plan = cached_plan(source, target, chosen, run=True)
-            elif lir.target != target:
+            if lir is None or self.device.name == "reference":
+                return self._compile(source, chosen)
+            if lir.target != target:
                 found = f"module {module.name!r} is planned for {lir.target.name}, this session is for {target.name}"
                 raise CapabilityError(f"compile: {found}", hint="plan it for this target")
-            else:
-                plan = planned(lir, source)
-            return CpuGraph(source, plan, target, self.threads, self.weights, chosen)
+            return CpuGraph(source, planned(lir, source), target, self.threads, self.weights, chosen)
+
+    def _compile(self, source: Graph, profile: CompileProfile) -> CompiledGraph:
+        """What is imported grows with what is to do: for a graph that was compiled before, hardly anything is."""
+        target = self._target(profile.fusion.target)
+        if self.device.name == "reference":
+            from rlx.hir.lower import lower
+            from rlx.mir.pipeline import rounded
+            from rlx.runtime.compiled import ReferenceGraph
+
+            return ReferenceGraph(rounded(lower(source, profile.fusion.policy), profile), "reference")
+        from rlx.runtime.linked import LinkedGraph, find_linked, keep_linked
+
+        linked = find_linked(source, target, profile)
+        if linked is not None:
+            return LinkedGraph(source, linked, target, self.threads, self.weights, profile)
+        from rlx.runtime.compiled import CpuGraph
+        from rlx.runtime.plan import cached_plan
+
+        plan = cached_plan(source, target, profile, run=True)
+        compiled = CpuGraph(source, plan, target, self.threads, self.weights, profile)
+        keep_linked(compiled, profile)
+        return compiled
 
     def _target(self, wanted: str) -> Target:
         """The target that a profile is for, if this session's device has it."""
@@ -75,15 +101,11 @@ class Session:
         raise CapabilityError(f"compile: the profile is for {wanted}, the session's device is {self.device.name}")
 
 
-def _module(graph: Graph | GraphModule) -> GraphModule:
-    from rlx.ir.graph import Graph
-    from rlx.module import GraphModule
-
-    if isinstance(graph, GraphModule):
-        return graph
-    if not isinstance(graph, Graph):
-        raise GraphError(f"compile: takes a Graph, found {type(graph).__name__}", hint="or a GraphModule")
-    return GraphModule(graph)
+def _source(graph: Graph) -> Graph:
+    """A copy, because the caller may go on building."""
+    if not graph.outputs:
+        raise GraphError(f"compile: graph {graph.name!r} has no outputs", hint="call g.set_outputs([...])")
+    return graph.verify().copy()
 
 
 def _checked_threads(threads: int | None) -> int | None:

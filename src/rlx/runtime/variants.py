@@ -24,8 +24,8 @@ from rlx.profile import CompileProfile, KernelDispatchConfig, KernelDispatchPoli
 from rlx.runtime.compiled import Array, CompiledGraph
 from rlx.runtime.dispatch import DispatchReport
 from rlx.runtime.memory_report import MemoryReport
-from rlx.runtime.plan import is_builtin
 from rlx.runtime.profiler import Report
+from rlx.runtime.program_cache import is_builtin
 from rlx.runtime.session import Session
 from rlx.runtime.signature import Signature
 from rlx.types import DimBinding, Size, as_size, sym

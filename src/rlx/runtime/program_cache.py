@@ -1,0 +1,66 @@
+"""The program cache: what identifies a compiled graph, and records as entries of the cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rlx.backends import cache
+from rlx.dtypes import dtype
+from rlx.errors import FormatError
+from rlx.ir.graph import Graph
+from rlx.profile import CompileProfile
+from rlx.runtime import codec
+from rlx.target import Target
+
+_SIZES = struct.Struct("<QQ")  # bytes of the index of arrays, bytes of the records
+DAMAGED = (FormatError, struct.error, TypeError, ValueError)  # what reading an entry of something else may raise
+T = TypeVar("T")
+
+
+def key(graph: Graph, target: Target, profile: CompileProfile, *others: str) -> str | None:
+    """The name of a graph's entries; None with users' ops, whose source it does not know, or without a folder."""
+    if cache.current().folder is None or not is_builtin(graph):
+        return None
+    parts = (graph.fingerprint(), graph.name, str(target), profile.key(), cache.source_digest(), *others)
+    return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def is_builtin(graph: Graph) -> bool:
+    """Whether all ops are those of rlx, in bodies too."""
+    return all(
+        node.definition.is_builtin and all(is_builtin(v) for v in node.attrs.values() if isinstance(v, Graph))
+        for node in graph.nodes
+    )
+
+
+def packed(record: Any, classes: Mapping[str, type]) -> bytes:
+    """A record as bytes: an index of its arrays, its values as text, the arrays."""
+    text, arrays = codec.encode(record, classes)
+    index = json.dumps([[dtype(a.dtype).name, a.shape] for a in arrays]).encode()
+    values = text.encode()
+    contents = (np.ascontiguousarray(a).tobytes() for a in arrays)
+    return b"".join([_SIZES.pack(len(index), len(values)), index, values, *contents])
+
+
+def unpacked(data: bytes, classes: Mapping[str, type], kind: type[T]) -> T:
+    """The record that `packed` wrote."""
+    index_bytes, value_bytes = _SIZES.unpack_from(data)
+    at = _SIZES.size + index_bytes
+    index, values = json.loads(data[_SIZES.size : at]), data[at : at + value_bytes]
+    at += value_bytes
+    arrays = []
+    for name, shape in index:
+        array = np.frombuffer(data, dtype(name).numpy, math.prod(shape), at).reshape(shape)
+        arrays.append(array)
+        at += array.nbytes
+    record = codec.decode(values, classes, arrays, "program cache")
+    if not isinstance(record, kind):
+        raise FormatError(f"program cache: expected a {kind.__name__}, found {type(record).__name__}")
+    return record
