@@ -24,7 +24,7 @@ else:
             return functools.partial(dataclass, frozen=frozen, slots=slots, eq=eq)
         own = {n for n, v in vars(cls).items() if n != "__hash__" or v is not None}  # what the class defines stays
         made = dataclasses.dataclass(init=False, repr=False, eq=False, slots=slots)(cls)
-        methods = {"__init__": _init(made, frozen, slots), "__repr__": _repr}
+        methods = {"__init__": _init(made, frozen, slots), "__repr__": _repr(made)}
         if eq:
             methods["__eq__"] = _eq(_getter([f.name for f in fields(made) if f.compare]))
             hashed = [f.name for f in fields(made) if (f.compare if f.hash is None else f.hash)]
@@ -84,10 +84,15 @@ else:
     def _hash(values):
         return lambda self: hash(values(self))
 
-    @recursive_repr()
-    def _repr(self):
-        shown = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.repr)
-        return f"{type(self).__qualname__}({shown})"
+    def _repr(cls):
+        names = [f.name for f in fields(cls) if f.repr]
+        values, template = _getter(names), "({})".format(", ".join(f"{name}={{!r}}" for name in names))
+
+        @recursive_repr()
+        def __repr__(self):
+            return self.__class__.__qualname__ + template.format(*values(self))
+
+        return __repr__
 
     def _guards(cls):
         """What refuses to change a field. A derived class that is no dataclass may have attributes of its own."""

@@ -475,4 +475,14 @@ def schedule(graph: Graph, target: Target, *, notes: Mapping[str, str] | None = 
 
     program = Scheduler(graph, target, notes or {}).run()
     program.batch = independent_symbol(graph)
+    _share_kernels(program)
     return program
+
+
+def _share_kernels(program: Program) -> None:
+    """Launches of equal kernels have the same one, so that what is done for each kernel is done once."""
+    known: dict[tuple[type, str], Kernel] = {}
+    for i, launch in enumerate(program.launches):
+        kernel = known.setdefault((type(launch.kernel), launch.kernel.fingerprint), launch.kernel)
+        if kernel is not launch.kernel:
+            program.launches[i] = replace(launch, kernel=kernel)

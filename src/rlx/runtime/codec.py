@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,7 @@ Classes = Mapping[str, type]
 _TUPLE, _LIST, _DICT, _DIM, _DTYPE, _ARRAY, _CONSTANT = "()", "[]", "{}", "dim", "dtype", "array", "const"
 _DIGEST = "fingerprint"  # a cached property of kernels that takes long to compute
 _SIZES = ("//", "min", "max")
+_PLAIN = frozenset((type(None), bool, int, str))
 
 
 def records_of(*modules: ModuleType) -> dict[str, type]:
@@ -72,23 +74,27 @@ class _Writer:
         self.entries: list[Any] = []
         self.arrays: list[Array] = []
         self._known: dict[Any, int] = {}
-        self._seen: dict[int, int] = {}  # by identity: a kernel is met at each of its launches
+        self._seen: dict[int, tuple[int, Any]] = {}  # by identity: a kernel is met at each of its launches
+        self._parts = {c: _parts(c) for c in self.names}
 
     def add(self, value: Any) -> int:
         """The number of the entry for a value; those of what it is made of come before it."""
         kind = value.__class__
-        if value is None or kind in (bool, int, str):
-            return self._entry(value, (kind, value))
+        if kind in _PLAIN:
+            number = self._known.get((kind, value))
+            return self._entry(value, (kind, value)) if number is None else number
+        if kind is tuple or kind in self.names:
+            seen = self._seen.get(id(value))
+            if seen is not None:
+                return seen[0]
+            tag, parts = (_TUPLE, value) if kind is tuple else (self.names[kind], self._parts[kind](value))
+            number = self._composite(tag, parts)
+            self._seen[id(value)] = number, value  # which must live on: its address says what it is
+            return number
         if kind is float:
             return self._entry(value, (kind, value.hex()))  # 0.0 is not -0.0
         if isinstance(value, np.generic):
             return self.add(value.item())
-        if kind in self.names or kind is tuple:
-            known = self._seen.get(id(value))
-            if known is None:
-                known = self._composite(_TUPLE, value) if kind is tuple else self._record(value, kind)
-                self._seen[id(value)] = known
-            return known
         match value:
             case list():
                 return self._composite(_LIST, value, shared=False)
@@ -107,28 +113,30 @@ class _Writer:
             hint="a graph that calls Python functions can only run where they are",
         )
 
-    def _record(self, value: Any, kind: type) -> int:
-        parts = [getattr(value, f.name) for f in dataclasses.fields(value)]
-        if _has_digest(kind):
-            parts.append(getattr(value, _DIGEST))
-        return self._composite(self.names[kind], parts)
-
     def _composite(self, tag: str, parts: Iterable[Any], *, shared: bool = True) -> int:
-        entry = [tag, *(self.add(part) for part in parts)]
+        entry = [tag, *map(self.add, parts)]
         return self._entry(entry, tuple(entry) if shared else None)
 
     def _entry(self, entry: Any, key: Any) -> int:
-        if key is not None and key in self._known:
-            return self._known[key]
-        self.entries.append(entry)
-        number = len(self.entries) - 1
+        number = len(self.entries)
         if key is not None:
-            self._known[key] = number
+            known = self._known.setdefault(key, number)
+            if known != number:
+                return known
+        self.entries.append(entry)
         return number
 
     def _aside(self, array: Array) -> int:
         self.arrays.append(array)
         return len(self.arrays) - 1
+
+
+def _parts(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+    """What gives the values of the fields of a record, and its digest where it has one."""
+    names = [field.name for field in dataclasses.fields(kind)] + ([_DIGEST] if _has_digest(kind) else [])
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return (lambda record: (getattr(record, names[0]),)) if names else lambda record: ()
 
 
 def _makers(classes: Classes, arrays: Sequence[Array]) -> dict[str, Callable[[list[Any]], Any]]:
