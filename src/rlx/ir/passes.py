@@ -20,7 +20,7 @@ from pathlib import Path
 from rlx.classes import dataclass
 from rlx.errors import VerifyError
 from rlx.ir.graph import Graph
-from rlx.ir.verify import verify
+from rlx.ir.verify import Typed, verify
 
 Pass = Callable[[Graph], Graph]
 _serial = itertools.count()
@@ -29,9 +29,10 @@ _watched: ContextVar[list[tuple[str, Graph]] | None] = ContextVar("watched", def
 
 @dataclass
 class PassLog:
-    """What ran, in order: name, seconds, nodes before and after."""
+    """What ran, in order: name, seconds, nodes before and after. `typed` has what the verifier knows already."""
 
     entries: list[tuple[str, float, int, int]] = field(default_factory=list)
+    typed: Typed = field(default_factory=dict)
 
     def text(self) -> str:
         rows = [f"{name:24} {seconds * 1e3:8.2f} ms  {a:5} -> {b:5} nodes" for name, seconds, a, b in self.entries]
@@ -40,16 +41,17 @@ class PassLog:
 
 def run_passes(graph: Graph, passes: Sequence[Pass], log: PassLog | None = None) -> Graph:
     """The graph after all passes."""
+    log = log or PassLog()
     with _no_garbage_collection():
         for apply in passes:
             name = getattr(apply, "func", apply).__name__
-            before = len(graph)
+            before, count = graph, len(graph)
             started = time.perf_counter()
             graph = apply(graph)
-            if log is not None:
-                log.entries.append((name, time.perf_counter() - started, before, len(graph)))
+            log.entries.append((name, time.perf_counter() - started, count, len(graph)))
             try:
-                verify(graph)
+                if graph is not before or len(graph) != count:
+                    verify(graph, log.typed)
             except VerifyError as error:
                 error.add_note(f"  after pass: {name}")
                 raise

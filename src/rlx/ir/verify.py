@@ -10,9 +10,14 @@ from rlx.ir import registry
 from rlx.ir.graph import Array, Graph, Node, Value
 from rlx.ir.text import node_text
 
+# Nodes whose types were found right, by op, attributes and types: the very objects, which live on here. A pass hands
+# most nodes on as they are.
+Typed = dict[tuple[object, ...], tuple[object, ...]]
 
-def verify(graph: Graph) -> None:
-    """Raise VerifyError at the first node that is inconsistent."""
+
+def verify(graph: Graph, typed: Typed | None = None) -> None:
+    """Raise VerifyError at the first node that is inconsistent; `typed` is what calls before this one have found."""
+    typed = {} if typed is None else typed
     if graph.level not in (registry.HIR, registry.MIR):
         raise VerifyError(f"graph {graph.name!r}: level {graph.level!r} is not hir or mir")
     names: set[str] = set()
@@ -30,7 +35,7 @@ def verify(graph: Graph) -> None:
         if registry.LEAF in definition.traits:
             _check_leaf(graph, node, names)
             continue
-        _check_types(graph, node, definition)
+        _check_types(graph, node, definition, typed)
         if registry.CONTROL in definition.traits:
             _check_bodies(graph, node)
     for output in graph.outputs:
@@ -63,14 +68,19 @@ def _check_leaf(graph: Graph, node: Node, names: set[str]) -> None:
     names.add(name)
 
 
-def _check_types(graph: Graph, node: Node, definition: registry.OpDef) -> None:
+def _check_types(graph: Graph, node: Node, definition: registry.OpDef, typed: Typed) -> None:
+    operands = [None if o is None else o.type for o in node.operands]
+    key = (node.op, id(node.attrs), id(node.types), *map(id, operands))
+    if key in typed:
+        return
     try:
-        types = registry.result_types(definition, [None if o is None else o.type for o in node.operands], node.attrs)
+        types = registry.result_types(definition, operands, node.attrs)
     except RlxError as error:
         _fail(graph, node.id, f"cannot be typed: {error}")
     if types != node.types:
         have, want = ("; ".join(map(str, t)) for t in (node.types, types))
         _fail(graph, node.id, f"has type {have}, its rule gives {want}")
+    typed[key] = (node.attrs, node.types, operands)
 
 
 def _check_bodies(graph: Graph, node: Node) -> None:

@@ -22,4 +22,5 @@ def cse(graph: Graph) -> Graph:
             seen[key] = rewriter.copy(node)
         return seen[key]
 
-    return rebuild(graph, visit, made_by="cse")
+    found = rebuild(graph, visit, made_by="cse")
+    return found if len(found) < len(graph) else graph

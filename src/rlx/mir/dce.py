@@ -9,9 +9,11 @@ from rlx.ir.rewrite import Rewriter
 def dce(graph: Graph) -> Graph:
     """Keep what the outputs depend on, and every input and param."""
     live = graph.reachable(graph.outputs)
+    kept = [node for node in graph.nodes if node in live or node.op in ("input", "state", "param")]
+    if len(kept) == len(graph):
+        return graph
     rewriter = Rewriter(graph, "dce")
-    for node in graph.nodes:
-        if node in live or node.op in ("input", "state", "param"):
-            rewriter.values.update(zip(node.results, rewriter.copy(node), strict=True))
+    for node in kept:
+        rewriter.values.update(zip(node.results, rewriter.copy(node), strict=True))
     rewriter.graph.outputs = tuple(rewriter.values[o] for o in graph.outputs)
     return rewriter.graph

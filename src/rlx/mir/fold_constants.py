@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlx.errors import BindError, KernelError
 from rlx.ir import evaluate, registry
 from rlx.ir.graph import Graph, Node, Value
@@ -12,13 +14,13 @@ LARGEST = 4096  # elements; larger results would bloat graphs and stay for the b
 
 def fold_constants(graph: Graph) -> Graph:
     """Replace computed constants by their values."""
+    if not any(_is_constant(node.operands) for node in graph.nodes):
+        return graph
 
     def visit(rewriter: Rewriter, node: Node) -> list[Value] | None:
         operands = rewriter.operands(node)
         definition = registry.get(node.op)
-        if definition.traits & {registry.LEAF, registry.FUSED, registry.CONTROL} or not operands:
-            return None
-        if any(o is None or o.node.op != "const" for o in operands):
+        if definition.traits & {registry.LEAF, registry.FUSED, registry.CONTROL} or not _is_constant(operands):
             return None
         if any(not isinstance(t.elements, int) or t.elements > LARGEST for t in node.types):
             return None
@@ -30,3 +32,7 @@ def fold_constants(graph: Graph) -> Graph:
         return [rewriter.constant(node, r) for r in results]
 
     return rebuild(graph, visit, made_by="fold_constants")
+
+
+def _is_constant(operands: Sequence[Value | None]) -> bool:
+    return bool(operands) and all(o is not None and o.node.op == "const" for o in operands)

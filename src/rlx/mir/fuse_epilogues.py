@@ -30,6 +30,8 @@ def fuse_epilogues(graph: Graph, *, report: FusionReport | None = None) -> Graph
         if report is not None and region not in joined:
             _candidate(region, users, outputs, report)
     plan = alone | joined  # region -> the matmul result it takes in
+    if not plan:
+        return graph
     taken = {v.node for v in plan.values()}
     made: dict[Node, Value] = {}  # what other regions of a matmul became
 

@@ -27,6 +27,8 @@ def fuse_norms(graph: Graph, *, report: FusionReport | None = None) -> Graph:
                 plan[total.node] = node
             elif why and report is not None:
                 report.miss("residual norm", node, why)
+    if not plan:
+        return graph
     norms = {n: a for a, n in plan.items()}
     made: dict[Node, Value] = {}
 
@@ -56,6 +58,8 @@ def quantise_norms(graph: Graph, *, report: FusionReport | None = None) -> Graph
         found = _quantised_norm(node, users, outputs)
         if found is not None:
             plan.setdefault(found.norm, found)
+    if not plan:
+        return graph
     inside = {found.product for found in plan.values()}
     made: dict[Node, tuple[Value, ...]] = {}
 

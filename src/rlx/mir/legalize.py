@@ -14,18 +14,18 @@ from rlx.ir.rewrite import Rewriter, rebuild
 
 def legalize(graph: Graph) -> Graph:
     """Matmuls, grouped ones too, have operands of one type, f32, f64 or integer; gradients of attention, f32 or f64."""
+    if not any(map(_is_illegal, graph.nodes)):
+        return graph
     casts: dict[tuple[Value, DType], Value] = {}  # matmuls that share an operand share its cast, or none would merge
 
     def visit(rewriter: Rewriter, node: Node) -> Value | tuple[Value, ...] | None:
+        if not _is_illegal(node):
+            return None
         if node.op == "attention_grad":
             return _wide_gradient(rewriter, node)
-        if node.op not in ("matmul", "grouped_matmul"):
-            return None
         compute = node.types[0].dtype.compute
         given = [o for o in rewriter.operands(node) if o is not None]
         operands, index = given[:2], given[2:]
-        if all(o.dtype is compute for o in operands):
-            return None
         for o in operands:
             if o.dtype is not compute and (o, compute) not in casts:
                 casts[o, compute] = rewriter.one(node, "cast", o, dtype=compute)
@@ -36,11 +36,21 @@ def legalize(graph: Graph) -> Graph:
     return rebuild(graph, visit, made_by="legalize")
 
 
-def _wide_gradient(rewriter: Rewriter, node: Node) -> tuple[Value, ...] | None:
-    dtype, operands = node.types[0].dtype, rewriter.operands(node)
-    *tensors, mask = operands
-    if all(o is None or o.dtype is dtype.compute for o in tensors):
-        return None
+def _is_illegal(node: Node) -> bool:
+    """Whether it has operands that kernels do not take."""
+    if node.op == "attention_grad":
+        tensors = node.operands[:-1]
+    elif node.op in ("matmul", "grouped_matmul"):
+        tensors = node.operands[:2]
+    else:
+        return False
+    compute = node.types[0].dtype.compute
+    return any(o is not None and o.dtype is not compute for o in tensors)
+
+
+def _wide_gradient(rewriter: Rewriter, node: Node) -> tuple[Value, ...]:
+    dtype = node.types[0].dtype
+    *tensors, mask = rewriter.operands(node)
     wide = [o if o is None else _in_type(rewriter, node, o, dtype.compute) for o in tensors]
     made = rewriter.make(node, node.op, *wide, mask, **node.attrs)
     return tuple(_in_type(rewriter, node, m, dtype) for m in made)

@@ -52,6 +52,8 @@ def merge_gates(graph: Graph, *, report: FusionReport | None = None) -> Graph:
         if gate is not None and not taken & set(gate.matmuls):
             roots[node] = gate
             taken |= set(gate.matmuls) | set(gate.nodes)
+    if not roots:
+        return graph
 
     def visit(rewriter: Rewriter, node: Node) -> Any:
         gate = roots.get(node)
@@ -147,6 +149,8 @@ def merge_matmuls(graph: Graph, *, report: FusionReport | None = None) -> Graph:
         if is_matrix(w, weights):
             groups.setdefault((x, _storage(w)), []).append(_member(node, weights, users, outputs))
     merged = [members for members in groups.values() if len(members) > 1]
+    if not merged:
+        return graph
     first = {members[0].matmul: members for members in merged}
     parts: dict[Node, Value] = {}
 

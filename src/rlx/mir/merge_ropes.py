@@ -44,6 +44,8 @@ def merge_ropes(graph: Graph, *, report: FusionReport | None = None) -> Graph:
             first[min((c.rope for c in cuts), key=lambda n: n.id)] = ordered
         elif report is not None:
             report.miss("ropes of neighbouring heads", ordered[-1].rope, "the heads do not lie side by side")
+    if not first:
+        return graph
     parts: dict[Node, Value] = {}
 
     def visit(rewriter: Rewriter, node: Node) -> Value | None:

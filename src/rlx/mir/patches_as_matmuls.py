@@ -9,6 +9,8 @@ from rlx.ops.conv import pair
 
 def patches_as_matmuls(graph: Graph) -> Graph:
     """conv2d with stride == kernel, no padding, no dilation, no groups -> reshape, transpose, matmul."""
+    if not any(node.op == "conv2d" for node in graph.nodes):
+        return graph
     return rebuild(graph, _visit, made_by="patches_as_matmuls")
 
 

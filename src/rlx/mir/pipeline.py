@@ -140,7 +140,7 @@ def optimise(graph: Graph, target: Target, profile: CompileProfile | None = None
     graph = run_passes(graph, chosen(arrive(graph, profile), profile), log)
     hoisted = split(graph, target, profile, report, log)
     for part in (hoisted.main, hoisted.bind):
-        verify(part)
+        verify(part, log.typed)
         dump(part, "hoist_weights")
     main = run_passes(hoisted.main, chosen(fuse(report, profile), profile), log)
     bind = run_passes(hoisted.bind, chosen(fuse(FusionReport(), profile), profile), log)

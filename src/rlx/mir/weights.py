@@ -44,6 +44,8 @@ def _symbols(parts: Iterable[Any]) -> set[str]:
 def weights_first(graph: Graph) -> Graph:
     """The same graph with weight nodes in front, so that merged weights can be used anywhere."""
     weights = weight_nodes(graph)
+    if weights.issuperset(graph.nodes[: len(weights)]):
+        return graph
     rewriter = Rewriter(graph, "weights_first")
     for wanted in (True, False):
         for node in graph.nodes:
