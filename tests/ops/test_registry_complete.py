@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +94,15 @@ def test_forms_are_for_ops_that_exist() -> None:
     for table in (loop_form, scalar_form, lowering):
         assert set(table) <= set(registry.OPS)
     assert set(COMPARISONS) <= set(SCALAR_OPS)
+
+
+def test_the_loops_of_a_group_come_with_its_file() -> None:
+    """The scheduler imports `lir/<group>.py` for an op, and no other file."""
+    for name in loop_form:
+        op, home = registry.OPS[name], loop_form[name].__module__
+        if op.is_builtin:
+            own = vars(importlib.import_module(f"rlx.lir.{op.group}"))
+            assert home == own["__name__"] or own.get(home.rpartition(".")[2]) is sys.modules[home], name
 
 
 def test_every_group_has_a_file_of_meanings_and_a_file_of_loops() -> None:

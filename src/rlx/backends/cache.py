@@ -206,8 +206,9 @@ def source_digest() -> str:
     if known is not None:
         return known.decode()
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(path.read_bytes())
+    for path in sorted(entry.path for entry in _sources()):
+        with open(path, "rb", buffering=0) as file:
+            digest.update(file.read())
     if state == _source_state():  # else somebody is editing them
         store.write("sources", state, digest.hexdigest().encode())
     return digest.hexdigest()
@@ -216,6 +217,12 @@ def source_digest() -> str:
 def _source_state() -> str:
     """Changes with every change of a source: no program can set back the time of change (ctime) of a file."""
     digest = hashlib.blake2b(digest_size=16)
+    for entry in _sources():
+        digest.update(f"{entry.path}|{identity(entry.stat())}\n".encode())
+    return digest.hexdigest()
+
+
+def _sources() -> Iterator[os.DirEntry[str]]:
     folders = [str(_PACKAGE)]
     while folders:
         with os.scandir(folders.pop()) as entries:
@@ -223,8 +230,7 @@ def _source_state() -> str:
                 if entry.is_dir():
                     folders.append(entry.path)
                 elif entry.name.endswith(".py"):
-                    digest.update(f"{entry.path}|{identity(entry.stat())}\n".encode())
-    return digest.hexdigest()
+                    yield entry
 
 
 def identity(status: os.stat_result) -> str:

@@ -1,4 +1,4 @@
-"""All loop forms, by group. Importing this module fills the table."""
+"""All loop forms, by group. Importing this module fills the table; the scheduler imports a group when it meets one."""
 
 from rlx.lir import activations as activations
 from rlx.lir import attention as attention

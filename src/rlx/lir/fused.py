@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from rlx.dtypes import BOOL, I32, I64
 from rlx.ir.graph import Node
+from rlx.lir import linear as linear
+from rlx.lir import norm as norm
 from rlx.lir.blocks import Place, first_word, unit_of
 from rlx.lir.elementwise import body_lets
 from rlx.lir.loops import Apply, Choose, Const, Expr, For, Index, Load, Ref, Stmt, Store

@@ -6,6 +6,7 @@ launches and gives the views of the node's results.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
@@ -84,7 +85,7 @@ class Scheduler:
             case "const":
                 return [self._buffer(Buffer(self._fresh(f"const{node.id}"), node.types[0], CONST, node.attrs["value"]))]
             case _:
-                return loop_form[node.op](self, node)
+                return form_of(node)(self, node)
 
     def _fresh(self, name: str) -> str:
         """A name for a buffer that no input, param or other buffer has."""
@@ -469,10 +470,15 @@ class _Barriers:
         return False
 
 
+def form_of(node: Node) -> LoopForm:
+    """The loop form of an op. Those of a group are imported when the first is asked for: most programs need few."""
+    if node.op not in loop_form and node.definition.is_builtin:
+        importlib.import_module(f"rlx.lir.{node.definition.group}")
+    return loop_form[node.op]
+
+
 def schedule(graph: Graph, target: Target, *, notes: Mapping[str, str] | None = None) -> Program:
     """The program of an optimised MIR graph."""
-    import rlx.lir.forms  # noqa: F401  fills the table of loop forms
-
     program = Scheduler(graph, target, notes or {}).run()
     program.batch = independent_symbol(graph)
     _share_kernels(program)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
+from rlx.lir import gated_delta_net as gated_delta_net
 from rlx.lir import scan_gradient
 from rlx.lir.loops import Apply, Assign, Choose, Const, Expr, For, Index, Let, Ref, Stmt, Var
 from rlx.lir.named_operands import Operands, add, binary, exp, fma, mul, number, state_after, sub
