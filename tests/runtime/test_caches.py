@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -299,3 +301,20 @@ def test_a_line_that_became_several_is_planned_anew() -> None:
 
 def test_a_target_has_one_library() -> None:
     assert library(host()) is library(host())
+
+
+def test_a_linked_graph_goes_with_its_last_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLX_CACHE", str(tmp_path))
+    table = np.zeros((2, 4), np.float32)
+    for kind in ("CpuGraph", "LinkedGraph"):
+        compiled = rlx.compile(lookup())
+        assert type(compiled).__name__ == kind
+        assert np.array_equal(compiled.run({"table": table, "ids": np.array([1], np.int32)})[0], table[1:])
+    assert compiled.executable.program is compiled.plan.main  # type: ignore[attr-defined]
+    gone = weakref.ref(compiled)
+    gc.disable()
+    try:
+        del compiled
+        assert gone() is None
+    finally:
+        gc.enable()

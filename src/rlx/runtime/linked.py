@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from rlx.backends import cache
 from rlx.backends.cpu.executable import Executable
@@ -24,6 +25,9 @@ from rlx.runtime.kept import kept_records
 from rlx.runtime.signature import Signature
 from rlx.runtime.weights import Recipe, WeightStore
 from rlx.target import Target
+
+if TYPE_CHECKING:
+    from rlx.runtime.plan import CompiledPlan
 
 KIND = "linked"  # of entries in the cache
 
@@ -78,8 +82,21 @@ class LinkedGraph(CpuGraph):
     ) -> None:  # fmt: skip
         CompiledGraph.__init__(self, Signature.of(graph), "cpu")
         self.graph = graph
-        self._set_up(Executable(linked.main, lambda: self.plan.main, target, threads), store, profile)
+        # Not through `self`: without a cycle, the weights go as soon as the graph does.
+        self._plan = plan = functools.cache(lambda: _plan(graph, target, profile))
+        self._set_up(Executable(linked.main, lambda: plan().main, target, threads), store, profile)
         self._derived_by = dict(linked.derived)
         self._binder = None
         if linked.bind is not None:
-            self._binder = Executable(linked.bind, lambda: self.plan.bind, target, threads, aligned_outputs=True)
+            self._binder = Executable(linked.bind, lambda: plan().bind, target, threads, aligned_outputs=True)
+
+    @functools.cached_property
+    def plan(self) -> CompiledPlan:
+        """What it was laid out from."""
+        return self._plan()
+
+
+def _plan(graph: Graph, target: Target, profile: CompileProfile) -> CompiledPlan:
+    from rlx.runtime.plan import cached_plan  # and all that programs are made of
+
+    return cached_plan(graph, target, profile)
