@@ -24,7 +24,6 @@ A message says `where: what, with both values`. Layers on the way up add context
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 
@@ -113,6 +112,8 @@ def shortened(text: str, limit: int) -> str:
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """A hint with the known names closest to `name`, or None when nothing is close."""
     names = sorted(set(known))
+    import difflib  # for somebody who makes a mistake
+
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(f"{c!r}" for c in close) + "?"

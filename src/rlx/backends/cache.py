@@ -12,9 +12,7 @@ import functools
 import hashlib
 import math
 import os
-import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +57,8 @@ class Cache:
         """Store an entry; a disk that cannot take it only costs the next start its time."""
         if self.folder is None or not self.writable:
             return
+        import tempfile  # a start that finds everything writes nothing
+
         folder = self.folder / kind
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -91,6 +91,8 @@ class Cache:
         limit = start_limit()
         if self.folder is None or not self.writable or size > limit:
             return None
+        import shutil
+
         folder = self.folder / STARTS
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

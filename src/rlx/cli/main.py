@@ -56,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not words:
             parser().print_help(sys.stderr)
             return USAGE
+        if words == ["--version"]:  # which needs no command
+            print(f"rlx {rlx.__version__}")
+            return OK
         arguments = parser(first if first in COMMANDS else None).parse_args(words)
         code = int(arguments.run(arguments))
         if sys.stdout is not None:

@@ -6,10 +6,8 @@ from each number to the next are written down here.
 
 from __future__ import annotations
 
-import base64
 import functools
 import itertools
-import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,6 +73,9 @@ SIGNS = tuple(s | (s.bit_count() & 1) << 7 for s in range(128))  # seven signs; 
 @functools.cache
 def digits(name: str) -> Array:
     """The vectors of a grid as digits: uint8 [size, length]."""
+    import base64  # few models have such weights
+    import zlib
+
     ends = dict(zip(GRIDS, itertools.accumulate(g.size for g in GRIDS.values()), strict=True))
     grid = GRIDS[name]
     low, high = np.frombuffer(zlib.decompress(base64.b85decode(_DISTANCES)), np.uint8).reshape(2, -1).astype(np.int64)

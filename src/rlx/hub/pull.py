@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from rlx.classes import dataclass
 from rlx.errors import CapabilityError, NotFoundError, RequestError, RlxError, nearest
 from rlx.hub import catalogue, licence, store
 from rlx.hub.catalogue import Entry
@@ -25,7 +24,6 @@ if TYPE_CHECKING:  # what a model of the catalogue that is here does not need is
 
 Source = Literal["path", "catalogue", "hub"]
 WEIGHTS = (".safetensors", ".gguf", ".bin")  # how files of them end
-_log = logging.getLogger("rlx.hub")
 _WITHOUT = {
     "modules.json": "vectors are means of all tokens, not normalised, which may not be what the model was trained for",
     "tokenizer_config.json": "a chat template and special tokens may be missing",
@@ -112,7 +110,9 @@ def _as_it_is(found: ModelFiles) -> ModelFiles:
 
 @functools.cache  # once
 def _warn(text: str) -> None:
-    _log.warning(text)
+    import logging  # most models are here already, and need nothing said
+
+    logging.getLogger("rlx.hub").warning(text)
 
 
 def locate(name: str | os.PathLike[str], *, revision: str | None = None) -> ModelFiles | None:

@@ -10,6 +10,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
+from types import FunctionType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -193,6 +194,9 @@ def _schema(rule: Callable[..., Any]) -> Schema:
 
 
 def _parameters(function: Callable[..., Any]) -> Iterable[str]:
+    if isinstance(function, FunctionType) and not hasattr(function, "__wrapped__"):  # the quick way, for a start
+        code = function.__code__
+        return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # a NumPy ufunc has no signature
