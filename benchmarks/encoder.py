@@ -1,9 +1,9 @@
 """all-MiniLM-L6-v2 on token ids: rlx against torch.compile, ONNX Runtime, OpenVINO and JAX, in f32 and in int8.
 
 Embedding, mask and pooling are part of the work, tokenisation is not. A case is a batch size and a width; in a batch,
-texts are between half as long as that and that long, or all of it ("full"). Prints milliseconds as median/best and how
-many times as fast rlx is as each peer. `--json` keeps every round. In int8, ONNX Runtime finds ranges as it runs, as rlx
-does, and OpenVINO's model is NNCF's, calibrated on sentences.
+texts are between half as long as that and that long, or all of it ("full"). Prints milliseconds as median/best and
+how many times as fast rlx is as each peer. `--json` keeps every round. In int8, ONNX Runtime finds ranges as it runs,
+as rlx does, and OpenVINO's model is NNCF's, calibrated on sentences.
 """
 
 from __future__ import annotations

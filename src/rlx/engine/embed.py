@@ -112,7 +112,7 @@ class EmbeddingModel(Model):
         return vectors[0] if isinstance(texts, str) else vectors
 
     def embed_tokens(
-        self, rows: Iterable[Sequence[int] | Array], *, batch_size: int | None = None, normalize: bool | None = None
+        self, rows: Iterable[Iterable[int]], *, batch_size: int | None = None, normalize: bool | None = None
     ) -> Array:
         """The vectors `[rows, dim]` of texts that are token ids already, special tokens among them, as f32.
 
@@ -151,7 +151,7 @@ class EmbeddingModel(Model):
             raise RequestError(f"embed: normalize is {shown(normalize)}, expected True, False or None")
         return self.normalize if normalize is None else bool(normalize)
 
-    def _checked_row(self, row: Sequence[int] | Array, i: int) -> list[int]:
+    def _checked_row(self, row: Iterable[int], i: int) -> list[int]:
         ids = self.token_ids(row, f"embed_tokens: row {i}")
         if len(ids) > self.limit:
             raise RequestError(

@@ -247,7 +247,7 @@ class Model:
         made += "" if self.profile == usual else f", profile {self.profile.key()}"
         return f"{made}{', patched' if self._patch else ''}, seed {seed}"
 
-    def token_ids(self, given: str | Sequence[int], where: str = "tokens") -> list[int]:
+    def token_ids(self, given: str | Iterable[int], where: str = "tokens") -> list[int]:
         """A text or token ids as checked token ids."""
         if isinstance(given, str):
             return self.tokenizer.encode(given)
