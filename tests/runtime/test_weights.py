@@ -64,7 +64,7 @@ def test_a_weight_that_comes_on_top_does_not_keep_a_second_copy_of_the_others() 
     session = rlx.Session("cpu")
     more = rlx.Graph("more")
     x = more.input("x", ("m", 64))
-    more.set_outputs([x @ more.param("w", (64, 64)), x @ more.param("v", (64, 64))])
+    more.set_outputs([x @ more.param("w", (64, 64)), (x * x) @ more.param("v", (64, 64))])
     given = {"w": full(2), "v": full(3)}
     for array in given.values():
         array.flags.writeable = False
