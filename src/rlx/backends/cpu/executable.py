@@ -19,7 +19,7 @@ from rlx.backends.cpu import driver
 from rlx.backends.cpu import pool as pools
 from rlx.backends.cpu.layout import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Layout, lay_out
 from rlx.backends.cpu.library import library
-from rlx.backends.cpu.memory import Bytes, Guarded, address, aligned, checking
+from rlx.backends.cpu.memory import Bytes, Guarded, address, aligned, checking, side_by_side
 from rlx.backends.cpu.records import ARGUMENTS, FUNCTION, UNITS
 from rlx.classes import dataclass
 from rlx.errors import BindError, KernelError
@@ -120,7 +120,7 @@ class Executable:
     ) -> None:  # fmt: skip
         # Weights that kernels read again and again are worth starting on a cache line: NumPy's memory does not, and a
         # vector that straddles two lines is read twice.
-        self._allocate = _aligned_empty if aligned_outputs else np.empty
+        self._allocate = side_by_side if aligned_outputs else _each_new
         self._make_program = program
         self.layout, self.records = layout, layout.records
         self.target = target
@@ -252,7 +252,7 @@ class Executable:
     def _run_pieces(
         self, pieces: Pieces, inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None
     ) -> list[Array]:
-        outputs = [self._allocate(shape, dtype) for shape, dtype in pieces.outputs]
+        outputs = self._allocate(pieces.outputs)
         for start, stop, key in pieces.parts:
             self.run(key, [a[start:stop] for a in inputs], trace, [a[start:stop] for a in outputs])
         return outputs
@@ -303,7 +303,7 @@ class Executable:
         else:
             if kept:
                 return kept.copy()
-        outputs = [self._allocate(shape, dtype) for shape, dtype in frame.outputs]
+        outputs = self._allocate(frame.outputs)
         self._point_outputs(instance, outputs)
         instance.kept = outputs.copy() if frame.keeps_outputs else []
         return outputs
@@ -435,5 +435,5 @@ def _fault_text(code: int) -> str:
     return known.get(code, f"fault {code}")
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    return aligned(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+def _each_new(types: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[Array]:
+    return [np.empty(shape, dtype) for shape, dtype in types]
