@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_files import asset
 from test_chat import CONVERSATIONS, LLAMA3, MISTRAL, QWEN25, SMOLLM2, TOOLS
+from tokenizers import Tokenizer as RustTokenizer
 
 from rlx.errors import NotFoundError, RequestError
 from rlx.formats import open_gguf
@@ -66,7 +67,7 @@ def test_ordinary_messages_give_the_tokens_of_transformers(name: str) -> None:
     tokenizer, template = case(name)
     ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer._parsing, chat_template=CASES[name][1],
+        tokenizer_object=RustTokenizer.from_buffer(tokenizer.to_json()), chat_template=CASES[name][1],
         **{k: tokenizer.token_bytes(i).decode() for k, i in ends.items() if i is not None},
     )  # fmt: skip
     talks = [talk for key, talk in CONVERSATIONS.items() if key not in ("wrong order", "tools")]

@@ -1,0 +1,286 @@
+"""Byte-pair encoding over tables that are mapped, not built: words in, tokens out, as the Rust library's BPE has them.
+
+That library builds hash maps of every token and merge whenever a process starts, which for 262,144 tokens takes longer
+than all else until the first token of a small model. Here the tables are NumPy arrays: made once, kept in a file,
+mapped by the next process, which reads the pages that its texts need. The library still does all the rest (added
+tokens, normalizers, pre-tokenizers, offsets, post-processors): its last pre-tokenizer is a `Bpe`, which hands it the
+tokens of each word, so that nothing is left for its own model, which is empty.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, pairwise
+from operator import add
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import PreTokenizedString, Regex, Token, models, pre_tokenizers
+from tokenizers.pre_tokenizers import PreTokenizer
+
+from rlx.errors import FormatError
+from rlx.formats.tensors import quoted
+
+K = TypeVar("K")
+V = TypeVar("V")
+Array = NDArray[Any]
+SPACES = ("\u2581", " ")  # as SentencePiece and llama2.c write them
+BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
+MAX_KEPT = 1 << 15  # words, characters and pairs that are remembered, each
+MAX_KEPT_CHARS = 64  # of a word; longer ones hardly come twice
+MAX_JOINERS = 32  # characters before a space inside tokens; a vocabulary with more is not made of words
+
+
+@dataclass(frozen=True, slots=True)
+class Merges:
+    """Which two tokens become which third, best first; of a pair that comes twice, the later place counts."""
+
+    left: Array
+    right: Array
+    joined: Array
+
+
+class Bpe:
+    """A BPE model. Nothing changes it but what it remembers of words, so that threads may share it.
+
+    `tables` are: `text`, the names of all tokens one after the other, and `ends`, where each ends; `order`, the ids,
+    sorted by name; for the pairs that merge, sorted by left and right token: `first`, where those of a left token
+    begin, `right`, `rank` and `joined`; and `cut`, characters as `_cut` tells of them. `options` is a model of the
+    library, without merges, and has what tokenizer.json says beside.
+    """
+
+    def __init__(self, tables: Mapping[str, Array], options: models.BPE) -> None:
+        self.tables = tables
+        self.size = len(tables["ends"]) - 1  # ids, of which some may have no token
+        self._text, self._ends, self._order, self._first, self._right, self._rank, self._joined = (
+            tables[name].data for name in ("text", "ends", "order", "first", "right", "rank", "joined")
+        )
+        self._unk: str | None = options.unk_token
+        self._prefix = options.continuing_subword_prefix or ""  # before every character of a word but the first
+        self._suffix = options.end_of_word_suffix or ""
+        self._fuse, self._bytes, self._whole = options.fuse_unk, options.byte_fallback, options.ignore_merges
+        self._words: dict[str, list[Token]] = {}
+        self._symbols: dict[str, int | None] = {}
+        self._pairs: dict[int, tuple[int, int] | None] = {}
+
+    @classmethod
+    def made(cls, ids: Mapping[str, int], merges: Merges, options: models.BPE) -> Bpe:
+        """The model with these tokens and merges, which were checked."""
+        size = max(ids.values(), default=-1) + 1
+        names = [""] * size
+        for name, i in ids.items():
+            names[i] = name
+        ends = np.zeros(size + 1, np.uint32)
+        np.cumsum([len(name.encode()) for name in names], out=ends[1:])
+        keys = merges.left.astype(np.uint64) << np.uint64(32) | merges.right.astype(np.uint64)
+        by_pair = np.argsort(keys, kind="stable")
+        by_pair = by_pair[np.append(np.diff(keys[by_pair]) != 0, np.ones(min(len(keys), 1), bool))]
+        first = np.zeros(size + 1, np.uint32)
+        np.cumsum(np.bincount(merges.left[by_pair], minlength=size), out=first[1:])
+        cut = _cut(ids, merges, [names[i] for i in np.unique(merges.joined)], options)
+        tables = {
+            "text": np.frombuffer("".join(names).encode(), np.uint8),
+            "ends": ends,
+            "order": np.array([ids[name] for name in sorted(ids)], np.uint32),
+            "first": first,
+            "right": merges.right[by_pair].astype(np.uint32),
+            "rank": by_pair.astype(np.uint32),
+            "joined": merges.joined[by_pair].astype(np.uint32),
+            "cut": np.array([ord(c) for c in cut], np.uint32),
+        }
+        return cls(tables, options)
+
+    # -- tokens --
+    def name(self, token: int) -> str | None:
+        """What a token is called; None for an id without one."""
+        if not 0 <= token < self.size:
+            return None
+        name = self._name(token)
+        return name if name or self.id("") == token else None
+
+    def id(self, name: str) -> int | None:
+        """The token of that name."""
+        order = self._order
+        at = bisect_left(order, name, key=self._name)
+        return order[at] if at < len(order) and self._name(order[at]) == name else None
+
+    def _name(self, token: int) -> str:
+        return str(self._text[self._ends[token] : self._ends[token + 1]], "utf-8")
+
+    # -- words to tokens --
+    def pre_tokenizer(self, given: PreTokenizer | None) -> PreTokenizer:
+        """What cuts a text as `given` does, and gives every word its tokens.
+
+        Where a word may be a whole text, as with SentencePiece, it is cut before spaces too: most words come again.
+        """
+        parts: list[Any] = [] if given is None else [given]
+        if cut := [f"\\x{{{character:x}}}" for character in self.tables["cut"]]:
+            parts.append(pre_tokenizers.Split(Regex(f"(?<=[^{''.join(cut)}])(?={cut[0]})"), "isolated"))
+        return pre_tokenizers.Sequence([*parts, PreTokenizer.custom(self)])
+
+    def pre_tokenize(self, text: PreTokenizedString) -> None:
+        """What the library calls of a pre-tokenizer of Python."""
+        text.tokenize(self.tokens)
+
+    def tokens(self, word: str) -> list[Token]:
+        """The tokens of a word, with their places in bytes."""
+        try:
+            return self._words[word]
+        except KeyError:
+            found = self._tokens(word)
+            return found if len(word) > MAX_KEPT_CHARS else _keep(self._words, word, found)
+
+    def _tokens(self, word: str) -> list[Token]:
+        if self._whole and (whole := self.id(word)) is not None:
+            return [Token(whole, word, (0, len(word.encode())))]
+        tokens, lengths = self._split(word)
+        self._merge(tokens, lengths)
+        ends = accumulate(lengths)
+        return [
+            Token(token, self._name(token), (end - n, end))
+            for token, n, end in zip(tokens, lengths, ends, strict=True) if n
+        ]  # fmt: skip
+
+    def _split(self, word: str) -> tuple[list[int], list[int]]:
+        """The characters of a word as tokens, and their lengths in bytes."""
+        tokens: list[int] = []
+        lengths: list[int] = []
+        unknown = 0  # bytes of characters before this one that have no token
+        for i, character in enumerate(word):
+            length = 1 if character < "\x80" else len(character.encode())
+            if self._prefix and i:
+                character = self._prefix + character
+            if self._suffix and i == len(word) - 1:
+                character += self._suffix
+            token = self._symbol(character)
+            if token is None and self._bytes:
+                found = [self._symbol(BYTE_TOKENS[byte]) for byte in character.encode()]
+                if None not in found:
+                    tokens += [byte for byte in found if byte is not None]
+                    lengths += [1] * len(found)
+                    continue
+            if unknown and (token is not None or not self._fuse):
+                tokens.append(self._unknown())
+                lengths.append(unknown)
+                unknown = 0
+            if token is not None:
+                tokens.append(token)
+                lengths.append(length)
+            elif self._unk is not None:
+                unknown += length
+        if unknown:
+            tokens.append(self._unknown())
+            lengths.append(unknown)
+        return tokens, lengths
+
+    def _symbol(self, name: str) -> int | None:
+        try:
+            return self._symbols[name]
+        except KeyError:
+            return _keep(self._symbols, name, self.id(name))
+
+    def _unknown(self) -> int:
+        found = self._symbol(self._unk or "")
+        if found is None:
+            raise FormatError(f"unk_token: the vocabulary has no {quoted(self._unk)}")
+        return found
+
+    def _merge_of(self, left: int, right: int) -> tuple[int, int] | None:
+        """The rank of a pair, and what it becomes; None where it does not merge."""
+        key = left << 32 | right
+        try:
+            return self._pairs[key]
+        except KeyError:
+            end = self._first[left + 1]
+            at = bisect_left(self._right, right, self._first[left], end)
+            merges = at < end and self._right[at] == right
+            return _keep(self._pairs, key, (self._rank[at], self._joined[at]) if merges else None)
+
+    def _merge(self, tokens: list[int], lengths: list[int]) -> None:
+        """Merge the pair of the lowest rank, the leftmost of several, until no pair merges. What is gone has length 0.
+
+        A heap has the merges that may still be done; one whose place has changed meanwhile is known by what it becomes.
+        """
+        count, merge_of = len(tokens), self._merge_of
+        after = list(range(1, count + 1))  # the next token that is still there
+        before = list(range(-1, count - 1))
+        heap: list[tuple[int, int, int]] = []  # rank, place, what the pair becomes
+        for i, (left, right) in enumerate(pairwise(tokens)):
+            found = merge_of(left, right)
+            if found is not None:
+                heap.append((found[0], i, found[1]))
+        heapify(heap)
+        while heap:
+            _, i, joined = heappop(heap)
+            right = after[i]
+            if right >= count or not lengths[i]:
+                continue
+            found = merge_of(tokens[i], tokens[right])
+            if found is None or found[1] != joined:
+                continue
+            tokens[i] = joined
+            lengths[i] += lengths[right]
+            lengths[right] = 0
+            after[i] = following = after[right]
+            if following < count:
+                before[following] = i
+                found = merge_of(joined, tokens[following])
+                if found is not None:
+                    heappush(heap, (found[0], i, found[1]))
+            previous = before[i]
+            if previous >= 0:
+                found = merge_of(tokens[previous], joined)
+                if found is not None:
+                    heappush(heap, (found[0], previous, found[1]))
+
+    # -- as tokenizer.json has it --
+    def to_json(self) -> dict[str, Any]:
+        """Its tokens and merges."""
+        names = [self._name(i) for i in range(self.size)]
+        left = np.repeat(np.arange(self.size), np.diff(self.tables["first"]).astype(np.int64))
+        best_first = np.argsort(self.tables["rank"])
+        pairs = zip(left[best_first].tolist(), self.tables["right"][best_first].tolist(), strict=True)
+        vocab = {names[i]: i for i in sorted(self._order.tolist())}
+        return {"vocab": vocab, "merges": [[names[a], names[b]] for a, b in pairs]}
+
+
+def _keep(known: dict[K, V], key: K, value: V) -> V:
+    if len(known) >= MAX_KEPT:
+        known.clear()
+    known[key] = value
+    return value
+
+
+def _cut(ids: Mapping[str, int], merges: Merges, joined: Sequence[str], options: models.BPE) -> str:
+    """The space before which a text may be cut, and the characters after which it may not; empty where there is none.
+
+    A merge goes across a cut only where the token that it makes has that character before that space. The space has a
+    token, so that unknown characters before and after are not joined either. Bytes and unknown characters, whose tokens
+    have other names than the text, must not take part in merges.
+    """
+    if options.continuing_subword_prefix or options.end_of_word_suffix or options.ignore_merges:
+        return ""
+    others = [i for name in (options.unk_token, *BYTE_TOKENS) if (i := ids.get(name or "")) is not None]
+    if np.isin(merges.left, others).any() or np.isin(merges.right, others).any():
+        return ""
+    for space in (space for space in SPACES if space in ids):
+        before = re.compile(f"[^{space}](?={space})")
+        joiners = {found for name in joined if space in name for found in before.findall(name)}
+        if len(joiners) <= MAX_JOINERS:
+            return space + "".join(sorted(joiners))
+    return ""
+
+
+def merges_of(pairs: Sequence[tuple[str, str]], ids: Mapping[str, int], where: str, prefix: str = "") -> Merges:
+    """Merges that name their tokens, best first; `prefix` is the `continuing_subword_prefix`."""
+    left, right = zip(*pairs, strict=True) if pairs else ((), ())
+    rest = [name[len(prefix) :] for name in right] if prefix else right
+    try:
+        return Merges(*(np.array([ids[n] for n in names], np.uint32) for names in (left, right, map(add, left, rest))))
+    except KeyError as error:
+        raise FormatError(f"{where}: token {quoted(error.args[0])} of a merge is out of vocabulary") from error
