@@ -82,11 +82,12 @@ class Bpe:
         by_pair = by_pair[np.append(np.diff(keys[by_pair]) != 0, np.ones(min(len(keys), 1), bool))]
         first = np.zeros(size + 1, np.uint32)
         np.cumsum(np.bincount(merges.left[by_pair], minlength=size), out=first[1:])
-        cut = _cut(ids, merges, [names[i] for i in np.unique(merges.joined)], options)
+        made = np.flatnonzero(np.bincount(merges.joined, minlength=size)).tolist()
+        cut = _cut(ids, merges, [names[i] for i in made], options)
         tables = {
             "text": np.frombuffer("".join(names).encode(), np.uint8),
             "ends": ends,
-            "order": np.array([ids[name] for name in sorted(ids)], np.uint32),
+            "order": np.array(sorted(ids.values(), key=names.__getitem__), np.uint32),
             "first": first,
             "right": merges.right[by_pair].astype(np.uint32),
             "rank": by_pair.astype(np.uint32),
@@ -261,9 +262,12 @@ def _cut(ids: Mapping[str, int], merges: Merges, joined: Sequence[str], options:
 
     A merge goes across a cut only where the token that it makes has that character before that space. The space has a
     token, so that unknown characters before and after are not joined either. Bytes and unknown characters, whose tokens
-    have other names than the text, must not take part in merges.
+    have other names than the text, must not take part in merges, and none may be left out: the library's offsets do not
+    count those, up to the end of a word.
     """
     if options.continuing_subword_prefix or options.end_of_word_suffix or options.ignore_merges:
+        return ""
+    if options.unk_token is None and not (options.byte_fallback and all(name in ids for name in BYTE_TOKENS)):
         return ""
     others = [i for name in (options.unk_token, *BYTE_TOKENS) if (i := ids.get(name or "")) is not None]
     if np.isin(merges.left, others).any() or np.isin(merges.right, others).any():
@@ -276,11 +280,12 @@ def _cut(ids: Mapping[str, int], merges: Merges, joined: Sequence[str], options:
     return ""
 
 
-def merges_of(pairs: Sequence[tuple[str, str]], ids: Mapping[str, int], where: str, prefix: str = "") -> Merges:
+def merges_of(
+    left: Sequence[str], right: Sequence[str], ids: Mapping[str, int], where: str, *, prefix: str = ""
+) -> Merges:
     """Merges that name their tokens, best first; `prefix` is the `continuing_subword_prefix`."""
-    left, right = zip(*pairs, strict=True) if pairs else ((), ())
-    rest = [name[len(prefix) :] for name in right] if prefix else right
+    joined = map(add, left, (name[len(prefix) :] for name in right) if prefix else right)
     try:
-        return Merges(*(np.array([ids[n] for n in names], np.uint32) for names in (left, right, map(add, left, rest))))
+        return Merges(*(np.fromiter(map(ids.__getitem__, names), np.uint32) for names in (left, right, joined)))
     except KeyError as error:
         raise FormatError(f"{where}: token {quoted(error.args[0])} of a merge is out of vocabulary") from error

@@ -44,7 +44,8 @@ def read_json(data: bytes, where: str) -> tuple[RustTokenizer, Bpe | None]:
             rest = {**model, "vocab": _ids_of_added(document, ids), "merges": [], "dropout": None}
             with rust_call(where):
                 rust = RustTokenizer.from_str(json.dumps({**document, "model": rest}))
-            merges = merges_of(_pairs(model, where), ids, where, rust.model.continuing_subword_prefix or "")
+            prefix = rust.model.continuing_subword_prefix or ""
+            merges = merges_of(*_sides(model, where), ids, where, prefix=prefix)
             return rust, Bpe.made(ids, merges, rust.model)
     with rust_call(where):
         return RustTokenizer.from_buffer(data), None
@@ -84,21 +85,17 @@ def _vocab(model: Mapping[str, Any], where: str) -> dict[str, int]:
     return vocab
 
 
-def _pairs(model: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
-    """The merges of a BPE model in a tokenizer.json, which are pairs, or texts with a space between the two."""
-    merges = model.get("merges")
+def _sides(model: Mapping[str, Any], where: str) -> tuple[list[str], list[str]]:
+    """The left tokens of merges and the right ones; a merge is a pair, or a text with a space between the two."""
+    merges = model["merges"]
     if not isinstance(merges, list):
         raise FormatError(f"{where}: model: expected merges, found {type(merges).__name__}")
-    pairs = []
+    if all(isinstance(merge, str) for merge in merges):
+        merges = [merge.split(" ") for merge in merges if not merge.startswith("#version")]  # a line of merges.txt
     for i, merge in enumerate(merges):
-        if isinstance(merge, str) and merge.startswith("#version"):  # the first line of a merges.txt
-            continue
-        match merge.split(" ") if isinstance(merge, str) else merge:
-            case [str(left), str(right)]:
-                pairs.append((left, right))
-            case _:
-                raise FormatError(f"{where}: merges: expected two tokens, found {quoted(merge)} at {i}")
-    return pairs
+        if not (type(merge) is list and len(merge) == 2 and type(merge[0]) is str and type(merge[1]) is str):
+            raise FormatError(f"{where}: merges: expected two tokens, found {quoted(merge)} at {i}")
+    return [merge[0] for merge in merges], [merge[1] for merge in merges]
 
 
 def _check_charsmaps(data: bytes, where: str) -> None:
