@@ -31,6 +31,7 @@ V = TypeVar("V")
 Array = NDArray[Any]
 SPACES = ("\u2581", " ")  # as SentencePiece and llama2.c write them
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
+JOINED = 0xFFFFFFFF  # the part of an entry of `merge` that is the token
 MAX_KEPT = 1 << 15  # words, characters and pairs that are remembered, each
 MAX_KEPT_CHARS = 64  # of a word; longer ones hardly come twice
 MAX_JOINERS = 32  # characters before a space inside tokens; a vocabulary with more is not made of words
@@ -50,15 +51,16 @@ class Bpe:
 
     `tables` are: `text`, the names of all tokens one after the other, and `ends`, where each ends; `order`, the ids,
     sorted by name; for the pairs that merge, sorted by left and right token: `first`, where those of a left token
-    begin, `right`, `rank` and `joined`; and `cut`, characters as `_cut` tells of them. `options` is a model of the
-    library, without merges, and has what tokenizer.json says beside.
+    begin, `right`, and `merge`, the rank in the upper half and what the pair becomes in the lower one; and `cut`,
+    characters as `_cut` tells of them. `options` is a model of the library, without merges, and has what tokenizer.json
+    says beside.
     """
 
     def __init__(self, tables: Mapping[str, Array], options: models.BPE) -> None:
         self.tables = tables
         self.size = len(tables["ends"]) - 1  # ids, of which some may have no token
-        self._text, self._ends, self._order, self._first, self._right, self._rank, self._joined = (
-            tables[name].data for name in ("text", "ends", "order", "first", "right", "rank", "joined")
+        self._text, self._ends, self._order, self._first, self._right, self._merges = (
+            tables[name].data for name in ("text", "ends", "order", "first", "right", "merge")
         )
         self._unk: str | None = options.unk_token
         self._prefix = options.continuing_subword_prefix or ""  # before every character of a word but the first
@@ -66,7 +68,7 @@ class Bpe:
         self._fuse, self._bytes, self._whole = options.fuse_unk, options.byte_fallback, options.ignore_merges
         self._words: dict[str, list[Token]] = {}
         self._symbols: dict[str, int | None] = {}
-        self._pairs: dict[int, tuple[int, int] | None] = {}
+        self._pairs: dict[int, int] = {}
 
     @classmethod
     def made(cls, ids: Mapping[str, int], merges: Merges, options: models.BPE) -> Bpe:
@@ -77,7 +79,7 @@ class Bpe:
             names[i] = name
         ends = np.zeros(size + 1, np.uint32)
         np.cumsum([len(name.encode()) for name in names], out=ends[1:])
-        keys = merges.left.astype(np.uint64) << np.uint64(32) | merges.right.astype(np.uint64)
+        keys = merges.left.astype(np.int64) << 32 | merges.right
         by_pair = np.argsort(keys, kind="stable")
         by_pair = by_pair[np.append(np.diff(keys[by_pair]) != 0, np.ones(min(len(keys), 1), bool))]
         first = np.zeros(size + 1, np.uint32)
@@ -90,8 +92,7 @@ class Bpe:
             "order": np.array(sorted(ids.values(), key=names.__getitem__), np.uint32),
             "first": first,
             "right": merges.right[by_pair].astype(np.uint32),
-            "rank": by_pair.astype(np.uint32),
-            "joined": merges.joined[by_pair].astype(np.uint32),
+            "merge": by_pair.astype(np.int64) << 32 | merges.joined[by_pair],
             "cut": np.array([ord(c) for c in cut], np.uint32),
         }
         return cls(tables, options)
@@ -191,16 +192,16 @@ class Bpe:
             raise FormatError(f"unk_token: the vocabulary has no {quoted(self._unk)}")
         return found
 
-    def _merge_of(self, left: int, right: int) -> tuple[int, int] | None:
-        """The rank of a pair, and what it becomes; None where it does not merge."""
+    def _merge_of(self, left: int, right: int) -> int:
+        """The entry of a pair in `merge`; -1 where it does not merge."""
         key = left << 32 | right
-        try:
-            return self._pairs[key]
-        except KeyError:
+        found = self._pairs.get(key)
+        if found is None:
             end = self._first[left + 1]
             at = bisect_left(self._right, right, self._first[left], end)
-            merges = at < end and self._right[at] == right
-            return _keep(self._pairs, key, (self._rank[at], self._joined[at]) if merges else None)
+            found = self._merges[at] if at < end and self._right[at] == right else -1
+            _keep(self._pairs, key, found)
+        return found
 
     def _merge(self, tokens: list[int], lengths: list[int]) -> None:
         """Merge the pair of the lowest rank, the leftmost of several, until no pair merges. What is gone has length 0.
@@ -210,19 +211,17 @@ class Bpe:
         count, merge_of = len(tokens), self._merge_of
         after = list(range(1, count + 1))  # the next token that is still there
         before = list(range(-1, count - 1))
-        heap: list[tuple[int, int, int]] = []  # rank, place, what the pair becomes
-        for i, (left, right) in enumerate(pairwise(tokens)):
-            found = merge_of(left, right)
-            if found is not None:
-                heap.append((found[0], i, found[1]))
+        merges = (merge_of(left, right) for left, right in pairwise(tokens))
+        heap = [(merge, i) for i, merge in enumerate(merges) if merge >= 0]
         heapify(heap)
         while heap:
-            _, i, joined = heappop(heap)
+            merge, i = heappop(heap)
             right = after[i]
             if right >= count or not lengths[i]:
                 continue
+            joined = merge & JOINED
             found = merge_of(tokens[i], tokens[right])
-            if found is None or found[1] != joined:
+            if found < 0 or found & JOINED != joined:
                 continue
             tokens[i] = joined
             lengths[i] += lengths[right]
@@ -230,21 +229,21 @@ class Bpe:
             after[i] = following = after[right]
             if following < count:
                 before[following] = i
-                found = merge_of(joined, tokens[following])
-                if found is not None:
-                    heappush(heap, (found[0], i, found[1]))
+                merge = merge_of(joined, tokens[following])
+                if merge >= 0:
+                    heappush(heap, (merge, i))
             previous = before[i]
             if previous >= 0:
-                found = merge_of(tokens[previous], joined)
-                if found is not None:
-                    heappush(heap, (found[0], previous, found[1]))
+                merge = merge_of(tokens[previous], joined)
+                if merge >= 0:
+                    heappush(heap, (merge, previous))
 
     # -- as tokenizer.json has it --
     def to_json(self) -> dict[str, Any]:
         """Its tokens and merges."""
         names = [self._name(i) for i in range(self.size)]
         left = np.repeat(np.arange(self.size), np.diff(self.tables["first"]).astype(np.int64))
-        best_first = np.argsort(self.tables["rank"])
+        best_first = np.argsort(self.tables["merge"])
         pairs = zip(left[best_first].tolist(), self.tables["right"][best_first].tolist(), strict=True)
         vocab = {names[i]: i for i in sorted(self._order.tolist())}
         return {"vocab": vocab, "merges": [[names[a], names[b]] for a, b in pairs]}

@@ -398,11 +398,12 @@ def _growth(normalizer: Any) -> float:
 
 def _check_added(rust: RustTokenizer, added: Mapping[int, AddedToken], source: str) -> None:
     """Refuse an added token that the normalizer makes empty: the library would find it without end."""
+    normalizer = rust.normalizer
     for i, token in added.items():
-        with rust_call(f"{source}: added token {i}"):
-            text = (
-                rust.normalizer.normalize_str(token.content) if token.normalized and rust.normalizer else token.content
-            )
+        text = token.content
+        if token.normalized and normalizer is not None:
+            with rust_call(f"{source}: added token {i}"):
+                text = normalizer.normalize_str(text)
         if not text:
             raise FormatError(f"{source}: added token {i}: nothing is left of {quoted(token.content)}")
 
