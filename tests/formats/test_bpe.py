@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_files import asset
+from model_files import asset, pulled
 from test_tokenizer import HARD_TEXTS, bpe_metadata, sentencepiece_metadata, vocab
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from rlx.errors import FormatError, NotFoundError
+from rlx.errors import FormatError
 from rlx.formats import bpe, open_gguf
 from rlx.formats.tokenizer import Tokenizer
 
@@ -160,13 +160,7 @@ def test_tokenizer_json_has_the_merges_of_the_file(name: str) -> None:
 @pytest.mark.weights
 @pytest.mark.parametrize("model", ["smollm2-135m", "qwen2.5-coder-1.5b", "gemma3-270m"])
 def test_the_tokenizers_of_real_models_are_the_rust_librarys(model: str) -> None:
-    from rlx.hub.pull import resolve
-
-    try:
-        path = resolve(model, offline=True).path
-    except NotFoundError:
-        pytest.skip(f"{model} is absent: rlx pull {model}")
-    ours = Tokenizer.from_gguf(open_gguf(path).metadata)
+    ours = Tokenizer.from_gguf(open_gguf(pulled(model)).metadata)
     document = ours.to_json()
     rust, again = RustTokenizer.from_buffer(document), Tokenizer.from_json(document)
     wiki = asset("text", "wiki.test.raw").read_text()
