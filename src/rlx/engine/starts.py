@@ -147,11 +147,11 @@ def keep(model: Model, start: Start) -> None:
         return
     placed = _in_place(start, checkpoint, compiled)
     weights = {n: a for n, a in compiled.executable._weights.items() if n not in placed}
-    path = start.store.room(start.key, sum(a.nbytes for a in weights.values()))
-    if path is None:
-        return
     tokenizer = checkpoint.tokenizer
     packed, tables = (b"", {}) if tokenizer is None else tokenizer.packed()
+    path = start.store.room(start.key, sum(a.nbytes for a in (*weights.values(), *tables.values())))
+    if path is None:
+        return
     records: dict[str, Any] = {
         "signature": compiled.signature,
         "layout": layout,
@@ -264,7 +264,7 @@ def _opened(start: Start, file: Container, name: str | None, settings: Mapping[s
     records = codec.decode(file.section("records"), _classes(facts.kind), arrays, str(file.path))
     weights = file.arrays(WEIGHTS)
     if [_sampled(weights), _sampled(file.arrays(TABLES))] != manifest["sampled"]:
-        raise FormatError(f"{file.path}: its weights are damaged")
+        raise FormatError(f"{file.path}: its weights or tables are damaged")
     weights |= _mapped(start.files, manifest["in_place"])
     checkpoint = KeptCheckpoint(start.path, facts, file, records["tokenizer"])
     made: list[Model] = []  # for the graph, which is built when somebody asks for it
