@@ -202,7 +202,7 @@ def test_a_tokenizer_that_was_kept_is_the_same(name: str) -> None:
 
 def test_what_is_kept_beside_the_tables_does_not_grow_with_the_vocabulary() -> None:
     data, tables = vocab("qwen2").packed()
-    assert len(data) < 100_000 and set(tables) == {"text", "ends", "order", "first", "right", "merge", "cut"}
+    assert len(data) < 100_000 and set(tables) == {"text", "ends", "order", "letters", "first", "right", "merge", "cut"}
 
 
 # -- names and files -------------------------------------------------------------------------------------------------
@@ -223,6 +223,11 @@ def test_ids_with_gaps_and_added_tokens_have_the_librarys_numbers() -> None:
     assert_same(ours, rust, ["a<x>b<y>ab", "<y><x>"])
     names = [ours._bpe.name(i) for i in range(-1, 12)] if ours._bpe else []
     assert names == [None, "a", *[None] * 3, "ab", "", *[None] * 3, "b", None, None]
+
+
+def test_the_first_character_may_be_the_first_token() -> None:
+    rust = RustTokenizer(models.BPE({"\x00": 0, "\U0010ffff": 1, "\x00\x00": 2}, [("\x00", "\x00")]))
+    assert_same(Tokenizer.from_json(rust.to_str().encode()), rust, ["\x00", "\x00\x00\x00\U0010ffff", "\x01\x00"])
 
 
 def test_a_space_inside_a_token_is_kept_where_merges_are_pairs() -> None:

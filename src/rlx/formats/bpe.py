@@ -31,7 +31,7 @@ V = TypeVar("V")
 Array = NDArray[Any]
 SPACES = ("\u2581", " ")  # as SentencePiece and llama2.c write them
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
-JOINED = 0xFFFFFFFF  # the part of an entry of `merge` that is the token
+TOKEN = 0xFFFFFFFF  # the lower half of entries of `letters` and `merge`
 MAX_KEPT = 1 << 15  # words, characters and pairs that are remembered, each
 MAX_KEPT_CHARS = 64  # of a word; longer ones hardly come twice
 MAX_JOINERS = 32  # characters before a space inside tokens; a vocabulary with more is not made of words
@@ -50,17 +50,17 @@ class Bpe:
     """A BPE model. Nothing changes it but what it remembers of words, so that threads may share it.
 
     `tables` are: `text`, the names of all tokens one after the other, and `ends`, where each ends; `order`, the ids,
-    sorted by name; for the pairs that merge, sorted by left and right token: `first`, where those of a left token
-    begin, `right`, and `merge`, the rank in the upper half and what the pair becomes in the lower one; and `cut`,
-    characters as `_cut` tells of them. `options` is a model of the library, without merges, and has what tokenizer.json
-    says beside.
+    sorted by name; `letters`, names of one character in the upper half and their ids in the lower one, sorted; for the
+    pairs that merge, sorted by left and right token: `first`, where those of a left token begin, `right`, and `merge`,
+    the rank in the upper half and what the pair becomes in the lower one; and `cut`, characters as `_cut` tells of
+    them. `options` is a model of the library, without merges, and has what tokenizer.json says beside.
     """
 
     def __init__(self, tables: Mapping[str, Array], options: models.BPE) -> None:
         self.tables = tables
         self.size = len(tables["ends"]) - 1  # ids, of which some may have no token
-        self._text, self._ends, self._order, self._first, self._right, self._merges = (
-            tables[name].data for name in ("text", "ends", "order", "first", "right", "merge")
+        self._text, self._ends, self._order, self._letters, self._first, self._right, self._merges = (
+            tables[name].data for name in ("text", "ends", "order", "letters", "first", "right", "merge")
         )
         self._unk: str | None = options.unk_token
         self._prefix = options.continuing_subword_prefix or ""  # before every character of a word but the first
@@ -90,6 +90,7 @@ class Bpe:
             "text": np.frombuffer("".join(names).encode(), np.uint8),
             "ends": ends,
             "order": np.array(sorted(ids.values(), key=names.__getitem__), np.uint32),
+            "letters": np.array(sorted(ord(name) << 32 | i for name, i in ids.items() if len(name) == 1), np.int64),
             "first": first,
             "right": merges.right[by_pair].astype(np.uint32),
             "merge": by_pair.astype(np.int64) << 32 | merges.joined[by_pair],
@@ -107,6 +108,10 @@ class Bpe:
 
     def id(self, name: str) -> int | None:
         """The token of that name."""
+        if len(name) == 1:  # most that are asked for
+            letters = self._letters
+            at = bisect_left(letters, ord(name) << 32)
+            return letters[at] & TOKEN if at < len(letters) and letters[at] >> 32 == ord(name) else None
         order = self._order
         at = bisect_left(order, name, key=self._name)
         return order[at] if at < len(order) and self._name(order[at]) == name else None
@@ -150,6 +155,7 @@ class Bpe:
 
     def _split(self, word: str) -> tuple[list[int], list[int]]:
         """The characters of a word as tokens, and their lengths in bytes."""
+        known = self._symbols
         tokens: list[int] = []
         lengths: list[int] = []
         unknown = 0  # bytes of characters before this one that have no token
@@ -159,7 +165,9 @@ class Bpe:
                 character = self._prefix + character
             if self._suffix and i == len(word) - 1:
                 character += self._suffix
-            token = self._symbol(character)
+            token = known.get(character)
+            if token is None:
+                token = self._symbol(character)
             if token is None and self._bytes:
                 found = [self._symbol(BYTE_TOKENS[byte]) for byte in character.encode()]
                 if None not in found:
@@ -211,30 +219,28 @@ class Bpe:
         count, merge_of = len(tokens), self._merge_of
         after = list(range(1, count + 1))  # the next token that is still there
         before = list(range(-1, count - 1))
-        merges = (merge_of(left, right) for left, right in pairwise(tokens))
+        merges = [*(merge_of(left, right) for left, right in pairwise(tokens)), -1]  # each with the one after it
         heap = [(merge, i) for i, merge in enumerate(merges) if merge >= 0]
         heapify(heap)
         while heap:
             merge, i = heappop(heap)
+            joined = merge & TOKEN
+            if merges[i] & TOKEN != joined:  # -1 is no token
+                continue
             right = after[i]
-            if right >= count or not lengths[i]:
-                continue
-            joined = merge & JOINED
-            found = merge_of(tokens[i], tokens[right])
-            if found < 0 or found & JOINED != joined:
-                continue
             tokens[i] = joined
             lengths[i] += lengths[right]
-            lengths[right] = 0
+            lengths[right], merges[right] = 0, -1
             after[i] = following = after[right]
+            merges[i] = -1
             if following < count:
                 before[following] = i
-                merge = merge_of(joined, tokens[following])
+                merges[i] = merge = merge_of(joined, tokens[following])
                 if merge >= 0:
                     heappush(heap, (merge, i))
             previous = before[i]
             if previous >= 0:
-                merge = merge_of(tokens[previous], joined)
+                merges[previous] = merge = merge_of(tokens[previous], joined)
                 if merge >= 0:
                     heappush(heap, (merge, previous))
 

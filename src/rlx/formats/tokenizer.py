@@ -31,7 +31,6 @@ from rlx.formats.rust_calls import rust_call
 from rlx.formats.special_tokens import SpecialIds, is_marker, stop_ids
 from rlx.formats.tensors import PathLike, broken, open_bytes, quoted
 
-MAX_JSON_BYTES = 100_000_000
 MAX_GROWTH = 256  # how many times longer a normalizer may make a text
 MAX_ENDS = 64  # special tokens around a text
 MAX_START = 64  # characters of a special token that are looked for at the end of a text
@@ -94,6 +93,7 @@ class Tokenizer:
         `config` is the content of tokenizer_config.json, which names bos, eos and the rest and may have the chat
         template; with a path, the files that lie beside it are read. Without any, tokens are known by their names.
         """
+        from rlx.formats.strict_json import MAX_BYTES
         from rlx.formats.token_models import MAX_TOKENS
         from rlx.formats.tokenizer_json import config_beside, read_json, special_of_config, template_of_config
 
@@ -101,10 +101,10 @@ class Tokenizer:
             where, data = "tokenizer.json", source
         else:
             file = open_bytes(source)
-            where, data = str(file.path), bytes(file.view[: MAX_JSON_BYTES + 1])
+            where, data = str(file.path), bytes(file.view[: MAX_BYTES + 1])
             config = config_beside(file.path) if config is None else config
-        if len(data) > MAX_JSON_BYTES:
-            raise FormatError(f"{where}: expected at most {MAX_JSON_BYTES} bytes, found more")
+        if len(data) > MAX_BYTES:
+            raise FormatError(f"{where}: expected at most {MAX_BYTES} bytes, found more")
         rust, bpe = read_json(data, where)
         with rust_call(where):
             ids = rust.get_vocab(with_added_tokens=True)  # of BPE, only those of added tokens
@@ -184,7 +184,7 @@ class Tokenizer:
             return data
         document = json.loads(data)
         document["model"] |= self._bpe.to_json()
-        return json.dumps(document, ensure_ascii=False).encode()
+        return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
     # -- text to ids --
     def encode(
