@@ -34,14 +34,19 @@ def compiled(outputs: Callable[[rlx.Graph], list[rlx.Value]], **params: Any) -> 
 
 @pytest.fixture
 def table() -> CpuGraph:
-    """`hidden @ weight` and the rows `ids` of a table, run once."""
+    """`hidden @ weight` and the rows `ids` of a table, ready to be repeated."""
 
     def build(g: rlx.Graph) -> list[rlx.Value]:
         hidden, ids = g.input("hidden", ("n", 4)), g.input("ids", ("m",), "i32")
         return [hidden @ g.param("weight", (4, 3)), g.constant(W).gather(ids)]
 
-    f = compiled(build, weight=W)
-    f.run({"hidden": X, "ids": IDS})
+    return twice(compiled(build, weight=W), {"hidden": X, "ids": IDS})
+
+
+def twice(f: CpuGraph, inputs: dict[str, Any] | None) -> CpuGraph:
+    """The second run makes ready for more of the kind; one that comes alone should not take longer for it."""
+    for _ in range(2):
+        f.run(inputs)
     return f
 
 
@@ -68,7 +73,7 @@ def test_equal_shapes_are_repeated(table: CpuGraph, monkeypatch: pytest.MonkeyPa
 
 def test_a_graph_without_inputs_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     f = compiled(lambda g: [g.param("w", (4, 3)) * 2.0, g.constant(3.0).sqrt()], w=W)
-    first = f.run()
+    first = twice(f, None).run()
     forbid(f, monkeypatch)
     for again in (f.run(), f.run({}), f()):
         assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
@@ -76,7 +81,7 @@ def test_a_graph_without_inputs_is_repeated(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_empty_arrays_and_names_made_at_run_time_are_repeated(table: CpuGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     none = {"hidden": np.zeros((0, 4), f32), "ids": np.zeros(0, i32)}
-    table.run(none)
+    twice(table, none)
     forbid(table, monkeypatch)
     assert [a.shape for a in table.run({"".join(list(n)): a for n, a in none.items()})] == [(0, 3), (0, 3)]
 
@@ -90,7 +95,7 @@ def test_states_are_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     f, cache = compiled(appending), np.zeros((1, 1, 64, 8), f32)
     for at in range(4):
         f.run({"cache": cache, "new": np.full((1, 1, 1, 8), at + 1, f32), "at": np.array([[at]], i32)})
-        if at == 0:
+        if at == 1:
             forbid(f, monkeypatch)
     assert cache[0, 0, :5, 3].tolist() == [1, 2, 3, 4, 0]
 
@@ -104,7 +109,7 @@ def test_new_weights_are_seen(table: CpuGraph) -> None:
 
 def test_a_watched_and_a_traced_run_are_not_repeated(table: CpuGraph, tmp_path: Any) -> None:
     inputs = {"hidden": np.full((2, 4), np.nan, f32), "ids": IDS}
-    table.run(inputs)
+    twice(table, inputs)
     with rlx.debug.nans(), pytest.raises(rlx.errors.NonFiniteError):
         table.run(inputs)
     assert good(table.run({"hidden": X, "ids": IDS}, trace=tmp_path / "t.json")) and (tmp_path / "t.json").exists()
@@ -123,13 +128,11 @@ class Subclass(np.ndarray[Any, Any]):
     pass
 
 
-class Name(str):
-    """Equal to a name, and not the same."""
+class Doubling(dict[str, Any]):
+    """A mapping that has its own idea of what it holds."""
 
-    __hash__ = str.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return str.__eq__(self, other)
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name) * (2 if name == "hidden" else 1)
 
 
 OTHER: dict[str, Any] = {
@@ -140,7 +143,7 @@ OTHER: dict[str, Any] = {
     "list": {"hidden": X.tolist(), "ids": IDS.tolist()},
     "ordered": OrderedDict(hidden=X, ids=IDS),
     "proxy": MappingProxyType({"hidden": X, "ids": IDS}),
-    "equal names": {Name("hidden"): X, Name("ids"): IDS},
+    "mapping": Doubling(hidden=X, ids=IDS),
 }
 
 
@@ -148,6 +151,8 @@ OTHER: dict[str, Any] = {
 def test_other_good_inputs_take_the_long_way(table: CpuGraph, kind: str) -> None:
     given = OTHER[kind]
     for _ in range(2):
+        assert table.executable.again(given) is None
+        assert good(table.run({"hidden": X, "ids": IDS}))
         assert good(table.run(given), np.asarray(given["hidden"], f32))
         assert good(table.run({"hidden": X, "ids": IDS}))
 
@@ -156,7 +161,9 @@ WRONG: dict[str, Any] = {
     "misspelt": {"hiden": X, "ids": IDS}, "one too few": {"hidden": X},
     "one too many": {"hidden": X, "ids": IDS, "c": X},
     "type": {"hidden": X.astype("f8"), "ids": IDS}, "byte order": {"hidden": X.astype(">f4"), "ids": IDS},
-    "rank": {"hidden": X[0], "ids": IDS}, "size": {"hidden": np.zeros((2, 5), f32), "ids": IDS},
+    "rank": {"hidden": X[0], "ids": IDS}, "fewer axes": {"hidden": X[:, 0].copy(), "ids": IDS},
+    "more axes": {"hidden": np.zeros((2, 4, 2), f32), "ids": IDS},
+    "size": {"hidden": np.zeros((2, 5), f32), "ids": IDS},
     "scalar": {"hidden": f32(3), "ids": IDS}, "nothing": {"hidden": None, "ids": IDS}, "no mapping": [X, IDS],
     "swapped": {"hidden": IDS, "ids": X},
 }  # fmt: skip
@@ -168,12 +175,12 @@ def test_errors_are_those_of_a_first_run(kind: str) -> None:
         return [g.input("hidden", ("n", 4)) * 2.0, g.input("ids", ("m",), "i32") + 1]
 
     used, new = compiled(build), compiled(build)
-    for _ in range(3):
-        used.run({"hidden": X, "ids": IDS})
+    twice(used, {"hidden": X, "ids": IDS})
     with pytest.raises(BindError) as of_used:
         used.run(WRONG[kind])
     with pytest.raises(BindError) as of_new:
         new.run(WRONG[kind])
+    assert used.executable.again(WRONG[kind]) is None
     assert str(of_used.value) == str(of_new.value) and of_used.value.hint == of_new.value.hint
     assert np.array_equal(used.run({"hidden": X, "ids": IDS})[0], X * 2)
 
@@ -181,7 +188,7 @@ def test_errors_are_those_of_a_first_run(kind: str) -> None:
 def test_a_state_that_became_read_only_is_refused() -> None:
     f = compiled(appending)
     inputs = {"cache": np.zeros((1, 1, 64, 8), f32), "new": np.ones((1, 1, 1, 8), f32), "at": np.zeros((1, 1), i32)}
-    f.run(inputs), f.run(inputs)
+    twice(f, inputs)
     inputs["cache"].flags.writeable = False
     with pytest.raises(BindError, match="state 'cache': is changed in place"):
         f.run(inputs)
@@ -260,11 +267,34 @@ def test_outputs_that_nobody_holds_are_used_again(table: CpuGraph) -> None:
 def test_large_outputs_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     f = compiled(lambda g: [g.input("x", ("n", 64)) * 2.0])
     x = np.ones((1024, 64), f32)
-    f.run({"x": x})
+    twice(f, {"x": x})
     forbid(f, monkeypatch)
     assert (f.run({"x": x})[0] == 2).all()
     (instance,) = f.executable._instances
     assert instance.results is not None and instance.results.kept == [None]
+
+
+def test_without_memory_for_an_output_nothing_has_happened() -> None:
+    f = compiled(lambda g: [g.input("x", ("n", 4)) + 1.0, g.named("x") * 2.0])
+    left = 6
+
+    def allocate(*arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise MemoryError("nothing is left")
+        return np.empty(*arguments)
+
+    f.executable._allocate = allocate  # type: ignore[assignment]
+    held = [f.run({"x": X}) for _ in range(3)]
+    for left in (0, 1, 0):  # of the two outputs, neither or one finds memory
+        assert f.executable.again({"x": X}) is None
+        left = 0
+        with pytest.raises(MemoryError, match="nothing is left"):
+            f.run({"x": X})
+    left = 2
+    held.append(f.run({"x": X}))
+    assert all(np.array_equal(y, X + 1) and np.array_equal(z, X * 2) for y, z in held)
 
 
 def test_no_reference_is_lost_or_kept(table: CpuGraph) -> None:
@@ -279,9 +309,9 @@ def test_no_reference_is_lost_or_kept(table: CpuGraph) -> None:
     ]
 
     def use() -> None:
+        assert good(twice(table, {"hidden": x, "ids": ids}).run({"hidden": x, "ids": ids}))
         for given in others:
             assert table.executable.again(given) is None
-        assert good(table.run({"hidden": x, "ids": ids}))
         with pytest.raises(KernelError):
             table.run({"hidden": x, "ids": bad})
         assert good(table.run({"hidden": x, "ids": ids}))
@@ -308,20 +338,29 @@ def test_a_fault_is_raised_by_the_run_that_has_it(table: CpuGraph) -> None:
 
 
 def test_other_threads_go_on_while_a_repeat_runs() -> None:
-    f = compiled(lambda g: [(g.input("x", (2048, 2048)) @ g.input("y", (2048, 2048))).sum(axis=1)])
-    given = {"x": np.ones((2048, 2048), f32), "y": np.ones((2048, 2048), f32)}
-    f.run(given)
-    begins, over, steps = threading.Event(), threading.Event(), 0
+    """A thread does not let go of the GIL on its own here, only where the code between says so."""
+    f = compiled(lambda g: [(g.input("x", (1024, 1024)) @ g.input("y", (1024, 1024))).sum(axis=1)])
+    given = {"x": np.ones((1024, 1024), f32), "y": np.ones((1024, 1024), f32)}
+    twice(f, given)
+    begun, seen, over = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
-        begins.set()
-        f.executable.again(given)
+        begun.set()
+        for _ in range(50):  # a busy machine may wake the other one late
+            f.executable.again(given)
+            if seen.is_set():
+                break
         over.set()
 
     thread = threading.Thread(target=work)
-    thread.start()
-    begins.wait()
-    while not over.is_set():
-        steps += 1
-    thread.join()
-    assert steps > 100
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(100)
+    try:
+        thread.start()
+        begun.wait()
+        in_between = not over.is_set()
+        seen.set()
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert in_between

@@ -237,7 +237,9 @@ class Executable:
         except IndexError:
             instance = Instance(self)
         if instance.frame is not frame or self._check:
-            self._fill(instance, frame, inputs)
+            self._fill(instance, frame)
+        elif instance.again is _never and self.takes is not None and repeat.usable():  # the second run of these sizes
+            self._prepare_repeat(instance, frame, inputs, self.takes)
         outputs = list(into or (self._allocate(shape, dtype) for shape, dtype in frame.outputs))
         if self._check:
             self._run_checked(instance, inputs, outputs, trace)
@@ -326,8 +328,8 @@ class Executable:
         finally:
             instance.request[driver.TRACE // 8] = 0
 
-    def _fill(self, instance: Instance, frame: Frame, inputs: Sequence[Array]) -> None:
-        """Write all words that do not change from run to run; `inputs` are those of the first one."""
+    def _fill(self, instance: Instance, frame: Frame) -> None:
+        """Write all words that do not change from run to run."""
         weights = self._weights
         instance.words[:] = frame.words
         if instance.arena.nbytes < frame.plan.size:
@@ -350,9 +352,7 @@ class Executable:
         instance.headers = [t * frame.scratch // 8 for t in range(self.threads)]
         records, scratch = address(instance.records), address(instance.scratch)
         instance.request = np.array([records, len(instance.records), scratch, frame.scratch, 0, self.threads], np.int64)
-        if self.takes is not None and not self._check and repeat.usable():
-            self._prepare_repeat(instance, frame, inputs, self.takes)
-        instance.call = address(instance.request)
+        instance.call, instance.again = address(instance.request), _never
         instance.frame, instance.weights = frame, weights
 
     def _prepare_repeat(
@@ -364,6 +364,7 @@ class Executable:
         instance.request = repeat.block(
             instance.request, address(self.pool.job), address(instance.words), takes, inputs, results, moved
         )
+        instance.call = address(instance.request)
         instance.again = repeat.function(self.pool.repeat, instance.request)
 
     def _moving(self, kind: str, frame: Frame) -> list[tuple[int, int, int]]:
