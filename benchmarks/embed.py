@@ -63,9 +63,13 @@ class Encoder:
         layers = 4 * self.dim**2 + 2 * self.dim * self.ffn
         self.weights_read = float(self.layers * layers)
 
-    def flops(self, texts: list[str]) -> float:
-        """Of the matrix products of each distinct sentence, once."""
-        lengths = np.array([len(row) for row in self.tokenizer.encode_batch(set(texts))], np.float64)
+    def lengths(self, texts: list[str]) -> list[int]:
+        """Tokens of each distinct sentence."""
+        return [len(row) for row in self.tokenizer.encode_batch(set(texts))]
+
+    def flops(self, tokens: Sequence[int] | Array) -> float:
+        """Of the matrix products of texts that have so many tokens."""
+        lengths = np.array(tokens, np.float64)
         return float(2 * lengths.sum() * self.weights_read + 4 * (lengths**2).sum() * self.dim * self.layers)
 
     def vector(self, text: str) -> Array:
@@ -138,7 +142,7 @@ def run(
         cases = []
         for name, some in texts.items():
             (folder / f"{name}.json").write_text(json.dumps(some), encoding="utf-8")
-            flops = encoder.flops(some) / (len(some) if name == "one" else 1)
+            flops = encoder.flops(encoder.lengths(some)) / (len(some) if name == "one" else 1)
             cases.append(Case(name, {"sentences": len(some)}, flops, size, scratch, NARROW[precision]))
 
         def reference(case: Case) -> Array:

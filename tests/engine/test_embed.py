@@ -69,6 +69,31 @@ def test_vectors_equal_those_of_numpy(model: EmbeddingModel, weights: dict[str, 
     assert (model.pooling, model.normalize, model.limit, model.dim) == ("mean", True, 160, 24)
 
 
+def test_vectors_of_tokens_equal_those_of_numpy(model: EmbeddingModel, weights: dict[str, Array]) -> None:
+    rows = [tokens_of(text) for text in TEXTS]
+    wanted = np.stack([pooled(hidden_states(weights, row), "mean") for row in rows])
+    assert np.abs(model.embed_tokens(rows, normalize=False) - wanted).max() < 1e-5
+    assert np.abs(model.embed_tokens(iter(rows)) - unit(wanted)).max() < 2e-6
+    arrays = [np.array(row, np.int64) for row in rows]
+    assert np.array_equal(model.embed_tokens(arrays, batch_size=3), model.embed(TEXTS))
+    assert model.embed_tokens([]).shape == (0, 24)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([[CLS, SEP], [CLS, -1, SEP]], "row 1: token -1 at 1 is outside the vocabulary"),
+        ([[CLS, 10**6]], "row 0: token 1000000 at 1 is outside the vocabulary"),
+        ([[CLS, 1.5]], "row 0: expected a text or token ids"),
+        ([CLS, SEP], "row 0: expected a text or token ids"),
+        ([[CLS] * 161], "row 0 has 161 tokens, the model reads 160"),
+    ],
+)
+def test_rows_that_are_no_tokens_are_refused(model: EmbeddingModel, rows: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        model.embed_tokens(rows)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_pooling_equals_numpy(tmp_path: Path, kind: str) -> None:
     weights = small_bert.write(tmp_path, files=sentence_transformers(kind, normalize=False))

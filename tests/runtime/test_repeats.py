@@ -7,6 +7,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -274,27 +275,26 @@ def test_large_outputs_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert instance.results is not None and instance.results.kept == [None]
 
 
-def test_without_memory_for_an_output_nothing_has_happened() -> None:
-    f = compiled(lambda g: [g.input("x", ("n", 4)) + 1.0, g.named("x") * 2.0])
-    left = 6
+@pytest.mark.skipif(sys.platform != "linux", reason="reads how much memory there is from /proc")
+@pytest.mark.parametrize("room", [0, 60])
+def test_without_memory_for_an_output_nothing_has_happened(room: int) -> None:
+    """Of two outputs of 40 MB, neither or only the first finds some."""
+    import resource
 
-    def allocate(*arguments: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise MemoryError("nothing is left")
-        return np.empty(*arguments)
-
-    f.executable._allocate = allocate  # type: ignore[assignment]
-    held = [f.run({"x": X}) for _ in range(3)]
-    for left in (0, 1, 0):  # of the two outputs, neither or one finds memory
-        assert f.executable.again({"x": X}) is None
-        left = 0
-        with pytest.raises(MemoryError, match="nothing is left"):
-            f.run({"x": X})
-    left = 2
-    held.append(f.run({"x": X}))
-    assert all(np.array_equal(y, X + 1) and np.array_equal(z, X * 2) for y, z in held)
+    f = compiled(lambda g: [g.input("x", ("n",)) + 1.0, g.named("x") * 2.0])
+    x = np.full(10 << 20, 3, f32)
+    twice(f, {"x": x})
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (room << 20), before[1]))
+    try:
+        refused = f.executable.again({"x": x}) is None
+        with pytest.raises(MemoryError):
+            f.run({"x": x})
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    y, z = f.run({"x": x})
+    assert refused and (y == 4).all() and (z == 6).all()
 
 
 def test_no_reference_is_lost_or_kept(table: CpuGraph) -> None:

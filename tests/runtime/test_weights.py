@@ -58,3 +58,24 @@ def test_graphs_of_a_session_share_what_they_derive_from_the_same_fixed_array() 
     del graphs, held, f
     gc.collect()
     assert all(entry.derived() is None for entry in session.weights._entries.values())
+
+
+def test_a_weight_that_comes_on_top_does_not_keep_a_second_copy_of_the_others() -> None:
+    session = rlx.Session("cpu")
+    more = rlx.Graph("more")
+    x = more.input("x", ("m", 64))
+    more.set_outputs([x @ more.param("w", (64, 64)), (x * x) @ more.param("v", (64, 64))])
+    given = {"w": full(2), "v": full(3)}
+    for array in given.values():
+        array.flags.writeable = False
+    first, second = session.compile(product("a")), session.compile(more)
+    first.set_param("w", given["w"])
+    second.set_params(given)
+    assert first.run({"x": ONES})[0][0, 0] == 128
+    assert [y[0, 0] for y in second.run({"x": ONES})] == [128, 192]
+    (shared,) = first.executable._weights.values()  # type: ignore[attr-defined]
+    others = [a for a in second.executable._weights.values() if a is not shared]  # type: ignore[attr-defined]
+    assert len(others) == 1
+    while others[0].base is not None:
+        others = [others[0].base]
+    assert others[0].nbytes < 2 * shared.nbytes

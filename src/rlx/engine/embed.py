@@ -94,12 +94,8 @@ class EmbeddingModel(Model):
         are computed at a time, by default as many as are fast. `normalize` overrules the model's files.
         """
         listed = [texts] if isinstance(texts, str) else _checked(texts)
-        if batch_size is not None and (whole(batch_size) or 0) < 1:
-            raise RequestError(f"embed: batch_size is {shown(batch_size)}, expected a whole number from 1")
-        if not isinstance(normalize, (bool, np.bool_, NoneType)):
-            raise RequestError(f"embed: normalize is {shown(normalize)}, expected True, False or None")
+        unit = self._checked_request(batch_size, normalize)
         before = self._prompt(prompt)
-        unit = self.normalize if normalize is None else normalize
         vectors = np.empty((len(listed), self.dim), np.float32)
         cut = 0
         with _progress(len(listed), show_progress) as advance:
@@ -114,6 +110,19 @@ class EmbeddingModel(Model):
         if cut:
             log.warning("%d of %d texts were cut to the %d tokens that the model reads", cut, len(listed), self.limit)
         return vectors[0] if isinstance(texts, str) else vectors
+
+    def embed_tokens(
+        self, rows: Iterable[Iterable[int]], *, batch_size: int | None = None, normalize: bool | None = None
+    ) -> Array:
+        """The vectors `[rows, dim]` of texts that are token ids already, special tokens among them, as f32.
+
+        Rows are as long as their texts, at most `limit`: padding would be read as text. They are batched by length, as
+        `embed` does it, so that hardly any padding is computed.
+        """
+        unit = self._checked_request(batch_size, normalize)
+        listed = [self._checked_row(row, i) for i, row in enumerate(rows)]
+        found = self._embed_rows(listed, batch_size, lambda count: None)
+        return _unit(found) if unit else found
 
     def similarity(self, a: str | Iterable[str] | Array, b: str | Iterable[str] | Array) -> Any:
         """How close texts or vectors are: a number for two, a row or a table where a side has several."""
@@ -134,6 +143,23 @@ class EmbeddingModel(Model):
         return scores if scores.ndim else float(scores)
 
     # -- inside --
+    def _checked_request(self, batch_size: int | None, normalize: bool | None) -> bool:
+        """Whether vectors are to have length 1."""
+        if batch_size is not None and (whole(batch_size) or 0) < 1:
+            raise RequestError(f"embed: batch_size is {shown(batch_size)}, expected a whole number from 1")
+        if not isinstance(normalize, (bool, np.bool_, NoneType)):
+            raise RequestError(f"embed: normalize is {shown(normalize)}, expected True, False or None")
+        return self.normalize if normalize is None else bool(normalize)
+
+    def _checked_row(self, row: Iterable[int], i: int) -> list[int]:
+        ids = self.token_ids(row, f"embed_tokens: row {i}")
+        if len(ids) > self.limit:
+            raise RequestError(
+                f"embed_tokens: row {i} has {len(ids)} tokens, the model reads {self.limit}",
+                hint="leave padding out, and cut the text before its last special token",
+            )
+        return ids
+
     def _prompt(self, name: str | None) -> str:
         name = self.settings.default_prompt if name is None else name
         if name is None:

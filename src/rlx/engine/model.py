@@ -247,7 +247,7 @@ class Model:
         made += "" if self.profile == usual else f", profile {self.profile.key()}"
         return f"{made}{', patched' if self._patch else ''}, seed {seed}"
 
-    def token_ids(self, given: str | Sequence[int], where: str = "tokens") -> list[int]:
+    def token_ids(self, given: str | Iterable[int], where: str = "tokens") -> list[int]:
         """A text or token ids as checked token ids."""
         if isinstance(given, str):
             return self.tokenizer.encode(given)
@@ -418,7 +418,7 @@ class Model:
             for array in held:
                 held_by = owner(array)
                 if isinstance(held_by, np.ndarray):
-                    weights[id(held_by)] = held_by.nbytes
+                    weights[held_by.ctypes.data] = held_by.nbytes
                 else:
                     mapped[array.ctypes.data] = max(array.nbytes, mapped.get(array.ctypes.data, 0))
         cache = 0 if self.caches is None else self.caches.nbytes
@@ -613,6 +613,6 @@ def owner(array: Array) -> Any:
     found: Any = array
     while isinstance(found, np.ndarray) and found.base is not None:
         found = found.base
-    if isinstance(found, memoryview) and not isinstance(found.obj, mmap.mmap):
+    if isinstance(found, memoryview) and not (isinstance(found.obj, mmap.mmap) and found.readonly):
         return np.frombuffer(found, np.uint8)
     return found

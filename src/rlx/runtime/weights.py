@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.backends.cpu.memory import side_by_side
+
 if TYPE_CHECKING:
     from rlx.ir.graph import Graph, Node
 
@@ -82,18 +84,28 @@ class WeightStore:
         """What was made, each replaced by the one that is there already."""
         with self._lock:
             self._entries = {k: e for k, e in self._entries.items() if e.derived() is not None}
-            shared = []
-            for recipe, array in zip(recipes, made, strict=True):
-                known = self._known(recipe, params)
-                if known is None and _fixed(sources := recipe.sources(params)):
+            known = [self._known(recipe, params) for recipe in recipes]
+            new = [array for array, there in zip(made, known, strict=True) if there is None]
+            if len(new) < len(made):  # they lie in one piece with those that are there already, and would keep it alive
+                new = _copied(new)
+            rest = iter(new)
+            shared = [next(rest) if there is None else there for there in known]
+            for recipe, array, there in zip(recipes, shared, known, strict=True):
+                if there is None and _fixed(sources := recipe.sources(params)):
                     self._entries[_key(recipe, sources)] = _Entry(weakref.ref(array), tuple(map(weakref.ref, sources)))
-                shared.append(array if known is None else known)
             return shared
 
     def _known(self, recipe: Recipe, params: Mapping[str, Array]) -> Array | None:
         sources = recipe.sources(params)
         entry = self._entries.get(_key(recipe, sources)) if _fixed(sources) else None
         return None if entry is None else entry.match(sources)
+
+
+def _copied(arrays: Sequence[Array]) -> list[Array]:
+    copies = side_by_side([(array.shape, array.dtype) for array in arrays])
+    for copy, array in zip(copies, arrays, strict=True):
+        copy[...] = array
+    return copies
 
 
 def _key(recipe: Recipe, sources: Sequence[Array]) -> Key:

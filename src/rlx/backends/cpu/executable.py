@@ -20,7 +20,7 @@ from rlx.backends.cpu import driver, repeat
 from rlx.backends.cpu import pool as pools
 from rlx.backends.cpu.layout import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Layout, lay_out
 from rlx.backends.cpu.library import library
-from rlx.backends.cpu.memory import Bytes, Guarded, address, aligned, checking
+from rlx.backends.cpu.memory import Bytes, Guarded, address, aligned, checking, side_by_side
 from rlx.backends.cpu.records import ARGUMENTS, FUNCTION, UNITS
 from rlx.backends.cpu.repeat import Repeat, Results, Taken
 from rlx.errors import BindError, KernelError
@@ -120,7 +120,7 @@ class Executable:
     ) -> None:  # fmt: skip
         # Weights that kernels read again and again are worth starting on a cache line: NumPy's memory does not, and a
         # vector that straddles two lines is read twice.
-        self._allocate = _aligned_empty if aligned_outputs else np.empty
+        self._allocate = side_by_side if aligned_outputs else _each_new
         self._make_program = program
         self.layout, self.records = layout, layout.records
         self.target = target
@@ -240,7 +240,7 @@ class Executable:
             self._fill(instance, frame)
         elif instance.again is _never and self.takes is not None and repeat.usable():  # the second run of these sizes
             self._prepare_repeat(instance, frame, inputs, self.takes)
-        outputs = list(into or (self._allocate(shape, dtype) for shape, dtype in frame.outputs))
+        outputs = self._allocate(frame.outputs) if into is None else list(into)
         if self._check:
             self._run_checked(instance, inputs, outputs, trace)
         else:
@@ -269,7 +269,7 @@ class Executable:
     def _run_pieces(
         self, pieces: Pieces, inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None
     ) -> list[Array]:
-        outputs = [self._allocate(shape, dtype) for shape, dtype in pieces.outputs]
+        outputs = self._allocate(pieces.outputs)
         for start, stop, key in pieces.parts:
             self.run(key, [a[start:stop] for a in inputs], trace, [a[start:stop] for a in outputs])
         return outputs
@@ -358,7 +358,7 @@ class Executable:
     def _prepare_repeat(
         self, instance: Instance, frame: Frame, inputs: Sequence[Array], takes: Sequence[Taken]
     ) -> None:
-        results = Results(self._allocate, frame.outputs, [None] * len(frame.outputs), frame.keeps_outputs)
+        results = Results(frame.outputs, [None] * len(frame.outputs), frame.keeps_outputs)
         moved = instance.inputs + [(at, len(inputs) + buffer, offset) for at, buffer, offset in instance.outputs]
         instance.results = results
         instance.request = repeat.block(
@@ -447,5 +447,5 @@ def _fault_text(code: int) -> str:
     return known.get(code, f"fault {code}")
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    return aligned(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+def _each_new(types: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[Array]:
+    return [np.empty(shape, dtype) for shape, dtype in types]

@@ -26,6 +26,7 @@ LINE = 64  # bytes of a cache line
 SLAB = 512  # k steps of B that all tiles of a row block go over before the next ones: 128 KiB of an AVX-512 panel
 SLAB_UNIT = 16  # slabs of one panel are equally long but for this
 STREAM_AHEAD = 16384  # bytes: how far ahead a panel is prefetched that only one tile of one or two rows reads
+CACHED = 8 << 20  # bytes of B up to which it is likely in a cache: there the hardware prefetches better alone
 IN_PLACE_TILES = 2  # tiles of a row block up to which packing contiguous rows of B would not pay
 WIDE_SLAB = 16  # k steps of a slab where many panels take turns at rows of B
 WIDE_PANELS = 4  # the fewest panels for that
@@ -540,10 +541,11 @@ class _Nest:
         following = b.offset(here, b.mul(stripe.length, form.panel), form.scalar)
         alone = b.icmp("eq", rows.count, 1)
         high = b.icmp("sgt", self.short, 2)
-        ahead = b.select(alone, b.offset(here, STREAM_AHEAD), following)
+        near = b.icmp("sle", b.mul(self.panels, b.mul(self.k, form.step_bytes)), CACHED)
+        ahead = b.select(alone, b.select(near, here, b.offset(here, STREAM_AHEAD)), following)
         count = b.max(rows.count, 1)
         share = b.sdiv(b.add(b.sub(count, 1), form.step_bytes), count)
-        step = b.select(b.op("and", alone, high), i64(0), share)
+        step = b.select(b.op("and", alone, b.op("or", high, near)), i64(0), share)
         return _Right(here, i64(form.panel), ahead, step, b.mul(step, stripe.length))
 
     def _rows(self, rows: _Block, stripe: _Stripe) -> _Right:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
 import mmap
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+LINE = 64  # bytes of a cache line
+HUGE = 2 << 20  # bytes of a huge page
+HUGE_FROM = 1 << 18  # smaller blocks would leave most of a huge page empty
 _EMPTY = ctypes.c_char * 0
 _PROT_NONE = 0
 
@@ -27,9 +33,36 @@ def address(array: np.ndarray[Any, Any]) -> int:
         return int(array.__array_interface__["data"][0])
 
 
-def aligned(nbytes: int, alignment: int = 64) -> Bytes:
-    """Uninitialised memory that starts at a multiple of `alignment`."""
-    block = np.empty(nbytes + alignment, np.uint8)
+def aligned(nbytes: int) -> Bytes:
+    """Uninitialised memory that starts on a cache line."""
+    return _from_multiple(np.empty(nbytes + LINE, np.uint8), LINE, nbytes)
+
+
+def side_by_side(types: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[np.ndarray[Any, Any]]:
+    """Uninitialised arrays, each from a cache line on, that are read again and again: in huge pages where that pays.
+
+    An encoder's weights are read once a run, in pages that the processor has forgotten since: with pages of 4 KiB it
+    looks up one for every 64 lines, which cost a sixth of the time of 32 rows times weights in memory.
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in types]
+    starts = np.cumsum([0, *(-(-size // LINE) * LINE for size in sizes)]).tolist()
+    block = _huge(starts[-1]) if starts[-1] >= HUGE_FROM else aligned(starts[-1])
+    return [
+        block[start : start + size].view(dtype).reshape(shape)
+        for start, size, (shape, dtype) in zip(starts, sizes, types, strict=False)
+    ]
+
+
+def _huge(nbytes: int) -> Bytes:
+    """Zeros in huge pages, as far as the system has them."""
+    whole = mmap.mmap(-1, -(-nbytes // HUGE) * HUGE + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            whole.madvise(mmap.MADV_HUGEPAGE)
+    return _from_multiple(np.frombuffer(whole, np.uint8), HUGE, nbytes)
+
+
+def _from_multiple(block: Bytes, alignment: int, nbytes: int) -> Bytes:
     start = -block.ctypes.data % alignment
     return block[start : start + nbytes]
 

@@ -32,14 +32,14 @@ FUNCTIONS = (
     "PyDict_Size", "PyDict_GetItemWithError", "PyErr_Clear", "PyList_New", "PyList_GetItem", "PyList_SetItem",
     "PyObject_CallObject", "Py_IncRef", "Py_DecRef", "PyEval_SaveThread", "PyEval_RestoreThread",
 )  # fmt: skip
-OBJECTS = {"dict": dict, "array": np.ndarray, "none": None, "false": False}
+OBJECTS = {"dict": dict, "array": np.ndarray, "empty": np.empty, "none": None, "false": False}
 API = {name: 8 * i for i, name in enumerate((*FUNCTIONS, *OBJECTS))}
 
 # The block, in bytes: after the driver's request its head, and then what `HELD`, `TAKEN`, `GIVEN` and `MOVED` point to.
-TABLE, JOB, WORDS, KEPT, ALLOCATE, KEEPS, TAKES, GIVES, MOVES, HELD, TAKEN, GIVEN, MOVED = range(
-    8 * REQUEST_WORDS, 8 * (REQUEST_WORDS + 13), 8
+TABLE, JOB, WORDS, KEPT, KEEPS, TAKES, GIVES, MOVES, HELD, TAKEN, GIVEN, MOVED = range(
+    8 * REQUEST_WORDS, 8 * (REQUEST_WORDS + 12), 8
 )
-HEAD_WORDS = REQUEST_WORDS + 13
+HEAD_WORDS = REQUEST_WORDS + 12
 NAME, DTYPE, MASK, AXES, SHAPE = range(0, 40, 8)  # of an input
 TAKEN_WORDS, MOVED_WORDS = 5, 3  # a moved word: its position, what was given or made, and an offset
 
@@ -53,10 +53,9 @@ class Taken(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where outputs come from: `allocate(*arguments)` of each, and those that are kept, if they are, for other runs."""
+    """What outputs are: the shape and element type of each, and those that are kept, if they are, for other runs."""
 
-    allocate: Callable[..., Array]
-    arguments: Sequence[tuple[Any, ...]]
+    types: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
     kept: list[Array | None]
     keeps: bool
 
@@ -91,7 +90,7 @@ def block(
     `job` is the address of the word that has the job's, `words` that of the words of arguments; those that `moved`
     names have the addresses of inputs and, numbered on, of outputs. The caller holds on to all that is given.
     """
-    gives = len(results.arguments)
+    gives = len(results.types)
     held = HEAD_WORDS
     inputs = held + len(taken) + gives
     outputs = inputs + TAKEN_WORDS * len(taken)
@@ -101,7 +100,7 @@ def block(
     start = int(found.ctypes.data)
     found[:REQUEST_WORDS] = request
     found[REQUEST_WORDS:HEAD_WORDS] = [
-        _table().ctypes.data, job, words, id(results.kept), id(results.allocate), results.keeps, len(taken), gives,
+        _table().ctypes.data, job, words, id(results.kept), results.keeps, len(taken), gives,
         len(moved), *(start + 8 * at for at in (held, inputs, outputs, moves)),
     ]  # fmt: skip
     for i, (leaf, array) in enumerate(zip(taken, arrays, strict=True)):
@@ -110,7 +109,7 @@ def block(
         found[inputs + TAKEN_WORDS * i : inputs + TAKEN_WORDS * (i + 1)] = row
         found[shape : shape + array.ndim] = array.shape
         shape += array.ndim
-    found[outputs:moves] = [id(arguments) for arguments in results.arguments]
+    found[outputs:moves] = [id(arguments) for arguments in results.types]
     found[moves : moves + MOVED_WORDS * len(moved)] = np.array(moved, np.int64).reshape(-1)
     return found
 

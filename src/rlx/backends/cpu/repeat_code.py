@@ -5,7 +5,6 @@ from __future__ import annotations
 from rlx.backends.cpu.builder import NULL, Builder, Value, const, i64
 from rlx.backends.cpu.driver import SCRATCH, SLOTS, STATUS, STRIDE
 from rlx.backends.cpu.repeat import (
-    ALLOCATE,
     API,
     AXES,
     DATA,
@@ -157,7 +156,7 @@ class _Repeat:
 
         def anew() -> list[Value]:
             arguments = self.word(self.place(self.word(self.block, GIVEN, "ptr"), i), 0, "ptr")
-            array = self.call("ptr", "PyObject_CallObject", self.word(self.block, ALLOCATE, "ptr"), arguments)
+            array = self.call("ptr", "PyObject_CallObject", self.known("empty"), arguments)
 
             def keep() -> None:
                 self.change("Py_IncRef", array)
