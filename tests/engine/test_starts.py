@@ -6,6 +6,7 @@ What was kept is only ever a saving: damaged, lost, outdated or not allowed, the
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -54,6 +55,7 @@ print(json.dumps({{
 # What a start must not need: LLVM, the generators, and whatever builds, lowers, optimises or schedules graphs.
 HEAVY = ("llvmlite", "rlx.ir", "rlx.ops", "rlx.hir", "rlx.mir", "rlx.flow", "rlx.module", "rlx.models")
 LIGHT_LIR = {"rlx.lir", "rlx.lir.memory"}
+needs_stories = pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES} is absent")
 GENERATORS = {"generators", "matmul", "loops", "builder", "attention", "math", "driver_code"}
 
 
@@ -114,9 +116,8 @@ def bits(model: LanguageModel) -> bytes:
 
 
 # -- what it saves ------------------------------------------------------------------------------------------------
+@needs_stories
 def test_the_second_process_needs_no_compiler_and_says_the_same(tmp_path: Path) -> None:
-    if not STORIES.exists():
-        pytest.skip(f"{STORIES} is absent")
     setting, prompt = str(tmp_path / "cache"), "Once upon a time"
     first = said(child(STORIES, prompt, setting))
     second = said(child(STORIES, prompt, setting))
@@ -127,7 +128,11 @@ def test_the_second_process_needs_no_compiler_and_says_the_same(tmp_path: Path) 
     assert not [m for m in modules if m in HEAVY or m.startswith(tuple(f"{h}." for h in HEAVY))]
     assert {m for m in modules if m.startswith("rlx.lir")} <= LIGHT_LIR
     assert not {m.split(".")[3] for m in modules if m.startswith("rlx.backends.cpu.")} & GENERATORS
-    assert not [m for m in modules if m in ("rlx.hub.fetching", "rlx.hub.archives", "rlx.formats.gguf")]
+    assert not [
+        m
+        for m in modules
+        if m in ("rlx.hub.fetching", "rlx.hub.archives", "rlx.formats.gguf", "rlx.formats.token_models")
+    ]
 
 
 def test_processes_that_start_at_once_keep_one_start(tiny_path: Path, tmp_path: Path) -> None:
@@ -189,6 +194,27 @@ def test_weights_that_are_read_as_they_are_stay_in_the_model_s_file(folder: Path
     names = {name for name, *_ in manifest["sections"]["weights"]["arrays"]}
     assert "model.embed_tokens.weight" in manifest["in_place"] and names.isdisjoint(manifest["in_place"])
     assert names | set(manifest["in_place"]) == set(first.compiled.executable._weights)  # type: ignore[attr-defined]
+
+
+@needs_stories
+def test_the_tables_of_a_tokenizer_are_mapped(folder: Path) -> None:
+    first, model = language_model(STORIES), language_model(STORIES)
+    assert is_kept(model)
+    assert model.token_ids("Once upon a time, 你 🙂") == first.token_ids("Once upon a time, 你 🙂")
+    assert model.tokenizer.to_json() == first.tokenizer.to_json()
+    _, tables = model.tokenizer.packed()
+    assert tables and all(isinstance(starts.owner(table).obj, mmap.mmap) for table in tables.values() if table.size)
+
+
+@needs_stories
+def test_a_tokenizer_whose_tables_are_damaged_is_made_again(folder: Path) -> None:
+    expected = language_model(STORIES).token_ids("Once upon a time")
+    (path,) = kept(folder)
+    data, file = path.read_bytes(), starts.container.read(path)
+    at = len(data) - len(file.data) + file.manifest["sections"][starts.TABLES]["at"]
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    model = language_model(STORIES)
+    assert not is_kept(model) and model.token_ids("Once upon a time") == expected
 
 
 # -- what is of no use --------------------------------------------------------------------------------------------

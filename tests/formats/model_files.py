@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlx.errors import NotFoundError
 from rlx.formats import TensorFile
 from rlx.formats.gguf import StringArray
+from rlx.hub.pull import resolve
 
 ASSETS = Path(os.environ.get("RLX_ASSETS") or Path(__file__).parents[3] / "shared" / "assets")
 
@@ -27,6 +29,14 @@ def asset(*parts: str) -> Path:
     if not path.exists():
         pytest.skip(f"no {path}; set RLX_ASSETS to the folder of assets")
     return path
+
+
+def pulled(name: str) -> Path:
+    """A model of the catalogue; the test is skipped where it is absent."""
+    try:
+        return resolve(name, offline=True).path
+    except NotFoundError:
+        pytest.skip(f"{name} is absent: rlx pull {name}")
 
 
 def replace(path: Path, data: bytes) -> Path:

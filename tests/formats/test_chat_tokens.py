@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_files import asset
+from model_files import asset, pulled
 from test_chat import CONVERSATIONS, LLAMA3, MISTRAL, QWEN25, SMOLLM2, TOOLS
+from tokenizers import Tokenizer as RustTokenizer
 
-from rlx.errors import NotFoundError, RequestError
+from rlx.errors import RequestError
 from rlx.formats import open_gguf
 from rlx.formats.chat import ChatTemplate
 from rlx.formats.tokenizer import Tokenizer
@@ -66,7 +67,7 @@ def test_ordinary_messages_give_the_tokens_of_transformers(name: str) -> None:
     tokenizer, template = case(name)
     ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer._parsing, chat_template=CASES[name][1],
+        tokenizer_object=RustTokenizer.from_buffer(tokenizer.to_json()), chat_template=CASES[name][1],
         **{k: tokenizer.token_bytes(i).decode() for k, i in ends.items() if i is not None},
     )  # fmt: skip
     talks = [talk for key, talk in CONVERSATIONS.items() if key not in ("wrong order", "tools")]
@@ -85,13 +86,7 @@ def test_ordinary_messages_give_the_tokens_of_transformers(name: str) -> None:
 @pytest.mark.weights
 @pytest.mark.parametrize("model", ["smollm2-135m", "qwen2.5-coder-1.5b"])
 def test_real_models_read_ordinary_messages_as_rendered(model: str) -> None:
-    from rlx.hub.pull import resolve
-
-    try:
-        path = resolve(model, offline=True).path
-    except NotFoundError:
-        pytest.skip(f"{model} is absent: rlx pull {model}")
-    tokenizer = Tokenizer.from_gguf(open_gguf(path).metadata)
+    tokenizer = Tokenizer.from_gguf(open_gguf(pulled(model)).metadata)
     assert tokenizer.chat_template is not None
     template = template_of(tokenizer, tokenizer.chat_template)
     for text in ORDINARY:

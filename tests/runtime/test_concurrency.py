@@ -124,7 +124,7 @@ def in_child(work: Callable[[], bool], seconds: float = 30) -> int | str:
 def test_a_forked_child_and_its_parent_both_run(threads: int) -> None:
     f = compiled(bert_graph(TINY_BERT), weights(TINY_BERT), threads=threads)
     inputs = bert_inputs(TINY_BERT, 2, 33)
-    wanted = f.run(inputs)
+    wanted, *_ = [f.run(inputs) for _ in range(3)]  # so that the child's first run only repeats them
     assert in_child(lambda: all(same_bits(f.run(inputs), wanted) for _ in range(20))) == 0
     assert same_bits(f.run(inputs), wanted)
 

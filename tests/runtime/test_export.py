@@ -298,7 +298,7 @@ def test_another_version_of_the_format_is_refused(copy: Path) -> None:
     data = bytearray(copy.read_bytes())
     struct.pack_into("<I", data, 4, 99)
     copy.write_bytes(data)
-    with pytest.raises(FormatError, match="version of the format: expected 2, found 99") as caught:
+    with pytest.raises(FormatError, match="version of the format: expected 3, found 99") as caught:
         load(copy)
     assert "export it again" in str(caught.value.hint)
 

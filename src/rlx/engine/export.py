@@ -112,7 +112,7 @@ def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
         "made": {} if embed else {n: a for n, a in built.params.made.items() if n in compiled.param_types},
     }
     if tokenizer is not None:
-        contents["tokenizer"] = tokenizer.to_json()
+        contents["tokenizer"], contents["tokenizer.tables"] = tokenizer.packed()
     return export_graph(compiled, path, embed=embed, parts=Parts(model.family.kind, {"model": about}, contents))
 
 
@@ -247,4 +247,6 @@ def _check_unchanged(export: Path, path: Path, known: Mapping[str, Any]) -> None
 
 
 def _tokenizer(file: ExportFile, described: Mapping[str, Any] | None) -> Tokenizer | None:
-    return None if described is None else Tokenizer.restored(described, file.section("tokenizer"), str(file.path))
+    if described is None:
+        return None
+    return Tokenizer.restored(described, file.section("tokenizer"), file.arrays("tokenizer.tables"), str(file.path))

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 KIND = "start"
 KINDS = ("decoder", "encoder")  # of families, of which a start has all that a model is
-WEIGHTS = "weights"
+WEIGHTS, TABLES = "weights", "tokenizer.tables"  # sections of which a start reads only what it needs
 MOST_FILES = 256  # of a model; a folder with more is no model's own
 ENDS = 4096  # bytes at both ends of a file that tell its states apart
 SETTLED_NS = 50_000_000  # the clock of file systems ticks: what changed just now may change again in the same tick
@@ -148,10 +148,11 @@ def keep(model: Model, start: Start) -> None:
         return
     placed = _in_place(start, checkpoint, compiled)
     weights = {n: a for n, a in compiled.executable._weights.items() if n not in placed}
-    path = start.store.room(start.key, sum(a.nbytes for a in weights.values()))
+    tokenizer = checkpoint.tokenizer
+    packed, tables = (b"", {}) if tokenizer is None else tokenizer.packed()
+    path = start.store.room(start.key, sum(a.nbytes for a in (*weights.values(), *tables.values())))
     if path is None:
         return
-    tokenizer = checkpoint.tokenizer
     records: dict[str, Any] = {
         "signature": compiled.signature,
         "layout": layout,
@@ -168,12 +169,13 @@ def keep(model: Model, start: Start) -> None:
         "objects": dict(homes.objects),
         "driver": homes.driver,
         "in_place": placed,
-        "sampled": _sampled(weights),
+        "sampled": [_sampled(weights), _sampled(tables)],
     }
     contents: dict[str, container.Content] = {
         "records": text.encode(),
         "records.arrays": {str(i): a for i, a in enumerate(arrays)},
-        "tokenizer": b"" if tokenizer is None else tokenizer.to_json(),
+        "tokenizer": packed,
+        TABLES: tables,
         WEIGHTS: weights,
     }
     try:
@@ -261,7 +263,7 @@ def _opened(start: Start, file: Container, name: str | None, settings: Mapping[s
     manifest, session = file.manifest, start.session
     if (manifest["kind"], manifest["key"]) != (KIND, start.key):
         raise FormatError(f"{file.path}: expected the start {start.key}, found {manifest['key']}")
-    file.check(name for name in manifest["sections"] if name != WEIGHTS)
+    file.check(name for name in manifest["sections"] if name not in (WEIGHTS, TABLES))
     facts = Facts(**manifest["facts"])
     homes = Homes({k: tuple(v) for k, v in manifest["objects"].items()}, manifest["driver"])
     if not library(session.target).load(homes):
@@ -269,8 +271,8 @@ def _opened(start: Start, file: Container, name: str | None, settings: Mapping[s
     arrays = list(file.arrays("records.arrays").values())
     records = codec.decode(file.section("records"), _classes(facts.kind), arrays, str(file.path))
     weights = file.arrays(WEIGHTS)
-    if _sampled(weights) != manifest["sampled"]:
-        raise FormatError(f"{file.path}: its weights are damaged")
+    if [_sampled(weights), _sampled(file.arrays(TABLES))] != manifest["sampled"]:
+        raise FormatError(f"{file.path}: its weights or tables are damaged")
     weights |= _mapped(start.files, manifest["in_place"])
     checkpoint = KeptCheckpoint(start.path, facts, file, records["tokenizer"])
     made: list[Model] = []  # for the graph, which is built when somebody asks for it
@@ -308,9 +310,8 @@ class KeptCheckpoint:
     def __init__(self, path: Path, facts: Facts, file: Container, described: Mapping[str, Any] | None) -> None:
         self.path = path
         self.facts = facts
-        where = str(file.path)
-        data = file.section("tokenizer")
-        self.tokenizer = None if described is None else Tokenizer.restored(described, data, where)
+        kept = file.section("tokenizer"), file.arrays(TABLES), str(file.path)
+        self.tokenizer = None if described is None else Tokenizer.restored(described, *kept)
         self._lock = threading.Lock()
         self._opened: Checkpoint | None = None
 

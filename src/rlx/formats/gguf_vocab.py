@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from rlx.classes import dataclass
 from rlx.errors import FormatError, nearest
 from rlx.formats import token_models
+from rlx.formats.bpe import Bpe
 from rlx.formats.pretokenize import PRE_TOKENIZERS, PreTokenizer
 from rlx.formats.special_tokens import STOP_NAMES, SpecialIds, is_marker
 from rlx.formats.tensors import quoted
@@ -33,6 +34,7 @@ class GgufVocab:
     """What `read_vocab` makes of a file."""
 
     rust: RustTokenizer
+    bpe: Bpe | None  # its model, where it is one of BPE
     size: int
     special: SpecialIds
     chat_template: str | None
@@ -47,15 +49,16 @@ def read_vocab(metadata: Mapping[str, Any], source: str) -> GgufVocab:
         raise FormatError(f"{keys.where('model')}: no such tokenizer: {quoted(model)}", hint=hint)
     vocabulary = _vocabulary(keys)
     special = _special_ids(keys, vocabulary)
+    bpe = None
     if model in ("gpt2", "gemma4"):
-        rust = _bpe(keys, vocabulary, special, model)
+        rust, bpe = _bpe(keys, vocabulary, special, model)
     elif model == "llama":
-        rust = _sentencepiece(keys, vocabulary, special)
+        rust, bpe = _sentencepiece(keys, vocabulary, special)
     elif model == "t5":
         rust = _unigram(keys, vocabulary, special)
     else:
         rust = _word_piece(keys, vocabulary, special)
-    return GgufVocab(rust, len(vocabulary.tokens), special, _chat_template(metadata, source))
+    return GgufVocab(rust, bpe, len(vocabulary.tokens), special, _chat_template(metadata, source))
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------
@@ -184,14 +187,14 @@ def _chat_template(metadata: Mapping[str, Any], source: str) -> str | None:
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
-def _bpe(keys: _Keys, vocabulary: Vocabulary, special: SpecialIds, model: str) -> RustTokenizer:
+def _bpe(keys: _Keys, vocabulary: Vocabulary, special: SpecialIds, model: str) -> tuple[RustTokenizer, Bpe]:
     pre = _pre_tokenizer(keys, model)
     merges = keys.strings("merges", MAX_MERGES)
     if merges is None:
         raise keys.wrong("merges", "the merges of the vocabulary", None)
     build = token_models.raw_bpe if pre.raw else token_models.byte_level_bpe
-    rust = build(vocabulary, merges, pre)
-    return _with_ends(rust, keys, vocabulary, special, add_bos=pre.add_bos, add_eos=False)
+    rust, bpe = build(vocabulary, merges, pre)
+    return _with_ends(rust, keys, vocabulary, special, add_bos=pre.add_bos, add_eos=False), bpe
 
 
 def _pre_tokenizer(keys: _Keys, model: str) -> PreTokenizer:
@@ -203,10 +206,10 @@ def _pre_tokenizer(keys: _Keys, model: str) -> PreTokenizer:
     return found
 
 
-def _sentencepiece(keys: _Keys, vocabulary: Vocabulary, special: SpecialIds) -> RustTokenizer:
+def _sentencepiece(keys: _Keys, vocabulary: Vocabulary, special: SpecialIds) -> tuple[RustTokenizer, Bpe]:
     scores = _scores(keys, vocabulary)
-    rust = token_models.sentencepiece_bpe(vocabulary, scores, add_prefix=keys.flag("add_space_prefix", True))
-    return _with_ends(rust, keys, vocabulary, special, add_bos=True, add_eos=False)
+    rust, bpe = token_models.sentencepiece_bpe(vocabulary, scores, add_prefix=keys.flag("add_space_prefix", True))
+    return _with_ends(rust, keys, vocabulary, special, add_bos=True, add_eos=False), bpe
 
 
 def _unigram(keys: _Keys, vocabulary: Vocabulary, special: SpecialIds) -> RustTokenizer:

@@ -20,7 +20,11 @@ def rust_call(where: str) -> Iterator[None]:
     except (RlxError, MemoryError):
         raise
     except Exception as error:
-        raise FormatError(f"{where}: {_shown(error)}") from error
+        # what code of ours raised inside, in a pre-tokenizer, comes back as text
+        inner, _, said = str(error).removeprefix("Exception: ").partition(": ")
+        if inner == KeyboardInterrupt.__name__:
+            raise KeyboardInterrupt from error
+        raise FormatError(f"{where}: {said if inner == FormatError.__name__ else _shown(error)}") from error
     except BaseException as error:
         if type(error).__module__ != "pyo3_runtime":
             raise  # KeyboardInterrupt, SystemExit

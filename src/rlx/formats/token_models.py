@@ -1,7 +1,7 @@
 """A vocabulary becomes a tokenizer of the Rust library: byte-level BPE, SentencePiece BPE, unigram and WordPiece.
 
 Each function takes a `Vocabulary` as a model file has it and assembles the parts (normalizer, pre-tokenizer, model,
-decoder) as the model's own tokenizer.json would.
+decoder) as the model's own tokenizer.json would. Models of BPE are not the library's but ours (`bpe.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from rlx.classes import dataclass
 from rlx.errors import FormatError
+from rlx.formats.bpe import Bpe, Merges, merges_of
 from rlx.formats.pretokenize import PreTokenizer
 from rlx.formats.rust_calls import rust_call
 from rlx.formats.tensors import quoted
@@ -52,6 +53,11 @@ class Vocabulary:
             raise FormatError(f"{self.where}: expected at most {MAX_VOCABULARY_CHARS} characters, found {total}")
         if len(self.ids) < len(self.tokens):
             raise _twice(self.tokens, self.where)
+        try:
+            "".join(self.tokens).encode()
+        except UnicodeEncodeError as error:
+            found = f"{ord(error.object[error.start]):#06x}"
+            raise FormatError(f"{self.where}: half of a surrogate pair, {found}") from error
 
     @cached_property
     def ids(self) -> dict[str, int]:
@@ -71,44 +77,35 @@ def _twice(tokens: Sequence[str], where: str) -> FormatError:
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
-def byte_level_bpe(vocabulary: Vocabulary, merges: Sequence[str], pre: PreTokenizer) -> RustTokenizer:
+def byte_level_bpe(vocabulary: Vocabulary, merges: Sequence[str], pre: PreTokenizer) -> tuple[RustTokenizer, Bpe]:
     """GPT-2's scheme: words cut by patterns, their bytes written in a printable alphabet, merged by rank."""
-    with rust_call(f"{vocabulary.where} and merges"):
-        model = models.BPE(vocabulary.ids, _pairs(merges), ignore_merges=pre.ignore_merges)
-    rust = RustTokenizer(model)
+    rust = RustTokenizer(models.BPE(_whole(vocabulary), [], ignore_merges=pre.ignore_merges))
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
     rust.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(False, use_regex=False)])
     rust.decoder = decoders.ByteLevel()
-    return rust
+    return rust, _named_bpe(vocabulary, merges, rust)
 
 
-def raw_bpe(vocabulary: Vocabulary, merges: Sequence[str], pre: PreTokenizer) -> RustTokenizer:
+def raw_bpe(vocabulary: Vocabulary, merges: Sequence[str], pre: PreTokenizer) -> tuple[RustTokenizer, Bpe]:
     """Gemma 4's scheme: merges by rank, as GPT-2 has them, over plain text with visible spaces, as SentencePiece."""
-    with rust_call(f"{vocabulary.where} and merges"):
-        unknown = _token_of_kind(vocabulary, UNKNOWN)
-        model = models.BPE(vocabulary.ids, _pairs(merges), unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    rust = RustTokenizer(model)
+    rust = _with_fallback(vocabulary)
     rust.normalizer = normalizers.Replace(" ", SPACE)
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
     rust.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     rust.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
-    return rust
+    return rust, _named_bpe(vocabulary, merges, rust)
 
 
 def sentencepiece_bpe(
     vocabulary: Vocabulary, scores: NDArray[Any], *, add_prefix: bool, space: str = SPACE
-) -> RustTokenizer:
+) -> tuple[RustTokenizer, Bpe]:
     """SentencePiece BPE: the pair whose joint token has the best score merges first; unknown characters become bytes.
 
-    The Rust library wants merges with ranks, no two alike, where SentencePiece has scores. Two things follow. Equal
-    scores of different tokens go by id, not by place in the text. And of two overlapping ways to make one token, the
-    one with the longer left part goes first, which is the left one in all but the longest runs of one character.
+    BPE has merges with ranks, no two alike, where SentencePiece has scores. Two things follow. Equal scores of
+    different tokens go by id, not by place in the text. And of two overlapping ways to make one token, the one with the
+    longer left part goes first, which is the left one in all but the longest runs of one character.
     """
-    with rust_call(f"{vocabulary.where} and scores"):
-        merges = _merges_of_scores(vocabulary, scores)
-        unknown = _token_of_kind(vocabulary, UNKNOWN)
-        model = models.BPE(vocabulary.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    rust = RustTokenizer(model)
+    rust = _with_fallback(vocabulary)
     before: list[Any] = [normalizers.Prepend(space)] if add_prefix else []
     after: list[Any] = [decoders.ByteFallback(), decoders.Fuse()]
     if space != " ":
@@ -118,7 +115,7 @@ def sentencepiece_bpe(
         after.append(decoders.Strip(" ", 1, 0))
     rust.normalizer = normalizers.Sequence(before)
     rust.decoder = decoders.Sequence(after)
-    return rust
+    return rust, Bpe.made(vocabulary.ids, _merges_of_scores(vocabulary, scores), rust.model)
 
 
 def unigram(
@@ -197,21 +194,39 @@ def check_charsmap(charsmap: bytes, where: str) -> None:
 
 
 # -- parts -----------------------------------------------------------------------------------------------------------
-def _pairs(merges: Sequence[str]) -> list[tuple[str, str]]:
+def _sides(merges: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The left tokens of merges and the right ones."""
     flat = " ".join(merges).split(" ")  # five times as fast as one split a merge
     if len(flat) == 2 * len(merges):
-        return list(zip(flat[::2], flat[1::2], strict=True))
-    cuts = [merge.find(" ", 1) for merge in merges]  # a space as first character belongs to the token
-    return [(merge[:cut], merge[cut + 1 :]) for merge, cut in zip(merges, cuts, strict=True)]
+        return flat[::2], flat[1::2]
+    # a space as first character belongs to the token
+    parts = [(merge[:1] + left, right) for merge in merges for left, _, right in (merge[1:].partition(" "),)]
+    return [left for left, _ in parts], [right for _, right in parts]
 
 
-def _merges_of_scores(vocabulary: Vocabulary, scores: NDArray[Any]) -> list[tuple[str, str]]:
+def _named_bpe(vocabulary: Vocabulary, merges: Sequence[str], rust: RustTokenizer) -> Bpe:
+    named = merges_of(*_sides(merges), vocabulary.ids, f"{vocabulary.where} and merges")
+    return Bpe.made(vocabulary.ids, named, rust.model)
+
+
+def _with_fallback(vocabulary: Vocabulary) -> RustTokenizer:
+    """A tokenizer that writes unknown characters as bytes."""
+    unknown = _token_of_kind(vocabulary, UNKNOWN)
+    return RustTokenizer(models.BPE(_whole(vocabulary), [], unk_token=unknown, fuse_unk=True, byte_fallback=True))
+
+
+def _whole(vocabulary: Vocabulary) -> dict[str, int]:
+    """The tokens that are matched as a whole, of which the library must know the ids."""
+    return {vocabulary.tokens[i]: i for i in vocabulary.of_kind(CONTROL, UNKNOWN, USER_DEFINED)}
+
+
+def _merges_of_scores(vocabulary: Vocabulary, scores: NDArray[Any]) -> Merges:
     """Every way to make a token of two others, best score first. Text never merges into control or byte tokens."""
     tokens = vocabulary.tokens
     usable = vocabulary.of_kind(NORMAL, UNUSED)
-    known = {tokens[i] for i in usable}
-    best_first = np.asarray(usable)[np.argsort(-np.asarray(scores, np.float64)[usable], kind="stable")]
-    merges = []
+    id_of = {tokens[i]: i for i in usable}.get
+    best_first = np.asarray(usable, np.int64)[np.argsort(-np.asarray(scores, np.float64)[usable], kind="stable")]
+    merges: list[int] = []
     for i in best_first.tolist():
         token = tokens[i]
         if len(token) > MAX_SENTENCEPIECE_CHARS:
@@ -219,12 +234,12 @@ def _merges_of_scores(vocabulary: Vocabulary, scores: NDArray[Any]) -> list[tupl
                 f"{vocabulary.where}: expected at most {MAX_SENTENCEPIECE_CHARS} characters, found {len(token)} in {i}"
             )
         for cut in range(len(token) - 1, 0, -1):
-            left = token[:cut]
-            if left in known:
-                right = token[cut:]
-                if right in known:
-                    merges.append((left, right))
-    return merges
+            left = id_of(token[:cut])
+            if left is not None:
+                right = id_of(token[cut:])
+                if right is not None:
+                    merges += left, right, i
+    return Merges(*np.array(merges, np.uint32).reshape(-1, 3).T)
 
 
 def _token_of_kind(vocabulary: Vocabulary, kind: int) -> str | None:

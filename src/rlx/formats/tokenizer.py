@@ -1,19 +1,17 @@
 """Text to token ids and back: one `Tokenizer`, whatever file it comes from, over the Rust `tokenizers` library.
 
 In comes a tokenizer.json, the metadata of a GGUF file or llama2.c's tokenizer.bin; each becomes a Rust tokenizer, which
-encodes. Decoding is done here, byte by byte (`pieces.py`), so that a stream of tokens reads as the whole does.
+encodes; where the model is BPE, with tables of ours (`bpe.py`), which a later process maps. Decoding is done here, byte
+by byte (`pieces.py`), so that a stream of tokens reads as the whole does.
 A file is hostile until checked: whatever is wrong with it, the Rust library's panics included, is a `FormatError`.
 """
 
 from __future__ import annotations
 
-import base64
 import codecs
 import json
 import math
 import operator
-import os
-import re
 import secrets
 import struct
 from bisect import bisect_right
@@ -27,13 +25,12 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from rlx.errors import FormatError, RequestError
+from rlx.formats.bpe import Bpe
 from rlx.formats.pieces import Pieces, rule_of
 from rlx.formats.rust_calls import rust_call
 from rlx.formats.special_tokens import SpecialIds, is_marker, stop_ids
-from rlx.formats.strict_json import parse_json
 from rlx.formats.tensors import PathLike, broken, open_bytes, quoted
 
-MAX_JSON_BYTES = 1 << 27
 MAX_GROWTH = 256  # how many times longer a normalizer may make a text
 MAX_ENDS = 64  # special tokens around a text
 MAX_START = 64  # characters of a special token that are looked for at the end of a text
@@ -47,7 +44,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self, rust: RustTokenizer, *, source: str, special: SpecialIds, vocab_size: int,
+        self, rust: RustTokenizer, bpe: Bpe | None = None, *, source: str, special: SpecialIds, vocab_size: int,
         chat_template: str | None = None,
     ) -> None:  # fmt: skip
         self.source = source
@@ -57,8 +54,6 @@ class Tokenizer:
             rust.no_padding()  # tokenizer.json may ask for rows of one length; callers pad as they need
             rust.no_truncation()
             added = rust.get_added_tokens_decoder()
-            if getattr(rust.model, "dropout", None) is not None:
-                rust.model.dropout = None  # a means of training: the same text must give the same ids
             decoder, normalizer, processor = (
                 _description(part) for part in (rust.decoder, rust.normalizer, rust.post_processor)
             )
@@ -81,7 +76,12 @@ class Tokenizer:
         self._special_texts = sorted(added[i].content for i in self.special_ids)
         self._control = self.special_ids - {self.unk_id}
         self._anchor = f"<{secrets.token_hex(16)}>"  # stands for a special token before a text; nobody can type it
-        self._pieces = Pieces(rule_of(decoder), rust.id_to_token, {i: t.content for i, t in added.items()}, source)
+        name_of = rust.id_to_token if bpe is None else bpe.name
+        self._pieces = Pieces(rule_of(decoder), name_of, {i: t.content for i, t in added.items()}, source)
+        self._bpe, self._cuts = bpe, rust.pre_tokenizer
+        if bpe is not None:
+            with rust_call(source):
+                rust.pre_tokenizer = bpe.pre_tokenizer(rust.pre_tokenizer)
         self._parsing = rust
         self._plain = self._sibling(rust, added) if self.special_ids else rust
 
@@ -93,33 +93,38 @@ class Tokenizer:
         `config` is the content of tokenizer_config.json, which names bos, eos and the rest and may have the chat
         template; with a path, the files that lie beside it are read. Without any, tokens are known by their names.
         """
+        from rlx.formats.strict_json import MAX_BYTES
         from rlx.formats.token_models import MAX_TOKENS
+        from rlx.formats.tokenizer_json import config_beside, read_json, special_of_config, template_of_config
 
         if isinstance(source, bytes):
             where, data = "tokenizer.json", source
         else:
             file = open_bytes(source)
-            where, data = str(file.path), bytes(file.view[: MAX_JSON_BYTES + 1])
-            config = _config_beside(file.path) if config is None else config
-        if len(data) > MAX_JSON_BYTES:
-            raise FormatError(f"{where}: expected at most {MAX_JSON_BYTES} bytes, found more")
-        _check_charsmaps(data, where)
+            where, data = str(file.path), bytes(file.view[: MAX_BYTES + 1])
+            config = config_beside(file.path) if config is None else config
+        if len(data) > MAX_BYTES:
+            raise FormatError(f"{where}: expected at most {MAX_BYTES} bytes, found more")
+        rust, bpe = read_json(data, where)
         with rust_call(where):
-            rust = RustTokenizer.from_buffer(data)
-            special = _special_of_config(rust, config or {}, where)
-            vocab_size = max(rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+            ids = rust.get_vocab(with_added_tokens=True)  # of BPE, only those of added tokens
+        vocab_size = max(max(ids.values(), default=-1) + 1, 0 if bpe is None else bpe.size)
         if not 0 < vocab_size <= MAX_TOKENS:
             raise FormatError(f"{where}: expected 1 to {MAX_TOKENS} token ids, found {vocab_size}")
-        template = _template_of_config(config or {}, where)
-        return cls(rust, source=where, special=special, vocab_size=vocab_size, chat_template=template)
+        special = special_of_config(rust, bpe, config or {}, where)
+        template = template_of_config(config or {}, where)
+        return cls(rust, bpe, source=where, special=special, vocab_size=vocab_size, chat_template=template)
 
     @classmethod
-    def restored(cls, described: Mapping[str, Any], data: bytes, where: str) -> Tokenizer:
-        """The tokenizer that `described` and `to_json` tell of, in a file that is trusted."""
+    def restored(
+        cls, described: Mapping[str, Any], data: bytes, tables: Mapping[str, np.ndarray[Any, Any]], where: str
+    ) -> Tokenizer:
+        """The tokenizer that `described` and `packed` tell of, in a file that is trusted."""
         with rust_call(where):
             rust = RustTokenizer.from_buffer(data)
+            bpe = Bpe(tables, rust.model) if tables else None
         kept = {name: described[name] for name in ("source", "vocab_size", "chat_template", "special")}
-        tokenizer = cls(rust, **kept)
+        tokenizer = cls(rust, bpe, **kept)
         tokenizer.stop_ids = frozenset(described["stop_ids"])
         return tokenizer
 
@@ -130,7 +135,7 @@ class Tokenizer:
 
         vocab = read_vocab(metadata, str(source))
         return cls(
-            vocab.rust, source=str(source), special=vocab.special, vocab_size=vocab.size,
+            vocab.rust, vocab.bpe, source=str(source), special=vocab.special, vocab_size=vocab.size,
             chat_template=vocab.chat_template,
         )  # fmt: skip
 
@@ -152,20 +157,34 @@ class Tokenizer:
         kinds = np.full(vocab_size, NORMAL)
         kinds[0], kinds[1:3], kinds[3:259] = UNKNOWN, CONTROL, BYTE
         vocabulary = Vocabulary(tokens, kinds, f"{file.path}: tokens")
-        rust = sentencepiece_bpe(vocabulary, np.asarray(scores), add_prefix=True, space=" ")
+        rust, bpe = sentencepiece_bpe(vocabulary, np.asarray(scores), add_prefix=True, space=" ")
         add_special_tokens(rust, vocabulary, prefix=(1,))
         special = SpecialIds(bos=1, eos=2, unk=0)
-        return cls(rust, source=str(file.path), special=special, vocab_size=vocab_size)
+        return cls(rust, bpe, source=str(file.path), special=special, vocab_size=vocab_size)
 
     def described(self) -> dict[str, Any]:
-        """What it is beside its tokenizer.json, for `restored`."""
+        """What it is beside `packed`, for `restored`."""
         roles = {role: getattr(self, f"{role}_id") for role, _ in SpecialIds().items()}
         kept = {name: getattr(self, name) for name in ("source", "vocab_size", "chat_template")}
         return {**kept, "special": SpecialIds(**roles), "stop_ids": sorted(self.stop_ids)}
 
+    def packed(self) -> tuple[bytes, Mapping[str, np.ndarray[Any, Any]]]:
+        """Its tokenizer.json, without the tokens and merges of BPE; and the tables that have these."""
+        with rust_call(self.source):
+            if self._bpe is None:
+                return bytes(self._parsing.to_str(), "utf-8"), {}
+            rust = self._copied(self._parsing, self._parsing.get_added_tokens_decoder())
+            rust.pre_tokenizer, rust.decoder = self._cuts, self._parsing.decoder
+            return bytes(rust.to_str(), "utf-8"), self._bpe.tables
+
     def to_json(self) -> bytes:
         """Its tokenizer.json."""
-        return bytes(self._parsing.to_str(), "utf-8")
+        data, _ = self.packed()
+        if self._bpe is None:
+            return data
+        document = json.loads(data)
+        document["model"] |= self._bpe.to_json()
+        return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
     # -- text to ids --
     def encode(
@@ -260,15 +279,20 @@ class Tokenizer:
             raise RequestError(f"token id {found} is outside the vocabulary of {self.vocab_size} tokens")
         return found
 
+    def _copied(self, rust: RustTokenizer, added: Mapping[int, AddedToken]) -> RustTokenizer:
+        """A second tokenizer over the same parts."""
+        other = RustTokenizer(rust.model)  # shared, not copied
+        other.normalizer, other.pre_tokenizer = rust.normalizer, rust.pre_tokenizer
+        other.post_processor = rust.post_processor
+        other.add_tokens([added[i] for i in sorted(added)])
+        if other.get_added_tokens_decoder().keys() != added.keys():
+            other = RustTokenizer.from_str(rust.to_str())  # ids with gaps, which only a file can give
+        return other
+
     def _sibling(self, rust: RustTokenizer, added: Mapping[int, AddedToken]) -> RustTokenizer:
-        """A second tokenizer over the same parts, to which special tokens are text."""
+        """A second tokenizer, to which special tokens are text."""
         with rust_call(self.source):
-            other = RustTokenizer(rust.model)  # shared, not copied
-            other.normalizer, other.pre_tokenizer = rust.normalizer, rust.pre_tokenizer
-            other.post_processor = rust.post_processor
-            other.add_tokens([added[i] for i in sorted(added)])
-            if other.get_added_tokens_decoder().keys() != added.keys():
-                other = RustTokenizer.from_str(rust.to_str())  # ids with gaps, which only a file can give
+            other = self._copied(rust, added)
             other.encode_special_tokens = True
             other.add_tokens([AddedToken(self._anchor, normalized=False, special=False)])
         return other
@@ -352,25 +376,6 @@ def _cut(ids: list[int], limit: int, before: int, after: int) -> list[int]:
     return ids if len(ids) <= limit else [*ids[: limit - after], *ids[len(ids) - after :]]
 
 
-# -- tokenizer.json --------------------------------------------------------------------------------------------------
-_CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*("(?:[^"\\]|\\.)*+")')
-_HIDDEN = re.compile(rb"\\u00[2-7]")  # an escape where the character itself would do, so that a name is not found
-
-
-def _check_charsmaps(data: bytes, where: str) -> None:
-    """Check tables inside a tokenizer.json before the library sees them."""
-    from rlx.formats.token_models import check_charsmap
-
-    if _HIDDEN.search(data):
-        data = json.dumps(parse_json(data, Path(where)), ensure_ascii=False).encode()
-    for found in _CHARSMAP.finditer(data):
-        try:
-            charsmap = base64.b64decode(json.loads(found[1]), validate=True)
-        except ValueError as error:
-            raise FormatError(f"{where}: precompiled_charsmap: not base64") from error
-        check_charsmap(charsmap, f"{where}: precompiled_charsmap")
-
-
 # -- parts of a Rust tokenizer ---------------------------------------------------------------------------------------
 def _description(part: Any) -> Any:
     """A part as tokenizer.json has it. The library pickles parts so; asking for the whole file would cost a second."""
@@ -393,11 +398,12 @@ def _growth(normalizer: Any) -> float:
 
 def _check_added(rust: RustTokenizer, added: Mapping[int, AddedToken], source: str) -> None:
     """Refuse an added token that the normalizer makes empty: the library would find it without end."""
+    normalizer = rust.normalizer
     for i, token in added.items():
-        with rust_call(f"{source}: added token {i}"):
-            text = (
-                rust.normalizer.normalize_str(token.content) if token.normalized and rust.normalizer else token.content
-            )
+        text = token.content
+        if token.normalized and normalizer is not None:
+            with rust_call(f"{source}: added token {i}"):
+                text = normalizer.normalize_str(text)
         if not text:
             raise FormatError(f"{source}: added token {i}: nothing is left of {quoted(token.content)}")
 
@@ -433,50 +439,6 @@ def _ends(processor: Any, source: str) -> tuple[tuple[int, ...], tuple[int, ...]
             raise FormatError(f"{source}: post_processor {quoted(processor)} is not supported")
     if len(found[0]) + len(found[1]) > MAX_ENDS:
         raise FormatError(f"{source}: post_processor: expected at most {MAX_ENDS} special tokens around a text")
-    return found
-
-
-# -- tokenizer_config.json -------------------------------------------------------------------------------------------
-def _config_beside(path: Path) -> dict[str, Any]:
-    config: dict[str, Any] = {}
-    beside = path.with_name("tokenizer_config.json")
-    if os.path.exists(beside):
-        found = parse_json(open_bytes(beside).view, beside)
-        if not isinstance(found, dict):
-            raise broken(beside, "tokenizer_config.json", expected="an object", found=type(found).__name__)
-        config = found
-    template = path.with_name("chat_template.jinja")
-    if os.path.exists(template):
-        try:
-            config["chat_template"] = str(open_bytes(template).view, "utf-8")
-        except UnicodeDecodeError as error:
-            raise broken(template, "not UTF-8", at=error.start) from error
-    return config
-
-
-def _special_of_config(rust: RustTokenizer, config: Mapping[str, Any], where: str) -> SpecialIds:
-    found: dict[str, int | None] = {}
-    for role, _ in SpecialIds().items():
-        key = f"{role}_token"
-        named = config.get(key)
-        if isinstance(named, Mapping):
-            named = named.get("content")
-        if named is None:
-            continue
-        if not isinstance(named, str):
-            raise FormatError(f"{where}: {key}: expected a token, found {quoted(named)}")
-        found[role] = rust.token_to_id(named)
-        if found[role] is None and role in ("bos", "eos"):
-            raise FormatError(f"{where}: {key}: the vocabulary has no {quoted(named)}")
-    return SpecialIds(**found)
-
-
-def _template_of_config(config: Mapping[str, Any], where: str) -> str | None:
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several by name; the others are for tools and retrieval
-        found = next((t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default"), None)
-    if found is not None and not isinstance(found, str):
-        raise FormatError(f"{where}: chat_template: expected a string, found {type(found).__name__}")
     return found
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from rlx.backends.cpu.executable import Executable
 from rlx.backends.cpu.layout import WEIGHT
+from rlx.backends.cpu.repeat import Taken
 from rlx.errors import BindError, CapabilityError, nearest
 from rlx.profile import CompileProfile
 from rlx.runtime import finite
@@ -212,7 +213,8 @@ class CpuGraph(CompiledGraph):
         self.target = executable.target
         self.executable = executable
         self._symbols = executable.layout.symbols
-        self._leaves = [(n, t.dtype.numpy, n in self._states) for n, t in self.input_types.items()]
+        self._leaves = [Taken(n, t.dtype.numpy, n in self._states) for n, t in self.input_types.items()]
+        executable.takes = self._leaves
         self._known: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}  # input shapes -> symbol sizes
         self._last: tuple[int, ...] | None = None
 
@@ -244,9 +246,15 @@ class CpuGraph(CompiledGraph):
         return made
 
     def run(self, inputs: Mapping[str, Any] | None = None, *, trace: str | Path | None = None) -> list[Array]:
+        if inputs is None:
+            inputs = {}
         if self._stale:
             self._bound()
-        arrays, key = self._prepare({} if inputs is None else inputs)
+        elif trace is None and not finite.watching:
+            repeated = self.executable.again(inputs)
+            if repeated is not None:
+                return repeated
+        arrays, key = self._prepare(inputs)
         watched = finite.Watched(self, arrays) if finite.watching else None
         if trace is None:
             outputs = self.executable.run(key, arrays)

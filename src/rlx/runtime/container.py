@@ -26,7 +26,7 @@ from rlx.formats.tensors import PathLike, broken, open_bytes
 Array = np.ndarray[Any, Any]
 Content = bytes | Mapping[str, Array]  # of a section
 SUFFIX = ".rlxp"  # of an export
-MAGIC, VERSION = b"RLXP", 2
+MAGIC, VERSION = b"RLXP", 3
 _DIGEST = 32  # bytes
 _HEAD = struct.Struct(f"<4sIQ{_DIGEST}s")  # magic, version, bytes of the manifest, its digest
 _LINE = 64  # sections and arrays begin on a cache line

@@ -17,12 +17,13 @@ from rlx.target import Target
 #   execute(job, tid, threads)   walk all records as thread `tid` of `threads`
 #   run(job, records, count, scratch, stride, trace, slots) -> how many threads took part
 #   call(job, request)           `run` with its other arguments in memory: two words cross over from Python, not seven
+#   repeat(self, inputs)         `call` as a function of CPython, see repeat.py
 #   worker(job, tid)             the life of a pool thread, until `stop`
 #   stop(job) -> 1, or 0 where a run is going on; after it, every run stays on the thread that calls
 #   spin(count)                  that many pauses, to measure how long one is
-SYMBOLS = ("execute", "run", "call", "worker", "stop", "spin")
+SYMBOLS = ("execute", "run", "call", "repeat", "worker", "stop", "spin")
 
-REQUEST_WORDS = 6  # of `call`: records, count, scratch, stride, trace, slots
+REQUEST_WORDS = 6  # of `call`: records, count, scratch, stride, trace, slots, as in a job block
 
 # A record: three words and flags. Records are numbered from 0.
 #   LAUNCH  the function's address, the address of its arguments, its units

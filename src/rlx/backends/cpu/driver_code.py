@@ -57,6 +57,7 @@ from rlx.backends.cpu.driver import (
     WAKE,
     WORDS,
 )
+from rlx.backends.cpu.repeat_code import repeat
 from rlx.classes import dataclass
 from rlx.target import Target
 
@@ -144,6 +145,7 @@ class _Driver:
         module.define("execute", [job, tid, threads], self.execute)
         module.define("run", [job, *given, ("i64", "slots")], self.run, result="i64")
         module.define("call", [job, ("ptr", "request")], self.call, result="i64")
+        module.define("repeat", [("ptr", "self"), ("ptr", "inputs")], repeat, result="ptr")
         module.define("worker", [job, tid], self.worker)
         module.define("stop", [job], self.stop, result="i64")
         module.define("spin", [("i64", "count")], self.spin)

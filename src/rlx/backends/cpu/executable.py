@@ -1,7 +1,8 @@
 """An executable: a program, its machine code and its memory. Runs from any number of threads at once.
 
 Sizes are evaluated once for each binding of the symbols (a frame); argument blocks, arena and scratch belong to an
-instance that a run checks out. A run with known sizes only writes the addresses of its inputs and outputs.
+instance that a run checks out. A run with known sizes only writes the addresses of its inputs and outputs; one with the
+sizes of the run before does so in machine code (`again`).
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlx.backends.cpu import driver
+from rlx.backends.cpu import driver, repeat
 from rlx.backends.cpu import pool as pools
 from rlx.backends.cpu.layout import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Layout, lay_out
 from rlx.backends.cpu.library import library
 from rlx.backends.cpu.memory import Bytes, Guarded, address, aligned, checking, side_by_side
 from rlx.backends.cpu.records import ARGUMENTS, FUNCTION, UNITS
+from rlx.backends.cpu.repeat import Repeat, Results, Taken
 from rlx.classes import dataclass
 from rlx.errors import BindError, KernelError
 from rlx.lir.memory import Plan, plan
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 KEPT_BYTES = 1 << 16  # outputs up to this size may be kept for the next run
-HELD_BY_US = 3  # references to a kept array that nobody else holds: our list, the loop, the question itself
-TRACE = 4  # word of a request that has the address of the time stamps
 FRAMES = 256  # bindings whose sizes are remembered
 # Rows that each thread takes through a whole program before the next ones: what they become stays in its cache.
 # Fewer would read weights too often. Measured on encoders of width 384: 1.02 to 1.12 times as fast.
@@ -100,11 +99,12 @@ class Instance:
         self.weights: Mapping[str, Array] | None = None  # the words hold their addresses
         self.inputs: list[tuple[int, int, int]] = []
         self.outputs: list[tuple[int, int, int]] = []
+        self.results: Results | None = None
         self.status = memoryview(b"")
         self.headers: list[int] = []
-        self.kept: list[Array] = []  # outputs of the run before, where the words point
-        self.request = np.zeros(driver.REQUEST_WORDS, np.int64)  # what the driver's `call` reads
-        self.call = address(self.request)
+        self.request = np.zeros(0, np.int64)  # what the driver reads
+        self.call = 0  # its address
+        self.again: Repeat = _never
 
 
 class Executable:
@@ -134,6 +134,7 @@ class Executable:
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._pieces: dict[tuple[int, ...], Pieces | None] = {}
         self._check = checking()
+        self.takes: Sequence[Taken] | None = None  # the inputs; whoever calls `again` says what they are
         self._template = np.zeros(layout.records.word_count, np.int64)  # the words that no size changes
         for position, symbols in layout.tables:
             self._template[position] = code.address(symbols)
@@ -160,7 +161,7 @@ class Executable:
     def bind(self, weights: Mapping[str, Array]) -> None:
         """Use these arrays as weights; they are contiguous and of the declared types."""
         self._weights = dict(weights)
-        self._instances = []
+        self._instances = []  # after the weights: who finds this list has seen them
 
     # -- frames --------------------------------------------------------------------------------------------------------
     def frame(self, key: tuple[int, ...]) -> Frame:
@@ -230,24 +231,40 @@ class Executable:
             if pieces is not None:
                 return self._run_pieces(pieces, inputs, trace)
             frame = self.frame(key)
+        instances = self._instances
         try:
-            instance = self._instances.pop()
+            instance = instances.pop()
         except IndexError:
             instance = Instance(self)
-        if instance.frame is not frame or instance.weights is not self._weights or self._check:
+        if instance.frame is not frame or self._check:
             self._fill(instance, frame)
+        elif instance.again is _never and self.takes is not None and repeat.usable():  # the second run of these sizes
+            self._prepare_repeat(instance, frame, inputs, self.takes)
+        outputs = self._allocate(frame.outputs) if into is None else list(into)
         if self._check:
-            outputs = self._run_checked(instance, frame, inputs, trace, into)
+            self._run_checked(instance, inputs, outputs, trace)
         else:
-            outputs = self._new_outputs(instance, frame, into)
+            self._point_outputs(instance, outputs)
             self._execute(instance, inputs, trace)
         status = instance.status
         for header in instance.headers:
             if status[header]:
                 raise self._fault(instance)
-        if instance.weights is self._weights:  # else they are old, and an idle instance would keep them
-            self._instances.append(instance)
+        instances.append(instance)  # where it was: with new weights there is another list
         return outputs
+
+    def again(self, inputs: object) -> list[Array] | None:
+        """The outputs, where inputs are such as those of the run before; else None, and `run` must do it."""
+        instances = self._instances
+        try:
+            instance = instances.pop()
+        except IndexError:
+            return None
+        outputs = instance.again(inputs)
+        if outputs is False:
+            raise self._fault(instance)
+        instances.append(instance)
+        return outputs  # type: ignore[return-value]
 
     def _run_pieces(
         self, pieces: Pieces, inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None
@@ -290,24 +307,6 @@ class Executable:
         pieces = self.pieces(key)
         return key if pieces is None else pieces.parts[0][2]
 
-    def _new_outputs(self, instance: Instance, frame: Frame, into: Sequence[Array] | None) -> list[Array]:
-        """Memory for the outputs. Small arrays of the run before, if nobody holds them any more, are as good as new."""
-        if into is not None:
-            self._point_outputs(instance, into)
-            instance.kept = []
-            return list(into)
-        kept = instance.kept
-        for array in kept:
-            if getrefcount(array) > HELD_BY_US:
-                break
-        else:
-            if kept:
-                return kept.copy()
-        outputs = self._allocate(frame.outputs)
-        self._point_outputs(instance, outputs)
-        instance.kept = outputs.copy() if frame.keeps_outputs else []
-        return outputs
-
     @staticmethod
     def _point_outputs(instance: Instance, outputs: Sequence[Array]) -> None:
         places = [address(array) for array in outputs]
@@ -323,11 +322,11 @@ class Executable:
         if trace is None:
             self.pool.execute(instance.call)
             return
-        instance.request[TRACE] = address(trace)
+        instance.request[driver.TRACE // 8] = address(trace)
         try:
             self.pool.execute(instance.call)
         finally:
-            instance.request[TRACE] = 0
+            instance.request[driver.TRACE // 8] = 0
 
     def _fill(self, instance: Instance, frame: Frame) -> None:
         """Write all words that do not change from run to run."""
@@ -347,14 +346,26 @@ class Executable:
         self._add(instance, ARENA, [bases.get(n, 0) for n in names[ARENA]])
         self._add(instance, CONST, [address(constants[n]) for n in names[CONST]])
         self._add(instance, WEIGHT, [address(weights[n]) for n in names[WEIGHT]])
-        instance.kept = []
         instance.inputs = self._moving(INPUT, frame)
         instance.outputs = self._moving(OUTPUT, frame)
         instance.status = memoryview(instance.scratch.view(np.int64))  # type: ignore[arg-type]
         instance.headers = [t * frame.scratch // 8 for t in range(self.threads)]
         records, scratch = address(instance.records), address(instance.scratch)
-        instance.request[:] = [records, len(instance.records), scratch, frame.scratch, 0, self.threads]
+        instance.request = np.array([records, len(instance.records), scratch, frame.scratch, 0, self.threads], np.int64)
+        instance.call, instance.again = address(instance.request), _never
         instance.frame, instance.weights = frame, weights
+
+    def _prepare_repeat(
+        self, instance: Instance, frame: Frame, inputs: Sequence[Array], takes: Sequence[Taken]
+    ) -> None:
+        results = Results(frame.outputs, [None] * len(frame.outputs), frame.keeps_outputs)
+        moved = instance.inputs + [(at, len(inputs) + buffer, offset) for at, buffer, offset in instance.outputs]
+        instance.results = results
+        instance.request = repeat.block(
+            instance.request, address(self.pool.job), address(instance.words), takes, inputs, results, moved
+        )
+        instance.call = address(instance.request)
+        instance.again = repeat.function(self.pool.repeat, instance.request)
 
     def _moving(self, kind: str, frame: Frame) -> list[tuple[int, int, int]]:
         """Position, buffer number and byte offset of the words that hold addresses of inputs or outputs."""
@@ -377,18 +388,16 @@ class Executable:
     def _run_checked(
         self,
         instance: Instance,
-        frame: Frame,
         inputs: Sequence[Array],
+        outputs: Sequence[Array],
         trace: np.ndarray[Any, np.dtype[np.int64]] | None,
-        into: Sequence[Array] | None,
-    ) -> list[Array]:
+    ) -> None:
         """Every array between inaccessible pages, outputs and scratch full of NaN before the run."""
         guarded_inputs = []
         for array in inputs:
             guard = Guarded(array.nbytes)
             guard.bytes[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             guarded_inputs.append(guard)
-        outputs = list(into or (np.empty(shape, dtype) for shape, dtype in frame.outputs))
         guarded_outputs = [Guarded(a.nbytes) for a in outputs]
         instance.scratch[:] = 0xFF
         self._point_outputs(instance, [g.bytes for g in guarded_outputs])
@@ -399,7 +408,6 @@ class Executable:
                 array.reshape(-1).view(np.uint8)[:] = guard.bytes
         for array, guard in zip(outputs, guarded_outputs, strict=True):
             array.reshape(-1).view(np.uint8)[:] = guard.bytes
-        return outputs
 
     def _fault(self, instance: Instance) -> KernelError:
         """What the threads have left in their scratch headers: a code, and the number of the first record to fail."""
@@ -423,6 +431,10 @@ class Executable:
                 if step.kind == driver.NEXT:
                     steps[step.number] = int(stamps[record, :, 1].max())
         return outputs, Trace(stamps[self.records.launches], stamps[list(entered.values())], steps)
+
+
+def _never(inputs: object) -> None:
+    """A run cannot be repeated."""
 
 
 def _fault_text(code: int) -> str:

@@ -87,7 +87,9 @@ class Pool:
         self._start_lock = threading.Lock()
         # The driver's `call` for the address of a request; look it up anew each time, a fork replaces it.
         self.execute: _Run = self._start_and_run
-        self._job: npt.NDArray[np.uint8] | None = None  # kept: `_run` has its address
+        self.repeat = addresses["repeat"]
+        self._job: npt.NDArray[np.uint8] | None = None  # kept: these have its address
+        self.job = np.zeros(1, np.int64)  # its address; 0 before the first run, and before the first after a fork
         self._end: weakref.finalize[..., Pool] | None = None
         _alive.add(self)
 
@@ -148,6 +150,7 @@ class Pool:
             workers.append(worker)
         words[driver.POOL_THREADS // 8] = 1 + len(workers)
         self._end = weakref.finalize(self, _stop, self._functions["stop"], job, workers)
+        self.job[0] = _address(job)
         self.execute = functools.partial(self._functions["call"], _address(job))
 
     def _pauses(self) -> int:
@@ -168,6 +171,7 @@ class Pool:
             self._end.detach()
         self._end = None
         self._start_lock = threading.Lock()
+        self.job[0] = 0
         self.execute = self._start_and_run
 
 

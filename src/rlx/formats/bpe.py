@@ -1,0 +1,296 @@
+"""Byte-pair encoding over tables that are mapped, not built: words in, tokens out, as the Rust library's BPE has them.
+
+That library builds hash maps of every token and merge whenever a process starts, which for 262,144 tokens takes longer
+than all else until the first token of a small model. Here the tables are NumPy arrays: made once, kept in a file,
+mapped by the next process, which reads the pages that its texts need. The library still does all the rest (added
+tokens, normalizers, pre-tokenizers, offsets, post-processors): its last pre-tokenizer is a `Bpe`, which hands it the
+tokens of each word, so that nothing is left for its own model, which is empty.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, pairwise
+from operator import add
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import PreTokenizedString, Regex, Token, models, pre_tokenizers
+from tokenizers.pre_tokenizers import PreTokenizer
+
+from rlx.classes import dataclass
+from rlx.errors import FormatError
+from rlx.formats.tensors import quoted
+
+K = TypeVar("K")
+V = TypeVar("V")
+Array = NDArray[Any]
+SPACES = ("\u2581", " ")  # as SentencePiece and llama2.c write them
+BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
+TOKEN = 0xFFFFFFFF  # the lower half of entries of `letters` and `merge`
+MAX_KEPT = 1 << 15  # words, characters and pairs that are remembered, each
+MAX_KEPT_CHARS = 64  # of a word; longer ones hardly come twice
+MAX_JOINERS = 32  # characters before a space inside tokens; a vocabulary with more is not made of words
+
+
+@dataclass(frozen=True, slots=True)
+class Merges:
+    """Which two tokens become which third, best first; of a pair that comes twice, the later place counts."""
+
+    left: Array
+    right: Array
+    joined: Array
+
+
+class Bpe:
+    """A BPE model. Nothing changes it but what it remembers of words, so that threads may share it.
+
+    `tables` are: `text`, the names of all tokens one after the other, and `ends`, where each ends; `order`, the ids,
+    sorted by name; `letters`, names of one character in the upper half and their ids in the lower one, sorted; for the
+    pairs that merge, sorted by left and right token: `first`, where those of a left token begin, `right`, and `merge`,
+    the rank in the upper half and what the pair becomes in the lower one; and `cut`, characters as `_cut` tells of
+    them. `options` is a model of the library, without merges, and has what tokenizer.json says beside.
+    """
+
+    def __init__(self, tables: Mapping[str, Array], options: models.BPE) -> None:
+        self.tables = tables
+        self.size = len(tables["ends"]) - 1  # ids, of which some may have no token
+        self._text, self._ends, self._order, self._letters, self._first, self._right, self._merges = (
+            tables[name].data for name in ("text", "ends", "order", "letters", "first", "right", "merge")
+        )
+        self._unk: str | None = options.unk_token
+        self._prefix = options.continuing_subword_prefix or ""  # before every character of a word but the first
+        self._suffix = options.end_of_word_suffix or ""
+        self._fuse, self._bytes, self._whole = options.fuse_unk, options.byte_fallback, options.ignore_merges
+        self._words: dict[str, list[Token]] = {}
+        self._symbols: dict[str, int | None] = {}
+        self._pairs: dict[int, int] = {}
+
+    @classmethod
+    def made(cls, ids: Mapping[str, int], merges: Merges, options: models.BPE) -> Bpe:
+        """The model with these tokens and merges, which were checked."""
+        size = max(ids.values(), default=-1) + 1
+        names = [""] * size
+        for name, i in ids.items():
+            names[i] = name
+        ends = np.zeros(size + 1, np.uint32)
+        np.cumsum([len(name.encode()) for name in names], out=ends[1:])
+        keys = merges.left.astype(np.int64) << 32 | merges.right
+        by_pair = np.argsort(keys, kind="stable")
+        by_pair = by_pair[np.append(np.diff(keys[by_pair]) != 0, np.ones(min(len(keys), 1), bool))]
+        first = np.zeros(size + 1, np.uint32)
+        np.cumsum(np.bincount(merges.left[by_pair], minlength=size), out=first[1:])
+        made = np.flatnonzero(np.bincount(merges.joined, minlength=size)).tolist()
+        cut = _cut(ids, merges, [names[i] for i in made], options)
+        tables = {
+            "text": np.frombuffer("".join(names).encode(), np.uint8),
+            "ends": ends,
+            "order": np.array(sorted(ids.values(), key=names.__getitem__), np.uint32),
+            "letters": np.array(sorted(ord(name) << 32 | i for name, i in ids.items() if len(name) == 1), np.int64),
+            "first": first,
+            "right": merges.right[by_pair].astype(np.uint32),
+            "merge": by_pair.astype(np.int64) << 32 | merges.joined[by_pair],
+            "cut": np.array([ord(c) for c in cut], np.uint32),
+        }
+        return cls(tables, options)
+
+    # -- tokens --
+    def name(self, token: int) -> str | None:
+        """What a token is called; None for an id without one."""
+        if not 0 <= token < self.size:
+            return None
+        name = self._name(token)
+        return name if name or self.id("") == token else None
+
+    def id(self, name: str) -> int | None:
+        """The token of that name."""
+        if len(name) == 1:  # most that are asked for
+            letters = self._letters
+            at = bisect_left(letters, ord(name) << 32)
+            return letters[at] & TOKEN if at < len(letters) and letters[at] >> 32 == ord(name) else None
+        order = self._order
+        at = bisect_left(order, name, key=self._name)
+        return order[at] if at < len(order) and self._name(order[at]) == name else None
+
+    def _name(self, token: int) -> str:
+        return str(self._text[self._ends[token] : self._ends[token + 1]], "utf-8")
+
+    # -- words to tokens --
+    def pre_tokenizer(self, given: PreTokenizer | None) -> PreTokenizer:
+        """What cuts a text as `given` does, and gives every word its tokens.
+
+        Where a word may be a whole text, as with SentencePiece, it is cut before spaces too: most words come again.
+        """
+        parts: list[Any] = [] if given is None else [given]
+        if cut := [f"\\x{{{character:x}}}" for character in self.tables["cut"]]:
+            parts.append(pre_tokenizers.Split(Regex(f"(?<=[^{''.join(cut)}])(?={cut[0]})"), "isolated"))
+        return pre_tokenizers.Sequence([*parts, PreTokenizer.custom(self)])
+
+    def pre_tokenize(self, text: PreTokenizedString) -> None:
+        """What the library calls of a pre-tokenizer of Python."""
+        text.tokenize(self.tokens)
+
+    def tokens(self, word: str) -> list[Token]:
+        """The tokens of a word, with their places in bytes."""
+        try:
+            return self._words[word]
+        except KeyError:
+            found = self._tokens(word)
+            return found if len(word) > MAX_KEPT_CHARS else _keep(self._words, word, found)
+
+    def _tokens(self, word: str) -> list[Token]:
+        if self._whole and (whole := self.id(word)) is not None:
+            return [Token(whole, word, (0, len(word.encode())))]
+        tokens, lengths = self._split(word)
+        self._merge(tokens, lengths)
+        ends = accumulate(lengths)
+        return [
+            Token(token, self._name(token), (end - n, end))
+            for token, n, end in zip(tokens, lengths, ends, strict=True) if n
+        ]  # fmt: skip
+
+    def _split(self, word: str) -> tuple[list[int], list[int]]:
+        """The characters of a word as tokens, and their lengths in bytes."""
+        known = self._symbols
+        tokens: list[int] = []
+        lengths: list[int] = []
+        unknown = 0  # bytes of characters before this one that have no token
+        for i, character in enumerate(word):
+            length = 1 if character < "\x80" else len(character.encode())
+            if self._prefix and i:
+                character = self._prefix + character
+            if self._suffix and i == len(word) - 1:
+                character += self._suffix
+            token = known.get(character)
+            if token is None:
+                token = self._symbol(character)
+            if token is None and self._bytes:
+                found = [self._symbol(BYTE_TOKENS[byte]) for byte in character.encode()]
+                if None not in found:
+                    tokens += [byte for byte in found if byte is not None]
+                    lengths += [1] * len(found)
+                    continue
+            if unknown and (token is not None or not self._fuse):
+                tokens.append(self._unknown())
+                lengths.append(unknown)
+                unknown = 0
+            if token is not None:
+                tokens.append(token)
+                lengths.append(length)
+            elif self._unk is not None:
+                unknown += length
+        if unknown:
+            tokens.append(self._unknown())
+            lengths.append(unknown)
+        return tokens, lengths
+
+    def _symbol(self, name: str) -> int | None:
+        try:
+            return self._symbols[name]
+        except KeyError:
+            return _keep(self._symbols, name, self.id(name))
+
+    def _unknown(self) -> int:
+        found = self._symbol(self._unk or "")
+        if found is None:
+            raise FormatError(f"unk_token: the vocabulary has no {quoted(self._unk)}")
+        return found
+
+    def _merge_of(self, left: int, right: int) -> int:
+        """The entry of a pair in `merge`; -1 where it does not merge."""
+        key = left << 32 | right
+        found = self._pairs.get(key)
+        if found is None:
+            end = self._first[left + 1]
+            at = bisect_left(self._right, right, self._first[left], end)
+            found = self._merges[at] if at < end and self._right[at] == right else -1
+            _keep(self._pairs, key, found)
+        return found
+
+    def _merge(self, tokens: list[int], lengths: list[int]) -> None:
+        """Merge the pair of the lowest rank, the leftmost of several, until no pair merges. What is gone has length 0.
+
+        A heap has the merges that may still be done; one whose place has changed meanwhile is known by what it becomes.
+        """
+        count, merge_of = len(tokens), self._merge_of
+        after = list(range(1, count + 1))  # the next token that is still there
+        before = list(range(-1, count - 1))
+        merges = [*(merge_of(left, right) for left, right in pairwise(tokens)), -1]  # each with the one after it
+        heap = [(merge, i) for i, merge in enumerate(merges) if merge >= 0]
+        heapify(heap)
+        while heap:
+            merge, i = heappop(heap)
+            joined = merge & TOKEN
+            if merges[i] & TOKEN != joined:  # -1 is no token
+                continue
+            right = after[i]
+            tokens[i] = joined
+            lengths[i] += lengths[right]
+            lengths[right], merges[right] = 0, -1
+            after[i] = following = after[right]
+            merges[i] = -1
+            if following < count:
+                before[following] = i
+                merges[i] = merge = merge_of(joined, tokens[following])
+                if merge >= 0:
+                    heappush(heap, (merge, i))
+            previous = before[i]
+            if previous >= 0:
+                merges[previous] = merge = merge_of(tokens[previous], joined)
+                if merge >= 0:
+                    heappush(heap, (merge, previous))
+
+    # -- as tokenizer.json has it --
+    def to_json(self) -> dict[str, Any]:
+        """Its tokens and merges."""
+        names = [self._name(i) for i in range(self.size)]
+        left = np.repeat(np.arange(self.size), np.diff(self.tables["first"]).astype(np.int64))
+        best_first = np.argsort(self.tables["merge"])
+        pairs = zip(left[best_first].tolist(), self.tables["right"][best_first].tolist(), strict=True)
+        vocab = {names[i]: i for i in sorted(self._order.tolist())}
+        return {"vocab": vocab, "merges": [[names[a], names[b]] for a, b in pairs]}
+
+
+def _keep(known: dict[K, V], key: K, value: V) -> V:
+    if len(known) >= MAX_KEPT:
+        known.clear()
+    known[key] = value
+    return value
+
+
+def _cut(ids: Mapping[str, int], merges: Merges, joined: Sequence[str], options: models.BPE) -> str:
+    """The space before which a text may be cut, and the characters after which it may not; empty where there is none.
+
+    A merge goes across a cut only where the token that it makes has that character before that space. The space has a
+    token, so that unknown characters before and after are not joined either. Bytes and unknown characters, whose tokens
+    have other names than the text, must not take part in merges, and none may be left out: the library's offsets do not
+    count those, up to the end of a word.
+    """
+    if options.continuing_subword_prefix or options.end_of_word_suffix or options.ignore_merges:
+        return ""
+    if options.unk_token is None and not (options.byte_fallback and all(name in ids for name in BYTE_TOKENS)):
+        return ""
+    others = [i for name in (options.unk_token, *BYTE_TOKENS) if (i := ids.get(name or "")) is not None]
+    if np.isin(merges.left, others).any() or np.isin(merges.right, others).any():
+        return ""
+    for space in (space for space in SPACES if space in ids):
+        before = re.compile(f"[^{space}](?={space})")
+        joiners = {found for name in joined if space in name for found in before.findall(name)}
+        if len(joiners) <= MAX_JOINERS:
+            return space + "".join(sorted(joiners))
+    return ""
+
+
+def merges_of(
+    left: Sequence[str], right: Sequence[str], ids: Mapping[str, int], where: str, *, prefix: str = ""
+) -> Merges:
+    """Merges that name their tokens, best first; `prefix` is the `continuing_subword_prefix`."""
+    joined = map(add, left, (name[len(prefix) :] for name in right) if prefix else right)
+    try:
+        return Merges(*(np.fromiter(map(ids.__getitem__, names), np.uint32) for names in (left, right, joined)))
+    except KeyError as error:
+        raise FormatError(f"{where}: token {quoted(error.args[0])} of a merge is out of vocabulary") from error

@@ -1,0 +1,155 @@
+"""What a tokenizer.json and a tokenizer_config.json say: a Rust tokenizer, its model where that is BPE, special tokens.
+
+A file is hostile until checked. The library checks what it reads; tables that it would trust, and the tokens and merges
+of BPE, which it does not see, are checked here.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as RustTokenizer
+
+from rlx.errors import FormatError
+from rlx.formats.bpe import Bpe, merges_of
+from rlx.formats.rust_calls import rust_call
+from rlx.formats.special_tokens import SpecialIds
+from rlx.formats.strict_json import parse_json
+from rlx.formats.tensors import broken, open_bytes, quoted
+from rlx.formats.token_models import MAX_TOKENS, check_charsmap
+
+MAX_VALUES = 1 << 25  # a merge is three
+
+# -- tokenizer.json --------------------------------------------------------------------------------------------------
+_CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*("(?:[^"\\]|\\.)*+")')
+_HIDDEN = re.compile(rb"\\u00[2-7]")  # an escape where the character itself would do, so that a name is not found
+
+
+def read_json(data: bytes, where: str) -> tuple[RustTokenizer, Bpe | None]:
+    """The tokenizer, and its model where that is BPE: then the library sees only what else the file says."""
+    if _HIDDEN.search(data):
+        data = json.dumps(_parsed(data, where), ensure_ascii=False).encode()
+    _check_charsmaps(data, where)
+    document: Any = _parsed(data, where) if b'"merges"' in data else None
+    match document:
+        case {"model": {"merges": _} as model} if model.get("type", "BPE") == "BPE":
+            ids = _vocab(model, where)
+            # no dropout: it is a means of training, and the same text must give the same ids
+            rest = {**model, "vocab": _ids_of_added(document, ids), "merges": [], "dropout": None}
+            with rust_call(where):
+                rust = RustTokenizer.from_str(json.dumps({**document, "model": rest}))
+            prefix = rust.model.continuing_subword_prefix or ""
+            merges = merges_of(*_sides(model, where), ids, where, prefix=prefix)
+            return rust, Bpe.made(ids, merges, rust.model)
+    with rust_call(where):
+        return RustTokenizer.from_buffer(data), None
+
+
+def _parsed(data: bytes, where: str) -> Any:
+    return parse_json(data, Path(where), max_values=MAX_VALUES)
+
+
+def _ids_of_added(document: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
+    """The ids of added tokens as the library gives them: the model's, or the next one, whatever the file says."""
+    found: dict[str, int] = {}
+    following = len(ids)
+    listed = document.get("added_tokens")
+    for token in listed if isinstance(listed, list) else ():
+        name = token.get("content") if isinstance(token, dict) else None
+        if isinstance(name, str) and name and name not in found:
+            found[name] = ids.get(name, following)
+            following = max(following, found[name] + 1)
+    return found
+
+
+def _vocab(model: Mapping[str, Any], where: str) -> dict[str, int]:
+    """The tokens of a BPE model in a tokenizer.json, by name."""
+    vocab = model.get("vocab")
+    if not isinstance(vocab, dict):
+        raise FormatError(f"{where}: model: expected a vocab, found {type(vocab).__name__}")
+    for name, i in vocab.items():
+        if type(i) is not int or i < 0:
+            raise FormatError(f"{where}: vocab: expected an id, found {quoted(i)} for {quoted(name)}")
+    if (size := max(vocab.values(), default=-1) + 1) > MAX_TOKENS:
+        raise FormatError(f"{where}: expected 1 to {MAX_TOKENS} token ids, found {size}")
+    if len(set(vocab.values())) < len(vocab):
+        first: dict[int, str] = {}
+        name, i = next((name, i) for name, i in vocab.items() if first.setdefault(i, name) != name)
+        raise FormatError(f"{where}: vocab: {quoted(first[i])} and {quoted(name)} have the same id, {i}")
+    return vocab
+
+
+def _sides(model: Mapping[str, Any], where: str) -> tuple[list[str], list[str]]:
+    """The left tokens of merges and the right ones; a merge is a pair, or a text with a space between the two."""
+    merges = model["merges"]
+    if not isinstance(merges, list):
+        raise FormatError(f"{where}: model: expected merges, found {type(merges).__name__}")
+    if all(isinstance(merge, str) for merge in merges):
+        merges = [merge.split(" ") for merge in merges if not merge.startswith("#version")]  # a line of merges.txt
+    for i, merge in enumerate(merges):
+        if not (type(merge) is list and len(merge) == 2 and type(merge[0]) is str and type(merge[1]) is str):
+            raise FormatError(f"{where}: merges: expected two tokens, found {quoted(merge)} at {i}")
+    return [merge[0] for merge in merges], [merge[1] for merge in merges]
+
+
+def _check_charsmaps(data: bytes, where: str) -> None:
+    """Check tables inside a tokenizer.json before the library sees them."""
+    for found in _CHARSMAP.finditer(data):
+        try:
+            charsmap = base64.b64decode(json.loads(found[1]), validate=True)
+        except ValueError as error:
+            raise FormatError(f"{where}: precompiled_charsmap: not base64") from error
+        check_charsmap(charsmap, f"{where}: precompiled_charsmap")
+
+
+# -- tokenizer_config.json -------------------------------------------------------------------------------------------
+def config_beside(path: Path) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    beside = path.with_name("tokenizer_config.json")
+    if os.path.exists(beside):
+        found = parse_json(open_bytes(beside).view, beside)
+        if not isinstance(found, dict):
+            raise broken(beside, "tokenizer_config.json", expected="an object", found=type(found).__name__)
+        config = found
+    template = path.with_name("chat_template.jinja")
+    if os.path.exists(template):
+        try:
+            config["chat_template"] = str(open_bytes(template).view, "utf-8")
+        except UnicodeDecodeError as error:
+            raise broken(template, "not UTF-8", at=error.start) from error
+    return config
+
+
+def special_of_config(rust: RustTokenizer, bpe: Bpe | None, config: Mapping[str, Any], where: str) -> SpecialIds:
+    found: dict[str, int | None] = {}
+    for role, _ in SpecialIds().items():
+        key = f"{role}_token"
+        named = config.get(key)
+        if isinstance(named, Mapping):
+            named = named.get("content")
+        if named is None:
+            continue
+        if not isinstance(named, str):
+            raise FormatError(f"{where}: {key}: expected a token, found {quoted(named)}")
+        with rust_call(where):
+            found[role] = rust.token_to_id(named)
+        if found[role] is None and bpe is not None:
+            found[role] = bpe.id(named)
+        if found[role] is None and role in ("bos", "eos"):
+            raise FormatError(f"{where}: {key}: the vocabulary has no {quoted(named)}")
+    return SpecialIds(**found)
+
+
+def template_of_config(config: Mapping[str, Any], where: str) -> str | None:
+    found = config.get("chat_template")
+    if isinstance(found, list):  # several by name; the others are for tools and retrieval
+        found = next((t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default"), None)
+    if found is not None and not isinstance(found, str):
+        raise FormatError(f"{where}: chat_template: expected a string, found {type(found).__name__}")
+    return found
