@@ -144,6 +144,7 @@ def optimise(graph: Graph, target: Target, profile: CompileProfile | None = None
         dump(part, "hoist_weights")
     main = run_passes(hoisted.main, chosen(fuse(report, profile), profile), log)
     bind = run_passes(hoisted.bind, chosen(fuse(FusionReport(), profile), profile), log)
+    log.typed.clear()  # nodes of all passes
     done = Optimised(main, bind, hoisted.derived, report, log)
     if profile.passes.verbose:
         print(done.text(), file=sys.stderr)

@@ -155,6 +155,7 @@ class Future:
             self._found = compile_text(self._ir, target)
         except BaseException as error:
             self._found = error
+        self._ir = ""
         self._is_done.set()
 
     def result(self) -> bytes:
