@@ -525,7 +525,7 @@ def test_profiles_do_not_share_programs(tmp_path: Path, monkeypatch: pytest.Monk
             results.append(f.run({"x": X})[0])
         assert launches[0] < launches[1]
         assert np.abs(results[0] - results[2]).max() > 1e-4
-        assert len(list((tmp_path / "programs").iterdir())) == 3
+        assert len(list((tmp_path / "linked").iterdir())) == 3
 
 
 def test_a_model_size_layer_compiles_by_every_preset() -> None:

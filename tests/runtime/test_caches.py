@@ -153,19 +153,18 @@ def test_damaged_entries_are_built_again(damage: Callable[[bytes], bytes], fille
     assert result(start(str(filled), tmp_path, before=FORBID))["compiled"] == 0
 
 
-@pytest.mark.parametrize("kind", ["objects", "routines", "programs"])
+@pytest.mark.parametrize("kind", ["objects", "routines", "linked"])
 def test_lost_entries_are_built_again(kind: str, filled: Path, tmp_path: Path) -> None:
     lost = files(filled / kind)
     assert lost
-    for path in [*lost, *files(filled / "linked")]:
+    for path in {*lost, *files(filled / "linked")}:
         path.unlink()
-    assert (result(start(str(filled), tmp_path))["compiled"] > 0) == (kind != "programs")
+    assert (result(start(str(filled), tmp_path))["compiled"] > 0) == (kind != "linked")
     assert {p.name for p in lost} <= {p.name for p in files(filled / kind)}
 
 
 def test_a_linked_graph_needs_its_objects_alone(filled: Path, tmp_path: Path) -> None:
-    for kind in ("routines", "programs"):
-        shutil.rmtree(filled / kind)
+    shutil.rmtree(filled / "routines")
     assert result(start(str(filled), tmp_path, before=FORBID))["compiled"] == 0
     shutil.rmtree(filled / "objects")
     assert result(start(str(filled), tmp_path))["compiled"] > 0
@@ -318,3 +317,17 @@ def test_a_linked_graph_goes_with_its_last_user(tmp_path: Path, monkeypatch: pyt
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_plan_is_kept_for_who_asks_and_for_kernels_that_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLX_CACHE", str(tmp_path))
+    for _ in range(2):
+        compiled = rlx.compile(lookup())
+    assert not files(tmp_path / "programs")
+    assert compiled.plan.main.launches and len(files(tmp_path / "programs")) == 1  # type: ignore[attr-defined]
+    g = rlx.Graph("by_size")  # scratch grows with n
+    g.set_outputs([g.input("a", (3, "n")) @ g.input("b", ("n", 5))])
+    rlx.compile(g)
+    assert len(files(tmp_path / "programs")) == 2
+    arrays = {"a": np.ones((3, 300), np.float32), "b": np.ones((300, 5), np.float32)}
+    assert np.array_equal(rlx.compile(g).run(arrays)[0], np.full((3, 5), 300, np.float32))

@@ -68,9 +68,16 @@ def keep_linked(compiled: CpuGraph, profile: CompileProfile) -> None:
     bind = None if binder is None else binder.layout
     key = _key(compiled.graph, compiled.target, profile)
     homes = library(compiled.target).homes(main.routines() | (set() if bind is None else bind.routines()))
-    if key is not None and homes is not None:
-        linked = Linked(main, bind, compiled._derived_by, homes)
-        cache.current().write(KIND, key, program_cache.packed(linked, _classes()))
+    if key is None or homes is None:
+        return
+    linked = Linked(main, bind, compiled._derived_by, homes)
+    cache.current().write(KIND, key, program_cache.packed(linked, _classes()))
+    if main.scratch_of or (bind is not None and bind.scratch_of):  # a run asks its kernels how much they need
+        from rlx.runtime.plan import keep_plan
+
+        plain = program_cache.key(compiled.graph, compiled.target, profile)
+        assert plain is not None
+        keep_plan(compiled.plan, plain)
 
 
 class LinkedGraph(CpuGraph):

@@ -76,7 +76,8 @@ def cached_plan(
 ) -> CompiledPlan:
     """The plan from the program cache, or made and stored there: not with users' ops, whose source it does not know.
 
-    With `run`, the kernels of a plan that had to be made are being compiled when it comes.
+    With `run`, the kernels of a plan that had to be made are being compiled when it comes. It is not stored then: what
+    runs is linked from the cache the next time, and few ask for its plan.
     """
     store = cache.current()
     profile = profile or CompileProfile()
@@ -91,8 +92,14 @@ def cached_plan(
             if moved is not None:
                 return moved
     plan = make(graph, target, profile)
-    store.write("programs", key, program_cache.packed(plan, plan_records()))
+    if not run:
+        keep_plan(plan, key)
     return plan
+
+
+def keep_plan(plan: CompiledPlan, key: str) -> None:
+    """Store a plan in the program cache."""
+    cache.current().write("programs", key, program_cache.packed(plan, plan_records()))
 
 
 @functools.cache
