@@ -143,6 +143,31 @@ def test_frozen_objects_are_pickled() -> None:
     assert pickle.loads(pickle.dumps(Triple(1))) == Triple(1)
 
 
+def test_the_standard_one_and_ours_derive_from_each_other() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Standard(Pair):
+        c: int = 3
+
+    @classes.dataclass(frozen=True)
+    class Ours(Standard):
+        d: int = 4
+
+    assert repr(Ours(1)).endswith("Ours(a=1, b=None, c=3, d=4)")
+    assert Ours(1) == Ours(1, None, 3, 4) and hash(Ours(1)) == hash(Ours(1)) and Ours(1) != Ours(2)
+    for made in (Standard(1), Ours(1)):
+        with pytest.raises(dataclasses.FrozenInstanceError, match="'c'"):
+            made.c = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("decorate", [classes.dataclass, dataclasses.dataclass])
+def test_frozen_and_other_classes_do_not_mix(decorate: Any) -> None:
+    for base in (classes.dataclass, dataclasses.dataclass):
+        for frozen in (False, True):
+            derived = type("Derived", (base(frozen=frozen)(body()),), {"__doc__": "Derived."})
+            with pytest.raises(TypeError, match="cannot inherit"):
+                decorate(frozen=not frozen)(derived)
+
+
 def test_derived_classes() -> None:
     assert repr(Triple(1)) == "Triple(a=1, b=None, c=3)"
     assert Triple(1) != Pair(1)

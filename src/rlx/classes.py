@@ -23,7 +23,10 @@ else:
         if cls is None:
             return functools.partial(dataclass, frozen=frozen, slots=slots, eq=eq)
         own = {n for n, v in vars(cls).items() if n != "__hash__" or v is not None}  # what the class defines stays
-        made = dataclasses.dataclass(init=False, repr=False, eq=False, slots=slots)(cls)
+        is_derived = any(map(dataclasses.is_dataclass, cls.__mro__[1:]))  # then the standard one has rules to check
+        made = dataclasses.dataclass(init=False, repr=False, eq=False, slots=slots, frozen=frozen and is_derived)(cls)
+        told = made.__dataclass_params__  # by which those that are derived from it are checked
+        told.init, told.repr, told.eq, told.frozen = True, True, eq, frozen
         methods = {"__init__": _init(made, frozen, slots), "__repr__": _repr(made)}
         if eq:
             methods["__eq__"] = _eq(_getter([f.name for f in fields(made) if f.compare]))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
+from rlx.classes import dataclass
 from rlx.errors import GraphError
 from rlx.flow.context import Array
 from rlx.flow.side import SideOutputs

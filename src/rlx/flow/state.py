@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
+from rlx.classes import dataclass
 from rlx.dtypes import dtype
 from rlx.errors import GraphError, nearest
 from rlx.ir.graph import Graph, Value

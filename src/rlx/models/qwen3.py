@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from rlx.classes import dataclass
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import Qwen3Decoder
 from rlx.flow.weights import Array

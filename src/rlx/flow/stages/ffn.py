@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from rlx.classes import dataclass
 from rlx.errors import CapabilityError, GraphError
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage
