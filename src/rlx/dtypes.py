@@ -10,12 +10,12 @@ are storage: `dequantise` makes numbers of them, or the kernel that reads them d
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.errors import DTypeError, nearest
 
 

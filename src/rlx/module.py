@@ -9,9 +9,9 @@ import enum
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rlx.classes import dataclass
 from rlx.dtypes import DTypeLike
 from rlx.errors import FusionError, GraphError, nearest
 from rlx.hir.lower import lower

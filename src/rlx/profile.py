@@ -12,11 +12,10 @@ import enum
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from rlx.classes import dataclass
 from rlx.errors import CapabilityError, FormatError, nearest
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import os
 import platform
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from rlx.classes import dataclass
 from rlx.errors import CapabilityError, nearest
 
 

@@ -10,10 +10,9 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Union
 
-from rlx.classes import dataclass
 from rlx.dtypes import BY_NAME, DType, DTypeLike, dtype
 from rlx.errors import BindError, GraphError, ParseError, ShapeError, nearest
 

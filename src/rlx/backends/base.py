@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rlx.classes import dataclass
+from dataclasses import dataclass
+
 from rlx.errors import CapabilityError, nearest
 
 

@@ -15,9 +15,9 @@ import os
 import stat
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from rlx.classes import dataclass
 from rlx.errors import CapabilityError
 
 _PACKAGE = Path(__file__).resolve().parent.parent

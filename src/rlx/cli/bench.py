@@ -16,14 +16,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from rlx import hub
 from rlx.backends.cpu.ceilings import Ceilings, ceilings
-from rlx.classes import dataclass
 from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.cli.inspect import phase_sizes

@@ -6,12 +6,12 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.formats.quants import dequantise
 from rlx.models.load import Checkpoint
 

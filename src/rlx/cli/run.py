@@ -9,11 +9,11 @@ import select
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlx import hub
-from rlx.classes import dataclass
 from rlx.cli import chat, console
 from rlx.cli.console import UsageError
 from rlx.engine.language import Completion, LanguageModel

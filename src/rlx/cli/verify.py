@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlx import hub
-from rlx.classes import dataclass
 from rlx.cli import console, parity
 from rlx.cli.parity import Difference
 from rlx.engine.kvcache import KvCache

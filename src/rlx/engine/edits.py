@@ -7,11 +7,11 @@ that changes nothing leaves every bit as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.engine.sampler import shown
 from rlx.errors import RequestError, ShapeError, nearest
 from rlx.flow.flow import BuiltModel, matching, stage_values

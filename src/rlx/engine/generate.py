@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from threading import Event
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.engine.kvcache import SPARE, CacheStore, KvCache
 from rlx.engine.sampler import Sampler, log_probabilities, most_likely, shown
 from rlx.formats.tokenizer import Stream

@@ -7,11 +7,11 @@ import inspect
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.engine import generate as generation
 from rlx.engine.generate import Cancelled, Decoder, Growing, Logprob, grow
 from rlx.engine.kvcache import CacheStore

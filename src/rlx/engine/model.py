@@ -9,14 +9,13 @@ import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 import numpy as np
 
 import rlx
-from rlx.classes import dataclass
 from rlx.engine.kvcache import CacheStore
 from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, RequestError, nearest

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.errors import KernelError, RequestError, nearest, shortened
 
 Array = np.ndarray[Any, Any]

@@ -16,13 +16,12 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.dtypes import BF16, F16, F32, DType, dtype
 from rlx.engine.apply import checked_params
 from rlx.errors import CapabilityError, FormatError, RequestError

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -26,7 +26,6 @@ import numpy as np
 from rlx.backends import cache
 from rlx.backends.cpu.library import Homes, library
 from rlx.backends.cpu.toolchain import cpu_identity
-from rlx.classes import dataclass
 from rlx.dtypes import dtype
 from rlx.engine.model import Facts, Model, Prepared, class_of, owner, with_precision
 from rlx.errors import FormatError, ResourceError, RlxError

@@ -8,10 +8,9 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from rlx.classes import dataclass
 from rlx.dtypes import F32, DType
 from rlx.errors import BindError, GraphError, RequestError, nearest
 from rlx.flow.context import Array, FlowCtx

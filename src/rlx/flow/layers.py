@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from rlx.classes import dataclass
 from rlx.errors import GraphError
 from rlx.flow.context import Array
 from rlx.flow.side import SideOutputs

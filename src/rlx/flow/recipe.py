@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rlx.classes import dataclass
 from rlx.errors import GraphError
 from rlx.flow.flow import BuiltModel, ModelFlow
 from rlx.flow.weights import WeightSource

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlx.classes import dataclass
 from rlx.dtypes import dtype
 from rlx.errors import GraphError, nearest
 from rlx.ir.graph import Graph, Value

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
 from operator import add
@@ -22,7 +23,6 @@ from numpy.typing import NDArray
 from tokenizers import PreTokenizedString, Regex, Token, models, pre_tokenizers
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from rlx.classes import dataclass
 from rlx.errors import FormatError
 from rlx.formats.tensors import quoted
 

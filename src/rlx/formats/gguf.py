@@ -10,12 +10,12 @@ import re
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union, overload
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.formats.quants import GGUF_REMOVED, GGUF_TYPES, Array
 from rlx.formats.tensors import (
     MAX_RANK,

@@ -7,13 +7,13 @@ it, an id of bos or eos outside the vocabulary is an error here, not a warning.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer as RustTokenizer
 
-from rlx.classes import dataclass
 from rlx.errors import FormatError, nearest
 from rlx.formats import token_models
 from rlx.formats.bpe import Bpe

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlx.classes import dataclass
 from rlx.dtypes import F32
 from rlx.formats.tensors import FileBytes, PathLike, TensorEntry, TensorFile, broken, open_bytes
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rlx.classes import dataclass
 from rlx.errors import FormatError
 from rlx.formats.tensors import quoted
 

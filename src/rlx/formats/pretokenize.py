@@ -8,7 +8,7 @@ pieces that the one before it left.
 
 from __future__ import annotations
 
-from rlx.classes import dataclass
+from dataclasses import dataclass
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.dtypes import BF16, BOOL, F16, F32, F64, I8, I16, I32, I64, U8, U32, DType
 from rlx.errors import FormatError
 from rlx.formats.strict_json import MAX_BYTES, parse_json

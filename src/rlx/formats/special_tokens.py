@@ -6,9 +6,7 @@ Files say some of it (`tokenizer.ggml.eos_token_id`, `tokenizer_config.json`); w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
-
-from rlx.classes import dataclass
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True, slots=True)

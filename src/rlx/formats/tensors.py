@@ -17,6 +17,7 @@ import re
 import reprlib
 import stat
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -24,7 +25,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.dtypes import BOOL, DType
 from rlx.errors import FormatError, ResourceError, nearest
 

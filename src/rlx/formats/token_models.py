@@ -7,6 +7,7 @@ decoder) as the model's own tokenizer.json would. Models of BPE are not the libr
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +16,6 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RustTokenizer
 
-from rlx.classes import dataclass
 from rlx.errors import FormatError
 from rlx.formats.bpe import Bpe, Merges, merges_of
 from rlx.formats.pretokenize import PreTokenizer

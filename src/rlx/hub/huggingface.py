@@ -15,10 +15,10 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from rlx.classes import dataclass
 from rlx.errors import FormatError, NotFoundError
 from rlx.formats.strict_json import parse_json
 from rlx.formats.tensors import PART_NAME

@@ -10,10 +10,10 @@ import contextlib
 import functools
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rlx.classes import dataclass
 from rlx.errors import CapabilityError, NotFoundError, RequestError, RlxError, nearest
 from rlx.hub import catalogue, licence, store
 from rlx.hub.catalogue import Entry

@@ -6,11 +6,11 @@ A body is a graph that reads its inputs in the order of their declaration: carri
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.errors import GraphError, ShapeError, nearest
 from rlx.types import Size, as_size
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlx.classes import dataclass
 from rlx.errors import GraphError
 from rlx.types import Size
 

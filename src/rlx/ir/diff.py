@@ -11,9 +11,9 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from rlx.classes import dataclass
 from rlx.errors import GraphError
 from rlx.ir.graph import Graph, Node, Value, attr_key
 from rlx.ir.text import attr_text

@@ -12,12 +12,11 @@ import hashlib
 import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.dtypes import BOOL, DType, DTypeLike, WeakScalar, dtype, promote
 from rlx.errors import DTypeError, GraphError, RlxError, ShapeError, nearest
 from rlx.ir import registry

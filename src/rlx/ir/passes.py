@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlx.classes import dataclass
 from rlx.errors import VerifyError
 from rlx.ir.graph import Graph
 from rlx.ir.verify import Typed, verify

@@ -9,13 +9,12 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.dtypes import DType, dtype
 from rlx.errors import DTypeError, GraphError, LowerError, RlxError, nearest
 from rlx.types import TensorType

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.dtypes import dtype
 from rlx.ir import registry
 from rlx.ir.graph import Array, Graph, Node, Value

@@ -11,8 +11,8 @@ many, `codes_kernel` takes a piece of a panel apart once and `tile_kernel` goes 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from rlx.classes import dataclass
 from rlx.dtypes import F32, I32, I64, DType
 from rlx.lir.blocks import ARGUMENTS, Block, Panels, Place, Term, block_number, multiply_add, panel_params
 from rlx.lir.grid_blocks import power_scale

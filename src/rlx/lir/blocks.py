@@ -9,9 +9,8 @@ order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from rlx.classes import dataclass
 from rlx.dtypes import BOOL, F16, F32, I16, I32, I64, U8, DType
 from rlx.errors import LowerError
 from rlx.lir.loops import (

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from rlx.classes import dataclass
 from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
 from rlx.lir.loops import Apply, Assign, Const, Expr, For, Index, Let, Reduce, Ref, Stmt, Store, Var

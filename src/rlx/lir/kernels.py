@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from dataclasses import dataclass
 
-from rlx.classes import dataclass
 from rlx.dtypes import I32, DType
 from rlx.lir.loops import Let, LoopKernel, Store, expr_text, statements
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 
-from rlx.classes import dataclass
 from rlx.dtypes import BOOL, I32, I64, DType
 
 Scalar = float | int | bool

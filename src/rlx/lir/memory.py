@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-from rlx.classes import dataclass
 
 if TYPE_CHECKING:  # planning goes by lifetimes, which may be from a cache: no program is needed then
     from rlx.lir.program import Control, Program

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
-from rlx.classes import dataclass
 from rlx.dtypes import I16, U8
 from rlx.ir.graph import Array
 from rlx.lir.kernels import AttentionGradKernel, Kernel, MatmulKernel

@@ -7,9 +7,8 @@ contiguous, lanes run over that axis and each reduces serially, many of them sid
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from rlx.classes import dataclass
 from rlx.dtypes import BOOL, F32, F64, I32, I64, DType
 from rlx.ir.graph import Node
 from rlx.lir.loops import (

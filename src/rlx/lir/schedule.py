@@ -9,9 +9,8 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
-from rlx.classes import dataclass
 from rlx.dtypes import I64, DType
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import RuleTable

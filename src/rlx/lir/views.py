@@ -6,8 +6,8 @@ Reshape, transpose, slice and expand cost nothing where strides can say them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from rlx.classes import dataclass
 from rlx.dtypes import DType
 from rlx.types import (
     Dim,

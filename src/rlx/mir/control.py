@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from rlx.classes import dataclass
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import CONTROL
 from rlx.ir.rewrite import Rewriter, inline, rebuild

@@ -5,7 +5,8 @@ An addition that can ride on a matmul does that instead.
 
 from __future__ import annotations
 
-from rlx.classes import dataclass
+from dataclasses import dataclass
+
 from rlx.ir import registry
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import DROPPED, Rewriter, rebuild

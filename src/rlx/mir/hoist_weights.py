@@ -7,9 +7,8 @@ that computes them. Right sides of matmuls are packed into panels there.
 from __future__ import annotations
 
 import itertools
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from rlx.classes import dataclass
 from rlx.dtypes import F32, I32, DType
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.dtypes import F32, I8
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, rebuild

@@ -5,11 +5,11 @@ Needs weights in front (`weights_first`); leaves slices of one wide product, or 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.dtypes import DType
 from rlx.ir import registry
 from rlx.ir.graph import Graph, Node, Value

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from rlx.classes import dataclass
 from rlx.dtypes import dtype
 from rlx.ir.graph import Graph
 from rlx.ir.passes import Pass, PassLog, dump, run_passes

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from rlx.classes import dataclass
 from rlx.ir.graph import Node
 
 

@@ -6,12 +6,11 @@ What is made here are views where that is possible, so packed rows stay packed a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.flow.weights import Array
 from rlx.formats import TensorEntry, TensorFile
 from rlx.formats.tensors import broken, quoted

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.errors import CapabilityError, FormatError
 from rlx.flow.stages import ACTIVATIONS
 from rlx.formats import TensorFile

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.errors import RequestError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow

@@ -4,9 +4,9 @@ a mean and two dense layers, is said by the files beside the weights."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlx.classes import dataclass
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, RmsNorm, RopeTables, linear

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from rlx.classes import dataclass
 from rlx.dtypes import BF16, F16, F32, PACKED
 from rlx.errors import CapabilityError, nearest
 from rlx.flow.flow import ModelFlow

@@ -7,9 +7,9 @@ queries and keys instead of capping, and layers with a window, five of six, turn
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlx.classes import dataclass
 from rlx.errors import FormatError
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, GemmaStyle, RmsNorm, RopeTables

@@ -6,9 +6,9 @@ Hugging Face's files have weights `[in, out]`, and queries, keys and values in o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlx.classes import dataclass
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, GeluFfn, LayerNorm, SelfAttention, emit_stage, linear, token_positions

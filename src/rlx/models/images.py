@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.errors import CapabilityError
 from rlx.formats.images import BICUBIC, BILINEAR, FILTERS, NEAREST, resize
 from rlx.formats.tensors import broken, quoted

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlx.classes import dataclass
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import DecoderLayer, FlowStage, LlamaDecoder
 from rlx.flow.weights import Array

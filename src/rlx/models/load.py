@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ import rlx.models.qwen3_next
 import rlx.models.roberta
 import rlx.models.siglip
 import rlx.models.vit  # noqa: F401  declares the family
-from rlx.classes import dataclass
 from rlx.errors import CapabilityError, FormatError
 from rlx.flow.weights import Array
 from rlx.formats import TensorFile, open_tensors

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from rlx.classes import dataclass
 from rlx.errors import FormatError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow

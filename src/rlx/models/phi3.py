@@ -6,9 +6,9 @@ Long contexts have a factor for each frequency; in Phi-4-mini only a part of eac
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlx.classes import dataclass
 from rlx.errors import FormatError
 from rlx.flow.flow import ModelFlow
 from rlx.flow.weights import Array

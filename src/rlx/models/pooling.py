@@ -8,13 +8,12 @@ sentence-transformers makes of it; a GGUF file, which cannot say it, gives vecto
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.dtypes import F32
 from rlx.errors import CapabilityError, FormatError
 from rlx.flow.context import FlowCtx

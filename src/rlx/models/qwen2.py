@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlx.classes import dataclass
 from rlx.flow.flow import ModelFlow
 from rlx.flow.weights import Array
 from rlx.formats import TensorFile

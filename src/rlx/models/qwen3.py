@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rlx.classes import dataclass
+from dataclasses import dataclass
+
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import Qwen3Decoder
 from rlx.flow.weights import Array

@@ -7,11 +7,11 @@ files have the 1 in the norms and rates in place of their logarithms.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.errors import FormatError
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import (

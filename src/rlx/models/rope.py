@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.errors import CapabilityError, FormatError, nearest
 from rlx.formats import TensorFile
 from rlx.formats.tensors import quoted

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.errors import FormatError, RequestError
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages import FlowStage, VitSelfAttn

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rlx.classes import dataclass
+from dataclasses import dataclass
+
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import ClsTokenPool, FlowStage, GeluFfn, LayerNorm
 from rlx.flow.stages.vision import pre_norm_layer

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.dtypes import F32, I32
 from rlx.dtypes import dtype as dtype_of
 from rlx.errors import DTypeError, ShapeError

@@ -13,12 +13,12 @@ import os
 import secrets
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.dtypes import dtype
 from rlx.formats.strict_json import parse_json
 from rlx.formats.tensors import PathLike, broken, open_bytes

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
-from rlx.classes import dataclass
 from rlx.ir.graph import Graph, Node
 from rlx.ir.registry import HIR, LEAF, VIEW
 from rlx.mir.common_forms import common_form

@@ -11,7 +11,7 @@ import functools
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from rlx import target as targets
 from rlx.backends import cache
 from rlx.backends.cpu.library import Code, library
 from rlx.backends.cpu.toolchain import llvm_version
-from rlx.classes import dataclass
 from rlx.errors import CapabilityError, FormatError
 from rlx.formats.tensors import PathLike
 from rlx.ir import provenance

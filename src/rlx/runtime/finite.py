@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.errors import NonFiniteError
 
 if TYPE_CHECKING:

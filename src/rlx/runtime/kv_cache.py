@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rlx.classes import dataclass
+from dataclasses import dataclass
+
 from rlx.dtypes import dtype as dtype_of
 from rlx.errors import CapabilityError
 

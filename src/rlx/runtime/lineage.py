@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from rlx.classes import dataclass
 from rlx.ir.graph import Graph, Node
 from rlx.ir.passes import watched
 from rlx.ir.provenance import Origin

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlx.backends import cache
@@ -16,7 +17,6 @@ from rlx.backends.cpu.executable import Executable
 from rlx.backends.cpu.layout import Layout
 from rlx.backends.cpu.library import Homes, library
 from rlx.backends.cpu.toolchain import cpu_identity
-from rlx.classes import dataclass
 from rlx.ir.graph import Graph
 from rlx.profile import CompileProfile
 from rlx.runtime import program_cache

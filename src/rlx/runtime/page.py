@@ -9,10 +9,10 @@ import base64
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from rlx.backends.cpu.generators import kernel_text
-from rlx.classes import dataclass
 from rlx.ir.diff import diff
 from rlx.ir.graph import Graph, Node
 from rlx.ir.registry import HIR, LEAF

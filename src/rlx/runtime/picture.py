@@ -6,10 +6,10 @@ SVG that loads nothing from elsewhere, in the colours of light and of dark pages
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
-from rlx.classes import dataclass
 from rlx.runtime.lineage import Lineage
 from rlx.runtime.page import GOLDEN, Column, Line, built_lines, excerpt, main_part
 from rlx.target import Target

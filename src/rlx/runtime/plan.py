@@ -6,13 +6,12 @@ import contextlib
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlx import types
 from rlx.backends import cache
 from rlx.backends.cpu.library import library
-from rlx.classes import dataclass
 from rlx.ir.graph import Graph
 from rlx.lir import kernels, loops, program, views
 from rlx.lir.program import Program

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ import numpy as np
 
 from rlx.backends.cpu.ceilings import Ceilings, ceilings, ticks_per_second
 from rlx.backends.cpu.executable import Executable, Trace
-from rlx.classes import dataclass
 from rlx.runtime.memory_report import MemoryReport, memory_report, show_bytes
 from rlx.types import evaluate
 

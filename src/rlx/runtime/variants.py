@@ -11,11 +11,10 @@ import enum
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlx.classes import dataclass
 from rlx.errors import CapabilityError, FormatError, GraphError
 from rlx.ir.graph import Graph
 from rlx.mir.bind_dims import bind_dims

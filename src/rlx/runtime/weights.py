@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlx.backends.cpu.memory import side_by_side
-from rlx.classes import dataclass
 
 if TYPE_CHECKING:
     from rlx.ir.graph import Graph, Node

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-
-from rlx.classes import dataclass
+from dataclasses import dataclass
 
 Body = Callable[..., "Sequence[Value] | None"]
 

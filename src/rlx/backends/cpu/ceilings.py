@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,7 +15,6 @@ from rlx.backends.cpu.builder import Builder, Module, Value, const, vector
 from rlx.backends.cpu.library import library
 from rlx.backends.cpu.memory import address, aligned
 from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
-from rlx.classes import dataclass
 from rlx.target import Target
 
 CACHE_BYTES = 256 << 10  # a thread; well inside the second-level cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rlx.backends.cpu.builder import NULL, Builder, Module, Value, const, i64
 from rlx.backends.cpu.driver import (
@@ -58,7 +59,6 @@ from rlx.backends.cpu.driver import (
     WORDS,
 )
 from rlx.backends.cpu.repeat_code import repeat
-from rlx.classes import dataclass
 from rlx.target import Target
 
 

@@ -13,8 +13,8 @@ import platform
 import struct
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from rlx.classes import dataclass
 from rlx.errors import CapabilityError, FormatError
 
 # What LLVM may call on its own account and every C library has; anything else undefined is a generator's mistake.

@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from rlx.backends.cpu.library import library
 from rlx.backends.cpu.memory import Bytes, Guarded, address, aligned, checking, side_by_side
 from rlx.backends.cpu.records import ARGUMENTS, FUNCTION, UNITS
 from rlx.backends.cpu.repeat import Repeat, Results, Taken
-from rlx.classes import dataclass
 from rlx.errors import BindError, KernelError
 from rlx.lir.memory import Plan, plan
 from rlx.target import Target

@@ -7,13 +7,13 @@ it: every word of every launch gets a position in one block, sorted by where its
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlx.backends.cpu import driver
 from rlx.backends.cpu.records import ARGUMENTS, ENDLESS, FLAGS, FUNCTION, LoopPlan, Mark, Records, Words
-from rlx.classes import dataclass
 from rlx.dtypes import DType
 from rlx.lir.memory import Lifetime, lifetimes
 from rlx.target import Target

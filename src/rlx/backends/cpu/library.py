@@ -11,6 +11,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,6 @@ import numpy as np
 from rlx.backends import cache
 from rlx.backends.cpu import driver
 from rlx.backends.cpu.toolchain import CodeLibrary, Compilation, cpu_identity
-from rlx.classes import dataclass
 from rlx.errors import RlxError
 from rlx.target import Target
 

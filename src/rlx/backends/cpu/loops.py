@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 from rlx.backends.cpu import math
 from rlx.backends.cpu.builder import Builder, Module, Value, const, i64, intrinsic_suffix, lanes_of, scalar_of, vector
 from rlx.backends.cpu.routine import Routine
-from rlx.classes import dataclass
 from rlx.dtypes import BOOL, F32, F64, I64, U8, U32, DType
 from rlx.errors import LowerError
 from rlx.lir.loops import (

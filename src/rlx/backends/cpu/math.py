@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rlx.backends.cpu.builder import Builder, Value, const, lanes_of, scalar_of, vector
-from rlx.classes import dataclass
 from rlx.target import Target
 
 Number = Value | float

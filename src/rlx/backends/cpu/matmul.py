@@ -8,12 +8,11 @@ bits depend on nothing but its row of A and its column of B.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rlx.backends.cpu.builder import Body, Builder, Module, Value, const, i64, intrinsic_suffix, scalar_of, vector
 from rlx.backends.cpu.loops import dot
 from rlx.backends.cpu.routine import Entry, Routine
-from rlx.classes import dataclass
 from rlx.dtypes import DType
 from rlx.errors import LowerError
 from rlx.lir.kernels import OUT_OF_RANGE, ROW_BLOCK, Blocks, MatmulKernel, TileOperand

@@ -7,13 +7,12 @@ depends on sizes and addresses: how often loops run, and how far the addresses i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from rlx.backends.cpu import driver
-from rlx.classes import dataclass
 
 Words = np.ndarray[Any, np.dtype[np.int64]]
 ENDLESS = 1 << 62  # steps of a loop that only its predicate ends

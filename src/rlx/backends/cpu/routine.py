@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from rlx.backends.cpu.builder import Module
-from rlx.classes import dataclass
 
 
 @dataclass(frozen=True, slots=True)

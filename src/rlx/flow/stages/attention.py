@@ -8,8 +8,8 @@ decode are the same code.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-from rlx.classes import dataclass
 from rlx.errors import GraphError, ShapeError
 from rlx.flow.context import FlowCtx
 from rlx.flow.side import SideOutputs

@@ -7,9 +7,8 @@ keeps.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY
+from dataclasses import KW_ONLY, dataclass
 
-from rlx.classes import dataclass
 from rlx.errors import GraphError
 from rlx.flow.context import FlowCtx
 from rlx.flow.side import SideOutputs

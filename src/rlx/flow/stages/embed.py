@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.errors import GraphError
 from rlx.flow.context import Array, FlowCtx
 from rlx.flow.stages.base import FlowStage

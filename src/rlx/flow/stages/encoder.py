@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from rlx.classes import dataclass
 from rlx.errors import GraphError, nearest
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from rlx.classes import dataclass
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.attention import SelfAttention
 from rlx.flow.stages.decoder import DecoderLayer

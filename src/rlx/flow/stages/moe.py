@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rlx.classes import dataclass
+from dataclasses import dataclass
+
 from rlx.errors import GraphError
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from numbers import Real
 
-from rlx.classes import dataclass
 from rlx.errors import GraphError
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage

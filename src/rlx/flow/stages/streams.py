@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from rlx.classes import dataclass
 from rlx.errors import GraphError
 from rlx.flow.context import FlowCtx
 from rlx.flow.emit import Emit, flowing

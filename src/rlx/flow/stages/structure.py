@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from rlx.classes import dataclass
 from rlx.errors import GraphError, RlxError
 from rlx.flow.context import FlowCtx, note_stage
 from rlx.flow.stages.base import FlowStage

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from rlx.classes import dataclass
 from rlx.errors import GraphError
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage

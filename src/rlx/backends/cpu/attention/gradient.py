@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,7 +21,6 @@ from rlx.backends.cpu.builder import NULL, Builder, Module, Value, const, i64
 from rlx.backends.cpu.math import exp2, fma
 from rlx.backends.cpu.matmul import micro_kernel
 from rlx.backends.cpu.routine import Entry, Routine
-from rlx.classes import dataclass
 from rlx.lir.kernels import KEY_BLOCK, AttentionGradKernel
 from rlx.target import Target
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rlx.backends.cpu.attention import packing, rows, softmax
 from rlx.backends.cpu.attention.elements import clear
@@ -12,7 +12,6 @@ from rlx.backends.cpu.attention.plan import ENTRY_ARGUMENTS, LINE, Plan, read_wo
 from rlx.backends.cpu.builder import NULL, Builder, Int, Module, Value, const, i64
 from rlx.backends.cpu.matmul import micro_kernel
 from rlx.backends.cpu.routine import Entry, Routine
-from rlx.classes import dataclass
 from rlx.lir.kernels import KEY_BLOCK, AttentionKernel
 from rlx.target import Target
 

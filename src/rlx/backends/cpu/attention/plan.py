@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 
 from rlx.backends.cpu.builder import Builder, Int, Module, Value, vector
 from rlx.backends.cpu.matmul import HEADER_BYTES
-from rlx.classes import dataclass
 from rlx.dtypes import BY_NAME, F32, F64, DType
 from rlx.errors import LowerError
 from rlx.lir.blocks import UNIT
