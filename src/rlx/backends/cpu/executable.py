@@ -347,6 +347,7 @@ class Executable:
         self._add(instance, ARENA, [bases.get(n, 0) for n in names[ARENA]])
         self._add(instance, CONST, [address(constants[n]) for n in names[CONST]])
         self._add(instance, WEIGHT, [address(weights[n]) for n in names[WEIGHT]])
+        self._read_ahead(instance, frame)
         instance.kept = []
         instance.inputs = self._moving(INPUT, frame)
         instance.outputs = self._moving(OUTPUT, frame)
@@ -355,6 +356,14 @@ class Executable:
         records, scratch = address(instance.records), address(instance.scratch)
         instance.request[:] = [records, len(instance.records), scratch, frame.scratch, 0, self.threads]
         instance.frame, instance.weights = frame, weights
+
+    def _read_ahead(self, instance: Instance, frame: Frame) -> None:
+        """What threads read while they wait: nothing where a launch reads it more than once."""
+        ahead, sizes = self.layout.ahead, np.array(frame.values, np.int64)
+        whole, units, rounds = (sizes[numbers] for numbers in (ahead.bytes, ahead.units, ahead.rounds))
+        units = np.where(rounds == 1, units, 0)
+        columns = (instance.words[ahead.words], whole // np.maximum(units, 1), units)
+        instance.records[ahead.records, : UNITS + 1] = np.stack(columns, axis=1)
 
     def _moving(self, kind: str, frame: Frame) -> list[tuple[int, int, int]]:
         """Position, buffer number and byte offset of the words that hold addresses of inputs or outputs."""
@@ -418,7 +427,7 @@ class Executable:
         entered: dict[int, int] = {}
         steps: dict[int, int] = {}
         for record, step in enumerate(self.records.walk):
-            if step.kind != driver.LAUNCH:
+            if step.kind not in (driver.LAUNCH, driver.AHEAD):
                 entered.setdefault(step.number, record)
                 if step.kind == driver.NEXT:
                     steps[step.number] = int(stamps[record, :, 1].max())
