@@ -124,7 +124,9 @@ def _q6_codes(b: Block, t: int) -> Term:
     half, rest = divmod(t, 32)
     plane, at = divmod(rest, 8)
     low = _w(b, 16 * half + 8 * (plane % 2) + at) >> 4 * (plane // 2) & NIBBLES
-    return low | (_w(b, 32 + 8 * half + at) >> 2 * plane & PAIRS) << 4
+    pairs = _w(b, 32 + 8 * half + at)
+    moved = pairs << 4 - 2 * plane if plane < 2 else pairs >> 2 * plane - 4  # once, straight to the bits 4 and 5
+    return low | moved & PAIRS << 4
 
 
 def _fp4_codes(b: Block, t: int) -> Term:
