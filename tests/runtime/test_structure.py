@@ -186,5 +186,5 @@ def test_what_is_read_ahead_is_what_the_next_product_reads() -> None:
         assert address == array.ctypes.data
         assert size * units == array.nbytes
 
-    given.run(llama_inputs(sizes, 1, 200))  # rows enough for two blocks, each of which reads the weights
+    given.run(llama_inputs(sizes, 1, 9))  # rows enough to keep the processor busy
     assert not any(instance.records[record, 2] for record, _ in told)

@@ -52,7 +52,8 @@ class Ahead:
     words: Words
     bytes: Words
     units: Words  # of the launches that read it
-    rounds: Words  # how often they go over it: reading ahead is for those who do so once
+    rows: Words  # that it is multiplied with; for many, memory is not what a launch waits for
+    rounds: Words  # how often units go over it: reading ahead is for those who do so once
 
 
 @dataclass(frozen=True)
@@ -204,12 +205,12 @@ class _Maker:
         for record, mark in enumerate(records.walk):
             if mark.kind == driver.AHEAD:
                 launch = program.launches[mark.number]
-                words = dict(zip(launch.kernel.words, launch.words, strict=True))
-                rounds = product([words[name] for name in ("row_blocks", "batch0", "batch1")])  # type: ignore[misc]
-                sizes = (program.buffers[words["b"].buffer].type.bytes, launch.units, rounds)  # type: ignore[union-attr]
+                words: dict[str, Any] = dict(zip(launch.kernel.words, launch.words, strict=True))
+                rounds = product([words[name] for name in ("row_blocks", "batch0", "batch1")])
+                sizes = (program.buffers[words["b"].buffer].type.bytes, launch.units, words["m"], rounds)
                 at = starts[mark.number] + launch.kernel.words.index("b")
                 found.append((record, at, *map(self.add, sizes)))
-        return Ahead(*(_column(found, i) for i in range(5)))
+        return Ahead(*(_column(found, i) for i in range(6)))
 
     def _words(self, mark: Mark, position: int) -> None:
         from rlx.lir.views import View
