@@ -8,13 +8,26 @@ from __future__ import annotations
 import functools
 
 import pytest
-from layers import MINILM, SMOLLM, Bert, Llama, bert_graph, bert_inputs, compiled, llama_graph, llama_inputs, weights
+from layers import (
+    MINILM,
+    SMOLLM,
+    Bert,
+    Llama,
+    bert_graph,
+    bert_inputs,
+    compiled,
+    llama_graph,
+    llama_inputs,
+    weights,
+)
 
-from rlx.backends.cpu.driver import driver_text
+from rlx.backends.cpu.driver import AHEAD, driver_text
 from rlx.backends.cpu.generators import kernel_text
 from rlx.backends.cpu.toolchain import compile_text, undefined_symbols
 from rlx.lir.loops import LoopKernel
 from rlx.lir.program import WEIGHT, Program
+from rlx.lir.views import View
+from rlx.runtime.compiled import CpuGraph
 from rlx.runtime.plan import CompiledPlan, make_plan
 from rlx.target import BY_NAME, supported
 from rlx.types import evaluate
@@ -149,3 +162,29 @@ def test_the_arena_is_as_small_as_lifetimes_allow() -> None:
     f = compiled(bert_graph(MINILM), weights(MINILM))
     report = f.report(bert_inputs(MINILM, 1, 64))
     assert report.arena_bytes == report.arena_bound
+
+
+def test_what_is_read_ahead_is_what_the_next_product_reads() -> None:
+    sizes = DECODER
+    given = compiled(llama_graph(sizes), weights(sizes))
+    given.run(llama_inputs(sizes, 1, 1))
+    assert isinstance(given, CpuGraph)
+    executable = given.executable
+    (instance,) = executable._instances
+    walk, program = executable.records.walk, executable.program
+    products = [n for n, launch in enumerate(program.launches) if launch.kernel.kind == "matmul"]
+    told = [(record, mark.number) for record, mark in enumerate(walk) if mark.kind == AHEAD]
+    assert [number for _, number in told] == products  # the first one at the start, each other before the one before it
+    assert walk[0].kind == AHEAD
+    assert [walk[record + 1].number for record, _ in told[1:]] == products[:-1]
+    for record, number in told:
+        launch = program.launches[number]
+        view = launch.words[launch.kernel.words.index("b")]
+        assert isinstance(view, View)
+        array = executable._weights[view.buffer]
+        address, size, units, _ = instance.records[record].tolist()
+        assert address == array.ctypes.data
+        assert size * units == array.nbytes
+
+    given.run(llama_inputs(sizes, 1, 9))  # rows enough to keep the processor busy
+    assert not any(instance.records[record, 2] for record, _ in told)

@@ -40,6 +40,7 @@ DOT_ROWS = 4  # rows of x up to which codes do not go through memory
 TILE_ROWS = 8  # rows of a tile: as many sums in f32, and as many in whole numbers, as registers hold
 
 NIBBLES = 0x0F0F0F0F
+UPPER = (NIBBLES << 4) - (1 << 32)
 PAIRS = 0x03030303
 ONES = 0x01010101
 SPREAD = 0x00204081  # times four bits: each in the lowest bit of a byte
@@ -59,6 +60,8 @@ class Codes:
     halves: tuple[int, ...] = (0,)
     unit: Callable[[Block], Expr] | None = None  # the scale of the block, where that is not an f16
     order: tuple[int, ...] = ()  # in which runs are taken, where that is not as they lie: those that share words
+    # Four codes times 16, where they are the upper halves of bytes: one operation less than to move them down.
+    upper: Callable[[Block, int], Term | None] = lambda b, t: None
 
     def floats(self, b: Block) -> list[Expr]:
         """What whole numbers are multiplied by at the end of a block, and the other f16 if there is one."""
@@ -78,6 +81,10 @@ def _nibbles(b: Block, first: int, t: int) -> Term:
     return _w(b, first + t % 4) >> 4 * (t // 4) & NIBBLES
 
 
+def _upper(b: Block, t: int) -> Term | None:
+    return _w(b, t % 4) & UPPER if t // 4 else None
+
+
 def _fifth_bits(b: Block, t: int) -> Term:
     bits = Term(b.keep("fifth", lambda: b.source.word(Term(0)))) >> 4 * t & 15
     return Term(Apply("mul", (bits.expr(I32), Const(SPREAD, I32)), I32)) << 4 & ONES << 4
@@ -92,6 +99,11 @@ def _k_nibbles(b: Block, first: int, t: int) -> Term:
     """64 codes are 32 bytes: low halves, then high ones."""
     run = t // 8
     return _w(b, first + 8 * (run // 2) + t % 8) >> 4 * (run % 2) & NIBBLES
+
+
+def _k_upper(b: Block, first: int, t: int) -> Term | None:
+    run = t // 8
+    return _w(b, first + 8 * (run // 2) + t % 8) & UPPER if run % 2 else None
 
 
 def _k_fifth_bits(b: Block, t: int) -> Term:
@@ -124,7 +136,9 @@ def _q6_codes(b: Block, t: int) -> Term:
     half, rest = divmod(t, 32)
     plane, at = divmod(rest, 8)
     low = _w(b, 16 * half + 8 * (plane % 2) + at) >> 4 * (plane // 2) & NIBBLES
-    return low | (_w(b, 32 + 8 * half + at) >> 2 * plane & PAIRS) << 4
+    pairs = _w(b, 32 + 8 * half + at)
+    moved = pairs << 4 - 2 * plane if plane < 2 else pairs >> 2 * plane - 4  # once, straight to the bits 4 and 5
+    return low | moved & PAIRS << 4
 
 
 def _fp4_codes(b: Block, t: int) -> Term:
@@ -143,12 +157,15 @@ def _fp4_codes(b: Block, t: int) -> Term:
 
 
 CODES = {
-    "q4_0": Codes(32, 8, lambda b, t: _nibbles(b, 0, t)),
-    "q4_1": Codes(32, 0, lambda b, t: _nibbles(b, 0, t), plus=True, halves=(0, 1)),
+    "q4_0": Codes(32, 8, lambda b, t: _nibbles(b, 0, t), upper=_upper),
+    "q4_1": Codes(32, 0, lambda b, t: _nibbles(b, 0, t), plus=True, halves=(0, 1), upper=_upper),
     "q5_0": Codes(32, 16, lambda b, t: _nibbles(b, 1, t) | _fifth_bits(b, t)),
     "q5_1": Codes(32, 0, lambda b, t: _nibbles(b, 1, t) | _fifth_bits(b, t), plus=True, halves=(0, 1)),
     "q8_0": Codes(32, 128, _flipped),
-    "q4_k": Codes(32, 0, lambda b, t: _k_nibbles(b, 3, t), _k_scale, _k_minima, halves=(0, 1)),
+    "q4_k": Codes(
+        32, 0, lambda b, t: _k_nibbles(b, 3, t), _k_scale, _k_minima, halves=(0, 1),
+        upper=lambda b, t: _k_upper(b, 3, t),
+    ),
     "q5_k": Codes(
         32, 0, lambda b, t: _k_nibbles(b, 11, t) | _k_fifth_bits(b, t) << 4, _k_scale, _k_minima, halves=(0, 1)
     ),
@@ -237,10 +254,15 @@ def dot_kernel(storage: DType, width: int, target: Target, count: int) -> LoopKe
     wholes: list[Expr] = [Const(0, I32)] * count
     for run in codes.order or range(runs):
         sums = [_sum(rows, codes, r, run) for r in range(count)]
+        uppers: list[Expr] = [Const(0, I32)] * count
         for t in range(run * words, (run + 1) * words):
-            four = block.let(codes.word(block, t).expr(I32))
+            upper = codes.upper(block, t) if target.has_dot else None  # without it, eight bits cost more than seven
+            four = block.let((upper or codes.word(block, t)).expr(I32))
+            into, dot = (sums, codes.dot) if upper is None else (uppers, "dot_u8")
             for r in range(count):
-                sums[r] = block.let(Apply(codes.dot, (sums[r], four, rows.word(r, rows.form.codes + t)), I32))
+                into[r] = block.let(Apply(dot, (into[r], four, rows.word(r, rows.form.codes + t)), I32))
+        if isinstance(uppers[0], Ref):
+            sums = [block.let((Term(x) + (Term(y) >> 4)).expr(I32)) for x, y in zip(sums, uppers, strict=True)]
         if codes.scale is None:
             wholes = sums
         else:

@@ -20,7 +20,8 @@ import pytest
 
 from rlx.backends.cpu import driver, pool
 from rlx.backends.cpu.builder import Builder, Module, Value
-from rlx.backends.cpu.pool import Pool, shared
+from rlx.backends.cpu.memory import Guarded
+from rlx.backends.cpu.pool import Pool, shared, usable_cores
 from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
 from rlx.errors import CapabilityError
 from rlx.target import host
@@ -247,6 +248,36 @@ def test_status_words_of_all_slots_are_cleared_before_the_walk(threads: int) -> 
     assert (status == 17).all()
     shared(threads).run(records_of(("fault", code, 0, 0)), scratch, STRIDE)
     assert (status == 0).all()
+
+
+# -- reading ahead ------------------------------------------------------------------------------------------------
+@within(60)
+@pytest.mark.parametrize("size, units", [(100, 7), (1 << 16, 9), (1 << 20, 2), (1 << 20, 0)])
+def test_a_thread_that_waits_reads_its_own_units_ahead_and_no_byte_beyond_them(size: int, units: int) -> None:
+    memory = Guarded(max(size * units, 1))  # ends where a page begins that nobody may touch
+    late = np.array([0, 20_000_000], np.int64)  # one unit: the last thread works, the first waits
+    ahead = np.array([[memory.address, size, units, driver.AHEAD]], np.int64)
+    records = np.concatenate([ahead, records_of(("delay", late, 1, driver.BARRIER_AFTER), ("delay", late, 0, 0))])
+    scratch = scratch_for(2)
+    assert shared(2).run(records, scratch, STRIDE) == 2
+    heads = scratch.view(np.int64).reshape(2, -1)
+    for tid, head in enumerate(heads):
+        first, last = (memory.address + size * (units * t // 2) for t in (tid, tid + 1))
+        end = first + min(last - first, driver.READ_AHEAD) // driver.READ_STEP * driver.READ_STEP
+        assert head[driver.READ_END // 8] == end
+        assert first <= head[driver.READ_TO // 8] <= end
+    if usable_cores() > 1 and units:
+        assert heads[0, driver.READ_TO // 8] > memory.address or size * (units // 2) < driver.READ_STEP
+
+
+@within(60)
+def test_reading_ahead_changes_nothing_that_is_computed() -> None:
+    chain = Mirror(units=97, phases=8, threads=2)
+    memory = np.zeros(1 << 20, np.uint8)
+    ahead = np.array([[memory.ctypes.data, 4096, 256, driver.AHEAD]], np.int64)
+    chain.records = np.concatenate([part for row in chain.records for part in (ahead, row[None])])
+    for _ in range(500):
+        assert chain.run(shared(2)) == 2
 
 
 # -- many callers -------------------------------------------------------------------------------------------------

@@ -32,12 +32,14 @@ REQUEST_WORDS = 6  # of `call`: records, count, scratch, stride, trace, slots, a
 #   TEST    the record to go to where the predicate is false, the address of the predicate's address
 #   JUMP    the record to go to
 #   LEAVE   the record that entered, for the trace
+#   AHEAD   the address of weights, the bytes of a unit, the units of the launch that reads them: what a thread that
+#           waits before that launch reads ahead
 RECORD_WORDS = 4
 BARRIER_AFTER = 1  # flag: no thread starts the next record before all have finished this one
 PRIVATE = 2  # flag: the arguments are in the thread's scratch, the address is an offset in it
 SOLO = 4  # flag of ENTER and LEAVE: the first thread runs the loop alone, the others wait for it
 ENDS = 8  # flag of NEXT: records of the loop follow that are run once, after the last step
-LAUNCH, ENTER, NEXT, TEST, JUMP, LEAVE = range(0, 96, 16)  # the kind, among the flags
+LAUNCH, ENTER, NEXT, TEST, JUMP, LEAVE, AHEAD = range(0, 112, 16)  # the kind, among the flags
 KIND = 112
 
 # A loop block. `HOME` is the place in a thread's scratch where the loop counts its steps and then has its copy of
@@ -47,8 +49,10 @@ COUNT_STEPS, SOURCE, IS_PRIVATE, HOME, WORDS, MOVES, LINEAR, ALTERNATING, FIRST,
 LOOP_WORDS = 11
 
 # The head of each thread's scratch: what went wrong (kernels set it), and the number, from 1, of the first record that
-# did.
-STATUS, FAILED = 0, 8
+# did; how far it has read ahead, and how far it may.
+STATUS, FAILED, READ_TO, READ_END = range(0, 32, 8)
+READ_AHEAD = 256 << 10  # bytes at most: they must still be in a core's own cache when they are wanted
+READ_STEP = 256  # bytes between two looks at what a thread waits for
 
 # A job block. Words that different threads write lie 128 bytes apart, because x86 fetches cache lines in pairs.
 LINE = 128

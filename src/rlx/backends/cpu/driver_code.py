@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rlx.backends.cpu.builder import NULL, Builder, Module, Value, const, i64
 from rlx.backends.cpu.driver import (
+    AHEAD,
     ALTERNATING,
     ARRIVED,
     ASLEEP,
@@ -39,6 +40,10 @@ from rlx.backends.cpu.driver import (
     PHASE,
     POOL_THREADS,
     PRIVATE,
+    READ_AHEAD,
+    READ_END,
+    READ_STEP,
+    READ_TO,
     RECORD_WORDS,
     RECORDS,
     SCRATCH,
@@ -139,9 +144,9 @@ class _Driver:
         self.machine = machine
 
     def define(self, module: Module) -> None:
-        job, tid, threads = ("ptr", "job"), ("i64", "tid"), ("i64", "threads")
+        job, tid, threads, scratch = ("ptr", "job"), ("i64", "tid"), ("i64", "threads"), ("ptr", "scratch")
         given = [("ptr", "records"), ("i64", "count"), ("ptr", "scratch"), ("i64", "stride"), ("ptr", "trace")]
-        module.define("barrier", [job, threads], self.barrier, internal=True, noinline=True)
+        module.define("barrier", [job, threads, scratch], self.barrier, internal=True, noinline=True)
         module.define("execute", [job, tid, threads], self.execute)
         module.define("run", [job, *given, ("i64", "slots")], self.run, result="i64")
         module.define("call", [job, ("ptr", "request")], self.call, result="i64")
@@ -171,8 +176,11 @@ class _Driver:
         address: Value,
         done: Callable[[Value], Value],
         announce: Callable[[], object],
+        meanwhile: Callable[[], object] | None = None,
     ) -> None:
         """Wait until `done(word)` of the word at `address`: spin, then `announce` the sleep in that word, and sleep.
+
+        Between two looks at the word there is a pause, or what there is to do `meanwhile`.
 
         No wake-up is lost, because the announcement is in the very word that the waker changes, and both change it
         by one atomic operation. Either the waker comes second: it sees the announcement and wakes. Or it comes
@@ -184,13 +192,15 @@ class _Driver:
         before, index, following = b.block, Value("i64", f"%{tag}.i"), Value("i64", f"%{tag}.n")
         b.line(f"br label %{tag}.look")
         b.label(f"{tag}.look")
-        b.line(f"{index.text} = phi i64 [ 0, %{before} ], [ {following.text}, %{tag}.pause ]")
+        b.line(f"{index.text} = phi i64 [ 0, %{before} ], [ {following.text}, %{tag}.again ]")
         b.line(f"br {done(_load(b, address))}, label %{tag}.done, label %{tag}.more")
         b.label(f"{tag}.more")
         b.line(f"br {b.icmp('slt', index, limit)}, label %{tag}.pause, label %{tag}.tired")
         b.label(f"{tag}.pause")
-        self.pause(b)
+        (meanwhile or (lambda: self.pause(b)))()
         b.line(f"{following.text} = add {index}, 1")
+        b.line(f"br label %{tag}.again")
+        b.label(f"{tag}.again")
         b.line(f"br label %{tag}.look")
 
         b.label(f"{tag}.tired")
@@ -204,8 +214,10 @@ class _Driver:
         b.line(f"br label %{tag}.check")  # woken, interrupted or not even asleep
         b.label(f"{tag}.done")
 
-    def barrier(self, b: Builder, job: Value, threads: Value) -> None:
+    def barrier(self, b: Builder, job: Value, threads: Value, scratch: Value) -> None:
         """Return when all threads are here. The last to arrive resets the count and opens the next phase.
+
+        The others read ahead: memory would have nothing to do as long as some thread computes what all others need.
 
         The phase cannot move on twice while a thread still waits for it, since the next barrier needs that thread.
         """
@@ -225,10 +237,24 @@ class _Driver:
                 phase_word,
                 done=lambda word: b.icmp("ne", b.op("and", word, _i32(-2)), phase),
                 announce=lambda: _replace(b, phase_word, phase, b.op("or", phase, _i32(1))),
+                meanwhile=lambda: self.read_ahead(b, scratch),
             )
 
         last = b.icmp("eq", b.convert("zext", position, "i64"), b.sub(threads, 1))
         b.when(last, open_next, wait_for_it)
+
+    def read_ahead(self, b: Builder, scratch: Value) -> None:
+        """Some lines more of what this thread will read, or a pause."""
+        place = b.offset(scratch, READ_TO)
+        at = b.load("i64", place, align=8)
+
+        def some() -> None:
+            for line in range(0, READ_STEP, 64):  # loads: of prefetches a core drops those that come too fast
+                b.assign("i64", f"load volatile i64, {b.convert('inttoptr', b.add(at, line), 'ptr')}, align 8")
+            b.store(b.add(at, READ_STEP), place, align=8)
+
+        more = b.icmp("slt", at, b.load("i64", b.offset(scratch, READ_END), align=8))
+        b.when(more, some, lambda: self.pause(b))
 
     # -- one thread's walk ----------------------------------------------------------------------------------------
     def execute(self, b: Builder, job: Value, tid: Value, threads: Value) -> None:
@@ -387,7 +413,7 @@ class _Walk:
         b.label(f"{tag}.done")
 
     def clear(self, slot: Value) -> None:
-        for field in (STATUS, FAILED):
+        for field in (STATUS, FAILED, READ_TO, READ_END):
             self.b.store(i64(0), self.b.offset(self.b.offset(self.base, self.b.mul(slot, self.stride)), field), align=8)
 
     def record(self, state: _State) -> list[Value]:
@@ -396,7 +422,9 @@ class _Walk:
         record = b.offset(self.records, b.mul(state.at, RECORD_WORDS), "i64")
         flags = self.word(record, 24)
         kind = b.op("and", flags, i64(KIND))
-        emitters = {ENTER: self.enter, NEXT: self.next, TEST: self.test, JUMP: self.jump, LEAVE: self.leave}
+        emitters = {
+            AHEAD: self.ahead, ENTER: self.enter, NEXT: self.next, TEST: self.test, JUMP: self.jump, LEAVE: self.leave
+        }  # fmt: skip
 
         def other(kinds: list[int]) -> list[Value]:
             emit = emitters[kinds[0]]
@@ -426,12 +454,7 @@ class _Walk:
         b = self.b
         function, arguments, units = self.word(record, 0, "ptr"), self.arguments(record, flags), self.word(record, 16)
         alone = b.icmp("eq", state.threads, 1)
-
-        def part() -> list[Value]:
-            low = b.sdiv(b.mul(units, self.tid), state.threads)
-            return [low, b.sdiv(b.mul(units, b.add(self.tid, 1)), state.threads)]
-
-        low, high = b.when(alone, lambda: [i64(0), units], part)
+        low, high = b.when(alone, lambda: [i64(0), units], lambda: self.part(state, units))
 
         def call() -> None:
             b.call_pointer(function, arguments, low, high, self.scratch)
@@ -446,6 +469,21 @@ class _Walk:
 
         b.when(self.traced, timed, lambda: b.when(b.icmp("slt", low, high), call))
         self.meet(state.threads, flags)
+        return [self.following(state), state.threads, state.escape, state.turn]
+
+    def part(self, state: _State, units: Value) -> list[Value]:
+        """The units of this thread: from the first to the one after the last."""
+        b = self.b
+        return [b.sdiv(b.mul(units, t), state.threads) for t in (self.tid, b.add(self.tid, 1))]
+
+    def ahead(self, state: _State, record: Value, flags: Value) -> list[Value]:
+        b = self.b
+        start, size, units = (self.word(record, 8 * i) for i in range(3))
+        low, high = self.part(state, units)
+        first = b.add(start, b.mul(low, size))
+        length = b.op("and", b.min(b.mul(b.sub(high, low), size), READ_AHEAD), i64(-READ_STEP))
+        b.store(first, b.offset(self.scratch, READ_TO), align=8)
+        b.store(b.add(first, length), b.offset(self.scratch, READ_END), align=8)
         return [self.following(state), state.threads, state.escape, state.turn]
 
     def enter(self, state: _State, record: Value, flags: Value) -> list[Value]:
@@ -544,7 +582,7 @@ class _Walk:
         b.when(b.op("and", b.icmp("ne", threads, 1), _has_bit(b, flags, BARRIER_AFTER)), self.barrier)
 
     def barrier(self) -> None:
-        self.b.line(f"call void @barrier({self.job}, {self.threads})")
+        self.b.line(f"call void @barrier({self.job}, {self.threads}, {self.scratch})")
 
     def now(self) -> Value:
         return self.b.call("i64", "llvm.readcyclecounter")

@@ -6,6 +6,7 @@ it: every word of every launch gets a position in one block, sorted by where its
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,18 @@ class Pointers:
     positions: Words
     buffers: Words
     offsets: Words  # numbers in the size table, in bytes
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Records that say what to read ahead: the words that are the addresses of it, and numbers of sizes."""
+
+    records: Words
+    words: Words
+    bytes: Words
+    units: Words  # of the launches that read it
+    rows: Words  # that it is multiplied with; for many, memory is not what a launch waits for
+    rounds: Words  # how often units go over it: reading ahead is for those who do so once
 
 
 @dataclass(frozen=True)
@@ -83,6 +96,7 @@ class Layout:
     rounds: bool  # whether the arena of a size class is large enough for all its sizes
     batch: int | None  # the number of the symbol along which a run may be cut, if there is one ...
     rows: int  # ... and the size that says how many rows the largest weight meets
+    ahead: Ahead
 
     def routines(self) -> set[str]:
         """All functions that must be loaded before it can run."""
@@ -160,6 +174,7 @@ class _Maker:
             rounds=all(map(is_monotone, arena)),
             batch=self._batch(),
             rows=self.add(self._rows()),
+            ahead=self._ahead(),
             sizes=tuple(self.sizes),  # last: the others have added to them
         )
 
@@ -183,6 +198,19 @@ class _Maker:
             return 0
         largest = found[sizes.index(max(sizes))]
         return product([largest["m"], largest["batch0"], largest["batch1"]])
+
+    def _ahead(self) -> Ahead:
+        program, records, found = self.program, self.records, list[tuple[int, ...]]()
+        starts = {mark.number: at for mark, at in zip(records.walk, records.starts, strict=True) if _is_launch(mark)}
+        for record, mark in enumerate(records.walk):
+            if mark.kind == driver.AHEAD:
+                launch = program.launches[mark.number]
+                words: dict[str, Any] = dict(zip(launch.kernel.words, launch.words, strict=True))
+                rounds = product([words[name] for name in ("row_blocks", "batch0", "batch1")])
+                sizes = (program.buffers[words["b"].buffer].type.bytes, launch.units, words["m"], rounds)
+                at = starts[mark.number] + launch.kernel.words.index("b")
+                found.append((record, at, *map(self.add, sizes)))
+        return Ahead(*(_column(found, i) for i in range(6)))
 
     def _words(self, mark: Mark, position: int) -> None:
         from rlx.lir.views import View
@@ -226,7 +254,7 @@ def records_of(program: Program) -> Records:
     kinds: Mapping[str, int] = {
         name: getattr(driver, name.upper()) for name in ("launch", "enter", "test", "next", "jump", "leave")
     }
-    walk = [Mark(kinds[step.kind], step.number, step.loops) for step in program.steps()]
+    walk = _reading_ahead(program, [Mark(kinds[step.kind], step.number, step.loops) for step in program.steps()])
     loops: dict[int, LoopPlan] = {}
     starts: list[int] = []
     count = 0
@@ -257,6 +285,32 @@ def records_of(program: Program) -> Records:
     )  # fmt: skip
 
 
+def _is_launch(mark: Mark) -> bool:
+    return mark.kind == driver.LAUNCH
+
+
+def _reading_ahead(program: Program, walk: list[Mark]) -> list[Mark]:
+    """The walk with a record before each launch that streams weights: what the next such launch will read."""
+    streams = [mark for mark in walk if _is_launch(mark) and not mark.loops and _streams(program, mark.number)]
+    following = {mark: Mark(driver.AHEAD, then.number) for mark, then in itertools.pairwise(streams)}
+    found = [Mark(driver.AHEAD, mark.number) for mark in streams[:1]]
+    for mark in walk:
+        found += [following[mark], mark] if mark in following else [mark]
+    return found
+
+
+def _streams(program: Program, number: int) -> bool:
+    """Whether a launch reads packed weights from the first to the last."""
+    from rlx.lir.kernels import MatmulKernel
+    from rlx.lir.views import View
+
+    launch = program.launches[number]
+    if not isinstance(launch.kernel, MatmulKernel) or not launch.kernel.packed or launch.kernel.grouped:
+        return False
+    weights = launch.words[launch.kernel.words.index("b")]
+    return isinstance(weights, View) and weights.offset == 0 and program.buffers[weights.buffer].kind == WEIGHT
+
+
 def _barrier(after: bool) -> int:
     return driver.BARRIER_AFTER if after else 0
 
@@ -274,6 +328,8 @@ def _template(program: Program, walk: list[Mark], starts: list[int], loops: Mapp
             row[FLAGS] |= driver.PRIVATE if mark.loops else 0
         if mark.kind == driver.LAUNCH:
             row[FLAGS] |= _barrier(program.launches[mark.number].barrier)
+            continue
+        if mark.kind == driver.AHEAD:
             continue
         control: Any = program.controls[mark.number]
         if mark.kind == driver.LEAVE:
