@@ -177,6 +177,9 @@ class Tokenizer:
             rust.pre_tokenizer, rust.decoder = self._cuts, self._parsing.decoder
             return bytes(rust.to_str(), "utf-8"), self._bpe.tables
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tokenizer.restored, (self.described(), *self.packed(), self.source)
+
     def to_json(self) -> bytes:
         """Its tokenizer.json."""
         data, _ = self.packed()
