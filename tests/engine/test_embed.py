@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import re
+from collections import UserDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,12 @@ def test_vectors_of_tokens_equal_those_of_numpy(model: EmbeddingModel, weights: 
         ([[CLS, 1.5]], "row 0: expected a text or token ids"),
         ([CLS, SEP], "row 0: expected a text or token ids"),
         ([[CLS] * 161], "row 0 has 161 tokens, the model reads 160"),
+        ("bal", "row 0: expected token ids, found 'b'"),
+        ([[CLS, SEP], "bal"], "row 1: expected token ids, found 'bal'"),
+        ({"input_ids": [[CLS, SEP]]}, "expected rows of token ids, found dict"),
+        (UserDict(input_ids=[[CLS, SEP]]), "expected rows of token ids, found UserDict"),  # transformers' results
+        (None, "expected rows of token ids, found NoneType"),
+        (np.array(5), "expected rows of token ids, found ndarray"),
     ],
 )
 def test_rows_that_are_no_tokens_are_refused(model: EmbeddingModel, rows: Any, said: str) -> None:

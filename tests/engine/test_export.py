@@ -20,6 +20,7 @@ from rlx.engine.embed import EmbeddingModel
 from rlx.engine.language import LanguageModel
 from rlx.engine.model import load
 from rlx.errors import CapabilityError, FormatError, NotFoundError, RequestError
+from rlx.runtime import container
 from rlx.runtime.export import ExportedGraph
 
 from .conftest import STORIES, language_model
@@ -197,6 +198,46 @@ def test_other_settings_are_refused(tiny_file: Path, settings: dict[str, Any], m
     with pytest.raises(RequestError, match=message):
         load(tiny_file, **settings)
     assert language_model(tiny_file, context=256, cache="f32").context == 256
+
+
+@pytest.mark.parametrize(
+    ("table", "change"),
+    [
+        ("ends", lambda a: a[::-1].copy()),
+        ("ends", lambda a: np.append(a, a[-1])),  # a token more than the vocabulary has
+        ("ends", lambda a: a[:0]),
+        ("order", lambda a: a + len(a)),
+        ("letters", lambda a: a | 0xFFFFFF),
+        ("letters", lambda a: -a),
+        ("first", lambda a: a[:-1]),
+        ("first", lambda a: a + 1),
+        ("right", lambda a: a[:-1]),
+        ("right", lambda a: np.full_like(a, 2**32 - 1)),
+        ("merge", lambda a: a | 0xFFFFFF),
+        ("merge", lambda a: ~a),
+        ("text", lambda a: np.full_like(a, 0xFF)),
+        ("text", lambda a: np.resize(np.frombuffer("é".encode(), np.uint8), len(a))),  # tokens begin inside characters
+        ("text", lambda a: a.astype(np.int32)),
+        ("cut", lambda a: a.reshape(1, -1)),
+        ("cut", None),
+    ],
+)
+def test_tables_of_a_tokenizer_that_do_not_fit_are_refused(
+    exported: dict[bool, Path], tmp_path: Path, table: str, change: Any
+) -> None:
+    """Whoever made the file gave them the right digests."""
+    file = container.read(exported[True])
+    contents: dict[str, container.Content] = {
+        name: file.arrays(name) if "arrays" in about else file.section(name)
+        for name, about in file.manifest["sections"].items()
+    }
+    tables = contents["tokenizer.tables"] = file.arrays("tokenizer.tables")
+    old = tables.pop(table)
+    if change is not None:
+        tables[table] = change(old)
+    path = container.write(tmp_path / "other.rlxp", file.manifest, contents)
+    with pytest.raises(FormatError, match=r"other\.rlxp: tokenizer\.tables: (table|expected the tables)"):
+        load(path)
 
 
 def test_a_graph_is_no_model(tmp_path: Path) -> None:

@@ -367,6 +367,8 @@ def test_the_verbs_of_other_models_say_where_they_belong(stories: LanguageModel)
     with pytest.raises(CapabilityError, match="is a decoder") as caught:
         stories.embed("a")  # type: ignore[attr-defined]
     assert caught.value.hint == "use .generate()"
+    with pytest.raises(CapabilityError, match=r"^embed_tokens: .* is a decoder"):
+        stories.embed_tokens([[1]])  # type: ignore[attr-defined]
     assert not hasattr(stories, "embed") and not hasattr(stories, "nonsense") and hasattr(stories, "generate")
 
 

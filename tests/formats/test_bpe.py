@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import random
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -200,6 +203,14 @@ def test_a_tokenizer_that_was_kept_is_the_same(name: str) -> None:
     assert kept.to_json() == ours.to_json() and kept.described() == ours.described()
 
 
+@pytest.mark.parametrize("name", ["bert-bge", "gpt-2", "llama-spm"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda tokenizer: pickle.loads(pickle.dumps(tokenizer))])
+def test_a_tokenizer_goes_to_other_processes(name: str, copied: Callable[[Tokenizer], Tokenizer]) -> None:
+    ours, other = vocab(name), copied(vocab(name))
+    assert other.encode_batch(HARD_TEXTS) == ours.encode_batch(HARD_TEXTS)
+    assert (repr(other), other.described()) == (repr(ours), ours.described())
+
+
 def test_what_is_kept_beside_the_tables_does_not_grow_with_the_vocabulary() -> None:
     data, tables = vocab("qwen2").packed()
     assert len(data) < 100_000 and set(tables) == {"text", "ends", "order", "letters", "first", "right", "merge", "cut"}
@@ -223,6 +234,14 @@ def test_ids_with_gaps_and_added_tokens_have_the_librarys_numbers() -> None:
     assert_same(ours, rust, ["a<x>b<y>ab", "<y><x>"])
     names = [ours._bpe.name(i) for i in range(-1, 12)] if ours._bpe else []
     assert names == [None, "a", *[None] * 3, "ab", "", *[None] * 3, "b", None, None]
+
+
+def test_an_added_token_of_the_model_does_not_move_the_ids_of_those_after_it() -> None:
+    document = json.loads(rust_document(vocab={"a": 0, "b": 10, "ab": 20}))
+    named = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    document["added_tokens"] = [named | {"id": i, "content": c} for i, c in ((20, "ab"), (21, "<x>"), (22, "<y>"))]
+    data = json.dumps(document).encode()
+    assert_same(Tokenizer.from_json(data), RustTokenizer.from_buffer(data), ["a<x>b<y>ab", "ab<y><x>"])
 
 
 def test_the_first_character_may_be_the_first_token() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, TypeGuard
 
@@ -120,6 +120,8 @@ class EmbeddingModel(Model):
         `embed` does it, so that hardly any padding is computed.
         """
         unit = self._checked_request(batch_size, normalize)
+        if isinstance(rows, Mapping) or not isinstance(rows, Iterable) or getattr(rows, "shape", None) == ():
+            raise RequestError(f"embed_tokens: expected rows of token ids, found {type(rows).__name__}")
         listed = [self._checked_row(row, i) for i, row in enumerate(rows)]
         found = self._embed_rows(listed, batch_size, lambda count: None)
         return _unit(found) if unit else found
@@ -152,6 +154,10 @@ class EmbeddingModel(Model):
         return self.normalize if normalize is None else bool(normalize)
 
     def _checked_row(self, row: Iterable[int], i: int) -> list[int]:
+        if isinstance(row, str):  # a text, or a name in what a tokenizer of another library gives
+            raise RequestError(
+                f"embed_tokens: row {i}: expected token ids, found {shown(row)}", hint="embed takes texts"
+            )
         ids = self.token_ids(row, f"embed_tokens: row {i}")
         if len(ids) > self.limit:
             raise RequestError(

@@ -22,6 +22,7 @@ from rlx.engine.vision import VisionModel
 from rlx.errors import CapabilityError, FormatError, NotFoundError, RequestError
 from rlx.flow.flow import BuiltModel, KvCacheSpec, ModelFlow, Params
 from rlx.formats import TensorFile, open_tensors
+from rlx.formats.bpe import check_tables
 from rlx.formats.special_tokens import SpecialIds
 from rlx.formats.tensors import PathLike
 from rlx.formats.tokenizer import Tokenizer
@@ -249,4 +250,7 @@ def _check_unchanged(export: Path, path: Path, known: Mapping[str, Any]) -> None
 def _tokenizer(file: ExportFile, described: Mapping[str, Any] | None) -> Tokenizer | None:
     if described is None:
         return None
-    return Tokenizer.restored(described, file.section("tokenizer"), file.arrays("tokenizer.tables"), str(file.path))
+    tables, where = file.arrays("tokenizer.tables"), str(file.path)
+    if tables:
+        check_tables(tables, described["vocab_size"], f"{where}: tokenizer.tables")
+    return Tokenizer.restored(described, file.section("tokenizer"), tables, where)

@@ -49,7 +49,7 @@ NOTHING: Mapping[str, Array] = {}
 SAMPLE = 4096  # bytes at both ends of a tensor that tell models apart
 PROFILE = "profile.toml"  # beside a model, says how it is compiled
 VERBS = {
-    "a decoder": ("generate", "chat", "stream", "logits"), "an encoder": ("embed", "similarity"),
+    "a decoder": ("generate", "chat", "stream", "logits"), "an encoder": ("embed", "embed_tokens", "similarity"),
     "a vision model": ("encode_image",),
 }  # fmt: skip
 # what other programs call the settings of `load`

@@ -285,6 +285,36 @@ def _cut(ids: Mapping[str, int], merges: Merges, joined: Sequence[str], options:
     return ""
 
 
+def check_tables(tables: Mapping[str, Array], vocab_size: int, where: str) -> None:
+    """Refuse tables of a file that do not fit together. All of them are read for it, which a start leaves out."""
+    wanted: dict[str, type[np.generic]] = {name: np.uint32 for name in ("ends", "order", "first", "right", "cut")}
+    wanted |= {"text": np.uint8, "letters": np.int64, "merge": np.int64}
+    if {name: (a.dtype, a.ndim) for name, a in tables.items()} != {n: (np.dtype(t), 1) for n, t in wanted.items()}:
+        raise FormatError(f"{where}: expected the tables {', '.join(wanted)}, found {quoted(sorted(tables))}")
+    ends, first, merges, size = tables["ends"], tables["first"], tables["merge"], len(tables["ends"]) - 1
+    ids = {"order": tables["order"], "letters": tables["letters"] & TOKEN, "right": tables["right"]}
+    ids["merge"] = merges & TOKEN
+    wrong = [name for name, found in ids.items() if (found >= size).any()]
+    wrong += [name for name, found in (("letters", tables["letters"]), ("merge", merges)) if (found < 0).any()]
+    wrong += [] if 0 <= size <= vocab_size and _rises(ends, tables["text"]) else ["ends"]
+    wrong += [] if len(first) == size + 1 and _rises(first, merges) else ["first"]
+    wrong += [] if len(tables["right"]) == len(merges) else ["right"]
+    if not wrong:
+        begins = tables["text"][ends[:-1][np.diff(ends) > 0]]
+        try:
+            str(tables["text"].data, "utf-8")
+        except UnicodeDecodeError:
+            wrong.append("text")
+        wrong += ["ends"] if (begins & 0xC0 == 0x80).any() else []  # inside a character
+    if wrong:
+        raise FormatError(f"{where}: table {wrong[0]!r} does not fit {vocab_size} tokens or the other tables")
+
+
+def _rises(ends: Array, parts: Array) -> bool:
+    """Whether these are places in `parts`, from its beginning to its end."""
+    return bool(len(ends) and ends[0] == 0 and ends[-1] == len(parts) and (ends[:-1] <= ends[1:]).all())
+
+
 def merges_of(
     left: Sequence[str], right: Sequence[str], ids: Mapping[str, int], where: str, *, prefix: str = ""
 ) -> Merges:

@@ -33,6 +33,7 @@ from rlx.formats.tensors import PathLike, broken, open_bytes, quoted
 
 MAX_GROWTH = 256  # how many times longer a normalizer may make a text
 MAX_ENDS = 64  # special tokens around a text
+MIN_SHARED_CHARS = 400  # of a text, on average, from which many go to all cores where the model is ours
 MAX_START = 64  # characters of a special token that are looked for at the end of a text
 
 
@@ -177,6 +178,9 @@ class Tokenizer:
             rust.pre_tokenizer, rust.decoder = self._cuts, self._parsing.decoder
             return bytes(rust.to_str(), "utf-8"), self._bpe.tables
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tokenizer.restored, (self.described(), *self.packed(), self.source)
+
     def to_json(self) -> bytes:
         """Its tokenizer.json."""
         data, _ = self.packed()
@@ -201,11 +205,17 @@ class Tokenizer:
     def encode_batch(
         self, texts: Iterable[str], *, add_special: bool = True, parse_special: bool = False, limit: int | None = None
     ) -> list[list[int]]:
-        """The ids of each text, as `encode` gives them; many short texts go to all cores."""
+        """The ids of each text, as `encode` gives them; many texts go to all cores where that is faster."""
         batch = _checked_texts(texts)
         rust = self._parsing if parse_special else self._plain
+        # the library's threads wait for each other to call our BPE, which for short texts takes longer than they do
+        alone = self._bpe is not None and sum(map(len, batch)) < MIN_SHARED_CHARS * len(batch)
         with rust_call(self.source):
-            rows = [e.ids for e in rust.encode_batch_fast(batch, add_special_tokens=add_special)]
+            rows = [
+                encoding.ids
+                for some in (([text] for text in batch) if alone else (batch,))
+                for encoding in rust.encode_batch_fast(some, add_special_tokens=add_special)
+            ]
         before, after = (len(self.prefix), len(self.suffix)) if add_special else (0, 0)
         if not parse_special and self._control:
             for i, ids in enumerate(rows):

@@ -64,7 +64,7 @@ def _ids_of_added(document: Mapping[str, Any], ids: Mapping[str, int]) -> dict[s
         name = token.get("content") if isinstance(token, dict) else None
         if isinstance(name, str) and name and name not in found:
             found[name] = ids.get(name, following)
-            following = max(following, found[name] + 1)
+            following += name not in ids
     return found
 
 
