@@ -265,6 +265,26 @@ def test_outputs_that_nobody_holds_are_used_again(table: CpuGraph) -> None:
     assert len(places) == 1 and kept is not None and all(isinstance(a, np.ndarray) for a in kept.kept)
 
 
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "shape": lambda a: setattr(a, "shape", (-1,)),
+    "sizes of axes": lambda a: setattr(a, "shape", (3, 2)),
+    "type": lambda a: setattr(a, "dtype", i32),
+    "strides": lambda a: setattr(a, "strides", (4, 8)),
+    "read-only": lambda a: a.setflags(write=False),
+    "less memory": lambda a: a.resize((1, 1), refcheck=False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_outputs_that_the_caller_has_changed_are_not_used_again(table: CpuGraph, change: str) -> None:
+    CHANGES[change](table.run({"hidden": X, "ids": IDS})[0])
+    for _ in range(2):
+        outputs = table.run({"hidden": X, "ids": IDS})
+        assert good(outputs) and outputs[0].dtype == f32 and outputs[0].flags.writeable
+        del outputs
+
+
 def test_large_outputs_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     f = compiled(lambda g: [g.input("x", ("n", 64)) * 2.0])
     x = np.ones((1024, 64), f32)
