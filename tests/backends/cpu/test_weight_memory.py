@@ -66,3 +66,8 @@ def test_memory_is_held_by_arrays_of_its_size() -> None:
         while isinstance(block.base, np.ndarray):
             block = block.base
         assert block.nbytes <= sum(a.nbytes + LINE for a in arrays) + LINE
+
+
+def test_memory_that_is_not_there_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError, match="1,099,511,627,776 MiB of weights"):
+        side_by_side([((1 << 60,), np.dtype(np.uint8))])

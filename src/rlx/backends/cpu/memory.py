@@ -55,7 +55,10 @@ def side_by_side(types: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list
 
 def _huge(nbytes: int) -> Bytes:
     """Zeros in huge pages, as far as they fill them and the system has them."""
-    whole = mmap.mmap(-1, -(-nbytes // HUGE) * HUGE + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        whole = mmap.mmap(-1, -(-nbytes // HUGE) * HUGE + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:  # what NumPy says of memory that is not there
+        raise MemoryError(f"{nbytes / 2**20:,.0f} MiB of weights: {error.strerror}") from error
     start = -address(np.frombuffer(whole, np.uint8)) % HUGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
