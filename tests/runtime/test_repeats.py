@@ -6,6 +6,7 @@ import functools
 import gc
 import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from types import MappingProxyType
@@ -283,6 +284,13 @@ def test_outputs_that_the_caller_has_changed_are_not_used_again(table: CpuGraph,
         outputs = table.run({"hidden": X, "ids": IDS})
         assert good(outputs) and outputs[0].dtype == f32 and outputs[0].flags.writeable
         del outputs
+
+
+def test_weak_references_to_outputs_end_with_the_run_after(table: CpuGraph) -> None:
+    """An array that came back would be taken for the one that was looked at before."""
+    seen = weakref.ref(table.run({"hidden": X, "ids": IDS})[0])
+    outputs = table.run({"hidden": X + 1, "ids": IDS})
+    assert good(outputs, X + 1) and seen() is None
 
 
 def test_large_outputs_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ Repeat = Callable[[object], "list[Array] | bool | None"]
 
 # Objects in memory, in bytes: those of CPython's builds that have a GIL, and NumPy's arrays. `usable` looks at them.
 REFERENCES, TYPE = 0, 8
-DATA, RANK, SIZES, ELEMENT, FLAGS = 16, 24, 32, 56, 64
+DATA, RANK, SIZES, ELEMENT, FLAGS, WEAK = 16, 24, 32, 56, 64, 72
 C_CONTIGUOUS, OWNS, WRITEABLE = 0x1, 0x4, 0x400
 
 # A table that the code calls CPython by, and finds objects in.
@@ -76,6 +77,9 @@ def usable() -> bool:
     counted = at(place + REFERENCES, ctypes.c_int32) - before == len(more)
     found = at(place + TYPE), at(place + DATA), at(place + RANK, ctypes.c_int32), at(place + ELEMENT)
     if not counted or found != (id(np.ndarray), array.ctypes.data, array.ndim, id(array.dtype)):
+        return False
+    unknown, weak = at(place + WEAK), weakref.ref(array)
+    if (unknown, at(place + WEAK)) != (0, id(weak)):
         return False
     sizes = at(place + SIZES)
     return (at(sizes), at(sizes + 8)) == array.shape and at(place + FLAGS, ctypes.c_int32) == array.flags.num

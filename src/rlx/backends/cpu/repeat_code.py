@@ -31,6 +31,7 @@ from rlx.backends.cpu.repeat import (
     TAKEN,
     TAKES,
     TYPE,
+    WEAK,
     WORDS,
 )
 
@@ -166,9 +167,11 @@ class _Repeat:
 
         def one() -> list[Value]:
             before = self.call("ptr", "PyList_GetItem", kept, i)
-            # Nobody else holds it, and nobody has changed more than its elements: it is as good as a new one.
+            # Nobody else holds it, and nobody has changed more than its elements: it is as good as a new one, unless
+            # a weak reference would see it come back.
             free = self.equal(self.word(before, REFERENCES, "i32"), 1)
             (free,) = b.when(free, lambda: self.compare(leaf, before), lambda: [NO])
+            (free,) = b.when(free, lambda: [self.equal(self.word(before, WEAK, "ptr"), NULL)], lambda: [NO])
             (array,) = b.when(free, lambda: again(before), anew)
             b.store(array, self.place(self.held, b.add(self.takes, i)), align=8)
             self.change("Py_IncRef", array)
