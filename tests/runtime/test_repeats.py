@@ -356,6 +356,12 @@ def test_no_reference_is_lost_or_kept(table: CpuGraph) -> None:
     assert max(grown, key=abs) in range(-20, 21), grown
 
 
+def test_what_blocks_point_to_outlives_the_module() -> None:
+    """A run at the end of the interpreter comes after modules have been cleared, and caches with them."""
+    table = weakref.ref(repeat._table.__wrapped__())
+    assert table() is not None
+
+
 # -- faults and threads ---------------------------------------------------------------------------------------------
 def test_a_fault_is_raised_by_the_run_that_has_it(table: CpuGraph) -> None:
     for _ in range(5):

@@ -131,7 +131,15 @@ def function(code: int, block: Words) -> Repeat:
 @functools.cache
 def _table() -> Words:
     places = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for name in FUNCTIONS]
-    return np.array([*places, *map(id, OBJECTS.values())], np.int64)
+    table = np.array([*places, *map(id, OBJECTS.values())], np.int64)
+    for known in (table, *OBJECTS.values()):
+        _never_free(known)
+    return table
+
+
+def _never_free(known: object) -> None:
+    """Functions may outlive this module, and be called when the interpreter has let go of nearly everything."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(known))
 
 
 class _Definition(ctypes.Structure):
@@ -151,7 +159,7 @@ _ONE_ARGUMENT = 0x8  # METH_O
 @functools.cache
 def _definition(code: int) -> _Definition:
     definition = _Definition(b"repeat", code, _ONE_ARGUMENT, None)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(definition))  # never freed: functions may outlive this module
+    _never_free(definition)
     return definition
 
 
