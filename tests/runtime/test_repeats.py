@@ -6,6 +6,7 @@ import functools
 import gc
 import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from types import MappingProxyType
@@ -265,6 +266,33 @@ def test_outputs_that_nobody_holds_are_used_again(table: CpuGraph) -> None:
     assert len(places) == 1 and kept is not None and all(isinstance(a, np.ndarray) for a in kept.kept)
 
 
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "shape": lambda a: setattr(a, "shape", (-1,)),
+    "sizes of axes": lambda a: setattr(a, "shape", (3, 2)),
+    "type": lambda a: setattr(a, "dtype", i32),
+    "strides": lambda a: setattr(a, "strides", (4, 8)),
+    "read-only": lambda a: a.setflags(write=False),
+    "less memory": lambda a: a.resize((1, 1), refcheck=False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_outputs_that_the_caller_has_changed_are_not_used_again(table: CpuGraph, change: str) -> None:
+    CHANGES[change](table.run({"hidden": X, "ids": IDS})[0])
+    for _ in range(2):
+        outputs = table.run({"hidden": X, "ids": IDS})
+        assert good(outputs) and outputs[0].dtype == f32 and outputs[0].flags.writeable
+        del outputs
+
+
+def test_weak_references_to_outputs_end_with_the_run_after(table: CpuGraph) -> None:
+    """An array that came back would be taken for the one that was looked at before."""
+    seen = weakref.ref(table.run({"hidden": X, "ids": IDS})[0])
+    outputs = table.run({"hidden": X + 1, "ids": IDS})
+    assert good(outputs, X + 1) and seen() is None
+
+
 def test_large_outputs_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     f = compiled(lambda g: [g.input("x", ("n", 64)) * 2.0])
     x = np.ones((1024, 64), f32)
@@ -326,6 +354,12 @@ def test_no_reference_is_lost_or_kept(table: CpuGraph) -> None:
         use()
     grown = [after - first for after, first in zip(counts(), before, strict=True)]
     assert max(grown, key=abs) in range(-20, 21), grown
+
+
+def test_what_blocks_point_to_outlives_the_module() -> None:
+    """A run at the end of the interpreter comes after modules have been cleared, and caches with them."""
+    table = weakref.ref(repeat._table.__wrapped__())
+    assert table() is not None
 
 
 # -- faults and threads ---------------------------------------------------------------------------------------------

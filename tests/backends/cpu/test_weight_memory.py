@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,3 +37,37 @@ def test_memory_outlives_the_other_arrays() -> None:
     kept = side_by_side(LARGE)[-1]
     kept[...] = 7
     assert (kept == 7).all()
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not say")
+@pytest.mark.parametrize("nbytes", [300_000, HUGE + 300_000])
+def test_huge_pages_that_would_be_nearly_empty_are_not_taken(nbytes: int) -> None:
+    before, blocks = resident(), []
+    for _ in range(20):
+        (block,) = side_by_side([((nbytes,), np.dtype(np.uint8))])
+        block[...] = 1
+        blocks.append(block)
+    assert resident() - before < 1.25 * sum(block.nbytes for block in blocks)
+    blocks.clear()
+    del block
+    assert nbytes < HUGE or resident() - before < nbytes  # a small one may stay NumPy's, for the next
+
+
+def test_memory_is_held_by_arrays_of_its_size() -> None:
+    """Room that is left for the sake of an alignment takes no memory, and is nobody's."""
+    for types in (SMALL, LARGE):
+        first, *_ = arrays = side_by_side(types)
+        block = first
+        while isinstance(block.base, np.ndarray):
+            block = block.base
+        assert block.nbytes <= sum(a.nbytes + LINE for a in arrays) + LINE
+
+
+def test_memory_that_is_not_there_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError, match="1,099,511,627,776 MiB of weights"):
+        side_by_side([((1 << 60,), np.dtype(np.uint8))])

@@ -15,7 +15,7 @@ import numpy as np
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 LINE = 64  # bytes of a cache line
 HUGE = 2 << 20  # bytes of a huge page
-HUGE_FROM = 1 << 18  # smaller blocks would leave most of a huge page empty
+HUGE_FROM = 3 << 19  # bytes in a huge page from which on it is worth having: it is there as a whole
 _EMPTY = ctypes.c_char * 0
 _PROT_NONE = 0
 
@@ -54,12 +54,16 @@ def side_by_side(types: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list
 
 
 def _huge(nbytes: int) -> Bytes:
-    """Zeros in huge pages, as far as the system has them."""
-    whole = mmap.mmap(-1, -(-nbytes // HUGE) * HUGE + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Zeros in huge pages, as far as they fill them and the system has them."""
+    try:
+        whole = mmap.mmap(-1, -(-nbytes // HUGE) * HUGE + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:  # what NumPy says of memory that is not there
+        raise MemoryError(f"{nbytes / 2**20:,.0f} MiB of weights: {error.strerror}") from error
+    start = -address(np.frombuffer(whole, np.uint8)) % HUGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
-            whole.madvise(mmap.MADV_HUGEPAGE)
-    return _from_multiple(np.frombuffer(whole, np.uint8), HUGE, nbytes)
+            whole.madvise(mmap.MADV_HUGEPAGE, start, (nbytes + HUGE - HUGE_FROM) // HUGE * HUGE)
+    return np.frombuffer(memoryview(whole)[start : start + nbytes], np.uint8)  # what is around it takes no memory
 
 
 def _from_multiple(block: Bytes, alignment: int, nbytes: int) -> Bytes:

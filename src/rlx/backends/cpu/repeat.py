@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,8 +25,8 @@ Repeat = Callable[[object], "list[Array] | bool | None"]
 
 # Objects in memory, in bytes: those of CPython's builds that have a GIL, and NumPy's arrays. `usable` looks at them.
 REFERENCES, TYPE = 0, 8
-DATA, RANK, SIZES, ELEMENT, FLAGS = 16, 24, 32, 56, 64
-C_CONTIGUOUS, WRITEABLE = 0x1, 0x400
+DATA, RANK, SIZES, ELEMENT, FLAGS, WEAK = 16, 24, 32, 56, 64, 72
+C_CONTIGUOUS, OWNS, WRITEABLE = 0x1, 0x4, 0x400
 
 # A table that the code calls CPython by, and finds objects in.
 FUNCTIONS = (
@@ -40,8 +41,8 @@ TABLE, JOB, WORDS, KEPT, KEEPS, TAKES, GIVES, MOVES, HELD, TAKEN, GIVEN, MOVED =
     8 * REQUEST_WORDS, 8 * (REQUEST_WORDS + 12), 8
 )
 HEAD_WORDS = REQUEST_WORDS + 12
-NAME, DTYPE, MASK, AXES, SHAPE = range(0, 40, 8)  # of an input
-TAKEN_WORDS, MOVED_WORDS = 5, 3  # a moved word: its position, what was given or made, and an offset
+NAME, DTYPE, MASK, AXES, SHAPE = range(0, 40, 8)  # of an input; of an output, whose name are arguments of `empty`
+LEAF_WORDS, MOVED_WORDS = 5, 3  # a moved word: its position, what was given or made, and an offset
 
 
 class Taken(NamedTuple):
@@ -77,6 +78,9 @@ def usable() -> bool:
     found = at(place + TYPE), at(place + DATA), at(place + RANK, ctypes.c_int32), at(place + ELEMENT)
     if not counted or found != (id(np.ndarray), array.ctypes.data, array.ndim, id(array.dtype)):
         return False
+    unknown, weak = at(place + WEAK), weakref.ref(array)
+    if (unknown, at(place + WEAK)) != (0, id(weak)):
+        return False
     sizes = at(place + SIZES)
     return (at(sizes), at(sizes + 8)) == array.shape and at(place + FLAGS, ctypes.c_int32) == array.flags.num
 
@@ -93,23 +97,27 @@ def block(
     gives = len(results.types)
     held = HEAD_WORDS
     inputs = held + len(taken) + gives
-    outputs = inputs + TAKEN_WORDS * len(taken)
-    moves = outputs + gives
-    shape = moves + MOVED_WORDS * len(moved)
-    found = np.zeros(shape + sum(a.ndim for a in arrays), np.int64)
+    outputs = inputs + LEAF_WORDS * len(taken)
+    moves = outputs + LEAF_WORDS * gives
+    at = moves + MOVED_WORDS * len(moved)
+    leaves: list[tuple[object, np.dtype[Any], int, tuple[int, ...]]] = [
+        (leaf.name, leaf.dtype, C_CONTIGUOUS | (WRITEABLE if leaf.written else 0), array.shape)
+        for leaf, array in zip(taken, arrays, strict=True)
+    ]
+    # A caller may have given another shape or type to an output, or made it read-only, before letting go of it.
+    leaves += [(made, made[1], C_CONTIGUOUS | OWNS | WRITEABLE, made[0]) for made in results.types]
+    found = np.zeros(at + sum(len(shape) for *_, shape in leaves), np.int64)
     start = int(found.ctypes.data)
     found[:REQUEST_WORDS] = request
     found[REQUEST_WORDS:HEAD_WORDS] = [
         _table().ctypes.data, job, words, id(results.kept), results.keeps, len(taken), gives,
-        len(moved), *(start + 8 * at for at in (held, inputs, outputs, moves)),
+        len(moved), *(start + 8 * part for part in (held, inputs, outputs, moves)),
     ]  # fmt: skip
-    for i, (leaf, array) in enumerate(zip(taken, arrays, strict=True)):
-        mask = C_CONTIGUOUS | (WRITEABLE if leaf.written else 0)
-        row = [id(leaf.name), id(leaf.dtype), mask, array.ndim, start + 8 * shape]
-        found[inputs + TAKEN_WORDS * i : inputs + TAKEN_WORDS * (i + 1)] = row
-        found[shape : shape + array.ndim] = array.shape
-        shape += array.ndim
-    found[outputs:moves] = [id(arguments) for arguments in results.types]
+    for i, (name, dtype, mask, shape) in enumerate(leaves):
+        row = [id(name), id(dtype), mask, len(shape), start + 8 * at]
+        found[inputs + LEAF_WORDS * i : inputs + LEAF_WORDS * (i + 1)] = row
+        found[at : at + len(shape)] = shape
+        at += len(shape)
     found[moves : moves + MOVED_WORDS * len(moved)] = np.array(moved, np.int64).reshape(-1)
     return found
 
@@ -123,7 +131,15 @@ def function(code: int, block: Words) -> Repeat:
 @functools.cache
 def _table() -> Words:
     places = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for name in FUNCTIONS]
-    return np.array([*places, *map(id, OBJECTS.values())], np.int64)
+    table = np.array([*places, *map(id, OBJECTS.values())], np.int64)
+    for known in (table, *OBJECTS.values()):
+        _never_free(known)
+    return table
+
+
+def _never_free(known: object) -> None:
+    """Functions may outlive this module, and be called when the interpreter has let go of nearly everything."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(known))
 
 
 class _Definition(ctypes.Structure):
@@ -143,7 +159,7 @@ _ONE_ARGUMENT = 0x8  # METH_O
 @functools.cache
 def _definition(code: int) -> _Definition:
     definition = _Definition(b"repeat", code, _ONE_ARGUMENT, None)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(definition))  # never freed: functions may outlive this module
+    _never_free(definition)
     return definition
 
 

@@ -17,6 +17,7 @@ from rlx.backends.cpu.repeat import (
     JOB,
     KEEPS,
     KEPT,
+    LEAF_WORDS,
     MASK,
     MOVED,
     MOVED_WORDS,
@@ -28,9 +29,9 @@ from rlx.backends.cpu.repeat import (
     SIZES,
     TABLE,
     TAKEN,
-    TAKEN_WORDS,
     TAKES,
     TYPE,
+    WEAK,
     WORDS,
 )
 
@@ -99,7 +100,7 @@ class _Repeat:
     # -- inputs -------------------------------------------------------------------------------------------------------
     def take(self, i: Value, fits: Value) -> list[Value]:
         b = self.b
-        leaf = self.place(self.word(self.block, TAKEN, "ptr"), i, TAKEN_WORDS)
+        leaf = self.place(self.word(self.block, TAKEN, "ptr"), i, LEAF_WORDS)
 
         def look_up() -> list[Value]:
             array = self.call("ptr", "PyDict_GetItemWithError", self.inputs, self.word(leaf, NAME, "ptr"))
@@ -110,7 +111,7 @@ class _Repeat:
         return b.when(fits, look_up, lambda: [NO])
 
     def compare(self, leaf: Value, array: Value) -> list[Value]:
-        """Whether it is an array of the element type and the shape that the run before had. No subclass is one."""
+        """Whether it is an array of the element type and shape that a leaf names. No subclass is one."""
         b = self.b
 
         def of_elements() -> list[Value]:
@@ -148,15 +149,14 @@ class _Repeat:
 
     def make(self, outputs: Value, i: Value, whole: Value) -> list[Value]:
         b = self.b
-        kept = self.word(self.block, KEPT, "ptr")
+        kept, leaf = self.word(self.block, KEPT, "ptr"), self.place(self.word(self.block, GIVEN, "ptr"), i, LEAF_WORDS)
 
         def again(array: Value) -> list[Value]:
             self.change("Py_IncRef", array)
             return [array]
 
         def anew() -> list[Value]:
-            arguments = self.word(self.place(self.word(self.block, GIVEN, "ptr"), i), 0, "ptr")
-            array = self.call("ptr", "PyObject_CallObject", self.known("empty"), arguments)
+            array = self.call("ptr", "PyObject_CallObject", self.known("empty"), self.word(leaf, NAME, "ptr"))
 
             def keep() -> None:
                 self.change("Py_IncRef", array)
@@ -167,8 +167,11 @@ class _Repeat:
 
         def one() -> list[Value]:
             before = self.call("ptr", "PyList_GetItem", kept, i)
-            # Nobody else holds it: it is as good as a new one.
+            # Nobody else holds it, and nobody has changed more than its elements: it is as good as a new one, unless
+            # a weak reference would see it come back.
             free = self.equal(self.word(before, REFERENCES, "i32"), 1)
+            (free,) = b.when(free, lambda: self.compare(leaf, before), lambda: [NO])
+            (free,) = b.when(free, lambda: [self.equal(self.word(before, WEAK, "ptr"), NULL)], lambda: [NO])
             (array,) = b.when(free, lambda: again(before), anew)
             b.store(array, self.place(self.held, b.add(self.takes, i)), align=8)
             self.change("Py_IncRef", array)
