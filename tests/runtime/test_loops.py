@@ -58,7 +58,8 @@ def test_ten_thousand_steps_compile_at_once_and_run_without_python(monkeypatch: 
     f = rlx.compile(scan_graph(), threads=1)
     assert time.perf_counter() - start < 1
     x = {"x": np.zeros(8, f32)}
-    f.run(x)
+    for _ in range(2):  # the second time, it is made ready to be repeated
+        f.run(x)
     calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -70,7 +71,7 @@ def test_ten_thousand_steps_compile_at_once_and_run_without_python(monkeypatch: 
         last, first = f.run(x)
     finally:
         sys.setprofile(None)
-    assert calls < 100
+    assert calls < 20
     assert (last == 2).all() and np.allclose(first[:, 0], [1, 1.5, 1.75])
     times = []
     for _ in range(5):
