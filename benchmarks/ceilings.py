@@ -47,9 +47,14 @@ class Pattern:
 
     streams: int
     prefetch: int  # bytes ahead, 0 for none
+    lines: int = 1  # of so many lines, one is prefetched
+    locality: int = 3  # as LLVM counts: 3 is the first-level cache, 2 the second
 
 
-PATTERNS = tuple(Pattern(streams, prefetch) for streams in (1, 2, 4, 8) for prefetch in (0, 1024, 4096))
+PATTERNS = (
+    *(Pattern(streams, prefetch) for streams in (1, 2, 4, 8) for prefetch in (0, 1024, 4096)),
+    *(Pattern(streams, prefetch, lines=4, locality=2) for streams in (1, 2) for prefetch in (4096, 16384)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +128,10 @@ def read_ir(isa: Isa, pattern: Pattern) -> str:
             f"  %v{n} = load {vec}, ptr %p{n}, align {size}",
             f"  %b{n} = xor {vec} %a{n}, %v{n}",
         ]
-        if pattern.prefetch and offset % LINE == 0:
+        if pattern.prefetch and offset % (pattern.lines * LINE) == 0:
             loads += [
                 f"  %f{n} = getelementptr i8, ptr %p{n}, i64 {pattern.prefetch}",
-                f"  call void @llvm.prefetch.p0(ptr %f{n}, i32 0, i32 3, i32 1)",
+                f"  call void @llvm.prefetch.p0(ptr %f{n}, i32 0, i32 {pattern.locality}, i32 1)",
             ]
     count = range(len(places))
     return "\n".join([
