@@ -265,7 +265,7 @@ class Executable:
         if outputs is False:
             raise self._fault(instance)
         instances.append(instance)
-        return outputs  # type: ignore[return-value]
+        return outputs
 
     def _run_pieces(
         self, pieces: Pieces, inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None

@@ -35,7 +35,9 @@ def address(array: np.ndarray[Any, Any]) -> int:
 
 def aligned(nbytes: int) -> Bytes:
     """Uninitialised memory that starts on a cache line."""
-    return _from_multiple(np.empty(nbytes + LINE, np.uint8), LINE, nbytes)
+    block = np.empty(nbytes + LINE, np.uint8)
+    start = -block.ctypes.data % LINE
+    return block[start : start + nbytes]
 
 
 def side_by_side(types: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[np.ndarray[Any, Any]]:
@@ -64,11 +66,6 @@ def _huge(nbytes: int) -> Bytes:
         with contextlib.suppress(OSError):  # a kernel without them
             whole.madvise(mmap.MADV_HUGEPAGE, start, (nbytes + HUGE - HUGE_FROM) // HUGE * HUGE)
     return np.frombuffer(memoryview(whole)[start : start + nbytes], np.uint8)  # what is around it takes no memory
-
-
-def _from_multiple(block: Bytes, alignment: int, nbytes: int) -> Bytes:
-    start = -block.ctypes.data % alignment
-    return block[start : start + nbytes]
 
 
 class Guarded:

@@ -12,7 +12,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from rlx.backends.cpu.driver import REQUEST_WORDS
 Array = np.ndarray[Any, Any]
 Words = np.ndarray[Any, np.dtype[np.int64]]
 # A list of outputs; None where the run must be made in another way; False where a kernel has found a fault.
-Repeat = Callable[[object], "list[Array] | bool | None"]
+Repeat = Callable[[object], "list[Array] | Literal[False] | None"]
 
 # Objects in memory, in bytes: those of CPython's builds that have a GIL, and NumPy's arrays. `usable` looks at them.
 REFERENCES, TYPE = 0, 8
