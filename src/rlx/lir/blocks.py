@@ -30,7 +30,7 @@ from rlx.lir.loops import (
     Store,
     Var,
 )
-from rlx.ops.fused import apart_of, word_runs
+from rlx.ops.fused import apart_of
 from rlx.target import Target
 
 UNIT = 2  # bytes
@@ -38,6 +38,11 @@ GROUP = 64  # positions that are unrolled at most; longer blocks loop over group
 RECENT = 12  # words that stay in registers
 
 Place = tuple[tuple[Expr, int | Arg], ...]
+
+
+def signed_word(bits: int) -> int:
+    """32 bits as the number that an i32 with them is."""
+    return bits - ((bits & 1 << 31) << 1)
 
 
 def unit_of(storage: DType) -> DType:
@@ -174,7 +179,6 @@ class Panels:
     storage: DType
     lanes: int
     block: Expr
-    whole: bool = False  # words lie as kernels of whole numbers take them
 
     def half(self, unit: int) -> Expr:
         start, apart = (self.block, self.storage.size // 2 * self.lanes), apart_of(self.storage)
@@ -198,10 +202,6 @@ class Panels:
         return at >> 2, (at & 3) << 3
 
     def word(self, index: Term) -> Expr:
-        if self.whole:
-            assert isinstance(index.of, int)
-            words = [w for first, count in word_runs(self.storage, True) for w in range(first, first + count)]
-            index = Term(words.index(index.of))
         start = Const(len(apart_of(self.storage)) * self.storage.unit * self.lanes // 4, I64)
         place = ((self.block, self.storage.size * self.lanes // 4), (start, 1), (index.expr(I64), self.lanes))
         return Load(0, (*place, (Index("c"), 1)), I32)
