@@ -14,7 +14,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlx.dtypes import F32, I32, I64, DType
-from rlx.lir.blocks import ARGUMENTS, Block, Panels, Place, Term, block_number, multiply_add, panel_params, signed_word
+from rlx.lir.blocks import (
+    ARGUMENTS,
+    Block,
+    Panels,
+    Place,
+    Term,
+    block_number,
+    multiply_add,
+    over_panel,
+    panel_params,
+    signed_word,
+)
 from rlx.lir.grid_blocks import power_scale
 from rlx.lir.loops import (
     Apply,
@@ -263,10 +274,10 @@ def _finish(
 
 # -- kernels --------------------------------------------------------------------------------------------------------
 def dot_kernel(storage: DType, width: int, target: Target, count: int) -> LoopKernel:
-    """sums[count][width] += x · blocks of one panel, codes in registers. A unit is a vector of columns."""
+    """sums[count][width] += x · blocks of one panel, codes in registers."""
     codes, lanes = CODES[storage.name], target.lanes(4)
     rows = _Rows(activations_for(storage.block), count)
-    block = Block(Panels(storage, lanes, block_number(Index("v"))))
+    block = Block(Panels(storage, lanes, block_number(Index("v"), width, lanes)))
     stmts = block.stmts
     runs, words = storage.block // codes.step, codes.step // 4
     wholes: list[Expr] = [Const(0, I32)] * count
@@ -294,9 +305,8 @@ def dot_kernel(storage: DType, width: int, target: Target, count: int) -> LoopKe
     floats = codes.floats(block)
     other = floats[1] if len(floats) > 1 else None
     body = (*stmts, *_finish(rows, codes, target, wholes, floats[0], other, minima))
-    return _kernel(
-        f"dot_{storage}_int_{count}", panel_params(storage), width, lanes, count, (For("u", Arg("blocks"), body),)
-    )
+    root = over_panel(width, lanes, _summed(width, lanes, count, body))
+    return _kernel(f"dot_{storage}_int_{count}", panel_params(storage), root)
 
 
 @dataclass(frozen=True)
@@ -336,9 +346,9 @@ def apart_words(storage: DType) -> int:
 
 
 def codes_kernel(storage: DType, width: int, lanes: int) -> LoopKernel:
-    """Blocks of one panel taken apart in scratch. A unit is a vector of columns."""
+    """Blocks of one panel taken apart in scratch."""
     apart, codes = _Apart(storage), CODES[storage.name]
-    block = Block(Panels(storage, lanes, block_number(Index("v"))))
+    block = Block(Panels(storage, lanes, block_number(Index("v"), width, lanes)))
     stmts = block.stmts
     for t in range(apart.scales):
         four = codes.word(block, t).expr(I32)
@@ -352,8 +362,7 @@ def codes_kernel(storage: DType, width: int, lanes: int) -> LoopKernel:
     for i, number in enumerate(codes.floats(block)):
         stmts.append(Store(4, apart.at(lanes, apart.floats + i), number))
     params = (*panel_params(storage), Param("x_words", I32), Param("codes", I32, True), Param("numbers", F32, True))
-    loop = For("u", Arg("blocks"), (For("c", lanes, tuple(stmts), vector=True),))
-    return LoopKernel(f"codes_{storage}", params, ARGUMENTS, For("v", width // lanes, (loop,)))
+    return LoopKernel(f"codes_{storage}", params, ARGUMENTS, over_panel(width, lanes, tuple(stmts)))
 
 
 def tile_kernel(storage: DType, width: int, target: Target, count: int) -> LoopKernel:
@@ -391,19 +400,21 @@ def tile_kernel(storage: DType, width: int, target: Target, count: int) -> LoopK
     least = [Ref(f"m{i}", I32) for i in range(len(minima))]
     body += _finish(rows, codes, target, wholes, Ref("f0", F32), other, least)
     params = (Param("codes", I32), Param("numbers", F32))
-    return _kernel(f"tile_{storage}_{count}", params, width, lanes, count, (For("u", Arg("blocks"), tuple(body)),))
+    columns = _summed(width, lanes, count, (For("u", Arg("blocks"), tuple(body)),))
+    root = For("v", width // lanes, (For("c", lanes, columns, vector=True),))
+    return _kernel(f"tile_{storage}_{count}", params, root)
 
 
-def _kernel(
-    name: str, source: tuple[Param, ...], width: int, lanes: int, count: int, body: tuple[Stmt, ...]
-) -> LoopKernel:
-    """A vector of columns a unit; the sums stay in registers."""
+def _summed(width: int, lanes: int, count: int, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+    """`body` with the sums of a vector of columns in registers."""
     place = [((Const(r * width, I64), 1), (Index("v"), lanes), (Index("c"), 1)) for r in range(count)]
-    columns = (
+    return (
         *(Var(f"sum{r}", Load(4, place[r], F32)) for r in range(count)),
         *body,
         *(Store(4, place[r], Ref(f"sum{r}", F32)) for r in range(count)),
     )
+
+
+def _kernel(name: str, source: tuple[Param, ...], root: For) -> LoopKernel:
     params = (*source, Param("x_words", I32), Param("x", F32), Param("sums", F32, True))
-    root = For("v", width // lanes, (For("c", lanes, columns, vector=True),))
     return LoopKernel(name, params, ARGUMENTS, root)

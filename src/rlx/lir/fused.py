@@ -80,8 +80,8 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
                 Apply("mul", (Ref("g", I64), each), I64) for each in (columns, builder.arg("panels", out.shape[-4]))
             )
             row_number, panel = Apply("add", (rows_before, at), I64), Apply("add", (panels_before, panel), I64)
-        vector = _sum((panel, vectors), (Const(source * many, I64), 1), (v, 1))
-        number = Apply("add", (Apply("mul", (vector, count), I64), Ref("k", I64)), I64)
+        block = Apply("add", (Apply("mul", (panel, count), I64), Ref("k", I64)), I64)
+        number = _sum((block, vectors), (Const(source * many, I64), 1), (v, 1))
         column: Place = ((row_number, row), (Ref("k", I64), units))
 
         def unit(*more: tuple[Expr, int], source: int = source, column: Place = column, inside: Expr = inside) -> Expr:

@@ -195,7 +195,7 @@ def _unit_type(storage: DType) -> Any:
 
 
 def interleave_array(*ws: Any, width: int, lanes: int, whole: bool) -> Any:
-    """Packed rows [..., n, blocks] as panels of `width` columns: [..., panels, vectors, blocks, units]."""
+    """Packed rows [..., n, blocks] as panels of `width` columns: [..., panels, blocks, vectors, units]."""
     if ws[0].ndim == 3:
         return np.stack([interleave_array(*w, width=width, lanes=lanes, whole=whole) for w in zip(*ws, strict=True)])
     n, blocks = ws[0].shape
@@ -214,21 +214,22 @@ def interleave_array(*ws: Any, width: int, lanes: int, whole: bool) -> Any:
         at += run.count
     units_of_words = made.view(_unit_type(storage)).reshape(*columns.shape[:-1], -1, 4 // storage.unit)
     split = [columns[..., apart], units_of_words]
-    ordered = [np.moveaxis(part, 2, 4).reshape(count, width // lanes, blocks, -1) for part in split]
+    ordered = [p.transpose(0, 3, 1, 4, 2, *range(5, p.ndim)).reshape(count, blocks, width // lanes, -1) for p in split]
     return np.ascontiguousarray(np.concatenate(ordered, axis=-1)).view(np.int16)
 
 
 def deinterleave_array(panels: Any, storage: DType, columns: int, weights: int, whole: bool) -> list[Any]:
     """The matrices [k, n] in f32 that `interleave_blocks` was given the packed rows of."""
     panels = np.ascontiguousarray(panels).view(_unit_type(storage))
-    count, vectors, blocks, size = panels.shape
+    count, blocks, vectors, size = panels.shape
     units = storage.size // storage.unit
     lanes = size // units
     apart, rest = apart_of(storage), _word_units(storage)
     rows = np.empty((count, vectors, lanes, blocks, units), panels.dtype)
     cut = len(apart) * lanes
-    rows[..., apart] = np.moveaxis(panels[..., :cut].reshape(count, vectors, blocks, -1, lanes), 4, 2)
-    pairs = np.moveaxis(panels[..., cut:].reshape(count, vectors, blocks, -1, lanes, 4 // storage.unit), 4, 2)
+    halves = panels[..., :cut].reshape(count, blocks, vectors, -1, lanes)
+    rows[..., apart] = halves.transpose(0, 2, 4, 1, 3)
+    pairs = panels[..., cut:].reshape(count, blocks, vectors, -1, lanes, 4 // storage.unit).transpose(0, 2, 4, 1, 3, 5)
     made = np.ascontiguousarray(pairs.reshape(count, vectors, lanes, blocks, -1)).view(np.uint32)
     words = np.zeros_like(made)
     at = 0
@@ -245,14 +246,14 @@ def deinterleave_array(panels: Any, storage: DType, columns: int, weights: int, 
 
 @op("interleave_blocks", reference=interleave_array, traits=[FUSED, TAKES_PACKED])
 def interleave_blocks(*ws: TensorType, width: int, lanes: int, whole: bool) -> TensorType:
-    """Packed weights [..., n, k] as matmul kernels read them: [..., panels, vectors, blocks, 16-bit units].
+    """Packed weights [..., n, k] as matmul kernels read them: [..., panels, blocks, vectors, 16-bit units].
 
     A vector is `lanes` columns. Of each block come the f16 numbers (of one with an odd number of bytes, its scale), of
     all columns, then the rest by 32-bit words: as in files, or, with `whole`, as kernels of whole numbers take them.
     """
     *groups, n, blocks = ws[0].array_shape
     part, units = width // len(ws), ws[0].dtype.size * lanes // 2
-    return TensorType((*groups, (n + (part - 1)) // part, width // lanes, blocks, units), I16)
+    return TensorType((*groups, (n + (part - 1)) // part, blocks, width // lanes, units), I16)
 
 
 def _products(x: Any, ws: Sequence[Any], weights: int, columns: int, packed: bool, blocks: DType | None) -> list[Any]:
@@ -288,7 +289,7 @@ def _sums(where: str, x: TensorType, matrix: TensorType, blocks: DType | None) -
     k, sums = matrix.shape[-2], x.dtype
     if blocks is not None:
         words = x.dtype is I32  # of 8-bit activations
-        k, sums = k * (activations_for(blocks.block).words if words else blocks.block), F32
+        k, sums = matrix.shape[-3] * (activations_for(blocks.block).words if words else blocks.block), F32
     elif x.dtype is U8:
         k, sums = k * FOUR, I32
     require_equal(x.shape[-1], k, f"{where}: inner sizes differ, {x.shape[-1]} and {k}")
