@@ -10,17 +10,14 @@ from collections.abc import Sequence
 
 from rlx.dtypes import BOOL, F16, F32, I32, I64, DType
 from rlx.ir.graph import Node
-from rlx.lir.blocks import DECODERS, Block, Place, Position, RowBlocks, Term, decode
+from rlx.lir.blocks import Block, Place, Position, RowBlocks, Term, decode
 from rlx.lir.elementwise import number, scalar_form
-from rlx.lir.grid_blocks import DECODERS as GRID_DECODERS
 from rlx.lir.loops import Apply, Expr, Stmt
 from rlx.lir.schedule import Elements, Scheduler, cast, loop_form, map_elements
 from rlx.lir.small_floats import FLOATS, small_bits, small_float
 from rlx.lir.views import View
 from rlx.quant import QuantScheme
 from rlx.types import Size
-
-DECODERS |= GRID_DECODERS
 
 
 # -- packed blocks ----------------------------------------------------------------------------------------------------
