@@ -85,21 +85,24 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         return ((u, 4 * form.words), (Const(4 * index, I64), 1), *more)
 
     def total(length: int, *more: tuple[Expr, int | Arg]) -> Expr:
-        return Reduce("sum", "i", length, _code(F32, (u, form.block), *more, (i, 1)))
+        """The sum of codes that are written."""
+        code = Load(signed, byte(form.codes, *more, (i, 1)), I8)
+        return Reduce("sum", "i", length, cast(code, I32))
 
     codes = Store(signed, byte(form.codes, (i, 1)), _code(F32, (u, form.block), (i, 1)))
     body: list[Stmt] = [*_scales(F32, form.block), Store(numbers, word(form.scale), Ref("scale", F32))]
     body.append(For("i", form.block, (codes,), vector=True))
+    sum_ = Ref("sum", I32)
     if form is SHORT:
         body.append(Let("sum", total(form.block)))
-        body.append(Store(whole, word(form.sums), cast(_f32("neg", Ref("sum", F32)), I32)))
-        body.append(Store(numbers, word(form.total), _f32("mul", Ref("sum", F32), Ref("scale", F32))))
+        body.append(Store(whole, word(form.sums), Apply("neg", (sum_,), I32)))
+        body.append(Store(numbers, word(form.total), _f32("mul", cast(sum_, F32), Ref("scale", F32))))
     else:
-        short = Store(whole, word(form.sums, (run, 1)), cast(_f32("neg", total(16, (run, 16))), I32))
-        sum_ = Ref("sum", I32)
+        pair = [Apply("neg", (Load(whole, word(form.sums + j, (run, 2)), I32),), I32) for j in range(2)]
         high = Store(signed, byte(form.high, (run, 1)), Apply("shr", (sum_, Const(7, I32)), I32))
         low = Store(signed, byte(form.low, (run, 1)), Apply("and", (sum_, Const(127, I32)), I32))
+        short = Store(whole, word(form.sums, (run, 1)), Apply("neg", (total(16, (run, 16)),), I32))
         body.append(For("g", 16, (short,)))
-        body.append(For("g", 8, (Let("sum", cast(total(32, (run, 32)), I32)), high, low)))
+        body.append(For("g", 8, (Let("sum", Apply("add", tuple(pair), I32)), high, low)))
     _over_rows(s, builder, form.block, body, 5)
     return [out]
