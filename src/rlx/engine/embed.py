@@ -45,13 +45,11 @@ class EmbeddingModel(Model):
     @functools.cached_property
     def settings(self) -> EmbedSettings:
         """What the model's files say of making vectors."""
-        return self.told(read_settings(self.checkpoint))
+        return read_settings(self.checkpoint)
 
-    def told(self, found: EmbedSettings) -> EmbedSettings:
-        """The settings; a warning, where the files say nothing."""
-        if not found.source:
+    def _warn(self) -> None:
+        if not self.settings.source:
             log.warning("%s: no file says how to pool: vectors are the mean over tokens", self.name)
-        return found
 
     @property
     def pooling(self) -> str:
