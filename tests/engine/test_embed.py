@@ -335,8 +335,10 @@ def test_a_place_beyond_the_first_window_can_be_found(model: EmbeddingModel, mon
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "3"])
 def test_a_batch_size_is_a_number_from_one(model: EmbeddingModel, size: Any) -> None:
-    with pytest.raises(RequestError, match="batch_size"):
+    with pytest.raises(RequestError, match=r"^embed: batch_size is"):
         model.embed(["bal"], batch_size=size)
+    with pytest.raises(RequestError, match=r"^embed_tokens: batch_size is"):
+        model.embed_tokens([[1]], batch_size=size)
 
 
 @pytest.mark.parametrize("verb", ["generate", "chat", "stream", "logits"])
