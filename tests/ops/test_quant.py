@@ -83,7 +83,7 @@ def test_a_matmul_unpacks_on_the_way(storage: DType, target: str) -> None:
     plan = f.plan  # type: ignore[attr-defined]
     assert len(plan.main.launches) == 1
     (panels,) = (plan.main.buffers[name].type for name in plan.main.weights)
-    width = panels.shape[1] * panels.shape[3] * 2 // storage.size  # columns of a panel
+    width = panels.shape[2] * panels.shape[3] * 2 // storage.size  # columns of a panel
     assert panels.bytes == -(-n // width) * width * stored.nbytes // n
 
 

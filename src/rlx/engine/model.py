@@ -261,13 +261,15 @@ class Model:
         try:
             if isinstance(given, (bytes, bytearray, Mapping)):  # which have whole numbers in them too
                 raise TypeError
-            found = [operator.index(token) for token in given]
+            # At once, where that can be: each number of NumPy's would be an object.
+            listed = given.tolist() if isinstance(given, np.ndarray) and given.dtype.kind in "iu" else given
+            found = [operator.index(token) for token in listed]
         except TypeError as error:
             raise RequestError(f"{where}: expected a text or token ids, found {shown(given)}") from error
         vocab = self.facts.vocab
-        for i, token in enumerate(found):
-            if not 0 <= token < vocab:
-                raise RequestError(f"{where}: token {shown(token)} at {i} is outside the vocabulary of {vocab} tokens")
+        if found and (min(found) < 0 or max(found) >= vocab):
+            i, token = next((i, token) for i, token in enumerate(found) if not 0 <= token < vocab)
+            raise RequestError(f"{where}: token {shown(token)} at {i} is outside the vocabulary of {vocab} tokens")
         return found
 
     # -- looking inside --

@@ -14,7 +14,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlx.dtypes import F32, I32, I64, DType
-from rlx.lir.blocks import ARGUMENTS, Block, Panels, Place, Term, block_number, multiply_add, panel_params
+from rlx.lir.blocks import (
+    ARGUMENTS,
+    Block,
+    Panels,
+    Place,
+    Term,
+    block_number,
+    multiply_add,
+    over_panel,
+    panel_params,
+    signed_word,
+)
 from rlx.lir.grid_blocks import power_scale
 from rlx.lir.loops import (
     Apply,
@@ -40,8 +51,10 @@ DOT_ROWS = 4  # rows of x up to which codes do not go through memory
 TILE_ROWS = 8  # rows of a tile: as many sums in f32, and as many in whole numbers, as registers hold
 
 NIBBLES = 0x0F0F0F0F
-UPPER = (NIBBLES << 4) - (1 << 32)
+UPPER = signed_word(NIBBLES << 4)
 PAIRS = 0x03030303
+TOP_PAIRS = signed_word(PAIRS << 6)
+SIXES = 0x3F3F3F3F
 ONES = 0x01010101
 SPREAD = 0x00204081  # times four bits: each in the lowest bit of a byte
 
@@ -59,9 +72,10 @@ class Codes:
     plus: bool = False  # the other f16 is added to each weight
     halves: tuple[int, ...] = (0,)
     unit: Callable[[Block], Expr] | None = None  # the scale of the block, where that is not an f16
-    order: tuple[int, ...] = ()  # in which runs are taken, where that is not as they lie: those that share words
-    # Four codes times 16, where they are the upper halves of bytes: one operation less than to move them down.
+    # Four codes times 2 to the power of `raised`, where they are the upper bits of bytes: an operation less than to
+    # move them down.
     upper: Callable[[Block, int], Term | None] = lambda b, t: None
+    raised: int = 4
 
     def floats(self, b: Block) -> list[Expr]:
         """What whole numbers are multiplied by at the end of a block, and the other f16 if there is one."""
@@ -92,7 +106,7 @@ def _fifth_bits(b: Block, t: int) -> Term:
 
 def _flipped(b: Block, t: int) -> Term:
     """Signed bytes with 128 added."""
-    return Term(Apply("xor", (_w(b, t).expr(I32), Const(0x80808080 - (1 << 32), I32)), I32))
+    return Term(Apply("xor", (_w(b, t).expr(I32), Const(signed_word(0x80808080), I32)), I32))
 
 
 def _k_nibbles(b: Block, first: int, t: int) -> Term:
@@ -118,7 +132,7 @@ def _six_bits(b: Block, group: int, which: int) -> Term:
 
     def made() -> Expr:
         if group == 0:
-            return (word(which) & 0x3F3F3F3F).expr(I32)
+            return (word(which) & SIXES).expr(I32)
         return (word(2) >> 4 * which & NIBBLES | (word(which) >> 6 & PAIRS) << 4).expr(I32)
 
     return Term(b.keep(("six", group, which), made))
@@ -132,13 +146,29 @@ def _k_minima(b: Block) -> list[Term]:
     return [_six_bits(b, group, 1) for group in range(2)]
 
 
-def _q6_codes(b: Block, t: int) -> Term:
-    half, rest = divmod(t, 32)
-    plane, at = divmod(rest, 8)
-    low = _w(b, 16 * half + 8 * (plane % 2) + at) >> 4 * (plane // 2) & NIBBLES
-    pairs = _w(b, 32 + 8 * half + at)
-    moved = pairs << 4 - 2 * plane if plane < 2 else pairs >> 2 * plane - 4  # once, straight to the bits 4 and 5
-    return low | moved & PAIRS << 4
+def _six_bit_words(b: Block, t: int) -> list[Term]:
+    """The words that four codes of 6 bits are in: one, or for each fourth run of codes the top bits of three."""
+    run, at = divmod(t, 4)
+    group, which = divmod(run, 4)
+    return [_w(b, 4 + 12 * group + 4 * i + at) for i in (range(3) if which == 3 else (which,))]
+
+
+def _six_bit_codes(b: Block, t: int) -> Term:
+    first, *others = _six_bit_words(b, t)
+    if not others:
+        return first & SIXES
+    second, third = others
+    return first >> 6 & PAIRS | second >> 4 & PAIRS << 2 | third >> 2 & PAIRS << 4
+
+
+def _six_bit_upper(b: Block, t: int) -> Term | None:
+    first, *others = _six_bit_words(b, t)
+    if not others:
+        return None
+    second, third = others
+    # Bits are chosen before the lowest two are cleared: that is one operation a choice.
+    high = third & TOP_PAIRS | second >> 2 & ~TOP_PAIRS
+    return (high & UPPER | first >> 4 & NIBBLES) & signed_word(SIXES << 2)
 
 
 def _fp4_codes(b: Block, t: int) -> Term:
@@ -170,8 +200,7 @@ CODES = {
         32, 0, lambda b, t: _k_nibbles(b, 11, t) | _k_fifth_bits(b, t) << 4, _k_scale, _k_minima, halves=(0, 1)
     ),
     "q6_k": Codes(
-        16, 32, _q6_codes, lambda b, run: b.signed(Term(192 + run)), halves=(104,),
-        order=tuple(8 * h + 2 * plane + a for h in range(2) for a in range(2) for plane in range(4)),
+        16, 32, _six_bit_codes, lambda b, run: b.signed(Term(run)), halves=(104,), upper=_six_bit_upper, raised=2
     ),
     "mxfp4": Codes(32, 16, _fp4_codes, unit=power_scale),
 }  # fmt: skip
@@ -245,14 +274,14 @@ def _finish(
 
 # -- kernels --------------------------------------------------------------------------------------------------------
 def dot_kernel(storage: DType, width: int, target: Target, count: int) -> LoopKernel:
-    """sums[count][width] += x · blocks of one panel, codes in registers. A unit is a vector of columns."""
+    """sums[count][width] += x · blocks of one panel, codes in registers."""
     codes, lanes = CODES[storage.name], target.lanes(4)
     rows = _Rows(activations_for(storage.block), count)
-    block = Block(Panels(storage, lanes, block_number(Index("v")), whole=True))
+    block = Block(Panels(storage, lanes, block_number(Index("v"), width, lanes)))
     stmts = block.stmts
     runs, words = storage.block // codes.step, codes.step // 4
     wholes: list[Expr] = [Const(0, I32)] * count
-    for run in codes.order or range(runs):
+    for run in range(runs):
         sums = [_sum(rows, codes, r, run) for r in range(count)]
         uppers: list[Expr] = [Const(0, I32)] * count
         for t in range(run * words, (run + 1) * words):
@@ -262,7 +291,9 @@ def dot_kernel(storage: DType, width: int, target: Target, count: int) -> LoopKe
             for r in range(count):
                 into[r] = block.let(Apply(dot, (into[r], four, rows.word(r, rows.form.codes + t)), I32))
         if isinstance(uppers[0], Ref):
-            sums = [block.let((Term(x) + (Term(y) >> 4)).expr(I32)) for x, y in zip(sums, uppers, strict=True)]
+            sums = [
+                block.let((Term(x) + (Term(y) >> codes.raised)).expr(I32)) for x, y in zip(sums, uppers, strict=True)
+            ]
         if codes.scale is None:
             wholes = sums
         else:
@@ -274,9 +305,8 @@ def dot_kernel(storage: DType, width: int, target: Target, count: int) -> LoopKe
     floats = codes.floats(block)
     other = floats[1] if len(floats) > 1 else None
     body = (*stmts, *_finish(rows, codes, target, wholes, floats[0], other, minima))
-    return _kernel(
-        f"dot_{storage}_int_{count}", panel_params(storage), width, lanes, count, (For("u", Arg("blocks"), body),)
-    )
+    root = over_panel(width, lanes, _summed(width, lanes, count, body))
+    return _kernel(f"dot_{storage}_int_{count}", panel_params(storage), root)
 
 
 @dataclass(frozen=True)
@@ -316,13 +346,11 @@ def apart_words(storage: DType) -> int:
 
 
 def codes_kernel(storage: DType, width: int, lanes: int) -> LoopKernel:
-    """Blocks of one panel taken apart in scratch. A unit is a vector of columns."""
+    """Blocks of one panel taken apart in scratch."""
     apart, codes = _Apart(storage), CODES[storage.name]
-    words = codes.step // 4
-    block = Block(Panels(storage, lanes, block_number(Index("v")), whole=True))
+    block = Block(Panels(storage, lanes, block_number(Index("v"), width, lanes)))
     stmts = block.stmts
-    in_order = [run * words + t for run in codes.order or range(storage.block // codes.step) for t in range(words)]
-    for t in in_order:
+    for t in range(apart.scales):
         four = codes.word(block, t).expr(I32)
         stmts.append(Store(3, apart.at(lanes, t), four))
     if codes.scale is not None:
@@ -334,8 +362,7 @@ def codes_kernel(storage: DType, width: int, lanes: int) -> LoopKernel:
     for i, number in enumerate(codes.floats(block)):
         stmts.append(Store(4, apart.at(lanes, apart.floats + i), number))
     params = (*panel_params(storage), Param("x_words", I32), Param("codes", I32, True), Param("numbers", F32, True))
-    loop = For("u", Arg("blocks"), (For("c", lanes, tuple(stmts), vector=True),))
-    return LoopKernel(f"codes_{storage}", params, ARGUMENTS, For("v", width // lanes, (loop,)))
+    return LoopKernel(f"codes_{storage}", params, ARGUMENTS, over_panel(width, lanes, tuple(stmts)))
 
 
 def tile_kernel(storage: DType, width: int, target: Target, count: int) -> LoopKernel:
@@ -373,19 +400,21 @@ def tile_kernel(storage: DType, width: int, target: Target, count: int) -> LoopK
     least = [Ref(f"m{i}", I32) for i in range(len(minima))]
     body += _finish(rows, codes, target, wholes, Ref("f0", F32), other, least)
     params = (Param("codes", I32), Param("numbers", F32))
-    return _kernel(f"tile_{storage}_{count}", params, width, lanes, count, (For("u", Arg("blocks"), tuple(body)),))
+    columns = _summed(width, lanes, count, (For("u", Arg("blocks"), tuple(body)),))
+    root = For("v", width // lanes, (For("c", lanes, columns, vector=True),))
+    return _kernel(f"tile_{storage}_{count}", params, root)
 
 
-def _kernel(
-    name: str, source: tuple[Param, ...], width: int, lanes: int, count: int, body: tuple[Stmt, ...]
-) -> LoopKernel:
-    """A vector of columns a unit; the sums stay in registers."""
+def _summed(width: int, lanes: int, count: int, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+    """`body` with the sums of a vector of columns in registers."""
     place = [((Const(r * width, I64), 1), (Index("v"), lanes), (Index("c"), 1)) for r in range(count)]
-    columns = (
+    return (
         *(Var(f"sum{r}", Load(4, place[r], F32)) for r in range(count)),
         *body,
         *(Store(4, place[r], Ref(f"sum{r}", F32)) for r in range(count)),
     )
+
+
+def _kernel(name: str, source: tuple[Param, ...], root: For) -> LoopKernel:
     params = (*source, Param("x_words", I32), Param("x", F32), Param("sums", F32, True))
-    root = For("v", width // lanes, (For("c", lanes, columns, vector=True),))
     return LoopKernel(name, params, ARGUMENTS, root)

@@ -30,7 +30,7 @@ from rlx.lir.loops import (
     Store,
     Var,
 )
-from rlx.ops.fused import apart_of, word_runs
+from rlx.ops.fused import apart_of
 from rlx.target import Target
 
 UNIT = 2  # bytes
@@ -38,6 +38,11 @@ GROUP = 64  # positions that are unrolled at most; longer blocks loop over group
 RECENT = 12  # words that stay in registers
 
 Place = tuple[tuple[Expr, int | Arg], ...]
+
+
+def signed_word(bits: int) -> int:
+    """32 bits as the number that an i32 with them is."""
+    return bits - ((bits & 1 << 31) << 1)
 
 
 def unit_of(storage: DType) -> DType:
@@ -174,7 +179,6 @@ class Panels:
     storage: DType
     lanes: int
     block: Expr
-    whole: bool = False  # words lie as kernels of whole numbers take them
 
     def half(self, unit: int) -> Expr:
         start, apart = (self.block, self.storage.size // 2 * self.lanes), apart_of(self.storage)
@@ -198,10 +202,6 @@ class Panels:
         return at >> 2, (at & 3) << 3
 
     def word(self, index: Term) -> Expr:
-        if self.whole:
-            assert isinstance(index.of, int)
-            words = [w for first, count in word_runs(self.storage, True) for w in range(first, first + count)]
-            index = Term(words.index(index.of))
         start = Const(len(apart_of(self.storage)) * self.storage.unit * self.lanes // 4, I64)
         place = ((self.block, self.storage.size * self.lanes // 4), (start, 1), (index.expr(I64), self.lanes))
         return Load(0, (*place, (Index("c"), 1)), I32)
@@ -382,15 +382,22 @@ def decode(storage: DType, block: Block, position: Position) -> Expr:
 
 
 # -- kernels that the matmul calls ----------------------------------------------------------------------------------
-# Weights lie as [panel][vector of columns][block][halves and words][lane]. All kernels of a type take the same words:
-# two views of a panel, two of the rows of x, what is written; then `blocks` to go over, `stride` blocks from one vector
-# of columns to the next, `x_row` elements from one row of x to the next.
-ARGUMENTS = ("blocks", "stride", "x_row")
+# Weights lie as [panel][block][vector of columns][halves and words][lane]: all columns of a panel take a block of x
+# before the next comes, so that x is read once a panel, and weights in order. All kernels of a type take the same
+# words: two views of a panel, two of the rows of x, what is written; then `blocks` to go over, `x_row` elements from
+# one row of x to the next.
+ARGUMENTS = ("blocks", "x_row")
 
 
-def block_number(vector: Expr) -> Expr:
+def block_number(vector: Expr, width: int, lanes: int) -> Expr:
     """The number of block `u` of a vector of columns."""
-    return Apply("add", (Apply("mul", (vector, Arg("stride")), I64), Index("u")), I64)
+    return Apply("add", (Apply("mul", (Index("u"), Const(width // lanes, I64)), I64), vector), I64)
+
+
+def over_panel(width: int, lanes: int, body: tuple[Stmt, ...]) -> For:
+    """`body` for each block `u`, vector `v` and column `c` of a panel, as they lie. There is one unit."""
+    columns = For("v", width // lanes, (For("c", lanes, body, vector=True),))
+    return For("all", 1, (For("u", Arg("blocks"), (columns,)),))
 
 
 def _grouped(storage: DType) -> tuple[Term, int, int]:
@@ -405,16 +412,16 @@ def _over_blocks(groups: int, body: tuple[Stmt, ...]) -> For:
 
 
 def unpack_kernel(storage: DType, width: int, lanes: int) -> LoopKernel:
-    """Blocks of one panel as f32 rows: out[k][width]. A unit is a vector of columns."""
+    """Blocks of one panel as f32 rows: out[k][width]."""
     outer, span, groups = _grouped(storage)
-    block = Block(Panels(storage, lanes, block_number(Index("v"))))
+    block = Block(Panels(storage, lanes, block_number(Index("v"), width, lanes)))
     body = block.stmts
     for inner in range(1 << span):
         value = decode(storage, block, Position(outer, span, inner))
         row = ((Index("u"), storage.block * width), (outer.expr(I64), width << span), (Const(inner, I64), width))
         body.append(Store(4, (*row, (Index("v"), lanes), (Index("c"), 1)), value))
     params = (*panel_params(storage), Param("x_words", I32), Param("x", F32), Param("out", F32, True))
-    root = For("v", width // lanes, (For("c", lanes, (_over_blocks(groups, tuple(body)),), vector=True),))
+    root = over_panel(width, lanes, (For("g", groups, tuple(body)),) if groups > 1 else tuple(body))
     return LoopKernel(f"unpack_{storage}", params, ARGUMENTS, root)
 
 
@@ -433,7 +440,7 @@ def dot_kernel(storage: DType, width: int, target: Target, rows: int) -> LoopKer
     vectors = range(width // lanes)
     cells = [(r, v) for v in vectors for r in range(rows)]
     place = {(r, v): ((Index("c"), 1), (Const(r * width + v * lanes, I64), 1)) for r, v in cells}
-    blocks = [Block(Panels(storage, lanes, block_number(Const(v, I64))), prefix=f"c{v}") for v in vectors]
+    blocks = [Block(Panels(storage, lanes, block_number(Const(v, I64), width, lanes)), prefix=f"c{v}") for v in vectors]
     body: list[Stmt] = [Let(f"sum{r}_{v}_0", Ref(f"sum{r}_{v}", F32)) for r, v in cells]
     for inner in range(1 << span):
         at: Place = ((Index("u"), storage.block), (outer.expr(I64), 1 << span), (Const(inner, I64), 1))

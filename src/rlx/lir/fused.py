@@ -8,12 +8,12 @@ from rlx.dtypes import BOOL, I32, I64
 from rlx.ir.graph import Node
 from rlx.lir import linear as linear
 from rlx.lir import norm as norm
-from rlx.lir.blocks import Place, first_word, unit_of
+from rlx.lir.blocks import Place, Term, first_word, signed_word, unit_of
 from rlx.lir.elementwise import body_lets
 from rlx.lir.loops import Apply, Choose, Const, Expr, For, Index, Load, Ref, Stmt, Store
 from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, cast, decode_unit, loop_form, map_elements
 from rlx.lir.views import View
-from rlx.ops.fused import FOUR, apart_of, word_runs
+from rlx.ops.fused import FOUR, Bits, apart_of, word_runs
 from rlx.types import product
 
 
@@ -41,6 +41,12 @@ def _sum(*terms: tuple[Expr, int]) -> Expr:
     return total
 
 
+def _moved(word: Term, bits: Bits) -> Term:
+    """Bits of a word where a panel has them; no mask has bits that a shift of signed words would fill."""
+    there = word >> bits.right if bits.right >= 0 else word << -bits.right
+    return there & signed_word(bits.mask)
+
+
 @loop_form("interleave_blocks")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     """A unit is a block of all columns of a panel; zeros beyond the last column."""
@@ -63,7 +69,6 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     vectors, start = width // lanes, len(apart) * lanes * storage.unit // 4
     many_units, bits = 4 // storage.unit, 8 * storage.unit  # of a word, and of a unit
     body: list[Stmt] = []
-    value: Apply | None
     for source in range(len(matrices)):  # whose vectors follow each other in a panel
         v, many = Index("v"), vectors // len(matrices)
         at = _sum((Ref("p", I64), part), (v, lanes), (c, 1))
@@ -75,8 +80,8 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
                 Apply("mul", (Ref("g", I64), each), I64) for each in (columns, builder.arg("panels", out.shape[-4]))
             )
             row_number, panel = Apply("add", (rows_before, at), I64), Apply("add", (panels_before, panel), I64)
-        vector = _sum((panel, vectors), (Const(source * many, I64), 1), (v, 1))
-        number = Apply("add", (Apply("mul", (vector, count), I64), Ref("k", I64)), I64)
+        block = Apply("add", (Apply("mul", (panel, count), I64), Ref("k", I64)), I64)
+        number = _sum((block, vectors), (Const(source * many, I64), 1), (v, 1))
         column: Place = ((row_number, row), (Ref("k", I64), units))
 
         def unit(*more: tuple[Expr, int], source: int = source, column: Place = column, inside: Expr = inside) -> Expr:
@@ -87,16 +92,18 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
             place: Place = ((number, units * lanes), (Const(i, I64), lanes), (c, 1))
             inner.append(For("c", lanes, (Store(half, place, unit((Const(offset, I64), 1))),), vector=True))
         done = 0
-        for word, length in word_runs(storage, node.attrs["whole"]):
-            w, value = Index("w"), None
-            for i in range(many_units):
-                piece = cast(unit((w, many_units), (Const(first + many_units * word + i, I64), 1)), I32)
-                bare = Apply("and", (piece, Const((1 << bits) - 1, I32)), I32)
-                value = Apply("or", (value, Apply("shl", (bare, Const(bits * i, I32)), I32)), I32) if value else bare
-            assert value is not None
+        for run in word_runs(storage, node.attrs["whole"]):
+            w, value = Index("w"), Term(0)
+            for moved in run.bits:
+                word = Term(0)
+                for i in range(many_units):
+                    piece = cast(unit((w, many_units), (Const(first + many_units * moved.word + i, I64), 1)), I32)
+                    word = word | (Term(piece) & (1 << bits) - 1) << bits * i
+                value = value | _moved(word, moved)
             place = ((number, storage.size * lanes // 4), (Const(start + done * lanes, I64), 1), (w, lanes), (c, 1))
-            inner.append(For("w", length, (For("c", lanes, (Store(whole, place, value),), vector=True),)))
-            done += length
+            store = Store(whole, place, value.expr(I32))
+            inner.append(For("w", run.count, (For("c", lanes, (store,), vector=True),)))
+            done += run.count
         body.append(For("v", many, tuple(inner)))
     total = product((*groups, out.shape[-4], blocks))
     builder.launch(s, For("u", builder.arg("units", total), (*lets, *body)), total, flops=product(out.shape))

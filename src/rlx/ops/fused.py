@@ -7,6 +7,7 @@ A fused op carries what it does in an attribute: `body` is a graph of elementwis
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -124,32 +125,69 @@ def has_panels(storage: DType) -> bool:
     return (storage.size - storage.unit * len(apart_of(storage))) % 4 == 0
 
 
-# Runs of words (first, count) in the order that kernels of whole numbers take them, where that is not the order of
-# files: memory is fetched ahead only where it is read in order. Codes of q6_k have their low bits in two runs of words
-# and their high bits in a third one.
-WORD_ORDER = {
-    "q6_k": [(48, 4)]
-    + [
-        (first, 4)
-        for h in range(2)
-        for a in range(2)
-        for first in (32 + 8 * h + 4 * a, 16 * h + 4 * a, 16 * h + 8 + 4 * a)
-    ]
-}
+@dataclass(frozen=True, slots=True)
+class Bits:
+    """Some bits of words of a block, moved to where a word of a panel has them: `word >> right & mask`."""
+
+    word: int
+    right: int = 0  # below zero: to the left
+    mask: int = (1 << 32) - 1
+
+    def moved(self, word: Any) -> Any:
+        return (word >> self.right if self.right >= 0 else word << -self.right) & self.mask
+
+    def back(self, word: Any) -> Any:
+        kept = word & self.mask
+        return kept << self.right if self.right >= 0 else kept >> -self.right
 
 
-def word_runs(storage: DType, whole: bool) -> list[tuple[int, int]]:
-    """The 32-bit words of a block as panels have them, as runs of (first, count)."""
-    natural = [(0, (storage.size - storage.unit * len(apart_of(storage))) // 4)]
-    return WORD_ORDER.get(storage.name, natural) if whole else natural
+@dataclass(frozen=True, slots=True)
+class WordRun:
+    """Words of a panel, each put together from `bits`: the first of them from these words of a block, and so on."""
+
+    count: int
+    bits: tuple[Bits, ...]
 
 
-def _units_of_words(storage: DType, whole: bool) -> list[int]:
-    """The units of the words of a block, as panels have them."""
-    apart, many = apart_of(storage), 4 // storage.unit
-    natural = [u for u in range(storage.size // storage.unit) if u not in apart]
-    words = [w for first, count in word_runs(storage, whole) for w in range(first, first + count)]
-    return [natural[many * w + i] for w in words for i in range(many)]
+def _six_bit_runs() -> list[WordRun]:
+    """Blocks of q6_k: scales, then three words for each four, of which the codes of the fourth fill the top bits.
+
+    A file has the low halves of codes in one place and the high bits in another, and a code of any of the four planes
+    takes two shifts. Here three of four codes take a mask alone, and memory is read in order.
+    """
+    low, pair, top = (each * 0x01010101 for each in (0x0F, 0x30, 0xC0))
+
+    def where(run: int) -> tuple[int, int, int]:
+        """The words and the plane of a run of 16 codes: where its low halves begin, and its pairs."""
+        half, plane, first = run // 8, run // 2 % 4, 4 * (run % 2)
+        return 16 * half + 8 * (plane % 2) + first, 32 + 8 * half + first, plane
+
+    found = [WordRun(4, (Bits(48),))]
+    for group in range(4):
+        halves, pairs, plane = where(4 * group + 3)
+        nibble = 4 * (plane // 2)
+        fourth = [Bits(halves, nibble - 6, top), Bits(halves, nibble - 4, top), Bits(pairs, 2 * plane - 6, top)]
+        for i, more in enumerate(fourth):
+            halves, pairs, plane = where(4 * group + i)
+            code = Bits(halves, 4 * (plane // 2), low), Bits(pairs, 2 * plane - 4, pair)
+            found.append(WordRun(4, (*code, more)))
+    return found
+
+
+SIX_BIT_RUNS = _six_bit_runs()
+
+
+def word_runs(storage: DType, whole: bool) -> list[WordRun]:
+    """How the 32-bit words of a block lie in panels: as in files, or as kernels of whole numbers take them."""
+    if whole and storage.name == "q6_k":
+        return SIX_BIT_RUNS
+    return [WordRun((storage.size - storage.unit * len(apart_of(storage))) // 4, (Bits(0),))]
+
+
+def _word_units(storage: DType) -> list[int]:
+    """The units of a block that are words."""
+    apart = apart_of(storage)
+    return [u for u in range(storage.size // storage.unit) if u not in apart]
 
 
 def _unit_type(storage: DType) -> Any:
@@ -157,33 +195,49 @@ def _unit_type(storage: DType) -> Any:
 
 
 def interleave_array(*ws: Any, width: int, lanes: int, whole: bool) -> Any:
-    """Packed rows [..., n, blocks] as panels of `width` columns: [..., panels, vectors, blocks, units]."""
+    """Packed rows [..., n, blocks] as panels of `width` columns: [..., panels, blocks, vectors, units]."""
     if ws[0].ndim == 3:
         return np.stack([interleave_array(*w, width=width, lanes=lanes, whole=whole) for w in zip(*ws, strict=True)])
     n, blocks = ws[0].shape
     part, storage = width // len(ws), dtype_of(ws[0].dtype)
     count, units = -(-n // part), storage.size // storage.unit
-    apart, words = apart_of(storage), _units_of_words(storage, whole)
+    apart, rest = apart_of(storage), _word_units(storage)
     rows = [np.ascontiguousarray(w).view(_unit_type(storage)).reshape(n, blocks, units) for w in ws]
     padded = [np.pad(r, ((0, count * part - n), (0, 0), (0, 0))).reshape(count, part, blocks, units) for r in rows]
     columns = np.concatenate(padded, axis=1).reshape(count, width // lanes, lanes, blocks, units)
-    split = [columns[..., apart], columns[..., words].reshape(*columns.shape[:-1], -1, 4 // storage.unit)]
-    ordered = [np.moveaxis(part, 2, 4).reshape(count, width // lanes, blocks, -1) for part in split]
+    words = np.ascontiguousarray(columns[..., rest]).view(np.uint32)
+    made = np.zeros_like(words)
+    at = 0
+    for run in word_runs(storage, whole):
+        for bits in run.bits:
+            made[..., at : at + run.count] |= bits.moved(words[..., bits.word : bits.word + run.count])
+        at += run.count
+    units_of_words = made.view(_unit_type(storage)).reshape(*columns.shape[:-1], -1, 4 // storage.unit)
+    split = [columns[..., apart], units_of_words]
+    ordered = [p.transpose(0, 3, 1, 4, 2, *range(5, p.ndim)).reshape(count, blocks, width // lanes, -1) for p in split]
     return np.ascontiguousarray(np.concatenate(ordered, axis=-1)).view(np.int16)
 
 
 def deinterleave_array(panels: Any, storage: DType, columns: int, weights: int, whole: bool) -> list[Any]:
     """The matrices [k, n] in f32 that `interleave_blocks` was given the packed rows of."""
     panels = np.ascontiguousarray(panels).view(_unit_type(storage))
-    count, vectors, blocks, size = panels.shape
+    count, blocks, vectors, size = panels.shape
     units = storage.size // storage.unit
     lanes = size // units
-    apart, words = apart_of(storage), _units_of_words(storage, whole)
+    apart, rest = apart_of(storage), _word_units(storage)
     rows = np.empty((count, vectors, lanes, blocks, units), panels.dtype)
     cut = len(apart) * lanes
-    rows[..., apart] = np.moveaxis(panels[..., :cut].reshape(count, vectors, blocks, -1, lanes), 4, 2)
-    pairs = np.moveaxis(panels[..., cut:].reshape(count, vectors, blocks, -1, lanes, 4 // storage.unit), 4, 2)
-    rows[..., words] = pairs.reshape(count, vectors, lanes, blocks, -1)
+    halves = panels[..., :cut].reshape(count, blocks, vectors, -1, lanes)
+    rows[..., apart] = halves.transpose(0, 2, 4, 1, 3)
+    pairs = panels[..., cut:].reshape(count, blocks, vectors, -1, lanes, 4 // storage.unit).transpose(0, 2, 4, 1, 3, 5)
+    made = np.ascontiguousarray(pairs.reshape(count, vectors, lanes, blocks, -1)).view(np.uint32)
+    words = np.zeros_like(made)
+    at = 0
+    for run in word_runs(storage, whole):
+        for bits in run.bits:
+            words[..., bits.word : bits.word + run.count] |= bits.back(made[..., at : at + run.count])
+        at += run.count
+    rows[..., rest] = words.view(panels.dtype)
     part = vectors * lanes // weights
     split = rows.reshape(count, weights, part, blocks * units)
     packed = [np.ascontiguousarray(split[:, i]).reshape(count * part, -1)[:columns] for i in range(weights)]
@@ -192,15 +246,14 @@ def deinterleave_array(panels: Any, storage: DType, columns: int, weights: int, 
 
 @op("interleave_blocks", reference=interleave_array, traits=[FUSED, TAKES_PACKED])
 def interleave_blocks(*ws: TensorType, width: int, lanes: int, whole: bool) -> TensorType:
-    """Packed weights [..., n, k] as matmul kernels read them: [..., panels, vectors, blocks, 16-bit units].
+    """Packed weights [..., n, k] as matmul kernels read them: [..., panels, blocks, vectors, 16-bit units].
 
     A vector is `lanes` columns. Of each block come the f16 numbers (of one with an odd number of bytes, its scale), of
-    all columns, then the rest by 32-bit words: in the order of files, or, with `whole`, as kernels of whole numbers
-    take them.
+    all columns, then the rest by 32-bit words: as in files, or, with `whole`, as kernels of whole numbers take them.
     """
     *groups, n, blocks = ws[0].array_shape
     part, units = width // len(ws), ws[0].dtype.size * lanes // 2
-    return TensorType((*groups, (n + (part - 1)) // part, width // lanes, blocks, units), I16)
+    return TensorType((*groups, (n + (part - 1)) // part, blocks, width // lanes, units), I16)
 
 
 def _products(x: Any, ws: Sequence[Any], weights: int, columns: int, packed: bool, blocks: DType | None) -> list[Any]:
@@ -236,7 +289,7 @@ def _sums(where: str, x: TensorType, matrix: TensorType, blocks: DType | None) -
     k, sums = matrix.shape[-2], x.dtype
     if blocks is not None:
         words = x.dtype is I32  # of 8-bit activations
-        k, sums = k * (activations_for(blocks.block).words if words else blocks.block), F32
+        k, sums = matrix.shape[-3] * (activations_for(blocks.block).words if words else blocks.block), F32
     elif x.dtype is U8:
         k, sums = k * FOUR, I32
     require_equal(x.shape[-1], k, f"{where}: inner sizes differ, {x.shape[-1]} and {k}")

@@ -299,7 +299,7 @@ class _Nest:
             for i in range(len(kernel.operands)):
                 self._store_arg(2 + len(kernel.operands) + i, self.word[f"row{i}"])
         if kernel.blocks is not None:
-            self.block_args = b.stack("i64", 8)
+            self.block_args = b.stack("i64", 7)
         if not kernel.packed:
             self.memo = b.stack("i64", 2)  # address and columns of what the packed panel in scratch was made from
             b.store(i64(0), self.memo, align=8)
@@ -473,8 +473,7 @@ class _Nest:
     def _call_blocks(self, which: Value, kernel: LoopKernel, count: Value, *pointers: Value) -> None:
         """A kernel of the table, over `count` blocks: `kernel` is one like it. Each pointer is read in two ways."""
         b, (panel, x, out) = self.b, pointers
-        stride = b.sdiv(self.word["k"], self.kernel.blocks.storage.block)  # type: ignore[union-attr]
-        for i, word in enumerate((panel, panel, x, x, out, count, stride, self.word["a_row"])):
+        for i, word in enumerate((panel, panel, x, x, out, count, self.word["a_row"])):
             b.store(word, b.offset(self.block_args, 8 * i), align=8)
         assert isinstance(kernel.root.extent, int)
         function = b.load("ptr", b.offset(self.word["blocks"], b.mul(which, 8)), align=8)
@@ -483,8 +482,8 @@ class _Nest:
     def _unpack(self, stripe: _Stripe, blocks: Blocks) -> Value:
         """The blocks of a slab in scratch, as numbers or as codes; how many there are."""
         b = self.b
-        first, count = (b.sdiv(k, blocks.storage.block) for k in (stripe.start, stripe.length))
-        here = b.offset(stripe.b, b.mul(first, blocks.storage.size * self.form.lanes))
+        count = b.sdiv(stripe.length, blocks.storage.block)
+        here = b.offset(stripe.b, self._block_bytes(blocks, stripe.start))
         self._call_blocks(i64(0), blocks.unpack, count, here, self.packed, self.packed)
         return count
 
