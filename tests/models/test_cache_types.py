@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,15 @@ def test_inspect_shows_the_type_that_a_load_has(packed: Path, plain: Path, capsy
     for path, wanted in ((packed, "f16"), (plain, "f32")):
         assert main(["inspect", str(path), "--level", "hir"]) == 0
         assert set(re.findall(r"= state.* : (\w+)\[", capsys.readouterr().out)) == {wanted}
+
+
+def test_verify_compares_what_is_exact(
+    packed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "torch" else find(n, *a))
+    assert main(["verify", str(packed)]) == 0
+    assert "ok       reference " in capsys.readouterr().out
 
 
 # -- kept starts ----------------------------------------------------------------------------------------------------
