@@ -335,8 +335,10 @@ def test_a_place_beyond_the_first_window_can_be_found(model: EmbeddingModel, mon
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "3"])
 def test_a_batch_size_is_a_number_from_one(model: EmbeddingModel, size: Any) -> None:
-    with pytest.raises(RequestError, match="batch_size"):
+    with pytest.raises(RequestError, match=r"^embed: batch_size is"):
         model.embed(["bal"], batch_size=size)
+    with pytest.raises(RequestError, match=r"^embed_tokens: batch_size is"):
+        model.embed_tokens([[1]], batch_size=size)
 
 
 @pytest.mark.parametrize("verb", ["generate", "chat", "stream", "logits"])
@@ -399,7 +401,7 @@ def test_a_precision_overrules_the_profile(wide_folder: Path) -> None:
     assert encoder(wide_folder, profile=profile).profile.precision == Precision("int8", activations="int8")
     exact = encoder(wide_folder, profile=profile, precision="f32").profile
     assert exact.precision == Precision("f32", activations="f32")
-    assert whole.memory().weights < plain.memory().weights
+    assert whole.memory().total < plain.memory().total
 
 
 def test_what_cannot_be_computed_in_integers_says_so(wide_folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.large
 LONG, COUNT, TOP = 4096, 32, 20
 SLIDING, FULL = 15, 3  # layers of each kind
 RING = 512 + 512  # positions: the window, and as many as a call may read at once
-POSITION = 2 * 256 * 4  # bytes of keys and values in a layer
+POSITION = {"f32": 2 * 256 * 4, "f16": 2 * 256 * 2}  # bytes of keys and values in a layer
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +55,12 @@ def test_chunks_of_64_and_500_give_the_same_text(
 
 
 def test_rings_have_the_same_size_whatever_the_length(gemma: LanguageModel, tokens: list[int]) -> None:
-    rest = []
+    rest, position = [], POSITION[gemma.cache_dtype]
     for count, capacity in ((1500, 2048), (LONG - COUNT, LONG)):  # capacities of layers without a window double
         gemma.caches.clear()
         gemma.generate(tokens[:count], max_tokens=COUNT)
-        rest.append(gemma.memory().cache - FULL * capacity * POSITION)
-    assert rest == [SLIDING * RING * POSITION] * 2
+        rest.append(gemma.memory().cache - FULL * capacity * position)
+    assert rest == [SLIDING * RING * position] * 2
 
 
 def test_probabilities_are_those_of_float64(path: Path, wiki: str) -> None:

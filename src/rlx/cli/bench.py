@@ -34,7 +34,7 @@ from rlx.hub.store import show_size
 from rlx.ir.graph import Graph
 from rlx.lir.program import Program
 from rlx.runtime.compiled import CpuGraph
-from rlx.runtime.kv_cache import CACHES
+from rlx.runtime.kv_cache import CACHE_HELP, CACHES
 from rlx.types import evaluate
 
 PROMPTS = (128, 512)
@@ -77,7 +77,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument("--threads", type=int, help="of the pool; all usable cores if not given")
     command.add_argument("--repeat", type=int, default=3, help="times; the median counts (3)")
     command.add_argument("--cold", action="store_true", help="compile without the cache of kernels and programs")
-    command.add_argument("--cache", choices=CACHES, default="f32", help="how keys and values are kept")
+    command.add_argument("--cache", choices=CACHES, default="auto", help=CACHE_HELP)
     command.add_argument("--json", action="store_true")
     command.set_defaults(run=run)
 

@@ -15,7 +15,7 @@ from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.hub.store import show_size
 from rlx.runtime.export import SUFFIX, read_export
-from rlx.runtime.kv_cache import CACHES
+from rlx.runtime.kv_cache import CACHE_HELP, CACHES
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -26,7 +26,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     command.add_argument("--weights", action="store_true", help="put the weights in, packed as the kernels read them")
     command.add_argument("--context", type=int, metavar="N", help="positions to make room for")
-    command.add_argument("--cache", choices=CACHES, default="f32", help="how keys and values are kept")
+    command.add_argument("--cache", choices=CACHES, default="auto", help=CACHE_HELP)
     command.add_argument("--manifest", action="store_true", help="show what an exported file holds")
     command.set_defaults(run=run)
 

@@ -18,7 +18,7 @@ from rlx import hub, target
 from rlx.backends.cpu.generators import kernel_text
 from rlx.cli.console import UsageError
 from rlx.engine.kvcache import ring_blocks
-from rlx.engine.model import CONTEXT, PROFILE
+from rlx.engine.model import CONTEXT, PROFILE, auto_cache, with_precision
 from rlx.errors import FormatError, NotFoundError
 from rlx.flow.flow import BuiltModel
 from rlx.hir.lower import lower
@@ -32,7 +32,7 @@ from rlx.mir.pipeline import optimise
 from rlx.models.load import Checkpoint, open_checkpoint
 from rlx.models.pooling import pooled, read_settings
 from rlx.profile import CompileProfile
-from rlx.runtime.kv_cache import CACHES
+from rlx.runtime.kv_cache import CACHE_HELP, CACHES
 from rlx.runtime.page import graph_page
 from rlx.runtime.plan import cached_plan
 from rlx.types import evaluate
@@ -51,7 +51,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument("--seq", type=int, help="tokens of each (128; 1 in decode)")
     command.add_argument("--past", type=int, help="tokens before them (0; 512 in decode)")
     command.add_argument("--size", action="append", default=[], metavar="NAME=N", help="the size of another symbol")
-    command.add_argument("--cache", choices=CACHES, default="f32", help="how keys and values are kept")
+    command.add_argument("--cache", choices=CACHES, default="auto", help=CACHE_HELP)
     command.add_argument("--target", help="avx512vnni, avx512, avx2 or baseline (default: the best here)")
     command.add_argument("--built", action="store_true", help="with --level mir: before the passes")
     command.add_argument("--bind", action="store_true", help="the bind program of the weights instead of the main one")
@@ -93,18 +93,19 @@ def _opened(arguments: argparse.Namespace) -> tuple[Graph, CompileProfile | None
         return made.module, made.profile, about
 
 
-def built(checkpoint: Checkpoint, cache: str = "f32") -> BuiltModel:
+def built(checkpoint: Checkpoint, cache: str = "auto") -> BuiltModel:
     """A model as it is when it is loaded, by the profile beside it; of its weights only types are looked at."""
     family, config, path = checkpoint.family, checkpoint.config, checkpoint.path
+    beside = (path if path.is_dir() else path.parent) / PROFILE
+    profile = CompileProfile.from_toml(beside) if beside.is_file() else None
     if family.kind == "decoder":
+        if cache == "auto":
+            cache = auto_cache(checkpoint, with_precision(profile or CompileProfile(), "auto"))
         flow = family.flow(config, min(CONTEXT, int(config.context)), checkpoint.rope_factors).cache_dtype(cache)
     else:
         flow = family.flow(config)
         flow = flow if family.kind == "vision model" else pooled(flow, checkpoint, read_settings(checkpoint))
-    beside = (path if path.is_dir() else path.parent) / PROFILE
-    if beside.is_file():
-        flow = flow.profile(CompileProfile.from_toml(beside))
-    return flow.build(checkpoint.weights)
+    return (flow if profile is None else flow.profile(profile)).build(checkpoint.weights)
 
 
 def load(path: Path) -> Graph:

@@ -21,7 +21,7 @@ from rlx.engine.model import load
 from rlx.engine.sampler import Sampling
 from rlx.errors import CapabilityError, NotFoundError, RequestError
 from rlx.hub.pull import names_a_model
-from rlx.runtime.kv_cache import CACHES
+from rlx.runtime.kv_cache import CACHE_HELP, CACHES
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 PATIENCE_S = 3.0  # of silence on stdin, before it is said what is being waited for
@@ -48,7 +48,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text")
     command.add_argument("--threads", type=int, metavar="N", help="of the pool; all usable cores if not given")
     command.add_argument("--context", type=int, metavar="N", help="positions to make room for")
-    command.add_argument("--cache", choices=CACHES, default="f32", help="how keys and values are kept")
+    command.add_argument("--cache", choices=CACHES, default="auto", help=CACHE_HELP)
     command.add_argument("--json", action="store_true", help="one JSON object instead of text")
     command.add_argument("--stream", action="store_true", help="with --json: a line for each piece, then the object")
     command.set_defaults(run=run)

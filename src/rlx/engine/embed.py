@@ -45,13 +45,11 @@ class EmbeddingModel(Model):
     @functools.cached_property
     def settings(self) -> EmbedSettings:
         """What the model's files say of making vectors."""
-        return self.told(read_settings(self.checkpoint))
+        return read_settings(self.checkpoint)
 
-    def told(self, found: EmbedSettings) -> EmbedSettings:
-        """The settings; a warning, where the files say nothing."""
-        if not found.source:
+    def _warn(self) -> None:
+        if not self.settings.source:
             log.warning("%s: no file says how to pool: vectors are the mean over tokens", self.name)
-        return found
 
     @property
     def pooling(self) -> str:
@@ -94,7 +92,7 @@ class EmbeddingModel(Model):
         are computed at a time, by default as many as are fast. `normalize` overrules the model's files.
         """
         listed = [texts] if isinstance(texts, str) else _checked(texts)
-        unit = self._checked_request(batch_size, normalize)
+        unit = self._checked_request("embed", batch_size, normalize)
         before = self._prompt(prompt)
         vectors = np.empty((len(listed), self.dim), np.float32)
         cut = 0
@@ -119,7 +117,7 @@ class EmbeddingModel(Model):
         Rows are as long as their texts, at most `limit`: padding would be read as text. They are batched by length, as
         `embed` does it, so that hardly any padding is computed.
         """
-        unit = self._checked_request(batch_size, normalize)
+        unit = self._checked_request("embed_tokens", batch_size, normalize)
         if isinstance(rows, Mapping) or not isinstance(rows, Iterable) or getattr(rows, "shape", None) == ():
             raise RequestError(f"embed_tokens: expected rows of token ids, found {type(rows).__name__}")
         listed = [self._checked_row(row, i) for i, row in enumerate(rows)]
@@ -145,12 +143,12 @@ class EmbeddingModel(Model):
         return scores if scores.ndim else float(scores)
 
     # -- inside --
-    def _checked_request(self, batch_size: int | None, normalize: bool | None) -> bool:
+    def _checked_request(self, verb: str, batch_size: int | None, normalize: bool | None) -> bool:
         """Whether vectors are to have length 1."""
         if batch_size is not None and (whole(batch_size) or 0) < 1:
-            raise RequestError(f"embed: batch_size is {shown(batch_size)}, expected a whole number from 1")
+            raise RequestError(f"{verb}: batch_size is {shown(batch_size)}, expected a whole number from 1")
         if not isinstance(normalize, (bool, np.bool_, NoneType)):
-            raise RequestError(f"embed: normalize is {shown(normalize)}, expected True, False or None")
+            raise RequestError(f"{verb}: normalize is {shown(normalize)}, expected True, False or None")
         return self.normalize if normalize is None else bool(normalize)
 
     def _checked_row(self, row: Iterable[int], i: int) -> list[int]:

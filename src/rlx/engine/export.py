@@ -42,7 +42,7 @@ from rlx.types import TensorType
 Array = np.ndarray[Any, Any]
 # Settings of `load` that an export has made its own, and what they are where nothing is asked for.
 AnyModel = LanguageModel | EmbeddingModel | VisionModel
-_PLAIN = {"device": "cpu", "precision": "auto", "cache": "f32", "context": None, "profile": None, "patch": None}
+_PLAIN = {"device": "cpu", "precision": "auto", "cache": "auto", "context": None, "profile": None, "patch": None}
 _ROPE_FACTORS = "rope_freqs.weight"
 
 

@@ -62,6 +62,7 @@ class Decoder:
             width = max(len(piece) for piece in pieces)
             picked = [i * width + max(len(piece) - 1, 0) for i, piece in enumerate(pieces)]
             logits = self.run(pieces, [s + at for s in starts], np.array(picked, np.int32), first)[0]
+            self.compiled.forget_rows()
             if result is None:
                 result = logits
             for i, piece in enumerate(pieces):

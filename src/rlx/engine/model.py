@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import mmap
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 import numpy as np
 
 import rlx
+from rlx.backends.cpu.memory import owner
+from rlx.backends.cpu.toolchain import put_away
 from rlx.engine.kvcache import CacheStore
 from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, RequestError, nearest
@@ -24,6 +25,7 @@ from rlx.hub.pull import resolve
 from rlx.profile import CompileProfile, Precision
 from rlx.runtime.compiled import CompiledGraph, CpuGraph
 from rlx.runtime.container import SUFFIX
+from rlx.runtime.kept import KeptGraph
 from rlx.runtime.kv_cache import CACHES, KvCacheSpec
 from rlx.runtime.session import Session
 
@@ -120,7 +122,7 @@ class Model:
 
     def __init__(
         self, checkpoint: Checkpoint | KeptCheckpoint, *, device: str = "cpu", threads: int | None = None,
-        context: int | None = None, precision: str = "auto", cache: str = "f32", name: str | None = None,
+        context: int | None = None, precision: str = "auto", cache: str = "auto", name: str | None = None,
         profile: CompileProfile | str | Path | None = None, patch: Patch | None = None,
         session: Session | None = None, prepared: Prepared | None = None,
     ) -> None:  # fmt: skip
@@ -130,9 +132,10 @@ class Model:
         self.facts: Facts = Facts.of(self.checkpoint) if kept is None else kept
         _choose("precision", precision, self.precisions, f" for {self.facts.kind}s")
         self.context = _checked_context(context, self.facts)
-        self.cache_dtype = _choose("cache", cache, CACHES)
+        _choose("cache", cache, CACHES)
         self.name = name or checkpoint.path.name
         self.profile = with_precision(_profile(profile, checkpoint.path), precision)
+        self.cache_dtype = auto_cache(self.checkpoint, self.profile) if cache == "auto" else cache
         if patch is not None and not callable(patch):
             raise RequestError(f"load: patch is {shown(patch)}, expected a function from a flow to a flow")
         self._patch = patch
@@ -142,8 +145,10 @@ class Model:
         self._captures: dict[frozenset[str], tuple[BuiltModel, CompiledGraph]] = {}
         self._applications: dict[frozenset[tuple[str, str]], Applied] = {}
         self._edits: dict[tuple[frozenset[str], tuple[str, ...]], Edited] = {}
-        self._built: BuiltModel | None = self._build() if prepared is None else prepared.built
-        self._compiled: CompiledGraph | None = self._compile(self.built) if prepared is None else prepared.compiled
+        self._built: BuiltModel | None = None if prepared is None else prepared.built
+        self._compiled: CompiledGraph | None = None if prepared is None else prepared.compiled
+        if prepared is None:
+            self._compiled = self._compile(self.built)
         spec = self.built.cache if prepared is None else prepared.cache
         self.caches = None if spec is None else CacheStore(spec, self.context)
         # now: a call may end after the file was closed
@@ -173,6 +178,8 @@ class Model:
                 made = built.params.get(name)
                 self._arrays[name] = self.checkpoint.weights.array(name) if made is None else made
             compiled.set_param(name, self._arrays[name])
+        if isinstance(self._compiled, KeptGraph):
+            self._compiled.lend(self._arrays)
         with _releasing(self.checkpoint.file):
             compiled.prepare()
         return compiled
@@ -397,6 +404,9 @@ class Model:
         return save_model(self, Path(path), params or {}, dtype)
 
     # -- life --
+    def _warn(self) -> None:
+        """Log what its files leave open."""
+
     def export(self, path: str | Path, *, weights: bool = False) -> Path:
         """Write a file that `rlx.load` starts without compiling; with `weights`, those are in it too."""
         from rlx.engine.export import export_model
@@ -462,15 +472,16 @@ class Model:
 
 def load(
     name: str | Path, *, device: str = "cpu", threads: int | None = None, context: int | None = None,
-    precision: str = "auto", cache: str = "f32", offline: bool = False,
+    precision: str = "auto", cache: str = "auto", offline: bool = False,
     profile: CompileProfile | str | Path | None = None, patch: Patch | None = None, **unknown: Any,
 ) -> LanguageModel | EmbeddingModel | VisionModel:  # fmt: skip
     """A model by catalogue name, file, folder or `org/name[:quant]`, or one that was exported (`.rlxp`).
 
-    `context` is how many tokens prompt and answer may have together, `cache` the type of keys and values (f32, f16 or
-    q8_0), `threads` how many cores a call may use (None: all). With `offline` the network is not touched. `precision`
-    is auto (what the profile says; without one, what meets packed weights is rounded to 8 bits a block, and all else is
-    f32), f32 (all of it) or, for embedding models, int8: weights too are rounded to 8-bit integers.
+    `context` is how many tokens prompt and answer may have together, `cache` the type of keys and values (f32, f16,
+    q8_0, or auto: f16 where products with packed weights are rounded to 8 bits, f32 elsewhere), `threads` how many
+    cores a call may use (None: all). With `offline` the network is not touched. `precision` is auto (what the profile
+    says; without one, what meets packed weights is rounded to 8 bits a block, and all else is f32), f32 (all of it) or,
+    for embedding models, int8: weights too are rounded to 8-bit integers.
 
     `profile` says how it is compiled: a profile, the name of a preset, or a TOML file; without one, `profile.toml`
     beside the model is honoured. `patch` gets the flow of the model before it is built and returns a changed one.
@@ -487,7 +498,9 @@ def load(
         from rlx.engine.export import load_model
 
         return load_model(files.path, threads, settings)
-    return _load(files.path, None if files.source == "path" else files.name, threads, settings)
+    model = _load(files.path, None if files.source == "path" else files.name, threads, settings)
+    model._warn()
+    return model
 
 
 def _load(path: Path, name: str | None, threads: int | None, settings: dict[str, Any]) -> Loaded:
@@ -495,21 +508,31 @@ def _load(path: Path, name: str | None, threads: int | None, settings: dict[str,
     from rlx.engine import starts
 
     _choose("device", settings["device"], ("cpu",))
+    _choose("cache", settings["cache"], CACHES)
     session = Session(settings["device"], threads=threads)
-    start = None
+    found: Mapping[str, starts.Start] = {}
     if settings["patch"] is None:
         settings["profile"] = _profile(settings["profile"], path)
-        start = starts.find(path, session, settings)
-        kept = None if start is None else starts.opened(start, name, settings)
-        if kept is not None:
-            return kept
+        found = starts.find(path, session, settings)
+        for start in found.values():
+            kept = starts.opened(start, name, settings)
+            if kept is not None:
+                return kept
+    model = _made(path, name, session, settings)
+    mine = found.get(model.cache_dtype)
+    if mine is not None and starts.keep(model, mine):
+        model.close()  # before its weights are mapped: they are in memory once, and the system may drop them
+        model = starts.opened(mine, name, settings) or _made(path, name, session, settings)
+    put_away()
+    return model
+
+
+def _made(path: Path, name: str | None, session: Session, settings: Mapping[str, Any]) -> Loaded:
+    """The model from its files."""
     from rlx.models.load import open_checkpoint
 
     checkpoint = open_checkpoint(path)
-    model = class_of(checkpoint.family.kind)(checkpoint, name=name, session=session, **settings)
-    if start is not None:
-        starts.keep(model, start)
-    return model
+    return class_of(checkpoint.family.kind)(checkpoint, name=name, session=session, **settings)
 
 
 def class_of(kind: str) -> type[Loaded]:
@@ -590,6 +613,13 @@ def with_precision(profile: CompileProfile, asked: str) -> CompileProfile:
     return replace(profile, precision=chosen)
 
 
+def auto_cache(checkpoint: Checkpoint, profile: CompileProfile) -> str:
+    """What keys and values are kept in where nobody says: half precision where products are rounded more than that."""
+    weights = checkpoint.weights
+    packed = any(weights.type(key).dtype.is_packed for key in weights.keys())  # noqa: SIM118  it is no mapping
+    return "f16" if packed and profile.precision.activations == "int8" else "f32"
+
+
 def _checked_context(context: int | None, facts: Facts) -> int:
     longest = facts.longest
     if context is None:  # a cache takes memory for each position; without one, any text may be as long as it can
@@ -608,13 +638,3 @@ def whole(value: Any) -> int | None:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
-
-
-def owner(array: Array) -> Any:
-    """The array that owns the memory, or the map of a file."""
-    found: Any = array
-    while isinstance(found, np.ndarray) and found.base is not None:
-        found = found.base
-    if isinstance(found, memoryview) and not (isinstance(found.obj, mmap.mmap) and found.readonly):
-        return np.frombuffer(found, np.uint8)
-    return found

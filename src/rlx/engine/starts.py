@@ -1,5 +1,6 @@
 """Starts: what a model was when it was first loaded, kept in the cache folder, so that the next process begins at once.
 
+The first one goes on with its start too: its packed weights are in memory once, as pages that the system may drop.
 A start has the layout of the compiled program, the weights as kernels read them, the tokenizer, and where the machine
 code lies. Weights that kernels read as the model's file has them are not copied: they are mapped from there. A start
 belongs to one state of the model's files, one set of settings, one target, one LLVM and one version of the sources of
@@ -25,9 +26,10 @@ import numpy as np
 
 from rlx.backends import cache
 from rlx.backends.cpu.library import Homes, library
+from rlx.backends.cpu.memory import owner
 from rlx.backends.cpu.toolchain import cpu_identity
 from rlx.dtypes import dtype
-from rlx.engine.model import Facts, Model, Prepared, class_of, owner, with_precision
+from rlx.engine.model import Facts, Model, Prepared, auto_cache, class_of, with_precision
 from rlx.errors import FormatError, ResourceError, RlxError
 from rlx.formats import special_tokens
 from rlx.formats.tensors import PART_NAME, open_bytes
@@ -37,7 +39,9 @@ from rlx.runtime.compiled import CompiledGraph, CpuGraph
 from rlx.runtime.container import Container
 from rlx.runtime.inputs import has_symbols
 from rlx.runtime.kept import KeptGraph, kept_records
+from rlx.runtime.kv_cache import AUTO
 from rlx.runtime.session import Session
+from rlx.runtime.weights import Recipe
 
 if TYPE_CHECKING:
     from rlx.engine.model import Loaded
@@ -59,6 +63,7 @@ _OURS = "rlx.models."  # where the flows are that the sources of rlx tell everyt
 class Start:
     """Where the start of a model would be, for the files that it has now."""
 
+    cache_dtype: str
     store: cache.Cache
     key: str  # whose it is, and of which state
     path: Path  # of the model
@@ -68,26 +73,32 @@ class Start:
     began: int  # time in nanoseconds
 
 
-def find(path: Path, session: Session, settings: Mapping[str, Any]) -> Start | None:
-    """The start of a model with these settings; None where none can be kept."""
+def find(path: Path, session: Session, settings: Mapping[str, Any]) -> dict[str, Start]:
+    """The start of a model with these settings, by the type of its cache; none where none can be kept.
+
+    Where that type is auto, it is known when the files are opened, and until then there are several.
+    """
     store, profile = cache.current(), settings["profile"]
     if store.folder is None or session.device.name != "cpu" or _has_foreign_families():
-        return None
+        return {}
     if profile.passes.verbose or os.environ.get("RLX_DUMP"):  # who wants to see the passes wants them run
-        return None
+        return {}
     began = time.time_ns()
     try:
         files = tuple(_files(path))
         if len(files) > MOST_FILES:
-            return None
+            return {}
         state = _state(files)
-        asked = " ".join(f"{name}={settings[name]!r}" for name in ("context", "cache", "precision"))
+        asked = " ".join(f"{name}={settings[name]!r}" for name in ("context", "precision"))
     except (OSError, ValueError):  # whoever opens the model says what is wrong
-        return None
-    whose = f"{session.target}|{os.path.realpath(path)}|{profile.key()}|{asked}"
+        return {}
     made_by = f"{cache.source_digest()}|{cpu_identity(session.target)}"  # LLVM, and the instructions that it may use
-    key = f"{_digest(whose)}-{_digest(f'{made_by}|{state}|{whose}')}"
-    return Start(store, key, path, files, state, session, began)
+    found = {}
+    for kind in AUTO if settings["cache"] == "auto" else (settings["cache"],):
+        whose = f"{session.target}|{os.path.realpath(path)}|{profile.key()}|{asked} cache={kind}"
+        key = f"{_digest(whose)}-{_digest(f'{made_by}|{state}|{whose}')}"
+        found[kind] = Start(kind, store, key, path, files, state, session, began)
+    return found
 
 
 def _digest(text: str) -> str:
@@ -134,27 +145,28 @@ def _state(files: Sequence[Path]) -> str:
 
 
 # -- keeping ---------------------------------------------------------------------------------------------------------
-def keep(model: Model, start: Start) -> None:
-    """Write the start of a model that was just loaded, if that is possible and there is room for it."""
+def keep(model: Model, start: Start) -> bool:
+    """Write the start of a model that was just loaded; False where that is not possible, or there is no room for it."""
     compiled, checkpoint = model.compiled, model.checkpoint
     if model.facts.kind not in KINDS or not _is_new(compiled) or not _is_settled(start):
-        return
+        return False
     if any(map(has_symbols, compiled.param_types.values())):
-        return
+        return False
     layout = compiled.executable.layout
     homes = library(compiled.target).homes(layout.routines())
     if homes is None or not _is_builtin(compiled):
-        return
+        return False
     placed = _in_place(start, checkpoint, compiled)
     weights = {n: a for n, a in compiled.executable._weights.items() if n not in placed}
     tokenizer = checkpoint.tokenizer
     packed, tables = (b"", {}) if tokenizer is None else tokenizer.packed()
     path = start.store.room(start.key, sum(a.nbytes for a in (*weights.values(), *tables.values())))
     if path is None:
-        return
+        return False
     records: dict[str, Any] = {
         "signature": compiled.signature,
         "layout": layout,
+        "derived": compiled._derived_by,
         "cache": model.built.cache,
         "tokenizer": None if tokenizer is None else tokenizer.described(),
         "embed": getattr(model, "settings", None),
@@ -165,6 +177,7 @@ def keep(model: Model, start: Start) -> None:
         "key": start.key,
         "facts": asdict(model.facts),
         "digest": model.digest,
+        "auto": auto_cache(checkpoint, model.profile),
         "objects": dict(homes.objects),
         "driver": homes.driver,
         "in_place": placed,
@@ -180,7 +193,8 @@ def keep(model: Model, start: Start) -> None:
     try:
         container.write(path, manifest, contents, mode=0o600)
     except OSError:  # a disk that cannot take it only costs the next start its time
-        return
+        return False
+    return True
 
 
 def _is_new(compiled: CompiledGraph) -> TypeGuard[CpuGraph]:
@@ -221,7 +235,7 @@ def _in_place(start: Start, checkpoint: Checkpoint, compiled: CpuGraph) -> dict[
 
 
 def _classes(kind: str) -> dict[str, type]:
-    found = {**kept_records(), **codec.records_of(special_tokens)}
+    found = {**kept_records(), **codec.records_of(special_tokens), "Recipe": Recipe}
     if kind == "encoder":
         from rlx.models.pooling import EmbedSettings
 
@@ -248,7 +262,10 @@ def opened(start: Start, name: str | None, settings: Mapping[str, Any]) -> Loade
     if path is None:
         return None
     try:
-        model = _opened(start, container.read(path, "a start"), name, settings)
+        file = container.read(path, "a start")
+        if settings["cache"] == "auto" and file.manifest["auto"] != start.cache_dtype:
+            return None  # somebody asked for it by name
+        model = _opened(start, file, name, settings)
     except ResourceError:
         raise
     except (RlxError, LookupError, TypeError, ValueError, AttributeError, OSError):
@@ -281,14 +298,14 @@ def _opened(start: Start, file: Container, name: str | None, settings: Mapping[s
         return built.module, built.params
 
     graph = KeptGraph(
-        records["signature"], records["layout"], weights, session.target, session.threads, session.weights,
-        with_precision(settings["profile"], settings["precision"]), source,
+        records["signature"], records["layout"], records["derived"], weights, session.target, session.threads,
+        session.weights, with_precision(settings["profile"], settings["precision"]), source,
     )  # fmt: skip
     prepared = Prepared(session, None, graph, {}, manifest["digest"], records["cache"])
-    asked = {n: settings[n] for n in ("context", "cache", "precision", "profile")}
-    model = class_of(facts.kind)(checkpoint, name=name, prepared=prepared, **asked)
+    asked = {n: settings[n] for n in ("context", "precision", "profile")}
+    model = class_of(facts.kind)(checkpoint, name=name, cache=start.cache_dtype, prepared=prepared, **asked)
     if records["embed"] is not None:
-        model.__dict__["settings"] = model.told(records["embed"])  # type: ignore[union-attr]
+        model.__dict__["settings"] = records["embed"]
     made.append(model)
     return model
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from rlx.backends.cpu.executable import Executable
 from rlx.backends.cpu.layout import WEIGHT
+from rlx.backends.cpu.memory import release
 from rlx.backends.cpu.repeat import Taken
 from rlx.errors import BindError, CapabilityError, nearest
 from rlx.profile import CompileProfile
@@ -123,6 +124,18 @@ class CompiledGraph(ABC):
         """The weights among `names` that have run-time sizes: these must agree with each other and with the inputs."""
         types = {n: self.param_types[n] for n in names}
         return [Leaf(f"param {n!r}", self._params[n], t) for n, t in types.items() if has_symbols(t)]
+
+    def forget_rows(self) -> None:
+        """Let go of what runs have read of packed tables in files.
+
+        For each row the system maps 64 KB of a file, or a huge page: a long prompt would have all of a table in memory.
+        """
+        for array in self._tables():
+            release(array)
+
+    def _tables(self) -> Iterable[Array]:
+        """Packed weights whose rows are looked up."""
+        return ()
 
     @abstractmethod
     def report(self, inputs: Mapping[str, Any] | None = None) -> Report:
@@ -293,6 +306,10 @@ class CpuGraph(CompiledGraph):
             self._known.clear()
         self._known[tuple([a.shape for a in arrays])] = found
         return arrays, found
+
+    def _tables(self) -> Iterable[Array]:
+        weights = self.executable._weights  # products have theirs rearranged: what else is packed are tables
+        return (weights[n] for n, t in self.param_types.items() if t.dtype.is_packed and n in weights)
 
     def report(self, inputs: Mapping[str, Any] | None = None) -> Report:
         from rlx.runtime.profiler import profile

@@ -20,7 +20,7 @@ from rlx.profile import CompileProfile
 from rlx.runtime import codec, kv_cache, signature
 from rlx.runtime.compiled import CompiledGraph, CpuGraph, bind_executable
 from rlx.runtime.signature import Signature
-from rlx.runtime.weights import WeightStore
+from rlx.runtime.weights import Recipe, WeightStore
 from rlx.target import Target
 
 if TYPE_CHECKING:
@@ -39,14 +39,24 @@ class KeptGraph(CpuGraph):
     """A graph that was compiled and bound before. Its machine code is loaded already."""
 
     def __init__(
-        self, of: Signature, laid_out: Layout, weights: Mapping[str, Array], target: Target, threads: int | None,
-        store: WeightStore, profile: CompileProfile, source: Callable[[], tuple[Graph, Mapping[str, Array]]],
+        self, of: Signature, laid_out: Layout, derived: Mapping[str, Recipe], weights: Mapping[str, Array],
+        target: Target, threads: int | None, store: WeightStore, profile: CompileProfile,
+        source: Callable[[], tuple[Graph, Mapping[str, Array]]],
     ) -> None:  # fmt: skip
         CompiledGraph.__init__(self, of, "cpu")
         self._source = source  # builds the graph, and says where its params are
         self._set_up(Executable(laid_out, lambda: self.plan.main, target, threads), store, profile)
         self.executable.bind(weights)
+        self._kept = derived  # which of them were made of others, and how
         self._stale = False
+
+    def lend(self, params: Mapping[str, Array]) -> None:
+        """Let other graphs of these params have what was made of them."""
+        if not self._params:
+            weights = self.executable._weights
+            for name, recipe in self._kept.items():
+                if name in weights and params.keys() >= set(recipe.params):
+                    self._store.adopt(recipe, params, weights[name])
 
     @functools.cached_property
     def graph(self) -> Graph:  # type: ignore[override]

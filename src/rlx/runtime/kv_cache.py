@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from rlx.dtypes import dtype as dtype_of
 from rlx.errors import CapabilityError
 
-CACHES = ("f32", "f16", "q8_0")  # types that keys and values may be kept in
+CACHES = ("auto", "f32", "f16", "q8_0")  # what keys and values may be asked to be kept in
+AUTO = ("f16", "f32")  # what auto may become
+CACHE_HELP = "how keys and values are kept (auto: f16 where weights are packed, f32 where not)"
 
 
 @dataclass(frozen=True)

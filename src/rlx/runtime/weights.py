@@ -91,9 +91,20 @@ class WeightStore:
             rest = iter(new)
             shared = [next(rest) if there is None else there for there in known]
             for recipe, array, there in zip(recipes, shared, known, strict=True):
-                if there is None and _fixed(sources := recipe.sources(params)):
-                    self._entries[_key(recipe, sources)] = _Entry(weakref.ref(array), tuple(map(weakref.ref, sources)))
+                if there is None:
+                    self._add(recipe, params, array)
             return shared
+
+    def adopt(self, recipe: Recipe, params: Mapping[str, Array], derived: Array) -> None:
+        """Know a derived weight that was made before, by another process."""
+        with self._lock:
+            if self._known(recipe, params) is None:
+                self._add(recipe, params, derived)
+
+    def _add(self, recipe: Recipe, params: Mapping[str, Array], derived: Array) -> None:
+        sources = recipe.sources(params)
+        if _fixed(sources):
+            self._entries[_key(recipe, sources)] = _Entry(weakref.ref(derived), tuple(map(weakref.ref, sources)))
 
     def _known(self, recipe: Recipe, params: Mapping[str, Array]) -> Array | None:
         sources = recipe.sources(params)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlx.backends.cpu import driver, toolchain
+from rlx.backends.cpu import driver, llvm, toolchain
 from rlx.backends.cpu.builder import Builder, Module, Value, const, vector
 from rlx.errors import FormatError, LowerError
 from rlx.target import AVX2, AVX512, BASELINE, BY_NAME, NEON, Target, host, supported
@@ -45,6 +45,26 @@ def test_a_symbol_with_dots_loads_and_runs(target: Target) -> None:
     assert toolchain.undefined_symbols(obj) == []
     library = toolchain.CodeLibrary()
     assert value_at(library.load(obj, ["uk.f32.6x4"])["uk.f32.6x4"]) == 42
+
+
+def code_in_memory() -> int:
+    """Kilobytes of LLVM's code."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0] and not line.split()[0].endswith(":"):
+            inside = " r-xp " in line and line.endswith(str(os.path.realpath(llvm.library())))
+        elif inside and line.startswith("Rss:"):
+            found += int(line.split()[1])
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not say what is in memory")
+def test_what_only_compiling_needed_is_put_away_and_comes_back() -> None:
+    made = toolchain.compile_text(constant_text("f", 1), host())
+    before = code_in_memory()
+    toolchain.put_away()
+    assert code_in_memory() < before / 4 and before > 4096
+    assert toolchain.compile_text(constant_text("f", 1), host()) == made
 
 
 def test_constants_of_a_loaded_object_are_found() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import mmap
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rlx.backends.cpu.memory import HUGE, HUGE_FROM, LINE, address, side_by_side
+from rlx.backends.cpu.memory import HUGE, HUGE_FROM, LINE, address, owner, release, side_by_side
 
 Types = list[tuple[tuple[int, ...], np.dtype[np.generic]]]
 SMALL: Types = [((3, 5), np.dtype(np.float32)), ((0,), np.dtype(np.int8)), ((7,), np.dtype(np.int8))]
@@ -56,6 +57,35 @@ def test_huge_pages_that_would_be_nearly_empty_are_not_taken(nbytes: int) -> Non
     blocks.clear()
     del block
     assert nbytes < HUGE or resident() - before < nbytes  # a small one may stay NumPy's, for the next
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="this system does not say")
+def test_arrays_in_files_can_be_let_go_of(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(np.arange(1 << 20, dtype=np.int32).tobytes())
+    with open(path, "rb") as file:
+        view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    whole = np.frombuffer(view, np.int32)
+    part = whole[100_001:900_001]
+    expected = int(whole.sum(dtype=np.int64))
+
+    def in_memory() -> int:
+        """Kilobytes of the file."""
+        found = re.search(rf"{re.escape(str(path))}\n(?:.*\n)*?Rss: +(\d+)", Path("/proc/self/smaps").read_text())
+        assert found is not None
+        return int(found[1])
+
+    before = in_memory()
+    release(part)
+    assert before == 4096 and in_memory() <= before - part.nbytes // 1024 + 8
+    assert part[0] == 100_001 and int(whole.sum(dtype=np.int64)) == expected and in_memory() == before
+
+
+def test_memory_of_no_file_stays(tmp_path: Path) -> None:
+    for array in (np.arange(10_000), np.arange(0), side_by_side(LARGE)[0], np.frombuffer(b"abc", np.uint8)):
+        before = array.tobytes()
+        release(array)
+        assert array.tobytes() == before and isinstance(owner(array), (np.ndarray, bytes))
 
 
 def test_memory_is_held_by_arrays_of_its_size() -> None:

@@ -33,6 +33,26 @@ def address(array: np.ndarray[Any, Any]) -> int:
         return int(array.__array_interface__["data"][0])
 
 
+def owner(array: np.ndarray[Any, Any]) -> Any:
+    """The array that owns the memory, or the map of a file."""
+    found: Any = array
+    while isinstance(found, np.ndarray) and found.base is not None:
+        found = found.base
+    if isinstance(found, memoryview) and not (isinstance(found.obj, mmap.mmap) and found.readonly):
+        return np.frombuffer(found, np.uint8)
+    return found
+
+
+def release(array: np.ndarray[Any, Any]) -> None:
+    """Let go of the pages of an array that lies in a file: whoever reads it next gets them from there."""
+    file = getattr(owner(array), "obj", None)
+    if not isinstance(file, mmap.mmap) or not array.nbytes or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    first = address(array) - address(np.frombuffer(file, np.uint8))
+    start = first // mmap.PAGESIZE * mmap.PAGESIZE
+    file.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
+
+
 def aligned(nbytes: int) -> Bytes:
     """Uninitialised memory that starts on a cache line."""
     block = np.empty(nbytes + LINE, np.uint8)

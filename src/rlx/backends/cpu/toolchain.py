@@ -8,6 +8,7 @@ that later one needs no LLVM, elsewhere JITLink links them.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import platform
@@ -164,6 +165,15 @@ class Future:
         if isinstance(self._found, BaseException):
             raise self._found
         return self._found
+
+
+def put_away() -> None:
+    """Give the system what only compiling needed: LLVM's code, and what the allocator has free."""
+    if sys.platform == "linux":
+        llvm.release()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+        if trim is not None:
+            trim(0)
 
 
 def llvm_version() -> str:
