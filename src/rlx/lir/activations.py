@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.dtypes import BOOL, F32, I8, I32, I64, DType
+from rlx.dtypes import BOOL, F32, F64, I8, I32, I64, DType
 from rlx.ir.graph import Node
-from rlx.lir.elementwise import scalar_form
 from rlx.lir.loops import Apply, Arg, Const, Expr, For, Index, Let, Load, Reduce, Ref, Stmt, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, cast, loop_form, widened
 from rlx.lir.views import View
@@ -35,9 +34,10 @@ def _same(op: str, *args: Expr) -> Expr:
 
 
 def _code(stored: DType, *at: tuple[Expr, int | Arg]) -> Expr:
-    """A number of the block times the inverse of its scale, rounded."""
+    """A number of the block times the inverse of its scale, rounded: it is small, or NaN, so two sums do that."""
     x = widened(Load(0, at, stored))
-    return scalar_form["round"](_same("mul", x, Ref("inverse", x.dtype)))
+    far = Const(1.5 * 2.0 ** (52 if x.dtype is F64 else 23), x.dtype)
+    return _same("sub", _same("add", _same("mul", x, Ref("inverse", x.dtype)), far), far)
 
 
 def _scales(stored: DType, block: int) -> list[Stmt]:
@@ -95,11 +95,17 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         body.append(Store(whole, word(form.sums), cast(_f32("neg", Ref("sum", F32)), I32)))
         body.append(Store(numbers, word(form.total), _f32("mul", Ref("sum", F32), Ref("scale", F32))))
     else:
-        short = Store(whole, word(form.sums, (run, 1)), cast(_f32("neg", total(16, (run, 16))), I32))
+        sums = [Let(f"sum{i}", total(16, (run, 32), (Const(i, I64), 16))) for i in range(2)]
+        wholes = [Let(f"whole{i}", cast(Ref(f"sum{i}", F32), I32)) for i in range(2)]
+        halves = [Ref(f"whole{i}", I32) for i in range(2)]
+        short = [
+            Store(whole, word(form.sums, (run, 2), (Const(i, I64), 1)), _same("neg", half))
+            for i, half in enumerate(halves)
+        ]
+        both = Let("sum", _same("add", *halves))
         sum_ = Ref("sum", I32)
         high = Store(signed, byte(form.high, (run, 1)), Apply("shr", (sum_, Const(7, I32)), I32))
         low = Store(signed, byte(form.low, (run, 1)), Apply("and", (sum_, Const(127, I32)), I32))
-        body.append(For("g", 16, (short,)))
-        body.append(For("g", 8, (Let("sum", cast(total(32, (run, 32)), I32)), high, low)))
+        body.append(For("g", 8, (*sums, *wholes, *short, both, high, low)))
     _over_rows(s, builder, form.block, body, 5)
     return [out]
