@@ -69,6 +69,21 @@ def test_products_are_those_of_the_rounded_numbers(storage: DType, where: str) -
         assert [launch.kernel.kind for launch in f.plan.main.launches] == ["loops", "matmul"]
 
 
+@pytest.mark.parametrize("name", ["q4_1", "q4_k", "q6_k"])
+def test_pieces_of_long_rows_and_blocks_of_many_do_not_show(name: str) -> None:
+    """More of k than is taken apart at a time, more rows than a unit has: the bits are those of a row alone."""
+    storage = dtype(name)
+    n, k, m = 70, 2304, 300
+    stored = blocks(storage, n, k)
+    f = product(storage, n, k, TARGETS[0], stored, profile=INT8)
+    x = activations(m, k)
+    (found,) = f.run({"x": x})
+    wanted = exact(storage, x, stored)
+    assert np.abs(found - wanted).max() <= 1e-6 * np.abs(wanted).max()
+    for rows in (slice(0, 1), slice(126, 131), slice(255, 258), slice(298, 300), slice(3, 259)):
+        np.testing.assert_array_equal(f.run({"x": x[rows]})[0], found[rows])
+
+
 @EVERY_TYPE
 def test_the_ends_of_the_ranges_do_not_overflow(storage: DType) -> None:
     """The largest codes, scales and activations there are: sums of whole numbers stay whole."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.dtypes import BOOL, F32, I8, I32, I64, DType
+from rlx.dtypes import BOOL, F32, F64, I8, I32, I64, DType
 from rlx.ir.graph import Node
-from rlx.lir.elementwise import scalar_form
 from rlx.lir.loops import Apply, Arg, Const, Expr, For, Index, Let, Load, Reduce, Ref, Stmt, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, cast, loop_form, widened
 from rlx.lir.views import View
@@ -35,9 +34,10 @@ def _same(op: str, *args: Expr) -> Expr:
 
 
 def _code(stored: DType, *at: tuple[Expr, int | Arg]) -> Expr:
-    """A number of the block times the inverse of its scale, rounded."""
+    """A number of the block times the inverse of its scale, rounded: it is small, or NaN, so two sums do that."""
     x = widened(Load(0, at, stored))
-    return scalar_form["round"](_same("mul", x, Ref("inverse", x.dtype)))
+    far = Const(1.5 * 2.0 ** (52 if x.dtype is F64 else 23), x.dtype)
+    return _same("sub", _same("add", _same("mul", x, Ref("inverse", x.dtype)), far), far)
 
 
 def _scales(stored: DType, block: int) -> list[Stmt]:

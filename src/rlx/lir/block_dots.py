@@ -10,7 +10,7 @@ many, `codes_kernel` takes a piece of a panel apart once and `tile_kernel` goes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlx.dtypes import F32, I32, I64, DType
@@ -48,7 +48,7 @@ from rlx.ops.activations import Activations, activations_for
 from rlx.target import Target
 
 DOT_ROWS = 4  # rows of x up to which codes do not go through memory
-TILE_ROWS = 8  # rows of a tile: as many sums in f32, and as many in whole numbers, as registers hold
+TILE_SUMS = 12  # vectors of sums of a tile: twice as many, and what is multiplied, are all that 32 registers hold
 
 NIBBLES = 0x0F0F0F0F
 UPPER = signed_word(NIBBLES << 4)
@@ -241,38 +241,48 @@ def _sum(rows: _Rows, codes: Codes, r: int, run: int | Expr) -> Expr:
     return (Term(rows.word(r, at, *place)) << codes.offset.bit_length() - 1).expr(I32)
 
 
-def _finish(
-    rows: _Rows, codes: Codes, target: Target, wholes: Sequence[Expr], scale: Expr, other: Expr | None,
-    minima: Sequence[Expr],
-) -> list[Stmt]:  # fmt: skip
-    """The end of a block: whole numbers times scales, added to the sums of the rows."""
-    stmts: list[Stmt] = []
-    form = rows.form
-    for r in range(rows.count):
-        unit = Let(f"d{r}", rows.number(r, form.scale))
-        both = Apply("mul", (scale, Ref(unit.name, F32)), F32)
-        total = multiply_add(Apply("cast", (wholes[r],), F32), both, Ref(f"sum{r}", F32), target)
-        stmts += [unit, Let(f"t{r}", total)]
-        total = Ref(f"t{r}", F32)
-        if codes.plus:
-            assert other is not None
-            total = multiply_add(other, rows.number(r, form.total), total, target)
-        if minima:
-            assert other is not None
-            parts: list[Expr] = []
-            for base in (form.high, form.low):
-                part: Expr = Const(0, I32)
-                for i, four in enumerate(minima):
-                    part = Apply("dot_u7", (part, four, rows.word(r, base + i)), I32)
-                parts.append(part)
-            least = (Term(parts[0]) << 7) + Term(parts[1])
-            below = Apply("neg", (Apply("mul", (other, Ref(unit.name, F32)), F32),), F32)
-            total = multiply_add(Apply("cast", (least.expr(I32),), F32), below, total, target)
-        stmts.append(Assign(f"sum{r}", total))
-    return stmts
+@dataclass(frozen=True)
+class _End:
+    """What a vector of columns has at the end of a block: a scale, the other float and minima if there are any."""
+
+    scale: Expr
+    other: Expr | None
+    minima: Sequence[Expr]
+
+
+def _finish(rows: _Rows, codes: Codes, target: Target, row: int, whole: Expr, end: _End, total: Expr) -> Expr:
+    """The end of a block: whole numbers times scales, added to the sum of a row."""
+    form, number = rows.form, Apply("cast", (whole,), F32)
+    unit = rows.number(row, form.scale)
+    if end.minima:
+        assert end.other is not None
+        parts: list[Expr] = []
+        for base in (form.high, form.low):
+            part: Expr = Const(0, I32)
+            for i, four in enumerate(end.minima):
+                part = Apply("dot_u7", (part, four, rows.word(row, base + i)), I32)
+            parts.append(part)
+        least = Apply("cast", (((Term(parts[0]) << 7) + Term(parts[1])).expr(I32),), F32)
+        below = Apply("neg", (end.other,), F32)
+        both = multiply_add(least, below, Apply("mul", (number, end.scale), F32), target)
+        return multiply_add(both, unit, total, target)
+    total = multiply_add(number, Apply("mul", (end.scale, unit), F32), total, target)
+    if codes.plus:
+        assert end.other is not None
+        total = multiply_add(end.other, rows.number(row, form.total), total, target)
+    return total
 
 
 # -- kernels --------------------------------------------------------------------------------------------------------
+_ROWS_AND_SUMS = (Param("x_words", I32), Param("x", F32), Param("sums", F32, True))
+
+
+def _keeping(sums: Mapping[str, Place], *body: Stmt) -> tuple[Stmt, ...]:
+    """Sums that are in registers while `body` adds to them."""
+    loads = (Var(name, Load(4, at, F32)) for name, at in sums.items())
+    return (*loads, *body, *(Store(4, at, Ref(name, F32)) for name, at in sums.items()))
+
+
 def dot_kernel(storage: DType, width: int, target: Target, count: int) -> LoopKernel:
     """sums[count][width] += x · blocks of one panel, codes in registers."""
     codes, lanes = CODES[storage.name], target.lanes(4)
@@ -303,17 +313,20 @@ def dot_kernel(storage: DType, width: int, target: Target, count: int) -> LoopKe
                 wholes[r] = block.let((Term(wholes[r]) + more if isinstance(wholes[r], Ref) else more).expr(I32))
     minima = [m.expr(I32) for m in codes.minima(block)] if codes.minima else []
     floats = codes.floats(block)
-    other = floats[1] if len(floats) > 1 else None
-    body = (*stmts, *_finish(rows, codes, target, wholes, floats[0], other, minima))
-    root = over_panel(width, lanes, _summed(width, lanes, count, body))
-    return _kernel(f"dot_{storage}_int_{count}", panel_params(storage), root)
+    end = _End(floats[0], floats[1] if len(floats) > 1 else None, minima)
+    for r in range(count):
+        stmts.append(Assign(f"sum{r}", _finish(rows, codes, target, r, wholes[r], end, Ref(f"sum{r}", F32))))
+    place = {f"sum{r}": ((Const(r * width, I64), 1), (Index("v"), lanes), (Index("c"), 1)) for r in range(count)}
+    root = over_panel(width, lanes, _keeping(place, *stmts))
+    return LoopKernel(f"dot_{storage}_int_{count}", (*panel_params(storage), *_ROWS_AND_SUMS), ARGUMENTS, root)
 
 
 @dataclass(frozen=True)
 class _Apart:
-    """A block of `lanes` columns taken apart: words of codes, scales of runs, minima, then one or two floats."""
+    """A block of a panel taken apart: words of codes, scales of runs, minima, then one or two floats, all as wide."""
 
     storage: DType
+    width: int
 
     @property
     def codes(self) -> Codes:
@@ -335,86 +348,93 @@ class _Apart:
     def words(self) -> int:
         return self.floats + len(self.codes.halves)
 
-    def at(self, lanes: int, word: int, *more: tuple[Expr, int | Arg]) -> Place:
-        number = Apply("add", (Apply("mul", (Index("v"), Arg("blocks")), I64), Index("u")), I64)
-        return ((number, self.words * lanes), (Const(word, I64), lanes), (Index("c"), 1), *more)
+    def at(self, vector: tuple[Expr, int], word: int, *more: tuple[Expr, int | Arg]) -> Place:
+        return ((Index("u"), self.words * self.width), (Const(word, I64), self.width), vector, (Index("c"), 1), *more)
 
 
 def apart_words(storage: DType) -> int:
     """Words that a block of one column is in scratch."""
-    return _Apart(storage).words
+    return _Apart(storage, 1).words
 
 
 def codes_kernel(storage: DType, width: int, lanes: int) -> LoopKernel:
     """Blocks of one panel taken apart in scratch."""
-    apart, codes = _Apart(storage), CODES[storage.name]
+    apart, codes = _Apart(storage, width), CODES[storage.name]
+    vector = (Index("v"), lanes)
     block = Block(Panels(storage, lanes, block_number(Index("v"), width, lanes)))
     stmts = block.stmts
     for t in range(apart.scales):
         four = codes.word(block, t).expr(I32)
-        stmts.append(Store(3, apart.at(lanes, t), four))
+        stmts.append(Store(3, apart.at(vector, t), four))
     if codes.scale is not None:
         for run in range(storage.block // codes.step):
             scale = codes.scale(block, run).expr(I32)
-            stmts.append(Store(3, apart.at(lanes, apart.scales + run), scale))
+            stmts.append(Store(3, apart.at(vector, apart.scales + run), scale))
     for i, four_minima in enumerate(codes.minima(block) if codes.minima else []):
-        stmts.append(Store(3, apart.at(lanes, apart.minima + i), four_minima.expr(I32)))
+        stmts.append(Store(3, apart.at(vector, apart.minima + i), four_minima.expr(I32)))
     for i, number in enumerate(codes.floats(block)):
-        stmts.append(Store(4, apart.at(lanes, apart.floats + i), number))
+        stmts.append(Store(4, apart.at(vector, apart.floats + i), number))
     params = (*panel_params(storage), Param("x_words", I32), Param("codes", I32, True), Param("numbers", F32, True))
     return LoopKernel(f"codes_{storage}", params, ARGUMENTS, over_panel(width, lanes, tuple(stmts)))
 
 
+def tile_heights(target: Target) -> range:
+    """Rows of tiles, which are as wide as a panel: more rows than `DOT_ROWS` are cut into such, as equal as can be."""
+    most = TILE_SUMS // target.tile_vectors
+    return range((most + 1) // 2, most + 1)
+
+
 def tile_kernel(storage: DType, width: int, target: Target, count: int) -> LoopKernel:
-    """sums[count][width] += x · blocks that `codes_kernel` took apart. A unit is a vector of columns."""
-    apart, codes, lanes = _Apart(storage), CODES[storage.name], target.lanes(4)
+    """sums[count][width] += x · blocks that `codes_kernel` took apart.
+
+    There is one unit, with all columns: each word of x is loaded once for all of them.
+    """
+    apart, codes, lanes = _Apart(storage, width), CODES[storage.name], target.lanes(4)
     rows = _Rows(activations_for(storage.block), count)
     runs, words = storage.block // codes.step, codes.step // 4
     run: int | Expr = 0 if runs == 1 else Index("g")
+    vectors = range(width // lanes)
+    cells = [(r, v) for r in range(count) for v in vectors]
 
-    def moved(stride: int) -> tuple[tuple[Expr, int | Arg], ...]:
-        return () if isinstance(run, int) else ((run, stride),)
+    def moved(stride: int) -> Place:
+        return () if isinstance(run, int) or not stride else ((run, stride),)
 
-    inner: list[Stmt] = []
-    sums = [_sum(rows, codes, r, run) for r in range(count)]
+    def load(param: int, v: int, word: int, stride: int = 0) -> Expr:
+        return Load(param, apart.at((Const(v, I64), lanes), word, *moved(stride)), F32 if param else I32)
+
+    inner: list[Stmt] = [Let(f"start{r}", _sum(rows, codes, r, run)) for r in range(count)]
+    sums: dict[tuple[int, int], Expr] = {(r, v): Ref(f"start{r}", I32) for r, v in cells}
     for t in range(words):
-        inner.append(Let(f"w{t}", Load(0, apart.at(lanes, t, *moved(words * lanes)), I32)))
+        inner += [Let(f"w{v}_{t}", load(0, v, t, words * width)) for v in vectors]
         for r in range(count):
-            x = rows.word(r, rows.form.codes + t, *moved(words))
-            inner.append(Let(f"s{r}_{t}", Apply(codes.dot, (sums[r], Ref(f"w{t}", I32), x), I32)))
-            sums[r] = Ref(f"s{r}_{t}", I32)
-    body: list[Stmt]
-    if codes.scale is None:
-        body, wholes = inner, sums
-    else:
-        inner.append(Let("scale", Load(0, apart.at(lanes, apart.scales, *moved(lanes)), I32)))
-        wholes = [Ref(f"whole{r}", I32) for r in range(count)]
+            inner.append(Let(f"x{r}_{t}", rows.word(r, rows.form.codes + t, *moved(words))))
+            for v in vectors:
+                four = Ref(f"w{v}_{t}", I32), Ref(f"x{r}_{t}", I32)
+                inner.append(Let(f"s{r}_{v}_{t}", Apply(codes.dot, (sums[r, v], *four), I32)))
+                sums[r, v] = Ref(f"s{r}_{v}_{t}", I32)
+    body = inner
+    if codes.scale is not None:
+        inner += [Let(f"scale{v}", load(0, v, apart.scales, width)) for v in vectors]
+        for r, v in cells:
+            more = Apply("mul", (sums[r, v], Ref(f"scale{v}", I32)), I32)
+            sums[r, v] = Ref(f"whole{r}_{v}", I32)
+            inner.append(Assign(f"whole{r}_{v}", Apply("add", (sums[r, v], more), I32)))
+        body = [*(Var(f"whole{r}_{v}", Const(0, I32)) for r, v in cells), For("g", runs, tuple(inner))]
+    # Sums of runs take the registers that sums in f32 would have: those go through memory, once a block.
+    kept = codes.scale is None
+    place = {f"sum{r}_{v}": ((Const(r * width + v * lanes, I64), 1), (Index("c"), 1)) for r, v in cells}
+    for v in vectors:
+        floats = [Let(f"f{v}_{i}", load(1, v, apart.floats + i)) for i in range(len(codes.halves))]
+        minima = [Let(f"m{v}_{i}", load(0, v, at)) for i, at in enumerate(range(apart.minima, apart.floats))]
+        body += [*floats, *minima]
+        scale, *other = (Ref(let.name, F32) for let in floats)
+        end = _End(scale, other[0] if other else None, [Ref(let.name, I32) for let in minima])
         for r in range(count):
-            more = Apply("mul", (sums[r], Ref("scale", I32)), I32)
-            inner.append(Assign(f"whole{r}", Apply("add", (wholes[r], more), I32)))
-        body = [*(Var(f"whole{r}", Const(0, I32)) for r in range(count)), For("g", runs, tuple(inner))]
-    floats = [Load(1, apart.at(lanes, apart.floats + i), F32) for i in range(len(codes.halves))]
-    minima = [Load(0, apart.at(lanes, apart.minima + i), I32) for i in range(2 if codes.minima else 0)]
-    body += [Let(f"f{i}", value) for i, value in enumerate(floats)] + [Let(f"m{i}", v) for i, v in enumerate(minima)]
-    other = Ref("f1", F32) if len(floats) > 1 else None
-    least = [Ref(f"m{i}", I32) for i in range(len(minima))]
-    body += _finish(rows, codes, target, wholes, Ref("f0", F32), other, least)
-    params = (Param("codes", I32), Param("numbers", F32))
-    columns = _summed(width, lanes, count, (For("u", Arg("blocks"), tuple(body)),))
-    root = For("v", width // lanes, (For("c", lanes, columns, vector=True),))
-    return _kernel(f"tile_{storage}_{count}", params, root)
-
-
-def _summed(width: int, lanes: int, count: int, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-    """`body` with the sums of a vector of columns in registers."""
-    place = [((Const(r * width, I64), 1), (Index("v"), lanes), (Index("c"), 1)) for r in range(count)]
-    return (
-        *(Var(f"sum{r}", Load(4, place[r], F32)) for r in range(count)),
-        *body,
-        *(Store(4, place[r], Ref(f"sum{r}", F32)) for r in range(count)),
-    )
-
-
-def _kernel(name: str, source: tuple[Param, ...], root: For) -> LoopKernel:
-    params = (*source, Param("x_words", I32), Param("x", F32), Param("sums", F32, True))
-    return LoopKernel(name, params, ARGUMENTS, root)
+            name = f"sum{r}_{v}"
+            before = Ref(name, F32) if kept else Load(4, place[name], F32)
+            total = _finish(rows, codes, target, r, sums[r, v], end, before)
+            body.append(Assign(name, total) if kept else Store(4, place[name], total))
+    columns = _keeping(place if kept else {}, For("u", Arg("blocks"), tuple(body)))
+    root = For("all", 1, (For("c", lanes, columns, vector=True),))
+    params = (Param("codes", I32), Param("numbers", F32), *_ROWS_AND_SUMS)
+    return LoopKernel(f"tile_{storage}_{count}", params, ARGUMENTS, root)

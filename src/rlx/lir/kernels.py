@@ -15,6 +15,7 @@ from rlx.dtypes import I32, DType
 from rlx.lir.loops import Let, LoopKernel, Store, expr_text, statements
 
 ROW_BLOCK = 192  # rows of A that one unit of a matmul covers at most
+CODES_ROW_BLOCK = 256  # the same where weights are taken apart for each row block
 KEY_BLOCK = 64  # keys of one attention block, cut at absolute positions
 OUT_OF_RANGE = 1  # fault code: an index lies outside the axis
 BEYOND_CAPACITY = 2  # fault code: a position does not lie within the cache
@@ -81,6 +82,11 @@ class MatmulKernel:
     index: DType = I32  # of groups
 
     kind = "matmul"
+
+    @property
+    def row_block(self) -> int:
+        """Rows of A that one unit covers at most."""
+        return CODES_ROW_BLOCK if self.blocks and self.blocks.tiles else ROW_BLOCK
 
     @property
     def words(self) -> tuple[str, ...]:

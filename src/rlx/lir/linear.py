@@ -11,7 +11,7 @@ from rlx.ir.graph import Graph, Node
 from rlx.lir import block_dots
 from rlx.lir.blocks import dot_kernel, dot_rows, unpack_kernel
 from rlx.lir.elementwise import body_lets
-from rlx.lir.kernels import ROW_BLOCK, Blocks, MatmulKernel, TileOperand
+from rlx.lir.kernels import Blocks, MatmulKernel, TileOperand
 from rlx.lir.loops import Apply, Arg, Const, Expr, For, Index, Let, Load, LoopKernel, Param, Reduce, Ref, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_form, map_elements, widened
 from rlx.lir.views import View, collapse
@@ -123,7 +123,7 @@ def launch_matmul(
         kernel = replace(kernel, grouped="depth" if depth else "rows", index=index.dtype)
         b_batch0 = 0 if depth else b.strides[0] * b.dtype.size // sums.size
     panel = s.target.panel(a.dtype.size) // weights
-    row_blocks = (m + (ROW_BLOCK - 1)) // ROW_BLOCK
+    row_blocks = (m + (kernel.row_block - 1)) // kernel.row_block
     words: dict[str, View | Size | None] = {
         "a": a, "b": b, "m": m, "n": columns, "k": k, "row_blocks": row_blocks, "batch0": batch0, "batch1": batch1,
         "a_row": a.strides[-1] if turned else steps(0)[2], "a_batch0": steps(0)[0], "a_batch1": steps(0)[1],
@@ -169,11 +169,11 @@ def _whole_blocks(storage: DType, target: Target) -> Blocks:
     """The kernels for packed weights and 8-bit activations."""
     width, lanes = target.panel(F32.size), target.lanes(F32.size)
     dots = tuple(block_dots.dot_kernel(storage, width, target, n + 1) for n in range(block_dots.DOT_ROWS))
-    rows = block_dots.TILE_ROWS
-    tiles = tuple(block_dots.tile_kernel(storage, width, target, n) for n in range(rows // 2, rows + 1))
+    heights = block_dots.tile_heights(target)
+    tiles = tuple(block_dots.tile_kernel(storage, width, target, n) for n in heights)
     size = block_dots.apart_words(storage) * I32.size
     x_words = activations_for(storage.block).words
-    return Blocks(storage, block_dots.codes_kernel(storage, width, lanes), size, dots, tiles, rows, x_words)
+    return Blocks(storage, block_dots.codes_kernel(storage, width, lanes), size, dots, tiles, heights[-1], x_words)
 
 
 def _as_words(view: View) -> View:

@@ -24,6 +24,7 @@ CompileLoops = Callable[[LoopKernel, Target], Routine]
 HEADER_BYTES = 64  # of scratch, owned by the driver
 LINE = 64  # bytes of a cache line
 SLAB = 512  # k steps of B that all tiles of a row block go over before the next ones: 128 KiB of an AVX-512 panel
+CODES_SLAB = 1024  # the same of codes, of which a word has four
 SLAB_UNIT = 16  # slabs of one panel are equally long but for this
 STREAM_AHEAD = 16384  # bytes: how far ahead a panel is prefetched that only one tile of one or two rows reads
 CACHED = 8 << 20  # bytes of B up to which it is likely in a cache: there the hardware prefetches better alone
@@ -47,6 +48,7 @@ class Geometry:
     lanes: int
     rows: int
     vectors: int
+    most_rows: int = ROW_BLOCK  # of a row block
 
     @property
     def scalar(self) -> str:
@@ -69,7 +71,7 @@ class Geometry:
     @property
     def block_rows(self) -> int:
         """Rows that a row block, which is whole tiles, has at most."""
-        return -(-ROW_BLOCK // self.rows) * self.rows
+        return -(-self.most_rows // self.rows) * self.rows
 
 
 def geometry(kernel: MatmulKernel, target: Target) -> Geometry:
@@ -77,7 +79,7 @@ def geometry(kernel: MatmulKernel, target: Target) -> Geometry:
     if dtype.name not in _SCALAR or (dtype.is_integer and not kernel.packed):
         raise LowerError(f"cpu matmul: no tiles of {dtype}", hint="widen the operands to f32 first")
     rows = kernel.blocks.tile_rows if kernel.blocks and kernel.blocks.tiles else target.tile_rows
-    return Geometry(dtype, target.lanes(dtype.size), rows, target.tile_vectors)
+    return Geometry(dtype, target.lanes(dtype.size), rows, target.tile_vectors, kernel.row_block)
 
 
 # -- what the rest of the backend asks for ----------------------------------------------------------------------------
@@ -109,10 +111,14 @@ def scratch_bytes(kernel: MatmulKernel, target: Target, k: int) -> int:
     form = geometry(kernel, target)
     if kernel.blocks:
         block = kernel.blocks.storage.block
-        packed = min(-(-k // block), SLAB // block) * kernel.blocks.unpacked_bytes * form.panel
+        packed = min(-(-k // block), _slab(kernel) // block) * kernel.blocks.unpacked_bytes * form.panel
     else:
         packed = 0 if kernel.packed else min(-(-k // form.lanes) * form.lanes, SLAB) * form.step_bytes
     return _sums_end(form) + packed
+
+
+def _slab(kernel: MatmulKernel) -> int:
+    return CODES_SLAB if kernel.blocks and kernel.blocks.tiles else SLAB
 
 
 def _sums_end(form: Geometry) -> int:
@@ -422,7 +428,7 @@ class _Nest:
         b = self.b
         if self.kernel.packed:  # a single tile would read nothing twice
             alone = self.few if self.kernel.blocks else b.icmp("eq", rows.count, 1)
-            return i64(1), b.select(alone, b.max(self.k, 1), i64(SLAB))
+            return i64(1), b.select(alone, b.max(self.k, 1), i64(_slab(self.kernel)))
         large = b.op("and", b.icmp("sge", panels, WIDE_PANELS), b.icmp("sgt", self.k, SLAB))
         wide = b.op("and", self._in_place(rows), large)
         return b.select(wide, i64(self._group()), i64(1)), b.select(wide, i64(WIDE_SLAB), i64(SLAB))
@@ -499,17 +505,34 @@ class _Nest:
         k_words = b.sdiv(b.mul(stripe.start, blocks.x_words), blocks.storage.block)
         b.when(b.icmp("eq", stripe.start, 0), lambda: self._clear(stripe, self._rows_of(rows)))
         lowest = blocks.tile_rows - len(blocks.tiles) + 1
+        fetch = self._next_slab(rows, stripe, blocks)
 
         def tile(index: Value, row: Value) -> list[Value]:
             height = b.add(self.short, b.assign("i64", f"zext {b.icmp('slt', index, self.longer)} to i64"))
             sums = b.offset(stripe.sums, b.mul(b.sub(row, rows.first_row), form.panel), form.scalar)
             x = b.offset(rows.a, b.add(b.mul(row, word["a_row"]), k_words), form.scalar)
+            fetch(b.sub(index, rows.first_tile))
             which = b.add(height, 1 + len(blocks.dots) - lowest)
             self._call_blocks(which, blocks.tiles[0], count, self.packed, x, sums)
             b.when(stripe.last, lambda: self.finish(stripe, row, height, sums))
             return [b.add(row, height)]
 
         b.loop(rows.first_tile, rows.last_tile, 1, tile, [rows.first_row])
+
+    def _next_slab(self, rows: _Block, stripe: _Stripe, blocks: Blocks) -> Callable[[Value], None]:
+        """Prefetches a share of what is taken apart after this slab, for the tile of a number."""
+        b = self.b
+        here = b.offset(
+            stripe.b, self._block_bytes(blocks, b.add(stripe.start, stripe.length))
+        )  # in this panel or the next
+        length = self._block_bytes(blocks, stripe.length)
+        share = b.mul(b.add(b.sdiv(length, b.mul(b.max(rows.count, 1), LINE)), 1), LINE)
+
+        def fetch(tile: Value) -> None:
+            start = b.mul(tile, share)
+            b.loop(start, b.add(start, share), LINE, lambda at: b.prefetch(b.offset(here, at), locality=2))
+
+        return fetch
 
     def _rows_of(self, rows: _Block) -> Value:
         b = self.b
