@@ -213,7 +213,8 @@ class Block:
         for operand, region, part in (("k", "key_rows", "pack_keys"), ("v", "value_rows", "turn_values")):
             places, source = self.region(region), unit.place(operand, unit.key_head, self.base)
             unit.call("addresses", unit.scratch, places, source, words[f"{operand}_seq"], self.count)
-            unit.call(part, unit.scratch, i64(KEY_BLOCK), words[f"{operand}_seq"])
+            next_block = b.mul(words[f"{operand}_seq"], KEY_BLOCK * plan.stride_bytes)
+            unit.call(part, unit.scratch, i64(KEY_BLOCK), next_block)
         unit.call("key_lines", unit.scratch)
         first, end = i64(0), self.rows.count
         if plan.limited:  # the first row that sees a key of the block
