@@ -6,16 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rlx.backends.cpu.attention.elements import (
-    fetch,
-    load,
-    load_packed,
-    load_scales,
-    load_stored,
-    sweep,
-    unpack,
-    widen,
-)
+from rlx.backends.cpu.attention.elements import fetch, load, load_packed, load_scales, load_stored, sweep, unpack, widen
 from rlx.backends.cpu.attention.plan import LINE, Plan, Strips
 from rlx.backends.cpu.builder import Builder, Module, Value, const, i64, intrinsic_suffix, lanes_of, vector
 from rlx.dtypes import DType

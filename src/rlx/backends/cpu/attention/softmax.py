@@ -133,7 +133,7 @@ class Scorer:
 
     def over_span(
         self, body: Callable[[Value], Value], combine: Callable[[Value, Value], Value], start: Value
-    ) -> Value:  # fmt: skip
+    ) -> Value:
         """What `body(key)` gives for the keys of the span that the row may see, `width` at a time, all combined."""
         if self.width == self.span:
             return body(i64(0))
@@ -151,10 +151,9 @@ class Scorer:
 
     def scored(self, products: Value, j: Value) -> Value:
         """The scores of the keys from j on, -inf for those that the row does not see."""
-        b, loaded = self.b, self.load(products, j)
-        return b.when(
-            self.sees_all(), lambda: [self.scores(loaded, j, True)], lambda: [self.scores(loaded, j, False)]
-        )[0]  # fmt: skip
+        loaded = self.load(products, j)
+        ways = (lambda: [self.scores(loaded, j, True)], lambda: [self.scores(loaded, j, False)])
+        return self.b.when(self.sees_all(), *ways)[0]
 
     def scores(self, products: Value, j: Value, whole: bool) -> Value:
         """The scores of the keys from j on, -inf for those that the row does not see; `whole`: it sees all."""
