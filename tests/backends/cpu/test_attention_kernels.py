@@ -355,10 +355,11 @@ def test_chunks_of_a_prompt_have_the_bits_of_the_whole(kernel: AttentionKernel, 
 
 @EVERY_TARGET
 @EVERY_MASK
-def test_bits_depend_on_neither_units_nor_neighbours(mask: str, target: Target) -> None:
-    kernel = a_kernel(head_dim=20, value_dim=16, group=5, mask=mask)
+@pytest.mark.parametrize(("group", "q_len"), ((5, 45), (1, 210)))  # more rows than go over the keys together
+def test_bits_depend_on_neither_units_nor_neighbours(mask: str, group: int, q_len: int, target: Target) -> None:
+    kernel = a_kernel(head_dim=20, value_dim=16, group=group, mask=mask)
     run = compiled(kernel, target)
-    operands = random(kernel, 45, 80, batch=3, kv_heads=2)
+    operands = random(kernel, q_len, 80, batch=3, kv_heads=2)
     whole, units = run(operands), run.units(operands)
     assert_same_bits(run(operands, calls=[(i, i + 1) for i in reversed(range(units))]), whole)
     assert_same_bits(run(operands, calls=[(0, 5), (5, units)]), whole)

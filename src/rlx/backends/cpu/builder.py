@@ -330,13 +330,14 @@ class Builder:
 
     def fold(self, value: Value, combine: Callable[[Value, Value], Value]) -> Value:
         """All lanes combined to a scalar by halving: one fixed order for every caller."""
-        width = lanes_of(value.type)
-        while width > 1:
-            half = width // 2
-            low = self.shuffle(value, value, range(half))
-            high = self.shuffle(value, value, range(half, width))
-            value, width = combine(low, high), half
-        return self.extract(value, 0)
+        return self.extract(self.narrow(value, combine, 1), 0)
+
+    def narrow(self, value: Value, combine: Callable[[Value, Value], Value], lanes: int) -> Value:
+        """All lanes combined to a vector of `lanes` by halving."""
+        while (width := lanes_of(value.type)) > lanes:
+            low, high = (self.shuffle(value, value, part) for part in (range(width // 2), range(width // 2, width)))
+            value = combine(low, high)
+        return value
 
     # -- control --------------------------------------------------------------------------------------------------
     def loop(

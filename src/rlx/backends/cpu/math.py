@@ -164,7 +164,7 @@ class _Lanes:
 
     @property
     def has_register_instructions(self) -> bool:
-        """Whether AVX-512's scalef, getexp and getmant fit: a power of two of lanes that fills a register."""
+        """Whether AVX-512's scalef, reduce, getexp and getmant fit: a power of two of lanes that fills a register."""
         lanes = lanes_of(self.type)
         fills = lanes * self.format.bytes >= 16 and lanes & lanes - 1 == 0
         return fills and "+avx512vl" in self.target.features
@@ -183,6 +183,8 @@ class _Lanes:
         operands = [x] if y is None else [x, y]
         if name == "getmant":
             operands.append(const("i32", 0b1011))  # mantissa in [3/4, 3/2), NaN for negative x
+        if name == "reduce":
+            operands.append(const("i32", 0))  # less the nearest integer, of two the even one
         operands += [const(x.type, 0.0), const("i16" if lanes == 16 else "i8", -1)]
         if bits == 512:
             operands.append(const("i32", 4))  # the rounding mode in force
@@ -276,6 +278,9 @@ def _exp_of_sum(v: _Lanes, x: Value, rest: Value | None) -> Value:
 def exp2(b: Builder, x: Value, target: Target) -> Value:
     """2^x; exact for integers. Worst: float 0.9 ulp (1.1 without FMA), double 0.95 (1.25)."""
     v = _Lanes(b, x.type, target)
+    if v.has_register_instructions:  # which take any x: of an infinity, the distance to an integer is 0
+        r = v.per_register("reduce", x)
+        return v.per_register("scalef", v.polynomial(r, _EXP2[v.scalar]), v.sub(x, r))
     x = v.clamp(x, *_EXP2_RANGE[v.scalar])
     rounder = v.rounder(2 * v.format.bias)
     rounded = v.add(x, rounder)

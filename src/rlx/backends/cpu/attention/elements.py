@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rlx.backends.cpu.attention.plan import SCALAR, Plan
+from rlx.backends.cpu.attention.plan import LINE, SCALAR, Plan
 from rlx.backends.cpu.builder import Builder, Value, const, i64, lanes_of, vector
 from rlx.backends.cpu.math import bfloat_to_float, float_to_bfloat, float_to_half, half_to_float
 from rlx.dtypes import BF16, F16, F64, DType
@@ -102,6 +102,12 @@ def sweep(b: Builder, extent: int, step: int, body: Callable[[Value, int], None]
         b.loop(0, whole * step, unroll * step, several)
     if extent % step:
         body(i64(whole * step), extent % step)
+
+
+def fetch(b: Builder, place: Value, size: int, *, locality: int = 3) -> None:
+    """Have the lines of so many bytes come."""
+    for at in range(0, size, LINE):
+        b.prefetch(b.offset(place, at), locality=locality)
 
 
 def clear(b: Builder, place: Value, size: Value) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from rlx.backends.cpu.attention import packing
 from rlx.backends.cpu.attention.elements import clear, load, store, sweep
 from rlx.backends.cpu.attention.plan import ENTRY_ARGUMENTS, LOG2_E, Plan, laid_out, read_words
-from rlx.backends.cpu.attention.softmax import CHUNK, Scorer
+from rlx.backends.cpu.attention.softmax import Scorer
 from rlx.backends.cpu.attention.turned import turned_kernel
 from rlx.backends.cpu.builder import NULL, Builder, Module, Value, const, i64
 from rlx.backends.cpu.math import exp2, fma
@@ -213,7 +213,8 @@ class Block:
         for operand, region, part in (("k", "key_rows", "pack_keys"), ("v", "value_rows", "turn_values")):
             places, source = self.region(region), unit.place(operand, unit.key_head, self.base)
             unit.call("addresses", unit.scratch, places, source, words[f"{operand}_seq"], self.count)
-            unit.call(part, unit.scratch, i64(KEY_BLOCK), words[f"{operand}_seq"])
+            next_block = b.mul(words[f"{operand}_seq"], KEY_BLOCK * plan.stride_bytes)
+            unit.call(part, unit.scratch, i64(KEY_BLOCK), next_block)
         unit.call("key_lines", unit.scratch)
         first, end = i64(0), self.rows.count
         if plan.limited:  # the first row that sees a key of the block
@@ -378,8 +379,7 @@ def _define_start(module: Module, plan: GradPlan) -> None:
 
 def _define_differentiate(module: Module, plan: GradPlan) -> None:
     """Products of some rows with all keys of the block become weights, and gradients of products q · k."""
-    vectors = min(CHUNK, KEY_BLOCK // plan.lanes)
-    kernel, type_ = plan.kernel, plan.vector
+    kernel = plan.kernel
 
     def emit(
         b: Builder, scratch: Value, first: Value, height: Value, base: Value, count: Value, kept: Value, lse: Value,
@@ -392,38 +392,33 @@ def _define_differentiate(module: Module, plan: GradPlan) -> None:
             highest = const(plan.scalar, float(np.finfo(plan.compute.numpy).max))
             loaded = b.load(plan.scalar, b.offset(lse, i, plan.scalar), align=plan.size)
             shift = b.op("fmul", loaded, const(plan.scalar, -LOG2_E))
-            own = b.splat(b.select(b.fcmp("ogt", shift, highest), highest, shift), plan.lanes)
-            less = b.splat(b.load(plan.scalar, b.offset(delta, i, plan.scalar), align=plan.size), plan.lanes)
+            own = b.splat(b.select(b.fcmp("ogt", shift, highest), highest, shift), scorer.width)
+            less = b.splat(b.load(plan.scalar, b.offset(delta, i, plan.scalar), align=plan.size), scorer.width)
 
             def several(j: Value, whole: bool) -> None:
-                start = b.add(b.mul(number, KEY_BLOCK), j)
-                places = [b.add(start, n * plan.lanes) for n in range(vectors)]
-                weights, inner = (
-                    [plan.region(b, scratch, region, place) for place in places] for region in ("weights", "inner")
-                )
-                bent = [scorer.bent(b.load(type_, place, align=plan.size)) for place in weights]
+                type_, start = scorer.type, b.add(b.mul(number, KEY_BLOCK), j)
+                weights, inner = (plan.region(b, scratch, region, start) for region in ("weights", "inner"))
+                bent = scorer.bent(b.load(type_, weights, align=plan.size))
                 scores = scorer.of_bent(bent, j, whole)
-                for n in range(vectors):
-                    weight = exp2(b, fma(b, scores[n], const(type_, plan.exponent), own, plan.target), plan.target)
-                    b.store(weight, weights[n], align=plan.size)
-                    slope = const(type_, kernel.scale)
-                    if kernel.softcap:
-                        square = b.op("fmul", bent[n], bent[n])
-                        slope = b.op("fmul", b.op("fsub", const(type_, 1.0), square), slope)
-                    change = b.op("fsub", b.load(type_, inner[n], align=plan.size), less)
-                    found = b.op("fmul", b.op("fmul", weight, change), slope)
-                    if not whole or kernel.mask == "bias":
-                        # Of a key that is not seen, the product may be anything.
-                        zero = const(type_, 0.0)
-                        found = b.select(b.fcmp("oeq", weight, zero), zero, found)
-                    b.store(found, inner[n], align=plan.size)
+                weight = exp2(b, fma(b, scores, const(type_, plan.exponent), own, plan.target), plan.target)
+                b.store(weight, weights, align=plan.size)
+                slope = const(type_, kernel.scale)
+                if kernel.softcap:
+                    square = b.op("fmul", bent, bent)
+                    slope = b.op("fmul", b.op("fsub", const(type_, 1.0), square), slope)
+                change = b.op("fsub", b.load(type_, inner, align=plan.size), less)
+                found = b.op("fmul", b.op("fmul", weight, change), slope)
+                if not whole or kernel.mask == "bias":
+                    # Of a key that is not seen, the product may be anything.
+                    zero = const(type_, 0.0)
+                    found = b.select(b.fcmp("oeq", weight, zero), zero, found)
+                b.store(found, inner, align=plan.size)
 
             def scan(whole: bool) -> None:
-                step = vectors * plan.lanes
-                if step == KEY_BLOCK:
+                if scorer.width == KEY_BLOCK:
                     several(i64(0), whole)
                 else:
-                    b.loop(0, KEY_BLOCK, step, lambda j: several(j, whole))
+                    b.loop(0, KEY_BLOCK, scorer.width, lambda j: several(j, whole))
 
             b.when(scorer.sees_all(), lambda: scan(True), lambda: scan(False))
 

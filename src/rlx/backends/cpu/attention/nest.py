@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, replace
 
 from rlx.backends.cpu.attention import packing, rows, softmax
-from rlx.backends.cpu.attention.elements import clear
+from rlx.backends.cpu.attention.elements import clear, fetch
 from rlx.backends.cpu.attention.packing import each_strip
 from rlx.backends.cpu.attention.plan import ENTRY_ARGUMENTS, LINE, Plan, read_words
 from rlx.backends.cpu.builder import NULL, Builder, Int, Module, Value, const, i64
@@ -19,10 +19,10 @@ _POINTER_WORDS = ("parts", "q", "k", "v", "out", "mask", "positions", "lse")
 
 
 def entry(kernel: AttentionKernel, target: Target) -> Entry:
-    """The loop nest of `kernel`, with the table of micro-kernels that it calls: by width, then by height from 1."""
+    """The loop nest of `kernel`, with the table of micro-kernels that it calls: by width, then by height."""
     plan = Plan(kernel, target)
-    heights = range(1, target.tile_rows + 1)
-    parts = tuple(micro_kernel(plan.compute, height, width, target) for width in plan.widths for height in heights)
+    widths, heights = range(1, target.tile_vectors + 1), range(1, target.tile_rows + 1)
+    parts = tuple(micro_kernel(plan.compute, height, width, target) for width in widths for height in heights)
     return Entry(Routine(plan.symbol, lambda module: _define_entry(module, plan)), {"parts": parts})
 
 
@@ -34,18 +34,24 @@ def _define_entry(module: Module, plan: Plan) -> None:
         words = read_words(b, plan.kernel.words, _POINTER_WORDS, args)
         if plan.packs_keys or plan.packs_values:
             clear(b, plan.region(b, scratch, "zeros"), i64(plan.zero_bytes))
-        blocks = b.ceil_div(words["q_len"], plan.kernel.positions)
+        units = b.max(b.ceil_div(words["q_len"], plan.kernel.positions), 1)  # of a key head
 
-        def unit(index: Value) -> None:
-            head = b.sdiv(index, blocks)
-            batch, key_head = b.sdiv(head, words["kv_heads"]), b.srem(head, words["kv_heads"])
-            first = b.mul(b.srem(index, blocks), plan.kernel.positions)
-            positions = b.min(b.sub(words["q_len"], first), plan.kernel.positions)
-            rows = b.mul(positions, plan.kernel.group)
-            whole = Unit(b, plan, words, scratch, batch, key_head, first, positions, rows)
-            whole.emit_cached() if plan.kernel.cached else whole.emit()
+        def head(index: Value) -> None:
+            batch, key_head = b.sdiv(index, words["kv_heads"]), b.srem(index, words["kv_heads"])
+            own = b.mul(index, units)
+            end = b.min(b.sub(high, own), units)
 
-        b.loop(low, high, 1, unit)
+            def several(unit: Value) -> None:
+                first = b.mul(unit, plan.kernel.positions)
+                positions = b.mul(b.min(b.sub(end, unit), plan.together), plan.kernel.positions)
+                positions = b.min(b.sub(words["q_len"], first), positions)
+                rows = b.mul(positions, plan.kernel.group)
+                whole = Units(b, plan, words, scratch, batch, key_head, first, positions, rows)
+                whole.emit_cached() if plan.kernel.cached else whole.emit()
+
+            b.loop(b.max(b.sub(low, own), 0), end, plan.together, several)
+
+        b.loop(b.sdiv(low, units), b.sdiv(b.add(high, b.sub(units, 1)), units), 1, head)
 
     module.define(plan.symbol, ENTRY_ARGUMENTS, body)
 
@@ -65,8 +71,8 @@ class Keys:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """The code of one unit: `positions` query positions from `first` on, in all query heads of a key head.
+class Units:
+    """The code of neighbouring units: `positions` query positions from `first` on, in all query heads of a key head.
 
     Over a cache, those of padding are left out: `positions` and `rows` count what is there.
     """
@@ -126,11 +132,20 @@ class Unit:
         """All rows against the keys `begin` .. `end`, block by block."""
         b = self.b
 
-        def block(index: Value) -> None:
+        def block(index: Value, started: Value) -> list[Value]:
             base = b.mul(index, KEY_BLOCK)
-            self.block(base, b.min(b.sub(end, base), KEY_BLOCK), mask)
+            return [self.block(base, b.min(b.sub(end, base), KEY_BLOCK), mask, started)]
 
-        b.loop(b.sdiv(begin, KEY_BLOCK), b.ceil_div(end, KEY_BLOCK), 1, block)
+        # Whether there is something in the outputs of all rows: the first block need not add to zeros.
+        started = i64(1 if self.plan.limited else 0)
+        started = b.loop(b.sdiv(begin, KEY_BLOCK), b.ceil_div(end, KEY_BLOCK), 1, block, [started])[0]
+        b.when(b.icmp("eq", started, 0), lambda: self.clear_outputs(i64(0), self.rows))
+
+    def clear_outputs(self, row: Value, count: Value) -> None:
+        b, stride = self.b, self.plan.value_stride
+        clear(
+            b, self.plan.region(b, self.scratch, "outputs", b.mul(row, stride)), b.mul(count, stride * self.plan.size)
+        )
 
     @property
     def query_head(self) -> Value:
@@ -175,25 +190,31 @@ class Unit:
         """The first key that a row does not see."""
         return self.b.load("i64", self.plan.region(self.b, self.scratch, "limits", row, "i64"), align=8)
 
-    def block(self, base: Value, count: Value, mask: Value) -> None:
-        """All rows against the keys `base` .. `base + count`."""
+    def block(self, base: Value, count: Value, mask: Value, started: Value) -> Value:
+        """All rows against the keys `base` .. `base + count`; the result is whether they have outputs now."""
         b = self.b
         if self.plan.kernel.mask != "custom":
             slot = b.srem(base, self.words["capacity"]) if self.plan.kernel.ring else base
-            self.visible_block(base, slot, count, count)
-            return
+            self.visible_block(base, slot, count, count, started)
+            return i64(1)
         flags = b.offset(mask, b.mul(base, self.plan.mask_dtype.size))
         kept = self.call("keep", self.scratch, flags, count, result="i64")
-        b.when(b.icmp("sgt", kept, 0), lambda: self.visible_block(base, base, count, kept))
 
-    def visible_block(self, base: Value, slot: Value, count: Value, kept: Value) -> None:
+        def visible() -> list[Value]:
+            self.visible_block(base, base, count, kept, started)
+            return [i64(1)]
+
+        return b.when(b.icmp("sgt", kept, 0), visible, lambda: [started])[0]
+
+    def visible_block(self, base: Value, slot: Value, count: Value, kept: Value, started: Value) -> None:
         """`slot` is where the first key lies, which only in a ring is not its position."""
         b, plan = self.b, self.plan
         keys = self.cached_keys(slot) if plan.kernel.cached else self.packed_keys(slot, count)
         if plan.packs_values:
             self.addresses("value_rows", "v", slot, count)
             # A bias looks for inf and NaN in all 64 rows, so all have to be there.
-            self.call("pack_values", self.scratch, i64(KEY_BLOCK) if plan.kernel.mask == "bias" else count)
+            rows = i64(KEY_BLOCK) if plan.kernel.mask == "bias" else count
+            self.call("pack_values", self.scratch, rows, i64(0) if plan.kernel.cached else self.ahead("v", base))
         finite = self.call("finite", self.scratch, result="i1") if plan.kernel.mask == "bias" else None
 
         def tile(row: Value) -> None:
@@ -203,14 +224,14 @@ class Unit:
                 reach = self.reach(row, height, base, count)
 
                 def weights(span: int) -> None:
-                    self.scores(keys, row, height, reach, span)
                     self.call(f"softmax{span}", self.scratch, row, height, base, count, kept)
 
+                self.scores(keys, row, height, reach)
                 if len(plan.spans) == 1:
                     weights(KEY_BLOCK)
                 else:
                     b.when(b.icmp("sle", reach, plan.spans[0]), *(functools.partial(weights, s) for s in plan.spans))
-                Outputs(self, row, height, base, slot, count).emit(finite)
+                Outputs(self, row, height, base, slot, count, started).emit(finite)
 
             if plan.limited:
                 b.when(self.sees(row, height, base), attend)
@@ -222,7 +243,7 @@ class Unit:
     def packed_keys(self, base: Value, count: Value) -> Keys:
         plan = self.plan
         self.addresses("key_rows", "k", base, count)
-        self.call("pack_keys", self.scratch, self.covering(count), self.words["k_seq"])
+        self.call("pack_keys", self.scratch, self.covering(count), self.ahead("k", base))
         packed = plan.region(self.b, self.scratch, "keys")
         return Keys(packed, plan.panel, plan.head_stride * plan.panel, packed, 0)
 
@@ -241,17 +262,24 @@ class Unit:
         following, share = b.offset(place, KEY_BLOCK * size), size * plan.panel // plan.kernel.head_dim
         return Keys(plan.region(b, self.scratch, "keys"), KEY_BLOCK, plan.panel, following, share)
 
+    def ahead(self, operand: str, base: Value) -> Value:
+        """Bytes from a row of this block to one of the next; from the last block, to the first of the next head."""
+        b, words = self.b, self.words
+        seq, head, batch = (words[f"{operand}_{axis}"] for axis in ("seq", "head", "batch"))
+        others = b.sub(words["kv_heads"], 1)
+        next_head = b.select(b.icmp("eq", self.key_head, others), b.sub(batch, b.mul(others, head)), head)
+        last = b.icmp("sge", b.add(base, KEY_BLOCK), words["k_len"])
+        rows = b.select(last, b.sub(next_head, b.mul(base, seq)), b.mul(seq, KEY_BLOCK))
+        return b.mul(rows, self.plan.stride_bytes)
+
     def addresses(self, region: str, operand: str, base: Value, count: Value) -> None:
         """Note where the rows of the block lie; zeros stand in for those past `count` and those not kept."""
         rows, source = self.plan.region(self.b, self.scratch, region), self.place(operand, self.key_head, base)
         self.call("addresses", self.scratch, rows, source, self.words[f"{operand}_seq"], count)
 
     def covering(self, count: Value) -> Value:
-        """How many keys to pack, so that a step that scores `count` keys reads nothing stale."""
-        b, least = self.b, self.plan.spans[0]
-        if self.plan.panel < KEY_BLOCK:
-            return b.mul(b.ceil_div(count, self.plan.panel), self.plan.panel)
-        return b.select(b.icmp("sle", count, least), i64(least), i64(KEY_BLOCK))
+        """How many keys to pack, so that vectors which score `count` keys read nothing stale."""
+        return self.b.mul(self.b.ceil_div(count, self.plan.lanes), self.plan.lanes)
 
     def lowest(self, row: Value) -> Value:
         """The lowest limit of the rows of a tile. Only over a cache may it be another one than the first."""
@@ -279,20 +307,26 @@ class Unit:
         oldest = b.sub(self.lowest(row), self.plan.kernel.window)
         return b.op("and", newest, b.icmp("slt", oldest, b.add(base, KEY_BLOCK)))
 
-    def scores(self, keys: Keys, row: Value, height: Value, reach: Value, span: int) -> None:
-        """scores[height][keys] = queries · keys, for as many keys as are in reach."""
+    def scores(self, keys: Keys, row: Value, height: Value, reach: Value) -> None:
+        """scores[height][keys] = queries · keys, for as many keys as are in reach. Others stay as they are."""
         b, plan, scratch = self.b, self.plan, self.scratch
-        queries = plan.region(b, scratch, "queries", b.mul(row, plan.head_stride))
-        vectors = min(span, plan.panel) // plan.lanes
-        tile = _micro_kernel(b, plan, self.words["parts"], vectors, height)
-        step = _ahead_step(b, plan, row, height, vectors, i64(keys.ahead_step))
+        queries, apart = plan.region(b, scratch, "queries", b.mul(row, plan.head_stride)), i64(plan.head_stride)
+        if not plan.copies_queries:
+            queries, apart = self.place("q", self.query_head, b.add(self.first, row)), self.words["q_seq"]
+            for i in range(plan.target.tile_rows):  # of the next tile
+                following = b.offset(queries, b.mul(apart, plan.target.tile_rows + i), plan.scalar)
+                fetch(b, following, plan.kernel.head_dim * plan.size)
+        step = _ahead_step(b, plan, row, height, plan.target.tile_vectors, i64(keys.ahead_step))
+        vectors = b.ceil_div(reach, plan.lanes)
 
         def panel(index: Value) -> None:
+            width = b.min(b.sub(vectors, b.mul(index, plan.target.tile_vectors)), plan.target.tile_vectors)
+            tile = _micro_kernel(b, plan, self.words["parts"], width, height)
             right = b.offset(keys.first, b.mul(index, keys.apart), plan.scalar)
             ahead = b.offset(keys.ahead, b.mul(index, keys.ahead_step * plan.kernel.head_dim))
             scores = plan.region(b, scratch, "scores", b.mul(index, plan.panel))
             b.call_pointer(
-                tile, queries, i64(plan.head_stride), right, i64(keys.stride), i64(plan.kernel.head_dim),
+                tile, queries, apart, right, i64(keys.stride), i64(plan.kernel.head_dim),
                 scores, i64(KEY_BLOCK), ahead, step, i64(0),
             )  # fmt: skip
 
@@ -307,23 +341,24 @@ class Outputs:
     """outputs[height] += weights · values, for one tile. A key that a row does not see is not multiplied: 0 · inf
     is no zero. Whatever goes together, each row adds its keys in order."""
 
-    unit: Unit
+    unit: Units
     row: Value
     height: Value
     base: Value
     slot: Value
     count: Value
+    started: Value
 
     def emit(self, finite: Value | None) -> None:
         """`finite`, for a bias: whether V has no inf and no NaN, so that it does not matter which keys are masked."""
         if self.unit.plan.limited:
             self.limited()
         elif finite is None:
-            self.weigh(0, self.height, 0, self.count)
+            self.weigh(0, self.height, 0, self.count, self.started)
         else:
-            self.unit.b.when(finite, lambda: self.weigh(0, self.height, 0, self.count), self.sparse)
+            self.unit.b.when(finite, lambda: self.weigh(0, self.height, 0, self.count, self.started), self.sparse)
 
-    def weigh(self, first: Int, height: Int, begin: Int, end: Int) -> None:
+    def weigh(self, first: Int, height: Int, begin: Int, end: Int, accumulate: Int = 1) -> None:
         """Rows `first` .. of the tile and keys `begin` .. `end` of the block."""
         unit, plan, b = self.unit, self.unit.plan, self.unit.b
         weights = plan.region(b, unit.scratch, "scores", b.mul(i64(first), KEY_BLOCK))
@@ -333,7 +368,8 @@ class Outputs:
         if plan.packs_values:
             values = plan.region(b, unit.scratch, "values")
         rows = self.row, i64(height), i64(begin), i64(end)
-        unit.call("weigh", unit.words["parts"], weights, *rows, values, stride, following, outputs)
+        places = values, stride, following, outputs
+        unit.call("weigh", unit.words["parts"], weights, *rows, *places, i64(accumulate))
 
     def limited(self) -> None:
         """Keys that all rows of the tile see go together, those before and after them row by row."""
@@ -371,6 +407,7 @@ class Outputs:
     def sparse(self) -> None:
         """The slow way for a block with an inf or NaN in V that a bias may hide: keys of weight 0 are left out."""
         unit, plan, b = self.unit, self.unit.plan, self.unit.b
+        b.when(b.icmp("eq", self.started, 0), lambda: unit.clear_outputs(self.row, self.height))
 
         def row(i: Value) -> None:
             def key(j: Value) -> None:
@@ -384,9 +421,10 @@ class Outputs:
         b.loop(0, self.height, 1, row)
 
 
-def _micro_kernel(b: Builder, plan: Plan, parts: Value, width: int, height: Value) -> Value:
+def _micro_kernel(b: Builder, plan: Plan, parts: Value, width: Int, height: Value) -> Value:
     """The address of the micro-kernel of `width` vectors and `height` rows."""
-    index = b.add(height, plan.widths.index(width) * plan.target.tile_rows - 1)
+    rows = plan.target.tile_rows
+    index = b.sub(b.add(height, b.mul(i64(width), rows)), rows + 1)
     return b.load("ptr", b.offset(parts, index, "ptr"), align=8)
 
 
@@ -411,7 +449,7 @@ def _define_weigh(module: Module, plan: Plan) -> None:
 
     def emit(
         b: Builder, parts: Value, weights: Value, row: Value, height: Value, begin: Value, end: Value, values: Value,
-        stride: Value, following: Value, outputs: Value,
+        stride: Value, following: Value, outputs: Value, accumulate: Value,
     ) -> None:  # fmt: skip
         left, keys = b.offset(weights, begin, plan.scalar), b.sub(end, begin)
 
@@ -430,14 +468,14 @@ def _define_weigh(module: Module, plan: Plan) -> None:
                 step = _ahead_step(b, plan, row, height, vectors, bytes_apart)
             b.call_pointer(
                 _micro_kernel(b, plan, parts, vectors, height), left, i64(KEY_BLOCK), right, apart, keys,
-                b.offset(outputs, column, plan.scalar), i64(plan.value_stride), ahead, step, i64(1),
+                b.offset(outputs, column, plan.scalar), i64(plan.value_stride), ahead, step, accumulate,
             )  # fmt: skip
 
         each_strip(b, plan, strip)
 
     plan.define(
         module, "weigh", "ptr parts, ptr weights, i64 row, i64 height, i64 begin, i64 end, ptr values, i64 stride, "
-        "ptr following, ptr outputs", emit,
+        "ptr following, ptr outputs, i64 accumulate", emit,
     )  # fmt: skip
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rlx.backends.cpu.attention.elements import clear, load, load_packed, load_scales, load_stored, sweep, unpack, widen
+from rlx.backends.cpu.attention.elements import fetch, load, load_packed, load_scales, load_stored, sweep, unpack, widen
 from rlx.backends.cpu.attention.plan import LINE, Plan, Strips
-from rlx.backends.cpu.builder import Builder, Module, Value, const, i64, lanes_of, vector
+from rlx.backends.cpu.builder import Builder, Module, Value, const, i64, intrinsic_suffix, lanes_of, vector
 from rlx.dtypes import DType
 from rlx.lir.blocks import UNIT
 from rlx.lir.kernels import KEY_BLOCK
@@ -20,25 +20,31 @@ def define_keep(module: Module, plan: Plan) -> None:
         return
 
     def emit(b: Builder, scratch: Value, flags: Value, count: Value) -> Value:
-        clear(b, plan.region(b, scratch, "kept"), i64(KEY_BLOCK * plan.size))
+        dtype, lanes = plan.mask_dtype, plan.lanes
+        type_ = vector(lanes, f"i{8 * dtype.size}")
 
-        def key(j: Value, kept: Value) -> list[Value]:
-            flag = _is_kept(b, plan.mask_dtype, b.offset(flags, b.mul(j, plan.mask_dtype.size)))
-            ones = b.convert("sext", flag, plan.word)
+        def keys(j: Value, kept: Value) -> list[Value]:
+            place, there = b.offset(flags, b.mul(j, dtype.size)), b.lane_mask(b.sub(count, j), lanes)
+            bits = b.call(type_, f"llvm.masked.load.{intrinsic_suffix(type_)}.p0", place, there, const(type_, 0))
+            flag = _is_kept(b, dtype, bits)
+            ones = b.convert("sext", flag, vector(lanes, plan.word))
             b.store(ones, plan.region(b, scratch, "kept", j, plan.word), align=plan.size)
-            return [b.add(kept, b.convert("zext", flag, "i64"))]
+            number = b.intrinsic("ctpop", b.convert("bitcast", flag, f"i{lanes}"))
+            return [b.add(kept, b.convert("zext", number, "i64"))]
 
-        return b.loop(0, count, 1, key, [i64(0)])[0]
+        return b.loop(0, KEY_BLOCK, lanes, keys, [i64(0)])[0]
 
     plan.define(module, "keep", "ptr scratch, ptr flags, i64 count", emit, result="i64")
 
 
-def _is_kept(b: Builder, dtype: DType, place: Value) -> Value:
-    """Whether a mask element is true or at least 0.5. Floats compare as integers: positive ones have the same order."""
-    bits = b.load(f"i{8 * dtype.size}", place, align=dtype.size)
+def _is_kept(b: Builder, dtype: DType, bits: Value) -> Value:
+    """Which mask elements are true or at least 0.5; of 0, this is false.
+
+    Floats compare as integers: positive ones have the same order.
+    """
     if not dtype.is_float:
-        return b.icmp("sgt" if dtype.kind == "int" else "ne", bits, 0)
-    half, infinity = (int(np.array(x, dtype.numpy).view(f"i{dtype.size}")) for x in (0.5, np.inf))
+        return b.icmp("sgt" if dtype.kind == "int" else "ne", bits, const(bits.type, 0))
+    half, infinity = (const(bits.type, int(np.array(x, dtype.numpy).view(f"i{dtype.size}"))) for x in (0.5, np.inf))
     return b.op("and", b.icmp("sge", bits, half), b.icmp("sle", bits, infinity))
 
 
@@ -77,13 +83,14 @@ def define_pack_keys(module: Module, plan: Plan) -> None:
 
 
 def define_turned(module: Module, plan: Plan, part: str, rows_at: str, panels: str, extent: int) -> None:
-    """Rows of the block, `extent` columns each, into panels [column][keys of a panel], `lanes` keys at a time."""
+    """Rows of the block, `extent` columns each, into panels [column][keys of a panel], `lanes` keys at a time.
+
+    What lies `ahead` bytes after a row is fetched.
+    """
     dtype, lanes = plan.stored, plan.lanes
     square = 16 // plan.size  # keys and columns of one transposition: 128 bits, which x86 inserts while it loads
 
-    def emit(b: Builder, scratch: Value, count: Value, stride: Value) -> None:
-        next_block = b.mul(stride, KEY_BLOCK * dtype.size)
-
+    def emit(b: Builder, scratch: Value, count: Value, ahead: Value) -> None:
         def several(key: Value) -> None:
             where = plan.region(b, scratch, rows_at, key, "ptr")
             rows = [b.load("ptr", b.offset(where, 8 * i), align=8) for i in range(lanes)]
@@ -106,14 +113,14 @@ def define_turned(module: Module, plan: Plan, part: str, rows_at: str, panels: s
                 for n, step in enumerate(steps):
                     for row in rows[n * share : (n + 1) * share]:
                         # Into L2, which can have more lines under way than L1: 1.3 times as fast from memory.
-                        b.prefetch(b.offset(b.offset(row, b.mul(at, dtype.size)), next_block), locality=2)
+                        b.prefetch(b.offset(b.offset(row, b.mul(at, dtype.size)), ahead), locality=2)
                     squares(b.add(at, step), min(square, live - step))
 
             sweep(b, extent, LINE // dtype.size, line, unroll=1)
 
         b.loop(0, count, lanes, several)
 
-    plan.define(module, part, "ptr scratch, i64 count, i64 stride", emit)
+    plan.define(module, part, "ptr scratch, i64 count, i64 ahead", emit)
 
 
 def define_widen_keys(module: Module, plan: Plan) -> None:
@@ -193,9 +200,11 @@ def define_pack_values(module: Module, plan: Plan) -> None:
         return
     dtype, lanes = plan.stored, plan.lanes
 
-    def emit(b: Builder, scratch: Value, count: Value) -> None:
+    def emit(b: Builder, scratch: Value, count: Value, ahead: Value) -> None:
         def key(j: Value) -> None:
             row = b.load("ptr", plan.region(b, scratch, "value_rows", j, "ptr"), align=8)
+            if not plan.kernel.cached:  # there, the first tile fetches
+                fetch(b, b.offset(row, ahead), plan.row_bytes(plan.kernel.value_dim), locality=2)
 
             def strip(first: Value, vectors: int, live: int) -> None:
                 index = b.add(b.mul(first, KEY_BLOCK * lanes), b.mul(j, vectors * lanes))
@@ -213,7 +222,7 @@ def define_pack_values(module: Module, plan: Plan) -> None:
 
         b.loop(0, count, 1, key)
 
-    plan.define(module, "pack_values", "ptr scratch, i64 count", emit)
+    plan.define(module, "pack_values", "ptr scratch, i64 count, i64 ahead", emit)
 
 
 def each_strip(b: Builder, plan: Plan, body: Callable[[Value, int, int], None]) -> None:

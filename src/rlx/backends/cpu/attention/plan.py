@@ -18,6 +18,7 @@ from rlx.target import Target
 MASKS = ("none", "causal", "sliding", "custom", "bias")
 CACHED_MASKS = ("causal", "sliding")
 LINE = 64  # bytes of a cache line
+ROWS = 192  # query rows that go over blocks of keys together, or those of one unit if they are more
 PACKED = BY_NAME["q8_0"]  # the packed type that a cache may have: an f16, then a byte a number
 SCALAR = {F32: "float", F64: "double"}
 
@@ -153,14 +154,29 @@ class Plan:
         return self.padded(self.kernel.value_dim)
 
     @property
+    def together(self) -> int:
+        """Neighbouring units that go over blocks of keys together: the fewer threads, the less is packed."""
+        return max(1, ROWS // (self.kernel.positions * self.kernel.group))
+
+    @property
+    def positions(self) -> int:
+        """Query positions of units that go together, at most."""
+        return self.kernel.positions * self.together
+
+    @property
     def rows(self) -> int:
-        """Query rows of a unit at most."""
-        return self.kernel.positions * self.kernel.group
+        """Query rows of them."""
+        return self.positions * self.kernel.group
 
     @property
     def limited(self) -> bool:
         """Whether rows of a unit see different ranges of keys."""
         return self.kernel.mask in ("causal", "sliding")
+
+    @property
+    def copies_queries(self) -> bool:
+        """Queries are read where they lie unless they need widening or their rows have no common stride."""
+        return self.compute is not self.kernel.dtype or self.kernel.group > 1 or self.kernel.cached
 
     @property
     def packs_keys(self) -> bool:
@@ -206,16 +222,10 @@ class Plan:
 
     @property
     def spans(self) -> tuple[int, ...]:
-        """How many keys of a block one step can score: half a block is for short prompts and causal diagonals."""
+        """How many keys of a block the softmax takes: half a block is for short prompts and causal diagonals."""
         if self.panel < KEY_BLOCK:
-            return (KEY_BLOCK,)  # in panels, as many as are needed
+            return (KEY_BLOCK,)  # in steps, as many as are needed
         return KEY_BLOCK // 2, KEY_BLOCK
-
-    @functools.cached_property
-    def widths(self) -> tuple[int, ...]:
-        """Widths of the micro-kernels in `parts`: those of the spans of keys and of the strips of V."""
-        scored = (min(span, self.panel) // self.lanes for span in self.spans)
-        return tuple(dict.fromkeys((*scored, *(s.vectors for s in self.strips))))
 
     @functools.cached_property
     def regions(self) -> dict[str, int]:
@@ -226,7 +236,7 @@ class Plan:
             "keys": KEY_BLOCK * self.head_stride * self.size * (self.packs_keys or self.widens_keys),
             "values": KEY_BLOCK * self.value_stride * self.size * self.packs_values,  # [strip][key][columns]
             "scores": self.target.tile_rows * KEY_BLOCK * self.size,  # [row of a tile][key], later their weights
-            "queries": self.rows * self.head_stride * self.size,
+            "queries": self.rows * self.head_stride * self.size * self.copies_queries,
             "outputs": self.rows * self.value_stride * self.size,
             "sums": self.rows * self.lanes * self.size,  # a row's sum of weights stays in lanes until the end
             "references": self.rows * self.size,  # per row: the score whose weight is 1; -inf before the first
@@ -234,7 +244,7 @@ class Plan:
             "lowest": self.rows * 8 * cached,  # of the limits of a tile, where its first row would be
             "highest": self.rows * 8 * cached,
             "extremes": 16 * cached,  # the lowest and the highest limit of all
-            "present": self.kernel.positions * 8 * cached,  # query positions of the unit without those of padding
+            "present": self.positions * 8 * cached,  # query positions of the units without those of padding
             "biases": self.rows * 8,  # per row: where its bias lies
             "key_rows": KEY_BLOCK * 8 * self.packs_keys,  # per key of the block: where it lies
             "value_rows": KEY_BLOCK * 8 * self.packs_values,

@@ -100,16 +100,17 @@ def _note_extremes(b: Builder, plan: Plan, scratch: Value, rows: Value) -> None:
 
 
 def define_start(module: Module, plan: Plan) -> None:
-    """Queries into scratch, widened; outputs and sums at 0; references, limits and places of the bias per row."""
+    """Queries into scratch, widened, unless they are read where they lie; outputs at 0 unless a block sets them all;
+    sums at 0; references, limits and places of the bias per row."""
     kernel = plan.kernel
 
     def emit(
         b: Builder, scratch: Value, positions: Value, queries: Value, mask: Value, q_seq: Value, q_head: Value,
         mask_query: Value, mask_head: Value, limit: Value,
     ) -> None:  # fmt: skip
-        rows = b.mul(positions, kernel.group)
-        clear(b, plan.region(b, scratch, "outputs"), b.mul(rows, plan.value_stride * plan.size))
-        clear(b, plan.region(b, scratch, "sums"), b.mul(rows, plan.lanes * plan.size))
+        if plan.limited:
+            rows = b.mul(positions, kernel.group)
+            clear(b, plan.region(b, scratch, "outputs"), b.mul(rows, plan.value_stride * plan.size))
 
         def row(index: Value, i: Value, g: Value) -> None:
             source = b.offset(queries, b.mul(b.add(b.mul(i, q_seq), b.mul(g, q_head)), kernel.dtype.size))
@@ -119,7 +120,10 @@ def define_start(module: Module, plan: Plan) -> None:
                 loaded = load(b, plan, kernel.dtype, b.offset(source, b.mul(at, kernel.dtype.size)), live)
                 b.store(loaded, b.offset(place, at, plan.scalar), align=plan.size)
 
-            sweep(b, kernel.head_dim, plan.lanes, piece)
+            if plan.copies_queries:
+                sweep(b, kernel.head_dim, plan.lanes, piece)
+            sums = plan.region(b, scratch, "sums", b.mul(index, plan.lanes))
+            b.store(const(plan.vector, 0.0), sums, align=plan.size)
             reference = plan.region(b, scratch, "references", index)
             b.store(const(plan.scalar, -math.inf), reference, align=plan.size)
             if plan.limited and not kernel.cached:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from rlx.backends.cpu.attention.elements import load, stored_type, sweep, widen
+from rlx.backends.cpu.attention.elements import stored_type, sweep, widen
 from rlx.backends.cpu.attention.plan import Plan
 from rlx.backends.cpu.builder import Builder, Module, Value, const, i64, intrinsic_suffix, vector
 from rlx.backends.cpu.math import exp2, fma, tanh
@@ -25,94 +25,88 @@ def define_softmax(module: Module, plan: Plan) -> None:
             b: Builder, scratch: Value, first: Value, height: Value, base: Value, count: Value, kept: Value,
             span: int = span,
         ) -> None:  # fmt: skip
-            def row(i: Value) -> None:
-                _softmax_row(Scorer(b, plan, span, scratch, b.add(first, i), base, count, kept), i)
+            def each_row(step: Callable[[Scorer, Value], None]) -> None:
+                def row(i: Value) -> None:
+                    scores = plan.region(b, scratch, "scores", b.mul(i, KEY_BLOCK))
+                    step(Scorer(b, plan, span, scratch, b.add(first, i), base, count, kept), scores)
 
-            b.loop(0, height, 1, row)
+                b.loop(0, height, 1, row)
+
+            # Two loops: a weight waits for the greatest score of its row, and meanwhile other rows can go on.
+            each_row(_move_reference)
+            each_row(_weigh)
 
         signature = "ptr scratch, i64 first, i64 height, i64 base, i64 count, i64 kept"
         plan.define(module, f"softmax{span}", signature, emit)
 
 
-def _softmax_row(scorer: Scorer, i: Value) -> None:
-    """One row. If its scores fill few registers they stay there, else they go back to scratch between the passes."""
+def _move_reference(scorer: Scorer, scores: Value) -> None:
+    """The reference of a row follows its greatest score; its sums and outputs follow the reference."""
     b, plan, scratch, row = scorer.b, scorer.plan, scorer.scratch, scorer.row
-    scores = plan.region(b, scratch, "scores", b.mul(i, KEY_BLOCK))
-    vectors = min(CHUNK, scorer.span // plan.lanes)
-    step = vectors * plan.lanes
-    in_registers = step == scorer.span
 
-    def at(j: Value, n: int) -> Value:
-        return b.offset(scores, b.add(j, n * plan.lanes), plan.scalar)
+    def several(j: Value) -> Value:
+        found = scorer.scored(scores, j)
+        if scorer.converts:
+            b.store(found, b.offset(scores, j, plan.scalar), align=plan.size)
+        return found
 
-    def load(j: Value) -> list[Value]:
-        return [b.load(plan.vector, at(j, n), align=plan.size) for n in range(vectors)]
-
-    def save(j: Value, values: list[Value]) -> None:
-        for n, value in enumerate(values):
-            b.store(value, at(j, n), align=plan.size)
-
-    def scan(whole: bool) -> list[Value]:
-        """The greatest scores, lane by lane, and all scores if they stay in registers."""
-        if in_registers:
-            found = scorer.scores(load(i64(0)), i64(0), whole)
-            return [_tree(found, scorer.greater), *found]
-
-        def several(j: Value, greatest: Value) -> list[Value]:
-            found = scorer.scores(load(j), j, whole)
-            save(j, found)
-            return [_tree([greatest, *found], scorer.greater)]
-
-        return b.loop(0, scorer.end_within_block(), step, several, [const(plan.vector, -math.inf)])
-
-    greatest, *held = b.when(scorer.sees_all(), lambda: scan(True), lambda: scan(False))
-    peak = b.fold(greatest, scorer.greater)
+    greatest = scorer.over_span(several, scorer.greater, const(scorer.type, -math.inf))
+    greatest = b.narrow(greatest, scorer.greater, plan.lanes)
     place = plan.region(b, scratch, "references", row)
     old = b.load(plan.scalar, place, align=plan.size)
-    # A row is at -inf before its first key, and so is a peak of masked scores, for which nothing moves.
-    moved = b.fcmp("ogt", peak, b.op("fadd", old, const(plan.scalar, scorer.slack)))
-    new = b.select(moved, peak, old)
-    b.store(new, place, align=plan.size)
-    # Never -inf, so that a masked score less the reference is -inf and not NaN.
-    lowest = const(plan.scalar, float(np.finfo(plan.compute.numpy).min))
-    reference = b.splat(scorer.greater(new, lowest), plan.lanes)
 
-    def weigh(j: Value, found: list[Value]) -> Value:
-        weights = [scorer.weight(b.op("fsub", score, reference)) for score in found]
-        save(j, weights)
-        return _tree(weights, scorer.plus)
+    def rescale(peak: Value) -> None:
+        factor = scorer.weight(b.splat(old, plan.lanes), b.splat(peak, plan.lanes))
 
-    if in_registers:
-        fresh = weigh(i64(0), held)
-    else:
-        end, zero = scorer.end_within_block(), const(plan.vector, 0.0)
-        fresh = b.loop(0, end, step, lambda j, total: [scorer.plus(total, weigh(j, load(j)))], [zero])[0]
-    sums = plan.region(b, scratch, "sums", b.mul(row, plan.lanes))
-    before = b.load(plan.vector, sums, align=plan.size)
-
-    def rescale() -> list[Value]:
-        factor = scorer.weight(b.op("fsub", b.splat(old, plan.lanes), reference))
-        outputs = plan.region(b, scratch, "outputs", b.mul(row, plan.value_stride))
-
-        def piece(start: Value, _: int) -> None:
-            place = b.offset(outputs, start, plan.scalar)
+        def scale(place: Value) -> None:
             b.store(b.op("fmul", b.load(plan.vector, place, align=plan.size), factor), place, align=plan.size)
 
-        sweep(b, plan.value_stride, plan.lanes, piece)
-        return [b.op("fmul", before, factor)]
+        outputs = plan.region(b, scratch, "outputs", b.mul(row, plan.value_stride))
+        sweep(b, plan.value_stride, plan.lanes, lambda start, _: scale(b.offset(outputs, start, plan.scalar)))
+        scale(plan.region(b, scratch, "sums", b.mul(row, plan.lanes)))
 
-    heavier = b.op("and", moved, b.fcmp("one", old, const(plan.scalar, -math.inf)))
-    scaled = b.when(heavier, rescale, lambda: [before])[0]
-    b.store(scorer.plus(scaled, fresh), sums, align=plan.size)
+    def move() -> None:
+        peak = b.fold(greatest, scorer.greater)
+        b.store(peak, place, align=plan.size)
+        b.when(b.fcmp("one", old, const(plan.scalar, -math.inf)), lambda: rescale(peak))
+
+    # A row is at -inf before its first key, and so is a peak of masked scores, for which nothing moves.
+    bound = b.splat(b.op("fadd", old, const(plan.scalar, scorer.slack)), plan.lanes)
+    beyond = b.convert("bitcast", b.fcmp("ogt", greatest, bound), f"i{plan.lanes}")
+    b.when(b.icmp("ne", beyond, 0), move)
+
+
+def _weigh(scorer: Scorer, scores: Value) -> None:
+    """Scores of a row become weights, which its sums count."""
+    b, plan = scorer.b, scorer.plan
+    reference = b.load(plan.scalar, plan.region(b, scorer.scratch, "references", scorer.row), align=plan.size)
+    # Never -inf, so that a masked score less the reference is -inf and not NaN.
+    lowest = const(plan.scalar, float(np.finfo(plan.compute.numpy).min))
+    reference = b.splat(scorer.greater(reference, lowest), scorer.width)
+
+    def several(j: Value) -> Value:
+        found = scorer.load(scores, j) if scorer.converts else scorer.scored(scores, j)
+        weights = scorer.weight(found, reference)
+        b.store(weights, b.offset(scores, j, plan.scalar), align=plan.size)
+        return b.narrow(weights, scorer.plus, plan.lanes)
+
+    fresh = scorer.over_span(several, scorer.plus, const(plan.vector, 0.0))
+    sums = plan.region(b, scorer.scratch, "sums", b.mul(scorer.row, plan.lanes))
+    b.store(scorer.plus(b.load(plan.vector, sums, align=plan.size), fresh), sums, align=plan.size)
 
 
 class Scorer:
-    """How products of a query and keys become scores, and scores become weights, for one row."""
+    """How products of a query and keys become scores, and scores become weights, for one row.
+
+    It takes `width` of them at a time, several registers: their chains of instructions go side by side.
+    """
 
     def __init__(
         self, b: Builder, plan: Plan, span: int, scratch: Value, row: Value, base: Value, count: Value, kept: Value
     ) -> None:
         self.b, self.plan, self.span, self.scratch, self.row = b, plan, span, scratch, row
+        self.width = min(CHUNK * plan.lanes, span)
+        self.type = vector(self.width, plan.scalar)
         kernel = plan.kernel
         self.begin, self.end, self.kept = i64(0), count, kept
         if plan.limited:
@@ -137,73 +131,86 @@ class Scorer:
             return whole
         return b.op("and", whole, b.icmp("sle", self.begin, 0))
 
-    def end_within_block(self) -> Value:
-        return self.b.min(self.end, KEY_BLOCK)
+    def over_span(
+        self, body: Callable[[Value], Value], combine: Callable[[Value, Value], Value], start: Value
+    ) -> Value:
+        """What `body(key)` gives for the keys of the span that the row may see, `width` at a time, all combined."""
+        if self.width == self.span:
+            return body(i64(0))
+        end = self.b.min(self.end, KEY_BLOCK)
+        return self.b.loop(0, end, self.width, lambda j, total: [combine(total, body(j))], [start])[0]
 
-    def scores(self, products: list[Value], j: Value, whole: bool) -> list[Value]:
+    @property
+    def converts(self) -> bool:
+        """Whether a score is another number than its product."""
+        kernel = self.plan.kernel
+        return bool(kernel.softcap) or kernel.mask == "bias" or kernel.scale <= 0
+
+    def load(self, scores: Value, j: Value) -> Value:
+        return self.b.load(self.type, self.b.offset(scores, j, self.plan.scalar), align=self.plan.size)
+
+    def scored(self, products: Value, j: Value) -> Value:
+        """The scores of the keys from j on, -inf for those that the row does not see."""
+        loaded = self.load(products, j)
+        ways = (lambda: [self.scores(loaded, j, True)], lambda: [self.scores(loaded, j, False)])
+        return self.b.when(self.sees_all(), *ways)[0]
+
+    def scores(self, products: Value, j: Value, whole: bool) -> Value:
         """The scores of the keys from j on, -inf for those that the row does not see; `whole`: it sees all."""
-        return self.of_bent([self.bent(product) for product in products], j, whole)
+        return self.of_bent(self.bent(products), j, whole)
 
-    def bent(self, product: Value) -> Value:
-        """tanh of what a product is of the cap, if there is one; else the product as it is."""
+    def bent(self, products: Value) -> Value:
+        """tanh of what products are of the cap, if there is one; else the products as they are."""
         b, plan, cap = self.b, self.plan, abs(self.plan.kernel.softcap)
         if not cap:
-            return product
-        return tanh(b, b.op("fmul", product, const(plan.vector, plan.kernel.scale / cap)), plan.target)
+            return products
+        return tanh(b, b.op("fmul", products, const(self.type, plan.kernel.scale / cap)), plan.target)
 
-    def of_bent(self, bent: Sequence[Value], j: Value, whole: bool) -> list[Value]:
+    def of_bent(self, bent: Value, j: Value, whole: bool) -> Value:
         """Scores of products that are `bent` already."""
-        seen: Sequence[Value | None] = [None] * len(bent) if whole else self._seen(j, len(bent))
-        places = [self.b.add(j, n * self.plan.lanes) for n in range(len(bent))]
-        return [self._score(*each) for each in zip(bent, places, seen, strict=True)]
-
-    def _score(self, score: Value, j: Value, seen: Value | None) -> Value:
-        b, plan, kernel = self.b, self.plan, self.plan.kernel
-        masked, scale = const(plan.vector, -math.inf), abs(kernel.softcap) or kernel.scale
+        b, kernel, seen = self.b, self.plan.kernel, None if whole else self._seen(j)
+        masked, scale = const(self.type, -math.inf), const(self.type, abs(kernel.softcap) or kernel.scale)
+        score = bent
         if kernel.mask == "bias":
             bias = self._bias(j, seen)
-            score = fma(b, score, const(plan.vector, scale), bias, plan.target)
+            score = fma(b, score, scale, bias, self.plan.target)
             score = b.select(b.fcmp("oeq", bias, masked), masked, score)
-        elif scale <= 0:
-            score = b.op("fmul", score, const(plan.vector, scale))
+        elif not kernel.softcap and kernel.scale <= 0:
+            score = b.op("fmul", score, scale)
         return score if seen is None else b.select(seen, score, masked)
 
     def _bias(self, j: Value, seen: Value | None) -> Value:
         """The bias of the keys from j on; where the row does not see all of them, only those are read."""
         b, plan, dtype = self.b, self.plan, self.plan.mask_dtype
-        place = b.offset(self.bias, b.mul(j, dtype.size))
+        place, type_ = b.offset(self.bias, b.mul(j, dtype.size)), vector(self.width, stored_type(dtype))
         if seen is None:
-            return load(b, plan, dtype, place, plan.lanes)
-        type_ = vector(plan.lanes, stored_type(dtype))
+            return widen(b, plan, b.load(type_, place, align=dtype.size), dtype)
         loaded = b.call(type_, f"llvm.masked.load.{intrinsic_suffix(type_)}.p0", place, seen, const(type_, 0))
         return widen(b, plan, loaded, dtype)
 
-    def _seen(self, j: Value, vectors: int) -> list[Value]:
-        """Masks of those keys from j on that the row sees, one a vector."""
-        b, plan, lanes = self.b, self.plan, self.plan.lanes
-        type_ = vector(lanes, plan.word)
+    def _seen(self, j: Value) -> Value:
+        """A mask of those keys from j on that the row sees."""
+        b, plan = self.b, self.plan
+        type_ = vector(self.width, plan.word)
         if plan.kernel.mask == "custom":
-            kept = plan.region(b, self.scratch, "kept", j, plan.word)
-            flags = [b.load(type_, b.offset(kept, n * lanes, plan.word), align=plan.size) for n in range(vectors)]
-            return [b.icmp("ne", flag, const(type_, 0)) for flag in flags]
-        numbers = [b.op("add", b.iota(lanes, plan.word), const(type_, n * lanes)) for n in range(vectors)]
-        end = self._in_lanes(b.sub(self.end, j))
-        seen = [b.icmp("slt", number, end) for number in numbers]
+            kept = b.load(type_, plan.region(b, self.scratch, "kept", j, plan.word), align=plan.size)
+            return b.icmp("ne", kept, const(type_, 0))
+        numbers = b.iota(self.width, plan.word)
+        seen = b.icmp("slt", numbers, self._in_lanes(b.sub(self.end, j)))
         if plan.kernel.mask == "sliding":
-            begin = self._in_lanes(b.sub(self.begin, j))
-            seen = [b.op("and", s, b.icmp("sge", number, begin)) for s, number in zip(seen, numbers, strict=True)]
+            seen = b.op("and", seen, b.icmp("sge", numbers, self._in_lanes(b.sub(self.begin, j))))
         return seen
 
     def _in_lanes(self, key: Value) -> Value:
         """A key number in every lane, clamped to the block, where it fits a narrow integer."""
         b, plan = self.b, self.plan
         clamped = b.max(b.min(key, KEY_BLOCK), 0)
-        return b.splat(b.convert("trunc", clamped, plan.word), plan.lanes)
+        return b.splat(b.convert("trunc", clamped, plan.word), self.width)
 
-    def weight(self, difference: Value) -> Value:
-        """The weight of a score, given how far it is from the reference."""
-        scaled = self.b.op("fmul", difference, const(self.plan.vector, self.plan.exponent))
-        return exp2(self.b, scaled, self.plan.target)
+    def weight(self, scores: Value, reference: Value) -> Value:
+        """The weights of scores, given the score whose weight is 1."""
+        b, exponent = self.b, const(scores.type, self.plan.exponent)
+        return exp2(b, b.op("fmul", b.op("fsub", scores, reference), exponent), self.plan.target)
 
     def greater(self, x: Value, y: Value) -> Value:
         """One instruction on x86. A NaN may get lost here, but not its weight, which makes the row's sum NaN."""
@@ -211,11 +218,3 @@ class Scorer:
 
     def plus(self, x: Value, y: Value) -> Value:
         return self.b.op("fadd", x, y)
-
-
-def _tree(values: Sequence[Value], combine: Callable[[Value, Value], Value]) -> Value:
-    """All values combined pairwise."""
-    while len(values) > 1:
-        odd = values[len(values) // 2 * 2 :]
-        values = [*(combine(x, y) for x, y in zip(values[::2], values[1::2], strict=False)), *odd]
-    return values[0]
