@@ -50,7 +50,8 @@ def release(array: np.ndarray[Any, Any]) -> None:
         return
     first = address(array) - address(np.frombuffer(file, np.uint8))
     start = first // mmap.PAGESIZE * mmap.PAGESIZE
-    file.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
+    with contextlib.suppress(OSError):  # locked into memory, by mlockall
+        file.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
 
 
 def aligned(nbytes: int) -> Bytes:
