@@ -5,6 +5,7 @@ What was kept is only ever a saving: damaged, lost, outdated or not allowed, the
 
 from __future__ import annotations
 
+import gc
 import json
 import mmap
 import os
@@ -32,7 +33,7 @@ from rlx.engine import starts
 from rlx.engine.embed import EmbeddingModel
 from rlx.engine.language import LanguageModel
 from rlx.engine.model import load
-from rlx.errors import CapabilityError
+from rlx.errors import CapabilityError, FormatError
 from rlx.models import family
 from rlx.profile import CompileProfile
 from rlx.runtime.kept import KeptGraph
@@ -208,6 +209,32 @@ def test_a_weight_of_a_kept_graph_can_be_set(folder: Path, tiny_path: Path) -> N
     for m in (first, model):
         m.compiled.set_param("model.norm.weight", np.full(48, 0.5, np.float32))
     assert bits(first) == bits(model) != before
+
+
+def test_a_closed_model_gives_its_memory_back_at_once(folder: Path, tiny_path: Path) -> None:
+    for _ in range(2):  # the first load, and one from a start
+        model = language_model(tiny_path)
+        bits(model)
+        graph = weakref.ref(model.compiled)
+        gc.disable()  # a cycle would have to wait for it
+        try:
+            model.close()
+            assert graph() is None
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first", "second"])
+def test_files_that_changed_after_the_load_are_not_mixed_in(folder: Path, tiny_path: Path, again: bool) -> None:
+    for _ in range(1 + again):
+        model = language_model(tiny_path)
+    expected = bits(model)
+    shutil.move(tiny_path, tiny_path.with_name("before"))  # what is mapped stays
+    tiny_llama.write(tiny_path, seed=1)
+    for ask in (lambda: model.run(TOKENS, capture=["layers.0"]), lambda: model.params, lambda: model.built):
+        with pytest.raises(FormatError, match="its weights have changed since it was loaded"):
+            ask()
+    assert bits(model) == expected
 
 
 def test_an_encoder_is_kept_too(folder: Path, tmp_path: Path) -> None:
