@@ -100,6 +100,18 @@ def test_memory_that_is_locked_stays(tmp_path: Path) -> None:
     assert array.tobytes() == before
 
 
+def test_what_was_written_stays_though_its_view_is_read_only(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(8192))
+    with open(path, "rb") as file:
+        maps = mmap.mmap(-1, 8192), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    for map_ in maps:
+        map_[:] = b"x" * 8192
+        array = np.frombuffer(memoryview(map_).toreadonly(), np.uint8)
+        release(array)
+        assert array.tobytes() == b"x" * 8192 and isinstance(owner(array), np.ndarray)
+
+
 def test_memory_of_no_file_stays(tmp_path: Path) -> None:
     for array in (np.arange(10_000), np.arange(0), side_by_side(LARGE)[0], np.frombuffer(b"abc", np.uint8)):
         before = array.tobytes()
