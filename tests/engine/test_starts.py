@@ -247,6 +247,17 @@ def test_an_encoder_is_kept_too(folder: Path, tmp_path: Path) -> None:
     assert (second.settings, second.dim, second.limit) == (first.settings, first.dim, first.limit)
 
 
+def test_each_load_says_once_what_files_leave_open(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small_bert.write(tmp_path / "bert", files={})
+    settle()
+    for wanted in (1, 2):
+        load(tmp_path / "bert").close()
+        assert caplog.text.count("no file says how to pool") == wanted
+    assert len(kept(folder)) == 1
+
+
 def test_weights_that_are_read_as_they_are_stay_in_the_model_s_file(folder: Path, tiny_path: Path) -> None:
     first = language_model(tiny_path)
     (path,) = kept(folder)
