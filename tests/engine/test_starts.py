@@ -23,10 +23,10 @@ import numpy as np
 import pytest
 import small_bert
 import tiny_llama
-from runtime.test_caches import flip, source
+from runtime.test_caches import flip, nothing_loaded, source
 
 from rlx.backends import cache
-from rlx.backends.cpu import library, toolchain
+from rlx.backends.cpu import toolchain
 from rlx.backends.cpu.memory import owner
 from rlx.engine import model as model_module
 from rlx.engine import starts
@@ -84,12 +84,6 @@ def answer(found: dict[str, Any]) -> tuple[Any, ...]:
 def settle() -> None:
     """Wait until files that were just written count as settled."""
     time.sleep(2 * starts.SETTLED_NS / 1e9)
-
-
-def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that other tests have loaded is from other folders."""
-    monkeypatch.setattr(library, "_libraries", {})
-    library.library(host()).driver()  # the pool has that of the library before
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine.test_starts import nothing_loaded
+from runtime.test_caches import nothing_loaded
 from test_golden import Golden, converted, gguf, write
 
 from rlx.backends import cache as cache_folder
