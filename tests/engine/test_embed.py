@@ -86,9 +86,10 @@ def test_vectors_of_tokens_equal_those_of_numpy(model: EmbeddingModel, weights: 
         ([[CLS, SEP], [CLS, -1, SEP]], "row 1: token -1 at 1 is outside the vocabulary"),
         ([[CLS, 10**6]], "row 0: token 1000000 at 1 is outside the vocabulary"),
         ([[CLS, 1.5]], "row 0: expected a text or token ids"),
-        ([CLS, SEP], "row 0: expected a text or token ids"),
         ([[CLS] * 161], "row 0 has 161 tokens, the model reads 160"),
         ("bal", "row 0: expected token ids, found 'b'"),
+        ([CLS, SEP], f"row 0: expected token ids, found {CLS}"),
+        (np.array([CLS, SEP]), "row 0: expected token ids, found"),
         ([[CLS, SEP], "bal"], "row 1: expected token ids, found 'bal'"),
         ({"input_ids": [[CLS, SEP]]}, "expected rows of token ids, found dict"),
         (UserDict(input_ids=[[CLS, SEP]]), "expected rows of token ids, found UserDict"),  # transformers' results
@@ -241,7 +242,7 @@ def test_a_bare_model_is_averaged_and_not_normalised_and_says_so(
     weights = small_bert.write(tmp_path, files={})
     with caplog.at_level(logging.WARNING, "rlx.embed"):
         model = encoder(tmp_path)
-    assert "no file says how to pool" in caplog.text
+    assert caplog.text.count("no file says how to pool") == 1
     assert (model.pooling, model.normalize) == ("mean", False)
     wanted = pooled(hidden_states(weights, tokens_of("bal dam")), "mean")
     assert np.abs(model.embed("bal dam") - wanted).max() < 5e-6

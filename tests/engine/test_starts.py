@@ -5,6 +5,7 @@ What was kept is only ever a saving: damaged, lost, outdated or not allowed, the
 
 from __future__ import annotations
 
+import gc
 import json
 import mmap
 import os
@@ -22,17 +23,17 @@ import numpy as np
 import pytest
 import small_bert
 import tiny_llama
-from runtime.test_caches import flip, source
+from runtime.test_caches import flip, nothing_loaded, source
 
 from rlx.backends import cache
-from rlx.backends.cpu import library, toolchain
+from rlx.backends.cpu import toolchain
 from rlx.backends.cpu.memory import owner
 from rlx.engine import model as model_module
 from rlx.engine import starts
 from rlx.engine.embed import EmbeddingModel
 from rlx.engine.language import LanguageModel
 from rlx.engine.model import load
-from rlx.errors import CapabilityError
+from rlx.errors import CapabilityError, FormatError
 from rlx.models import family
 from rlx.profile import CompileProfile
 from rlx.runtime.kept import KeptGraph
@@ -83,12 +84,6 @@ def answer(found: dict[str, Any]) -> tuple[Any, ...]:
 def settle() -> None:
     """Wait until files that were just written count as settled."""
     time.sleep(2 * starts.SETTLED_NS / 1e9)
-
-
-def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that other tests have loaded is from other folders."""
-    monkeypatch.setattr(library, "_libraries", {})
-    library.library(host()).driver()  # the pool has that of the library before
 
 
 @pytest.fixture
@@ -210,6 +205,32 @@ def test_a_weight_of_a_kept_graph_can_be_set(folder: Path, tiny_path: Path) -> N
     assert bits(first) == bits(model) != before
 
 
+def test_a_closed_model_gives_its_memory_back_at_once(folder: Path, tiny_path: Path) -> None:
+    for _ in range(2):  # the first load, and one from a start
+        model = language_model(tiny_path)
+        bits(model)
+        graph = weakref.ref(model.compiled)
+        gc.disable()  # a cycle would have to wait for it
+        try:
+            model.close()
+            assert graph() is None
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first", "second"])
+def test_files_that_changed_after_the_load_are_not_mixed_in(folder: Path, tiny_path: Path, again: bool) -> None:
+    for _ in range(1 + again):
+        model = language_model(tiny_path)
+    expected = bits(model)
+    shutil.move(tiny_path, tiny_path.with_name("before"))  # what is mapped stays
+    tiny_llama.write(tiny_path, seed=1)
+    for ask in (lambda: model.run(TOKENS, capture=["layers.0"]), lambda: model.params, lambda: model.built):
+        with pytest.raises(FormatError, match="its weights have changed since it was loaded"):
+            ask()
+    assert bits(model) == expected
+
+
 def test_an_encoder_is_kept_too(folder: Path, tmp_path: Path) -> None:
     small_bert.write(tmp_path / "bert", files=small_bert.sentence_transformers("cls"))
     settle()
@@ -218,6 +239,17 @@ def test_an_encoder_is_kept_too(folder: Path, tmp_path: Path) -> None:
     texts = ["bal bam", "dal", "fes gom kun bal bal bal"]
     assert second.embed(texts).tobytes() == first.embed(texts).tobytes()
     assert (second.settings, second.dim, second.limit) == (first.settings, first.dim, first.limit)
+
+
+def test_each_load_says_once_what_files_leave_open(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small_bert.write(tmp_path / "bert", files={})
+    settle()
+    for wanted in (1, 2):
+        load(tmp_path / "bert").close()
+        assert caplog.text.count("no file says how to pool") == wanted
+    assert len(kept(folder)) == 1
 
 
 def test_weights_that_are_read_as_they_are_stay_in_the_model_s_file(folder: Path, tiny_path: Path) -> None:

@@ -26,6 +26,7 @@ import pytest
 
 import rlx
 from rlx.backends import cache
+from rlx.backends.cpu import library as libraries
 from rlx.backends.cpu.library import library
 from rlx.errors import KernelError
 from rlx.runtime.plan import make_plan, relocated
@@ -269,6 +270,12 @@ def test_size_and_clear_count_entries(folder: Path) -> None:
     assert store.clear() == 3 and store.size() == (0, 0)
 
 
+def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that other tests have loaded is from other folders."""
+    monkeypatch.setattr(libraries, "_libraries", {})
+    library(host()).driver()  # the pool has that of the library before
+
+
 # -- what is not mixed up -----------------------------------------------------------------------------------------
 def lookup() -> rlx.Graph:
     g = rlx.Graph("lookup")
@@ -304,6 +311,7 @@ def test_a_target_has_one_library() -> None:
 
 def test_a_linked_graph_goes_with_its_last_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLX_CACHE", str(tmp_path))
+    nothing_loaded(monkeypatch)
     table = np.zeros((2, 4), np.float32)
     for kind in ("CpuGraph", "LinkedGraph"):
         compiled = rlx.compile(lookup())
@@ -321,6 +329,7 @@ def test_a_linked_graph_goes_with_its_last_user(tmp_path: Path, monkeypatch: pyt
 
 def test_a_plan_is_kept_for_who_asks_and_for_kernels_that_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLX_CACHE", str(tmp_path))
+    nothing_loaded(monkeypatch)
     for _ in range(2):
         compiled = rlx.compile(lookup())
     assert not files(tmp_path / "programs")

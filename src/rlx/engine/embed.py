@@ -152,10 +152,10 @@ class EmbeddingModel(Model):
         return self.normalize if normalize is None else bool(normalize)
 
     def _checked_row(self, row: Iterable[int], i: int) -> list[int]:
-        if isinstance(row, str):  # a text, or a name in what a tokenizer of another library gives
-            raise RequestError(
-                f"embed_tokens: row {i}: expected token ids, found {shown(row)}", hint="embed takes texts"
-            )
+        if isinstance(row, str) or not isinstance(row, Iterable):
+            # a text, a name in what a tokenizer of another library gives, or the ids of one text
+            hint = "embed takes texts" if isinstance(row, str) else "one text is a row too: [[101, 102]]"
+            raise RequestError(f"embed_tokens: row {i}: expected token ids, found {shown(row)}", hint=hint)
         ids = self.token_ids(row, f"embed_tokens: row {i}")
         if len(ids) > self.limit:
             raise RequestError(

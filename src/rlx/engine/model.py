@@ -152,7 +152,7 @@ class Model:
         spec = self.built.cache if prepared is None else prepared.cache
         self.caches = None if spec is None else CacheStore(spec, self.context)
         # now: a call may end after the file was closed
-        self.digest = _digest(checkpoint.file) if prepared is None else prepared.digest
+        self.digest = weights_digest(checkpoint.file) if prepared is None else prepared.digest
 
     def _flow(self) -> ModelFlow:
         return self.family.flow(self.checkpoint.config)
@@ -178,8 +178,9 @@ class Model:
                 made = built.params.get(name)
                 self._arrays[name] = self.checkpoint.weights.array(name) if made is None else made
             compiled.set_param(name, self._arrays[name])
-        if isinstance(self._compiled, KeptGraph):
-            self._compiled.lend(self._arrays)
+        kept = self._compiled  # another thread may close the model
+        if isinstance(kept, KeptGraph):
+            kept.lend(dict(self._arrays))
         with _releasing(self.checkpoint.file):
             compiled.prepare()
         return compiled
@@ -552,7 +553,7 @@ def class_of(kind: str) -> type[Loaded]:
             return EmbeddingModel
 
 
-def _digest(file: TensorFile) -> str:
+def weights_digest(file: TensorFile) -> str:
     """Tells models apart: what their tensors are, and the bytes at both ends of each."""
     found = hashlib.blake2b(digest_size=8)
     for name in file.names:

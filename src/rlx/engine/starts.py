@@ -29,7 +29,7 @@ from rlx.backends.cpu.library import Homes, library
 from rlx.backends.cpu.memory import owner
 from rlx.backends.cpu.toolchain import cpu_identity
 from rlx.dtypes import dtype
-from rlx.engine.model import Facts, Model, Prepared, auto_cache, class_of, with_precision
+from rlx.engine.model import Facts, Model, Prepared, auto_cache, class_of, weights_digest, with_precision
 from rlx.errors import FormatError, ResourceError, RlxError
 from rlx.formats import special_tokens
 from rlx.formats.tensors import PART_NAME, open_bytes
@@ -290,7 +290,7 @@ def _opened(start: Start, file: Container, name: str | None, settings: Mapping[s
     if [_sampled(weights), _sampled(file.arrays(TABLES))] != manifest["sampled"]:
         raise FormatError(f"{file.path}: its weights or tables are damaged")
     weights |= _mapped(start.files, manifest["in_place"])
-    checkpoint = KeptCheckpoint(start.path, facts, file, records["tokenizer"])
+    checkpoint = KeptCheckpoint(start.path, facts, manifest["digest"], file, records["tokenizer"])
     made: list[Model] = []  # for the graph, which is built when somebody asks for it
 
     def source() -> tuple[Any, Mapping[str, Array]]:
@@ -301,7 +301,8 @@ def _opened(start: Start, file: Container, name: str | None, settings: Mapping[s
         records["signature"], records["layout"], records["derived"], weights, session.target, session.threads,
         session.weights, with_precision(settings["profile"], settings["precision"]), source,
     )  # fmt: skip
-    prepared = Prepared(session, None, graph, {}, manifest["digest"], records["cache"])
+    own = {name: weights[name] for name in graph.param_types if name in weights}  # other graphs need no second map
+    prepared = Prepared(session, None, graph, own, manifest["digest"], records["cache"])
     asked = {n: settings[n] for n in ("context", "precision", "profile")}
     model = class_of(facts.kind)(checkpoint, name=name, cache=start.cache_dtype, prepared=prepared, **asked)
     if records["embed"] is not None:
@@ -323,9 +324,12 @@ def _mapped(files: Sequence[Path], places: Mapping[str, Any]) -> dict[str, Array
 class KeptCheckpoint:
     """The files of a model that was started before: they are opened, as any model's, when somebody asks for more."""
 
-    def __init__(self, path: Path, facts: Facts, file: Container, described: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, path: Path, facts: Facts, digest: str, file: Container, described: Mapping[str, Any] | None
+    ) -> None:
         self.path = path
         self.facts = facts
+        self.digest = digest  # of the weights
         kept = file.section("tokenizer"), file.arrays(TABLES), str(file.path)
         self.tokenizer = None if described is None else Tokenizer.restored(described, *kept)
         self._lock = threading.Lock()
@@ -336,7 +340,11 @@ class KeptCheckpoint:
 
         with self._lock:
             if self._opened is None:
-                self._opened = open_checkpoint(self.path)
+                found = open_checkpoint(self.path)
+                if weights_digest(found.file) != self.digest:  # kernels have the old weights, others would not
+                    what = f"{self.path}: its weights have changed since it was loaded"
+                    raise FormatError(what, hint="load it again")
+                self._opened = found
             return self._opened
 
     def close(self) -> None:

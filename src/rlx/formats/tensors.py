@@ -135,7 +135,8 @@ class FileBytes:
     def release(self) -> None:
         """Let go of the pages that were read: whoever looks again gets them from the file."""
         if isinstance(self.view.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            self.view.obj.madvise(mmap.MADV_DONTNEED)
+            with contextlib.suppress(OSError):  # locked into memory, by mlockall
+                self.view.obj.madvise(mmap.MADV_DONTNEED)
 
     def prefer_huge_pages(self) -> None:
         """Ask for huge pages, where all of a file is read again and again: prefetchers of a CPU stop at page ends."""

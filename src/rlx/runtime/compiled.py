@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,6 +196,7 @@ class CpuGraph(CompiledGraph):
     """Runs machine code."""
 
     _binder: Executable | None
+    _plan: Callable[[], CompiledPlan]
 
     def __init__(
         self,
@@ -208,17 +209,15 @@ class CpuGraph(CompiledGraph):
     ) -> None:
         super().__init__(Signature.of(graph), "cpu")
         self.graph = graph
-        self.plan = plan
+        self._plan = lambda: plan
         self._set_up(Executable.of(plan.main, target, threads), store, profile)
         self._binder = bind_executable(plan, target, threads)
         self._derived_by = dict(zip(plan.derived, plan.recipes, strict=True))
 
-    @functools.cached_property
+    @property
     def plan(self) -> CompiledPlan:
-        """What it was laid out from; a graph that comes from a cache has to look for it, or make it again."""
-        from rlx.runtime.plan import cached_plan
-
-        return cached_plan(self.graph, self.target, self.profile)
+        """What it was laid out from."""
+        return self._plan()
 
     def _set_up(self, executable: Executable, store: WeightStore, profile: CompileProfile | None) -> None:
         self.profile = profile
@@ -356,6 +355,20 @@ class CpuGraph(CompiledGraph):
 def bind_executable(plan: CompiledPlan, target: Target, threads: int | None) -> Executable | None:
     """What makes the derived weights, if there are any."""
     return Executable.of(plan.bind, target, threads, aligned_outputs=True) if plan.derived else None
+
+
+def later_plan(
+    graph: Callable[[], Graph], target: Target, profile: CompileProfile | None
+) -> Callable[[], CompiledPlan]:
+    """The plan of a graph that comes from a cache: looked for, or made again, when somebody asks for it."""
+
+    @functools.cache
+    def plan() -> CompiledPlan:
+        from rlx.runtime.plan import cached_plan  # and all that programs are made of
+
+        return cached_plan(graph(), target, profile)
+
+    return plan
 
 
 def _stand_in(type_: TensorType, sizes: Mapping[str, int]) -> Array:

@@ -18,7 +18,7 @@ from rlx.backends.cpu.layout import Layout
 from rlx.lir import memory
 from rlx.profile import CompileProfile
 from rlx.runtime import codec, kv_cache, signature
-from rlx.runtime.compiled import CompiledGraph, CpuGraph, bind_executable
+from rlx.runtime.compiled import CompiledGraph, CpuGraph, bind_executable, later_plan
 from rlx.runtime.signature import Signature
 from rlx.runtime.weights import Recipe, WeightStore
 from rlx.target import Target
@@ -45,7 +45,9 @@ class KeptGraph(CpuGraph):
     ) -> None:  # fmt: skip
         CompiledGraph.__init__(self, of, "cpu")
         self._source = source  # builds the graph, and says where its params are
-        self._set_up(Executable(laid_out, lambda: self.plan.main, target, threads), store, profile)
+        # Not through `self`: without a cycle, memory goes as soon as the graph does.
+        self._plan = plan = later_plan(lambda: source()[0], target, profile)
+        self._set_up(Executable(laid_out, lambda: plan().main, target, threads), store, profile)
         self.executable.bind(weights)
         self._kept = derived  # which of them were made of others, and how
         self._stale = False

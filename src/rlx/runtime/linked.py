@@ -10,7 +10,6 @@ import contextlib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rlx.backends import cache
 from rlx.backends.cpu.executable import Executable
@@ -20,14 +19,11 @@ from rlx.backends.cpu.toolchain import cpu_identity
 from rlx.ir.graph import Graph
 from rlx.profile import CompileProfile
 from rlx.runtime import program_cache
-from rlx.runtime.compiled import CompiledGraph, CpuGraph
+from rlx.runtime.compiled import CompiledGraph, CpuGraph, later_plan
 from rlx.runtime.kept import kept_records
 from rlx.runtime.signature import Signature
 from rlx.runtime.weights import Recipe, WeightStore
 from rlx.target import Target
-
-if TYPE_CHECKING:
-    from rlx.runtime.plan import CompiledPlan
 
 KIND = "linked"  # of entries in the cache
 
@@ -90,20 +86,9 @@ class LinkedGraph(CpuGraph):
         CompiledGraph.__init__(self, Signature.of(graph), "cpu")
         self.graph = graph
         # Not through `self`: without a cycle, the weights go as soon as the graph does.
-        self._plan = plan = functools.cache(lambda: _plan(graph, target, profile))
+        self._plan = plan = later_plan(lambda: graph, target, profile)
         self._set_up(Executable(linked.main, lambda: plan().main, target, threads), store, profile)
         self._derived_by = dict(linked.derived)
         self._binder = None
         if linked.bind is not None:
             self._binder = Executable(linked.bind, lambda: plan().bind, target, threads, aligned_outputs=True)
-
-    @functools.cached_property
-    def plan(self) -> CompiledPlan:
-        """What it was laid out from."""
-        return self._plan()
-
-
-def _plan(graph: Graph, target: Target, profile: CompileProfile) -> CompiledPlan:
-    from rlx.runtime.plan import cached_plan  # and all that programs are made of
-
-    return cached_plan(graph, target, profile)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rlx.backends.cpu.memory import HUGE, HUGE_FROM, LINE, address, owner, release, side_by_side
+from rlx.formats.tensors import open_bytes
 
 Types = list[tuple[tuple[int, ...], np.dtype[np.generic]]]
 SMALL: Types = [((3, 5), np.dtype(np.float32)), ((0,), np.dtype(np.int8)), ((7,), np.dtype(np.int8))]
@@ -79,6 +82,34 @@ def test_arrays_in_files_can_be_let_go_of(tmp_path: Path) -> None:
     release(part)
     assert before == 4096 and in_memory() <= before - part.nbytes // 1024 + 8
     assert part[0] == 100_001 and int(whole.sum(dtype=np.int64)) == expected and in_memory() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems let go of locked pages, or have no mlock")
+def test_memory_that_is_locked_stays(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(256)) * 64)
+    file = open_bytes(path)
+    array = file.array(5000, 9000)
+    before = array.tobytes()
+    if ctypes.CDLL(None).mlock(ctypes.c_void_p(address(array)), ctypes.c_size_t(array.nbytes)):
+        pytest.skip("no memory may be locked here")
+    with pytest.raises(OSError, match="Invalid argument"):
+        file.view.obj.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+    release(array)
+    file.release()
+    assert array.tobytes() == before
+
+
+def test_what_was_written_stays_though_its_view_is_read_only(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(8192))
+    with open(path, "rb") as file:
+        maps = mmap.mmap(-1, 8192), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    for map_ in maps:
+        map_[:] = b"x" * 8192
+        array = np.frombuffer(memoryview(map_).toreadonly(), np.uint8)
+        release(array)
+        assert array.tobytes() == b"x" * 8192 and isinstance(owner(array), np.ndarray)
 
 
 def test_memory_of_no_file_stays(tmp_path: Path) -> None:

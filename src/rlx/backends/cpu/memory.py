@@ -38,7 +38,8 @@ def owner(array: np.ndarray[Any, Any]) -> Any:
     found: Any = array
     while isinstance(found, np.ndarray) and found.base is not None:
         found = found.base
-    if isinstance(found, memoryview) and not (isinstance(found.obj, mmap.mmap) and found.readonly):
+    # Asked of the map, not of the view: what was written to a private one is in no file.
+    if isinstance(found, memoryview) and not (isinstance(found.obj, mmap.mmap) and memoryview(found.obj).readonly):
         return np.frombuffer(found, np.uint8)
     return found
 
@@ -50,7 +51,8 @@ def release(array: np.ndarray[Any, Any]) -> None:
         return
     first = address(array) - address(np.frombuffer(file, np.uint8))
     start = first // mmap.PAGESIZE * mmap.PAGESIZE
-    file.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
+    with contextlib.suppress(OSError):  # locked into memory, by mlockall
+        file.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
 
 
 def aligned(nbytes: int) -> Bytes:
