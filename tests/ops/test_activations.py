@@ -69,13 +69,14 @@ def test_products_are_those_of_the_rounded_numbers(storage: DType, where: str) -
         assert [launch.kernel.kind for launch in f.plan.main.launches] == ["loops", "matmul"]
 
 
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", ["q4_1", "q4_k", "q6_k"])
-def test_pieces_of_long_rows_and_blocks_of_many_do_not_show(name: str) -> None:
+def test_pieces_of_long_rows_and_blocks_of_many_do_not_show(name: str, target: str) -> None:
     """More of k than is taken apart at a time, more rows than a unit has: the bits are those of a row alone."""
     storage = dtype(name)
     n, k, m = 70, 2304, 300
     stored = blocks(storage, n, k)
-    f = product(storage, n, k, TARGETS[0], stored, profile=INT8)
+    f = product(storage, n, k, target, stored, profile=INT8)
     x = activations(m, k)
     (found,) = f.run({"x": x})
     wanted = exact(storage, x, stored)
@@ -169,14 +170,19 @@ def test_blocks_of_tiny_numbers_are_zeros(where: str) -> None:
     assert np.abs(found - wanted).max() <= 1e-6 * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_a_number_stays_so(bad: float) -> None:
-    """It spoils its block and therefore its row, and no other."""
-    stored = blocks(dtype("q4_0"), 40, 64)
-    x = rng.normal(size=(3, 64)).astype(np.float32)
-    x[1, 40] = bad
-    (found,) = product(dtype("q4_0"), 40, 64, TARGETS[0], stored, profile=INT8).run({"x": x})
-    assert np.isnan(found[1]).all() and np.isfinite(found[[0, 2]]).all()
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q4_k", "q6_k"])
+def test_what_is_not_a_number_stays_so(name: str, target: str) -> None:
+    """Wherever it is, it spoils its block and therefore its row, and no other."""
+    storage = dtype(name)
+    k = 2 * storage.block
+    f = product(storage, 40, k, target, blocks(storage, 40, k), profile=INT8)
+    for bad in (np.nan, np.inf, -np.inf):
+        x = rng.normal(size=(2 * k, k)).astype(np.float32)
+        x[2 * np.arange(k), np.arange(k)] = bad
+        for rows in (x, x[:3]):  # tiles, dots
+            (found,) = f.run({"x": rows})
+            assert not np.isfinite(found[::2]).any() and np.isfinite(found[1::2]).all()
 
 
 def test_types_without_whole_numbers_keep_their_arithmetic() -> None:

@@ -8,7 +8,7 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rlx.dtypes import BOOL, F16, F32, I16, I32, I64, U8, DType
@@ -411,8 +411,9 @@ def _grouped(storage: DType) -> tuple[Term, int, int]:
     return (Term(Index("g")) if groups > 1 else Term(0)), length.bit_length() - 1, groups
 
 
-def _over_blocks(groups: int, body: tuple[Stmt, ...]) -> For:
-    return For("u", Arg("blocks"), (For("g", groups, body),) if groups > 1 else body)
+def _over_groups(groups: int, body: Sequence[Stmt]) -> tuple[Stmt, ...]:
+    """`body` for each group `g` of a block."""
+    return (For("g", groups, tuple(body)),) if groups > 1 else tuple(body)
 
 
 def unpack_kernel(storage: DType, width: int, lanes: int) -> LoopKernel:
@@ -425,8 +426,7 @@ def unpack_kernel(storage: DType, width: int, lanes: int) -> LoopKernel:
         row = ((Index("u"), storage.block * width), (outer.expr(I64), width << span), (Const(inner, I64), width))
         body.append(Store(4, (*row, (Index("v"), lanes), (Index("c"), 1)), value))
     params = (*panel_params(storage), Param("x_words", I32), Param("x", F32), Param("out", F32, True))
-    root = over_panel(width, lanes, (For("g", groups, tuple(body)),) if groups > 1 else tuple(body))
-    return LoopKernel(f"unpack_{storage}", params, ARGUMENTS, root)
+    return LoopKernel(f"unpack_{storage}", params, ARGUMENTS, over_panel(width, lanes, _over_groups(groups, body)))
 
 
 def panel_params(storage: DType) -> tuple[Param, Param]:
@@ -462,7 +462,7 @@ def dot_kernel(storage: DType, width: int, target: Target, rows: int) -> LoopKer
     params = (*panel_params(storage), Param("x_words", I32), Param("x", F32), Param("sums", F32, True))
     columns: tuple[Stmt, ...] = (
         *(Var(f"sum{r}_{v}", Load(4, place[r, v], F32)) for r, v in cells),
-        _over_blocks(groups, tuple(body)),
+        For("u", Arg("blocks"), _over_groups(groups, body)),
         *(Store(4, place[r, v], Ref(f"sum{r}_{v}", F32)) for r, v in cells),
     )
     root = For("all", 1, (For("c", lanes, columns, vector=True),))

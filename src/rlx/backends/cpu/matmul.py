@@ -521,10 +521,8 @@ class _Nest:
 
     def _next_slab(self, rows: _Block, stripe: _Stripe, blocks: Blocks) -> Callable[[Value], None]:
         """Prefetches a share of what is taken apart after this slab, for the tile of a number."""
-        b = self.b
-        here = b.offset(
-            stripe.b, self._block_bytes(blocks, b.add(stripe.start, stripe.length))
-        )  # in this panel or the next
+        b, end = self.b, self.b.add(stripe.start, stripe.length)
+        here = b.offset(stripe.b, self._block_bytes(blocks, end))  # in this panel or the next
         length = self._block_bytes(blocks, stripe.length)
         share = b.mul(b.add(b.sdiv(length, b.mul(b.max(rows.count, 1), LINE)), 1), LINE)
 
