@@ -60,10 +60,16 @@ class Rlx:
         return int(done.tokens[0])
 
     def write(self, tokens: list[int], count: int) -> float:
-        done = self.model.generate(tokens, max_tokens=count + 1)
-        if len(done.tokens) != count + 1:
-            raise RuntimeError(f"the text ended after {len(done.tokens)} tokens, expected {count + 1}")
-        return float(done.timings.answer_seconds)
+        """A text that ends is followed by the prompt once more; reading it is not counted."""
+        text, made, seconds = tokens, 0, 0.0
+        while made < count:
+            done = self.model.generate(text, max_tokens=count - made + 1)
+            if len(done.tokens) < 2:
+                raise RuntimeError(f"the text ended after {made} tokens and does not go on, expected {count}")
+            made += len(done.tokens) - 1  # the first one is part of the reading
+            seconds += float(done.timings.answer_seconds)
+            text = [*text, *done.tokens, *tokens]
+        return seconds
 
     def close(self) -> None:
         self.model.close()
