@@ -60,15 +60,14 @@ class Rlx:
         return int(done.tokens[0])
 
     def write(self, tokens: list[int], count: int) -> float:
-        """A text that ends is followed by the prompt once more; reading it is not counted."""
-        text, made, seconds = tokens, 0, 0.0
+        """A text that ends is begun again; reading the prompt is not counted."""
+        made, seconds = 0, 0.0
         while made < count:
-            done = self.model.generate(text, max_tokens=count - made + 1)
+            done = self.model.generate(tokens, max_tokens=count - made + 1)
             if len(done.tokens) < 2:
-                raise RuntimeError(f"the text ended after {made} tokens and does not go on, expected {count}")
+                raise RuntimeError("the text ended with its first token")
             made += len(done.tokens) - 1  # the first one is part of the reading
             seconds += float(done.timings.answer_seconds)
-            text = [*text, *done.tokens, *tokens]
         return seconds
 
     def close(self) -> None:
