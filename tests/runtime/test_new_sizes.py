@@ -6,6 +6,7 @@ import gc
 import random
 import statistics
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +28,10 @@ from layers import (
 
 import rlx
 from rlx.backends.cpu.library import kernels_compiled
+from rlx.backends.cpu.memory import address
 from rlx.runtime.compiled import CpuGraph
 
+Array = np.ndarray[Any, Any]
 TRIPLES = 50
 LENGTHS = (0, 1, 2, 3, 5, 7, 13, 16, 31, 61, 64, 65, 127, 4097)
 LONG = [(1, 4097, 0), (1, 1, 4097), (4097, 1, 1), (1, 4097, 1), (0, 4097, 4097), (4097, 0, 0), (1, 0, 4097)]
@@ -92,6 +95,29 @@ def test_planning_for_a_new_size_is_quick(sizes: Bert | Llama, capsys: pytest.Ca
         most, typical, count = max(taken) * 1e3, statistics.median(taken) * 1e3, len(executable.program.launches)
         print(f"\n  {count} launches: planned in {typical:.2f} ms, at most {most:.2f} ms ", end="")
     assert max(taken) < PLAN_SECONDS * SLACK
+
+
+def test_a_new_size_asks_no_weight_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sentence runs in less than the time that looking up all weights takes; other weights are looked up once."""
+    params, others = weights(TINY_BERT), weights(TINY_BERT, seed=1)
+    encoder = compiled(bert_graph(TINY_BERT), params)
+    asked: list[int] = []
+
+    def counting(array: Array) -> int:
+        asked.append(address(array))
+        return asked[-1]
+
+    monkeypatch.setattr("rlx.backends.cpu.executable.address", counting)
+    for given in (params, others):
+        encoder.set_params(given)
+        counts = []
+        for seq in (5, 9, 5):
+            asked.clear()
+            inputs = bert_inputs(TINY_BERT, 2, seq)
+            assert relative(encoder.run(inputs)[0], bert_numpy(TINY_BERT, given, **inputs)[0]) <= 1e-5
+            held = {address(array) for array in cpu(encoder).executable._weights.values()}
+            counts.append(len(held.intersection(asked)))
+        assert counts == [len(held), 0, 0]
 
 
 def test_a_size_class_shares_its_arena_plan() -> None:

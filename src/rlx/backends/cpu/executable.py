@@ -98,6 +98,7 @@ class Instance:
         self.guards: list[Guarded] = []
         self.frame: Frame | None = None
         self.weights: Mapping[str, Array] | None = None  # the words hold their addresses
+        self.fixed: dict[str, list[int]] = {}  # addresses of constants and of these weights
         self.inputs: list[tuple[int, int, int]] = []
         self.outputs: list[tuple[int, int, int]] = []
         self.results: Results | None = None
@@ -342,11 +343,14 @@ class Executable:
             instance.records, instance.loops, address(instance.words), frame.private, frame.values, frame.steps,
             frame.solo,
         )  # fmt: skip
-        names, constants = self.layout.names, self.layout.constants
+        names = self.layout.names
         bases = self._arena_bases(instance, frame)
         self._add(instance, ARENA, [bases.get(n, 0) for n in names[ARENA]])
-        self._add(instance, CONST, [address(constants[n]) for n in names[CONST]])
-        self._add(instance, WEIGHT, [address(weights[n]) for n in names[WEIGHT]])
+        if instance.weights is not weights:
+            for kind, arrays in ((CONST, self.layout.constants), (WEIGHT, weights)):
+                instance.fixed[kind] = [address(arrays[n]) for n in names[kind]]
+        for kind, addresses in instance.fixed.items():
+            self._add(instance, kind, addresses)
         self._read_ahead(instance, frame)
         instance.inputs = self._moving(INPUT, frame)
         instance.outputs = self._moving(OUTPUT, frame)
