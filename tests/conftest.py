@@ -6,7 +6,9 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
@@ -24,6 +26,7 @@ os.environ.setdefault("RLX_CACHE", _cache.name)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_states: dict[int, Any] = {}  # of generators that modules have, as they were before the first test
 MOST_WORKERS = 8
 IN_PARALLEL = ("not parity and not weights and not large and not gpu", "parity", "weights")
 
@@ -44,6 +47,15 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if whole and not alone and hasattr(option, "numprocesses") and option.numprocesses is None:
         option.numprocesses = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
         option.dist = "worksteal"  # neighbours share what they compile, and nobody waits at the end
+
+
+@pytest.fixture(autouse=True)
+def same_numbers(request: pytest.FixtureRequest) -> None:
+    """Random numbers of a module begin anew for each of its tests: what a test sees does not depend on those before."""
+    for generator in vars(request.module).values():
+        if isinstance(generator, np.random.Generator):
+            state = generator.bit_generator.state
+            generator.bit_generator.state = _states.setdefault(id(generator), state)
 
 
 @pytest.fixture
