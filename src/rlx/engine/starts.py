@@ -146,7 +146,7 @@ def _state(files: Sequence[Path]) -> str:
 
 # -- keeping ---------------------------------------------------------------------------------------------------------
 def keep(model: Model, start: Start) -> bool:
-    """Write the start of a model that was just loaded; False where that is not possible, or there is no room for it."""
+    """Have the start of a model that was just loaded; False where it cannot be written, or there is no room for it."""
     compiled, checkpoint = model.compiled, model.checkpoint
     if model.facts.kind not in KINDS or not _is_new(compiled) or not _is_settled(start):
         return False
@@ -160,6 +160,8 @@ def keep(model: Model, start: Start) -> bool:
     weights = {n: a for n, a in compiled.executable._weights.items() if n not in placed}
     tokenizer = checkpoint.tokenizer
     packed, tables = (b"", {}) if tokenizer is None else tokenizer.packed()
+    if start.store.writable and start.store.start(start.key) is not None:
+        return True  # another process was faster: an equal one, and whole
     path = start.store.room(start.key, sum(a.nbytes for a in (*weights.values(), *tables.values())))
     if path is None:
         return False
@@ -261,6 +263,7 @@ def opened(start: Start, name: str | None, settings: Mapping[str, Any]) -> Loade
     path = start.store.start(start.key)
     if path is None:
         return None
+    seen = cache.state(path)
     try:
         file = container.read(path, "a start")
         if settings["cache"] == "auto" and file.manifest["auto"] != start.cache_dtype:
@@ -269,7 +272,7 @@ def opened(start: Start, name: str | None, settings: Mapping[str, Any]) -> Loade
     except ResourceError:
         raise
     except (RlxError, LookupError, TypeError, ValueError, AttributeError, OSError):
-        start.store.drop(path)  # damaged, or its code is gone
+        start.store.drop(path, seen)  # damaged, or its code is gone
         return None
     start.store.used(path)
     return model
