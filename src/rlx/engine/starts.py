@@ -45,7 +45,6 @@ from rlx.runtime.weights import Recipe
 
 if TYPE_CHECKING:
     from rlx.engine.model import Loaded
-    from rlx.flow.flow import BuiltModel
     from rlx.models.load import Checkpoint
 
 Array = np.ndarray[Any, Any]
@@ -294,10 +293,9 @@ def _opened(start: Start, file: Container, name: str | None, settings: Mapping[s
         raise FormatError(f"{file.path}: its weights or tables are damaged")
     weights |= _mapped(start.files, manifest["in_place"])
     checkpoint = KeptCheckpoint(start.path, facts, manifest["digest"], file, records["tokenizer"])
-    made: list[Model] = []  # for the graph, which is built when somebody asks for it
 
     def source() -> tuple[Any, Mapping[str, Array]]:
-        built: BuiltModel = made[0].built
+        built = blueprint.built  # when somebody asks for it
         return built.module, built.params
 
     graph = KeptGraph(
@@ -310,7 +308,7 @@ def _opened(start: Start, file: Container, name: str | None, settings: Mapping[s
     model = class_of(facts.kind)(checkpoint, name=name, cache=start.cache_dtype, prepared=prepared, **asked)
     if records["embed"] is not None:
         model.__dict__["settings"] = records["embed"]
-    made.append(model)
+    blueprint = model._blueprint()
     return model
 
 
@@ -349,10 +347,6 @@ class KeptCheckpoint:
                     raise FormatError(what, hint="load it again")
                 self._opened = found
             return self._opened
-
-    def close(self) -> None:
-        if self._opened is not None:
-            self._opened.file.close()
 
     def __getattr__(self, name: str) -> Any:
         """Only asked for what is not here: the configuration, the tensors, the family."""
