@@ -469,6 +469,59 @@ def test_starts_have_a_limit_and_the_oldest_go_first(folder: Path, monkeypatch: 
     assert store.room("f", 1) is None
 
 
+def test_room_is_made_of_other_states_alone(folder: Path) -> None:
+    store = cache.current()
+    for key in ("a-1", "a-1", "b-1"):
+        path = store.room(key, 10)
+        assert path is not None
+        path.write_bytes(bytes(10))
+        assert store.room(key, 10) == path and path.exists()  # another process may have written it
+    assert store.room("a-2", 10) is not None
+    assert [p.name for p in kept(folder)] == ["b-1"]
+
+
+# -- several processes --------------------------------------------------------------------------------------------
+def test_a_start_that_another_process_has_written_meanwhile_is_used(
+    folder: Path, tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = bits(language_model(tiny_path))
+    (path,) = kept(folder)
+    theirs, keep = path.rename(tmp_path / "theirs"), starts.keep
+
+    def late(model: Any, start: starts.Start) -> bool:
+        path.hardlink_to(theirs)
+        return keep(model, start)
+
+    monkeypatch.setattr(starts, "keep", late)
+    model = language_model(tiny_path)
+    assert isinstance(model.compiled, KeptGraph) and not is_kept(model) and bits(model) == expected
+    assert kept(folder) == [path] and path.samefile(theirs)
+    assert is_kept(language_model(tiny_path))
+
+
+def test_a_damaged_start_that_another_process_has_replaced_is_not_removed(
+    folder: Path, tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = bits(language_model(tiny_path))
+    (path,) = kept(folder)
+    theirs, read = shutil.copy(path, tmp_path / "theirs"), starts.container.read
+    path.write_bytes(cut(path.read_bytes()))
+    arriving = [theirs]
+
+    def late(*args: Any) -> Any:
+        try:
+            return read(*args)
+        finally:
+            while arriving:  # once
+                path.unlink()
+                path.hardlink_to(arriving.pop())
+
+    monkeypatch.setattr(starts.container, "read", late)
+    model = language_model(tiny_path)
+    assert isinstance(model.compiled, KeptGraph) and not is_kept(model) and bits(model) == expected
+    assert path.samefile(theirs)
+
+
 @pytest.mark.parametrize("text", ["much", "-1", "nan"])
 def test_a_limit_that_is_no_number_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLX_CACHE_LIMIT", text)

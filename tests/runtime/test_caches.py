@@ -309,20 +309,23 @@ def test_a_target_has_one_library() -> None:
     assert library(host()) is library(host())
 
 
-def test_a_linked_graph_goes_with_its_last_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_graph_goes_with_its_last_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLX_CACHE", str(tmp_path))
     nothing_loaded(monkeypatch)
-    table = np.zeros((2, 4), np.float32)
-    for kind in ("CpuGraph", "LinkedGraph"):
-        compiled = rlx.compile(lookup())
-        assert type(compiled).__name__ == kind
-        assert np.array_equal(compiled.run({"table": table, "ids": np.array([1], np.int32)})[0], table[1:])
-    assert compiled.executable.program is compiled.plan.main  # type: ignore[attr-defined]
-    gone = weakref.ref(compiled)
     gc.disable()
     try:
-        del compiled
-        assert gone() is None
+        for kind in ("CpuGraph", "LinkedGraph"):
+            g = rlx.Graph("product")
+            g.set_outputs([g.input("x", ("n", 4)) @ g.param("w", (4, 8))])
+            compiled, weight = rlx.compile(g), np.ones((4, 8), np.float32)
+            assert type(compiled).__name__ == kind
+            compiled.set_param("w", weight)
+            assert compiled.run({"x": np.ones((1, 4), np.float32)})[0].tolist() == [[4.0] * 8]
+            assert compiled.report().launches and compiled.dispatch().counts
+            assert compiled.executable.program is compiled.plan.main  # type: ignore[attr-defined]
+            gone = weakref.ref(compiled), weakref.ref(weight)
+            del compiled, weight
+            assert [ref() for ref in gone] == [None, None]
     finally:
         gc.enable()
 

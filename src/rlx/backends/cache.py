@@ -86,7 +86,8 @@ class Cache:
     def room(self, key: str, size: int) -> Path | None:
         """Where a start of so many bytes may be written, after older ones had to go; None where there is no room.
 
-        A key is `whose-state`: of one owner, only the start of the last state stays.
+        A key is `whose-state`: of one owner, only the start of the last state stays. One that is there already is left
+        alone: another process may have written it just now.
         """
         limit = start_limit()
         if self.folder is None or not self.writable or size > limit:
@@ -97,7 +98,8 @@ class Cache:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for old in folder.glob(f"{key.partition('-')[0]}-*"):
-                old.unlink(missing_ok=True)
+                if old.name != key:
+                    old.unlink(missing_ok=True)
             if size > SHARE * shutil.disk_usage(folder).free:
                 return None
             self._trim(folder, limit - size)
@@ -111,9 +113,9 @@ class Cache:
             with contextlib.suppress(OSError):
                 os.utime(path)
 
-    def drop(self, path: Path) -> None:
-        """Remove a start that is of no use."""
-        if self.writable:
+    def drop(self, path: Path, seen: str) -> None:
+        """Remove a start that is of no use, unless it has changed since: another process may have written a new one."""
+        if self.writable and state(path) == seen:
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -233,6 +235,14 @@ def _sources() -> Iterator[os.DirEntry[str]]:
                     folders.append(entry.path)
                 elif entry.name.endswith(".py"):
                     yield entry
+
+
+def state(path: Path) -> str:
+    """Changes when a file is written anew; empty where there is none."""
+    try:
+        return identity(path.stat())
+    except OSError:
+        return ""
 
 
 def identity(status: os.stat_result) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import hashlib
 import operator
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -45,6 +46,8 @@ if TYPE_CHECKING:  # imported where a model is built: one that was started befor
     Loaded: TypeAlias = LanguageModel | EmbeddingModel | VisionModel
 
 Array = np.ndarray[Any, Any]
+Key = TypeVar("Key")
+Made = TypeVar("Made")
 CONTEXT = 4096  # positions, where the model has more and nothing else is asked
 CAPTURES = 4  # graphs with captured stages, and of those with edited ones, that are kept
 NOTHING: Mapping[str, Array] = {}
@@ -145,7 +148,8 @@ class Model:
         self._captures: dict[frozenset[str], tuple[BuiltModel, CompiledGraph]] = {}
         self._applications: dict[frozenset[tuple[str, str]], Applied] = {}
         self._edits: dict[tuple[frozenset[str], tuple[str, ...]], Edited] = {}
-        self._built: BuiltModel | None = None if prepared is None else prepared.built
+        # one or none yet: a list, which its blueprint shares
+        self._builds: list[BuiltModel] = [] if prepared is None or prepared.built is None else [prepared.built]
         self._compiled: CompiledGraph | None = None if prepared is None else prepared.compiled
         if prepared is None:
             self._compiled = self._compile(self.built)
@@ -172,18 +176,26 @@ class Model:
 
         All graphs of a model are given the same arrays, so that what is derived from them is shared.
         """
+        # Now: another thread may close the model meanwhile, and then this goes on with what was there.
+        arrays, kept, checkpoint = self._arrays, self._compiled, self.checkpoint
         compiled = self._session.compile(built.module, profile=built.profile)
         for name in compiled.param_types:
-            if name not in self._arrays:
+            if name not in arrays:
                 made = built.params.get(name)
-                self._arrays[name] = self.checkpoint.weights.array(name) if made is None else made
-            compiled.set_param(name, self._arrays[name])
-        kept = self._compiled  # another thread may close the model
+                arrays[name] = checkpoint.weights.array(name) if made is None else made
+            compiled.set_param(name, arrays[name])
         if isinstance(kept, KeptGraph):
-            kept.lend(dict(self._arrays))
-        with _releasing(self.checkpoint.file):
+            kept.lend(dict(arrays))
+        with _releasing(checkpoint.file):
             compiled.prepare()
         return compiled
+
+    def _blueprint(self) -> Self:
+        """The same model with nothing but what its graph is built from: its code may hold this, and makes no cycle."""
+        plain = copy.copy(self)
+        plain._compiled = plain.caches = None
+        plain._forget()
+        return plain
 
     # -- parts --
     def _check_open(self) -> None:
@@ -196,9 +208,10 @@ class Model:
     @property
     def checkpoint(self) -> Checkpoint:
         """The file, its configuration and its weights."""
-        if self._checkpoint is None:
+        found = self._checkpoint
+        if found is None:
             raise self._closed()
-        return self._checkpoint  # type: ignore[return-value]  # a kept one opens the file when it must
+        return found  # type: ignore[return-value]  # a kept one opens the file when it must
 
     @property
     def family(self) -> Family:
@@ -216,12 +229,12 @@ class Model:
     @property
     def built(self) -> BuiltModel:
         """The graph and what belongs to it."""
-        found = self._built
-        if found is None:
-            if self._checkpoint is None:
-                raise self._closed()
-            found = self._built = self._build()
-        return found
+        builds = self._builds
+        if self._checkpoint is None:
+            raise self._closed()
+        if not builds:
+            builds.append(self._build())
+        return builds[0]
 
     @property
     def compiled(self) -> CompiledGraph:
@@ -326,25 +339,24 @@ class Model:
         from rlx.engine.edits import cut
 
         key = frozenset(patterns), tuple(edited)
-        with self._lock:
-            found = self._edits.pop(key, None)
-            if found is None:
-                found = cut(self._build(list(patterns)), edited, self._compile)
-            self._edits[key] = found
-            while len(self._edits) > CAPTURES:
-                del self._edits[next(iter(self._edits))]
-        return found
+        return self._lately(self._edits, key, lambda: cut(self._build(list(patterns)), edited, self._compile))
 
     def _captured(self, patterns: Sequence[str]) -> tuple[BuiltModel, CompiledGraph]:
-        key = frozenset(patterns)
+        def make() -> tuple[BuiltModel, CompiledGraph]:
+            built = self._build(list(patterns))
+            return built, self._compile(built)
+
+        return self._lately(self._captures, frozenset(patterns), make)
+
+    def _lately(self, known: dict[Key, Made], key: Key, make: Callable[[], Made]) -> Made:
+        """What was made lately, or is made now; the last few are kept."""
         with self._lock:
-            found = self._captures.pop(key, None)
+            found = known.pop(key, None)
             if found is None:
-                built = self._build(list(patterns))
-                found = built, self._compile(built)
-            self._captures[key] = found
-            while len(self._captures) > CAPTURES:
-                del self._captures[next(iter(self._captures))]
+                found = make()
+            known[key] = found
+            while len(known) > CAPTURES:
+                del known[next(iter(known))]
         return found
 
     # -- parameters --
@@ -375,23 +387,21 @@ class Model:
         from rlx.engine.apply import Applied, checked_params
 
         given, kinds = checked_params(params, self.checkpoint.weights, self.params)
-        key = frozenset(kinds.items())
-        with self._lock:
-            found = self._applications.pop(key, None)
-            if found is None:
-                flow = self._patched(self._hidden_flow())
-                built = flow.build_with(self.checkpoint.weights, {name: given[name] for name in kinds})
-                found = Applied(self._session.compile(built.module, profile=built.profile), built.params.made)
-            self._applications[key] = found
-            while len(self._applications) > CAPTURES:
-                del self._applications[next(iter(self._applications))]
+
+        def make() -> Applied:
+            flow = self._patched(self._hidden_flow())
+            built = flow.build_with(self.checkpoint.weights, {name: given[name] for name in kinds})
+            return Applied(self._session.compile(built.module, profile=built.profile), built.params.made)
+
+        found = self._lately(self._applications, frozenset(kinds.items()), make)
         return found.run(given, self._own, values)
 
     def _own(self, name: str) -> Array:
         """A weight of the model, the same array for all its graphs."""
-        if name not in self._arrays:
-            self._arrays[name] = self.checkpoint.weights.array(name)
-        return self._arrays[name]
+        arrays = self._arrays
+        if name not in arrays:
+            arrays[name] = self.checkpoint.weights.array(name)
+        return arrays[name]
 
     def save(self, path: str | Path, params: Mapping[str, Any] | None = None, *, dtype: str | None = None) -> Path:
         """Write the model for other programs: a `.gguf` file, a `.safetensors` file, or a folder of Hugging Face.
@@ -439,17 +449,15 @@ class Model:
 
     def close(self) -> None:
         """Give back memory and files. Calls in progress end well; later ones are refused."""
-        self._compiled = self._built = None
-        self._captures.clear()
-        self._edits.clear()
-        self._applications.clear()
-        self._arrays.clear()
+        self._compiled = self._checkpoint = None  # first: whoever finds the rest gone is told that it is closed
+        self._builds = []
+        self._forget()
         if self.caches is not None:
             self.caches.close()
-        if self._checkpoint is not None:
-            kept = getattr(self._checkpoint, "close", None)  # which may never have opened the file
-            (kept or self._checkpoint.file.close)()
-            self._checkpoint = None  # its metadata has views of the file too
+
+    def _forget(self) -> None:
+        """Let go of graphs and weights. A call in progress goes on with those that it has: nothing is taken away."""
+        self._captures, self._edits, self._applications, self._arrays = {}, {}, {}, {}
 
     def __enter__(self) -> Self:
         return self

@@ -45,7 +45,6 @@ from rlx.runtime.weights import Recipe
 
 if TYPE_CHECKING:
     from rlx.engine.model import Loaded
-    from rlx.flow.flow import BuiltModel
     from rlx.models.load import Checkpoint
 
 Array = np.ndarray[Any, Any]
@@ -146,7 +145,7 @@ def _state(files: Sequence[Path]) -> str:
 
 # -- keeping ---------------------------------------------------------------------------------------------------------
 def keep(model: Model, start: Start) -> bool:
-    """Write the start of a model that was just loaded; False where that is not possible, or there is no room for it."""
+    """Have the start of a model that was just loaded; False where it cannot be written, or there is no room for it."""
     compiled, checkpoint = model.compiled, model.checkpoint
     if model.facts.kind not in KINDS or not _is_new(compiled) or not _is_settled(start):
         return False
@@ -160,6 +159,8 @@ def keep(model: Model, start: Start) -> bool:
     weights = {n: a for n, a in compiled.executable._weights.items() if n not in placed}
     tokenizer = checkpoint.tokenizer
     packed, tables = (b"", {}) if tokenizer is None else tokenizer.packed()
+    if start.store.writable and start.store.start(start.key) is not None:
+        return True  # another process was faster: an equal one, and whole
     path = start.store.room(start.key, sum(a.nbytes for a in (*weights.values(), *tables.values())))
     if path is None:
         return False
@@ -261,6 +262,7 @@ def opened(start: Start, name: str | None, settings: Mapping[str, Any]) -> Loade
     path = start.store.start(start.key)
     if path is None:
         return None
+    seen = cache.state(path)
     try:
         file = container.read(path, "a start")
         if settings["cache"] == "auto" and file.manifest["auto"] != start.cache_dtype:
@@ -269,7 +271,7 @@ def opened(start: Start, name: str | None, settings: Mapping[str, Any]) -> Loade
     except ResourceError:
         raise
     except (RlxError, LookupError, TypeError, ValueError, AttributeError, OSError):
-        start.store.drop(path)  # damaged, or its code is gone
+        start.store.drop(path, seen)  # damaged, or its code is gone
         return None
     start.store.used(path)
     return model
@@ -291,10 +293,9 @@ def _opened(start: Start, file: Container, name: str | None, settings: Mapping[s
         raise FormatError(f"{file.path}: its weights or tables are damaged")
     weights |= _mapped(start.files, manifest["in_place"])
     checkpoint = KeptCheckpoint(start.path, facts, manifest["digest"], file, records["tokenizer"])
-    made: list[Model] = []  # for the graph, which is built when somebody asks for it
 
     def source() -> tuple[Any, Mapping[str, Array]]:
-        built: BuiltModel = made[0].built
+        built = blueprint.built  # when somebody asks for it
         return built.module, built.params
 
     graph = KeptGraph(
@@ -307,7 +308,7 @@ def _opened(start: Start, file: Container, name: str | None, settings: Mapping[s
     model = class_of(facts.kind)(checkpoint, name=name, cache=start.cache_dtype, prepared=prepared, **asked)
     if records["embed"] is not None:
         model.__dict__["settings"] = records["embed"]
-    made.append(model)
+    blueprint = model._blueprint()
     return model
 
 
@@ -346,10 +347,6 @@ class KeptCheckpoint:
                     raise FormatError(what, hint="load it again")
                 self._opened = found
             return self._opened
-
-    def close(self) -> None:
-        if self._opened is not None:
-            self._opened.file.close()
 
     def __getattr__(self, name: str) -> Any:
         """Only asked for what is not here: the configuration, the tensors, the family."""

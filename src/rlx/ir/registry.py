@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -219,9 +220,7 @@ def op(
     def declare(rule: Callable[..., Any]) -> OpDef:
         if name in OPS:
             raise GraphError(f"op {name}: declared twice, first at {OPS[name].place}")
-        frame = inspect.currentframe()
-        assert frame is not None and frame.f_back is not None
-        caller = frame.f_back
+        caller = sys._getframe(1)  # not its own frame: held by itself, it would hold all that import it
         while caller.f_back is not None and caller.f_globals.get("__name__") in _DECLARING:
             caller = caller.f_back
         definition = OpDef(
