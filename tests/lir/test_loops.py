@@ -42,7 +42,7 @@ GOLDEN = """\
       launch softmax.*(t3+5*batch) -> c4-5*batch*p0 + 5*batch  split rows(batch)
     else:
       launch mul.*(t3+5*batch) -> c4-5*batch*p0 + 5*batch  split chunks(((5*batch + 4095) // (4096)))
-    launch sum.*(t5.1) -> output1+batch*t0  split columns(((batch + 255) // (256)))
+    launch sum.*(t5.1) -> output1+batch*t0  split rows(((batch + 255) // (256)))
   launch copy.*(c4+5*batch*time - 10*batch*((time) // (2))) -> output0  split chunks(((5*batch + 4095) // (4096)))"""
 
 

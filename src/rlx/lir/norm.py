@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rlx.dtypes import DType
 from rlx.ir.graph import Node
 from rlx.lir.loops import Apply, Const, Expr, For, Index, Let, Load, Reduce, Ref, Stmt, Store
-from rlx.lir.reduce import Rows, rows_over
+from rlx.lir.reduce import Rows, Terms, reduce_columns, rows_over
 from rlx.lir.schedule import LoopBuilder, Scheduler, cast, loop_form, widened
 from rlx.lir.views import View
 from rlx.types import TensorType, product
@@ -146,23 +146,17 @@ def _gradients_of_columns(
     s: Scheduler, node: Node, x: View, dy: View, statistics: Sequence[View], results: Sequence[View]
 ) -> None:
     """Sums over rows of dy · normalised x, and of dy."""
-    n = 2 + len(statistics)
-    builder = LoopBuilder(f"{node.attrs['kind']}_scale_grad")
-    for view in (x, dy, *statistics):
-        builder.param(view)
-    for view in results:
-        builder.param(view, written=True)
-    columns = [View(v.buffer, v.dtype, x.shape, (*(0,) * (x.rank - 1), 1), v.offset) for v in results]
-    views = [x, dy, *(_of_rows(v, x) for v in statistics), *columns]
-    rows = rows_over(builder, views, x.shape, tuple(range(x.rank - 1)))
-    at = Index("q")
-    ct, normal = rows.load(1, at), rows.load(0, at)
-    if len(statistics) == 2:
-        normal = _binary("sub", normal, rows.load(3, at))
-    normal = _binary("mul", normal, rows.load(2, at))
-    sums = (_binary("mul", ct, normal), ct)
-    stores = [Store(n + i, rows.place(n + i), Reduce("sum", "q", rows.extent(), v)) for i, v in enumerate(sums)]
-    rows.launch(s, stores, product(x.shape) * 5)
+    size = x.shape[-1]
+    shape = (product(x.shape[:-1]), size)
+    views = [View(v.buffer, v.dtype, shape, (size, 1), v.offset) for v in (x, dy)]
+    views += [View(v.buffer, v.dtype, shape, (1, 0), v.offset) for v in statistics]
+
+    def sums(elements: Sequence[Expr]) -> Sequence[Expr]:
+        normal, ct, inverse, *mean = elements
+        normal = _binary("sub", normal, mean[0]) if mean else normal
+        return _binary("mul", ct, _binary("mul", normal, inverse)), ct
+
+    reduce_columns(s, f"{node.attrs['kind']}_scale_grad", "sum", Terms(views, sums, flops=5), results)
 
 
 def _of_rows(view: View, x: View) -> View:

@@ -1,11 +1,13 @@
 """Loop forms of reductions, softmax, argmax, top-k and running sums.
 
-Where the reduced axis is contiguous, a row is one unit and the reduction itself is vectorised; where a kept axis is
-contiguous, lanes run over that axis and each reduces serially, many of them side by side where they can be.
+Where the reduced axis is contiguous, a row is one unit and the reduction itself is vectorised. Where a kept axis is
+contiguous, lanes run over that axis; plain reductions then go through blocks of whole rows in the order of memory.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,9 +33,13 @@ from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_for
 from rlx.lir.shape import require_at_most
 from rlx.lir.views import View, collapse
 from rlx.ops.reduce import normal_axes
-from rlx.types import Size, contiguous_strides, product
+from rlx.types import Size, TensorType, contiguous_strides, product
 
-STRIPS = (512, 384, 256, 192, 128, 64)  # columns that are reduced side by side: what they have so far stays in L1
+# How columns are reduced. The numbers say in which order, so they depend on no thread.
+BLOCK = 32  # long rows of a unit
+LONG = 1024  # elements of a row that memory is read fast by: 8 shorter streams at once are half as fast
+STRIP = 4096  # columns of a unit at most, so that what they have so far stays in L1
+SMALL_STRIP = 256  # the same for the last launch, where all that threads can share is columns
 TOGETHER = 8  # rows between a column's store and its next load
 
 
@@ -88,15 +94,6 @@ class Rows:
         lets = decode_unit(builder, outer, names) if outer else []
         root = For("u", builder.arg("units", units), (*lets, *body))
         builder.launch(s, root, units, flops=flops, shares=self._shares() if len(outer) == 1 else None)
-
-    def in_strips(self) -> Rows | None:
-        """The same with the lanes' axis cut into strips, where its size allows it."""
-        columns = self.kept_sizes[-1] if self.vector and len(self.reduced) == 1 else 0
-        width = next((w for w in STRIPS if isinstance(columns, int) and columns % w == 0 and columns > w), None)
-        if width is None:
-            return None
-        strides = [[*kept[:-1], kept[-1] * width, kept[-1]] for kept in self.kept_strides]
-        return replace(self, kept_sizes=[*self.kept_sizes[:-1], columns // width, width], kept_strides=strides)
 
     def _shares(self) -> dict[int, Size]:
         """The operands whose rows follow each other without gaps, and how long rows are."""
@@ -159,47 +156,139 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     axes = normal_axes(node.attrs["axis"], x.rank, node.op)
     rows, out = _plan(s, node, axes, node.op)
     op = "sum" if node.op == "mean" else node.op
-
-    def whole(value: Expr) -> Expr:
-        if node.op != "mean":
-            return value
-        count = rows.builder.arg("count", product(x.shape[a] for a in axes))
-        return Apply("div", (value, cast(count, value.dtype)), value.dtype)
-
-    strips = rows.in_strips() if out.dtype is x.dtype.compute else None  # else what columns have would be rounded
-    if strips is None:
-        rows.launch(s, [Store(1, rows.place(1), whole(_nested(rows, op)))], product(x.shape))
+    count = product(x.shape[a] for a in axes) if node.op == "mean" else None
+    if rows.vector and len(rows.reduced) == 1:
+        *outer, columns = rows.kept_strides[0]
+        shape, strides = (*rows.kept_sizes[:-1], rows.reduced[0], rows.kept_sizes[-1]), rows.reduced_strides[0]
+        matrix = View(x.buffer, x.dtype, shape, (*outer, strides[0], columns), x.offset)
+        kept = View(out.buffer, out.dtype, tuple(rows.kept_sizes), tuple(rows.kept_strides[1]), out.offset)
+        reduce_columns(s, node.op, op, Terms([matrix]), [kept], count)
     else:
-        _reduce_strips(s, strips, op, whole if node.op == "mean" else None, product(x.shape))
+        rows.launch(s, [Store(1, rows.place(1), _over(rows.builder, _nested(rows, op), count))], product(x.shape))
     return [out]
 
 
-def _reduce_strips(s: Scheduler, rows: Rows, op: str, finish: Callable[[Expr], Expr] | None, flops: Size) -> None:
-    """A unit is a strip of columns, reduced row by row, so that memory is read in long runs.
+def _over(builder: LoopBuilder, value: Expr, count: Size | None) -> Expr:
+    """A sum, or the mean of so many."""
+    if count is None:
+        return value
+    return Apply("div", (value, cast(builder.arg("count", count), value.dtype)), value.dtype)
 
-    The result holds what columns have so far. Each is reduced in the order of rows, as without strips.
+
+@dataclass(frozen=True)
+class Terms:
+    """Rows to be reduced to one: views of [..., rows, columns], and what to take of their elements at one place."""
+
+    views: Sequence[View]
+    values: Callable[[Sequence[Expr]], Sequence[Expr]] = lambda elements: elements  # one a result
+    flops: int = 1  # at one place
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """How many rows a block has, and how many of them, one after the other without gaps, are taken as one row."""
+        columns = self.views[0].shape[-1]
+        rows = -(-LONG // columns) if isinstance(columns, int) and columns > 0 else 1
+        gapless = all(v.strides[-2] == columns and v.strides[-1] == 1 for v in self.views)
+        return BLOCK * rows, rows if gapless else 1
+
+    def cut(self, blocks: Size) -> tuple[Terms, Terms]:
+        """Blocks of rows, [..., blocks, rows, columns], and the rows after them."""
+        whole, rest = [], []
+        block, as_one = self.block
+        for v in self.views:
+            *outer, rows, columns = v.shape
+            *steps, step, unit = v.strides
+            shape = (*outer, blocks, block // as_one, columns * as_one)
+            whole.append(View(v.buffer, v.dtype, shape, (*steps, step * block, step * as_one, unit), v.offset))
+            done, shape = blocks * block, (*outer, rows - blocks * block, columns)
+            rest.append(View(v.buffer, v.dtype, shape, v.strides, v.offset + step * done))
+        return replace(self, views=whole), replace(self, views=rest)
+
+
+def reduce_columns(
+    s: Scheduler, name: str, op: str, terms: Terms, outs: Sequence[View], count: Size | None = None
+) -> None:
+    """Reduce rows to one, [..., columns] of each of `outs`; of `count`, if given, the mean.
+
+    Units have blocks of rows, which they read in order, as memory is fastest; what these come to, and the rows of no
+    whole block, are reduced by a second launch. Few rows need only that one.
     """
-    builder, apply = rows.builder, {"sum": "add", "prod": "mul"}.get(op, op)
-    groups = rows.reduced[0] // TOGETHER
-    first = builder.arg("first", rows.reduced[0] - groups * TOGETHER)  # rows that are no whole group
-    at = rows.place(1)
-    so_far: Expr = Load(1, at, builder.params[1].dtype)
-    value = so_far
-    start = Apply("add", (Apply("mul", (Index("g"), Const(TOGETHER, I64)), I64), first), I64)
-    for i in range(TOGETHER):
-        row = rows.load(0, Apply("add", (start, Const(i, I64)), I64))
-        value = Apply(apply, (value, row), value.dtype)
+    *outer, rows, columns = terms.views[0].shape
+    block, as_one = terms.block
+    blocks, parts = rows // block, [terms]
+    if not isinstance(blocks, int) or blocks > 1:
+        types = [TensorType((*outer, blocks * as_one, columns), out.dtype.compute) for out in outs]
+        reduced = [s.temporary(type_) for type_ in types]
+        shape = (*outer, blocks, columns * as_one)
+        whole, rest = terms.cut(blocks)
+        into = [View(v.buffer, v.dtype, shape, contiguous_strides(shape)) for v in reduced]
+        _reduce_rows(s, f"{name}_blocks", op, [whole], into, STRIP)
+        parts = [Terms(reduced), rest]
+    _reduce_rows(s, name, op, parts, outs, SMALL_STRIP, count)
 
-    def columns(value: Expr) -> For:
-        return For("j", rows.kept_sizes[-1], (Store(1, at, value),), vector=True)  # type: ignore[arg-type]
 
-    body = [columns(Reduce(op, "q", first, rows.load(0, Index("q"))))]
-    body.append(For("g", builder.arg("groups", groups), (columns(value),)))
-    if finish is not None:
-        body.append(columns(finish(so_far)))
-    outer = rows.kept_sizes[:-1]
-    lets, units = decode_unit(builder, outer, [f"k{i}" for i in range(len(outer))]), product(outer)
+def _reduce_rows(
+    s: Scheduler, name: str, op: str, parts: Sequence[Terms], outs: Sequence[View], widest: int,
+    count: Size | None = None,
+) -> None:  # fmt: skip
+    """A unit reduces all rows of a strip of columns, some rows together; what columns have so far is in memory."""
+    builder, combine = LoopBuilder(name), {"sum": "add", "prod": "mul"}.get(op, op)
+    reads = [[builder.param(v) for v in part.views] for part in parts]
+    wide = [v if v.dtype is v.dtype.compute else s.temporary(TensorType(v.shape, v.dtype.compute)) for v in outs]
+    held = [builder.param(v, written=True) for v in wide]
+    results = [h if v is out else builder.param(out, written=True) for h, v, out in zip(held, wide, outs, strict=True)]
+    lets, width, rows = _strips(builder, outs[0].shape, widest)
+
+    def both(a: Expr, b: Expr) -> Expr:
+        return Apply(combine, (a, b), a.dtype)
+
+    def over_columns(values: Sequence[Expr], into: Sequence[int]) -> For:
+        named = [Let(f"value{i}", value) for i, value in enumerate(values)]  # all of them before the first is stored
+        stores = [Store(p, rows.place(p), Ref(n.name, n.value.dtype)) for p, n in zip(into, named, strict=True)]
+        return For("j", width, (*named, *stores), vector=True)
+
+    so_far: list[Expr] = [Load(p, rows.place(p), builder.params[p].dtype) for p in held]
+    starts: list[list[Expr]] = []
+    loops: list[For] = []
+    for number, (part, params) in enumerate(zip(parts, reads, strict=True)):
+
+        def values(row: Expr, part: Terms = part, params: Sequence[int] = params) -> Sequence[Expr]:
+            return part.values([rows.load(p, row) for p in params])
+
+        extent = part.views[0].shape[-2]
+        groups = max(extent - 1, 0) // TOGETHER if isinstance(extent, int) else extent // TOGETHER
+        first = builder.arg(f"first{number}", extent - groups * TOGETHER)  # rows before those that go together
+        q, totals = Index(f"q{number}"), so_far
+        starts.append([Reduce(op, q.name, first, value) for value in values(q)])
+        for i in range(TOGETHER):
+            row = Apply("add", (Apply("mul", (Index("g"), Const(TOGETHER, I64)), I64), Const(i, I64)), I64)
+            totals = list(map(both, totals, values(Apply("add", (row, first), I64))))
+        if groups != 0:
+            loops.append(For("g", builder.arg(f"groups{number}", groups), (over_columns(totals, held),)))
+    body = [over_columns([functools.reduce(both, of_parts) for of_parts in zip(*starts, strict=True)], held), *loops]
+    if count is not None or results != held:
+        body.append(over_columns([_over(builder, value, count) for value in so_far], results))
+    units = product(rows.kept_sizes[:-1])
+    flops = functools.reduce(operator.add, (product(part.views[0].shape) * part.flops for part in parts))
     builder.launch(s, For("u", builder.arg("units", units), (*lets, *body)), units, flops=flops)
+
+
+def _strips(builder: LoopBuilder, kept: Sequence[Size], widest: int) -> tuple[list[Let], Ref, Rows]:
+    """Loops over `kept` axes, the last one in strips: what comes first, how wide a strip is, and where operands lie."""
+    *outer, columns = kept
+    count, step = (columns + (widest - 1)) // widest, widest
+    if isinstance(columns, int) and isinstance(count, int) and count > 0:
+        step = 64 * -(-columns // (64 * count))  # all of about one width
+    rows = Rows(builder, [], True, [*outer, count, step], [], [])
+    for view in builder.views:
+        strides = list(view.strides)
+        rows.reduced_strides.append([strides.pop(-2)] if view.rank > len(kept) else [])
+        rows.kept_strides.append([*strides[:-1], strides[-1] * step, strides[-1]])
+    names = [f"k{i}" for i in range(len(kept))]
+    whole, last = builder.arg("step", step), Ref(names[-1], I64)
+    left = Apply("sub", (builder.arg("columns", columns), Apply("mul", (last, whole), I64)), I64)
+    width = Let("width", Apply("min", (left, whole), I64))
+    return [*decode_unit(builder, rows.kept_sizes[:-1], names), width], Ref(width.name, I64), rows
 
 
 @loop_form("softmax")
