@@ -171,10 +171,6 @@ class Executable:
         """What it was laid out from."""
         return self._make_program()
 
-    @functools.cached_property
-    def _written(self) -> set[str]:
-        return {view.buffer for launch in self.program.launches for view in launch.views(written=True)}
-
     # -- weights -------------------------------------------------------------------------------------------------------
     def bind(self, weights: Mapping[str, Array]) -> None:
         """Use these arrays as weights; they are contiguous and of the declared types."""
@@ -434,15 +430,15 @@ class Executable:
         """A run on guarded copies; what nobody writes is read-only, and nobody may write before what is written."""
         names = self.layout.names
         taken, given = dict(zip(names[INPUT], inputs, strict=True)), dict(zip(names[OUTPUT], outputs, strict=True))
-        read = {name: Guarded.copy(array, written=name in self._written) for name, array in taken.items()}
+        states = {leaf.name for leaf in self.takes or () if leaf.written}
+        read = {name: Guarded.copy(array, written=name in states) for name, array in taken.items()}
         made = {name: Guarded(array.nbytes) for name, array in given.items()}
         self._point_outputs(instance, [guard.bytes for guard in made.values()])
         self._execute(instance, [guard.bytes for guard in read.values()], trace)
         for name, guard in {**read, **made, **instance.guards}.items():
             if not guard.intact:
                 raise KernelError(f"{self.layout.name}: a kernel has written before the beginning of {name!r}")
-        states = {name: read[name] for name in taken if name in self._written}
-        for name, guard in {**states, **made}.items():
+        for name, guard in {**{n: read[n] for n in states}, **made}.items():
             {**taken, **given}[name].reshape(-1).view(np.uint8)[:] = guard.bytes
 
     def _fault(self, instance: Instance) -> KernelError:
