@@ -2,13 +2,17 @@
 
 First checksums, then checks of rlx against itself (weights, tokenizer, machine code against NumPy, decode against
 prefill, one thread against two), then parity with `transformers`, if that is installed. Each says what it found.
+
+Packed weights are multiplied by activations in 8 bits, which are further from what others compute than a mistake may
+be. So their products are compared on numbers that 8 bits hold, and the whole model with itself in f32: that is what
+NumPy and `transformers` are asked about.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ import numpy as np
 from rlx import hub
 from rlx.cli import console, parity
 from rlx.cli.parity import Difference
+from rlx.dtypes import DType
 from rlx.engine.kvcache import KvCache
 from rlx.engine.language import LanguageModel
 from rlx.engine.model import load
@@ -29,6 +34,8 @@ from rlx.formats.tokenizer import Tokenizer
 from rlx.hub.catalogue import find
 from rlx.hub.pull import WEIGHTS, model_folder
 from rlx.hub.store import file_sha256, file_size
+from rlx.ir.graph import Graph
+from rlx.profile import CompileProfile
 from rlx.runtime.session import Session
 
 Array = np.ndarray[Any, Any]
@@ -44,6 +51,10 @@ LARGEST = 1e6  # of a weight that makes sense
 SMALL = 300_000_000  # weights of a model that NumPy can run in seconds
 SAME = 1e-5  # of two log-probabilities of the same logits: rounding only
 CLOSE = 1e-3  # of the largest logit: far above rounding, far below a mistake
+ALIKE = 0.5  # of the tokens: rounding to 8 bits changes one choice in ten, a mistake nearly all
+APART = 0.25  # of the largest number of vectors: rounding to 8 bits changes hundredths
+SHARP = 1e-4  # of the largest number of a product in f32: far above rounding, below a wrong code of a weight
+PRODUCT_ROWS, PRODUCT_COLUMNS = 21, 99  # some whole blocks of kernels, and an end
 GREEDY = 16  # tokens
 
 
@@ -86,7 +97,6 @@ def checks(name: str) -> Iterator[Check]:
     with open_tensors(path) as file:
         yield check_weights(file)
         size = sum(file.entry(n).size for n in file.names)
-        # activations in 8 bits are further from what others compute than a mistake may be
         packed = any(file.entry(n).storage.is_packed for n in file.names)
         exact = "f32" if packed else "auto"
     answers: dict[str, Array] = {}
@@ -99,7 +109,11 @@ def checks(name: str) -> Iterator[Check]:
             return
         if isinstance(model, LanguageModel):
             yield _guarded("decode is prefill", lambda: _decode_is_prefill(model))
+        if packed:
+            yield _guarded("packed products", lambda: check_products(model.checkpoint.file, model.profile))
     yield _guarded("threads", lambda: _same_bits(name, answers["here"]))
+    if packed:
+        yield _guarded("8 bits", lambda: _like_exact(name, exact, answers["here"]))
     if size <= SMALL:
         yield _guarded("reference", lambda: _like_reference(name, exact))
     else:
@@ -276,6 +290,59 @@ def _same_bits(name: str, here: Array) -> Check:
     if alone.tobytes() != here.tobytes():
         return Check("threads", False, f"1 and 2 threads differ by {float(np.abs(alone - here).max()):.1e}")
     return Check("threads", True, "1 and 2 threads give the same bits")
+
+
+def check_products(file: TensorFile, profile: CompileProfile) -> Check:
+    """Packed weights of each type and width, some columns of three: products by machine code, and NumPy in float64.
+
+    The left side is numbers that 8 bits hold, the largest of each block among them, so only f32 rounds anything. One
+    product is plain and two are gated, as models have them; one row and many go different ways.
+    """
+    kinds: dict[tuple[DType, int], list[str]] = {}
+    for entry in map(file.entry, file.names):
+        if entry.storage.is_packed and len(entry.shape) > 1:
+            kinds.setdefault((entry.storage, entry.shape[-1]), []).append(entry.name)
+    apart = {f"{storage} {k} wide": _product_error(file, names, profile) for (storage, k), names in kinds.items()}
+    wrong = [f"{kind} {error:.1e}" for kind, error in apart.items() if not error < SHARP]
+    if wrong:
+        return Check("packed products", False, f"{', '.join(wrong)} of the largest value from NumPy in float64")
+    worst = f"at most {max(apart.values(), default=0):.0e} of the largest value from NumPy in float64"
+    return Check(
+        "packed products", True, f"{', '.join(apart)}: {worst}, on numbers that 8 bits hold ({SHARP} is allowed)"
+    )
+
+
+def _product_error(file: TensorFile, names: Sequence[str], profile: CompileProfile) -> float:
+    """How far machine code is from NumPy, as a part of the largest value."""
+    entry = file.entry(names[0])
+    k, weights, graph = entry.shape[-1], dict[str, Array](), Graph("products")
+    for i, part in enumerate(("plain", "gate", "up")):
+        rows = file.array(names[len(names) * i // 3]).reshape(-1, k // entry.storage.block)
+        weights[part] = rows[np.linspace(0, len(rows) - 1, PRODUCT_COLUMNS).astype(int)]
+    x = np.random.default_rng(0).integers(-127, 128, (PRODUCT_ROWS, k)).astype(np.float32) / 128
+    x[:, :: entry.storage.block] = 127 / 128
+    left = graph.input("x", ("rows", k))
+    shape = (PRODUCT_COLUMNS, k)
+    plain, gate, up = (left @ graph.param(part, shape, entry.storage).dequantise().mT for part in weights)
+    graph.set_outputs([plain, gate.silu() * up])
+    compiled = Session().compile(graph, profile=profile)
+    compiled.set_params(weights)
+    numbers = (dequantise(w, entry.storage, w.size * entry.storage.block).reshape(shape) for w in weights.values())
+    plain, gate, up = (x @ w.astype(np.float64).T for w in numbers)
+    wanted = plain, gate * (1 + np.tanh(gate / 2)) / 2 * up
+    pairs = [(a, b[: len(a)]) for n in (1, len(x)) for a, b in zip(compiled.run({"x": x[:n]}), wanted, strict=True)]
+    return float(np.max([Difference.of(a, b, logits=False).largest for a, b in pairs]))  # NaN, where one is
+
+
+def _like_exact(name: str, exact: str, here: Array) -> Check:
+    """Whether activations in 8 bits change what a model says by no more than they may."""
+    with load(name, threads=2, offline=True, precision=exact) as model:
+        difference = Difference.of(here, answer_of(model), logits=_writes(model))
+    if difference.agreement is None:
+        good, allowed = difference.largest < APART, f"{APART} is allowed"
+    else:
+        good, allowed = difference.agreement > ALIKE, f"more than {ALIKE:.0%} must"
+    return Check("8 bits", good, f"activations in 8 bits and in f32: {difference} ({allowed})")
 
 
 def _like_reference(name: str, precision: str) -> Check:

@@ -20,7 +20,17 @@ from rlx.backends.cpu import driver, repeat
 from rlx.backends.cpu import pool as pools
 from rlx.backends.cpu.layout import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Layout, lay_out
 from rlx.backends.cpu.library import library
-from rlx.backends.cpu.memory import Bytes, Guarded, address, aligned, checking, side_by_side
+from rlx.backends.cpu.memory import (
+    PAGE,
+    Bytes,
+    Guarded,
+    address,
+    aligned,
+    checking,
+    guarded_scratch,
+    guarded_stride,
+    side_by_side,
+)
 from rlx.backends.cpu.records import ARGUMENTS, FUNCTION, UNITS
 from rlx.backends.cpu.repeat import Repeat, Results, Taken
 from rlx.errors import BindError, KernelError
@@ -95,10 +105,10 @@ class Instance:
         self.loops = np.zeros(plan.block_words(), np.int64)
         self.arena: Bytes = aligned(0)
         self.scratch: Bytes = aligned(0)
-        self.guards: list[Guarded] = []
+        self.guards: dict[str, Guarded] = {}  # of arena buffers
         self.frame: Frame | None = None
-        self.weights: Mapping[str, Array] | None = None  # the words hold their addresses
-        self.fixed: dict[str, list[int]] = {}  # addresses of constants and of these weights
+        self.read: Mapping[str, Array] = {}  # weights and constants: the words hold their addresses
+        self.fixed: dict[str, list[int]] = {}  # which these are
         self.inputs: list[tuple[int, int, int]] = []
         self.outputs: list[tuple[int, int, int]] = []
         self.results: Results | None = None
@@ -130,12 +140,15 @@ class Executable:
         self.pool = pools.shared(threads, code.driver)
         self.threads = self.pool.threads
         self.entries = [code.address([symbol]) for symbol in layout.entries]
-        self._weights: Mapping[str, Array] = {}  # replaced, never changed: a run that has begun keeps its own
+        # Replaced, never changed: a run that has begun keeps its own. Kernels read what is in the second.
+        self._weights: Mapping[str, Array] = {}
+        self._read: Mapping[str, Array] = {}
         self._instances: list[Instance] = []
         self._frames: dict[tuple[int, ...], Frame] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._pieces: dict[tuple[int, ...], Pieces | None] = {}
         self._check = checking()
+        self.bind({})
         self.takes: Sequence[Taken] | None = None  # the inputs; whoever calls `again` says what they are
         self._template = np.zeros(layout.records.word_count, np.int64)  # the words that no size changes
         for position, symbols in layout.tables:
@@ -163,6 +176,8 @@ class Executable:
     def bind(self, weights: Mapping[str, Array]) -> None:
         """Use these arrays as weights; they are contiguous and of the declared types."""
         self._weights = dict(weights)
+        read = {**self.layout.constants, **weights}
+        self._read = {name: Guarded.copy(array).bytes for name, array in read.items()} if self._check else read
         self._instances = []  # after the weights: who finds this list has seen them
 
     # -- frames --------------------------------------------------------------------------------------------------------
@@ -208,6 +223,8 @@ class Executable:
         outputs = list(zip(shapes, self._output_types, strict=True))
         private = -(-scratch // 64) * 64
         whole = private + -(-self.records.private_bytes // 64) * 64
+        if self._check:
+            private, whole = private + PAGE, guarded_stride(private, self.records.private_bytes)
         steps = [values[i] for i in layout.steps]
         solo = self.records.solo(values, steps, self.threads) if steps else []
         return Frame(words, numbers[layout.units], steps, solo, memory, whole, private, outputs, values)
@@ -332,12 +349,15 @@ class Executable:
 
     def _fill(self, instance: Instance, frame: Frame) -> None:
         """Write all words that do not change from run to run."""
-        weights = self._weights
+        read = self._read
         instance.words[:] = frame.words
-        if instance.arena.nbytes < frame.plan.size:
-            instance.arena = aligned(frame.plan.size)
-        if instance.scratch.nbytes != frame.scratch * self.threads:
-            instance.scratch = aligned(frame.scratch * self.threads)
+        if self._check:
+            self._guard(instance, frame)
+        else:
+            if instance.arena.nbytes < frame.plan.size:
+                instance.arena = aligned(frame.plan.size)
+            if instance.scratch.nbytes != frame.scratch * self.threads:
+                instance.scratch = aligned(frame.scratch * self.threads)
         instance.records[self.records.launches, UNITS] = frame.units
         self.records.fill(
             instance.records, instance.loops, address(instance.words), frame.private, frame.values, frame.steps,
@@ -346,9 +366,8 @@ class Executable:
         names = self.layout.names
         bases = self._arena_bases(instance, frame)
         self._add(instance, ARENA, [bases.get(n, 0) for n in names[ARENA]])
-        if instance.weights is not weights:
-            for kind, arrays in ((CONST, self.layout.constants), (WEIGHT, weights)):
-                instance.fixed[kind] = [address(arrays[n]) for n in names[kind]]
+        if instance.read is not read:
+            instance.fixed = {kind: [address(read[n]) for n in names[kind]] for kind in (CONST, WEIGHT)}
         for kind, addresses in instance.fixed.items():
             self._add(instance, kind, addresses)
         self._read_ahead(instance, frame)
@@ -359,7 +378,7 @@ class Executable:
         records, scratch = address(instance.records), address(instance.scratch)
         instance.request = np.array([records, len(instance.records), scratch, frame.scratch, 0, self.threads], np.int64)
         instance.call, instance.again = address(instance.request), _never
-        instance.frame, instance.weights = frame, weights
+        instance.frame, instance.read = frame, read
 
     def _prepare_repeat(
         self, instance: Instance, frame: Frame, inputs: Sequence[Array], takes: Sequence[Taken]
@@ -396,8 +415,13 @@ class Executable:
         if not self._check:
             base = address(instance.arena)
             return {name: base + offset for name, offset in frame.plan.offsets.items()}
-        instance.guards = [Guarded(frame.values[i]) for i in self.layout.arena_bytes]
-        return {x.name: g.address for x, g in zip(self.layout.lives, instance.guards, strict=True)}
+        return {name: guard.address for name, guard in instance.guards.items()}
+
+    def _guard(self, instance: Instance, frame: Frame) -> None:
+        """New memory of NaN: each arena buffer has its own, and scratch ends for each thread, between guard pages."""
+        sizes = (frame.values[i] for i in self.layout.arena_bytes)
+        instance.guards = {x.name: Guarded(size) for x, size in zip(self.layout.lives, sizes, strict=True)}
+        instance.scratch = guarded_scratch(frame.private - PAGE, self.records.private_bytes, self.threads)
 
     def _run_checked(
         self,
@@ -406,22 +430,19 @@ class Executable:
         outputs: Sequence[Array],
         trace: np.ndarray[Any, np.dtype[np.int64]] | None,
     ) -> None:
-        """Every array between inaccessible pages, outputs and scratch full of NaN before the run."""
-        guarded_inputs = []
-        for array in inputs:
-            guard = Guarded(array.nbytes)
-            guard.bytes[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            guarded_inputs.append(guard)
-        guarded_outputs = [Guarded(a.nbytes) for a in outputs]
-        instance.scratch[:] = 0xFF
-        self._point_outputs(instance, [g.bytes for g in guarded_outputs])
-        self._execute(instance, [g.bytes for g in guarded_inputs], trace)
-        written = {v.buffer for launch in self.program.launches for v in launch.views(written=True)}
-        for name, array, guard in zip(self.program.inputs, inputs, guarded_inputs, strict=True):
-            if name in written:  # a state
-                array.reshape(-1).view(np.uint8)[:] = guard.bytes
-        for array, guard in zip(outputs, guarded_outputs, strict=True):
-            array.reshape(-1).view(np.uint8)[:] = guard.bytes
+        """A run on guarded copies; what nobody writes is read-only, and nobody may write before what is written."""
+        names = self.layout.names
+        taken, given = dict(zip(names[INPUT], inputs, strict=True)), dict(zip(names[OUTPUT], outputs, strict=True))
+        states = {leaf.name for leaf in self.takes or () if leaf.written}
+        read = {name: Guarded.copy(array, written=name in states) for name, array in taken.items()}
+        made = {name: Guarded(array.nbytes) for name, array in given.items()}
+        self._point_outputs(instance, [guard.bytes for guard in made.values()])
+        self._execute(instance, [guard.bytes for guard in read.values()], trace)
+        for name, guard in {**read, **made, **instance.guards}.items():
+            if not guard.intact:
+                raise KernelError(f"{self.layout.name}: a kernel has written before the beginning of {name!r}")
+        for name, guard in {**{n: read[n] for n in states}, **made}.items():
+            {**taken, **given}[name].reshape(-1).view(np.uint8)[:] = guard.bytes
 
     def _fault(self, instance: Instance) -> KernelError:
         """What the threads have left in their scratch headers: a code, and the number of the first record to fail."""

@@ -1,9 +1,10 @@
-"""Memory for runs: aligned blocks, and for `RLX_CHECK=1` blocks full of NaN that end at a page nobody may touch."""
+"""Memory for runs: aligned blocks, and for `RLX_CHECK=1` blocks full of NaN between pages nobody may touch."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import mmap
 import os
@@ -16,8 +17,9 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 LINE = 64  # bytes of a cache line
 HUGE = 2 << 20  # bytes of a huge page
 HUGE_FROM = 3 << 19  # bytes in a huge page from which on it is worth having: it is there as a whole
+PAGE = mmap.PAGESIZE
 _EMPTY = ctypes.c_char * 0
-_PROT_NONE = 0
+_NOBODY, _READERS = 0, 1  # PROT_NONE, PROT_READ
 
 
 def checking() -> bool:
@@ -50,7 +52,7 @@ def release(array: np.ndarray[Any, Any]) -> None:
     if not isinstance(file, mmap.mmap) or not array.nbytes or not hasattr(mmap, "MADV_DONTNEED"):
         return
     first = address(array) - address(np.frombuffer(file, np.uint8))
-    start = first // mmap.PAGESIZE * mmap.PAGESIZE
+    start = first // PAGE * PAGE
     with contextlib.suppress(OSError):  # locked into memory, by mlockall
         file.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
 
@@ -91,20 +93,67 @@ def _huge(nbytes: int) -> Bytes:
 
 
 class Guarded:
-    """`nbytes` bytes of 0xFF (NaN in every float type) that end where an inaccessible page begins."""
+    """`nbytes` bytes of 0xFF (NaN in every float type) between two pages nobody may touch, up to the second one."""
 
     def __init__(self, nbytes: int) -> None:
-        page = mmap.PAGESIZE
-        body = -(-nbytes // page) * page
-        self._map = mmap.mmap(-1, body + page)
-        whole = np.frombuffer(self._map, np.uint8)
-        libc = ctypes.CDLL(None, use_errno=True)
-        guard = whole.ctypes.data + body
-        if libc.mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(page), _PROT_NONE):
-            raise OSError(ctypes.get_errno(), "mprotect failed")
-        self.bytes: Bytes = whole[body - nbytes : body]
-        self.bytes[:] = 0xFF
+        body = _pages(nbytes)
+        whole = np.frombuffer(mmap.mmap(-1, body + 2 * PAGE), np.uint8)
+        whole[PAGE:-PAGE] = 0xFF
+        for guard in (whole[:PAGE], whole[-PAGE:]):
+            _protect(guard, _NOBODY)
+        start = PAGE + body - nbytes
+        self.bytes: Bytes = whole[start:-PAGE]
+        self._before: Bytes = whole[PAGE:start]
+
+    @classmethod
+    def copy(cls, array: np.ndarray[Any, Any], *, written: bool = False) -> Guarded:
+        """The bytes of an array, which nobody may write to unless they are to be `written`."""
+        guard = cls(array.nbytes)
+        guard.bytes[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if not written and array.nbytes:
+            _protect(guard.bytes, _READERS)
+        return guard
 
     @property
     def address(self) -> int:
-        return int(self.bytes.ctypes.data)
+        return address(self.bytes)
+
+    @property
+    def intact(self) -> bool:
+        """Whether nobody has written to what is left of the first page."""
+        return bool((self._before == 0xFF).all())
+
+
+def guarded_stride(scratch: int, private: int) -> int:
+    """Bytes from a thread's guarded scratch to the next one's: a page nobody may touch is after each part of it."""
+    return _pages(scratch) + PAGE + _pages(private) + PAGE
+
+
+def guarded_scratch(scratch: int, private: int, threads: int) -> Bytes:
+    """Scratch of 0xFF. Of each thread, the first part ends where a page begins that nobody may touch; another follows
+    what is after that page, which belongs to loops.
+    """
+    stride = guarded_stride(scratch, private)
+    whole = np.frombuffer(mmap.mmap(-1, stride * threads), np.uint8)
+    whole[:] = 0xFF
+    for thread in np.split(whole, threads):
+        for end in (_pages(scratch), stride - PAGE):
+            _protect(thread[end : end + PAGE], _NOBODY)
+    return whole[_pages(scratch) - scratch :]
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+def _protect(block: Bytes, allowed: int) -> None:
+    """Change what may be done with all pages that a block touches."""
+    first = address(block) // PAGE * PAGE
+    length = address(block) + block.nbytes - first
+    if _libc().mprotect(ctypes.c_void_p(first), ctypes.c_size_t(length), allowed):
+        raise OSError(ctypes.get_errno(), "mprotect failed")
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
