@@ -489,6 +489,7 @@ def test_a_start_that_another_process_has_written_meanwhile_is_used(
     theirs, keep = path.rename(tmp_path / "theirs"), starts.keep
 
     def late(model: Any, start: starts.Start) -> bool:
+        theirs.touch()  # written just now
         path.hardlink_to(theirs)
         return keep(model, start)
 
@@ -499,12 +500,31 @@ def test_a_start_that_another_process_has_written_meanwhile_is_used(
     assert is_kept(language_model(tiny_path))
 
 
+def test_a_damaged_start_that_cannot_be_removed_is_not_waited_for(
+    folder: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, made = bits(language_model(tiny_path)), []
+    (path,) = kept(folder)
+    path.write_bytes(cut(path.read_bytes()))
+    os.utime(path, ns=(0, 0))
+    build = model_module._made
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(model_module, "_made", lambda *given: made.append(given) or build(*given))
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(starts.container, "write", refuse)
+    model = language_model(tiny_path)
+    assert len(made) == 1 and bits(model) == expected
+
+
 def test_a_damaged_start_that_another_process_has_replaced_is_not_removed(
     folder: Path, tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = bits(language_model(tiny_path))
     (path,) = kept(folder)
-    theirs, read = shutil.copy(path, tmp_path / "theirs"), starts.container.read
+    theirs, read = Path(shutil.copy(path, tmp_path / "theirs")), starts.container.read
     path.write_bytes(cut(path.read_bytes()))
     arriving = [theirs]
 
@@ -514,6 +534,7 @@ def test_a_damaged_start_that_another_process_has_replaced_is_not_removed(
         finally:
             while arriving:  # once
                 path.unlink()
+                theirs.touch()
                 path.hardlink_to(arriving.pop())
 
     monkeypatch.setattr(starts.container, "read", late)

@@ -150,16 +150,30 @@ def launches(compiled: Any) -> list[tuple[str, str]]:
     return [(x.kernel.name, str(x.units)) for x in compiled.plan.main.launches]
 
 
+@pytest.mark.parametrize(("columns", "rows"), [(1024, 3 * BLOCK + 5), (40, 2 * block(40) + 9)])
+def test_padding_in_a_batch_changes_no_bit(columns: int, rows: int) -> None:
+    """A text is as long as the longest of its batch: zeros follow where it ends."""
+    compiled, x = columns_of("sum", ("batch", "rows", columns)), near_one(2, rows, columns)
+    for n in (1, BLOCK + 1, rows // 2, rows):
+        (alone,), padded = compiled.run({"x": x[:1, :n]}), x.copy()
+        padded[0, n:] = 0
+        assert compiled.run({"x": padded})[0][0].tobytes() == alone.tobytes()
+
+
 def test_few_rows_are_one_launch() -> None:
     for rows in (0, 5, 2 * block(384) - 1):
         assert launches(columns_of("sum", (rows, 384))) == [("sum", "2")]  # two strips of columns
-    assert launches(columns_of("sum", (8, 2 * BLOCK - 1, 2048))) == [("sum", str(8 * 8))]
+
+
+def test_matrices_of_a_batch_are_one_launch() -> None:
+    assert launches(columns_of("sum", (8, 2 * BLOCK, 2 * LONG))) == [("sum", str(8 * 2))]
+    assert launches(columns_of("mean", (6, 9 * BLOCK, 40), "f16")) == [("mean", "6")]
 
 
 def test_many_rows_are_blocks_and_what_they_came_to() -> None:
     assert launches(columns_of("max", (7 * block(384) + 1, 384))) == [("max_blocks", "7"), ("max", "2")]
     assert launches(columns_of("sum", (2 * BLOCK, 2 * STRIP))) == [("sum_blocks", "4"), ("sum", "32")]
-    assert launches(columns_of("mean", (6, 2 * BLOCK, LONG), "f16")) == [("mean_blocks", "12"), ("mean", "24")]
+    assert launches(columns_of("mean", (2 * BLOCK, LONG), "f16")) == [("mean_blocks", "2"), ("mean", "4")]
     blocks = f"((rows) // ({block(100)}))"
     assert launches(columns_of("sum", ("rows", 100))) == [("sum_blocks", blocks), ("sum", "1")]
 

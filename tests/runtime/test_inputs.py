@@ -249,6 +249,12 @@ def test_a_weight_of_a_wrong_type_or_rank(f: rlx.CompiledGraph) -> None:
         f.set_param("weight", W.reshape(-1))
 
 
+def test_of_weights_with_a_wrong_one_none_is_set(f: rlx.CompiledGraph) -> None:
+    with pytest.raises(BindError, match="param: nothing is called 'bias'"):
+        f.set_params({"weight": W + 1, "bias": W})
+    np.testing.assert_array_equal(f.run({"hidden": X, "ids": IDS})[0], X @ W)
+
+
 def test_a_refused_weight_leaves_the_old_one(f: rlx.CompiledGraph) -> None:
     with pytest.raises(BindError):
         f.set_param("weight", W.T)

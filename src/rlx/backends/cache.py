@@ -113,11 +113,15 @@ class Cache:
             with contextlib.suppress(OSError):
                 os.utime(path)
 
-    def drop(self, path: Path, seen: str) -> None:
-        """Remove a start that is of no use, unless it has changed since: another process may have written a new one."""
-        if self.writable and state(path) == seen:
-            with contextlib.suppress(OSError):
-                path.unlink()
+    def drop(self, path: Path, seen: str) -> bool:
+        """Whether a start of no use could be removed. It stays if another process has written a new one since."""
+        if not self.writable or file_of(path) != seen:
+            return False
+        try:
+            path.unlink()
+        except OSError:
+            return False
+        return True
 
     @staticmethod
     def _trim(folder: Path, limit: float) -> None:
@@ -237,12 +241,13 @@ def _sources() -> Iterator[os.DirEntry[str]]:
                     yield entry
 
 
-def state(path: Path) -> str:
-    """Changes when a file is written anew; empty where there is none."""
+def file_of(path: Path) -> str:
+    """Which file lies there: another one after it was replaced, the same where only its times change."""
     try:
-        return identity(path.stat())
+        status = path.stat()
     except OSError:
         return ""
+    return f"{status.st_dev} {status.st_ino} {status.st_size}"
 
 
 def identity(status: os.stat_result) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rlx.backends.cache import STARTS, Cache, current, start_limit, state
+from rlx.backends.cache import STARTS, Cache, current, file_of, start_limit
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,13 +44,12 @@ def verify(store: Cache) -> int:
     found = store.starts()
     bad = 0
     for path in found:
-        seen = state(path)
+        seen = file_of(path)
         try:
             file = container.read(path, "a start")
             file.check(file.manifest["sections"])
         except FormatError as error:
             bad += 1
-            store.drop(path, seen)
-            print(f"{error}: removed")
+            print(f"{error}: {'removed' if store.drop(path, seen) else 'could not be removed'}")
     print(f"{bad} of {len(found)} starts were damaged")
     return 0

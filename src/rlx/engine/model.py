@@ -448,7 +448,7 @@ class Model:
         return Memory(sum(weights.values()), sum(mapped.values()), cache, arena)
 
     def close(self) -> None:
-        """Give back memory and files. Calls in progress end well; later ones are refused."""
+        """Give back memory and files. Calls in progress end well, or as later ones: they are refused."""
         self._compiled = self._checkpoint = None  # first: whoever finds the rest gone is told that it is closed
         self._builds = []
         self._forget()

@@ -159,8 +159,8 @@ def keep(model: Model, start: Start) -> bool:
     weights = {n: a for n, a in compiled.executable._weights.items() if n not in placed}
     tokenizer = checkpoint.tokenizer
     packed, tables = (b"", {}) if tokenizer is None else tokenizer.packed()
-    if start.store.writable and start.store.start(start.key) is not None:
-        return True  # another process was faster: an equal one, and whole
+    if _is_there(start):
+        return True
     path = start.store.room(start.key, sum(a.nbytes for a in (*weights.values(), *tables.values())))
     if path is None:
         return False
@@ -196,6 +196,15 @@ def keep(model: Model, start: Start) -> bool:
     except OSError:  # a disk that cannot take it only costs the next start its time
         return False
     return True
+
+
+def _is_there(start: Start) -> bool:
+    """Whether another process was faster. One from before was of no use, or this would have begun with it."""
+    path = start.store.start(start.key) if start.store.writable else None
+    try:
+        return path is not None and path.stat().st_mtime_ns >= start.began
+    except OSError:
+        return False
 
 
 def _is_new(compiled: CompiledGraph) -> TypeGuard[CpuGraph]:
@@ -262,7 +271,7 @@ def opened(start: Start, name: str | None, settings: Mapping[str, Any]) -> Loade
     path = start.store.start(start.key)
     if path is None:
         return None
-    seen = cache.state(path)
+    seen = cache.file_of(path)
     try:
         file = container.read(path, "a start")
         if settings["cache"] == "auto" and file.manifest["auto"] != start.cache_dtype:

@@ -38,8 +38,9 @@ from rlx.types import Size, TensorType, contiguous_strides, product
 # How columns are reduced. The numbers say in which order, so they depend on no thread.
 BLOCK = 32  # long rows of a unit
 LONG = 1024  # elements of a row that memory is read fast by: 8 shorter streams at once are half as fast
-STRIP = 4096  # columns of a unit at most, so that what they have so far stays in L1
-SMALL_STRIP = 256  # the same for the last launch, where all that threads can share is columns
+STRIP = 4096  # columns of a unit at most, so that what they have so far stays near
+SMALL_STRIP = 256  # the same where all that threads can share is columns
+NARROW = 64  # columns of matrices of a batch up to which what they have so far stays in registers
 TOGETHER = 8  # rows between a column's store and its next load
 
 
@@ -157,7 +158,9 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     rows, out = _plan(s, node, axes, node.op)
     op = "sum" if node.op == "mean" else node.op
     count = product(x.shape[a] for a in axes) if node.op == "mean" else None
-    if rows.vector and len(rows.reduced) == 1:
+    *batch, width = rows.kept_sizes or [1]
+    narrow = batch and isinstance(width, int) and width < NARROW
+    if rows.vector and len(rows.reduced) == 1 and not narrow:
         *outer, columns = rows.kept_strides[0]
         shape, strides = (*rows.kept_sizes[:-1], rows.reduced[0], rows.kept_sizes[-1]), rows.reduced_strides[0]
         matrix = View(x.buffer, x.dtype, shape, (*outer, strides[0], columns), x.offset)
@@ -192,16 +195,15 @@ class Terms:
         return BLOCK * rows, rows if gapless else 1
 
     def cut(self, blocks: Size) -> tuple[Terms, Terms]:
-        """Blocks of rows, [..., blocks, rows, columns], and the rows after them."""
+        """Blocks of rows, [blocks, rows, columns], and the rows after them."""
         whole, rest = [], []
         block, as_one = self.block
         for v in self.views:
-            *outer, rows, columns = v.shape
-            *steps, step, unit = v.strides
-            shape = (*outer, blocks, block // as_one, columns * as_one)
-            whole.append(View(v.buffer, v.dtype, shape, (*steps, step * block, step * as_one, unit), v.offset))
-            done, shape = blocks * block, (*outer, rows - blocks * block, columns)
-            rest.append(View(v.buffer, v.dtype, shape, v.strides, v.offset + step * done))
+            (rows, columns), (step, unit) = v.shape, v.strides
+            shape = (blocks, block // as_one, columns * as_one)
+            whole.append(View(v.buffer, v.dtype, shape, (step * block, step * as_one, unit), v.offset))
+            done = blocks * block
+            rest.append(View(v.buffer, v.dtype, (rows - done, columns), v.strides, v.offset + step * done))
         return replace(self, views=whole), replace(self, views=rest)
 
 
@@ -211,20 +213,20 @@ def reduce_columns(
     """Reduce rows to one, [..., columns] of each of `outs`; of `count`, if given, the mean.
 
     Units have blocks of rows, which they read in order, as memory is fastest; what these come to, and the rows of no
-    whole block, are reduced by a second launch. Few rows need only that one.
+    whole block, are reduced by a second launch. Few rows need only that one. So do matrices of a batch: each is reduced
+    row by row, so that neutral rows at its end, padding to the length of others, change no bit.
     """
     *outer, rows, columns = terms.views[0].shape
     block, as_one = terms.block
     blocks, parts = rows // block, [terms]
-    if not isinstance(blocks, int) or blocks > 1:
-        types = [TensorType((*outer, blocks * as_one, columns), out.dtype.compute) for out in outs]
-        reduced = [s.temporary(type_) for type_ in types]
-        shape = (*outer, blocks, columns * as_one)
+    if not outer and (not isinstance(blocks, int) or blocks > 1):
+        reduced = [s.temporary(TensorType((blocks * as_one, columns), out.dtype.compute)) for out in outs]
+        shape = (blocks, columns * as_one)
         whole, rest = terms.cut(blocks)
         into = [View(v.buffer, v.dtype, shape, contiguous_strides(shape)) for v in reduced]
         _reduce_rows(s, f"{name}_blocks", op, [whole], into, STRIP)
         parts = [Terms(reduced), rest]
-    _reduce_rows(s, name, op, parts, outs, SMALL_STRIP, count)
+    _reduce_rows(s, name, op, parts, outs, LONG if outer else SMALL_STRIP, count)
 
 
 def _reduce_rows(

@@ -62,21 +62,24 @@ class CompiledGraph(ABC):
     # -- weights -------------------------------------------------------------------------------------------------------
     def set_param(self, name: str, value: Any) -> None:
         """Set one weight. C-contiguous arrays are used in place: do not change them afterwards."""
+        self.set_params({name: value})
+
+    def set_params(self, values: Mapping[str, Any]) -> None:
+        """Set several weights at once: a run in another thread has all of them or none. None is set if one is wrong."""
+        if not isinstance(values, Mapping):
+            raise BindError(f"params: expected a mapping from names to arrays, found {type(values).__name__}")
+        checked = {name: self._checked_param(name, value) for name, value in values.items()}
+        with self._lock:
+            self._params.update(checked)
+            self._stale = True
+
+    def _checked_param(self, name: str, value: Any) -> Array:
         if name not in self.param_types:
             raise BindError(f"param: nothing is called {name!r}", hint=nearest(str(name), self.param_types))
         type_ = self.param_types[name]
         array = as_array("param", name, value, type_)
         check_fixed("param", name, array, type_)
-        with self._lock:
-            self._params[name] = array
-            self._stale = True
-
-    def set_params(self, values: Mapping[str, Any]) -> None:
-        """Set several weights."""
-        if not isinstance(values, Mapping):
-            raise BindError(f"params: expected a mapping from names to arrays, found {type(values).__name__}")
-        for name, value in values.items():
-            self.set_param(name, value)
+        return array
 
     def prepare(self) -> None:
         """Make what is derived from the weights now; otherwise the first run does it."""
@@ -282,6 +285,7 @@ class CpuGraph(CompiledGraph):
 
     def _prepare(self, inputs: Mapping[str, Any]) -> tuple[list[Array], tuple[int, ...]]:
         """Arrays in order and the sizes of the symbols: the quick way for shapes seen before, else all checks."""
+        known = self._known  # replaced where weights are: what follows is said of these
         try:
             if len(inputs) == len(self._leaves):
                 arrays, shapes = [], []
@@ -295,15 +299,15 @@ class CpuGraph(CompiledGraph):
                         raise LookupError
                     arrays.append(array)
                     shapes.append(array.shape)
-                return arrays, self._known[tuple(shapes)]
+                return arrays, known[tuple(shapes)]
         except (LookupError, AttributeError, TypeError):
             pass
         checked, sizes = self._check_inputs(inputs)
         found = tuple(sizes[s] for s in self._symbols)
         arrays = [checked[n] for n in self.input_types]
-        if len(self._known) > 4096:
-            self._known.clear()
-        self._known[tuple([a.shape for a in arrays])] = found
+        if len(known) > 4096:
+            known.clear()
+        known[tuple([a.shape for a in arrays])] = found
         return arrays, found
 
     def _tables(self) -> Iterable[Array]:

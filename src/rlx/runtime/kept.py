@@ -68,12 +68,11 @@ class KeptGraph(CpuGraph):
     def _sources(self) -> Mapping[str, Array]:
         return self._params or self._source()[1]
 
-    def set_param(self, name: str, value: Any) -> None:
-        """Set one weight: what was packed before is packed again, with all others as the model has them."""
-        if not self._params and name in self.param_types:
+    def set_params(self, values: Mapping[str, Any]) -> None:
+        """Set weights: what was packed before is packed again, with all others as the model has them."""
+        if not self._params and isinstance(values, Mapping) and not values.keys().isdisjoint(self.param_types):
             _, params = self._source()
             self._binder = bind_executable(self.plan, self.target, self.threads)
             self._derived_by = dict(zip(self.plan.derived, self.plan.recipes, strict=True))
-            for other in self.param_types:
-                super().set_param(other, params[other])
-        super().set_param(name, value)
+            values = {name: params[name] for name in self.param_types} | dict(values)
+        super().set_params(values)

@@ -108,7 +108,7 @@ class Instance:
         self.guards: dict[str, Guarded] = {}  # of arena buffers
         self.frame: Frame | None = None
         self.read: Mapping[str, Array] = {}  # weights and constants: the words hold their addresses
-        self.fixed: dict[str, list[int]] = {}  # which these are
+        self.fixed: dict[str, list[int]] = {}  # addresses of those, by kind of buffer
         self.inputs: list[tuple[int, int, int]] = []
         self.outputs: list[tuple[int, int, int]] = []
         self.results: Results | None = None
@@ -430,7 +430,7 @@ class Executable:
         outputs: Sequence[Array],
         trace: np.ndarray[Any, np.dtype[np.int64]] | None,
     ) -> None:
-        """A run on guarded copies; what nobody writes is read-only, and nobody may write before what is written."""
+        """A run on guarded copies: what is only read is read-only, and a write just before an array is found."""
         names = self.layout.names
         taken, given = dict(zip(names[INPUT], inputs, strict=True)), dict(zip(names[OUTPUT], outputs, strict=True))
         states = {leaf.name for leaf in self.takes or () if leaf.written}
