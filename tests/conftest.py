@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import tempfile
@@ -56,6 +57,13 @@ def same_numbers(request: pytest.FixtureRequest) -> None:
         if isinstance(generator, np.random.Generator):
             state = generator.bit_generator.state
             generator.bit_generator.state = _states.setdefault(id(generator), state)
+
+
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without torch: importing it takes seconds."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "torch" else find(n, *a))
 
 
 @pytest.fixture

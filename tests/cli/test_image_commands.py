@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -53,11 +52,8 @@ def test_what_makes_no_sense_for_images_is_refused(
     assert f"run: {model} is a vision model: it gives vectors, not text" in capsys.readouterr().err
 
 
-def test_a_vision_model_is_verified_and_inspected(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "torch" else find(n, *a))
+@pytest.mark.usefixtures("without_torch")
+def test_a_vision_model_is_verified_and_inspected(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(model)]) == 0
     said = capsys.readouterr().out
     assert "3×24 finite vectors" in said and "machine code and NumPy" in said and "all fine" in said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -36,19 +35,12 @@ STORIES = ASSETS / "stories260K"
 needs_stories = pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES} is absent")
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without torch: importing it takes seconds."""
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "torch" else find(n, *a))
-
-
 def results(out: str) -> dict[str, str]:
     return {line[9:29].strip(): line[:8].strip() for line in out.splitlines()[:-1]}
 
 
 @needs_stories
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("without_torch")
 def test_a_good_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(STORIES / "stories260K.bin")]) == 0
     out = capsys.readouterr().out
@@ -97,7 +89,7 @@ def test_a_wrong_kernel_of_packed_weights_is_found(
 
 
 @needs_stories
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("without_torch")
 def test_logits_that_rounding_does_not_explain_are_found() -> None:
     with load(STORIES / "stories260K.bin") as model:
         logits = answer_of(model)
@@ -119,7 +111,7 @@ def test_of_a_folder_the_weights_are_hashed_and_an_empty_one_is_a_bad_file(
 
 
 @needs_stories
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("without_torch")
 def test_a_decode_that_differs_from_a_prefill_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same choices are not enough: the numbers behind them are compared."""
     step = Decoder.step
@@ -131,7 +123,7 @@ def test_a_decode_that_differs_from_a_prefill_is_found(monkeypatch: pytest.Monke
 
 
 @needs_stories
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("without_torch")
 def test_weights_that_are_no_numbers_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copy(STORIES / "tok512.bin", tmp_path)
     data = bytearray((STORIES / "stories260K.bin").read_bytes())
@@ -174,7 +166,7 @@ def test_transformers_agrees(name: str, capsys: pytest.CaptureFixture[str]) -> N
     assert results(out)["transformers"] == "ok" and "top-1 agrees on 100%" in out
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("without_torch")
 def test_an_encoder_without_a_tokenizer_is_run_on_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     golden_encoders.write_folder(tmp_path, json.loads((golden_encoders.FOLDER / "bert.json").read_text()))
     assert main(["verify", str(tmp_path)]) == 0

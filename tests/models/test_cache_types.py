@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -104,11 +103,8 @@ def test_inspect_shows_the_type_that_a_load_has(packed: Path, plain: Path, capsy
         assert set(re.findall(r"= state.* : (\w+)\[", capsys.readouterr().out)) == {wanted}
 
 
-def test_verify_compares_what_is_exact(
-    packed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "torch" else find(n, *a))
+@pytest.mark.usefixtures("without_torch")
+def test_verify_compares_what_is_exact(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(packed)]) == 0
     assert "ok       reference " in capsys.readouterr().out
 
