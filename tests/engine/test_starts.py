@@ -489,7 +489,6 @@ def test_a_start_that_another_process_has_written_meanwhile_is_used(
     theirs, keep = path.rename(tmp_path / "theirs"), starts.keep
 
     def late(model: Any, start: starts.Start) -> bool:
-        theirs.touch()  # written just now
         path.hardlink_to(theirs)
         return keep(model, start)
 
@@ -534,7 +533,6 @@ def test_a_damaged_start_that_another_process_has_replaced_is_not_removed(
         finally:
             while arriving:  # once
                 path.unlink()
-                theirs.touch()
                 path.hardlink_to(arriving.pop())
 
     monkeypatch.setattr(starts.container, "read", late)

@@ -70,6 +70,7 @@ class Start:
     state: str  # of the files
     session: Session
     began: int  # time in nanoseconds
+    seen: str  # which file lay there then
 
 
 def find(path: Path, session: Session, settings: Mapping[str, Any]) -> dict[str, Start]:
@@ -96,7 +97,9 @@ def find(path: Path, session: Session, settings: Mapping[str, Any]) -> dict[str,
     for kind in AUTO if settings["cache"] == "auto" else (settings["cache"],):
         whose = f"{session.target}|{os.path.realpath(path)}|{profile.key()}|{asked} cache={kind}"
         key = f"{_digest(whose)}-{_digest(f'{made_by}|{state}|{whose}')}"
-        found[kind] = Start(kind, store, key, path, files, state, session, began)
+        there = store.start(key)
+        seen = "" if there is None else cache.file_of(there)
+        found[kind] = Start(kind, store, key, path, files, state, session, began, seen)
     return found
 
 
@@ -201,10 +204,7 @@ def keep(model: Model, start: Start) -> bool:
 def _is_there(start: Start) -> bool:
     """Whether another process was faster. One from before was of no use, or this would have begun with it."""
     path = start.store.start(start.key) if start.store.writable else None
-    try:
-        return path is not None and path.stat().st_mtime_ns >= start.began
-    except OSError:
-        return False
+    return path is not None and cache.file_of(path) not in ("", start.seen)
 
 
 def _is_new(compiled: CompiledGraph) -> TypeGuard[CpuGraph]:
