@@ -90,6 +90,38 @@ def test_weights_may_change_while_others_run() -> None:
     assert all(in_threads(work))
 
 
+@pytest.mark.parametrize("device", ["cpu", "reference"])
+def test_weights_may_change_their_size_while_others_run(device: str) -> None:
+    """A run has the sizes of the weights that it reads."""
+    g = rlx.Graph("rows")
+    table = g.param("w", ("rows", 256))
+    g.set_outputs([table.exp(), g.input("x", ("n", 256)) + table.sum(axis=0)])
+    f = rlx.compile(g, device=device)
+    tables = {rows: np.zeros((rows, 256), np.float32) for rows in (1, 2000, 7, 400)}
+    f.set_param("w", tables[1])
+
+    def work(n: int) -> bool:
+        if n % 3 == 0:
+            f.set_param("w", tables[list(tables)[n // 3 % 4]])
+        made, x = f.run({"x": np.ones((1 + n % 2, 256), np.float32)})
+        return made.shape[0] in tables and bool((made == 1).all() and (x == 1).all())
+
+    assert all(in_threads(work, 400))
+
+
+def test_a_report_after_weights_of_another_size_has_no_times_of_the_old_ones() -> None:
+    g = rlx.Graph("rows")
+    g.set_outputs([g.param("w", ("rows", 256)).exp() + g.input("x", (1,))])
+    f = rlx.compile(g)
+    f.set_param("w", np.zeros((5000, 256), np.float32))
+    f.run({"x": np.ones(1, np.float32)})
+    assert f.report().seconds > 0
+    f.set_param("w", np.zeros((1, 256), np.float32))
+    f.prepare()
+    assert f.report().seconds == 0
+    assert f.report({"x": np.ones(1, np.float32)}).seconds > 0
+
+
 def test_threads_may_compile_at_once() -> None:
     def work(n: int) -> bool:
         g = rlx.Graph("shift")

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +56,9 @@ class CompiledGraph(ABC):
         self._states = list(signature.states)
         self.param_types: dict[str, TensorType] = dict(signature.params)
         self._params: dict[str, Array] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._stale = True
+        self._sized = any(map(has_symbols, self.param_types.values()))  # whether sizes come from weights
         _alive.add(self)
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -97,6 +99,17 @@ class CompiledGraph(ABC):
                     raise BindError(f"params: {shown} not set", hint="call set_param or set_params before run")
                 self._bind()
                 self._stale = False
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Weights as a run wants them. Those that sizes come from stay until it ends: other sizes are other memory."""
+        if not self._sized:
+            self._bound()
+            yield
+            return
+        with self._lock:
+            self._bound()
+            yield
 
     @abstractmethod
     def _bind(self) -> None: ...
@@ -181,10 +194,10 @@ class ReferenceGraph(CompiledGraph):
             raise CapabilityError("trace: the reference device has no launches to show", hint="compile for device cpu")
         from rlx.ir import evaluate
 
-        self._bound()
-        arrays, sizes = self._check_inputs({} if inputs is None else inputs)
-        watched = finite.Watched(self, list(arrays.values())) if finite.watching else None
-        outputs = [np.array(r, order="C") for r in evaluate.run(self.graph, {**self._params, **arrays}, sizes)]
+        with self._held():
+            arrays, sizes = self._check_inputs({} if inputs is None else inputs)
+            watched = finite.Watched(self, list(arrays.values())) if finite.watching else None
+            outputs = [np.array(r, order="C") for r in evaluate.run(self.graph, {**self._params, **arrays}, sizes)]
         if watched is not None:
             watched.check(outputs)
         return outputs
@@ -245,7 +258,8 @@ class CpuGraph(CompiledGraph):
             if found is None:
                 found = self._store.share(made_by, self._params, self._derived(self._binder))
             weights |= zip(self._derived_by, found, strict=True)
-        self._known = {}  # sizes may depend on weights
+        if self._sized:  # what was said of the old ones
+            self._known, self._last = {}, None
         self.executable.bind({n: weights[n] for n in self.executable.layout.names[WEIGHT]})
 
     def _derived(self, binder: Executable) -> list[Array]:
@@ -263,12 +277,14 @@ class CpuGraph(CompiledGraph):
     def run(self, inputs: Mapping[str, Any] | None = None, *, trace: str | Path | None = None) -> list[Array]:
         if inputs is None:
             inputs = {}
-        if self._stale:
-            self._bound()
-        elif trace is None and not finite.watching:
+        if not self._stale and trace is None and not finite.watching:
             repeated = self.executable.again(inputs)
             if repeated is not None:
                 return repeated
+        with self._held():
+            return self._run(inputs, trace)
+
+    def _run(self, inputs: Mapping[str, Any], trace: str | Path | None) -> list[Array]:
         arrays, key = self._prepare(inputs)
         watched = finite.Watched(self, arrays) if finite.watching else None
         if trace is None:
@@ -285,7 +301,7 @@ class CpuGraph(CompiledGraph):
 
     def _prepare(self, inputs: Mapping[str, Any]) -> tuple[list[Array], tuple[int, ...]]:
         """Arrays in order and the sizes of the symbols: the quick way for shapes seen before, else all checks."""
-        known = self._known  # replaced where weights are: what follows is said of these
+        known = self._known
         try:
             if len(inputs) == len(self._leaves):
                 arrays, shapes = [], []
@@ -317,15 +333,15 @@ class CpuGraph(CompiledGraph):
     def report(self, inputs: Mapping[str, Any] | None = None) -> Report:
         from rlx.runtime.profiler import profile
 
-        if inputs is not None:
-            self._bound()
+        last = None if self._stale else self._last
+        if inputs is None and last is not None:
+            sizes = dict(zip(self._symbols, last, strict=True))
+            inputs = {n: _stand_in(t, sizes) for n, t in self.input_types.items()}
+        if inputs is None:
+            return profile(self, None, [])
+        with self._held():
             arrays, key = self._prepare(inputs)
             return profile(self, key, arrays)
-        if self._last is not None and not self._stale:
-            sizes = dict(zip(self._symbols, self._last, strict=True))
-            arrays = [_stand_in(t, sizes) for t in self.input_types.values()]
-            return profile(self, self._last, arrays)
-        return profile(self, None, [])
 
     def dispatch(self) -> DispatchReport:
         from rlx.runtime.dispatch import dispatch_report
@@ -384,7 +400,7 @@ def _stand_in(type_: TensorType, sizes: Mapping[str, int]) -> Array:
 def _after_fork() -> None:
     """In a forked child: another thread of the parent may have held a lock, and it is not there to release it."""
     for compiled in _alive:
-        compiled._lock = threading.Lock()
+        compiled._lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
