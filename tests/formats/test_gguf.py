@@ -113,9 +113,9 @@ def test_a_large_vocabulary_opens_quickly(tmp_path: Path) -> None:
     data = g_file([g_key("tokens", ARRAY, g_array(STRING, words))])
     path = tmp_path / "model.gguf"
     path.write_bytes(data)
-    begin = time.perf_counter()
+    begin = time.process_time()
     file = open_gguf(path)
-    assert time.perf_counter() - begin < 2  # 0.06 s on a quiet machine
+    assert time.process_time() - begin < 2  # 0.06 s on a quiet machine
     assert file.metadata["tokens"][299_999] == "token299999"
 
 

@@ -65,15 +65,15 @@ def test_values_are_counted_outside_of_strings() -> None:
 
 
 def test_the_scan_for_strings_is_linear() -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     for tail in (b"", b"\\", b'"'):
         _STRING.sub(b"", b'"' + b'\\"' * 1_000_000 + tail)
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
 
 
 def test_a_name_given_twice_among_very_many_is_found_quickly() -> None:
     data = b"{" + b"".join(b'"%d":0,' % i for i in range(200_000)) + b'"7":0}'
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(FormatError, match="two members '7'"):
         parse_json(data, FILE)
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
