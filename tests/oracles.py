@@ -804,24 +804,29 @@ def _rope(x: Array, cos: Array, sin: Array, positions: Array, *, style: str = "h
 
 def _each_query(
     q: Array, k: Array, mask: Array | None, mask_kind: str, scale: float | None, softcap: float | None
-) -> Iterator[tuple[tuple[int, int, int], int, list[int], Array, Array]]:
-    """(batch, query, head), its key head, the keys it sees, their scores, and how these grow with q · k."""
+) -> Iterator[tuple[int, int, Array, Array, Array, Array, Array]]:
+    """Batch, query, heads that see the same keys, their key heads, these keys, scores, how they grow with q · k."""
     batch, q_len, heads, dim = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
-    for b, i, h in np.ndindex(batch, q_len, heads):
-        bias = np.zeros(keys)
-        if mask_kind == "bias":
-            bias = np.broadcast_to(mask, (batch, heads, q_len, keys))[b, h, i]
+    factor = dim**-0.5 if scale is None else scale
+    for b, i in np.ndindex(batch, q_len):
         at = keys - q_len + i  # the position of the query: both sequences end together
-        keep = mask[b] if mask is not None and mask_kind == "custom" else np.ones(keys)
-        seen = [j for j in range(keys) if _sees(mask_kind, at, j) and keep[j] >= 0.5 and bias[j] != -np.inf]
-        own, factor = h * kv_heads // heads, dim**-0.5 if scale is None else scale
-        scores = k[b, seen, own] @ q[b, i, h] * factor
-        slope = np.full(len(seen), factor)
-        if softcap is not None:
-            slope = factor / np.cosh(scores / softcap) ** 2
-            scores = softcap * np.tanh(scores / softcap)
-        yield (b, i, h), own, seen, scores + bias[seen], slope
+        near = _sees(mask_kind, at, np.arange(keys))
+        if mask is not None and mask_kind == "custom":
+            near &= mask[b] >= 0.5
+        bias = np.zeros((heads, keys))
+        if mask_kind == "bias":
+            bias = np.broadcast_to(mask, (batch, heads, q_len, keys))[b, :, i]
+        apart = np.isneginf(bias).any()  # a head may not see the keys that the next one sees
+        for group in np.arange(heads).reshape((heads, 1) if apart else (1, heads)):
+            seen = np.flatnonzero(near & ~np.isneginf(bias[group[0]]))
+            own = group * kv_heads // heads
+            scores = np.einsum("jhd,hd->hj", k[b][np.ix_(seen, own)], q[b, i, group]) * factor
+            slope = np.full(scores.shape, factor)
+            if softcap is not None:
+                slope = factor / np.cosh(scores / softcap) ** 2
+                scores = softcap * np.tanh(scores / softcap)
+            yield b, i, group, own, seen, scores + bias[np.ix_(group, seen)], slope
 
 
 @oracle("attention")
@@ -848,10 +853,11 @@ def _attention_lse(
 ) -> tuple[Array, Array]:  # fmt: skip
     batch, q_len, heads, _ = q.shape
     result, lse = np.zeros((batch, q_len, heads, v.shape[3])), np.full((batch, heads, q_len), -np.inf)
-    for (b, i, h), own, seen, scores, _ in _each_query(q, k, mask, mask_kind, scale, softcap):
-        if seen:
-            result[b, i, h] = scipy.special.softmax(scores) @ v[b, seen, own]
-            lse[b, h, i] = scipy.special.logsumexp(scores)
+    for b, i, group, own, seen, scores, _ in _each_query(q, k, mask, mask_kind, scale, softcap):
+        if len(seen):
+            lse[b, group, i] = scipy.special.logsumexp(scores, axis=1)
+            weights = scipy.special.softmax(scores, axis=1)
+            result[b, i, group] = np.einsum("hj,jhd->hd", weights, v[b][np.ix_(seen, own)])
     return result, lse
 
 
@@ -862,20 +868,20 @@ def _attention_grad(
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """One query at a time: what its weights are, then by the chain rule what each of its keys gets."""
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
-    for (b, i, h), own, seen, scores, slope in _each_query(q, k, mask, mask_kind, scale, softcap):
-        weights = np.exp(scores - lse[b, h, i])
-        inner = weights * (v[b, seen, own] @ dy[b, i, h] - delta[b, h, i]) * slope
-        dq[b, i, h] = inner @ k[b, seen, own]
-        dk[b, seen, own] += np.outer(inner, q[b, i, h])
-        dv[b, seen, own] += np.outer(weights, dy[b, i, h])
+    for b, i, group, own, seen, scores, slope in _each_query(q, k, mask, mask_kind, scale, softcap):
+        for h, kv, weights, slopes in zip(group, own, np.exp(scores - lse[b, group, i, None]), slope, strict=True):
+            inner = weights * (v[b, seen, kv] @ dy[b, i, h] - delta[b, h, i]) * slopes
+            dq[b, i, h] = inner @ k[b, seen, kv]
+            dk[b, seen, kv] += np.outer(inner, q[b, i, h])
+            dv[b, seen, kv] += np.outer(weights, dy[b, i, h])
     return dq, dk, dv
 
 
-def _sees(kind: str, query: int, key: int) -> bool:
+def _sees(kind: str, query: int, keys: Array) -> Array:
     window = re.fullmatch(r"sliding\((\d+)\)", kind)
     if window:
-        return query - int(window[1]) < key <= query
-    return kind != "causal" or key <= query
+        return (query - int(window[1]) < keys) & (keys <= query)
+    return keys <= query if kind == "causal" else keys >= 0
 
 
 # -- the KV cache -----------------------------------------------------------------------------------------------------
@@ -902,7 +908,7 @@ def _cached_attention(
     for b, s in np.ndindex(positions.shape):
         past = [p % values.shape[2] if ring else p for p in range(int(positions[b, s]) + 1)]
         if past:
-            k = np.array([[keys[b, :, p // 64, :, p % 64] for p in past]])
+            k = keys[b : b + 1, :, np.array(past) // 64, :, np.array(past) % 64].swapaxes(0, 1)
             v = values[b : b + 1, :, past].swapaxes(1, 2)
             query = q[b : b + 1, s : s + 1]
             result[b, s] = _attention(query, k, v, mask_kind=mask_kind, scale=scale, softcap=softcap)[0, 0]
