@@ -140,7 +140,8 @@ def test_long_columns_lose_little() -> None:
 @pytest.mark.parametrize("op", ["sum", "mean", "prod"])
 def test_bits_do_not_depend_on_threads(op: str, shape: tuple[int | str, ...]) -> None:
     sizes = {"rows": 1007, "columns": 5003}
-    x = np.random.default_rng(3).standard_normal([sizes.get(d, d) for d in shape], dtype=np.float32)  # type: ignore
+    found = [d if isinstance(d, int) else sizes[d] for d in shape]
+    x = np.random.default_rng(3).standard_normal(found, dtype=np.float32)
     results = [columns_of(op, shape, threads=n).run({"x": x})[0].tobytes() for n in (1, 2, 3)]
     assert results[0] == results[1] == results[2]
 
