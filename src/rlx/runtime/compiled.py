@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # reports and what they are made of are imported when one is 
     from rlx.runtime.profiler import Report
 
 Array = np.ndarray[Any, Any]
+_NOTHING = contextlib.nullcontext()
 _alive: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
 
 
@@ -100,16 +101,9 @@ class CompiledGraph(ABC):
                 self._bind()
                 self._stale = False
 
-    @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
-        """Weights as a run wants them. Those that sizes come from stay until it ends: other sizes are other memory."""
-        if not self._sized:
-            self._bound()
-            yield
-            return
-        with self._lock:
-            self._bound()
-            yield
+    def _held(self) -> contextlib.AbstractContextManager[Any]:
+        """What a run holds: weights that sizes come from must stay until it ends, for other sizes are other memory."""
+        return self._lock if self._sized else _NOTHING
 
     @abstractmethod
     def _bind(self) -> None: ...
@@ -195,6 +189,7 @@ class ReferenceGraph(CompiledGraph):
         from rlx.ir import evaluate
 
         with self._held():
+            self._bound()
             arrays, sizes = self._check_inputs({} if inputs is None else inputs)
             watched = finite.Watched(self, list(arrays.values())) if finite.watching else None
             outputs = [np.array(r, order="C") for r in evaluate.run(self.graph, {**self._params, **arrays}, sizes)]
@@ -285,6 +280,7 @@ class CpuGraph(CompiledGraph):
             return self._run(inputs, trace)
 
     def _run(self, inputs: Mapping[str, Any], trace: str | Path | None) -> list[Array]:
+        self._bound()
         arrays, key = self._prepare(inputs)
         watched = finite.Watched(self, arrays) if finite.watching else None
         if trace is None:
@@ -340,6 +336,7 @@ class CpuGraph(CompiledGraph):
         if inputs is None:
             return profile(self, None, [])
         with self._held():
+            self._bound()
             arrays, key = self._prepare(inputs)
             return profile(self, key, arrays)
 
