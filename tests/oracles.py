@@ -906,9 +906,11 @@ def _cached_attention(
     """Attention of each query by itself, over the keys up to its position; in a ring the old ones are not looked at."""
     result = np.zeros((*q.shape[:3], values.shape[3]))
     for b, s in np.ndindex(positions.shape):
-        past = [p % values.shape[2] if ring else p for p in range(int(positions[b, s]) + 1)]
-        if past:
-            k = keys[b : b + 1, :, np.array(past) // 64, :, np.array(past) % 64].swapaxes(0, 1)
+        past = np.arange(positions[b, s] + 1)
+        if ring:
+            past %= values.shape[2]
+        if len(past):
+            k = keys[b : b + 1, :, past // 64, :, past % 64].swapaxes(0, 1)
             v = values[b : b + 1, :, past].swapaxes(1, 2)
             query = q[b : b + 1, s : s + 1]
             result[b, s] = _attention(query, k, v, mask_kind=mask_kind, scale=scale, softcap=softcap)[0, 0]

@@ -297,7 +297,6 @@ class CpuGraph(CompiledGraph):
 
     def _prepare(self, inputs: Mapping[str, Any]) -> tuple[list[Array], tuple[int, ...]]:
         """Arrays in order and the sizes of the symbols: the quick way for shapes seen before, else all checks."""
-        known = self._known
         try:
             if len(inputs) == len(self._leaves):
                 arrays, shapes = [], []
@@ -311,15 +310,15 @@ class CpuGraph(CompiledGraph):
                         raise LookupError
                     arrays.append(array)
                     shapes.append(array.shape)
-                return arrays, known[tuple(shapes)]
+                return arrays, self._known[tuple(shapes)]
         except (LookupError, AttributeError, TypeError):
             pass
         checked, sizes = self._check_inputs(inputs)
         found = tuple(sizes[s] for s in self._symbols)
         arrays = [checked[n] for n in self.input_types]
-        if len(known) > 4096:
-            known.clear()
-        known[tuple([a.shape for a in arrays])] = found
+        if len(self._known) > 4096:
+            self._known.clear()
+        self._known[tuple([a.shape for a in arrays])] = found
         return arrays, found
 
     def _tables(self) -> Iterable[Array]:

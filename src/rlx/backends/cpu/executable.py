@@ -441,8 +441,9 @@ class Executable:
         for name, guard in {**read, **made, **instance.guards}.items():
             if not guard.intact:
                 raise KernelError(f"{self.layout.name}: a kernel has written before the beginning of {name!r}")
+        arrays = {**taken, **given}
         for name, guard in {**{n: read[n] for n in states}, **made}.items():
-            {**taken, **given}[name].reshape(-1).view(np.uint8)[:] = guard.bytes
+            arrays[name].reshape(-1).view(np.uint8)[:] = guard.bytes
 
     def _fault(self, instance: Instance) -> KernelError:
         """What the threads have left in their scratch headers: a code, and the number of the first record to fail."""
