@@ -29,11 +29,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 _states: dict[int, Any] = {}  # of generators that modules have, as they were before the first test
 MOST_WORKERS = 8
-IN_PARALLEL = ("not parity and not weights and not large and not gpu", "parity", "weights")
+IN_PARALLEL = ("not parity and not weights and not fuzz and not large and not gpu", "parity", "weights", "fuzz")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update", action="store_true", help="rewrite expected outputs of fixtures and docs")
+    parser.addoption("--cases", type=int, default=2000, help="number of inputs per test marked fuzz")
+    parser.addoption("--first", type=int, default=0, help="seed of the first input of tests marked fuzz")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at its options
@@ -94,3 +96,10 @@ def own_families() -> Iterator[None]:
 def update(request: pytest.FixtureRequest) -> bool:
     """Whether expected outputs are rewritten instead of compared."""
     return bool(request.config.getoption("--update"))
+
+
+@pytest.fixture
+def fuzz_seeds(request: pytest.FixtureRequest) -> range:
+    """Seeds of a fuzz test, one per input: `pytest -m fuzz --first 100000 --cases 20000` runs others."""
+    first = request.config.getoption("--first")
+    return range(first, first + request.config.getoption("--cases"))
