@@ -42,6 +42,7 @@ def in_threads(work: Callable[[int], bool], count: int = RUNS) -> list[bool]:
 
 
 # -- threads ------------------------------------------------------------------------------------------------------
+@pytest.mark.usefixtures("many_cores")
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_eight_threads_get_the_same_bits(threads: int) -> None:
     f = compiled(bert_graph(TINY_BERT), weights(TINY_BERT), threads=threads)

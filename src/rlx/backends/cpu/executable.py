@@ -376,7 +376,8 @@ class Executable:
         instance.status = memoryview(instance.scratch.view(np.int64))  # type: ignore[arg-type]
         instance.headers = [t * frame.scratch // 8 for t in range(self.threads)]
         records, scratch = address(instance.records), address(instance.scratch)
-        instance.request = np.array([records, len(instance.records), scratch, frame.scratch, 0, self.threads], np.int64)
+        request = [records, len(instance.records), scratch, frame.scratch, 0, self.threads]
+        instance.request = np.array(request + [0] * (driver.REQUEST_WORDS - len(request)), np.int64)
         instance.call, instance.again = address(instance.request), _never
         instance.frame, instance.read = frame, read
 

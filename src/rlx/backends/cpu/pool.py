@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -20,11 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rlx.backends.cpu import driver
+from rlx.backends.cpu.cores import usable_cores
 from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
 from rlx.errors import CapabilityError
 from rlx.target import host
 
 SPIN_SECONDS = 30e-6  # how long a thread spins before it sleeps; waking a sleeper takes about as long
+LOOK_SECONDS = 0.3e-6  # how long it waits at a barrier before it looks for units that others have not begun
 EXIT_SECONDS = 1.0  # how long the interpreter's exit waits for a worker at most
 
 _Run = Callable[[int], int]
@@ -34,19 +37,13 @@ _SIGNATURES = {
     "worker": ctypes.CFUNCTYPE(None, _ADDRESS, _WORD),
     "stop": ctypes.CFUNCTYPE(_WORD, _ADDRESS),
     "spin": ctypes.CFUNCTYPE(None, _WORD),
+    "clock": ctypes.CFUNCTYPE(_WORD),
 }
 _ANY_BUFFER = ctypes.c_char * 0
 
 _guard = threading.Lock()
 _shared: dict[int, Pool] = {}
 _alive: weakref.WeakSet[Pool] = weakref.WeakSet()
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def default_threads() -> int:
@@ -66,9 +63,24 @@ def compiled_driver() -> Mapping[str, int]:
     return CodeLibrary().load(compile_text(driver.driver_text(target), target), driver.SYMBOLS)
 
 
+def thread_limit() -> int:
+    """The most threads that a shared pool has."""
+    return usable_cores()
+
+
 def shared(threads: int | None = None, addresses: Callable[[], Mapping[str, int]] = compiled_driver) -> Pool:
-    """The pool of this process that has `threads` threads; `addresses` gives the driver when one must be made."""
+    """The pool of this process that has `threads` threads; `addresses` gives the driver when one must be made.
+
+    More threads than cores would take turns on them, so there are at most as many as cores, with a warning.
+    """
     count = default_threads() if threads is None else threads
+    if count > (limit := thread_limit()):
+        warnings.warn(
+            f"{count} threads were asked for, but this process may use {limit} core{'s' * (limit > 1)}: using {limit}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        count = limit
     with _guard:
         if count not in _shared:
             _shared[count] = Pool(count, addresses())
@@ -76,14 +88,18 @@ def shared(threads: int | None = None, addresses: Callable[[], Mapping[str, int]
 
 
 class Pool:
-    """`threads` threads, the caller of `run` being the first of them."""
+    """`threads` threads, the caller of `run` being the first of them.
 
-    def __init__(self, threads: int, addresses: Mapping[str, int]) -> None:
+    A pool that `adapts` lets runs stay on their callers for a while where its workers cannot get a core.
+    """
+
+    def __init__(self, threads: int, addresses: Mapping[str, int], *, adapts: bool = True) -> None:
         if threads < 1:
             raise CapabilityError(f"pool: expected at least one thread, asked for {threads}")
         self._why_single = _no_futex() or ("one thread was asked for" if threads == 1 else None)
         self.threads = 1 if self._why_single else threads
         self._functions = {name: make(addresses[name]) for name, make in _SIGNATURES.items()}
+        self._adapts = adapts
         self._start_lock = threading.Lock()
         # The driver's `call` for the address of a request; look it up anew each time, a fork replaces it.
         self.execute: _Run = self._start_and_run
@@ -117,7 +133,7 @@ class Pool:
         assert (base | scratch_stride) % 64 == 0 and scratch.nbytes >= count * scratch_stride > 0
         assert trace is None or trace.nbytes >= len(records) * count * 16
         stamps = 0 if trace is None else _address(trace)
-        request = np.array([_address(records), len(records), base, scratch_stride, stamps, count], np.int64)
+        request = np.array([_address(records), len(records), base, scratch_stride, stamps, count, 0, 0], np.int64)
         return self.execute(_address(request))
 
     def close(self) -> None:
@@ -135,7 +151,11 @@ class Pool:
         job = self._job = _zeros(driver.job_bytes(self.threads))
         workers: list[threading.Thread] = []
         words = job.view(np.int64)
-        words[driver.SPIN // 8] = self._pauses()
+        pause, tick = self._seconds()
+        if self.threads <= usable_cores():  # else who spins keeps somebody else from working
+            words[driver.SPIN // 8], words[driver.LOOK // 8] = SPIN_SECONDS / pause, LOOK_SECONDS / pause
+        if self._adapts:
+            words[driver.MILLISECOND // 8] = 1e-3 / tick
         for tid in range(1, self.threads):
             # A Python thread inside a ctypes call holds no GIL and is as fast as one of pthread_create. It can be
             # joined, and threading knows about it at exit and after a fork.
@@ -153,17 +173,16 @@ class Pool:
         self.job[0] = _address(job)
         self.execute = functools.partial(self._functions["call"], _address(job))
 
-    def _pauses(self) -> int:
-        """Pauses that take `SPIN_SECONDS` here: one is 10 to 150 cycles. None where threads must share cores."""
-        if self.threads > usable_cores():
-            return 0
-        sample = 1000
-        times = []
+    def _seconds(self) -> tuple[float, float]:
+        """Seconds of a pause, which is 10 to 150 cycles, and of a tick of the driver's clock."""
+        sample, pauses, ticks = 1000, [], []
         for _ in range(5):
-            begin = time.perf_counter()
+            begin, first = time.perf_counter(), self._functions["clock"]()
             self._functions["spin"](sample)
-            times.append(time.perf_counter() - begin)
-        return int(sample * SPIN_SECONDS / min(times))
+            last, end = self._functions["clock"](), time.perf_counter()
+            pauses.append((end - begin) / sample)
+            ticks.append((end - begin) / (last - first))
+        return min(pauses), min(ticks)
 
     def _forget_workers(self) -> None:
         """In a forked child: the workers are not there; the next run starts others, with a new job block."""
