@@ -83,11 +83,9 @@ DONE = 2 * LINE  # units that are done
 SLEEPERS, WAKES = DONE + 8, DONE + 12  # 1 where threads may sleep until more are, and the word that they sleep on
 TESTED = 3 * LINE  # twice the number of the last test, and its outcome
 FAULT = TESTED + 8  # the launch, counted as LAUNCHES are, in which a kernel first reported a fault; 0 for none
-ALLOWED = 4 * LINE  # a bit for each core that the caller may use
-OTHERS = 5 * LINE  # those but the one that it is on, unless it has no other
-CORES_BYTES = LINE
-SEATS = 6 * LINE  # for each thread: a line with its seat, and one with the claims on its slice
-SEAT, INSIDE, THREAD, CLAIMED, SEAT_BYTES = 0, 4, 8, LINE, 2 * LINE
+SEATS = 4 * LINE  # for each thread: a line with its seat, one with the claims on its slice, one with its cores
+SEAT, INSIDE, THREAD, CONFINED, CLAIMED, CORES, SEAT_BYTES = 0, 4, 8, 16, LINE, 2 * LINE, 3 * LINE
+CORES_BYTES = LINE  # a bit for each core that a thread may use; CONFINED: it may use fewer until it is awake
 
 # A slice is claimed chunk by chunk: half of it, half of the rest, and so on. `CLAIMED` is the number of the launch,
 # shifted, and how many chunks of it are claimed.

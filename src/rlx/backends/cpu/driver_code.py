@@ -114,7 +114,8 @@ class Driver:
         def internal(name: str, arguments: list[tuple[str, str]], emit: Callable[..., Value | None], **k: str) -> None:
             module.define(name, arguments, emit, internal=True, noinline=True, **k)
 
-        internal("find_cores", [job], self.find_cores)
+        internal("wake_elsewhere", [job, tid], self.wake_elsewhere)
+        internal("free", [job, tid], self.free)
         internal("leave", [job, tid], self.leave)
         internal("wake_sleepers", [job, tid], self.wake_sleepers)
         internal("finish", [job, tid, *done], self.finish)
@@ -194,34 +195,51 @@ class Driver:
         return b.assign("i1", f"phi i1 [ false, %{tag}.look ], [ true, %{awake} ]")
 
     # -- cores --------------------------------------------------------------------------------------------------------
-    def find_cores(self, b: Builder, job: Value) -> None:
-        """Find the cores of the caller, and those but the one that it is on, unless it has no other.
+    def core(self, b: Builder) -> Value:
+        """The core that this thread is on."""
+        place = b.stack("i32", 1, align=4)
+        b.store(const("i32", 0), place, align=4)
+        self.system(b, self.machine.get_core, place)
+        return b.convert("zext", b.load("i32", place, align=4), "i64")
 
-        The kernel likes to wake a thread on the core of its waker, where it then waits for a time slice. So a worker is
-        confined to other cores before it is woken; awake, it may use all again, and the system balances as it likes.
+    def wake_elsewhere(self, b: Builder, job: Value, tid: Value) -> None:
+        """Wake a worker on another core than this one, if it may use any.
+
+        The kernel likes to wake a thread on the core of its waker, where it then waits for a time slice. So the worker
+        is confined to other cores while it wakes up. Awake, it may use all of its own again, and the system balances.
         """
-        core, words = b.stack("i32", 1, align=4), d.CORES_BYTES // 8
-        allowed, others = b.offset(job, d.ALLOWED), b.offset(job, d.OTHERS)
-        b.store(const("i32", 0), core, align=4)
-        self.system(b, self.machine.get_core, core)
-        self.system(b, self.machine.get_affinity, 0, d.CORES_BYTES, allowed)
-        here = b.convert("zext", b.load("i32", core, align=4), "i64")
+        mask, words = b.stack("i64", d.CORES_BYTES // 8, align=8), d.CORES_BYTES // 8
+        here = self.core(b)
+        seat = self.seat(b, job, tid)
+        thread, cores = b.load("i64", b.offset(seat, d.THREAD), align=8), b.offset(seat, d.CORES)
+        self.system(b, self.machine.get_affinity, thread, d.CORES_BYTES, cores)
 
-        def without(i: Value, some: Value) -> list[Value]:
+        def without_this(i: Value, has: Value, others: Value) -> list[Value]:
             own = b.icmp("eq", i, b.op("lshr", here, i64(6)))
             bit = b.select(own, b.op("shl", i64(1), b.op("and", here, i64(63))), i64(0))
-            left = b.op("and", b.load("i64", b.offset(allowed, i, "i64"), align=8), b.op("xor", bit, i64(-1)))
-            b.store(left, b.offset(others, i, "i64"), align=8)
-            return [b.op("or", some, left)]
+            word = b.load("i64", b.offset(cores, i, "i64"), align=8)
+            left = b.op("and", word, b.op("xor", bit, i64(-1)))
+            b.store(left, b.offset(mask, i, "i64"), align=8)
+            return [b.op("or", has, b.op("and", word, bit)), b.op("or", others, left)]
 
-        def copy(i: Value) -> None:
-            b.store(b.load("i64", b.offset(allowed, i, "i64"), align=8), b.offset(others, i, "i64"), align=8)
+        def confine() -> None:
+            self.system(b, self.machine.set_affinity, thread, d.CORES_BYTES, mask)
+            b.store(i64(1), b.offset(seat, d.CONFINED), align=8)
 
-        (some,) = b.loop(0, words, 1, without, [i64(0)])
-        b.when(b.icmp("eq", some, 0), lambda: b.loop(0, words, 1, copy))
+        has, others = b.loop(0, words, 1, without_this, [i64(0), i64(0)])
+        b.when(b.op("and", b.icmp("ne", has, 0), b.icmp("ne", others, 0)), confine)
+        self.wake(b, seat, 1)
 
-    def confine(self, b: Builder, job: Value, thread: Value, cores: int) -> None:
-        self.system(b, self.machine.set_affinity, thread, d.CORES_BYTES, b.offset(job, cores))
+    def free(self, b: Builder, job: Value, tid: Value) -> None:
+        """Let this thread use all of its cores again."""
+        seat = self.seat(b, job, tid)
+        confined = b.offset(seat, d.CONFINED)
+
+        def all_again() -> None:
+            self.system(b, self.machine.set_affinity, 0, d.CORES_BYTES, b.offset(seat, d.CORES))
+            b.store(i64(0), confined, align=8)
+
+        b.when(b.icmp("ne", b.load("i64", confined, align=8), 0), all_again)
 
     # -- sharing a launch ---------------------------------------------------------------------------------------------
     def take(self, b: Builder, job: Value, slot: Value, *part: Value) -> Value:
@@ -465,7 +483,7 @@ class Driver:
             for before, after in zip(d.BEFORE, d.AFTER, strict=True):
                 note(job, before, word(job, after))
             _store(b, number, b.offset(job, d.RUN))
-            b.loop(1, threads, 1, lambda tid, known: [self.call_worker(b, job, tid, known)], [const("i1", False)])
+            b.loop(1, threads, 1, lambda tid: self.call_worker(b, job, tid))
             _do(b, "execute", job, i64(0), threads, number)
             _exchange(b, "xchg", b.offset(job, d.RUN), i64(0))
             b.loop(1, threads, 1, lambda tid: self.join(b, job, tid))
@@ -564,18 +582,10 @@ class Driver:
     def seat(self, b: Builder, job: Value, tid: Value) -> Value:
         return b.offset(b.offset(job, d.SEATS), b.mul(tid, d.SEAT_BYTES))
 
-    def call_worker(self, b: Builder, job: Value, tid: Value, known: Value) -> Value:
-        """Have a worker take part; says whether it is known by now which cores are for workers, as sleepers need."""
-        seat = self.seat(b, job, tid)
-        old = _exchange(b, "xchg", seat, d.CALLED)
-
-        def wake() -> list[Value]:
-            b.when(known, lambda: None, lambda: _do(b, "find_cores", job))
-            self.confine(b, job, b.load("i64", b.offset(seat, d.THREAD), align=8), d.OTHERS)
-            self.wake(b, seat, 1)
-            return [const("i1", True)]
-
-        return b.when(b.icmp("eq", old, d.ASLEEP), wake, lambda: [known])[0]
+    def call_worker(self, b: Builder, job: Value, tid: Value) -> None:
+        """Have a worker take part."""
+        old = _exchange(b, "xchg", self.seat(b, job, tid), d.CALLED)
+        b.when(b.icmp("eq", old, d.ASLEEP), lambda: _do(b, "wake_elsewhere", job, tid))
 
     def worker(self, b: Builder, job: Value, tid: Value) -> None:
         """Wait to be called, see whether there is a run, and take part.
@@ -597,7 +607,7 @@ class Driver:
         )
         b.line(f"br {_replace(b, seat, d.CALLED, d.IDLE)}, label %called, label %stopped")
         b.label("called")
-        b.when(slept, lambda: self.confine(b, job, i64(0), d.ALLOWED))
+        b.when(slept, lambda: _do(b, "free", job, tid))
         _exchange(b, "xchg", inside, d.IN)
         run = _load(b, b.offset(job, d.RUN), "i64")
         threads = b.load("i64", b.offset(job, d.THREADS), align=8)
