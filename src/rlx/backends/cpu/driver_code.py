@@ -95,6 +95,12 @@ def _replace(b: Builder, pointer: Value, old: int | Value, new: int | Value, typ
     return b.assign("i1", f"extractvalue {pair}, 1")
 
 
+def _announced(b: Builder, pointer: Value, awake: int, asleep: int) -> Value:
+    """Say in the very word that a thread waits for that it sleeps."""
+    _replace(b, pointer, awake, asleep)
+    return const("i32", asleep)
+
+
 def _do(b: Builder, function: str, *arguments: Value) -> None:
     """Call a function of the driver that has no result."""
     b.line(f"call void @{function}({', '.join(map(str, arguments))})")
@@ -156,16 +162,16 @@ class Driver:
         job: Value,
         done: Callable[[], Value],
         address: Value,
-        announce: Callable[[], object],
+        announce: Callable[[], Value],
         meanwhile: Callable[[], object] | None = None,
     ) -> Value:
         """Wait until `done()`: spin, then `announce` the sleep, and sleep on the word at `address`. Says if it slept.
 
-        Between two looks there is a pause, or what there is to do `meanwhile`.
+        Between two looks there is a pause, or what there is to do `meanwhile`. `announce` gives the word to sleep on.
 
         No wake-up is lost: who makes it done does so before looking for an announcement, and then changes the word. So
-        either the waker sees the announcement, or the look that follows it sees that all is done. A change between
-        that look and the sleep makes the kernel, which compares the word again, return at once.
+        either the waker sees the announcement, or the look that follows it sees that all is done. A word that is not
+        the announced one, be it changed in between, makes the kernel, which compares it again, return at once.
         """
         tag = b.fresh("wait")
         limit = b.load("i64", b.offset(job, d.SPIN), align=8)
@@ -184,8 +190,7 @@ class Driver:
         b.line(f"br label %{tag}.look")
 
         b.label(f"{tag}.tired")
-        announce()
-        word = _load(b, address)
+        word = announce()
         awake = b.block
         b.line(f"br {done()}, label %{tag}.done, label %{tag}.sleep")
         b.label(f"{tag}.sleep")
@@ -316,8 +321,13 @@ class Driver:
         self, b: Builder, job: Value, done: Callable[[], Value], meanwhile: Callable[[], object] | None = None
     ) -> Value:
         """Wait in a run for what other threads do, as long as it takes. Says if it slept."""
-        announce = lambda: _exchange(b, "xchg", b.offset(job, d.SLEEPERS), 1)
-        return self.wait(b, job, done, b.offset(job, d.WAKES), announce, meanwhile)
+        wakes = b.offset(job, d.WAKES)
+
+        def announce() -> Value:
+            _exchange(b, "xchg", b.offset(job, d.SLEEPERS), 1)
+            return _load(b, wakes)
+
+        return self.wait(b, job, done, wakes, announce, meanwhile)
 
     def is_done(self, b: Builder, job: Value, wanted: Value) -> Value:
         return b.icmp("sge", _load(b, b.offset(job, d.DONE), "i64"), wanted)
@@ -348,7 +358,10 @@ class Driver:
         b.label(f"{tag}.more")
         b.line(f"br label %{tag}")
         b.label("passed")
-        b.line("ret i64 0")
+        # Whoever comes late need not walk to the end of a run that is over.
+        behind = b.icmp("sgt", _load(b, b.offset(job, d.DONE), "i64"), wanted)
+        closed = b.icmp("ne", _load(b, b.offset(job, d.RUN), "i64"), run)
+        b.line(f"ret {b.convert('zext', b.op('and', behind, closed), 'i64')}")
 
         b.label(f"{tag}.late")
         got = b.call("i64", "take_others", job, tid, *part)
@@ -569,7 +582,7 @@ class Driver:
             job,
             done=lambda: b.icmp("eq", _load(b, inside), d.OUT),
             address=inside,
-            announce=lambda: _replace(b, inside, d.IN, d.WATCHED),
+            announce=lambda: _announced(b, inside, d.IN, d.WATCHED),
         )
         b.when(slept, lambda: self.note_sleep(b, job, begin))
 
@@ -603,7 +616,7 @@ class Driver:
             job,
             done=lambda: b.icmp("ugt", _load(b, seat), d.ASLEEP),
             address=seat,
-            announce=lambda: _replace(b, seat, d.IDLE, d.ASLEEP),
+            announce=lambda: _announced(b, seat, d.IDLE, d.ASLEEP),
         )
         b.line(f"br {_replace(b, seat, d.CALLED, d.IDLE)}, label %called, label %stopped")
         b.label("called")
