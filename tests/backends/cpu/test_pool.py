@@ -415,7 +415,7 @@ def test_a_caller_that_sleeps_at_the_barrier_and_at_the_join_wakes() -> None:
 
 @within(60)
 @pytest.mark.parametrize("threads", THREADS)
-def test_status_words_of_all_slots_are_cleared_before_the_walk(threads: int) -> None:
+def test_status_words_of_all_slots_are_cleared_before_a_run(threads: int) -> None:
     scratch = scratch_for(threads)
     status = scratch.view(np.int64)[:: STRIDE // 8]
     code = np.array([17], np.int64)

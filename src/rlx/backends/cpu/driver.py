@@ -55,8 +55,10 @@ COUNT_STEPS, SOURCE, IS_PRIVATE, HOME, WORDS, MOVES, LINEAR, ALTERNATING, FIRST,
 LOOP_WORDS = 11
 
 # The head of each thread's scratch: what went wrong (kernels set it), and the number, from 1, of the first record that
-# did; how far it has read ahead, and how far it may.
+# did; how far it has read ahead, and how far it may. Heads are zero before the first run. A thread clears its own, but
+# may come too late for that, so scratch in which a fault was reported is not used again.
 STATUS, FAILED, READ_TO, READ_END = range(0, 32, 8)
+HEAD_BYTES = 32
 READ_AHEAD = 256 << 10  # bytes at most: they must still be in a core's own cache when they are wanted
 READ_STEP = 256  # bytes between two looks at what a thread waits for
 

@@ -476,15 +476,6 @@ class Driver:
         def fill(block: Value) -> None:
             for i in range(d.COPIED_WORDS):
                 note(block, 8 * i, word(request, 8 * i))
-            # The heads of all slots: a worker may come late or never, and a reader looks at all of them.
-            base, stride = word(request, d.SCRATCH), word(request, d.STRIDE)
-
-            def clear(slot: Value) -> None:
-                head = b.convert("inttoptr", b.add(base, b.mul(slot, stride)), "ptr")
-                for field in (d.STATUS, d.FAILED, d.READ_TO, d.READ_END):
-                    note(head, field, i64(0))
-
-            b.loop(0, slots, 1, clear)
 
         def together(begin: Value) -> list[Value]:
             fill(job)

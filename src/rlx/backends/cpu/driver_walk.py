@@ -49,6 +49,8 @@ class Walk:
 
     def emit(self) -> None:
         b = self.b
+        for field in (d.STATUS, d.FAILED, d.READ_TO, d.READ_END):
+            b.store(i64(0), b.offset(self.scratch, field), align=8)
         launches, units, tests = (self.word(self.job, field) for field in d.BEFORE)
         start = State(i64(0), self.threads, self.count, launches, units, i64(0), tests)
         tag, before = b.fresh("walk"), b.block
@@ -134,7 +136,8 @@ class Walk:
         def shared() -> State:
             number = b.add(state.launches, 1)
             part = function, arguments, units, number, b.add(state.at, 1), self.scratch
-            meets = _has_bit(b, flags, d.BARRIER_AFTER)
+            after = self.following(state)
+            meets = b.op("or", _has_bit(b, flags, d.BARRIER_AFTER), b.icmp("eq", after.at, self.count))
             own = b.call("i64", "take", self.job, self.tid, *part)
             # At a barrier a thread that must wait takes what others have left; here it would never come back to it.
             # Nor would what it does at a barrier be in the trace.
@@ -142,7 +145,7 @@ class Walk:
             (rest,) = b.when(now, lambda: [b.call("i64", "take_others", self.job, self.tid, *part)], lambda: [i64(0)])
             b.when(self.traced, lambda: self.stamp(state.at, begin))
             done = b.add(state.done, b.add(own, rest))
-            after = replace(self.following(state), launches=number, units=b.add(state.units, units), done=done)
+            after = replace(after, launches=number, units=b.add(state.units, units), done=done)
             return self.when(meets, lambda: self.barrier(after, *part), lambda: after)
 
         return self.when(b.icmp("eq", state.threads, 1), alone, shared)

@@ -375,6 +375,8 @@ class Executable:
         instance.outputs = self._moving(OUTPUT, frame)
         instance.status = memoryview(instance.scratch.view(np.int64))  # type: ignore[arg-type]
         instance.headers = [t * frame.scratch // 8 for t in range(self.threads)]
+        for header in instance.headers:
+            instance.status[header] = instance.status[header + 1] = 0
         records, scratch = address(instance.records), address(instance.scratch)
         request = [records, len(instance.records), scratch, frame.scratch, 0, self.threads]
         instance.request = np.array(request + [0] * (driver.REQUEST_WORDS - len(request)), np.int64)

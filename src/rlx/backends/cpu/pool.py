@@ -132,6 +132,7 @@ class Pool:
         assert records.dtype == np.int64 and records.shape[1] == driver.RECORD_WORDS
         assert (base | scratch_stride) % 64 == 0 and scratch.nbytes >= count * scratch_stride > 0
         assert trace is None or trace.nbytes >= len(records) * count * 16
+        scratch[: count * scratch_stride].reshape(count, -1)[:, : driver.HEAD_BYTES] = 0
         stamps = 0 if trace is None else _address(trace)
         request = np.array([_address(records), len(records), base, scratch_stride, stamps, count, 0, 0], np.int64)
         return self.execute(_address(request))
