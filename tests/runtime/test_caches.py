@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from limits import LONGEST_S
 
 import rlx
 from rlx.backends import cache
@@ -89,7 +90,7 @@ def start(setting: str | None, here: Path, *, before: str = "", **environment: s
 
 def result(child: subprocess.Popen[str]) -> dict[str, Any]:
     """What the child says; its outputs must be right."""
-    out, err = child.communicate(timeout=120)
+    out, err = child.communicate(timeout=LONGEST_S)
     assert child.returncode == 0, err
     said: dict[str, Any] = json.loads(out)
     assert said.pop("result") == pytest.approx([30 * 5 / (1 + math.exp(-5))] * 7, rel=1e-6)
@@ -177,7 +178,7 @@ def test_a_second_start_imports_no_pass_and_no_generator(filled: Path, tmp_path:
     heavy = "('rlx.mir.', 'rlx.module', 'rlx.lir.s', 'rlx.runtime.plan', 'rlx.backends.cpu.g', 'llvmlite')"
     check = f"import atexit, sys; atexit.register(lambda: print([m for m in sys.modules if m.startswith({heavy})]))"
     child = start(str(filled), tmp_path, before=check)
-    output, errors = child.communicate(timeout=60)
+    output, errors = child.communicate(timeout=LONGEST_S)
     assert output.splitlines()[-1] == "[]", errors
 
 

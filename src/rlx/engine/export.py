@@ -6,7 +6,6 @@ ready to be mapped. Everything else that a model is made of is in the file, so n
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +26,7 @@ from rlx.formats.special_tokens import SpecialIds
 from rlx.formats.tensors import PathLike
 from rlx.formats.tokenizer import Tokenizer
 from rlx.ir.graph import Graph
+from rlx.locks import cached_property
 from rlx.models.arrange import weights_of
 from rlx.models.family import FAMILIES, Family, FileWeights
 from rlx.models.images import ImageSettings
@@ -183,7 +183,7 @@ class _Built(BuiltModel):
         self.__dict__["compiled"] = compiled
         del self.__dict__["module"]
 
-    @functools.cached_property
+    @cached_property
     def module(self) -> Graph:
         graph: Graph = self.__dict__["compiled"].graph
         return graph

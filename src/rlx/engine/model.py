@@ -23,6 +23,7 @@ from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, RequestError, nearest
 from rlx.formats.tokenizer import Tokenizer
 from rlx.hub.pull import resolve
+from rlx.locks import Lock
 from rlx.profile import CompileProfile, Precision
 from rlx.runtime.compiled import CompiledGraph, CpuGraph
 from rlx.runtime.container import SUFFIX
@@ -143,7 +144,7 @@ class Model:
             raise RequestError(f"load: patch is {shown(patch)}, expected a function from a flow to a flow")
         self._patch = patch
         self._session = prepared.session if prepared else session or Session(device, threads=threads)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._arrays: dict[str, Array] = {} if prepared is None else dict(prepared.params)
         self._captures: dict[frozenset[str], tuple[BuiltModel, CompiledGraph]] = {}
         self._applications: dict[frozenset[tuple[str, str]], Applied] = {}

@@ -15,7 +15,6 @@ import mmap
 import os
 import stat
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -34,6 +33,7 @@ from rlx.errors import FormatError, ResourceError, RlxError
 from rlx.formats import special_tokens
 from rlx.formats.tensors import PART_NAME, open_bytes
 from rlx.formats.tokenizer import Tokenizer
+from rlx.locks import Lock
 from rlx.runtime import codec, container
 from rlx.runtime.compiled import CompiledGraph, CpuGraph
 from rlx.runtime.container import Container
@@ -342,7 +342,7 @@ class KeptCheckpoint:
         self.digest = digest  # of the weights
         kept = file.section("tokenizer"), file.arrays(TABLES), str(file.path)
         self.tokenizer = None if described is None else Tokenizer.restored(described, *kept)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._opened: Checkpoint | None = None
 
     def opened(self) -> Checkpoint:

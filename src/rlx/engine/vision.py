@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from rlx.engine.model import Model, whole
 from rlx.engine.sampler import shown
 from rlx.errors import FormatError, RequestError
 from rlx.formats.images import as_pixels, read_image
+from rlx.locks import cached_property
 from rlx.models.images import FILE, ImageSettings, read_image_settings
 from rlx.runtime.compiled import CompiledGraph
 
@@ -26,7 +26,7 @@ BATCH = 8  # images at a time: enough to keep all cores busy, while activations 
 class VisionModel(Model):
     """A vision model: `encode_image` makes vectors of images. Safe from several threads at once."""
 
-    @functools.cached_property
+    @cached_property
     def settings(self) -> ImageSettings:
         """What the model's files say of its images."""
         return read_image_settings(self.checkpoint)

@@ -12,11 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from forked import in_child
+from limits import LONGEST_S
 
 from rlx.backends.cpu import driver, pool
 from rlx.backends.cpu.builder import Builder, Module, Value
@@ -32,7 +35,7 @@ THREADS = (1, 2, 5)  # 5: more than the cores of a small machine, whose threads 
 SIGNATURE = (("ptr", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr", "scratch"))
 
 
-def within(seconds: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def within(seconds: float = LONGEST_S) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Let a test fail, instead of hanging, when it is not over in time."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
@@ -172,7 +175,7 @@ class Mirror:
 
 
 # -- units and order ----------------------------------------------------------------------------------------------
-@within(60)
+@within()
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("units", [0, 1, 3, 64, 1001])
 def test_units_are_split_evenly_and_each_thread_has_its_scratch(threads: int, units: int) -> None:
@@ -185,7 +188,7 @@ def test_units_are_split_evenly_and_each_thread_has_its_scratch(threads: int, un
         assert (out[lo:hi] == (lo, hi, scratch.ctypes.data + tid * STRIDE)).all()
 
 
-@within(60)
+@within()
 def test_a_run_may_use_fewer_threads_than_the_pool_has_and_no_more() -> None:
     out = np.zeros((8, 3), np.int64)
     records = records_of(("mark", np.array([out.ctypes.data], np.int64), 8, 0))
@@ -194,13 +197,13 @@ def test_a_run_may_use_fewer_threads_than_the_pool_has_and_no_more() -> None:
         assert len(set(out[:, 2])) == used
 
 
-@within(60)
+@within()
 @pytest.mark.parametrize("threads", THREADS)
 def test_no_records_is_a_run_too(threads: int) -> None:
     assert shared(threads).run(np.zeros((0, 4), np.int64), scratch_for(threads), STRIDE) == threads
 
 
-@within(120)
+@within()
 @pytest.mark.parametrize("threads, runs", [(1, 2000), (2, 5000), (5, 300)])
 def test_barriers_hold_in_thousands_of_runs(threads: int, runs: int) -> None:
     chain = Mirror(units=97, phases=7, threads=threads)
@@ -208,20 +211,20 @@ def test_barriers_hold_in_thousands_of_runs(threads: int, runs: int) -> None:
         assert chain.run(shared(threads)) == threads
 
 
-@within(120)
+@within()
 @pytest.mark.parametrize("threads, phases", [(2, 100_001), (5, 2_000)])
 def test_barriers_hold_in_one_long_run(threads: int, phases: int) -> None:
     Mirror(units=16, phases=phases, threads=threads).run(shared(threads))
 
 
-@within(60)
+@within()
 def test_runs_with_changing_thread_counts_follow_each_other() -> None:
     chain = Mirror(units=31, phases=4, threads=5)
     for i in range(1000):
         assert chain.run(shared(5), threads=1 + i % 5) == 1 + i % 5
 
 
-@within(60)
+@within()
 @pytest.mark.parametrize("threads", [2, 5])
 def test_sleeping_workers_wake(threads: int) -> None:
     chain = Mirror(units=64, phases=5, threads=threads)
@@ -230,7 +233,7 @@ def test_sleeping_workers_wake(threads: int) -> None:
         assert chain.run(shared(threads)) == threads
 
 
-@within(60)
+@within()
 def test_a_caller_that_sleeps_at_the_barrier_and_at_the_join_wakes() -> None:
     late = np.array([0, 20_000_000], np.int64)  # one unit: the last thread works, the first waits
     records = records_of(("delay", late, 1, driver.BARRIER_AFTER), ("delay", late, 1, 0))
@@ -238,7 +241,7 @@ def test_a_caller_that_sleeps_at_the_barrier_and_at_the_join_wakes() -> None:
         assert shared(2).run(records, scratch_for(2), STRIDE) == 2
 
 
-@within(60)
+@within()
 @pytest.mark.parametrize("threads", THREADS)
 def test_status_words_of_all_slots_are_cleared_before_the_walk(threads: int) -> None:
     scratch = scratch_for(threads)
@@ -251,7 +254,7 @@ def test_status_words_of_all_slots_are_cleared_before_the_walk(threads: int) -> 
 
 
 # -- reading ahead ------------------------------------------------------------------------------------------------
-@within(60)
+@within()
 @pytest.mark.parametrize("size, units", [(100, 7), (1 << 16, 9), (1 << 20, 2), (1 << 20, 0)])
 def test_a_thread_that_waits_reads_its_own_units_ahead_and_no_byte_beyond_them(size: int, units: int) -> None:
     memory = Guarded(max(size * units, 1))  # ends where a page begins that nobody may touch
@@ -270,7 +273,7 @@ def test_a_thread_that_waits_reads_its_own_units_ahead_and_no_byte_beyond_them(s
         assert heads[0, driver.READ_TO // 8] > memory.address or size * (units // 2) < driver.READ_STEP
 
 
-@within(60)
+@within()
 def test_reading_ahead_changes_nothing_that_is_computed() -> None:
     chain = Mirror(units=97, phases=8, threads=2)
     memory = np.zeros(1 << 20, np.uint8)
@@ -306,7 +309,7 @@ class Holder:
         self.thread.join()
 
 
-@within(60)
+@within()
 def test_a_run_that_finds_the_pool_busy_runs_alone_with_the_same_result() -> None:
     chain = Mirror(units=50, phases=3, threads=2)
     with Holder(shared(2)) as holder:
@@ -316,7 +319,7 @@ def test_a_run_that_finds_the_pool_busy_runs_alone_with_the_same_result() -> Non
     assert chain.run(shared(2)) == 2
 
 
-@within(60)
+@within()
 def test_a_run_alone_clears_the_status_of_the_slots_that_it_does_not_use() -> None:
     scratch = scratch_for(2)
     scratch[:] = 255
@@ -325,7 +328,7 @@ def test_a_run_alone_clears_the_status_of_the_slots_that_it_does_not_use() -> No
     assert (scratch.view(np.int64)[:: STRIDE // 8] == 0).all()
 
 
-@within(120)
+@within()
 @pytest.mark.parametrize("threads", [2, 5])
 def test_eight_python_threads_may_share_a_pool(threads: int) -> None:
     def work(_: int) -> None:
@@ -338,32 +341,11 @@ def test_eight_python_threads_may_share_a_pool(threads: int) -> None:
 
 
 # -- forks and ends -----------------------------------------------------------------------------------------------
-def in_child(check: Callable[[], bool]) -> int:
-    """The exit code of a forked child that runs `check`; one that hangs is killed."""
-    child = os.fork()
-    if child == 0:
-        code = 2
-        try:
-            code = 0 if check() else 1
-        finally:
-            os._exit(code)
-    for _ in range(2000):
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return -9
-
-
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-may_fork = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 @needs_fork
-@may_fork
-@within(60)
+@within()
 @pytest.mark.parametrize("threads", [2, 5])
 def test_child_and_parent_run_after_a_fork(threads: int) -> None:
     chain, used = Mirror(units=64, phases=5, threads=threads), shared(threads)
@@ -374,8 +356,7 @@ def test_child_and_parent_run_after_a_fork(threads: int) -> None:
 
 
 @needs_fork
-@may_fork
-@within(60)
+@within()
 def test_a_child_runs_although_the_parent_forked_in_the_middle_of_a_run() -> None:
     chain, used = Mirror(units=64, phases=5, threads=2), shared(2)
     with Holder(used):
@@ -384,8 +365,7 @@ def test_a_child_runs_although_the_parent_forked_in_the_middle_of_a_run() -> Non
 
 
 @needs_fork
-@may_fork
-@within(60)
+@within()
 def test_a_child_of_a_child_runs() -> None:
     chain, used = Mirror(units=64, phases=5, threads=2), shared(2)
     assert chain.run(used) == 2
@@ -394,7 +374,7 @@ def test_a_child_of_a_child_runs() -> None:
 
 PROGRAM = """
 import atexit, sys, threading, time
-sys.path.insert(0, {folder!r})
+sys.path[:0] = {folders!r}
 from test_pool import *
 chain = Mirror(units=64, phases=5, threads=2)
 assert chain.run(shared(2)) == 2
@@ -421,13 +401,13 @@ time.sleep(0.1)
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_interpreter_ends(ending: str) -> None:
-    program = PROGRAM.format(folder=os.path.dirname(__file__)) + ENDINGS[ending]
+    program = PROGRAM.format(folders=[str(Path(__file__).parent), str(Path(__file__).parents[2])]) + ENDINGS[ending]
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LONGEST_S)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@within(60)
+@within()
 def test_a_closed_pool_runs_on_the_calling_thread() -> None:
     own = Pool(3, pool.compiled_driver())
     chain = Mirror(units=20, phases=3, threads=3)
@@ -438,7 +418,7 @@ def test_a_closed_pool_runs_on_the_calling_thread() -> None:
         assert chain.run(own) == 1
 
 
-@within(60)
+@within()
 def test_the_workers_of_a_forgotten_pool_end() -> None:
     before = set(threading.enumerate())
     own = Pool(3, pool.compiled_driver())
@@ -451,7 +431,7 @@ def test_the_workers_of_a_forgotten_pool_end() -> None:
 
 
 # -- what else the driver promises --------------------------------------------------------------------------------
-@within(60)
+@within()
 @pytest.mark.skipif(host().arch != "x86_64", reason="MXCSR is x86's")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_kernels_see_the_default_mxcsr_and_the_caller_keeps_its_own(threads: int) -> None:
@@ -472,7 +452,7 @@ def test_kernels_see_the_default_mxcsr_and_the_caller_keeps_its_own(threads: int
     assert (seen & 0xFFC0 == 0x1F80).all()
 
 
-@within(60)
+@within()
 @pytest.mark.parametrize("threads", THREADS)
 def test_time_stamps_rise_from_record_to_record(threads: int) -> None:
     chain = Mirror(units=64, phases=9, threads=threads)
@@ -482,7 +462,7 @@ def test_time_stamps_rise_from_record_to_record(threads: int) -> None:
     assert (trace > 0).all() and (np.diff(walks, axis=1) >= 0).all()
 
 
-@within(60)
+@within()
 def test_waiting_at_a_barrier_is_not_counted() -> None:
     late = np.array([0, 20_000_000], np.int64)
     records = records_of(("delay", late, 1, driver.BARRIER_AFTER), ("delay", late, 0, 0))
@@ -497,7 +477,7 @@ def test_waiting_at_a_barrier_is_not_counted() -> None:
     assert any(waiting_is_apart() for _ in range(10))  # the system may interrupt a thread between its two stamps
 
 
-@within(60)
+@within()
 def test_a_run_alone_traces_into_the_first_thread_of_the_same_layout() -> None:
     chain = Mirror(units=8, phases=3, threads=2)
     trace = np.zeros((3, 2, 2), np.int64)
@@ -506,7 +486,7 @@ def test_a_run_alone_traces_into_the_first_thread_of_the_same_layout() -> None:
     assert (trace[:, 0] > 0).all() and (trace[:, 1] == 0).all()
 
 
-@within(60)
+@within()
 def test_a_run_costs_a_few_microseconds() -> None:
     records, scratch = records_of(), scratch_for(1)
     times = []
@@ -547,7 +527,7 @@ def test_a_pool_says_why_it_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> N
     assert elsewhere.threads == 1 and "darwin" in str(elsewhere.why_single)
 
 
-@within(60)
+@within()
 @pytest.mark.parametrize("possible", [0, 1])
 def test_a_pool_does_with_the_workers_that_could_be_started(monkeypatch: pytest.MonkeyPatch, possible: int) -> None:
     own, left = Pool(4, pool.compiled_driver()), [possible]
