@@ -211,6 +211,27 @@ def test_a_folder_that_others_may_write_is_refused(filled: Path, tmp_path: Path)
     assert files(filled) == before
 
 
+@pytest.mark.parametrize("kind", ["objects", "starts"])
+def test_a_folder_inside_that_others_may_write_is_refused(filled: Path, tmp_path: Path, kind: str) -> None:
+    inner = filled / kind
+    inner.mkdir(exist_ok=True)
+    inner.chmod(0o777)
+    said = result(start(str(filled), tmp_path))
+    assert said["compiled"] > 0 and said["why"] == f"{inner} is not ours alone (owner {os.getuid()}, mode 777); " + (
+        f"run: chmod go-w {inner}"
+    )
+    subprocess.run(said["why"].partition("run: ")[2], shell=True, check=True)
+    assert result(start(str(filled), tmp_path, before=FORBID))["compiled"] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give files away")
+def test_a_folder_inside_of_another_user_is_refused(filled: Path, tmp_path: Path) -> None:
+    os.chown(filled / "objects", 65534, -1)
+    said = result(start(str(filled), tmp_path))
+    assert said["compiled"] > 0 and "objects is not ours alone (owner 65534" in said["why"]
+    assert said["why"].endswith("; remove it")
+
+
 def test_a_path_that_cannot_be_a_folder_only_costs_time(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     said = result(start(str(tmp_path / "file" / "below"), tmp_path))

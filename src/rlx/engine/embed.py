@@ -145,6 +145,7 @@ class EmbeddingModel(Model):
     # -- inside --
     def _checked_request(self, verb: str, batch_size: int | None, normalize: bool | None) -> bool:
         """Whether vectors are to have length 1."""
+        self._check_usable()
         if batch_size is not None and (whole(batch_size) or 0) < 1:
             raise RequestError(f"{verb}: batch_size is {shown(batch_size)}, expected a whole number from 1")
         if not isinstance(normalize, (bool, np.bool_, NoneType)):

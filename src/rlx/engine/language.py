@@ -107,6 +107,7 @@ class TextStream(Iterator[str]):
 
 def _pieces(model: LanguageModel, sequence: Growing, cancel: Cancel) -> Generator[str, None, None]:
     """Not a method: it would hold the stream, and one that is left by `break` would not end there."""
+    model._check_usable()  # again: much may have happened since the stream was asked for
     with model._decoder([sequence], cancel) as decoder, suppress(Cancelled):
         for _, piece in grow(decoder, [sequence], model.caches):
             if piece:
@@ -173,7 +174,7 @@ class LanguageModel(Model):
         `logprobs=n` gives the n likeliest tokens at each place. The other keywords are those of `Sampling`:
         temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias, seed.
         """
-        self._check_open()
+        self._check_usable()
         many = _is_batch(prompt)
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         places = [f"generate: prompt {i}" for i in range(len(prompt))] if many else ["generate"]
@@ -186,7 +187,7 @@ class LanguageModel(Model):
         logprobs: int = 0, **sampling: Any,
     ) -> Completion:  # fmt: skip
         """The answer to a message, or to a conversation, through the model's chat template."""
-        self._check_open()
+        self._check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         return self._complete([self._growing(self.chat_tokens(messages), settings, "chat", answer=True)])[0]
 
@@ -198,7 +199,7 @@ class LanguageModel(Model):
 
         `chat=True` makes a text a message, and says of token ids that an answer follows them.
         """
-        self._check_open()
+        self._check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         spoken = _is_talk(prompt) or (chat and isinstance(prompt, str))
         tokens = self.chat_tokens(prompt) if spoken else self.token_ids(prompt, "stream")  # type: ignore[arg-type]
@@ -206,6 +207,7 @@ class LanguageModel(Model):
 
     def logits(self, prompt: str | Sequence[int]) -> Array:
         """[seq, vocab]: the logits after each token of the prompt."""
+        self._check_usable()
         compiled = self.compiled
         return self._values(compiled, self._fitting(self.token_ids(prompt, "logits"), 0, "logits"))[0]
 

@@ -45,6 +45,7 @@ class VisionModel(Model):
         Pillow's. With `tokens` it is the vectors of all its tokens, `[tokens, dim]`: the class token and registers,
         where the model has them, then the patches row by row. With `normalize` vectors have length 1.
         """
+        self._check_usable()
         size = whole(batch_size)
         if size is None or size < 1:
             raise RequestError(f"encode_image: batch_size is {shown(batch_size)}, expected a whole number from 1")
@@ -100,11 +101,13 @@ class VisionModel(Model):
         self, image: Any, capture: Iterable[str] | str | None = (), edit: Mapping[str, Edit] | None = None
     ) -> dict[str, Array]:
         """Values inside the model by stage path, for one image; without `capture`, `pooled` and `states`."""
+        self._check_usable()
         pixels = self.prepare(image)[None]
         return self._looked_at(capture, edit, lambda compiled, more: self._of_one(compiled, pixels, more))
 
     def apply(self, params: Mapping[str, Any], image: Any) -> Array:
         """The hidden states `[tokens, dim]` that the model computes of an image with other parameters."""
+        self._check_usable()
         pixels = self.prepare(image)[None]
         return self._applied(params, lambda compiled: self._of_one(compiled, pixels, {})[::-1])
 

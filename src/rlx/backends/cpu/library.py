@@ -8,7 +8,7 @@ imported when something must be compiled: a start that finds all objects on disk
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from rlx.backends import cache
 from rlx.backends.cpu import driver
-from rlx.backends.cpu.toolchain import CodeLibrary, Compilation, cpu_identity
+from rlx.backends.cpu.toolchain import CodeLibrary, Compilation, compile_text, cpu_identity
 from rlx.errors import RlxError
 from rlx.locks import Lock, Waits, in_child
 from rlx.target import Target
@@ -144,6 +144,15 @@ class KernelLibrary:
                 store.write("objects", key, stored)
             self._driver, self._driver_home = self._code.load(stored, driver.SYMBOLS), key
             return self._driver
+
+    def kept(self, name: str, text: Callable[[], str], *, compiling: bool = True) -> bytes | None:
+        """The object of a module that no program belongs to; None where it is not cached, and is not to be compiled."""
+        store, key = cache.current(), self._key(name)
+        found = store.read("objects", key)
+        if found is None and compiling:
+            found = compile_text(text(), self.target)
+            store.write("objects", key, found)
+        return found
 
     def address(self, symbols: Sequence[str]) -> int:
         """Of a routine; of a table of the addresses of several; 0 of none."""
