@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import small_bert
 import tiny_llama
+from limits import LONGEST_S
 
 import rlx
 from rlx.backends.cpu.library import kernels_compiled
@@ -299,7 +300,7 @@ def test_a_process_has_its_first_result_soon(name: str, tmp_path: Path) -> None:
 
     def run(code: str, *arguments: object) -> list[str]:
         command = [sys.executable, "-c", code, str(tmp_path), *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 

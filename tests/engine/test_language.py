@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_llama
+from limits import LONGEST_S
 
 import rlx
 from rlx.engine import generate as generation
@@ -151,7 +152,7 @@ def test_a_stream_that_the_garbage_collector_ends_does_not_wait(stories: Languag
 
     collector = threading.Thread(target=collect, daemon=True)
     collector.start()
-    collector.join(10)
+    collector.join(LONGEST_S)
     assert not collector.is_alive()
     assert stories.generate([1, 5, 6, 7, 8], max_tokens=1).usage.cached_tokens == 4
 
@@ -171,7 +172,7 @@ def test_a_stream_can_be_closed_from_another_thread(tiny: LanguageModel, monkeyp
     def slow(inputs: Any) -> Any:
         calls.append(inputs)
         begun.set()
-        closed.wait(10)
+        closed.wait(LONGEST_S)
         return run(inputs)
 
     monkeypatch.setattr(tiny.compiled, "run", slow)

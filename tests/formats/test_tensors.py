@@ -126,7 +126,7 @@ def test_a_map_without_room_is_a_lack_of_memory(tmp_path: Path, monkeypatch: pyt
     def refuse(*arguments: object, **options: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("mmap.mmap", refuse)
+    monkeypatch.setattr("rlx.formats.tensors.FileMap", refuse)
     with pytest.raises(ResourceError, match=r"x\.gguf: no room in memory for its"):
         open_tensors(replace(tmp_path / "x.gguf", small_gguf()))
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from limits import LONGEST_S
 from scipy.special import erf
 
 import rlx
@@ -270,7 +271,7 @@ def child(role: str, path: Path) -> Any:
     here = Path(__file__).parent.parent
     code = CHILD.format(source=source(), here=str(here), path=str(path), inputs=str(inputs))
     env = {n: v for n, v in os.environ.items() if n != "PYTHONPATH"} | {"RLX_CACHE": "off"}
-    run = subprocess.run([sys.executable, "-c", code, role], env=env, capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", code, role], env=env, capture_output=True, text=True, timeout=LONGEST_S)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 

@@ -26,9 +26,9 @@ from rlx.backends.cpu.ceilings import Ceilings, ceilings
 from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.cli.inspect import phase_sizes
+from rlx.cli.loading import load
 from rlx.engine.embed import EmbeddingModel
 from rlx.engine.language import LanguageModel
-from rlx.engine.model import load
 from rlx.engine.vision import VisionModel
 from rlx.hub.store import show_size
 from rlx.ir.graph import Graph

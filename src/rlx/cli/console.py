@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from rlx.errors import RequestError, RlxError
 
+OK, FAILED, USAGE, NOT_FOUND, BAD_FILE, NO_MEMORY, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130  # exit codes
 _GREY, _PLAIN, _ERASE = "\033[90m", "\033[0m", "\r\033[2K"
 # What a model says may hold anything; on a terminal, control characters would do more than show.
 _CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"}

@@ -20,8 +20,8 @@ import numpy as np
 from rlx import hub
 from rlx.cli import console
 from rlx.cli.console import UsageError
+from rlx.cli.loading import load
 from rlx.engine.embed import EmbeddingModel
-from rlx.engine.model import load
 from rlx.engine.vision import VisionModel
 from rlx.errors import CapabilityError, RequestError
 

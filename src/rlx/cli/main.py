@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import rlx
 from rlx.cli import console
-from rlx.cli.console import UsageError, note
+from rlx.cli.console import BAD_FILE, FAILED, INTERRUPTED, NO_MEMORY, NOT_FOUND, OK, USAGE, UsageError, note
 from rlx.errors import FormatError, NotFoundError, ParseError, RlxError
 
 COMMANDS = (
@@ -20,7 +20,6 @@ COMMANDS = (
     "env", "cache",
 )  # fmt: skip
 ALIASES = {"list": "models", "ls": "models"}
-OK, FAILED, USAGE, NOT_FOUND, BAD_FILE, NO_MEMORY, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
 CODES: dict[type[BaseException], int] = {
     UsageError: USAGE,
     NotFoundError: NOT_FOUND,

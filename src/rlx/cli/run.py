@@ -16,8 +16,8 @@ from typing import Any
 from rlx import hub
 from rlx.cli import chat, console
 from rlx.cli.console import UsageError
+from rlx.cli.loading import load
 from rlx.engine.language import Completion, LanguageModel
-from rlx.engine.model import load
 from rlx.engine.sampler import Sampling
 from rlx.errors import CapabilityError, NotFoundError, RequestError
 from rlx.hub.pull import names_a_model

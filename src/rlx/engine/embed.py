@@ -6,7 +6,6 @@ The bits of a text's vector depend on the text alone: not on its neighbours, the
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
@@ -19,6 +18,7 @@ from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, FormatError, RequestError, nearest
 from rlx.flow.flow import ModelFlow
 from rlx.hub.progress import drawn
+from rlx.locks import cached_property
 from rlx.models.pooling import EmbedSettings, pooled, read_settings
 
 Array = np.ndarray[Any, Any]
@@ -42,7 +42,7 @@ class EmbeddingModel(Model):
         return super()._flow()
 
     # -- parts --
-    @functools.cached_property
+    @cached_property
     def settings(self) -> EmbedSettings:
         """What the model's files say of making vectors."""
         return read_settings(self.checkpoint)
@@ -61,7 +61,7 @@ class EmbeddingModel(Model):
         """Whether vectors have length 1, unless a call asks for something else."""
         return self.settings.normalize
 
-    @functools.cached_property
+    @cached_property
     def limit(self) -> int:
         """Tokens of a text that the model reads, special ones counted; the rest is cut off."""
         limit = min(self.settings.limit or self.context, self.context)
@@ -145,6 +145,7 @@ class EmbeddingModel(Model):
     # -- inside --
     def _checked_request(self, verb: str, batch_size: int | None, normalize: bool | None) -> bool:
         """Whether vectors are to have length 1."""
+        self._check_usable()
         if batch_size is not None and (whole(batch_size) or 0) < 1:
             raise RequestError(f"{verb}: batch_size is {shown(batch_size)}, expected a whole number from 1")
         if not isinstance(normalize, (bool, np.bool_, NoneType)):

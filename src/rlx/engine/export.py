@@ -6,7 +6,6 @@ ready to be mapped. Everything else that a model is made of is in the file, so n
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +26,7 @@ from rlx.formats.special_tokens import SpecialIds
 from rlx.formats.tensors import PathLike
 from rlx.formats.tokenizer import Tokenizer
 from rlx.ir.graph import Graph
+from rlx.locks import cached_property
 from rlx.models.arrange import weights_of
 from rlx.models.family import FAMILIES, Family, FileWeights
 from rlx.models.images import ImageSettings
@@ -86,6 +86,7 @@ def load_model(path: PathLike, threads: int | None, asked: Mapping[str, Any]) ->
 # -- writing ---------------------------------------------------------------------------------------------------------
 def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
     """Write a loaded model to a file; with `embed` its weights too, packed as the kernels read them."""
+    model._check_usable()
     built, compiled, checkpoint = model.built, model.compiled, model.checkpoint
     if not isinstance(compiled, CpuGraph) or isinstance(compiled, ExportedGraph):
         raise CapabilityError(
@@ -165,11 +166,13 @@ def _checkpoint(file: ExportFile, family: Family, records: Mapping[str, Any], mo
     config, tokenizer = records["config"], _tokenizer(file, records["tokenizer"])
     if WEIGHTS in file.manifest["sections"]:
         nothing = TensorFile(file.path, "rlxp", [], {}, [])
-        return Checkpoint(file.path, nothing, family, config, _Packed(nothing, {}, 0), tokenizer)
+        packed = _Packed(nothing, {}, 0)
+        return Checkpoint(file.path, nothing, family, config, packed, tokenizer, others=tuple(file.maps))
     path = _unchanged(file, moved)
     tensors = open_tensors(path)
     factors = tensors.dequantised(_ROPE_FACTORS) if _ROPE_FACTORS in tensors else None
-    return Checkpoint(path, tensors, family, config, weights_of(family, config, tensors), tokenizer, factors)
+    weights = weights_of(family, config, tensors)
+    return Checkpoint(path, tensors, family, config, weights, tokenizer, factors, tuple(file.maps))
 
 
 class _Built(BuiltModel):
@@ -183,7 +186,7 @@ class _Built(BuiltModel):
         self.__dict__["compiled"] = compiled
         del self.__dict__["module"]
 
-    @functools.cached_property
+    @cached_property
     def module(self) -> Graph:
         graph: Graph = self.__dict__["compiled"].graph
         return graph

@@ -12,7 +12,6 @@ but for rounding: it adds up tokens of a call that belong together, and those de
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from rlx.dtypes import dtype
+from rlx.locks import Lock
 from rlx.runtime.kv_cache import KvCacheSpec
 from rlx.runtime.resources import require
 
@@ -167,7 +167,7 @@ class CacheStore:
         self._kept: list[KvCache] = []  # the last one given back is last
         self._closed = False
         self._made: weakref.WeakSet[KvCache] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def new(self, batch: int) -> KvCache:
         """An empty cache, known to the count of bytes."""

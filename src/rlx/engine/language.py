@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Self, overload
 import numpy as np
 
 from rlx.engine import generate as generation
-from rlx.engine.generate import Cancelled, Decoder, Growing, Logprob, grow
+from rlx.engine.generate import Cancel, Cancelled, Decoder, Growing, Logprob, grow
 from rlx.engine.kvcache import CacheStore
 from rlx.engine.model import NOTHING, Model, whole
 from rlx.engine.sampler import Sampler, Sampling, shown
 from rlx.errors import CapabilityError, RequestError, ResourceError
+from rlx.locks import cached_property
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.resources import require
 from rlx.types import TensorType, sym
@@ -80,7 +79,7 @@ class TextStream(Iterator[str]):
     def __init__(self, model: LanguageModel, sequence: Growing) -> None:
         self._model = model
         self._sequence = sequence
-        self._cancel = threading.Event()
+        self._cancel = Cancel()
         self._pieces = _pieces(model, sequence, self._cancel)
 
     def __next__(self) -> str:
@@ -88,7 +87,7 @@ class TextStream(Iterator[str]):
 
     def close(self) -> None:
         """Stop the work; the memory is free for other calls."""
-        self._cancel.set()
+        self._cancel.wanted = True
         with suppress(ValueError):  # the generator runs in another thread and ends by itself
             self._pieces.close()
 
@@ -106,8 +105,9 @@ class TextStream(Iterator[str]):
         self.close()
 
 
-def _pieces(model: LanguageModel, sequence: Growing, cancel: threading.Event) -> Generator[str, None, None]:
+def _pieces(model: LanguageModel, sequence: Growing, cancel: Cancel) -> Generator[str, None, None]:
     """Not a method: it would hold the stream, and one that is left by `break` would not end there."""
+    model._check_usable()  # again: much may have happened since the stream was asked for
     with model._decoder([sequence], cancel) as decoder, suppress(Cancelled):
         for _, piece in grow(decoder, [sequence], model.caches):
             if piece:
@@ -124,7 +124,7 @@ class LanguageModel(Model):
         return flow.cache_dtype(self.cache_dtype)
 
     # -- parts --
-    @functools.cached_property
+    @cached_property
     def template(self) -> ChatTemplate | None:
         """The chat template, where the model has one."""
         from rlx.formats.chat import ChatTemplate  # jinja2 takes its time, and raw text needs none
@@ -136,7 +136,7 @@ class LanguageModel(Model):
         named = {k: self.tokenizer.token_bytes(v).decode() for k, v in tokens.items() if v is not None}
         return ChatTemplate(source, **named)
 
-    @functools.cached_property
+    @cached_property
     def vocab_size(self) -> int:
         """How many tokens there are. A model may have logits for more, so that their number is round."""
         logits = self.facts.vocab
@@ -174,7 +174,7 @@ class LanguageModel(Model):
         `logprobs=n` gives the n likeliest tokens at each place. The other keywords are those of `Sampling`:
         temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias, seed.
         """
-        self._check_open()
+        self._check_usable()
         many = _is_batch(prompt)
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         places = [f"generate: prompt {i}" for i in range(len(prompt))] if many else ["generate"]
@@ -187,7 +187,7 @@ class LanguageModel(Model):
         logprobs: int = 0, **sampling: Any,
     ) -> Completion:  # fmt: skip
         """The answer to a message, or to a conversation, through the model's chat template."""
-        self._check_open()
+        self._check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         return self._complete([self._growing(self.chat_tokens(messages), settings, "chat", answer=True)])[0]
 
@@ -199,7 +199,7 @@ class LanguageModel(Model):
 
         `chat=True` makes a text a message, and says of token ids that an answer follows them.
         """
-        self._check_open()
+        self._check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         spoken = _is_talk(prompt) or (chat and isinstance(prompt, str))
         tokens = self.chat_tokens(prompt) if spoken else self.token_ids(prompt, "stream")  # type: ignore[arg-type]
@@ -207,6 +207,7 @@ class LanguageModel(Model):
 
     def logits(self, prompt: str | Sequence[int]) -> Array:
         """[seq, vocab]: the logits after each token of the prompt."""
+        self._check_usable()
         compiled = self.compiled
         return self._values(compiled, self._fitting(self.token_ids(prompt, "logits"), 0, "logits"))[0]
 
@@ -259,7 +260,7 @@ class LanguageModel(Model):
         )  # fmt: skip
 
     @contextmanager
-    def _decoder(self, sequences: Sequence[Growing], cancel: threading.Event | None = None) -> Iterator[Decoder]:
+    def _decoder(self, sequences: Sequence[Growing], cancel: Cancel | None = None) -> Iterator[Decoder]:
         """A decoder for some sequences; what its cache holds at the end is kept for later."""
         compiled = self.compiled
         if len(sequences) > 1:

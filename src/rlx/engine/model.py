@@ -23,6 +23,7 @@ from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, RequestError, nearest
 from rlx.formats.tokenizer import Tokenizer
 from rlx.hub.pull import resolve
+from rlx.locks import Lock
 from rlx.profile import CompileProfile, Precision
 from rlx.runtime.compiled import CompiledGraph, CpuGraph
 from rlx.runtime.container import SUFFIX
@@ -143,7 +144,7 @@ class Model:
             raise RequestError(f"load: patch is {shown(patch)}, expected a function from a flow to a flow")
         self._patch = patch
         self._session = prepared.session if prepared else session or Session(device, threads=threads)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._arrays: dict[str, Array] = {} if prepared is None else dict(prepared.params)
         self._captures: dict[frozenset[str], tuple[BuiltModel, CompiledGraph]] = {}
         self._applications: dict[frozenset[tuple[str, str]], Applied] = {}
@@ -198,9 +199,13 @@ class Model:
         return plain
 
     # -- parts --
-    def _check_open(self) -> None:
-        if self._compiled is None:
+    def _check_usable(self) -> None:
+        """Refuse a request to a model that is closed, or whose files have changed. Every request calls it once."""
+        checkpoint = self._checkpoint
+        if self._compiled is None or checkpoint is None:
             raise self._closed()
+        for mapped in checkpoint.maps:
+            mapped.check()
 
     def _closed(self) -> RequestError:
         return RequestError(f"{self.name}: the model is closed", hint="load it again")
@@ -297,7 +302,7 @@ class Model:
         layer 3. Without `capture`, the model's output. `edit={"layers.3.out": f}` goes on with `f(value)`, which is of
         the same shape and type, in place of a stage's value; a pattern may match several.
         """
-        self._check_open()
+        self._check_usable()
         ids = self.token_ids(tokens, "run")
         if not 0 < len(ids) <= self.context:
             raise RequestError(f"run: {len(ids)} tokens, expected 1 to {self.context}")
@@ -373,7 +378,7 @@ class Model:
         Those that are not given are the model's own. Other numbers cost no compilation; another type of a weight, such
         as f32 where the file has blocks, costs one.
         """
-        self._check_open()
+        self._check_usable()
         ids = self.token_ids(tokens, "apply")
         if not 0 < len(ids) <= self.context:
             raise RequestError(f"apply: {len(ids)} tokens, expected 1 to {self.context}")
@@ -411,7 +416,7 @@ class Model:
         """
         from rlx.engine.save import save_model
 
-        self._check_open()
+        self._check_usable()
         return save_model(self, Path(path), params or {}, dtype)
 
     # -- life --

@@ -6,13 +6,13 @@ and strides are run-time words, so one kernel serves every shape.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import re
 from dataclasses import dataclass
 
 from rlx.dtypes import I32, DType
 from rlx.lir.loops import Let, LoopKernel, Store, expr_text, statements
+from rlx.locks import cached_property
 
 ROW_BLOCK = 192  # rows of A that one unit of a matmul covers at most
 CODES_ROW_BLOCK = 256  # the same where weights are taken apart for each row block
@@ -98,7 +98,7 @@ class MatmulKernel:
         tail = tuple(f"{p}{i}" for i in range(len(self.operands)) for p in ("ptr", "row", "outer", "inner"))
         return head + strides + groups + tail
 
-    @functools.cached_property
+    @cached_property
     def fingerprint(self) -> str:
         inner = self.epilogue.fingerprint if self.epilogue else "-"
         text = f"matmul|{self.dtype}|{self.packed}|{self.weights}|{inner}|{self.operands}"
@@ -188,7 +188,7 @@ class AttentionKernel:
         tail = ("lse", "lse_batch", "lse_head") if self.lse else ()
         return head + strides + ("mask_batch", "mask_head", "mask_query") + tail
 
-    @functools.cached_property
+    @cached_property
     def fingerprint(self) -> str:
         text = "|".join(map(repr, ("attention", *(getattr(self, f) for f in self.__dataclass_fields__))))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -8,9 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
-import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -23,6 +20,7 @@ from rlx.backends.cpu.layout import WEIGHT
 from rlx.backends.cpu.memory import release
 from rlx.backends.cpu.repeat import Taken
 from rlx.errors import BindError, CapabilityError, nearest
+from rlx.locks import Lock
 from rlx.profile import CompileProfile
 from rlx.runtime import finite
 from rlx.runtime.inputs import Leaf, as_array, check_fixed, check_names, has_symbols, solve_symbols
@@ -41,7 +39,6 @@ if TYPE_CHECKING:  # reports and what they are made of are imported when one is 
 
 Array = np.ndarray[Any, Any]
 _NOTHING = contextlib.nullcontext()
-_alive: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
 
 
 class CompiledGraph(ABC):
@@ -57,10 +54,9 @@ class CompiledGraph(ABC):
         self._states = list(signature.states)
         self.param_types: dict[str, TensorType] = dict(signature.params)
         self._params: dict[str, Array] = {}
-        self._lock = threading.RLock()
+        self._lock = Lock(reentrant=True)
         self._stale = True
         self._sized = any(map(has_symbols, self.param_types.values()))  # whether sizes come from weights
-        _alive.add(self)
 
     # -- weights -------------------------------------------------------------------------------------------------------
     def set_param(self, name: str, value: Any) -> None:
@@ -391,13 +387,3 @@ def _stand_in(type_: TensorType, sizes: Mapping[str, int]) -> Array:
     """An input to time a run with: masks of ones keep every key, indices of zero lie inside every table."""
     shape = concrete(type_.shape, sizes)
     return np.zeros(shape, type_.dtype.numpy) if type_.dtype.is_integer else np.ones(shape, type_.dtype.numpy)
-
-
-def _after_fork() -> None:
-    """In a forked child: another thread of the parent may have held a lock, and it is not there to release it."""
-    for compiled in _alive:
-        compiled._lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

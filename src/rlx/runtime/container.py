@@ -20,6 +20,7 @@ from typing import IO, Any
 import numpy as np
 
 from rlx.dtypes import dtype
+from rlx.formats.mapped import FileMap, map_of
 from rlx.formats.strict_json import parse_json
 from rlx.formats.tensors import PathLike, broken, open_bytes
 
@@ -103,6 +104,11 @@ class Container:
     path: Path
     manifest: Mapping[str, Any]
     data: memoryview
+
+    @property
+    def maps(self) -> list[FileMap]:
+        """The map of the file."""
+        return map_of(self.data)
 
     def section(self, name: str) -> bytes:
         return bytes(self._bytes(name))

@@ -7,7 +7,6 @@ mapped, not read. The file is executable code: load only what you would also run
 
 from __future__ import annotations
 
-import functools
 import os
 import stat
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from rlx.formats.tensors import PathLike
 from rlx.ir import provenance
 from rlx.ir.graph import Graph
 from rlx.ir.provenance import Origin
+from rlx.locks import cached_property
 from rlx.profile import CompileProfile
 from rlx.runtime import codec, container, plan
 from rlx.runtime.compiled import CpuGraph
@@ -192,8 +192,8 @@ class ExportedGraph(CpuGraph):
             self.executable.bind({n: arrays[n] for n in found.main.weights})
             self._stale = False
 
-    @functools.cached_property
-    def graph(self) -> Graph:  # type: ignore[override]
+    @cached_property
+    def graph(self) -> Graph:
         """The graph, as it was built."""
         import rlx.hir.blocks  # noqa: F401  the ops and blocks that the text may name
 

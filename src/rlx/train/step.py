@@ -7,7 +7,6 @@ and leaves the parameters as they are after the step; nothing is allocated but t
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ import numpy as np
 from rlx.errors import BindError, FormatError, GraphError, RequestError, ShapeError, nearest
 from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline
+from rlx.locks import Lock, Waits
 from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.inputs import as_array, check_fixed, check_names
@@ -153,7 +153,7 @@ class TrainStep:
         self._has_norm, self._in_place = has_norm, in_place
         self._states = {s: np.zeros(concrete(t.shape, {}), t.dtype.numpy) for s, t in self._types().items()}
         self._set: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock = Lock(waits=Waits.TRAIN_STEP)  # in a child, half of an update would be lost
 
     def _types(self) -> dict[str, TensorType]:
         made = self._made

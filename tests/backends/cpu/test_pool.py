@@ -19,6 +19,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 import pytest
+from forked import in_child
+from limits import LONGEST_S
 
 from rlx.backends.cpu import driver, pool
 from rlx.backends.cpu.builder import Builder, Module, Value
@@ -35,7 +37,7 @@ THREADS = (1, 2, 5)  # 5: more than the cores of a small machine, whose threads 
 SIGNATURE = (("ptr", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr", "scratch"))
 
 
-def within(seconds: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def within(seconds: float = LONGEST_S) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Let a test fail, instead of hanging, when it is not over in time."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
@@ -226,7 +228,7 @@ def chunks(units: int, threads: int) -> set[tuple[int, int]]:
     return {(a, b) for each in ends for a, b in itertools.pairwise(each) if a < b}
 
 
-@within(60)
+@within()
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("units", [0, 1, 2, 3, 64, 1001])
 def test_each_unit_runs_once_in_its_chunk_with_the_scratch_of_a_thread(threads: int, units: int) -> None:
@@ -241,7 +243,7 @@ def test_each_unit_runs_once_in_its_chunk_with_the_scratch_of_a_thread(threads: 
         assert {int(place) for place in out[:, 2]} <= {scratch.ctypes.data + t * STRIDE for t in range(threads)}
 
 
-@within(60)
+@within()
 def test_a_run_may_use_fewer_threads_than_the_pool_has_and_no_more() -> None:
     out = np.zeros((64, 3), np.int64)
     args = np.array([out.ctypes.data], np.int64)
@@ -253,7 +255,7 @@ def test_a_run_may_use_fewer_threads_than_the_pool_has_and_no_more() -> None:
 
 
 # -- workers that are late ----------------------------------------------------------------------------------------
-@within(60)
+@within()
 def test_a_run_does_not_need_workers_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Pool(3, pool.compiled_driver(), adapts=False)
     monkeypatch.setattr(pool, "_work", lambda *_: None)
@@ -261,7 +263,7 @@ def test_a_run_does_not_need_workers_that_never_come(monkeypatch: pytest.MonkeyP
         assert Mirror(units=97, phases=phases, threads=3).run(own) == 3
 
 
-@within(60)
+@within()
 @pytest.mark.parametrize("barrier", [0, driver.BARRIER_AFTER])
 def test_others_do_what_a_late_worker_has_not_claimed(barrier: int) -> None:
     """The worker has a chunk in hand, half of its slice, until all other units are done."""
@@ -273,7 +275,7 @@ def test_others_do_what_a_late_worker_has_not_claimed(barrier: int) -> None:
         assert state[0] == units
 
 
-@within(120)
+@within()
 def test_runs_stay_on_their_caller_while_workers_are_late_and_are_shared_again_later() -> None:
     own = Pool(2, pool.compiled_driver())
     slow, fast = (np.array([0, stores, 0], np.int64) for stores in (20_000_000, 0))
@@ -288,7 +290,7 @@ def test_runs_stay_on_their_caller_while_workers_are_late_and_are_shared_again_l
         pass
 
 
-@within(120)
+@within()
 def test_runs_are_shared_where_one_alone_would_take_as_long() -> None:
     own = Pool(2, pool.compiled_driver())
     late = np.array([0, 4_000_000], np.int64)  # one unit: whoever has it works, the other sleeps
@@ -337,7 +339,7 @@ class Placed:
 
 
 @needs_cores
-@within(120)
+@within()
 def test_a_worker_wakes_on_another_core_than_its_caller() -> None:
     placed, cores = Placed(), os.sched_getaffinity(0)
     first, second, *_ = cores
@@ -354,7 +356,7 @@ def test_a_worker_wakes_on_another_core_than_its_caller() -> None:
 
 
 @needs_cores
-@within(120)
+@within()
 def test_a_worker_keeps_to_its_cores() -> None:
     placed, cores = Placed(), os.sched_getaffinity(0)
     first, second, *_ = cores
@@ -369,13 +371,13 @@ def test_a_worker_keeps_to_its_cores() -> None:
         os.sched_setaffinity(0, cores)
 
 
-@within(60)
+@within()
 @pytest.mark.parametrize("threads", THREADS)
 def test_no_records_is_a_run_too(threads: int) -> None:
     assert steady(threads).run(np.zeros((0, 4), np.int64), scratch_for(threads), STRIDE) == threads
 
 
-@within(120)
+@within()
 @pytest.mark.parametrize("threads, runs", [(1, 2000), (2, 5000), (5, 300)])
 def test_barriers_hold_in_thousands_of_runs(threads: int, runs: int) -> None:
     chain = Mirror(units=97, phases=7, threads=threads)
@@ -383,20 +385,20 @@ def test_barriers_hold_in_thousands_of_runs(threads: int, runs: int) -> None:
         assert chain.run(steady(threads)) == threads
 
 
-@within(120)
+@within()
 @pytest.mark.parametrize("threads, phases", [(2, 100_001), (5, 2_000)])
 def test_barriers_hold_in_one_long_run(threads: int, phases: int) -> None:
     Mirror(units=16, phases=phases, threads=threads).run(steady(threads))
 
 
-@within(60)
+@within()
 def test_runs_with_changing_thread_counts_follow_each_other() -> None:
     chain = Mirror(units=31, phases=4, threads=5)
     for i in range(1000):
         assert chain.run(steady(5), threads=1 + i % 5) == 1 + i % 5
 
 
-@within(60)
+@within()
 @pytest.mark.parametrize("threads", [2, 5])
 def test_sleeping_workers_wake(threads: int) -> None:
     chain = Mirror(units=64, phases=5, threads=threads)
@@ -405,7 +407,7 @@ def test_sleeping_workers_wake(threads: int) -> None:
         assert chain.run(steady(threads)) == threads
 
 
-@within(60)
+@within()
 def test_a_caller_that_sleeps_at_the_barrier_and_at_the_join_wakes() -> None:
     late = np.array([0, 20_000_000], np.int64)  # one unit: the last thread works, the first waits
     records = records_of(("delay", late, 1, driver.BARRIER_AFTER), ("delay", late, 1, 0))
@@ -413,7 +415,7 @@ def test_a_caller_that_sleeps_at_the_barrier_and_at_the_join_wakes() -> None:
         assert steady(2).run(records, scratch_for(2), STRIDE) == 2
 
 
-@within(60)
+@within()
 @pytest.mark.parametrize("threads", THREADS)
 def test_status_words_of_all_slots_are_cleared_before_a_run(threads: int) -> None:
     scratch = scratch_for(threads)
@@ -427,7 +429,7 @@ def test_status_words_of_all_slots_are_cleared_before_a_run(threads: int) -> Non
 
 
 # -- reading ahead ------------------------------------------------------------------------------------------------
-@within(60)
+@within()
 @pytest.mark.parametrize("size, units", [(100, 7), (1 << 16, 9), (1 << 20, 2), (1 << 20, 0)])
 def test_a_thread_that_waits_reads_its_own_units_ahead_and_no_byte_beyond_them(size: int, units: int) -> None:
     memory = Guarded(max(size * units, 1))  # ends where a page begins that nobody may touch
@@ -446,7 +448,7 @@ def test_a_thread_that_waits_reads_its_own_units_ahead_and_no_byte_beyond_them(s
         assert heads[0, driver.READ_TO // 8] > memory.address or size * (units // 2) < driver.READ_STEP
 
 
-@within(60)
+@within()
 def test_reading_ahead_changes_nothing_that_is_computed() -> None:
     chain = Mirror(units=97, phases=8, threads=2)
     memory = np.zeros(1 << 20, np.uint8)
@@ -482,7 +484,7 @@ class Holder:
         self.thread.join()
 
 
-@within(60)
+@within()
 def test_a_run_that_finds_the_pool_busy_runs_alone_with_the_same_result() -> None:
     chain = Mirror(units=50, phases=3, threads=2)
     with Holder(steady(2)) as holder:
@@ -492,7 +494,7 @@ def test_a_run_that_finds_the_pool_busy_runs_alone_with_the_same_result() -> Non
     assert chain.run(steady(2)) == 2
 
 
-@within(60)
+@within()
 def test_a_run_alone_clears_the_status_of_the_slots_that_it_does_not_use() -> None:
     scratch = scratch_for(2)
     scratch[:] = 255
@@ -501,7 +503,7 @@ def test_a_run_alone_clears_the_status_of_the_slots_that_it_does_not_use() -> No
     assert (scratch.view(np.int64)[:: STRIDE // 8] == 0).all()
 
 
-@within(120)
+@within()
 @pytest.mark.parametrize("threads", [2, 5])
 def test_eight_python_threads_may_share_a_pool(threads: int) -> None:
     def work(_: int) -> None:
@@ -514,32 +516,11 @@ def test_eight_python_threads_may_share_a_pool(threads: int) -> None:
 
 
 # -- forks and ends -----------------------------------------------------------------------------------------------
-def in_child(check: Callable[[], bool]) -> int:
-    """The exit code of a forked child that runs `check`; one that hangs is killed."""
-    child = os.fork()
-    if child == 0:
-        code = 2
-        try:
-            code = 0 if check() else 1
-        finally:
-            os._exit(code)
-    for _ in range(2000):
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return -9
-
-
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-may_fork = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 @needs_fork
-@may_fork
-@within(60)
+@within()
 @pytest.mark.parametrize("threads", [2, 5])
 def test_child_and_parent_run_after_a_fork(threads: int) -> None:
     chain, used = Mirror(units=64, phases=5, threads=threads), steady(threads)
@@ -550,8 +531,7 @@ def test_child_and_parent_run_after_a_fork(threads: int) -> None:
 
 
 @needs_fork
-@may_fork
-@within(60)
+@within()
 def test_a_child_runs_although_the_parent_forked_in_the_middle_of_a_run() -> None:
     chain, used = Mirror(units=64, phases=5, threads=2), steady(2)
     with Holder(used):
@@ -560,8 +540,7 @@ def test_a_child_runs_although_the_parent_forked_in_the_middle_of_a_run() -> Non
 
 
 @needs_fork
-@may_fork
-@within(60)
+@within()
 def test_a_child_of_a_child_runs() -> None:
     chain, used = Mirror(units=64, phases=5, threads=2), steady(2)
     assert chain.run(used) == 2
@@ -570,7 +549,7 @@ def test_a_child_of_a_child_runs() -> None:
 
 PROGRAM = """
 import atexit, sys, threading, time
-sys.path.insert(0, {folder!r})
+sys.path[:0] = {folders!r}
 from test_pool import *
 chain = Mirror(units=64, phases=5, threads=2)
 assert chain.run(steady(2)) == 2
@@ -597,13 +576,13 @@ time.sleep(0.1)
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_interpreter_ends(ending: str) -> None:
-    program = PROGRAM.format(folder=os.path.dirname(__file__)) + ENDINGS[ending]
+    program = PROGRAM.format(folders=[str(Path(__file__).parent), str(Path(__file__).parents[2])]) + ENDINGS[ending]
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LONGEST_S)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@within(60)
+@within()
 def test_a_closed_pool_runs_on_the_calling_thread() -> None:
     own = Pool(3, pool.compiled_driver())
     chain = Mirror(units=20, phases=3, threads=3)
@@ -614,7 +593,7 @@ def test_a_closed_pool_runs_on_the_calling_thread() -> None:
         assert chain.run(own) == 1
 
 
-@within(60)
+@within()
 def test_the_workers_of_a_forgotten_pool_end() -> None:
     before = set(threading.enumerate())
     own = Pool(3, pool.compiled_driver())
@@ -627,7 +606,7 @@ def test_the_workers_of_a_forgotten_pool_end() -> None:
 
 
 # -- what else the driver promises --------------------------------------------------------------------------------
-@within(60)
+@within()
 @pytest.mark.skipif(host().arch != "x86_64", reason="MXCSR is x86's")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_kernels_see_the_default_mxcsr_and_the_caller_keeps_its_own(threads: int) -> None:
@@ -648,7 +627,7 @@ def test_kernels_see_the_default_mxcsr_and_the_caller_keeps_its_own(threads: int
     assert (seen & 0xFFC0 == 0x1F80).all()
 
 
-@within(60)
+@within()
 @pytest.mark.parametrize("threads", THREADS)
 def test_time_stamps_rise_from_record_to_record(threads: int) -> None:
     chain = Mirror(units=64, phases=9, threads=threads)
@@ -660,7 +639,7 @@ def test_time_stamps_rise_from_record_to_record(threads: int) -> None:
         assert (np.diff(worker[worker > 0]) >= 0).all()
 
 
-@within(60)
+@within()
 def test_waiting_at_a_barrier_is_not_counted() -> None:
     late = np.array([0, 20_000_000], np.int64)
     records = records_of(("delay", late, 1, driver.BARRIER_AFTER), ("delay", late, 0, 0))
@@ -674,7 +653,7 @@ def test_waiting_at_a_barrier_is_not_counted() -> None:
     assert any(waiting_is_apart() for _ in range(10))  # the system may interrupt a thread between its two stamps
 
 
-@within(60)
+@within()
 def test_a_run_alone_traces_into_the_first_thread_of_the_same_layout() -> None:
     chain = Mirror(units=8, phases=3, threads=2)
     trace = np.zeros((3, 2, 2), np.int64)
@@ -683,7 +662,7 @@ def test_a_run_alone_traces_into_the_first_thread_of_the_same_layout() -> None:
     assert (trace[:, 0] > 0).all() and (trace[:, 1] == 0).all()
 
 
-@within(60)
+@within()
 def test_a_run_costs_a_few_microseconds() -> None:
     records, scratch = records_of(), scratch_for(1)
     times = []
@@ -734,7 +713,7 @@ def test_a_pool_says_why_it_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> N
     assert elsewhere.threads == 1 and "darwin" in str(elsewhere.why_single)
 
 
-@within(60)
+@within()
 @pytest.mark.parametrize("possible", [0, 1])
 def test_a_pool_does_with_the_workers_that_could_be_started(monkeypatch: pytest.MonkeyPatch, possible: int) -> None:
     own, left = Pool(4, pool.compiled_driver()), [possible]

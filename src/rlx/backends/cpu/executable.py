@@ -7,7 +7,6 @@ sizes of the run before does so in machine code (`again`).
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from rlx.backends.cpu.records import ARGUMENTS, FUNCTION, UNITS
 from rlx.backends.cpu.repeat import Repeat, Results, Taken
 from rlx.errors import BindError, KernelError
 from rlx.lir.memory import Plan, plan
+from rlx.locks import cached_property
 from rlx.target import Target
 from rlx.types import compile_sizes, round_up_power_of_two
 
@@ -78,7 +78,7 @@ class Frame:
     outputs: list[tuple[tuple[int, ...], np.dtype[Any]]]  # shape and element type of each
     values: tuple[int, ...]
 
-    @functools.cached_property
+    @cached_property
     def keeps_outputs(self) -> bool:
         """Whether the outputs are small enough to be kept for the next run."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.outputs) <= KEPT_BYTES
@@ -167,7 +167,7 @@ class Executable:
         layout = lay_out(program, entries, target)
         return cls(layout, lambda: program, target, threads, aligned_outputs=aligned_outputs)
 
-    @functools.cached_property
+    @cached_property
     def program(self) -> Program:
         """What it was laid out from."""
         return self._make_program()

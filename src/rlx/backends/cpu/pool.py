@@ -24,6 +24,7 @@ from rlx.backends.cpu import driver
 from rlx.backends.cpu.cores import usable_cores
 from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
 from rlx.errors import CapabilityError
+from rlx.locks import Lock, in_child
 from rlx.target import host
 
 SPIN_SECONDS = 30e-6  # how long a thread spins before it sleeps; waking a sleeper takes about as long
@@ -41,7 +42,7 @@ _SIGNATURES = {
 }
 _ANY_BUFFER = ctypes.c_char * 0
 
-_guard = threading.Lock()
+_guard = Lock()
 _shared: dict[int, Pool] = {}
 _alive: weakref.WeakSet[Pool] = weakref.WeakSet()
 
@@ -100,7 +101,7 @@ class Pool:
         self.threads = 1 if self._why_single else threads
         self._functions = {name: make(addresses[name]) for name, make in _SIGNATURES.items()}
         self._adapts = adapts
-        self._start_lock = threading.Lock()
+        self._start_lock = Lock()
         # The driver's `call` for the address of a request; look it up anew each time, a fork replaces it.
         self.execute: _Run = self._start_and_run
         self.repeat = addresses["repeat"]
@@ -190,7 +191,6 @@ class Pool:
         if self._end is not None:
             self._end.detach()
         self._end = None
-        self._start_lock = threading.Lock()
         self.job[0] = 0
         self.execute = self._start_and_run
 
@@ -223,12 +223,7 @@ def _no_futex() -> str | None:
     return None if sys.platform == "linux" else f"waiting threads need Linux futexes, and this is {sys.platform}"
 
 
-def _after_fork() -> None:
-    global _guard
-    _guard = threading.Lock()  # another thread of the parent may have held it
+@in_child
+def _forget_all_workers() -> None:
     for pool in _alive:
         pool._forget_workers()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
