@@ -196,6 +196,12 @@ def records_of(*rows: tuple[str, Words, int, int]) -> Words:
     return np.array(table, np.int64).reshape(len(table), driver.RECORD_WORDS)
 
 
+def request_of(records: Words, scratch: npt.NDArray[np.uint8]) -> Words:
+    """What `execute` takes, for two threads: the driver's notes in it stay from run to run."""
+    given = [records.ctypes.data, len(records), scratch.ctypes.data, STRIDE, 0, 2]
+    return np.array(given + [0] * (driver.REQUEST_WORDS - len(given)), np.int64)
+
+
 class Mirror:
     """A chain of `phases` mirror launches with barriers between two buffers; its result is known."""
 
@@ -295,9 +301,28 @@ def test_runs_are_shared_where_one_alone_would_take_as_long() -> None:
     own = Pool(2, pool.compiled_driver())
     late = np.array([0, 4_000_000], np.int64)  # one unit: whoever has it works, the other sleeps
     records, scratch = records_of(("delay", late, 1, 0)), scratch_for(2)
-    request = np.array([records.ctypes.data, 1, scratch.ctypes.data, STRIDE, 0, 2, 0, 0], np.int64)
+    request = request_of(records, scratch)
     counts = [own.execute(request.ctypes.data) for _ in range(200)]
     assert counts.count(2) > 150
+
+
+@within()
+def test_a_brief_run_does_not_wake_workers() -> None:
+    own, chain = Pool(2, pool.compiled_driver()), Mirror(units=64, phases=3, threads=2)
+    request = request_of(chain.records, chain.scratch)
+    assert own.execute(request.ctypes.data) == 2, "how long it takes is not known yet"
+    assert request[driver.SHORTEST // 8] > 0
+
+    def after_a_pause() -> int:
+        time.sleep(0.01)
+        return own.execute(request.ctypes.data)
+
+    request[driver.SHORTEST // 8] = 1000  # ticks, whatever this machine was doing
+    assert [after_a_pause() for _ in range(5)] == [1] * 5
+    # In a loop workers are awake; that the machine takes the processor away for a moment may be, but not always.
+    assert any(own.execute(request.ctypes.data) == 2 for _ in range(1000))
+    request[driver.SHORTEST // 8] = 1 << 40  # a long one
+    assert after_a_pause() == 2
 
 
 # -- cores ---------------------------------------------------------------------------------------------------------

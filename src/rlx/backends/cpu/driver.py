@@ -62,10 +62,10 @@ HEAD_BYTES = 32
 READ_AHEAD = 256 << 10  # bytes at most: they must still be in a core's own cache when they are wanted
 READ_STEP = 256  # bytes between two looks at what a thread waits for
 
-# A request of `call`. The last two words are the driver's own notes, 0 at first: the ticks of the last run that several
-# threads shared, and until when a caller that slept in it is no sign of late workers.
-RECORDS, COUNT, SCRATCH, STRIDE, TRACE, SLOTS, TOGETHER, TRUSTED = range(0, 64, 8)
-REQUEST_WORDS = 8
+# A request of `call`. The last words are the notes of the driver, 0 at first: the ticks of the shortest run, of the
+# last run that threads shared, and until when a caller that slept in it is no sign of late workers.
+RECORDS, COUNT, SCRATCH, STRIDE, TRACE, SLOTS, SHORTEST, TOGETHER, TRUSTED = range(0, 72, 8)
+REQUEST_WORDS = 9
 COPIED_WORDS = 6  # a job block begins with these words of its request
 
 # A job block. Words that different threads write lie 128 bytes apart, because x86 fetches cache lines in pairs.
@@ -75,17 +75,17 @@ LINE = 128
 THREADS, RUN, *BEFORE = range(48, 88, 8)
 LAUNCHES, UNITS, TESTS = BEFORE
 # Set once: threads, pauses before a sleep, pauses before a look at the slices of others, and ticks of a millisecond (0:
-# runs never go on with fewer threads).
+# every run is shared).
 POOL_THREADS, SPIN, LOOK, MILLISECOND = range(88, 120, 8)
-BUSY = 1 * LINE  # 1 while a run has the pool; what follows in this line is the caller's, who has it
-RUNS, SLEPT, ALL_SLEPT, ALL_TAKEN, ALONE_UNTIL, ALONE_FOR, *AFTER = range(
-    BUSY + 8, BUSY + 80, 8
-)  # AFTER: the next BEFORE
-DONE = 2 * LINE  # units that are done
+BUSY = 1 * LINE  # 1 while a run has the pool; what follows in this line belongs to its caller (AFTER: the next BEFORE)
+RUNS, ENDED, SLEPT, ALL_SLEPT, ALL_TAKEN, ALONE_UNTIL, ALONE_FOR, *AFTER = range(BUSY + 8, BUSY + 88, 8)
+DONE = 2 * LINE  # units that are done, as all threads add them up
 SLEEPERS, WAKES = DONE + 8, DONE + 12  # 1 where threads may sleep until more are, and the word that they sleep on
 TESTED = 3 * LINE  # twice the number of the last test, and its outcome
 FAULT = TESTED + 8  # the launch, counted as LAUNCHES are, in which a kernel first reported a fault; 0 for none
-SEATS = 4 * LINE  # for each thread: a line with its seat, one with the claims on its slice, one with its cores
+PASSED = 4 * LINE  # units that are done, as of the last barrier: what threads look at where there are many
+FEW = 4  # threads that look at DONE itself: it is in their caches sooner, but who adds must fetch it from all who look
+SEATS = 5 * LINE  # for each thread: a line with its seat, one with the claims on its slice, one with its cores
 SEAT, INSIDE, THREAD, CONFINED, CLAIMED, CORES, SEAT_BYTES = 0, 4, 8, 16, LINE, 2 * LINE, 3 * LINE
 CORES_BYTES = LINE  # a bit for each core that a thread may use; CONFINED: it may use fewer until it is awake
 
@@ -97,6 +97,9 @@ CLAIM_SHIFT = 8
 IDLE, ASLEEP, CALLED, STOPPED = range(4)  # states of a seat; the last two end a worker's wait
 OUT, IN, WATCHED = range(3)  # of INSIDE; WATCHED is IN, with a caller that sleeps until it is OUT
 
+# Waking a worker takes about 25 microseconds of the caller's time. So a run of less than a fifth of a millisecond stays
+# on its caller, if the one before ended more than a twentieth ago: by then workers sleep. In a loop they do not.
+BRIEF, REST = 5, 20
 # Workers are late where the caller has slept for more than an eighth of the last eight runs or so: some of them have
 # units in hand but no core. The next runs then stay on their callers for a while, twice as long each time.
 WINDOW, LATE_SHARE = 8, 8

@@ -303,9 +303,12 @@ class Driver:
     def finish(self, b: Builder, job: Value, tid: Value, wanted: Value, more: Value) -> None:
         """Report units as done; who makes it `wanted` of them wakes those that sleep until then."""
         before = _exchange(b, "add", b.offset(job, d.DONE), more)
-        last = b.icmp("eq", b.add(before, more), wanted)
 
-        b.when(last, lambda: _do(b, "wake_sleepers", job, tid))
+        def last() -> None:
+            _exchange(b, "xchg", b.offset(job, d.PASSED), wanted)
+            _do(b, "wake_sleepers", job, tid)
+
+        b.when(b.icmp("eq", b.add(before, more), wanted), last)
 
     def wake_sleepers(self, b: Builder, job: Value, tid: Value) -> None:
         """Wake all threads that sleep in a run."""
@@ -329,8 +332,13 @@ class Driver:
 
         return self.wait(b, job, done, wakes, announce, meanwhile)
 
+    def done(self, b: Builder, job: Value) -> Value:
+        """The units that are done, as far as threads know that wait for them."""
+        many = b.icmp("sgt", b.load("i64", b.offset(job, d.THREADS), align=8), d.FEW)
+        return _load(b, b.select(many, b.offset(job, d.PASSED), b.offset(job, d.DONE)), "i64")
+
     def is_done(self, b: Builder, job: Value, wanted: Value) -> Value:
-        return b.icmp("sge", _load(b, b.offset(job, d.DONE), "i64"), wanted)
+        return b.icmp("sge", self.done(b, job), wanted)
 
     def barrier(
         self, b: Builder, job: Value, tid: Value, run: Value, wanted: Value, more: Value, *part: Value
@@ -359,7 +367,7 @@ class Driver:
         b.line(f"br label %{tag}")
         b.label("passed")
         # Whoever comes late need not walk to the end of a run that is over.
-        behind = b.icmp("sgt", _load(b, b.offset(job, d.DONE), "i64"), wanted)
+        behind = b.icmp("sgt", self.done(b, job), wanted)
         closed = b.icmp("ne", _load(b, b.offset(job, d.RUN), "i64"), run)
         b.line(f"ret {b.convert('zext', b.op('and', behind, closed), 'i64')}")
 
@@ -460,7 +468,11 @@ class Driver:
 
     # -- all threads --------------------------------------------------------------------------------------------------
     def call(self, b: Builder, job: Value, request: Value) -> Value:
-        """Run the records on the pool, or on this thread alone: where the pool is busy, has but one, or is late."""
+        """Run the records on the pool, or on this thread alone where that is better.
+
+        So it is where the pool is busy with another run, has but one thread, its workers are late, or they sleep and
+        the run is brief.
+        """
         own = b.stack("i8", d.LINE, align=8)  # a job block for the walk alone, which meets no other thread
 
         def word(block: Value, offset: int) -> Value:
@@ -500,9 +512,11 @@ class Driver:
             _do(b, "execute", own, i64(0), i64(1), i64(0))
             return [i64(1)]
 
-        def unless_held() -> list[Value]:
-            begin = self.now(b)
-            until = _load(b, b.offset(job, d.ALONE_UNTIL), "i64")
+        def several() -> list[Value]:
+            begin, until = self.now(b), _load(b, b.offset(job, d.ALONE_UNTIL), "i64")
+            shortest, ended = word(request, d.SHORTEST), word(job, d.ENDED)
+            brief = b.op("and", b.icmp("ne", shortest, 0), b.icmp("slt", b.mul(shortest, d.BRIEF), unit))
+            brief = b.op("and", brief, b.icmp("sgt", b.mul(b.sub(begin, ended), d.REST), unit))
 
             def held() -> list[Value]:
                 alone()
@@ -521,9 +535,16 @@ class Driver:
                 free = _replace(b, b.offset(job, d.BUSY), 0, 1)
                 return b.when(free, lambda: together(begin), alone)
 
-            return b.when(b.icmp("slt", begin, until), held, shared)
+            late = b.icmp("slt", begin, until)
+            (taking_part,) = b.when(late, held, lambda: b.when(brief, alone, shared))
+            end = self.now(b)
+            taken = b.sub(end, begin)
+            less = b.op("or", b.icmp("eq", shortest, 0), b.icmp("slt", taken, shortest))
+            note(request, d.SHORTEST, b.select(less, taken, shortest))
+            note(job, d.ENDED, end)
+            return [taking_part]
 
-        return b.when(b.icmp("sgt", threads, 1), unless_held, alone)[0]
+        return b.when(b.icmp("sgt", threads, 1), several, alone)[0]
 
     def judge(self, b: Builder, job: Value, request: Value, begin: Value) -> None:
         """Whether workers are late, so that the next runs had better stay on their callers."""

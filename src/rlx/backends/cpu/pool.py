@@ -135,7 +135,8 @@ class Pool:
         assert trace is None or trace.nbytes >= len(records) * count * 16
         scratch[: count * scratch_stride].reshape(count, -1)[:, : driver.HEAD_BYTES] = 0
         stamps = 0 if trace is None else _address(trace)
-        request = np.array([_address(records), len(records), base, scratch_stride, stamps, count, 0, 0], np.int64)
+        request = np.zeros(driver.REQUEST_WORDS, np.int64)
+        request[: driver.COPIED_WORDS] = _address(records), len(records), base, scratch_stride, stamps, count
         return self.execute(_address(request))
 
     def close(self) -> None:
