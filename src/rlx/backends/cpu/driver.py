@@ -62,8 +62,8 @@ HEAD_BYTES = 32
 READ_AHEAD = 256 << 10  # bytes at most: they must still be in a core's own cache when they are wanted
 READ_STEP = 256  # bytes between two looks at what a thread waits for
 
-# A request of `call`. The last words are the notes of the driver, 0 at first: the ticks of the shortest run, of the
-# last run that threads shared, and until when a caller that slept in it is no sign of late workers.
+# A request of `call`. The last words are the notes of the driver, 0 at first: the ticks of the shortest run, times its
+# threads; those of the last run that threads shared; until when a caller that slept is no sign of late workers.
 RECORDS, COUNT, SCRATCH, STRIDE, TRACE, SLOTS, SHORTEST, TOGETHER, TRUSTED = range(0, 72, 8)
 REQUEST_WORDS = 9
 COPIED_WORDS = 6  # a job block begins with these words of its request

@@ -127,7 +127,7 @@ class Driver:
         internal("finish", [job, tid, *done], self.finish)
         internal("take", [job, ("i64", "slot"), *part], self.take, result="i64")
         internal("take_others", [job, tid, *part], self.take_others, result="i64")
-        internal("barrier", [job, tid, run, *done, *part], self.barrier, result="i64")
+        internal("barrier", [job, tid, run, ("i1", "final"), *done, *part], self.barrier, result="i64")
         internal("wait_done", [job, tid, run, ("i64", "wanted"), ("ptr", "scratch")], self.wait_done, result="i64")
         internal("decide", [job, tid, ("i64", "test"), ("ptr", "predicate")], self.decide, result="i64")
         module.define("execute", [job, tid, threads, run], self.execute)
@@ -341,12 +341,12 @@ class Driver:
         return b.icmp("sge", self.done(b, job), wanted)
 
     def barrier(
-        self, b: Builder, job: Value, tid: Value, run: Value, wanted: Value, more: Value, *part: Value
+        self, b: Builder, job: Value, tid: Value, run: Value, final: Value, wanted: Value, more: Value, *part: Value
     ) -> Value:
-        """Report `more` units, return when all that are `wanted` are done; 1 where the run is over without this worker.
+        """Report `more` units, return when all that are `wanted` are done; 1 where the run is over for this worker.
 
         A thread that must wait looks at the slices of others, after the moment that threads are usually apart: a look
-        takes the line with the claims from the one who works on them.
+        takes the line with the claims from the one who works on them. At the `final` barrier only the caller waits.
         """
         scratch = part[-1]
         b.when(b.icmp("ne", more, 0), lambda: _do(b, "finish", job, tid, wanted, more))
@@ -374,7 +374,9 @@ class Driver:
         b.label(f"{tag}.late")
         got = b.call("i64", "take_others", job, tid, *part)
         b.when(b.icmp("ne", got, 0), lambda: _do(b, "finish", job, tid, wanted, got))
-        return b.call("i64", "wait_done", job, tid, run, wanted, scratch)
+        leaves = b.op("and", final, b.icmp("ne", tid, 0))
+        wait = lambda: [b.call("i64", "wait_done", job, tid, run, wanted, scratch)]
+        return b.when(leaves, lambda: [i64(1)], wait)[0]
 
     def wait_done(self, b: Builder, job: Value, tid: Value, run: Value, wanted: Value, scratch: Value) -> Value:
         """Return when all units that are `wanted` are done; 1 where the run is over without this worker.
@@ -539,8 +541,9 @@ class Driver:
             (taking_part,) = b.when(late, held, lambda: b.when(brief, alone, shared))
             end = self.now(b)
             taken = b.sub(end, begin)
-            less = b.op("or", b.icmp("eq", shortest, 0), b.icmp("slt", taken, shortest))
-            note(request, d.SHORTEST, b.select(less, taken, shortest))
+            work = b.mul(taken, taking_part)
+            less = b.op("or", b.icmp("eq", shortest, 0), b.icmp("slt", work, shortest))
+            note(request, d.SHORTEST, b.select(less, work, shortest))
             note(job, d.ENDED, end)
             return [taking_part]
 

@@ -137,7 +137,8 @@ class Walk:
             number = b.add(state.launches, 1)
             part = function, arguments, units, number, b.add(state.at, 1), self.scratch
             after = self.following(state)
-            meets = b.op("or", _has_bit(b, flags, d.BARRIER_AFTER), b.icmp("eq", after.at, self.count))
+            final = b.icmp("eq", after.at, self.count)
+            meets = b.op("or", _has_bit(b, flags, d.BARRIER_AFTER), final)
             own = b.call("i64", "take", self.job, self.tid, *part)
             # At a barrier a thread that must wait takes what others have left; here it would never come back to it.
             # Nor would what it does at a barrier be in the trace.
@@ -146,7 +147,7 @@ class Walk:
             b.when(self.traced, lambda: self.stamp(state.at, begin))
             done = b.add(state.done, b.add(own, rest))
             after = replace(after, launches=number, units=b.add(state.units, units), done=done)
-            return self.when(meets, lambda: self.barrier(after, *part), lambda: after)
+            return self.when(meets, lambda: self.barrier(after, final, *part), lambda: after)
 
         return self.when(b.icmp("eq", state.threads, 1), alone, shared)
 
@@ -267,10 +268,11 @@ class Walk:
         return after
 
     # -- meeting and timing -------------------------------------------------------------------------------------------
-    def barrier(self, state: State, *part: Value) -> State:
+    def barrier(self, state: State, final: Value | None = None, *part: Value) -> State:
         """The state behind a barrier, at which a launch may be left to share; the end where the run is over."""
         nothing = NULL, NULL, i64(0), i64(0), i64(0), self.scratch
-        given = [self.job, self.tid, self.run, state.units, state.done, *(part or nothing)]
+        final = const("i1", False) if final is None else final
+        given = [self.job, self.tid, self.run, final, state.units, state.done, *(part or nothing)]
         over = self.b.call("i64", "barrier", *given)
         at = self.b.select(self.b.icmp("ne", over, 0), self.count, state.at)
         return replace(state, at=at, done=i64(0))
