@@ -18,8 +18,8 @@ from rlx.engine.kvcache import CacheStore
 from rlx.engine.model import NOTHING, Model, whole
 from rlx.engine.sampler import Sampler, Sampling, shown
 from rlx.errors import CapabilityError, RequestError, ResourceError
+from rlx.resources import require
 from rlx.runtime.compiled import CompiledGraph
-from rlx.runtime.resources import require
 from rlx.types import TensorType, sym
 
 if TYPE_CHECKING:

@@ -28,13 +28,13 @@ from rlx.ir import provenance
 from rlx.ir.graph import Graph
 from rlx.ir.provenance import Origin
 from rlx.profile import CompileProfile
+from rlx.resources import writable
 from rlx.runtime import codec, container, plan
 from rlx.runtime.compiled import CpuGraph
 from rlx.runtime.container import SUFFIX as SUFFIX
 from rlx.runtime.container import Container
 from rlx.runtime.container import Content as Content
 from rlx.runtime.inputs import has_symbols
-from rlx.runtime.resources import writable
 from rlx.runtime.weights import WeightStore
 from rlx.target import Target
 from rlx.types import parse_type
