@@ -183,6 +183,11 @@ class CompileProfile:
         policy = KernelDispatchPolicy(f"force_{said}")
         return replace(self, kernel_dispatch=replace(self.kernel_dispatch, policy=policy))
 
+    @property
+    def shows_passes(self) -> bool:
+        """Whether somebody wants to see the passes, so that they must run even where the cache has their result."""
+        return self.passes.verbose or bool(os.environ.get("RLX_DUMP"))
+
     # -- presets --
     @classmethod
     def prefill(cls) -> CompileProfile:

@@ -201,6 +201,21 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path, capsys: py
     assert "'quux9' is not supported" in err and "llama" in err
 
 
+@needs_stories
+def test_dumps_that_cannot_be_written_end_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a model that was loaded before, too."""
+    model = str(STORIES / "stories260K.bin")
+    monkeypatch.setenv("RLX_CACHE", str(tmp_path / "cache"))
+    assert main(["run", model, "hello there", "--max-tokens", "1"]) == 0
+    capsys.readouterr()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RLX_DUMP", str(tmp_path / "file"))
+    assert main(["run", model, "hello there", "--max-tokens", "1"]) == 1
+    assert f"RLX_DUMP: the folder '{tmp_path / 'file'}' cannot be written" in said(capsys)
+
+
 # -- memory (5), defects (1), interruption (130) ---------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("error", "code", "text"),
