@@ -222,6 +222,7 @@ def test_dumps_that_cannot_be_written_end_the_command(
     [
         (MemoryError("Unable to allocate 9 TiB"), 5, "not enough memory: Unable to allocate 9 TiB"),
         (MemoryError(), 5, "not enough memory\n"),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), 5, "not enough memory"),
         (KeyboardInterrupt(), 130, ""),
         (BrokenPipeError(), 0, ""),
         (RlxError("plain", hint="this way"), 1, "rlx: plain\n  hint: this way\n"),
@@ -240,6 +241,24 @@ def test_every_error_has_its_code_and_no_traceback(
     monkeypatch.setattr("rlx.cli.main._drop_output", lambda: None)
     assert main(["run", "hello there"]) == code
     assert text in said(capsys)
+
+
+@needs_stories
+@pytest.mark.skipif(sys.platform != "linux", reason="limits on addresses are Linux's")
+def test_a_compiler_that_has_no_room_is_a_lack_of_memory() -> None:
+    """A cold start with so few addresses left that LLVM cannot be mapped."""
+    code = f"""
+import resource, sys
+from rlx.cli import run
+from rlx.cli.main import main
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (90 << 20), resource.RLIM_INFINITY))
+sys.exit(main(["run", "{STORIES / "stories260K.bin"}", "hello there", "--max-tokens", "1", "--threads", "1"]))
+"""
+    own = os.environ | {"PYTHONPATH": str(SOURCE), "RLX_CACHE": "off"}
+    done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, check=False)
+    assert done.returncode == 5, done.stderr
+    assert "LLVM: " in done.stderr and "MiB are free" in done.stderr and "ulimit -v" in done.stderr
 
 
 @pytest.mark.parametrize("words", [["--debug", "run", "a b"], ["run", "a b", "--debug"]])
