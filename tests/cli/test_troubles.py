@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small_llama
 from stub_model import StubModel
 
-from rlx.cli import console, run
+from rlx.cli import console, embed, run
 from rlx.cli.main import main
-from rlx.errors import RlxError
+from rlx.errors import FormatError, RlxError
 from rlx.hub import archives, catalogue, store
+from rlx.profile import CompileProfile
 
 SOURCE = Path(__file__).parents[2] / "src"
 ASSETS = Path(os.environ.get("RLX_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))
@@ -148,6 +151,58 @@ def test_a_disk_that_fills_up_meanwhile_says_so(
 def test_retries_of_pip_are_told_once() -> None:
     lines = [f"WARNING: Retrying (Retry(total={n}))" for n in range(5)]
     assert archives.last_lines("\n".join(["Looking", *lines, "ERROR: none"])) == ["Looking", lines[0], "ERROR: none"]
+
+
+# -- input without end (2) -------------------------------------------------------------------------------------------
+class Endless(io.RawIOBase):
+    """Gives zeros for ever, and counts them."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self.given += len(buffer)
+        buffer[:] = bytes(len(buffer))
+        return len(buffer)
+
+
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [
+        (["run", "-m", "x", "hello"], run.MAX_BYTES),
+        (["embed", "--file", "-"], embed.MAX_BYTES),
+        (["embed"], embed.MAX_BYTES),
+    ],
+)
+def test_an_endless_stdin_is_read_up_to_a_bound(
+    words: list[str], most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = Endless()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(source)))
+    assert main(words) == 2
+    assert f"stdin has more than {most >> 20} MiB" in said(capsys)
+    assert most < source.given < most + (4 << 20)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="there is no /dev/zero")
+def test_an_endless_file_is_read_up_to_a_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["embed", "--file", "/dev/zero"]) == 2
+    assert "/dev/zero has more than 256 MiB" in said(capsys)
+    (tmp_path / "zero.rlx").symlink_to("/dev/zero")
+    assert main(["inspect", str(tmp_path / "zero.rlx")]) == 2
+    assert "zero.rlx has more than 256 MiB" in said(capsys)
+    with pytest.raises(FormatError, match="more than 1048576 characters"):
+        CompileProfile.from_toml("/dev/zero")
+
+
+def test_the_bounds_of_input_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, bound in (("run", "64 MiB"), ("embed", "256 MiB")):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert bound in " ".join(capsys.readouterr().out.split())
 
 
 # -- bad files (4) ---------------------------------------------------------------------------------------------------
