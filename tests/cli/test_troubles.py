@@ -198,6 +198,16 @@ def test_an_endless_file_is_read_up_to_a_bound(tmp_path: Path, capsys: pytest.Ca
         CompileProfile.from_toml("/dev/zero")
 
 
+@needs_stories
+def test_a_prompt_that_is_too_long_is_no_bad_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello world\n" * 1_700_000)))
+    assert main(["run", str(STORIES / "stories260K.bin")]) == 1
+    err = said(capsys)
+    assert "the prompt of 20,399,999 characters has more tokens than the context" in err and "--context" in err
+
+
 def test_the_bounds_of_input_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     for command, bound in (("run", "64 MiB"), ("embed", "256 MiB")):
         with pytest.raises(SystemExit):
