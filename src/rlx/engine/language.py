@@ -153,7 +153,7 @@ class LanguageModel(Model):
         talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         size = _characters(talk)
         if size > MAX_CHARS * self.context:
-            raise self._too_long("chat", f"{size:,} characters are")
+            raise self._too_long("chat", f"{size:,} characters have")
         try:
             if size > PLENTY * self.context:
                 prompt = self.template.render(talk)
