@@ -375,6 +375,48 @@ def test_a_disk_that_is_full_for_pip_says_so(index: Path, monkeypatch: pytest.Mo
         resolve("one", quiet=True)
 
 
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """Files of this process and its children may have 2,000 bytes."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_limit_on_the_size_of_files_is_found_before_the_first_byte(index: Path, small_files: None) -> None:
+    with pytest.raises(CapabilityError, match=r"one: a file in .* would become too large") as caught:
+        resolve("one", quiet=True)
+    assert "ulimit -f" in "\n".join(caught.value.notes) and "the limit is 2.0 kB" in "\n".join(caught.value.notes)
+
+
+def test_a_limit_that_pip_meets_is_named_without_its_traceback(
+    index: Path, small_files: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "check_free", lambda *arguments: None)
+    with pytest.raises(CapabilityError, match=r"a file in .* would become too large") as caught:
+        resolve("one", quiet=True)
+    notes = "\n".join(caught.value.notes)
+    assert "ulimit -f" in notes and "sendfile" not in notes and "ways out" not in notes
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "found"),
+    [
+        (1, "npm ERR! code ENOSPC", "is full"),
+        (2, "OSError: [Errno 122] Disk quota exceeded", "is full"),
+        (-25, "", "would become too large"),
+    ],
+)
+def test_what_a_tool_says_of_the_disk_is_the_disks(code: int, output: str, found: str, tmp_path: Path) -> None:
+    error = store.tool_error("x", tmp_path, code, output)
+    assert error is not None and found in str(error)
+    assert store.tool_error("x", tmp_path, 1, "ERROR: no such thing") is None
+
+
 def test_offline_touches_nothing_and_shows_the_ways_out(
     index: Path, downloads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

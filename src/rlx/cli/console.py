@@ -19,8 +19,22 @@ _GREY, _PLAIN, _ERASE = "\033[90m", "\033[0m", "\r\033[2K"
 _CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"}
 
 
+CHUNK = 1 << 20  # bytes that are read at a time
+
+
 class UsageError(RequestError):
     """A command line that cannot be meant."""
+
+
+def read_at_most(source: IO[bytes], most: int, what: str) -> bytes:
+    """All bytes of a file or pipe; one that has more than `most`, or never ends, is refused."""
+    parts, size = list[bytes](), 0
+    while chunk := source.read(CHUNK):
+        parts.append(chunk)
+        size += len(chunk)
+        if size > most:
+            raise UsageError(f"{what} has more than {most >> 20} MiB, which is the most that is read")
+    return b"".join(parts)
 
 
 def prepare() -> None:

@@ -26,6 +26,7 @@ from rlx.engine.vision import VisionModel
 from rlx.errors import CapabilityError, RequestError
 
 DEFAULT = "minilm-l6"
+MAX_BYTES = 256 << 20  # of a file of texts
 MANY = 256  # texts, from which on a bar is drawn
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # what models call the prompt of what is searched
 Array = np.ndarray[Any, Any]
@@ -35,7 +36,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("embed", help="vectors of texts, or a search over lines")
     command.add_argument("texts", nargs="*", metavar="TEXT", help="texts or image files; without any, lines of stdin")
     command.add_argument("-m", "--model", default=DEFAULT, help=f"catalogue name, file, folder, org/name ({DEFAULT})")
-    command.add_argument("--file", metavar="FILE", help="one text a line; - is stdin")
+    command.add_argument("--file", metavar="FILE", help=f"one text a line, up to {MAX_BYTES >> 20} MiB; - is stdin")
     command.add_argument("--out", type=Path, metavar="FILE.npy", help="write the vectors here, a row a text")
     command.add_argument("--query", metavar="TEXT", help="rank the texts by how close they are to this one")
     command.add_argument("--top", type=int, default=10, metavar="N", help="with --query: how many to show (10)")
@@ -99,11 +100,13 @@ def read_texts(texts: Sequence[str], file: str | None) -> list[str]:
         if sys.stdin is None or console.is_terminal(sys.stdin):
             raise UsageError("embed: there are no texts", hint="rlx embed 'a text' or rlx embed --file lines.txt")
         file = "-"
+    where = "stdin" if file == "-" else file
     try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-    except OSError as error:
-        raise UsageError(f"embed: {file} cannot be read: {error.strerror}") from error
-    return given + lines(data, "stdin" if file == "-" else file)
+        with contextlib.nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as source:
+            data = console.read_at_most(source, MAX_BYTES, f"embed: {where}")
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise UsageError(f"embed: {file} cannot be read: {getattr(error, 'strerror', error)}") from error
+    return given + lines(data, where)
 
 
 def lines(data: bytes, where: str) -> list[str]:

@@ -72,14 +72,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in words:
             raise
         _explain(error, first)
-        return next((code for kind, code in CODES.items() if isinstance(error, kind)), FAILED)
+        return _code(error)
+
+
+def _code(error: Exception) -> int:
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return NO_MEMORY
+    return next((code for kind, code in CODES.items() if isinstance(error, kind)), FAILED)
 
 
 def _explain(error: Exception, command: str) -> None:
     match error:
         case RlxError():
             console.explain(error)
-        case MemoryError():
+        case MemoryError() | OSError(errno=errno.ENOMEM):
             note(f"rlx: there is not enough memory{f': {error}' if str(error) else ''}")
             note("  hint: a smaller model or quantisation, a smaller --context, or --cache f16 or q8_0")
         case OSError() if error.filename is None and error.errno in _NO_ROOM:

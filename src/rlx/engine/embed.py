@@ -98,7 +98,7 @@ class EmbeddingModel(Model):
         cut = 0
         with _progress(len(listed), show_progress) as advance:
             for start in range(0, len(listed), WINDOW):
-                rows = self._encode(listed[start : start + WINDOW], start, before)
+                rows = self._encode(listed[start : start + WINDOW], start, before, truncate)
                 for i, row in enumerate(rows):
                     if len(row) > self.limit:
                         rows[i] = self._cut(row, start + i, truncate)
@@ -180,11 +180,16 @@ class EmbeddingModel(Model):
             )
         return known[name]
 
-    def _encode(self, texts: Sequence[str], start: int, before: str) -> list[list[int]]:
+    def _encode(self, texts: Sequence[str], start: int, before: str, truncate: bool) -> list[list[int]]:
         if before or self.settings.lower:
             texts = [before + (text.lower() if self.settings.lower else text) for text in texts]
+        enough = [self.tokenizer.beginning(text, self.limit) for text in texts]
+        if not truncate:
+            for i, (text, beginning) in enumerate(zip(texts, enough, strict=True)):
+                if len(beginning) < len(text):
+                    raise self._too_many(start + i, f"more than {self.limit}")
         try:
-            return self.tokenizer.encode_batch(texts)
+            return self.tokenizer.encode_batch(enough)
         except RequestError as error:
             if start:
                 error.add_note(f"  counted from text {start}")
@@ -193,12 +198,15 @@ class EmbeddingModel(Model):
     def _cut(self, row: Sequence[int], i: int, truncate: bool) -> list[int]:
         """A text's first tokens and what closes it."""
         if not truncate:
-            raise RequestError(
-                f"embed: text {i} has {len(row)} tokens, the model reads {self.limit}",
-                hint="split the text, or have it cut with truncate=True",
-            )
+            raise self._too_many(i, f"{len(row)}")
         suffix = self.tokenizer.suffix
         return [*row[: self.limit - len(suffix)], *suffix]
+
+    def _too_many(self, i: int, count: str) -> RequestError:
+        return RequestError(
+            f"embed: text {i} has {count} tokens, the model reads {self.limit}",
+            hint="split the text, or have it cut with truncate=True",
+        )
 
     def _embed_rows(self, rows: Sequence[Sequence[int]], size: int | None, advance: Callable[[int], None]) -> Array:
         """[rows, dim] vectors, not normalised. Equal rows are computed once; a row without tokens gives zeros."""

@@ -23,7 +23,7 @@ from rlx.flow.flow import BuiltModel, KvCacheSpec, ModelFlow, Params
 from rlx.formats import TensorFile, open_tensors
 from rlx.formats.bpe import check_tables
 from rlx.formats.special_tokens import SpecialIds
-from rlx.formats.tensors import PathLike
+from rlx.formats.tensors import PathLike, broken, quoted
 from rlx.formats.tokenizer import Tokenizer
 from rlx.ir.graph import Graph
 from rlx.locks import cached_property
@@ -35,7 +35,17 @@ from rlx.models.pooling import EmbedSettings
 from rlx.profile import CompileProfile
 from rlx.runtime import codec
 from rlx.runtime.compiled import CompiledGraph, CpuGraph
-from rlx.runtime.export import WEIGHTS, Content, ExportedGraph, ExportFile, Parts, export_graph, open_export
+from rlx.runtime.export import (
+    WEIGHTS,
+    Content,
+    ExportedGraph,
+    ExportFile,
+    Parts,
+    consistent,
+    export_graph,
+    open_export,
+)
+from rlx.runtime.kv_cache import CACHES
 from rlx.runtime.session import Session
 from rlx.types import TensorType
 
@@ -137,9 +147,7 @@ def _sha256(path: Path) -> str:
 # -- reading ---------------------------------------------------------------------------------------------------------
 def _model(file: ExportFile, threads: int | None, moved: PathLike | None) -> AnyModel:
     about = file.manifest["model"]
-    family = FAMILIES[about["family"]]
-    arrays = list(file.arrays("records.arrays").values())
-    records = codec.decode(file.section("records"), _classes(family), arrays, f"{file.path}: records")
+    family, records = _described(file)
     checkpoint = _checkpoint(file, family, records, moved)
     session = Session("cpu", threads=threads, target=file.target)
     compiled = ExportedGraph(file, threads=session.threads, store=session.weights)
@@ -151,14 +159,46 @@ def _model(file: ExportFile, threads: int | None, moved: PathLike | None) -> Any
         compiled.prepare()
     profile = compiled.profile or CompileProfile()
     built = _Built(compiled, params, about["outputs"], records["cache"], profile)
-    model = class_of(family.kind)(
-        checkpoint, context=about["context"], cache=about["cache"], name=about["name"], profile=profile,
-        patch=_lost_patch if about["patched"] else None,
-        prepared=Prepared(session, built, compiled, known, about["digest"], records["cache"]),
-    )  # fmt: skip
+    with consistent(file):
+        model = class_of(family.kind)(
+            checkpoint, context=about["context"], cache=about["cache"], name=about["name"], profile=profile,
+            patch=_lost_patch if about["patched"] else None,
+            prepared=Prepared(session, built, compiled, known, about["digest"], records["cache"]),
+        )  # fmt: skip
     if not isinstance(model, LanguageModel):
         model.settings = records["embed"]
     return model
+
+
+def _described(file: ExportFile) -> tuple[Family, dict[str, Any]]:
+    """What the manifest and the records say of the model, as far as they agree."""
+    manifest, about = file.manifest, file.manifest["model"]
+    known = [family.name for family in FAMILIES.values() if family.kind == manifest["kind"]]
+    if about["family"] not in known:
+        raise broken(
+            file.path, "manifest: model.family", expected=f"a {manifest['kind']}", found=quoted(about["family"])
+        )
+    if about["cache"] not in CACHES or about["cache"] == "auto":
+        raise broken(file.path, "manifest: model.cache", expected=", ".join(CACHES), found=quoted(about["cache"]))
+    if len(about["outputs"]) != len(manifest["outputs"]):
+        outputs = f"{len(manifest['outputs'])} names"
+        raise broken(file.path, "manifest: model.outputs", expected=outputs, found=quoted(about["outputs"]))
+    family = FAMILIES[about["family"]]
+    arrays = list(file.arrays("records.arrays").values())
+    records = codec.decode(file.section("records"), _classes(family), arrays, f"{file.path}: records")
+    wanted: dict[str, Any] = {
+        "config": family.config, "cache": KvCacheSpec | None, "embed": EmbedSettings | ImageSettings | None,
+        "tokenizer": dict | None,
+    }  # fmt: skip
+    if not isinstance(records, dict) or not all(isinstance(records.get(n), kind) for n, kind in wanted.items()):
+        raise broken(file.path, "records", expected=", ".join(wanted), found=quoted(records))
+    spec = records["cache"]
+    if spec is not None and spec.dtype != about["cache"]:
+        raise broken(file.path, "manifest: model.cache", expected=quoted(spec.dtype), found=quoted(about["cache"]))
+    longest = int(getattr(records["config"], "context", about["context"]))
+    if about["context"] > max(longest, 1):
+        raise broken(file.path, "manifest: model.context", expected=f"at most {longest}", found=about["context"])
+    return family, records
 
 
 def _checkpoint(file: ExportFile, family: Family, records: Mapping[str, Any], moved: PathLike | None) -> Checkpoint:
@@ -256,4 +296,5 @@ def _tokenizer(file: ExportFile, described: Mapping[str, Any] | None) -> Tokeniz
     tables, where = file.arrays("tokenizer.tables"), str(file.path)
     if tables:
         check_tables(tables, described["vocab_size"], f"{where}: tokenizer.tables")
-    return Tokenizer.restored(described, file.section("tokenizer"), tables, where)
+    with consistent(file):
+        return Tokenizer.restored(described, file.section("tokenizer"), tables, where)

@@ -21,8 +21,8 @@ import numpy as np
 
 from rlx.dtypes import dtype
 from rlx.locks import Lock
+from rlx.resources import require
 from rlx.runtime.kv_cache import KvCacheSpec
-from rlx.runtime.resources import require
 
 Array = np.ndarray[Any, Any]
 BLOCK = 64

@@ -15,10 +15,11 @@ from rlx.engine.generate import Cancel, Cancelled, Decoder, Growing, Logprob, gr
 from rlx.engine.kvcache import CacheStore
 from rlx.engine.model import NOTHING, Model, whole
 from rlx.engine.sampler import Sampler, Sampling, shown
-from rlx.errors import CapabilityError, RequestError, ResourceError
+from rlx.errors import CapabilityError, FormatError, RequestError, ResourceError, RlxError
+from rlx.formats.tokenizer import PLENTY
 from rlx.locks import cached_property
+from rlx.resources import require
 from rlx.runtime.compiled import CompiledGraph
-from rlx.runtime.resources import require
 from rlx.types import TensorType, sym
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 Messages = Sequence[Mapping[str, Any]]
+MAX_CHARS = 256  # of messages, for each token of the context: templates leave some of them out, but not that many
+SHORT = 64  # characters of a text that no template finds too long
 LOGIT_BYTES = 64 << 20  # of one call of `logits`, beside the result
 
 
@@ -148,7 +151,31 @@ class LanguageModel(Model):
         if self.template is None:
             raise CapabilityError(f"chat: {self.name} has no chat template", hint="use generate(...)")
         talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        return self.template.encode(self.tokenizer, talk)
+        size = _characters(talk)
+        if size > MAX_CHARS * self.context:
+            raise self._too_long("chat", f"{size:,} characters have")
+        try:
+            if size > PLENTY * self.context:
+                prompt = self.template.render(talk)
+                if len(self.tokenizer.beginning(prompt, self.context, parse_special=True)) < len(prompt):
+                    raise self._too_long("chat", f"the conversation of {size:,} characters has")
+            return self.template.encode(self.tokenizer, talk)
+        except FormatError as error:
+            if size <= SHORT or not self._renders(_cut_short(talk)):
+                raise
+            raise RequestError(
+                f"chat: {size:,} characters are more than the model's chat template takes: {error}",
+                hint="shorten the conversation",
+            ) from error
+
+    def _renders(self, talk: Messages) -> bool:
+        """Whether the chat template takes a conversation."""
+        try:
+            assert self.template is not None
+            self.template.render(talk)
+        except RlxError:
+            return False
+        return True
 
     # -- verbs --
     @overload
@@ -178,7 +205,7 @@ class LanguageModel(Model):
         many = _is_batch(prompt)
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         places = [f"generate: prompt {i}" for i in range(len(prompt))] if many else ["generate"]
-        tokens = [self.token_ids(p, where) for p, where in zip(prompt if many else [prompt], places, strict=True)]
+        tokens = [self.prompt_ids(p, where) for p, where in zip(prompt if many else [prompt], places, strict=True)]
         made = self._complete([self._growing(t, settings, w) for t, w in zip(tokens, places, strict=True)])
         return made if many else made[0]
 
@@ -202,14 +229,14 @@ class LanguageModel(Model):
         self._check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         spoken = _is_talk(prompt) or (chat and isinstance(prompt, str))
-        tokens = self.chat_tokens(prompt) if spoken else self.token_ids(prompt, "stream")  # type: ignore[arg-type]
+        tokens = self.chat_tokens(prompt) if spoken else self.prompt_ids(prompt, "stream")  # type: ignore[arg-type]
         return TextStream(self, self._growing(tokens, settings, "stream", answer=chat or spoken))
 
     def logits(self, prompt: str | Sequence[int]) -> Array:
         """[seq, vocab]: the logits after each token of the prompt."""
         self._check_usable()
         compiled = self.compiled
-        return self._values(compiled, self._fitting(self.token_ids(prompt, "logits"), 0, "logits"))[0]
+        return self._values(compiled, self._fitting(self.prompt_ids(prompt, "logits"), 0, "logits"))[0]
 
     def _values(self, compiled: CompiledGraph, ids: Sequence[int], more: Mapping[str, Array] = NOTHING) -> list[Array]:
         decoder = Decoder(compiled, self.caches.new(1))
@@ -335,6 +362,23 @@ def _is_batch(prompt: Any) -> bool:
         raise RequestError("generate: messages are for chat", hint="use chat(messages)")
     first = prompt[0] if len(prompt) else None
     return isinstance(first, str) or hasattr(first, "__len__")
+
+
+def _characters(value: Any, depth: int = 32) -> int:
+    """How much text is in messages."""
+    if isinstance(value, str):
+        return len(value)
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return sum(_characters(v, depth - 1) for v in inner) if depth else 0
+
+
+def _cut_short(value: Any) -> Any:
+    """Messages with the beginnings of their texts."""
+    if isinstance(value, str):
+        return value[:SHORT]
+    if isinstance(value, Mapping):
+        return {key: _cut_short(inner) for key, inner in value.items()}
+    return [_cut_short(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _is_talk(prompt: Any) -> bool:

@@ -291,6 +291,18 @@ class Model:
             raise RequestError(f"{where}: token {shown(token)} at {i} is outside the vocabulary of {vocab} tokens")
         return found
 
+    def prompt_ids(self, given: str | Iterable[int], where: str) -> list[int]:
+        """`token_ids` of a prompt; a text that is far too long is refused before all of it is encoded."""
+        if isinstance(given, str) and len(self.tokenizer.beginning(given, self.context)) < len(given):
+            raise self._too_long(where, f"the prompt of {len(given):,} characters has")
+        return self.token_ids(given, where)
+
+    def _too_long(self, where: str, what: str) -> RequestError:
+        return RequestError(
+            f"{where}: {what} more tokens than the context, which holds {self.context}",
+            hint="shorten it, or load the model with a larger context (context=..., --context)",
+        )
+
     # -- looking inside --
     def run(
         self, tokens: str | Sequence[int], capture: Iterable[str] | str | None = (),
@@ -303,7 +315,7 @@ class Model:
         the same shape and type, in place of a stage's value; a pattern may match several.
         """
         self._check_usable()
-        ids = self.token_ids(tokens, "run")
+        ids = self.prompt_ids(tokens, "run")
         if not 0 < len(ids) <= self.context:
             raise RequestError(f"run: {len(ids)} tokens, expected 1 to {self.context}")
         return self._looked_at(capture, edit, lambda compiled, more: self._values(compiled, ids, more))
@@ -379,7 +391,7 @@ class Model:
         as f32 where the file has blocks, costs one.
         """
         self._check_usable()
-        ids = self.token_ids(tokens, "apply")
+        ids = self.prompt_ids(tokens, "apply")
         if not 0 < len(ids) <= self.context:
             raise RequestError(f"apply: {len(ids)} tokens, expected 1 to {self.context}")
         return self._applied(params, lambda compiled: self._values(compiled, ids))

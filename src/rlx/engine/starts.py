@@ -82,7 +82,7 @@ def find(path: Path, session: Session, settings: Mapping[str, Any]) -> dict[str,
     store, profile = cache.current(), settings["profile"]
     if store.folder is None or session.device.name != "cpu" or _has_foreign_families():
         return {}
-    if profile.passes.verbose or os.environ.get("RLX_DUMP"):  # who wants to see the passes wants them run
+    if profile.shows_passes:
         return {}
     began = time.time_ns()
     try:

@@ -27,7 +27,7 @@ import ml_dtypes
 import numpy as np
 
 from rlx.dtypes import BOOL, DType
-from rlx.errors import FormatError, ResourceError, nearest
+from rlx.errors import FormatError, ResourceError, nearest, shortened
 from rlx.formats.mapped import FileMap, map_of
 
 Array = np.ndarray[Any, Any]
@@ -62,11 +62,12 @@ _SHORT.maxlist = _SHORT.maxtuple = 8
 
 
 def quoted(value: object, limit: int = 80) -> str:
-    """`repr`, cut short: a name from a file may be a megabyte of escape codes."""
+    """`repr`, shortened: a name from a file may be a megabyte of escape codes."""
     if not isinstance(value, str):
         return _SHORT.repr(value)
-    shown = repr(value[: limit + 1])
-    return shown if len(shown) <= limit else shown[: limit - 4] + "..." + shown[0]
+    if len(value) > 2 * limit:  # only the ends can be shown
+        value = value[:limit] + value[-limit:]
+    return shortened(repr(value), limit)
 
 
 # -- records ---------------------------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ from rlx.formats.tensors import PathLike, broken, open_bytes, quoted
 MAX_GROWTH = 256  # how many times longer a normalizer may make a text
 MAX_ENDS = 64  # special tokens around a text
 MIN_SHARED_CHARS = 400  # of a text, on average, from which many go to all cores where the model is ours
+PLENTY = 16  # characters for each id that is wanted: a text with fewer is encoded as it is
+PIECE = 4096  # characters of a longer text whose ids are counted at a time
 MAX_START = 64  # characters of a special token that are looked for at the end of a text
 
 
@@ -207,6 +209,8 @@ class Tokenizer:
     ) -> list[list[int]]:
         """The ids of each text, as `encode` gives them; many texts go to all cores where that is faster."""
         batch = _checked_texts(texts)
+        if limit is not None:
+            batch = [self.beginning(text, limit, parse_special=parse_special) for text in batch]
         rust = self._parsing if parse_special else self._plain
         # the library's threads wait for each other to call our BPE, which for short texts takes longer than they do
         alone = self._bpe is not None and sum(map(len, batch)) < MIN_SHARED_CHARS * len(batch)
@@ -222,6 +226,30 @@ class Tokenizer:
                 if not self._control.isdisjoint(ids[before : len(ids) - after]):
                     rows[i] = [*ids[:before], *self._without_control(batch[i]), *ids[len(ids) - after :]]
         return rows if limit is None else [_cut(ids, limit, before, after) for ids in rows]
+
+    def beginning(self, text: str, limit: int, *, parse_special: bool = False) -> str:
+        """The text itself; where it has far more than `limit` ids, a beginning of it that has more than that too.
+
+        So that nobody waits for the ids of a huge text that nobody wants. Its pieces are encoded one by one, each of
+        its kind once, until they have twice as many ids. What is at the ends of a piece does not count: in the whole
+        text it may belong to its neighbours.
+        """
+        if len(text) <= max(PLENTY * limit, PIECE):
+            return text
+        counts: dict[str, int] = {}
+        total = 0
+        for start in range(0, len(text), PIECE):
+            piece = text[start : start + PIECE]
+            if piece not in counts:
+                try:
+                    ids = self.encode(piece, add_special=False, parse_special=parse_special)
+                except RequestError:  # no text: whoever encodes all of it says where that is
+                    return text
+                counts[piece] = max(len(ids) - 2, 0)
+            total += counts[piece]
+            if total > 2 * limit:
+                return text[: start + PIECE]
+        return text
 
     def encode_parts(self, parts: Iterable[str | int]) -> list[int]:
         """The ids of texts and tokens in their order; no text can make a special token.

@@ -10,8 +10,8 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from rlx.dtypes import I32, DType
-from rlx.lir.loops import Let, LoopKernel, Store, expr_text, statements
+from rlx.dtypes import F64, I32, DType
+from rlx.lir.loops import Apply, Let, LoopKernel, Store, expr_text, expressions, statements
 from rlx.locks import cached_property
 
 ROW_BLOCK = 192  # rows of A that one unit of a matmul covers at most
@@ -248,3 +248,20 @@ class AttentionGradKernel:
 
 
 Kernel = LoopKernel | MatmulKernel | AttentionKernel | AttentionGradKernel
+
+
+def arithmetic(kernel: Kernel) -> str:
+    """What a kernel multiplies and adds: f32, f64, or 8-bit integers by `dot_u7` or `dot_u8` (see `lir/loops.py`)."""
+    parts: tuple[LoopKernel, ...] = ()
+    match kernel:
+        case LoopKernel():
+            parts, floats = (kernel,), {p.dtype for p in kernel.params}
+        case MatmulKernel():
+            parts, floats = kernel.blocks.kernels if kernel.blocks else (), {kernel.dtype}
+        case AttentionKernel():
+            floats = {kernel.dtype}
+        case AttentionGradKernel():
+            floats = {kernel.attention.dtype}
+    ops = {e.op for part in parts for e in expressions(part.root) if isinstance(e, Apply)}
+    integers = next((op for op in ("dot_u7", "dot_u8") if op in ops), None)  # the quicker of the two is the limit
+    return integers or ("f64" if F64 in floats else "f32")

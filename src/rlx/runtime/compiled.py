@@ -22,9 +22,9 @@ from rlx.backends.cpu.repeat import Taken
 from rlx.errors import BindError, CapabilityError, nearest
 from rlx.locks import Lock
 from rlx.profile import CompileProfile
+from rlx.resources import require, writable
 from rlx.runtime import finite
 from rlx.runtime.inputs import Leaf, as_array, check_fixed, check_names, has_symbols, solve_symbols
-from rlx.runtime.resources import require, writable
 from rlx.runtime.signature import Signature
 from rlx.runtime.weights import WeightStore
 from rlx.target import Target
@@ -188,7 +188,9 @@ class ReferenceGraph(CompiledGraph):
             self._bound()
             arrays, sizes = self._check_inputs({} if inputs is None else inputs)
             watched = finite.Watched(self, list(arrays.values())) if finite.watching else None
-            outputs = [np.array(r, order="C") for r in evaluate.run(self.graph, {**self._params, **arrays}, sizes)]
+            found = evaluate.run(self.graph, {**self._params, **arrays}, sizes)
+            require(f"graph {self.name!r}: its outputs", sum(a.nbytes for a in found), "smaller inputs")
+            outputs = [np.array(a, order="C") for a in found]
         if watched is not None:
             watched.check(outputs)
         return outputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlx import target as targets
+from rlx.backends.base import MAX_THREADS
 from rlx.backends.base import device as find_device
 from rlx.errors import CapabilityError, GraphError
 from rlx.locks import Lock, Waits
@@ -105,9 +106,10 @@ def _source(graph: Graph) -> Graph:
 
 
 def _checked_threads(threads: int | None) -> int | None:
-    if threads is None or (isinstance(threads, int) and not isinstance(threads, bool) and threads >= 1):
+    if threads is None or (isinstance(threads, int) and not isinstance(threads, bool) and 1 <= threads <= MAX_THREADS):
         return threads
-    raise CapabilityError(f"threads: expected a number from 1, or None for all cores, found {threads!r}")
+    given = repr(threads) if not isinstance(threads, int) or abs(threads) < 1 << 64 else "a huge number"
+    raise CapabilityError(f"threads: expected a number from 1 to {MAX_THREADS}, or None for all cores, found {given}")
 
 
 def _checked_target(target: str | Target | None) -> Target:

@@ -21,9 +21,9 @@ from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline
 from rlx.locks import Lock, Waits
 from rlx.profile import CompileProfile
+from rlx.resources import writable
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.inputs import as_array, check_fixed, check_names
-from rlx.runtime.resources import writable
 from rlx.runtime.session import Session
 from rlx.train.optimisers import Optimiser
 from rlx.transforms import value_and_grad

@@ -719,7 +719,7 @@ def test_the_default_thread_count_can_be_set(monkeypatch: pytest.MonkeyPatch) ->
     assert pool.default_threads() == pool.usable_cores() >= 1
     monkeypatch.setenv("RLX_THREADS", "3")
     assert pool.default_threads() == 3
-    for wrong in ("0", "-1", "two", "1.5"):
+    for wrong in ("0", "-1", "two", "1.5", " 2", "1e3", "0x2", "4097", "99999999999999999999", "9" * 5000, "٣", "²"):
         monkeypatch.setenv("RLX_THREADS", wrong)
         with pytest.raises(CapabilityError, match="RLX_THREADS"):
             pool.default_threads()

@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from rlx.backends.base import MAX_THREADS
 from rlx.backends.cpu import driver
 from rlx.backends.cpu.cores import usable_cores
 from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
@@ -52,9 +53,10 @@ def default_threads() -> int:
     text = os.environ.get("RLX_THREADS")
     if not text:
         return usable_cores()
-    if not text.isdecimal() or int(text) < 1:
-        raise CapabilityError(f"RLX_THREADS: expected a positive number, found {text!r}")
-    return int(text)
+    count = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+    if not 1 <= count <= MAX_THREADS:
+        raise CapabilityError(f"RLX_THREADS: expected a whole number from 1 to {MAX_THREADS}, found {text!r}")
+    return count
 
 
 @functools.cache
