@@ -14,7 +14,6 @@ import math
 import operator
 import secrets
 import struct
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +27,7 @@ from rlx.errors import FormatError, RequestError
 from rlx.formats.bpe import Bpe
 from rlx.formats.pieces import Pieces, rule_of
 from rlx.formats.rust_calls import rust_call
-from rlx.formats.special_tokens import SpecialIds, is_marker, stop_ids
+from rlx.formats.special_tokens import SpecialIds, SpecialTexts, is_marker, stop_ids
 from rlx.formats.tensors import PathLike, broken, open_bytes, quoted
 
 MAX_GROWTH = 256  # how many times longer a normalizer may make a text
@@ -36,7 +35,6 @@ MAX_ENDS = 64  # special tokens around a text
 MIN_SHARED_CHARS = 400  # of a text, on average, from which many go to all cores where the model is ours
 PLENTY = 16  # characters for each id that is wanted: a text with fewer is encoded as it is
 PIECE = 4096  # characters of a longer text whose ids are counted at a time
-MAX_START = 64  # characters of a special token that are looked for at the end of a text
 
 
 class Tokenizer:
@@ -76,7 +74,7 @@ class Tokenizer:
         self.sep_id, self.cls_id = special.sep, special.cls
         self.stop_ids = stop_ids(special, named)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._special_texts = sorted(added[i].content for i in self.special_ids)
+        self.special_texts = SpecialTexts(added[i].content for i in self.special_ids)
         self._control = self.special_ids - {self.unk_id}
         self._anchor = f"<{secrets.token_hex(16)}>"  # stands for a special token before a text; nobody can type it
         name_of = rust.id_to_token if bpe is None else bpe.name
@@ -274,21 +272,12 @@ class Tokenizer:
     def special_spans(self, text: str) -> list[tuple[int, int, int]]:
         """Where the text of a special token stands: (first, end, id), as encoding with `parse_special` finds them."""
         _checked_texts((text,))
-        if not any(first in text for first in {special[0] for special in self._special_texts}):
+        if not any(first in text for first in self.special_texts.first_chars):
             return []
         with rust_call(self.source):
             encoding = self._parsing.encode(text, add_special_tokens=False)
         found = zip(encoding.offsets, encoding.ids, strict=True)
         return [(first, end, i) for (first, end), i in found if i in self.special_ids]
-
-    def special_start(self, text: str) -> int:
-        """How many characters at the end of a text begin a special token, which what follows might complete."""
-        for n in range(min(len(text), MAX_START), 0, -1):
-            end = text[-n:]
-            at = bisect_right(self._special_texts, end)  # the first of those that go on from here, if there are any
-            if end.strip() and at < len(self._special_texts) and self._special_texts[at].startswith(end):
-                return n
-        return 0
 
     # -- ids to text --
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
