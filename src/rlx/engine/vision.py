@@ -43,8 +43,9 @@ class VisionModel(Model):
 
         An image is the path of a file, an array (`[height, width, 3]` of bytes, or of floats from 0 to 1) or one of
         Pillow's. Files are PNG, PPM, PGM or NPY; with Pillow installed (`pip install 'rlx[vision]'`) they are of any
-        format, and PNG is read faster. With `tokens` it is the vectors of all its tokens, `[tokens, dim]`: the class token and registers,
-        where the model has them, then the patches row by row. With `normalize` vectors have length 1.
+        format, and PNG is read faster. With `tokens` it is the vectors of all its tokens, `[tokens, dim]`: the class
+        token and registers, where the model has them, then the patches row by row. With `normalize` vectors have length
+        1.
         """
         size = whole(batch_size)
         if size is None or size < 1:
