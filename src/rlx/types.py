@@ -46,7 +46,8 @@ class Composite:
 
     @property
     def parts(self) -> int:
-        return 4 + sum(size.parts if isinstance(size, Dim) else 1 for size in (self.a, self.b))
+        a, b = self.a, self.b
+        return 4 + (a.parts if isinstance(a, Dim) else 1) + (b.parts if isinstance(b, Dim) else 1)
 
 
 Atom = Symbol | Composite
@@ -61,11 +62,15 @@ class Dim:
 
     def __init__(self, terms: tuple[tuple[Monomial, int], ...]) -> None:
         self.terms = terms
-        self.parts = 0
+        parts = 0
         for monomial, coefficient in terms:
-            self.parts += coefficient.bit_length() // _WORD_BITS + (sum([a.parts for a in monomial]) or 1)
-        if self.parts > MAX_PARTS:
+            parts += (coefficient.bit_length() // _WORD_BITS) + (len(monomial) or 1)
+            for atom in monomial:
+                if atom.__class__ is not Symbol:
+                    parts += atom.parts - 1
+        if parts > MAX_PARTS:
             raise _too_large()
+        self.parts = parts
         self._hash = hash(terms)
         self._text = ""
 

@@ -186,18 +186,18 @@ def _by_rows(kinds: Array, filtered: Array, above: Array) -> Array:
     first = 0
     for last in ends:
         run = plain[first:last]
-        match int(kinds[first]):
-            case 1:
-                np.cumsum(run, axis=1, dtype=np.uint8, out=run)
-            case 2:
-                run[0] += above
-                np.cumsum(run, axis=0, dtype=np.uint8, out=run)
-            case 3 | 4 as kind:
-                undo = _average if kind == AVERAGE else _paeth
-                for row in run:
-                    for channel in range(row.shape[1]):
-                        row[:, channel] = undo(row[:, channel].tolist(), above[:, channel].tolist())
-                    above = row
+        kind = kinds[first]
+        if kind == SUB:
+            np.cumsum(run, axis=1, dtype=np.uint8, out=run)
+        elif kind == UP:
+            run[0] += above
+            np.cumsum(run, axis=0, dtype=np.uint8, out=run)
+        elif kind in (AVERAGE, PAETH):
+            undo = _average if kind == AVERAGE else _paeth
+            for row in run:
+                for channel in range(row.shape[1]):
+                    row[:, channel] = undo(row[:, channel].tolist(), above[:, channel].tolist())
+                above = row
         above = run[-1]
         first = last
     return plain
