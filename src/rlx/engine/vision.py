@@ -42,8 +42,10 @@ class VisionModel(Model):
         """The vector `[dim]` of an image, or the vectors `[images, dim]` of a list of them, as f32.
 
         An image is the path of a file, an array (`[height, width, 3]` of bytes, or of floats from 0 to 1) or one of
-        Pillow's. With `tokens` it is the vectors of all its tokens, `[tokens, dim]`: the class token and registers,
-        where the model has them, then the patches row by row. With `normalize` vectors have length 1.
+        Pillow's. Files are PNG, PPM, PGM or NPY; with Pillow installed (`pip install 'rlx[vision]'`) they are of any
+        format, and PNG is read faster. With `tokens` it is the vectors of all its tokens, `[tokens, dim]`: the class
+        token and registers, where the model has them, then the patches row by row. With `normalize` vectors have length
+        1.
         """
         self._check_usable()
         size = whole(batch_size)

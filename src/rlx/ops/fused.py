@@ -34,6 +34,13 @@ def _check_body(where: str, body: Graph, operands: tuple[TensorType, ...]) -> Te
     return types[0] if len(types) == 1 else types
 
 
+def _check_weights(where: str, weights: int, body: Graph) -> None:
+    """Refuse more weights than the body reads sums of, before as many types are made."""
+    if not 0 < weights <= len(body.inputs):
+        hint = "the first inputs of the body are the sums, one per weight"
+        raise GraphError(f"{where}: {weights} weights, and a body of {len(body.inputs)} inputs", hint=hint)
+
+
 def _run_body(body: Graph, arrays: list[Any], binding: Mapping[str, int]) -> Any:
     leaves = {n.attrs["name"]: a.astype(n.types[0].dtype.numpy) for n, a in zip(body.inputs, arrays, strict=True)}
     results = evaluate.run(body, leaves, binding)
@@ -312,6 +319,7 @@ def fused_matmul(
     `columns` is the width of each product; `blocks` is what the packed tensor holds where that is not plain numbers:
     then x may be what `activation_blocks` makes. Bytes times bytes (`pack_bytes`) are summed up as i32.
     """
+    _check_weights("fused_matmul", weights, body)
     used = 1 if packed else weights
     matrices = rest[:used]
     sums = _sums("fused_matmul", x, matrices[0], blocks)
@@ -357,6 +365,7 @@ def fused_grouped(
 
     Weights have one more axis in front, and after them comes the index into it of each row.
     """
+    _check_weights("fused_grouped", weights, body)
     used = 1 if packed else weights
     acc = TensorType((x.shape[0], columns), _sums("fused_grouped", x, rest[0], blocks))
     return _check_body("fused_grouped", body, (acc,) * weights + tuple(rest[used + 1 :]))
