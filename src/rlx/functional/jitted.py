@@ -12,7 +12,7 @@ import numpy as np
 from rlx.errors import GraphError, nearest
 from rlx.functional import tree
 from rlx.functional.printing import say_all
-from rlx.functional.tracing import Function, as_array, current, session, trace_leaves, type_of
+from rlx.functional.tracing import Function, as_array, current, need_function, session, trace_leaves, type_of
 from rlx.transforms.walk import leaves as leaf_nodes
 from rlx.types import TensorType, as_size
 
@@ -25,7 +25,7 @@ class Jitted:
     def __init__(
         self, function: Fun, dims: Mapping[str, Any], static_argnums: Sequence[int], static_argnames: Sequence[str]
     ) -> None:
-        self.function = function
+        self.function = need_function("jit", function)
         self.dims = dict(dims)
         self.static = set(static_argnames)
         self.signature = _signature(function)
@@ -71,12 +71,11 @@ class Jitted:
     def _parted(
         self, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
-        """Arguments by name: those that are traced, and static ones."""
+        """Arguments of this call by name: traced and static ones. A default that nobody passed stays the function's."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{_label(self.function)}: {error}") from None
-        bound.apply_defaults()
         moving: dict[str, Any] = {}
         static: list[tuple[str, Any]] = []
         for name, value in bound.arguments.items():
@@ -124,6 +123,9 @@ class Jitted:
         changes = [f"{p} is {t}, was {before.get(p, 'not there')}" for p, t in now.items() if before.get(p) != t]
         changes += [f"{p} is gone" for p in before if p not in now]
         return "traced again, " + ("; ".join(changes) or "the structure of the arguments changed")
+
+    def __repr__(self) -> str:
+        return f"<rlx.jit of {_label(self.function)}, traced {len(self.history)} times>"
 
     def explain(self) -> str:
         """Each time that the function was traced, and why."""

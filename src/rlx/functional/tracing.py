@@ -25,6 +25,7 @@ from rlx.functional import tree
 from rlx.ir.graph import Graph, Value
 from rlx.ir.provenance import here
 from rlx.ir.rewrite import inline
+from rlx.module import GraphModule
 from rlx.runtime import finite
 from rlx.runtime.session import Session
 from rlx.transforms.build import declare
@@ -383,6 +384,16 @@ class Function:
         return self.given.unflatten(values)
 
 
+def need_function(where: str, function: Any) -> Any:
+    """The function; an error that says what takes graphs where it is one."""
+    if callable(function):
+        return function
+    graph = isinstance(function, (Graph, GraphModule))
+    takes = "rlx.compile" if where in ("jit", "trace") else f"rlx.transforms.{where}"
+    found = f"graph {function.name!r}" if graph else f"{type(function).__name__}"
+    raise GraphError(f"{where}: takes a function, found {found}", hint=f"{takes} takes graphs" if graph else None)
+
+
 def names_of(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
     """A name for each leaf of the arguments, by the parameters of the function."""
     try:
@@ -432,6 +443,7 @@ def _check_output(label: str, leaf: Any) -> None:
 
 def trace(function: Callable[..., Any]) -> Callable[..., Graph]:
     """`trace(f)(*args)` is the graph of f for arguments of these shapes and types; arrays or `TensorType`s."""
+    need_function("trace", function)
 
     def wrapped(*args: Any, **kwargs: Any) -> Graph:
         found, shape = tree.flatten((args, kwargs))

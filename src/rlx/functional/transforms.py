@@ -14,7 +14,7 @@ from rlx.errors import GraphError, ShapeError
 from rlx.functional import tree
 from rlx.functional.arrays import zeros_like
 from rlx.functional.printing import say_batch, say_called
-from rlx.functional.tracing import Function, call, names_of, trace_leaves, type_of
+from rlx.functional.tracing import Function, call, names_of, need_function, trace_leaves, type_of
 from rlx.ir.graph import Graph
 from rlx.transforms.reverse import joint, split
 from rlx.transforms.walk import leaves as leaf_nodes
@@ -71,6 +71,7 @@ def value_and_grad(
 
     With `has_aux` the function gives a pair, of which the second part is passed on: ((value, aux), gradient).
     """
+    need_function("value_and_grad", function)
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -94,7 +95,7 @@ def value_and_grad(
 
 def grad(function: Fun, argnums: int | Sequence[int] = 0, has_aux: bool = False, *, keep: Any = "everything") -> Fun:
     """A function that gives the gradient of what `function` gives, one float; with `has_aux` (gradient, aux)."""
-    both = value_and_grad(function, argnums, has_aux, keep=keep)
+    both = value_and_grad(need_function("grad", function), argnums, has_aux, keep=keep)
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +111,7 @@ def _label(function: Fun) -> str:
 
 def vjp(function: Fun, *primals: Any) -> tuple[Any, Fun]:
     """What the function gives, and a function from cotangents of that to a tuple of cotangents of the arguments."""
-    made, leaves = _traced(function, primals, {})
+    made, leaves = _traced(need_function("vjp", function), primals, {})
     graph = made.graph
     nodes = leaf_nodes(graph)
     wanted = [i < len(leaves) and n.types[0].dtype.is_float for i, n in enumerate(nodes)]
@@ -144,7 +145,7 @@ def _same_types(where: str, given: Sequence[Any], wanted: Sequence[TensorType]) 
 # -- forward mode -----------------------------------------------------------------------------------------------------
 def jvp(function: Fun, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     """What the function gives, and the tangent of that, for tangents of the arguments."""
-    made, leaves = _traced(function, primals, {})
+    made, leaves = _traced(need_function("jvp", function), primals, {})
     given, shape = tree.flatten(tuple(tangents))
     if shape != tree.structure(tuple(primals)):
         raise GraphError(f"jvp: tangents are {shape}, primals {tree.structure(tuple(primals))}")
@@ -171,12 +172,12 @@ def hvp(function: Fun, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
 # -- jacobians --------------------------------------------------------------------------------------------------------
 def jacfwd(function: Fun, argnums: int | Sequence[int] = 0) -> Fun:
     """A function that gives all derivatives, `[*output, *input]` for each output and each leaf, by forward mode."""
-    return _jacobian(function, argnums, graphs.jacfwd)
+    return _jacobian(need_function("jacfwd", function), argnums, graphs.jacfwd)
 
 
 def jacrev(function: Fun, argnums: int | Sequence[int] = 0) -> Fun:
     """What `jacfwd` gives, by reverse mode: better where outputs are smaller than inputs."""
-    return _jacobian(function, argnums, graphs.jacrev)
+    return _jacobian(need_function("jacrev", function), argnums, graphs.jacrev)
 
 
 def hessian(function: Fun, argnums: int = 0) -> Fun:
@@ -201,6 +202,7 @@ def _jacobian(function: Fun, argnums: int | Sequence[int], transform: Callable[.
 def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
     """A function of batches. `in_axes` says where the axis of the batch is: one number for all arguments, or a tuple
     with a number, None (shared) or a tree of them for each; `out_axes` likewise for what the function gives."""
+    need_function("vmap", function)
 
     @functools.wraps(function)
     def wrapped(*args: Any) -> Any:
@@ -239,6 +241,7 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 def checkpoint(function: Fun, *, keep: Any = "nothing") -> Fun:
     """The function, whose gradient computes its inside again instead of keeping it; `keep` is that of `grad`."""
+    need_function("checkpoint", function)
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
