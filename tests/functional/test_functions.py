@@ -153,7 +153,7 @@ def test_a_function_is_traced_once_for_each_kind_of_arguments() -> None:
     f(np.ones(4), scale=3.0)
     assert count == 2
     assert rlx.explain(f).splitlines() == [
-        "1. traced for scale: f32[], x: f64[3]", "2. traced again, x is f64[4], was f64[3]",
+        "1. traced for scale: f32 number, x: f64[3]", "2. traced again, x is f64[4], was f64[3]",
     ]  # fmt: skip
     assert repr(f) == "<rlx.jit of f, traced 2 times>"
 

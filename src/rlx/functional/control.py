@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlx.dtypes import I32
+from rlx.dtypes import I32, DType, promote
 from rlx.errors import GraphError, ShapeError
 from rlx.functional import tree
-from rlx.functional.arrays import arange, at, expand_dims, minimum
+from rlx.functional.arrays import arange, astype, at, expand_dims, minimum
 from rlx.functional.printing import say
 from rlx.functional.tracing import (
     Function,
@@ -19,8 +19,10 @@ from rlx.functional.tracing import (
     at_once,
     call,
     current,
+    is_weak,
     trace_leaves,
     type_of,
+    weak_kind,
 )
 from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline
@@ -37,9 +39,45 @@ def _trace() -> Trace:
     return found
 
 
-def _body(function: Fun, *arguments: Any, types: Sequence[TensorType], prints: bool = True) -> Function:
+def _body(
+    function: Fun, *arguments: Any, types: Sequence[TensorType], weak: Sequence[bool], prints: bool = True
+) -> Function:
     """The graph of a function of trees whose leaves have these types."""
-    return trace_leaves(function, tree.structure((arguments, {})), types, prints=prints)
+    return trace_leaves(function, tree.structure((arguments, {})), types, weak=weak, prints=prints)
+
+
+def _step(
+    where: str, function: Fun, init: Any, xs: Any = None, rows: Sequence[TensorType] = (), *, pair: bool
+) -> tuple[Function, list[Any]]:
+    """The body of a loop, and the leaves of its first carry, in types that stay as they are from step to step.
+
+    A carry that starts as a number takes the type that the body gives it, as in JAX: `scan(f, 0.0, np.ones(3))` is f64.
+    """
+    leaves, shape = tree.flatten(init)
+    while True:
+        types, weak = [type_of(x) for x in leaves], [is_weak(x) for x in leaves]
+        arguments = (init, xs) if pair else (init,)
+        body = _body(function, *arguments, types=[*types, *rows], weak=[*weak, *[False] * len(rows)])
+        if pair and (body.given.kind not in (tuple, list) or len(body.given.children) != 2):
+            hint = "return carry, y; y may be None"
+            raise GraphError(f"{where}: the function gives {body.given}, wanted a pair (carry, y)", hint=hint)
+        found = body.given.children[0] if pair else body.given
+        settled = leaves
+        if found == shape:
+            settled = [_promoted(x, out.type) for x, out in zip(leaves, body.graph.outputs, strict=False)]
+        if all(a is b for a, b in zip(leaves, settled, strict=True)):
+            _check_carry(where, found, body.graph.outputs, shape, types)
+            return body, leaves
+        leaves = settled
+
+
+def _promoted(x: Any, given: TensorType) -> Any:
+    """A first carry: a number whose type the body does not keep becomes an array of the type of both."""
+    kind = weak_kind(x)
+    if kind is None or type_of(x).dtype is given.dtype:
+        return x
+    wanted = promote(given.dtype, kind)
+    return astype(x, wanted)
 
 
 def _reordered(body: Function, count: int, captured: Sequence[Traced]) -> Graph:
@@ -82,7 +120,6 @@ def scan(
 
     `checkpoints` is how many carries the gradient keeps (None: all that it needs); what is between is computed again.
     """
-    carry, shape = tree.flatten(init)
     rows = tree.leaves(xs)
     sizes = {type_of(x).shape[0] if type_of(x).rank else None for x in rows} | (
         {as_size(length)} if length is not None else set()
@@ -91,12 +128,8 @@ def scan(
         shown = ", ".join(str(type_of(x)) for x in rows)
         raise ShapeError(f"scan: length is {length}, xs are {shown or 'none'}; wanted one number of rows")
     steps: Size = next(iter(sizes))  # type: ignore[assignment]
-    types = [type_of(x) for x in carry]
     inner = [t.with_shape(*t.shape[1:]) for t in (type_of(x) for x in rows)]
-    body = _body(f, init, xs, types=[*types, *inner])
-    if body.given.kind not in (tuple, list) or len(body.given.children) != 2:
-        raise GraphError(f"scan: the function gives {body.given}, wanted a pair (carry, y)")
-    _check_carry("scan", body.given.children[0], body.graph.outputs, shape, types)
+    body, carry = _step("scan", f, init, xs, inner, pair=True)
     graph = _reordered(body, len(carry), body.captured)
     finals, ys = _trace().graph.scan_general(
         _values(carry), graph, steps, broadcasts=_values(body.captured), xs=_values(rows), reverse=reverse,
@@ -106,7 +139,7 @@ def scan(
     if body.prints:
         number = count(_trace().graph, steps, I32)
         say(Repeated(body.prints, printed, number if isinstance(number, int) else _made([number])[0], reverse))
-    return shape.unflatten(_made(finals)), body.given.children[1].unflatten(given)
+    return tree.structure(init).unflatten(_made(finals)), body.given.children[1].unflatten(given)
 
 
 def _parted(values: Sequence[Traced], results: int) -> tuple[Sequence[Traced], Sequence[Traced]]:
@@ -117,12 +150,12 @@ def _parted(values: Sequence[Traced], results: int) -> tuple[Sequence[Traced], S
 @at_once
 def while_loop(cond_fun: Fun, body_fun: Fun, init: Any, max_steps: int | None = None) -> Any:
     """`carry = body_fun(carry)` as long as `cond_fun(carry)` holds; a gradient needs `max_steps`."""
-    carry, shape = tree.flatten(init)
-    types = [type_of(x) for x in carry]
-    more, body = _body(cond_fun, init, types=types, prints=False), _body(body_fun, init, types=types)
-    _check_carry("while_loop", body.given, body.graph.outputs, shape, types)
+    shape = tree.structure(init)
+    body, carry = _step("while_loop", body_fun, init, pair=False)
+    weak = [is_weak(x) for x in carry]
+    more = _body(cond_fun, init, types=[type_of(x) for x in carry], weak=weak, prints=False)
     if body.prints:
-        return _printing_while(cond_fun, body, init, shape, max_steps)
+        return _printing_while(cond_fun, body, shape.unflatten(carry), shape, max_steps)
     captured = list(dict.fromkeys([*more.captured, *body.captured]))
     graphs = [_reordered(b, len(carry), captured) for b in (more, body)]
     found = _trace().graph.while_loop(_values(carry), *graphs, broadcasts=_values(captured), max_steps=max_steps)
@@ -160,13 +193,16 @@ def fori_loop(lower: Any, upper: Any, body_fun: Fun, init: Any) -> Any:
 @at_once
 def _cond(predicate: Any, true_fun: Fun, false_fun: Fun, *operands: Any) -> Any:
     leaves, _ = tree.flatten(operands)
-    types = [type_of(x) for x in leaves]
-    yes, no = (_body(f, *operands, types=types) for f in (true_fun, false_fun))
+    types, weak = [type_of(x) for x in leaves], [is_weak(x) for x in leaves]
+    yes, no = (_body(f, *operands, types=types, weak=weak) for f in (true_fun, false_fun))
     if yes.given != no.given:
         raise GraphError(f"cond: the branches give {yes.given} and {no.given}")
+    wanted = _shared_types(yes, no)
+    if wanted is not None:  # a branch that gives a number gives it in the type of the other
+        yes, no = (_body(_cast(f, wanted), *operands, types=types, weak=weak) for f in (true_fun, false_fun))
     for a, b in zip(yes.graph.outputs, no.graph.outputs, strict=True):
         if a.type != b.type:
-            raise ShapeError(f"cond: the branches give {a.type} and {b.type}")
+            raise ShapeError(f"cond: the branches give {a.type} and {b.type}", hint="cast one, or broadcast it")
     captured = list(dict.fromkeys([*yes.captured, *no.captured]))
     graphs = [_reordered(b, len(leaves), captured) for b in (yes, no)]
     results = len(yes.graph.outputs)
@@ -183,6 +219,30 @@ def _cond(predicate: Any, true_fun: Fun, false_fun: Fun, *operands: Any) -> Any:
             taken = Traced(trace, trace.constant(predicate)).astype("i32")
             say(Repeated(branch.prints, [expand_dims(v, 0) for v in values], taken if branch is yes else 1 - taken))
     return yes.outputs(made[:results])
+
+
+def _shared_types(yes: Function, no: Function) -> list[DType | None] | None:
+    """Element types for the outputs of both branches, where numbers among them yield to arrays; None: as they are."""
+    wanted: list[DType | None] = []
+    for a, b, weak_a, weak_b in zip(yes.graph.outputs, no.graph.outputs, yes.weak, no.weak, strict=True):
+        if weak_a == weak_b:
+            wanted.append(promote(a.dtype, b.dtype) if weak_a else None)
+        else:
+            array, number = (b, a) if weak_a else (a, b)
+            wanted.append(promote(array.dtype, number.dtype.weak))
+    differ = any(a.dtype is not b.dtype for a, b in zip(yes.graph.outputs, no.graph.outputs, strict=True))
+    return wanted if differ else None
+
+
+def _cast(function: Fun, wanted: Sequence[DType | None]) -> Fun:
+    """The function with its outputs in these element types; None leaves one as it is."""
+
+    def cast(*operands: Any) -> Any:
+        leaves, shape = tree.flatten(function(*operands))
+        return shape.unflatten([x if t is None else astype(x, t) for x, t in zip(leaves, wanted, strict=True)])
+
+    cast.__name__ = getattr(function, "__name__", "branch")
+    return cast
 
 
 def cond(predicate: Any, true_fun: Fun, false_fun: Fun, *operands: Any) -> Any:

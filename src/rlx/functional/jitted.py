@@ -12,7 +12,7 @@ import numpy as np
 from rlx.errors import GraphError, nearest
 from rlx.functional import tree
 from rlx.functional.printing import say_all
-from rlx.functional.tracing import Function, as_array, current, need_function, session, trace_leaves, type_of
+from rlx.functional.tracing import Function, as_array, current, is_weak, need_function, session, trace_leaves, type_of
 from rlx.transforms.walk import leaves as leaf_nodes
 from rlx.types import TensorType, as_size
 
@@ -49,11 +49,13 @@ class Jitted:
         arrays = [as_array(x) for x in leaves]
         paths = self._paths(moving)
         types = [self._type(path, type_of(a)) for path, a in zip(paths, arrays, strict=True)]
-        key = (shape, tuple(types), static)
+        weak = tuple([is_weak(x) for x in leaves])
+        key = (shape, tuple(types), weak, static)
         found = self.compiled.get(key)
         if found is None:
-            self.history.append(self._why(paths, types, static))
-            function = trace_leaves(self._called(static), tree.structure(((moving,), {})), types, paths, prints=True)
+            self.history.append(self._why(paths, types, weak, static))
+            called, inputs = self._called(static), tree.structure(((moving,), {}))
+            function = trace_leaves(called, inputs, types, paths, weak=weak, prints=True)
             graph = function.whole
             found = self.compiled[key] = (function, session().compile(graph) if graph.outputs else None)
         function, compiled = found
@@ -114,8 +116,9 @@ class Jitted:
         sizes = [have if n is None else as_size(n) for n, have in zip(named, type_.shape, strict=True)]
         return type_.with_shape(*sizes)
 
-    def _why(self, paths: list[str], types: list[TensorType], static: Any) -> str:
-        now = {p: str(t) for p, t in zip(paths, types, strict=True)} | {n: repr(v) for n, v in static}
+    def _why(self, paths: list[str], types: list[TensorType], weak: Sequence[bool], static: Any) -> str:
+        now = {p: f"{t.dtype} number" if w else str(t) for p, t, w in zip(paths, types, weak, strict=True)}
+        now |= {n: repr(v) for n, v in static}
         before, self._last = getattr(self, "_last", None), now
         shown = ", ".join(f"{p}: {t}" for p, t in now.items())
         if before is None:

@@ -9,6 +9,7 @@ from rlx.errors import GraphError
 from rlx.functional.elementwise import (
     counter,
     equal,
+    multiply,
     where,
     zeros,
 )
@@ -32,9 +33,8 @@ def matmul(a: Any, b: Any) -> Any:
 @at_once
 def dot(a: Any, b: Any) -> Any:
     """The last axis of `a` with the second to last of `b`; a number multiplies."""
-    a, b = asarray(a), asarray(b)
     if not type_of(a).rank or not type_of(b).rank:
-        return a * b
+        return multiply(a, b)
     if type_of(b).rank <= 2:
         return matmul(a, b)
     return tensordot(a, b, ((type_of(a).rank - 1,), (type_of(b).rank - 2,)))

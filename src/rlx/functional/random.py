@@ -46,7 +46,7 @@ def bits(key: Any, shape: Shape = ()) -> Any:
 def uniform(key: Any, shape: Shape = (), dtype: Any = "f32", minval: float = 0.0, maxval: float = 1.0) -> Any:
     """Numbers from `minval` to below `maxval`."""
     found = astype(apply("random_uniform", key, shape=as_shape(shape)), dtype)
-    return found if (minval, maxval) == (0.0, 1.0) else found * (maxval - minval) + minval
+    return found * (maxval - minval) + minval
 
 
 @at_once

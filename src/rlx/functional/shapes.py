@@ -12,7 +12,7 @@ from rlx.functional.elementwise import (
     where,
     zeros,
 )
-from rlx.functional.operands import Axis, asarray, held, traced
+from rlx.functional.operands import Axis, asarray, held, together, traced
 from rlx.functional.tracing import apply, at_once, type_of
 from rlx.transforms import build
 from rlx.types import as_shape, axis_index
@@ -85,7 +85,7 @@ def broadcast_to(x: Any, shape: Sequence[Any]) -> Any:
 @at_once
 def concatenate(arrays: Sequence[Any], axis: int = 0) -> Any:
     """Arrays end to end."""
-    return apply("concatenate", *(asarray(x) for x in arrays), axis=axis)
+    return apply("concatenate", *together(arrays), axis=axis)
 
 
 @at_once
@@ -93,7 +93,7 @@ def stack(arrays: Sequence[Any], axis: int = 0) -> Any:
     """Arrays beside each other on a new axis."""
     rank = type_of(arrays[0]).rank + 1
     at = axis_index(axis, rank, "stack")
-    return concatenate([expand_dims(asarray(x), at) for x in arrays], axis=at)
+    return concatenate([expand_dims(x, at) for x in together(arrays)], axis=at)
 
 
 @at_once

@@ -19,9 +19,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 import rlx.hir.blocks  # noqa: F401  declares the ops
-from rlx.dtypes import dtype
+from rlx.dtypes import DType, WeakScalar, dtype, promote, weak
 from rlx.errors import DTypeError, GraphError, nearest
 from rlx.functional import tree
+from rlx.ir import registry
 from rlx.ir.graph import Graph, Value
 from rlx.ir.provenance import here
 from rlx.ir.rewrite import inline
@@ -146,14 +147,18 @@ def _leaked(x: Traced) -> NoReturn:
 
 
 class Traced:
-    """A stand-in for an array while a function is traced. It has no numbers, only a shape and an element type."""
+    """A stand-in for an array while a function is traced. It has no numbers, only a shape and an element type.
+
+    A `weak` one stands for a number, or for what elementwise ops make of numbers alone: beside arrays it takes theirs.
+    """
 
     __array_priority__ = 1000
-    __slots__ = ("__weakref__", "trace", "value")
+    __slots__ = ("__weakref__", "trace", "value", "weak")
 
-    def __init__(self, trace: Trace, value: Value) -> None:
+    def __init__(self, trace: Trace, value: Value, weak: bool = False) -> None:
         self.trace = trace
         self.value = value
+        self.weak = weak
 
     # -- type ---------------------------------------------------------------------------------------------------------
     @property
@@ -356,6 +361,25 @@ def as_array(x: Any) -> Array:
     return found.astype({"b": np.bool_, "i": np.int32, "u": np.int32}.get(found.dtype.kind, np.float32))
 
 
+def weak_kind(x: Any) -> WeakScalar | None:
+    """What a number, or a stand-in for one, counts as beside arrays; None for arrays."""
+    if isinstance(x, Traced):
+        return x.value.dtype.weak if x.weak else None
+    return weak(x)
+
+
+def is_weak(x: Any) -> bool:
+    """Whether x is a number, or stands for one: it takes the element type of arrays beside it."""
+    return weak_kind(x) is not None
+
+
+def weak_type(operands: Sequence[Any]) -> DType | None:
+    """The type that numbers take beside the other operands; None where all are numbers, or none is."""
+    strong = [type_of(x).dtype for x in operands if not is_weak(x)]
+    numbers = [kind for x in operands if (kind := weak_kind(x)) is not None]
+    return promote(*strong, *numbers) if strong and numbers else None
+
+
 def type_of(x: Any) -> TensorType:
     """The type of an array, a number or a stand-in."""
     if isinstance(x, Traced):
@@ -372,6 +396,7 @@ class Function:
     graph: Graph
     captured: list[Traced]
     given: tree.Structure
+    weak: Sequence[bool]  # which of the outputs are numbers
     prints: Sequence[Line] = ()
     printed: Graph | None = None  # the same graph, which also gives what is printed, after its other outputs
 
@@ -411,14 +436,18 @@ def names_of(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str
 
 def trace_leaves(
     function: Callable[..., Any], shape: tree.Structure, types: Sequence[TensorType],
-    names: Sequence[str] | None = None, *, prints: bool = False,
+    names: Sequence[str] | None = None, *, weak: Sequence[bool] | None = None, prints: bool = False,
 ) -> Function:  # fmt: skip
-    """The graph of a function of (args, kwargs), whose leaves have these types. `prints`: the caller prints for it."""
+    """The graph of a function of (args, kwargs), whose leaves have these types. `prints`: the caller prints for it.
+
+    `weak` says which leaves are numbers.
+    """
     label = getattr(function, "__name__", type(function).__name__)
     with tracing("".join(c if c.isalnum() else "_" for c in label) or "function") as trace:
         trace.prints = [] if prints else None
         names = names or [f"x{i}" for i in range(len(types))]
-        given = [Traced(trace, declare(trace.graph, n, t)) for n, t in zip(names, types, strict=True)]
+        weak = weak or [False] * len(types)
+        given = [Traced(trace, declare(trace.graph, n, t), w) for n, t, w in zip(names, types, weak, strict=True)]
         args, kwargs = shape.unflatten(given)
         made = function(*args, **kwargs)
         found, structure = tree.flatten(made)
@@ -430,7 +459,7 @@ def trace_leaves(
         shown = [trace.constant(x) for line in lines for x in line.traced]
         printed = trace.graph.set_outputs([*results, *shown]).copy() if lines else None
         trace.graph.set_outputs(results)
-    return Function(trace.graph, list(trace.captured), structure, lines, printed)
+    return Function(trace.graph, list(trace.captured), structure, [is_weak(x) for x in found], lines, printed)
 
 
 def _check_output(label: str, leaf: Any) -> None:
@@ -448,7 +477,8 @@ def trace(function: Callable[..., Any]) -> Callable[..., Graph]:
     def wrapped(*args: Any, **kwargs: Any) -> Graph:
         found, shape = tree.flatten((args, kwargs))
         types = [x if isinstance(x, TensorType) else type_of(x) for x in found]
-        return trace_leaves(function, shape, types, names_of(function, args, kwargs), prints=True).graph
+        weak = [not isinstance(x, TensorType) and is_weak(x) for x in found]
+        return trace_leaves(function, shape, types, names_of(function, args, kwargs), weak=weak, prints=True).graph
 
     return wrapped
 
@@ -514,7 +544,8 @@ def at_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
         only.__name__ = function.__name__
         _, flat = tree.flatten((tuple(found[i] for i in moving), {}))
-        made = trace_leaves(only, flat, [type_of(found[i]) for i in moving], prints=True)
+        types, weak = [type_of(found[i]) for i in moving], [is_weak(found[i]) for i in moving]
+        made = trace_leaves(only, flat, types, weak=weak, prints=True)
         outputs = call(made.whole, [*(found[i] for i in moving), *made.captured])
         if made.prints:
             from rlx.functional.printing import say_all
@@ -537,6 +568,17 @@ def _apply(op: str, *operands: Any, **attrs: Any) -> Any:
     trace = current()
     assert trace is not None
     given = [None if x is None else trace.value(x) for x in operands]
+    weak = False
+    if registry.ELEMENTWISE in registry.get(op).traits:
+        start = 1 if op == "where" else 0  # the condition does not take part
+        numbers = [is_weak(x) for x in operands[start:]]
+        weak = all(numbers) and op != "cast"
+        if any(numbers) and not weak and op != "cast":
+            wanted = weak_type(operands[start:])
+            given[start:] = [
+                v.astype(wanted) if w and isinstance(v, Value) and v.dtype is not wanted else v
+                for v, w in zip(given[start:], numbers, strict=True)
+            ]
     results = trace.graph.build(op, given, {k: trace.value(v) for k, v in attrs.items()}).results
-    made = tuple(Traced(trace, r) for r in results)
+    made = tuple(Traced(trace, r, weak) for r in results)
     return made[0] if len(made) == 1 else made

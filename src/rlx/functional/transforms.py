@@ -12,9 +12,9 @@ from typing import Any
 from rlx import transforms as graphs
 from rlx.errors import GraphError, ShapeError
 from rlx.functional import tree
-from rlx.functional.arrays import zeros_like
+from rlx.functional.arrays import astype, zeros_like
 from rlx.functional.printing import say_batch, say_called
-from rlx.functional.tracing import Function, call, names_of, need_function, trace_leaves, type_of
+from rlx.functional.tracing import Function, call, is_weak, names_of, need_function, trace_leaves, type_of
 from rlx.ir.graph import Graph
 from rlx.transforms.reverse import joint, split
 from rlx.transforms.walk import leaves as leaf_nodes
@@ -27,7 +27,8 @@ def _traced(function: Fun, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
     """The graph of a function for these arguments, and their leaves."""
     found, shape = tree.flatten((tuple(args), kwargs))
     names = names_of(function, args, kwargs)
-    made = trace_leaves(function, shape, [type_of(x) for x in found], names, prints=True)
+    types, weak = [type_of(x) for x in found], [is_weak(x) for x in found]
+    made = trace_leaves(function, shape, types, names, weak=weak, prints=True)
     say_called(made, [*found, *made.captured])
     return made, found
 
@@ -127,7 +128,7 @@ def vjp(function: Fun, *primals: Any) -> tuple[Any, Fun]:
         given, shape = tree.flatten(cotangents)
         if shape != made.given:
             raise GraphError(f"vjp: cotangents are {shape}, {_label(function)} gives {made.given}")
-        _same_types("vjp: a cotangent", given, [o.type for o in graph.outputs])
+        given = _of_types("vjp: a cotangent", given, [o.type for o in graph.outputs])
         seeds = [given[i] for i in both.cotangents]
         pulled = dict(zip(both.gradients, call(parts.backward, [*(kept[v] for v in parts.needs), *seeds]), strict=True))
         grads = [pulled[i] if i in pulled else zeros_like(x) for i, x in enumerate(leaves)]
@@ -136,10 +137,13 @@ def vjp(function: Fun, *primals: Any) -> tuple[Any, Fun]:
     return made.outputs(found[: len(seeded)]), back
 
 
-def _same_types(where: str, given: Sequence[Any], wanted: Sequence[TensorType]) -> None:
-    for x, t in zip(given, wanted, strict=True):
+def _of_types(where: str, given: Sequence[Any], wanted: Sequence[TensorType]) -> list[Any]:
+    """Tangents or cotangents of these types: numbers take the type that is wanted, arrays must have it."""
+    made = [astype(x, t.dtype) if is_weak(x) and t.dtype.is_float else x for x, t in zip(given, wanted, strict=True)]
+    for x, t in zip(made, wanted, strict=True):
         if t.dtype.is_float and type_of(x) != t:
             raise ShapeError(f"{where} is {type_of(x)}, wanted {t}")
+    return made
 
 
 # -- forward mode -----------------------------------------------------------------------------------------------------
@@ -149,7 +153,7 @@ def jvp(function: Fun, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple
     given, shape = tree.flatten(tuple(tangents))
     if shape != tree.structure(tuple(primals)):
         raise GraphError(f"jvp: tangents are {shape}, primals {tree.structure(tuple(primals))}")
-    _same_types("jvp: a tangent", given, [type_of(x) for x in leaves])
+    given = _of_types("jvp: a tangent", given, [type_of(x) for x in leaves])
     floats = [i for i, x in enumerate(leaves) if type_of(x).dtype.is_float]
     if not floats:
         value = made.outputs(call(made.graph, [*leaves, *made.captured]))
@@ -225,7 +229,7 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
         if len(set(sizes.values())) > 1:
             shown = ", ".join(f"{n}: {s}" for n, s in sizes.items())
             raise ShapeError(f"vmap: sizes of the batch differ, {shown}")
-        made = trace_leaves(function, shape, types, names, prints=True)
+        made = trace_leaves(function, shape, types, names, weak=[is_weak(x) for x in leaves], prints=True)
         graph = made.graph
         where = {_name(graph, i): axis for i, axis in enumerate(axes)}
         where |= {n.attrs["name"]: None for n in leaf_nodes(graph)[len(leaves) :]}
