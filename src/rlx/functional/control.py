@@ -15,6 +15,7 @@ from rlx.functional.tracing import (
     Repeated,
     Trace,
     Traced,
+    apply,
     as_array,
     at_once,
     call,
@@ -148,21 +149,33 @@ def _parted(values: Sequence[Traced], results: int) -> tuple[Sequence[Traced], S
 
 
 @at_once
-def while_loop(cond_fun: Fun, body_fun: Fun, init: Any, max_steps: int | None = None) -> Any:
-    """`carry = body_fun(carry)` as long as `cond_fun(carry)` holds; a gradient needs `max_steps`."""
+def while_loop(cond_fun: Fun, body_fun: Fun, init: Any, max_steps: int | None = None, *, truncate: bool = False) -> Any:
+    """`carry = body_fun(carry)` as long as `cond_fun(carry)` holds; a gradient needs `max_steps`.
+
+    A loop that has not ended after `max_steps` is a KernelError when it runs: a carry that was cut off looks like a
+    result and is none. `truncate=True` gives that carry, for loops with a budget of steps.
+    """
+    if truncate and max_steps is None:
+        raise GraphError("while_loop: truncate needs max_steps, after which the loop is cut off")
     shape = tree.structure(init)
     body, carry = _step("while_loop", body_fun, init, pair=False)
     weak = [is_weak(x) for x in carry]
     more = _body(cond_fun, init, types=[type_of(x) for x in carry], weak=weak, prints=False)
     if body.prints:
-        return _printing_while(cond_fun, body, shape.unflatten(carry), shape, max_steps)
+        return _printing_while(cond_fun, body, shape.unflatten(carry), shape, max_steps, truncate)
     captured = list(dict.fromkeys([*more.captured, *body.captured]))
     graphs = [_reordered(b, len(carry), captured) for b in (more, body)]
     found = _trace().graph.while_loop(_values(carry), *graphs, broadcasts=_values(captured), max_steps=max_steps)
-    return shape.unflatten(_made(found))
+    made = _made(found)
+    if max_steps is not None and not truncate:
+        (still,) = call(more.graph, [*made, *more.captured])
+        made = [apply("ended", x, still) for x in made]
+    return shape.unflatten(made)
 
 
-def _printing_while(cond_fun: Fun, body: Function, init: Any, shape: tree.Structure, max_steps: int | None) -> Any:
+def _printing_while(
+    cond_fun: Fun, body: Function, init: Any, shape: tree.Structure, max_steps: int | None, truncate: bool
+) -> Any:
     """A while_loop that also carries how many steps there were, and what the first of them print, as rows."""
     kept = KEPT_STEPS if max_steps is None else min(max_steps, KEPT_STEPS)
     types = [o.type for o in body.whole.outputs[len(body.graph.outputs) :]]
@@ -176,7 +189,7 @@ def _printing_while(cond_fun: Fun, body: Function, init: Any, shape: tree.Struct
         return shape.unflatten(given), number + 1, [at(r)[place].set(v) for r, v in zip(rows, shown, strict=True)]
 
     start = (init, as_array(0), empty)
-    carry, number, rows = while_loop(lambda state: cond_fun(state[0]), step, start, max_steps)
+    carry, number, rows = while_loop(lambda state: cond_fun(state[0]), step, start, max_steps, truncate=truncate)
     say(Repeated(body.prints, [r[:kept] for r in rows], number))
     return carry
 
