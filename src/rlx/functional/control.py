@@ -10,21 +10,8 @@ from rlx.errors import GraphError, ShapeError
 from rlx.functional import tree
 from rlx.functional.arrays import arange, astype, at, expand_dims, minimum
 from rlx.functional.printing import say
-from rlx.functional.tracing import (
-    Function,
-    Repeated,
-    Trace,
-    Traced,
-    apply,
-    as_array,
-    at_once,
-    call,
-    current,
-    is_weak,
-    trace_leaves,
-    type_of,
-    weak_kind,
-)
+from rlx.functional.stand_ins import Repeated, Trace, Traced, as_array, current, is_weak, type_of, weak_kind
+from rlx.functional.tracing import Function, apply, at_once, call, trace_leaves
 from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline
 from rlx.transforms.build import count, declare, zeros

@@ -9,7 +9,8 @@ from typing import Any
 from rlx.errors import GraphError
 from rlx.functional import tree
 from rlx.functional.arrays import astype, zeros_like
-from rlx.functional.tracing import Function, Traced, at_once, current, is_weak, trace_leaves, type_of
+from rlx.functional.stand_ins import Traced, current, is_weak, type_of
+from rlx.functional.tracing import Function, at_once, trace_leaves
 from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline
 from rlx.types import TensorType

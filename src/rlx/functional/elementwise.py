@@ -10,7 +10,8 @@ import numpy as np
 
 from rlx.dtypes import dtype, weak
 from rlx.functional.operands import asarray, floats, held, is_float, numpy_type, operand, traced
-from rlx.functional.tracing import apply, at_once, current, type_of
+from rlx.functional.stand_ins import current, type_of
+from rlx.functional.tracing import apply, at_once
 from rlx.transforms import build
 from rlx.types import Dim, as_shape
 

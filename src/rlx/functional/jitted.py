@@ -12,7 +12,8 @@ import numpy as np
 from rlx.errors import GraphError, nearest
 from rlx.functional import tree
 from rlx.functional.printing import say_all
-from rlx.functional.tracing import Function, as_array, current, is_weak, need_function, session, trace_leaves, type_of
+from rlx.functional.stand_ins import as_array, current, is_weak, type_of
+from rlx.functional.tracing import Function, need_function, session, trace_leaves
 from rlx.transforms.walk import leaves as leaf_nodes
 from rlx.types import TensorType, as_size
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from rlx.dtypes import dtype, weak
-from rlx.functional.tracing import Traced, apply, as_array, current, is_weak, type_of, weak_type
+from rlx.functional.stand_ins import Traced, as_array, current, is_weak, type_of, weak_type
+from rlx.functional.tracing import apply
 from rlx.ir import registry
 
 Axis = int | Sequence[int] | None

@@ -16,7 +16,8 @@ from rlx.functional.elementwise import (
 from rlx.functional.operands import asarray
 from rlx.functional.reductions import sum
 from rlx.functional.shapes import axes_of, expand_dims, moveaxis, ravel, reshape, squeeze, transpose
-from rlx.functional.tracing import apply, at_once, type_of
+from rlx.functional.stand_ins import type_of
+from rlx.functional.tracing import apply, at_once
 from rlx.types import Size, product
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from rlx.errors import GraphError
 from rlx.functional.arrays import argmax, astype, less, log, stack, zeros
-from rlx.functional.tracing import apply, at_once, type_of
+from rlx.functional.stand_ins import type_of
+from rlx.functional.tracing import apply, at_once
 from rlx.types import as_shape
 
 Shape = Sequence[Any]

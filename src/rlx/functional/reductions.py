@@ -16,7 +16,8 @@ from rlx.functional.elementwise import (
 )
 from rlx.functional.operands import Axis, asarray, astype, floats, held, traced
 from rlx.functional.shapes import ravel, squeeze
-from rlx.functional.tracing import apply, at_once, type_of
+from rlx.functional.stand_ins import type_of
+from rlx.functional.tracing import apply, at_once
 from rlx.ir.graph import Graph
 from rlx.transforms import build
 

@@ -13,7 +13,8 @@ from rlx.functional.elementwise import (
     zeros,
 )
 from rlx.functional.operands import Axis, asarray, held, together, traced
-from rlx.functional.tracing import apply, at_once, type_of
+from rlx.functional.stand_ins import type_of
+from rlx.functional.tracing import apply, at_once
 from rlx.transforms import build
 from rlx.types import as_shape, axis_index
 

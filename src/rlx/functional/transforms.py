@@ -14,7 +14,8 @@ from rlx.errors import GraphError, ShapeError
 from rlx.functional import tree
 from rlx.functional.arrays import astype, zeros_like
 from rlx.functional.printing import say_batch, say_called
-from rlx.functional.tracing import Function, call, is_weak, names_of, need_function, trace_leaves, type_of
+from rlx.functional.stand_ins import is_weak, type_of
+from rlx.functional.tracing import Function, call, names_of, need_function, trace_leaves
 from rlx.ir.graph import Graph
 from rlx.transforms.reverse import joint, split
 from rlx.transforms.walk import leaves as leaf_nodes
