@@ -151,7 +151,7 @@ def dtype(like: DTypeLike) -> DType:
         with contextlib.suppress(TypeError, ValueError):
             found = _BY_NUMPY.get(np.dtype(like))
     if found is None:
-        raise DTypeError(f"dtype: {like!r} has no counterpart in rlx", hint="known: " + ", ".join(BY_NAME))
+        raise DTypeError(f"dtype: {like!r} has no counterpart in rlx", hint="known: " + ", ".join(d.name for d in ALL))
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlx.dtypes import I32, DType, promote
-from rlx.errors import GraphError, ShapeError
+from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.functional import tree
 from rlx.functional.arrays import arange, astype, at, expand_dims, minimum
 from rlx.functional.printing import say
@@ -15,7 +15,7 @@ from rlx.functional.tracing import Function, apply, at_once, call, trace_leaves
 from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline
 from rlx.transforms.build import count, declare, zeros
-from rlx.types import Size, TensorType, as_size
+from rlx.types import Dim, Size, TensorType, as_size
 
 Fun = Callable[..., Any]
 KEPT_STEPS = 1000  # of a while_loop, whose values are kept to be printed
@@ -182,7 +182,13 @@ def _printing_while(
 
 
 def fori_loop(lower: Any, upper: Any, body_fun: Fun, init: Any) -> Any:
-    """`carry = body_fun(i, carry)` for i from `lower` to below `upper`; both known numbers, or sizes from 0."""
+    """`carry = body_fun(i, carry)` for i from `lower` to below `upper`, whole numbers.
+
+    Numbers that are known make a scan, which has a gradient; traced ones a while_loop.
+    """
+    for name, bound in (("lower", lower), ("upper", upper)):
+        if not isinstance(bound, Dim) and (isinstance(bound, bool) or not type_of(bound).dtype.is_integer):
+            raise DTypeError(f"fori_loop: {name} is {bound!r}, wanted a whole number", hint="cast it with int(...)")
     if isinstance(lower, Traced) or isinstance(upper, Traced):
         start = (as_array(lower) if not isinstance(lower, Traced) else lower, init)
         return while_loop(lambda c: c[0] < upper, lambda c: (c[0] + 1, body_fun(c[0], c[1])), start)[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,11 @@ from rlx.functional.tracing import apply
 from rlx.ir import registry
 
 Axis = int | Sequence[int] | None
+
+
+def axis_tuple(axis: int | Sequence[int]) -> tuple[int, ...]:
+    """One axis or several, as a tuple of Python's ints."""
+    return tuple(map(operator.index, axis)) if isinstance(axis, (tuple, list)) else (operator.index(axis),)  # type: ignore[arg-type]
 
 
 def held(x: Any) -> Any:

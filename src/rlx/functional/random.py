@@ -65,6 +65,9 @@ def bernoulli(key: Any, p: Any = 0.5, shape: Shape = ()) -> Any:
 @at_once
 def randint(key: Any, shape: Shape, minval: int, maxval: int, dtype: Any = "i32") -> Any:
     """Whole numbers from `minval` to below `maxval`, all as likely as 2^32 allows."""
+    for name, value in (("minval", minval), ("maxval", maxval)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise GraphError(f"random.randint: {name} is {value!r}, wanted a whole number that is known")
     span = maxval - minval
     if not 0 < span <= 2**31:
         raise GraphError(f"random.randint: from {minval} to {maxval} is no range of up to 2^31 numbers")

@@ -200,7 +200,18 @@ class Traced:
         self._unknown("float", "rlx functions and those of NumPy work on it as it is")
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        self._unknown("numbers", "this NumPy function has no traced form; look for one in rlx")
+        self._unknown(
+            "numbers", "np.stack([x, y]) takes it where np.array([x, y]) does not, and so does rlx.asarray(x)"
+        )
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            self._unknown(f"number to format as {spec!r}", "rlx.debug.print('{:.2f}', x) prints it when it is there")
+        return repr(self)
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        hint = "x = x.at[key].set(y), or .add(y); rlx.at(x) does the same for arrays"
+        raise GraphError(f"{self!r}: cannot be changed in place", hint=hint, notes=[f"at: {here()}"])
 
     def item(self) -> NoReturn:
         """A number; there is none yet."""
@@ -313,19 +324,27 @@ class Traced:
         from rlx.functional import arrays
 
         found = arrays.UFUNCS.get(ufunc.__name__)
-        if method != "__call__" or kwargs or found is None:
-            raise GraphError(
-                f"numpy.{ufunc.__name__}: has no form for traced arrays", hint=nearest(ufunc.__name__, arrays.UFUNCS)
-            )
+        if method != "__call__":
+            hint = arrays.UFUNC_METHODS.get(f"{ufunc.__name__}.{method}")
+            _formless(f"{ufunc.__name__}.{method}", hint)
+        if found is None:
+            _formless(ufunc.__name__, nearest(ufunc.__name__, arrays.UFUNCS))
+        if kwargs:
+            _formless(f"{ufunc.__name__} with {', '.join(f'{k}=' for k in kwargs)}", "assign what it gives to a name")
         return getattr(arrays, found)(*inputs)
 
     def __array_function__(self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         from rlx.functional import arrays
 
-        name = function.__name__
-        if name not in arrays.FUNCTIONS:
-            raise GraphError(f"numpy.{name}: has no form for traced arrays", hint=nearest(name, arrays.FUNCTIONS))
+        name, module = function.__name__, function.__module__.removeprefix("numpy").lstrip(".")
+        if module or name not in arrays.FUNCTIONS:  # numpy.linalg has names of its own
+            _formless(f"{module}.{name}" if module else name, None if module else nearest(name, arrays.FUNCTIONS))
         return getattr(arrays, arrays.FUNCTIONS[name])(*args, **kwargs)
+
+
+def _formless(name: str, hint: str | None) -> NoReturn:
+    hint = hint or "write it with functions that have one; dir(rlx) lists them"
+    raise GraphError(f"numpy.{name}: has no form for traced arrays", hint=hint, notes=[f"at: {here()}"])
 
 
 def _numpy(name: str, *operands: Any) -> Any:
@@ -341,7 +360,10 @@ def as_array(x: Any) -> Array:
         dtype(x.dtype)
         return np.asarray(x)
     if isinstance(x, (bool, int, float)):
-        return np.asarray(x, dtype(type(x)).numpy)
+        try:
+            return np.asarray(x, dtype(type(x)).numpy)
+        except OverflowError:
+            raise DTypeError(f"{x}: does not fit i32, which Python's ints are", hint=f"np.int64({x})") from None
     try:
         found = np.asarray(x)
     except (TypeError, ValueError) as error:

@@ -28,6 +28,8 @@ from rlx.transforms.build import declare
 from rlx.transforms.walk import leaves as leaf_nodes
 from rlx.types import TensorType
 
+RESULT = "its result"
+
 
 # -- functions --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -75,6 +77,29 @@ def names_of(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str
     return names
 
 
+def leaf_types(where: str, leaves: Sequence[Any], names: Sequence[str]) -> list[TensorType]:
+    """The types of the leaves of arguments; an error that names the one that is neither an array nor a number."""
+    return [leaf_type(where, x, name) for x, name in zip(leaves, names, strict=True)]
+
+
+def leaf_type(where: str, leaf: Any, name: str) -> TensorType:
+    """`leaf_types` of one."""
+    try:
+        return type_of(leaf)
+    except DTypeError as error:
+        if isinstance(leaf, (int, float, np.ndarray, np.generic)):
+            raise DTypeError(f"{where}: {name}: {error}", hint=error.hint) from None
+        if where == "jit":
+            static = f"{name!r}" if name.isidentifier() else "..., with an argument of its own for it"
+            hint = f"Python values are static arguments: static_argnames={static}"
+        elif name.startswith(RESULT):
+            hint = "a traced function returns arrays, numbers and trees of them"
+        else:
+            hint = "bind Python values first, with functools.partial or a lambda"
+        found = f"{name} is a {type(leaf).__name__}"
+        raise DTypeError(f"{where}: {found}, wanted an array, a number or a tree of them", hint=hint) from None
+
+
 def trace_leaves(
     function: Callable[..., Any], shape: tree.Structure, types: Sequence[TensorType],
     names: Sequence[str] | None = None, *, weak: Sequence[bool] | None = None, prints: bool = False,
@@ -92,9 +117,7 @@ def trace_leaves(
         args, kwargs = shape.unflatten(given)
         made = function(*args, **kwargs)
         found, structure = tree.flatten(made)
-        for leaf in found:
-            if not isinstance(leaf, Traced):
-                _check_output(label, leaf)
+        leaf_types(label, found, structure.paths(RESULT))
         results = [trace.constant(leaf) for leaf in found]
         lines = trace.prints or []
         shown = [trace.constant(x) for line in lines for x in line.traced]
@@ -103,23 +126,19 @@ def trace_leaves(
     return Function(trace.graph, list(trace.captured), structure, [is_weak(x) for x in found], lines, printed)
 
 
-def _check_output(label: str, leaf: Any) -> None:
-    try:
-        as_array(leaf)
-    except DTypeError as error:
-        error.add_note(f"  what {label} returns has it")
-        raise
-
-
-def trace(function: Callable[..., Any]) -> Callable[..., Graph]:
+def trace(function: Callable[..., Any], *args: Any) -> Callable[..., Graph]:
     """`trace(f)(*args)` is the graph of f for arguments of these shapes and types; arrays or `TensorType`s."""
     need_function("trace", function)
+    if args:
+        raise GraphError(f"trace: takes a function, found {len(args)} arguments more", hint="rlx.trace(f)(*args)")
 
     def wrapped(*args: Any, **kwargs: Any) -> Graph:
         found, shape = tree.flatten((args, kwargs))
-        types = [x if isinstance(x, TensorType) else type_of(x) for x in found]
+        names = names_of(function, args, kwargs)
+        leaves = zip(found, names, strict=True)
+        types = [x if isinstance(x, TensorType) else leaf_type("trace", x, name) for x, name in leaves]
         weak = [not isinstance(x, TensorType) and is_weak(x) for x in found]
-        return trace_leaves(function, shape, types, names_of(function, args, kwargs), weak=weak, prints=True).graph
+        return trace_leaves(function, shape, types, names, weak=weak, prints=True).graph
 
     return wrapped
 
@@ -165,10 +184,14 @@ def call(graph: Graph, operands: Sequence[Any]) -> list[Any]:
 def at_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of arrays that builds graphs: inside a trace it does, outside it is traced and run at once."""
 
+    static = _static(function)
+
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if current() is not None:
             return function(*args, **kwargs)
+        args = tuple(plain(x) if i in static else x for i, x in enumerate(args))
+        kwargs = {k: plain(x) if k in static else x for k, x in kwargs.items()}
         found, shape = tree.flatten((args, kwargs))
         moving = [i for i, x in enumerate(found) if isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "biuf"]
         slots = set(moving)
@@ -192,15 +215,29 @@ def at_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def _static(function: Callable[..., Any]) -> set[int | str]:
+    """Numbers and names of the parameters that say what to do, such as `axis: int`; data is `Any`, or a float."""
+    found: set[int | str] = set()
+    for i, p in enumerate(inspect.signature(function).parameters.values()):
+        if p.annotation not in ("Any", "float", p.empty):
+            found |= {i, p.name}
+    return found
+
+
+def plain(x: Any) -> Any:
+    """NumPy scalars as Python's numbers, also inside tuples and lists: what says an axis or a size is no data."""
+    if isinstance(x, (tuple, list)):
+        return type(x)(map(plain, x)) if type(x) in (tuple, list) else x
+    return x.item() if isinstance(x, np.generic) else x
+
+
 def apply(op: str, *operands: Any, **attrs: Any) -> Any:
     """An op of the registry on arrays, numbers and stand-ins."""
-    trace = current()
-    if trace is None:
-        return at_once(_apply)(op, *operands, **attrs)
-    return _apply(op, *operands, **attrs)
+    attrs = {k: plain(v) for k, v in attrs.items()}
+    return _apply_at_once(op, *operands, **attrs) if current() is None else _apply(op, *operands, **attrs)
 
 
-def _apply(op: str, *operands: Any, **attrs: Any) -> Any:
+def _apply(op: Any, *operands: Any, **attrs: Any) -> Any:
     trace = current()
     assert trace is not None
     given = [None if x is None else trace.value(x) for x in operands]
@@ -218,3 +255,6 @@ def _apply(op: str, *operands: Any, **attrs: Any) -> Any:
     results = trace.graph.build(op, given, {k: trace.value(v) for k, v in attrs.items()}).results
     made = tuple(Traced(trace, r, weak) for r in results)
     return made[0] if len(made) == 1 else made
+
+
+_apply_at_once = at_once(_apply)

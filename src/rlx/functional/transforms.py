@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlx import transforms as graphs
-from rlx.errors import GraphError, ShapeError
+from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.functional import tree
 from rlx.functional.arrays import astype, zeros_like
 from rlx.functional.printing import say_batch, say_called
 from rlx.functional.stand_ins import is_weak, type_of
-from rlx.functional.tracing import Function, call, names_of, need_function, trace_leaves
+from rlx.functional.tracing import Function, call, leaf_types, names_of, need_function, trace_leaves
 from rlx.ir.graph import Graph
 from rlx.transforms.reverse import joint, split
 from rlx.transforms.walk import leaves as leaf_nodes
@@ -24,11 +24,11 @@ from rlx.types import TensorType, axis_index
 Fun = Callable[..., Any]
 
 
-def _traced(function: Fun, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Function, list[Any]]:
+def _traced(where: str, function: Fun, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Function, list[Any]]:
     """The graph of a function for these arguments, and their leaves."""
     found, shape = tree.flatten((tuple(args), kwargs))
     names = names_of(function, args, kwargs)
-    types, weak = [type_of(x) for x in found], [is_weak(x) for x in found]
+    types, weak = leaf_types(where, found, names), [is_weak(x) for x in found]
     made = trace_leaves(function, shape, types, names, weak=weak, prints=True)
     say_called(made, [*found, *made.captured])
     return made, found
@@ -40,22 +40,30 @@ def _name(graph: Graph, i: int) -> str:
 
 def _chosen(where: str, args: Sequence[Any], argnums: int | Sequence[int]) -> tuple[list[int], list[tree.Structure]]:
     """The numbers of the leaves of some arguments, and the structure of each."""
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    numbers = (argnums,) if isinstance(argnums, int) else argnums
+    if not isinstance(numbers, (tuple, list)) or not all(isinstance(n, int) for n in numbers):
+        hint = "the number of an argument, counted from 0, or a tuple of numbers"
+        raise GraphError(f"{where}: argnums is {argnums!r}", hint=hint)
     starts, at = [], 0
     for argument in args:
         starts.append(at)
         at += tree.structure(argument).leaves
-    found, shapes = [], []
+    found: list[int] = []
+    shapes: list[tree.Structure] = []
     for n in numbers:
         if not -len(args) <= n < len(args):
-            raise GraphError(f"{where}: argnums is {argnums}, there are {len(args)} arguments")
+            hint = "argnums counts arguments given by position, not by name"
+            raise GraphError(f"{where}: argnums is {argnums}, there are {len(args)} arguments", hint=hint)
         shapes.append(tree.structure(args[n]))
-        found += (
-            list(range(starts[n], starts[n] + shapes[-1].leaves))
-            if n >= 0
-            else list(range(starts[n % len(args)], starts[n % len(args)] + shapes[-1].leaves))
-        )
+        found += range(starts[n], starts[n] + shapes[-1].leaves)
     return found, shapes
+
+
+def _need_floats(made: Function, which: Sequence[int]) -> None:
+    for node in (leaf_nodes(made.graph)[i] for i in which):
+        if not node.types[0].dtype.is_float:
+            found = f"{node.attrs['name']!r} is {node.types[0]}"
+            raise DTypeError(f"grad: {found}, only floats have a gradient", hint="3.0 is a float, 3 is not")
 
 
 def _shared(argnums: int | Sequence[int], shapes: Sequence[tree.Structure], leaves: Sequence[Any]) -> Any:
@@ -77,8 +85,9 @@ def value_and_grad(
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        made, leaves = _traced(function, args, kwargs)
+        made, leaves = _traced("grad", function, args, kwargs)
         which, shapes = _chosen("grad", args, argnums)
+        _need_floats(made, which)
         outputs = made.graph.outputs
         if has_aux and (made.given.kind is not tuple or len(made.given.children) != 2):
             raise GraphError(f"grad: has_aux wants a pair of value and aux, the function gives {made.given}")
@@ -113,7 +122,7 @@ def _label(function: Fun) -> str:
 
 def vjp(function: Fun, *primals: Any) -> tuple[Any, Fun]:
     """What the function gives, and a function from cotangents of that to a tuple of cotangents of the arguments."""
-    made, leaves = _traced(need_function("vjp", function), primals, {})
+    made, leaves = _traced("vjp", need_function("vjp", function), primals, {})
     graph = made.graph
     nodes = leaf_nodes(graph)
     wanted = [i < len(leaves) and n.types[0].dtype.is_float for i, n in enumerate(nodes)]
@@ -150,7 +159,9 @@ def _of_types(where: str, given: Sequence[Any], wanted: Sequence[TensorType]) ->
 # -- forward mode -----------------------------------------------------------------------------------------------------
 def jvp(function: Fun, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     """What the function gives, and the tangent of that, for tangents of the arguments."""
-    made, leaves = _traced(need_function("jvp", function), primals, {})
+    need_function("jvp", function)
+    _need_tuples("jvp", primals=primals, tangents=tangents)
+    made, leaves = _traced("jvp", function, primals, {})
     given, shape = tree.flatten(tuple(tangents))
     if shape != tree.structure(tuple(primals)):
         raise GraphError(f"jvp: tangents are {shape}, primals {tree.structure(tuple(primals))}")
@@ -167,8 +178,17 @@ def jvp(function: Fun, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple
     return made.outputs(found[:count]), made.outputs(moved)
 
 
+def _need_tuples(where: str, **given: Any) -> None:
+    for name, value in given.items():
+        if type(value) not in (tuple, list):
+            hint = f"a tuple with one for each argument: rlx.{where}(f, (x,), (tangent,))"
+            raise GraphError(f"{where}: {name} is a {type(value).__name__}, wanted a tuple", hint=hint)
+
+
 def hvp(function: Fun, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """The Hessian of what the function gives, one float, times tangents of the arguments."""
+    need_function("hvp", function)
+    _need_tuples("hvp", primals=primals, tangents=tangents)
     numbers = tuple(range(len(primals)))
     found = jvp(grad(function, numbers), tuple(primals), tuple(tangents))[1]
     return found[0] if len(numbers) == 1 else found
@@ -193,8 +213,9 @@ def hessian(function: Fun, argnums: int = 0) -> Fun:
 def _jacobian(function: Fun, argnums: int | Sequence[int], transform: Callable[..., Graph]) -> Fun:
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        made, leaves = _traced(function, args, kwargs)
+        made, leaves = _traced("jacobian", function, args, kwargs)
         which, shapes = _chosen("jacobian", args, argnums)
+        _need_floats(made, which)
         graph = transform(made.graph, [_name(made.graph, i) for i in which])
         found = call(graph, [*leaves, *made.captured])
         rows = [found[i : i + len(which)] for i in range(0, len(found), len(which))]
@@ -206,20 +227,21 @@ def _jacobian(function: Fun, argnums: int | Sequence[int], transform: Callable[.
 # -- vmap -------------------------------------------------------------------------------------------------------------
 def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
     """A function of batches. `in_axes` says where the axis of the batch is: one number for all arguments, or a tuple
-    with a number, None (shared) or a tree of them for each; `out_axes` likewise for what the function gives."""
+    with a number, None (shared) or a tree of them for each; `out_axes` likewise for what the function gives. Arguments
+    by name have it first, as in JAX."""
     need_function("vmap", function)
 
     @functools.wraps(function)
-    def wrapped(*args: Any) -> Any:
-        leaves, shape = tree.flatten((args, {}))
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        leaves, shape = tree.flatten((args, kwargs))
         prefix = (in_axes,) * len(args) if not isinstance(in_axes, (tuple, list)) else tuple(in_axes)
         if len(prefix) != len(args):
             raise GraphError(f"vmap: {len(prefix)} in_axes for {len(args)} arguments")
         axes = tree.broadcast_prefix(prefix, args, "vmap: in_axes")
+        axes += [0] * (len(leaves) - len(axes))
         types, sizes = [], {}
-        names = names_of(function, args, {})
-        for i, (x, axis) in enumerate(zip(leaves, axes, strict=True)):
-            type_ = type_of(x)
+        names = names_of(function, args, kwargs)
+        for i, (type_, axis) in enumerate(zip(leaf_types("vmap", leaves, names), axes, strict=True)):
             if axis is not None:
                 axis = axes[i] = axis_index(axis, type_.rank, f"vmap: {names[i]}")
                 sizes[names[i]] = type_.shape[axis]
@@ -250,7 +272,7 @@ def checkpoint(function: Fun, *, keep: Any = "nothing") -> Fun:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        made, leaves = _traced(function, args, kwargs)
+        made, leaves = _traced("checkpoint", function, args, kwargs)
         operands = [*leaves, *made.captured]
         body = Graph("checkpoint")
         inputs = [body.input(n.attrs["name"], n.types[0].shape, n.types[0].dtype) for n in leaf_nodes(made.graph)]

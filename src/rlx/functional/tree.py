@@ -65,7 +65,7 @@ class Structure:
     def __str__(self) -> str:
         match self.kind:
             case "leaf":
-                return "*"
+                return "array"
             case None:
                 return "None"
         parts = [str(c) for c in self.children]
