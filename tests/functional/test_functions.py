@@ -356,3 +356,10 @@ def test_a_trace_is_a_graph() -> None:
         params, rlx.TensorType((rlx.dim("n"), 4), rlx.dtype("f64")), rlx.TensorType((rlx.dim("n"), 1), rlx.dtype("f64"))
     )
     assert symbolic.symbols() == ["n"]
+
+
+def test_modules_list_what_they_are_for() -> None:
+    for module in (rlx.random, rlx.tree):
+        made_here = {n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
+        names = {n for n in made_here if not n.startswith("_")} - {"broadcast_prefix"}
+        assert set(dir(module)) == names

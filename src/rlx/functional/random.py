@@ -86,3 +86,7 @@ def gumbel(key: Any, shape: Shape = ()) -> Any:
 def categorical(key: Any, logits: Any, axis: int = -1) -> Any:
     """Indices with probabilities softmax(logits)."""
     return argmax(logits + gumbel(key, type_of(logits).shape), axis)
+
+
+def __dir__() -> list[str]:
+    return ["bernoulli", "bits", "categorical", "fold_in", "gumbel", "key", "normal", "randint", "split", "uniform"]

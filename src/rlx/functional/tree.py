@@ -146,3 +146,7 @@ def broadcast_prefix(prefix: Any, tree: Any, where: str) -> list[Any]:
         return found
 
     return walk(prefix, tree)
+
+
+def __dir__() -> list[str]:
+    return ["Structure", "flatten", "leaves", "map", "structure"]
