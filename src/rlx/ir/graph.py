@@ -303,6 +303,7 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
         self.outputs: tuple[Value, ...] = ()
         self._named: dict[str, Node] = {}
         self.limits: dict[str, int] = {}  # symbol -> largest size allowed at run time
+        self.computed: set[str] = set()  # params that the model computes itself, as RoPE tables: nothing to train
 
     # -- modules ----------------------------------------------------------------------------------------------------
     @staticmethod
