@@ -9,10 +9,10 @@ from typing import Any, overload
 
 import numpy as np
 
-from rlx.errors import GraphError, nearest
+from rlx.errors import DTypeError, GraphError, nearest
 from rlx.functional import tree
 from rlx.functional.printing import say_all
-from rlx.functional.stand_ins import as_array, current, is_weak
+from rlx.functional.stand_ins import as_array, current, is_weak, type_of
 from rlx.functional.tracing import Function, leaf_types, need_function, session, trace_leaves
 from rlx.transforms.walk import leaves as leaf_nodes
 from rlx.types import TensorType, as_size
@@ -48,10 +48,13 @@ class Jitted:
         moving, static = self._parted(args, kwargs)
         leaves, shape = tree.flatten(moving)
         paths = self._paths(moving)
-        given = leaf_types("jit", leaves, paths)
-        types = [self._type(path, t) for path, t in zip(paths, given, strict=True)]
-        arrays = [as_array(x) for x in leaves]
-        weak = tuple([is_weak(x) for x in leaves])
+        try:
+            arrays = [as_array(x) for x in leaves]
+        except DTypeError:
+            leaf_types("jit", leaves, paths)  # says which one it is
+            raise
+        types = [self._type(path, type_of(a)) for path, a in zip(paths, arrays, strict=True)]
+        weak = tuple([type(x) is not np.ndarray and is_weak(x) for x in leaves])
         key = (shape, tuple(types), weak, static)
         found = self.compiled.get(key)
         if found is None:

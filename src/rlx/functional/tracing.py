@@ -117,7 +117,9 @@ def trace_leaves(
         args, kwargs = shape.unflatten(given)
         made = function(*args, **kwargs)
         found, structure = tree.flatten(made)
-        leaf_types(label, found, structure.paths(RESULT))
+        for i, leaf in enumerate(found):
+            if not isinstance(leaf, Traced):
+                leaf_type(label, leaf, structure.paths(RESULT)[i])
         results = [trace.constant(leaf) for leaf in found]
         lines = trace.prints or []
         shown = [trace.constant(x) for line in lines for x in line.traced]
