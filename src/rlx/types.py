@@ -417,8 +417,9 @@ def as_size(like: Any) -> Size:
 
 def as_shape(like: ShapeLike) -> tuple[Size, ...]:
     """A shape from any iterable of sizes."""
-    if isinstance(like, str):
-        raise ShapeError(f"shape: {like!r} is a string", hint=f"write ({like!r},) for one axis")
+    if isinstance(like, str) or not isinstance(like, Iterable):
+        what = "a string" if isinstance(like, str) else "not a tuple of sizes"
+        raise ShapeError(f"shape: {like!r} is {what}", hint=f"write ({like!r},) for one axis")
     return tuple(as_size(d) for d in like)
 
 

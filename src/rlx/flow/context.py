@@ -123,6 +123,7 @@ class FlowCtx:
         made = self.params.get(name)
         if made is None:
             self.state.loaded_params[name] = self.hir().param(name, array.shape, array.dtype)
+            self.hir().computed.add(name)
             self.params[name] = array
         elif made is not array and (made.dtype != array.dtype or not np.array_equal(made, array, equal_nan=True)):
             raise GraphError(f"param {name!r}: was made before with other numbers", hint="give it a name of its own")

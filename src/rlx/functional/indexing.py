@@ -20,7 +20,8 @@ from rlx.functional.elementwise import (
 )
 from rlx.functional.operands import asarray, astype, held, traced
 from rlx.functional.shapes import broadcast_to, expand_dims, moveaxis, ravel, reshape, transpose
-from rlx.functional.tracing import Traced, apply, at_once, current, type_of
+from rlx.functional.stand_ins import Traced, current, type_of
+from rlx.functional.tracing import apply, at_once
 from rlx.transforms import build
 from rlx.types import Dim, Size, axis_index, broadcast, product
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from rlx.dtypes import BOOL, DType, DTypeLike, WeakScalar, dtype, promote
+from rlx.dtypes import BOOL, DType, DTypeLike, dtype, promote, weak
 from rlx.errors import DTypeError, GraphError, RlxError, ShapeError, nearest
 from rlx.ir import registry
 from rlx.ir.control import ControlBuilders
@@ -303,6 +303,7 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
         self.outputs: tuple[Value, ...] = ()
         self._named: dict[str, Node] = {}
         self.limits: dict[str, int] = {}  # symbol -> largest size allowed at run time
+        self.computed: set[str] = set()  # params that the model computes itself, as RoPE tables: nothing to train
 
     # -- modules ----------------------------------------------------------------------------------------------------
     @staticmethod
@@ -358,7 +359,7 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
 
     # -- building -----------------------------------------------------------------------------------------------------
     def apply(self, op: str, *operands: Any, **attrs: Any) -> Any:
-        """Append one op. Python numbers and arrays among the operands become constants; the result type is inferred."""
+        """Append one op. Numbers and arrays among the operands become constants; the result type is inferred."""
         node = self.build(op, operands, attrs)
         return node.results if len(node.types) != 1 else node.results[0]
 
@@ -427,7 +428,7 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
                     hint="build both in one graph",
                 )
             return operand
-        if isinstance(operand, (bool, int, float)) and scalar_type is not None:
+        if scalar_type is not None and weak(operand) is not None:
             return self.constant(operand, scalar_type)
         if isinstance(operand, (bool, int, float, np.ndarray, np.generic, list, tuple)):
             return self.constant(operand)
@@ -593,7 +594,7 @@ def _numbers(data: Any, like: DTypeLike | None) -> np.ndarray[Any, Any]:
     elif isinstance(data, (np.ndarray, np.generic)):
         wanted = dtype(data.dtype)
     elif array.dtype.kind in "biuf":
-        wanted = promote(WeakScalar({"b": "bool", "f": "float"}.get(array.dtype.kind, "int")))
+        wanted = dtype({"b": bool, "f": float}.get(array.dtype.kind, int))
     else:
         raise DTypeError(f"constant: {data!r} is not made of numbers that rlx has")
     if wanted.is_integer and array.size and array.dtype.kind in "iuf":
@@ -610,18 +611,16 @@ def _held(operand: Any) -> Any:
     return operand.__rlx_value__() if hasattr(type(operand), "__rlx_value__") else operand
 
 
-def _weak(number: Any) -> WeakScalar:
-    return WeakScalar("bool" if isinstance(number, bool) else "int" if isinstance(number, int) else "float")
-
-
 def _scalar_type(operands: Sequence[Any]) -> DType | None:
-    """The type that Python numbers among elementwise operands take."""
+    """The type that numbers among elementwise operands take beside the others; None where there are no others."""
+    numbers = [kind for o in operands if (kind := weak(o)) is not None]
+    if not numbers or len(numbers) == len(operands):
+        return None
     strong = [o.dtype for o in operands if isinstance(o, Value)]
-    strong += [dtype(o.dtype) for o in operands if isinstance(o, (np.ndarray, np.generic))]
+    strong += [dtype(o.dtype) for o in operands if isinstance(o, np.ndarray)]
     if operands and isinstance(operands[0], Value) and operands[0].dtype is BOOL and len(operands) == 3:
         strong = strong[1:]  # where(condition, a, b): the condition does not take part
-    weak = [_weak(o) for o in operands if isinstance(o, (bool, int, float)) and not isinstance(o, np.generic)]
-    return promote(*strong, *weak) if weak else None
+    return promote(*strong, *numbers)
 
 
 def _reshape_target(x: Value, shape: ShapeLike) -> tuple[Size, ...]:

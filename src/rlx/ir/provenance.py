@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import FrameType
 
+import numpy as np
+
+# Where no user writes code: rlx itself, NumPy, which calls back what it is given, and functools.
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PASSED = (_PACKAGE, os.path.dirname(os.path.abspath(np.__file__)) + os.sep, functools.__file__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +59,9 @@ def stage(name: str) -> Iterator[None]:
 
 
 def here() -> Origin:
-    """The nearest frame outside rlx, with the current stage path."""
+    """The nearest frame of the user's, with the current stage path."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith(_PASSED):
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename.startswith("<frozen"):  # rlx itself is the program
         return Origin(stage=_stage.get())

@@ -30,6 +30,7 @@ class Rewriter:
         self.old = old
         self.graph = Graph(old.name, level=old.level)
         self.graph.limits = dict(old.limits)
+        self.graph.computed = set(old.computed)
         self.made_by = made_by
         self.values: dict[Value, Value] = {}
 

@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlx.dtypes import BOOL
 from rlx.ir.graph import Graph, Node
+from rlx.lir.kernels import OUT_OF_STEPS
+from rlx.lir.loops import Apply, Check, Expr, Stmt
 from rlx.lir.program import ARENA, Branch, Loop
-from rlx.lir.schedule import Scheduler, loop_form
+from rlx.lir.schedule import Elements, Scheduler, loop_form, map_elements
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, dim, dim_floordiv, product
 
@@ -122,6 +125,17 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     symbols = {"symbol": inside.symbol, "parity": inside.parity}
     inside.close(Loop, last=last, length=node.attrs["max_steps"], predicate=predicate, test=test, **symbols)
     return results
+
+
+@loop_form("ended")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    out = s.result(node)
+
+    def body(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
+        return [Check(Apply("not", (e.load(1),), BOOL), OUT_OF_STEPS)], [e.load(0)]
+
+    map_elements(s, "while_loop", out.shape, [s.view(o).expand(out.shape) for o in node.operands], [out], body)
+    return [out]
 
 
 @loop_form("cond")

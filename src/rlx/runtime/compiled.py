@@ -113,7 +113,11 @@ class CompiledGraph(ABC):
     def run(self, inputs: Mapping[str, Any] | None = None, *, trace: str | Path | None = None) -> list[Array]:
         """The outputs for named inputs; they belong to the caller. `trace` writes a timeline for chrome://tracing."""
 
-    def __call__(self, **inputs: Any) -> list[Array]:
+    def __call__(self, *args: Any, **inputs: Any) -> list[Array]:
+        if args:
+            shown = ", ".join(f"{n}=..." for n in list(self.input_types)[:5])
+            hint = f"f({shown}), or f.run({{...}}) with a dict"
+            raise BindError(f"inputs: {len(args)} given by position, they go by name", hint=hint)
         return self.run(inputs)
 
     def _check_inputs(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, int]]:

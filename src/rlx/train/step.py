@@ -126,9 +126,10 @@ def step(
 ) -> TrainStep:  # fmt: skip
     """Compile a training step: one call computes the loss and its gradients, and updates the params in place.
 
-    `loss` is a graph or a module whose output is one float; `wrt` names the params to train (None: all that are
-    floats), the others stay as they are set. With `clip`, gradients are scaled so that the norm of all of them
-    together is at most that. `has_aux` and `keep` are those of `rlx.transforms.value_and_grad`.
+    `loss` is a graph or a module whose output is one float; `wrt` names the params to train, the others stay as they
+    are set. None trains all floats but those that a flow computes itself, as RoPE tables. With `clip`, gradients are
+    scaled so that the norm of all of them together is at most that. `has_aux` and `keep` are those of
+    `rlx.transforms.value_and_grad`.
     """
     made = step_graph(loss, optimiser, wrt, clip=clip, has_aux=has_aux, keep=keep)
     in_place = device != "reference"

@@ -37,16 +37,20 @@ def as_graph(where: str, given: Any) -> Graph:
     """The MIR graph of a graph or a module, with outputs."""
     graph = given if isinstance(given, Graph) else given.into_mir() if hasattr(given, "into_mir") else None
     if graph is None:
-        raise GraphError(f"{where}: {type(given).__name__} is neither a Graph nor a GraphModule")
+        hint = "its .module is a graph" if isinstance(getattr(given, "module", None), Graph) else None
+        raise GraphError(f"{where}: {type(given).__name__} is neither a Graph nor a GraphModule", hint=hint)
     if not graph.outputs:
         raise GraphError(f"{where}: graph {graph.name!r} has no outputs", hint="call set_outputs([...])")
     return lower(graph)
 
 
 def chosen(where: str, graph: Graph, wrt: Wrt) -> list[Node]:
-    """The inputs and params that derivatives are taken with respect to. None: all float params, or else inputs."""
+    """The inputs and params that derivatives are taken with respect to.
+
+    None: all float params but those that the model computes itself, or else inputs.
+    """
     if wrt is None:
-        params = [n for n in graph.params if n.types[0].dtype.is_float]
+        params = [n for n in graph.params if n.types[0].dtype.is_float and n.attrs["name"] not in graph.computed]
         found = params or [n for n in leaves(graph) if n.types[0].dtype.is_float]
         if not found:
             raise GraphError(f"{where}: graph {graph.name!r} has no inputs that are floats")
@@ -271,6 +275,9 @@ def vmap(graph: Any, in_axes: Axes = 0, out_axes: int | Sequence[int] = 0, *, si
     all share. Params are shared unless named. `out_axes` is where it is in each output.
     """
     source = as_graph("vmap", graph)
+    if size is None and "batch" in source.symbols():
+        hint = 'give the new axis a name of its own: size="examples"'
+        raise GraphError(f"vmap: graph {source.name!r} has a size called batch already", hint=hint)
     count = as_size("batch" if size is None else size)
     made = Graph(f"{source.name}_vmap")
     made.limits = dict(source.limits)

@@ -501,11 +501,12 @@ def _never(inputs: object) -> None:
 
 
 def _fault_text(code: int) -> str:
-    from rlx.lir.kernels import BEYOND_CAPACITY
+    from rlx.lir.kernels import BEYOND_CAPACITY, OUT_OF_STEPS
 
     known = {
         1: "an index lies outside the axis it selects from",
         BEYOND_CAPACITY: "a position lies outside the capacity of a cache",
+        OUT_OF_STEPS: "its condition still holds after max_steps",
     }
     return known.get(code, f"fault {code}")
 
