@@ -127,13 +127,14 @@ class CacheBindings:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBindings:
-    """The inputs of a decode step whose caller keeps the cache: one past K and one past V a layer."""
+    """The inputs of a decode step whose caller keeps the cache: one past K and one past V per layer."""
 
     cos: Value
     sin: Value
     mask: Value | None
     past_k: list[Value]
     past_v: list[Value]
+    rows: bool = True  # cos and sin have one row per new token, not one per position
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,8 @@ class FlowState:
     rope_cos: Value | None = None
     rope_sin: Value | None = None
     rope_style: str = "halves"
+    rope_styles: dict[str, str] = field(default_factory=dict)  # of tables that have a name, `rope` or `rope.local`
+    rope_rows: bool = False  # `rope_cos` and `rope_sin` have one row per new token, not one per position
     zero_beta: Value | None = None  # the first zero vector that `ZeroBeta` made
     embed_weight: Value | None = None  # [vocab, hidden], for a tied head
     hidden_shape: Shape | None = None  # of the first hidden state, after the token table

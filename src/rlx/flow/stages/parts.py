@@ -182,27 +182,29 @@ class DecodeRopeParams(FlowStage):
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         ctx.state.rope_cos = ctx.synth_param("decode.rope.cos", np.asarray(self.cos, np.float32))
         ctx.state.rope_sin = ctx.synth_param("decode.rope.sin", np.asarray(self.sin, np.float32))
+        ctx.state.rope_rows = True
         return value
 
 
 @dataclass(frozen=True)
 class BindDecodeInputs(FlowStage):
-    """The inputs of a decode step as `FlowState.decode`: RoPE rows, a mask, one past K and V a layer.
+    """The inputs of a decode step as `FlowState.decode`: RoPE rows, a mask, one past K and V per layer.
 
-    The flow declares `past_k_0`, `past_v_0` and so on, `mask` if it is used, and `rope_cos` and `rope_sin` unless
-    tables flow already. The flowing value passes.
+    The flow declares `past_k_0`, `past_v_0` and so on, and `mask` if it is used. Rows of RoPE tables, one per new
+    token, are inputs `rope_cos` and `rope_sin` or those of `DecodeRopeParams`. Where `RopeTables` flow instead, the new
+    tokens come after the past, or are at the `positions` that the flow declares. The flowing value passes.
     """
 
     num_layers: int
     use_custom_mask: bool = False
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        cos, sin = ctx.state.rope_cos, ctx.state.rope_sin
-        if cos is None or sin is None:
-            cos, sin = self.bound(ctx, "rope_cos"), self.bound(ctx, "rope_sin")
+        cos, sin, rows = ctx.state.rope_cos, ctx.state.rope_sin, ctx.state.rope_rows
+        if cos is None or sin is None or "rope_cos" in ctx.state.inputs:
+            cos, sin, rows = self.bound(ctx, "rope_cos"), self.bound(ctx, "rope_sin"), True
         past_k, past_v = ([self.bound(ctx, f"past_{x}_{i}") for i in range(self.num_layers)] for x in "kv")
         mask = self.bound(ctx, "mask") if self.use_custom_mask else None
-        ctx.state.decode = DecodeBindings(cos, sin, mask, past_k, past_v)
+        ctx.state.decode = DecodeBindings(cos, sin, mask, past_k, past_v, rows)
         return value
 
     def bound(self, ctx: FlowCtx, name: str) -> Value:
