@@ -111,11 +111,14 @@ class FlowCtx:
     def synth_param(self, name: str, data: Any, shape: Sequence[int] | None = None) -> Value:
         """A weight that the model computes itself, such as a RoPE table; the same one where it is asked for again.
 
-        Python numbers become f32 or i32, arrays keep their type; `shape` says how the numbers lie.
+        Flows compute in f32, so numbers of f64 become f32; Python integers become i32, other arrays keep their type.
+        `shape` says how the numbers lie.
         """
         array = np.asarray(data, order="C")
-        if not isinstance(data, (np.ndarray, np.generic)):
-            array = array.astype({"f": np.float32, "i": np.int32}.get(array.dtype.kind, array.dtype))
+        if array.dtype == np.float64:
+            array = array.astype(np.float32)
+        elif array.dtype.kind == "i" and not isinstance(data, (np.ndarray, np.generic)):
+            array = array.astype(np.int32)
         if shape is not None:
             if array.size != int(np.prod(shape)):
                 raise ShapeError(f"param {name!r}: {array.size} numbers cannot have the shape {_text(shape)}")
@@ -149,6 +152,12 @@ class FlowCtx:
         value = self.hir().input(name, wanted.shape, wanted.dtype)
         self.state.inputs[name] = (value, value.shape)
         return value
+
+    def mask_input(self, name: str, shape: ShapeLike) -> Value:
+        """A mask by name, 1 or true where something counts: f32 unless the flow declares another type."""
+        declared = self.state.inputs.get(name)
+        mask = self.input(name, shape, "f32" if declared is None else declared[0].dtype)
+        return mask >= 1 if mask.dtype.is_integer else mask
 
     def flow_input(self, name: str) -> FlowValue:
         """An input that the flow has declared."""

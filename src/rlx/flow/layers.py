@@ -14,6 +14,7 @@ from rlx.flow.stages import attention, decoder, embed, encoder, ffn, norm, parts
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.custom import Author, Custom, plugin_stage
 from rlx.ops.attention import MaskKind
+from rlx.types import Size
 
 # Names under which Hugging Face keeps the ends of a decoder.
 TOKENS, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
@@ -247,10 +248,10 @@ class StageList(ABC):
     def zero_beta_named(self, name: str, len: int) -> Self:
         return self.stage(parts.ZeroBeta(name, len))
 
-    def attn_mask(self, batch: int, seq: int, input_name: str) -> Self:
+    def attn_mask(self, batch: Size | str, seq: Size | str, input_name: str) -> Self:
         return self.stage(parts.AttnMask(batch, seq, input_name))
 
-    def attn_mask_ones(self, batch: int, seq: int) -> Self:
+    def attn_mask_ones(self, batch: Size | str, seq: Size | str) -> Self:
         return self.stage(parts.AttnMask(batch, seq))
 
     def decode_rope_params(self, cos: Array, sin: Array) -> Self:

@@ -297,6 +297,9 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
     """A graph under construction or finished. Append-only; `level` is hir or mir."""
 
     def __init__(self, name: str = "graph", *, level: str = registry.MIR) -> None:
+        if not isinstance(name, str):
+            hint = "module.into_graph() is the graph of a module" if hasattr(name, "into_graph") else None
+            raise GraphError(f"Graph: its name is a {type(name).__name__}, expected a string", hint=hint)
         self.name = name
         self.level = level
         self.nodes: list[Node] = []

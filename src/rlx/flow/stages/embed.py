@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +12,9 @@ from rlx.flow.context import Array, FlowCtx
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
 from rlx.hir.lower import picked
+from rlx.ir.graph import Value
 from rlx.ops.position import STYLES as ROPE_STYLES
-from rlx.types import known_equal
+from rlx.types import Size, known_equal
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,17 @@ class Embed(FlowStage):
         return "embed"
 
 
+def rows_input(ctx: FlowCtx, name: str, shape: Sequence[Size]) -> Value:
+    """Which rows of a table: an input of any shape that the flow declares, else one of this shape."""
+    return ctx.flow_input(name).id if name in ctx.state.inputs else ctx.input(name, shape, "i32")
+
+
 @dataclass(frozen=True)
 class GatherAdd(FlowStage):
-    """Adds the rows of a table that a named input picks: position and type embeddings."""
+    """Adds the rows of a table that a named input picks: position and type embeddings.
+
+    An input of lower rank, such as `[seq]`, picks rows that all sequences share.
+    """
 
     input_name: str
     weight_key: str
@@ -47,9 +57,12 @@ class GatherAdd(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "GatherAdd")
-        index = ctx.input(self.input_name, x.shape[:-1], "i32")  # a row for each vector
+        index = rows_input(ctx, self.input_name, x.shape[:-1])  # a row for each vector
         table = ctx.load_param(self.weight_key, shape=None if self.rows is None else (self.rows, x.shape[-1]))
-        return ctx.wrap(x + table.gather(index, axis=self.axis))
+        added = table.gather(index, axis=self.axis)
+        if added.rank > x.rank:
+            raise ShapeError(f"stage GatherAdd: rows {added.type} of input {self.input_name!r} do not fit {x.type}")
+        return ctx.wrap(x + added)
 
     @property
     def path(self) -> str:

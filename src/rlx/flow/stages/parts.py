@@ -11,10 +11,11 @@ import numpy as np
 from rlx.errors import GraphError
 from rlx.flow.context import Array, FlowCtx
 from rlx.flow.stages.base import FlowStage
+from rlx.flow.stages.embed import rows_input
 from rlx.flow.stages.ffn import linear
 from rlx.flow.state import DecodeBindings, FlowValue
 from rlx.ir.graph import Value
-from rlx.types import sym
+from rlx.types import Size, as_shape, sym
 
 MASK = "attn_mask"  # the name of the mask that `AttnMask` binds
 
@@ -98,7 +99,7 @@ class GatherFromInput(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         ctx.need(value, "GatherFromInput")
-        index = ctx.input(self.input_name, (sym.BATCH, sym.SEQ), "i32")
+        index = rows_input(ctx, self.input_name, (sym.BATCH, sym.SEQ))
         return ctx.wrap(ctx.load_param(self.weight_key).gather(index, axis=self.axis))
 
     @property
@@ -158,16 +159,18 @@ class ZeroBeta(FlowStage):
 class AttnMask(FlowStage):
     """A padding mask `[batch, seq]` under the name `attn_mask`: a named input, or ones. The flowing value passes."""
 
-    batch: int
-    seq: int
+    batch: Size | str
+    seq: Size | str
     input_name: str | None = None
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        shape = (self.batch, self.seq)
-        if self.input_name is None:
-            mask = ctx.synth_param(MASK, np.ones(shape, np.float32))
-        else:
-            mask = ctx.input(self.input_name, shape)
+        shape = as_shape((self.batch, self.seq))
+        if self.input_name is not None:
+            mask = ctx.mask_input(self.input_name, shape)
+        elif all(isinstance(size, int) for size in shape):
+            mask = ctx.synth_param(MASK, np.ones([int(size) for size in shape], np.float32))
+        else:  # sizes that are known at run time
+            mask = ctx.hir().one("expand", ctx.hir().constant(1.0), shape=shape)
         ctx.state.named[MASK] = mask
         return value
 
@@ -204,6 +207,8 @@ class BindDecodeInputs(FlowStage):
             cos, sin, rows = self.bound(ctx, "rope_cos"), self.bound(ctx, "rope_sin"), True
         past_k, past_v = ([self.bound(ctx, f"past_{x}_{i}") for i in range(self.num_layers)] for x in "kv")
         mask = self.bound(ctx, "mask") if self.use_custom_mask else None
+        if mask is not None:
+            mask = ctx.mask_input("mask", mask.shape)  # truth values where it is of integers
         ctx.state.decode = DecodeBindings(cos, sin, mask, past_k, past_v, rows)
         return value
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-from rlx.errors import GraphError, RlxError
+from rlx.errors import GraphError, RlxError, ShapeError
 from rlx.flow.context import FlowCtx, note_stage
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
@@ -114,6 +114,10 @@ class ResidualAdd(FlowStage):
         x = ctx.need(value, "ResidualAdd")
         if not ctx.state.residuals:
             raise GraphError("stage ResidualAdd: nothing was saved", hint="put ResidualSave before it")
+        saved = ctx.state.residuals[-1]
+        if x.shape != saved.shape:  # broadcasting would add a row of one sequence to another
+            hint = "if both are equal whenever this runs, say so: x.assume_equal(shape=...)"
+            raise ShapeError(f"stage ResidualAdd: the value is {x.type}, what was saved is {saved.id.type}", hint=hint)
         return ctx.wrap(x + ctx.state.residuals.pop().id)
 
 
