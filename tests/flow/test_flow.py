@@ -146,7 +146,9 @@ def test_a_missing_weight_names_its_stage_and_the_nearest_key() -> None:
     c = settings()
     weights = random_weights(c)
     weights["model.layers.1.mlp.up_pro.weight"] = weights.pop("model.layers.1.mlp.up_proj.weight")
-    with pytest.raises(BindError, match=r"weight 'model\.layers\.1\.mlp\.up_proj\.weight' is not in") as caught:
+    with pytest.raises(
+        BindError, match=r"weight 'model\.layers\.1\.mlp\.up_proj\.weight' is not among the weights"
+    ) as caught:
         built(c, weights)
     notes = "\n".join(caught.value.notes)
     assert "did you mean 'model.layers.1.mlp.up_pro.weight'" in notes

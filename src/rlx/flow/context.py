@@ -11,7 +11,7 @@ import numpy as np
 from rlx.dtypes import F32, DTypeLike
 from rlx.errors import BindError, FormatError, GraphError, RlxError, ShapeError, nearest
 from rlx.flow.state import FlowState, FlowValue, Shape
-from rlx.flow.weights import MapWeights, Wanting, WeightSource
+from rlx.flow.weights import MapWeights, Wanting, WeightSource, as_source
 from rlx.ir import provenance
 from rlx.ir.graph import Graph, Value
 from rlx.module import GraphModule
@@ -31,6 +31,9 @@ class FlowCtx:
     weights: WeightSource = field(default_factory=MapWeights)
     profile: CompileProfile = field(default_factory=CompileProfile)
     state: FlowState = field(default_factory=FlowState)
+
+    def __post_init__(self) -> None:
+        self.weights = as_source(self.weights)
 
     # -- the graph --
     def hir(self) -> Graph:
@@ -84,7 +87,8 @@ class FlowCtx:
                 self.weights.want(key, (*shape[:-2], *reversed(shape[-2:])) if turned and shape else shape)
             if not self.weights.has(key):
                 hint = nearest(key, self.weights.keys())
-                raise self._unfit(BindError, f"weight {key!r} is not in the file", hint)
+                place = "is not among the weights" if self._file is None else "is not in the file"
+                raise self._unfit(BindError, f"weight {key!r} {place}", hint or self._no_weights())
             type_ = self.weights.type(key)
             value = self.hir().param(key, type_.shape, type_.dtype)
             if type_.dtype.is_packed:
@@ -101,9 +105,17 @@ class FlowCtx:
             raise self._unfit(ShapeError, f"weight {key!r}: shape is {shapes[0]}, wanted {shapes[1]}")
         return value
 
+    @property
+    def _file(self) -> Any:
+        """The file that the weights come from, where there is one."""
+        return getattr(self.weights, "file", None)
+
+    def _no_weights(self) -> str | None:
+        return None if next(iter(self.weights.keys()), None) is not None else "no weights were given: build(weights)"
+
     def _unfit(self, kind: type[RlxError], what: str, hint: str | None = None) -> RlxError:
         """An error of a weight: the weights', or their file's where they come from one, which has a `file`."""
-        file = getattr(self.weights, "file", None)
+        file = self._file
         error = kind(what, hint=hint) if file is None else FormatError(f"{file.path}: {what}", hint=hint)
         note_stage(error)
         return error
@@ -138,8 +150,8 @@ class FlowCtx:
         return self.synth_param(name, np.zeros(len, np.float32))
 
     # -- inputs and names --
-    def input(self, name: str, shape: ShapeLike, dtype: DTypeLike = "f32") -> Value:
-        """A graph input by name; asking again gives the same one.
+    def input(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
+        """A graph input by name; asking again gives the same one. A type in place of the shape says both.
 
         The first to ask decides its sizes, so that a flow may fix what a stage leaves open.
         """

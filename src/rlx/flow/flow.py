@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from rlx.dtypes import F32, DType
+from rlx.dtypes import F32, DType, DTypeLike
 from rlx.errors import BindError, GraphError, RequestError, nearest
 from rlx.flow.context import Array, FlowCtx
 from rlx.flow.emit import Emit
@@ -23,7 +23,7 @@ from rlx.flow.stages.embed import LmHead
 from rlx.flow.stages.structure import Sequence as StageSequence
 from rlx.flow.stages.structure import edited, emit_stage
 from rlx.flow.state import CacheBindings, FlowValue, Shape
-from rlx.flow.weights import LayeredWeights, MapWeights, WeightSource
+from rlx.flow.weights import LayeredWeights, MapWeights, WeightSource, as_source
 from rlx.ir.graph import Graph, Value
 from rlx.ir.registry import HIR, LEAF, MIR
 from rlx.ir.rewrite import Rewriter, rebuild
@@ -32,7 +32,7 @@ from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_cache import KvCacheSpec as KvCacheSpec
 from rlx.runtime.session import Session
-from rlx.types import ShapeLike, as_shape
+from rlx.types import ShapeLike, TensorType, tensor
 
 if TYPE_CHECKING:
     from rlx.runtime.variants import ModelExecutionConfig
@@ -215,11 +215,16 @@ class ModelFlow(StageList):
     def with_stages(self, stages: Iterable[FlowStage]) -> Self:
         return replace(self, stages=tuple(stages))
 
-    def input(self, name: str, shape: ShapeLike, dtype: str = "f32") -> Self:
-        """A graph input; the first one starts the flow."""
+    def input(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Self:
+        """A graph input; the first one starts the flow. A type in place of the shape says both."""
         if any(name == other for other, _, _ in self.inputs):
             raise GraphError(f"flow {self.name!r}: has an input {name!r} already")
-        return replace(self, inputs=(*self.inputs, (name, as_shape(shape), dtype)))
+        try:
+            type_ = tensor(shape, dtype)
+        except GraphError as error:
+            error.add_note(f"  of input {name!r} of flow {self.name!r}")
+            raise
+        return replace(self, inputs=(*self.inputs, (name, type_.shape, type_.dtype.name)))
 
     def lm_head(self, vocab: int, hidden: int, *, tied: bool) -> Self:
         """Logits; that is the output's name then."""
@@ -296,7 +301,7 @@ class ModelFlow(StageList):
         """
         if not self.inputs:
             raise GraphError(f"flow {self.name!r}: has no input")
-        source = MapWeights(weights) if weights is None or isinstance(weights, Mapping) else weights
+        source = as_source(weights)
         graph = Graph(self.name, level=HIR)
         ctx = FlowCtx(graph, weights=source, profile=self.compile_profile)
         for name, shape, kind in self.inputs:
@@ -324,8 +329,7 @@ class ModelFlow(StageList):
         self, weights: WeightSource | Mapping[str, Any] | None, packed: Mapping[str, Any], capture: Sequence[str] = ()
     ) -> BuiltModel:
         """The same with some weights in place of those of the source; arrays of blocks stay packed."""
-        source = MapWeights(weights) if weights is None or isinstance(weights, Mapping) else weights
-        return self.build(LayeredWeights(MapWeights(packed), source), capture)
+        return self.build(LayeredWeights(MapWeights(packed), as_source(weights)), capture)
 
     def initialised(self, rules: Mapping[str, Initialiser]) -> Self:
         """How `init` makes weights, by patterns of their names: the first that matches, these before earlier ones."""

@@ -172,8 +172,16 @@ class FlowState:
 
     @property
     def residual_skip(self) -> Value | None:
-        """What `ResidualAdd` would add now."""
+        """What `ResidualAdd` would add now. Another value takes its place, the first one is pushed, None pops it."""
         return self.residuals[-1].id if self.residuals else None
+
+    @residual_skip.setter
+    def residual_skip(self, value: Value | FlowValue | None) -> None:
+        if value is not None and not isinstance(value, (Value, FlowValue)):
+            raise GraphError(f"residual_skip: {value!r} is not a value")
+        del self.residuals[-1:]
+        if value is not None:
+            self.residuals.append(value if isinstance(value, FlowValue) else FlowValue.of(value))
 
     @property
     def residual_shape(self) -> Shape | None:

@@ -149,6 +149,10 @@ class LmHead(FlowStage):
             if ctx.state.embed_weight is None:
                 raise GraphError("stage LmHead: is tied to a token table, and none flows here", hint="put Embed first")
             table = ctx.state.embed_weight.mT
+            wanted = (self.hidden_size, self.vocab_size)
+            if any(known_equal(a, b) is False for a, b in zip(table.shape, wanted, strict=True)):
+                shapes = (f"[{b}, {a}]" for a, b in (table.shape, wanted))
+                raise ShapeError("stage LmHead: the token table is {}, wanted {}: vocabulary, hidden".format(*shapes))
         else:
             table = ctx.load_param(self.weight_key, transpose=True, shape=(self.hidden_size, self.vocab_size))
         return ctx.wrap(x @ table)
