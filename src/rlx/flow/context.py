@@ -69,11 +69,13 @@ class FlowCtx:
         return value.id
 
     # -- weights --
-    def load_param(self, key: str, transpose: bool = False, *, shape: Sequence[Size] | None = None) -> Value:
+    def load_param(
+        self, key: str, transpose: bool = False, *, shape: Sequence[Size] | None = None, init: Any = None
+    ) -> Value:
         """A weight by its key as f32: one param node a tensor, widened or unpacked where the file stores it otherwise.
 
         `transpose` turns `[out, in]` into `[in, out]`, as a view. `shape`, if given, is what the value must have (after
-        transposing).
+        transposing). `init` is what `ModelFlow.init` begins it with: a number, or a function of a key and a shape.
         """
         if key in self.params:  # other numbers than the file's
             raise GraphError(
@@ -84,7 +86,7 @@ class FlowCtx:
         if value is None:
             if isinstance(self.weights, Wanting):
                 turned = transpose and shape is not None
-                self.weights.want(key, (*shape[:-2], *reversed(shape[-2:])) if turned and shape else shape)
+                self.weights.want(key, (*shape[:-2], *reversed(shape[-2:])) if turned and shape else shape, init)
             if not self.weights.has(key):
                 hint = nearest(key, self.weights.keys())
                 place = "is not among the weights" if self._file is None else "is not in the file"
@@ -138,6 +140,7 @@ class FlowCtx:
         made = self.params.get(name)
         if made is None:
             self.state.loaded_params[name] = self.hir().param(name, array.shape, array.dtype)
+            self.hir().fixed.add(name)
             self.params[name] = array
         elif made is not array and (made.dtype != array.dtype or not np.array_equal(made, array, equal_nan=True)):
             raise GraphError(f"param {name!r}: was made before with other numbers", hint="give it a name of its own")

@@ -169,6 +169,13 @@ class FlowState:
     named: dict[str, Value] = field(default_factory=dict)
     gdn: GdnInputSlots | None = None
     loaded_params: dict[str, Value] = field(default_factory=dict)
+    paths: set[str] = field(default_factory=set)  # of stages that were given a name
+
+    def claim(self, path: str) -> None:
+        """Say that a stage was given this path as its name; an error if another was."""
+        if path in self.paths:
+            raise GraphError(f"flow: two stages are called {path!r}", hint="give each a name of its own")
+        self.paths.add(path)
 
     @property
     def residual_skip(self) -> Value | None:

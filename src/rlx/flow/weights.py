@@ -32,7 +32,7 @@ class WeightSource(Protocol):
 class Wanting(Protocol):
     """A source that learns from stages which weights there are, and their shapes as files have them."""
 
-    def want(self, key: str, shape: Sequence[Any] | None) -> None: ...
+    def want(self, key: str, shape: Sequence[Any] | None, init: Any = None) -> None: ...
 
 
 class MapWeights:

@@ -314,6 +314,7 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
         self.outputs: tuple[Value, ...] = ()
         self._named: dict[str, Node] = {}
         self.limits: dict[str, int] = {}  # symbol -> largest size allowed at run time
+        self.fixed: set[str] = set()  # params that training leaves alone unless it is told their names
 
     # -- modules ----------------------------------------------------------------------------------------------------
     @staticmethod

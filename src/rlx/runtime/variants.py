@@ -160,6 +160,11 @@ class ModelExecutionConfig:
         source: Any = graph
         if isinstance(graph, GraphModule):
             source = graph.as_hir() if graph.as_hir() is not None else graph.into_mir()
+        if self.variant.past_seq and not _has_past(source):
+            raise GraphError(
+                f"variant: decode has a past of {self.variant.past_seq} tokens, and graph {source.name!r} takes none",
+                hint="give the flow a kv_cache, or inputs past_k_0, past_v_0, ... whose length is rlx.sym.PAST_SEQ",
+            )
         return bind_dims(source, self.dim_binding(), strict=False)
 
     def compile(
@@ -247,6 +252,12 @@ class LazyGraph(CompiledGraph):
 
     def export(self, path: str | Path, *, weights: bool = False) -> Path:
         return self._ready().export(path, weights=weights)
+
+
+def _has_past(graph: Graph) -> bool:
+    """Whether anything of earlier tokens goes into a graph: a cache of the runtime, or inputs of the caller."""
+    known = str(sym.PAST_SEQ) in graph.symbols()
+    return known or any(n.op == "state" or str(n.attrs["name"]).startswith("past") for n in graph.inputs)
 
 
 def _make_folder(folder: Path) -> None:

@@ -6,6 +6,7 @@ ordinary ops, so transforms compose to any order, and what comes out of one comp
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -265,13 +266,13 @@ def _only(graph: Graph, i: int) -> Graph:
 
 # -- vmap -------------------------------------------------------------------------------------------------------------
 def vmap(graph: Any, in_axes: Axes = 0, out_axes: int | Sequence[int] = 0, *, size: Any = None) -> Graph:
-    """The graph on a batch of `size` (a number or a dim; "batch" unless given).
+    """The graph on a batch of `size`: a number or a dim; unless given "batch", or "batch_1" where the graph has that.
 
     `in_axes` is where the axis of the batch is in each input: a number for all inputs, or one by name, None for what
     all share. Params are shared unless named. `out_axes` is where it is in each output.
     """
     source = as_graph("vmap", graph)
-    count = as_size("batch" if size is None else size)
+    count = as_size(_unused_symbol(source) if size is None else size)
     made = Graph(f"{source.name}_vmap")
     made.limits = dict(source.limits)
     given, flags = [], []
@@ -295,6 +296,12 @@ def vmap(graph: Any, in_axes: Axes = 0, out_axes: int | Sequence[int] = 0, *, si
         value = widened(value, flag, count)
         moved.append(move_axis(value, 0, axis_index(place, value.rank, f"vmap: output {i}")))
     return pruned(made.set_outputs(moved))
+
+
+def _unused_symbol(source: Graph) -> str:
+    """A name for the axis of a batch that no size of the graph has."""
+    taken = set(source.symbols())
+    return next(name for i in itertools.count() if (name := f"batch_{i}" if i else "batch") not in taken)
 
 
 def _in_axes(source: Graph, in_axes: Axes) -> list[tuple[Node, int | None]]:

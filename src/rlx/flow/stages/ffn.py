@@ -41,7 +41,7 @@ def linear(
     except GraphError as error:
         error.add_note(f"  weight: {weight_key!r}")
         raise
-    return y if bias_key is None else y + ctx.load_param(bias_key, shape=(weight.shape[-1],))
+    return y if bias_key is None else y + ctx.load_param(bias_key, shape=(weight.shape[-1],), init=0.0)
 
 
 @dataclass(frozen=True)

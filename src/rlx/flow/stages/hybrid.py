@@ -80,7 +80,7 @@ class DeltaNetLayer(FlowStage):
         name = f"delta.{self.layer_idx}"
         ctx.state.named[name] = state_of(ctx, name, x, heads, n, n)
         found = GdnScan(n, carry_state=True, state_key=name).emit(ctx, ctx.wrap(x)).id
-        normed = found.rms_norm(ctx.load_param(f"{base}.norm.weight", shape=(n,)), eps=self.eps)
+        normed = found.rms_norm(ctx.load_param(f"{base}.norm.weight", shape=(n,), init=1.0), eps=self.eps)
         gated = (normed * z.reshape(*lead, heads, n).silu()).reshape(*lead, heads * n)
         return linear(ctx, gated, f"{base}.out_proj.weight", out=x.shape[-1])
 

@@ -52,7 +52,7 @@ class LayerScale(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "LayerScale")
-        return ctx.wrap(x * ctx.load_param(self.gamma_key, shape=x.shape[-1:]))
+        return ctx.wrap(x * ctx.load_param(self.gamma_key, shape=x.shape[-1:], init=1.0))
 
 
 @dataclass(frozen=True)
