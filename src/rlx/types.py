@@ -418,9 +418,25 @@ def as_size(like: Any) -> Size:
 def as_shape(like: ShapeLike) -> tuple[Size, ...]:
     """A shape from any iterable of sizes."""
     if isinstance(like, str) or not isinstance(like, Iterable):
-        what = "a string" if isinstance(like, str) else "not a tuple of sizes"
+        what = "a string" if isinstance(like, str) else "not a shape"
         raise ShapeError(f"shape: {like!r} is {what}", hint=f"write ({like!r},) for one axis")
     return tuple(as_size(d) for d in like)
+
+
+# The numbers that RLX has for its symbols. ROWS, number 2, is batch · seq.
+_NUMBERED = {0: "batch", 1: "seq", 3: "past_seq"}
+
+
+def symbol_name(like: Any, where: str) -> str:
+    """The name of a symbol that is given by name, as a Dim or by its number; number 7 is the symbol `s7`."""
+    if isinstance(like, int) and not isinstance(like, bool) and like >= 0:
+        like = "batch*seq" if like == 2 else _NUMBERED.get(like, f"s{like}")
+    if not isinstance(like, (str, Dim)):
+        raise GraphError(f"{where}: {like!r} is not a symbol", hint='give its name, such as "seq", or rlx.sym.SEQ')
+    name = str(like)
+    if not name.isidentifier():
+        raise GraphError(f"{where}: {name} is an expression, not a symbol", hint="bind its symbols instead")
+    return name
 
 
 # -- values at run time ---------------------------------------------------------------------------------------------
@@ -443,7 +459,9 @@ class DimBinding:
         return cls({"batch": batch, "past_seq": past})
 
     def get(self, symbol: str | Size) -> int | None:
-        """The size of a symbol or of an expression over bound symbols; None if unbound."""
+        """The size of a symbol, of an expression over bound symbols, or of the symbol of a number; None if unbound."""
+        if isinstance(symbol, int):
+            symbol = sym.ROWS if symbol == 2 else symbol_name(symbol, "binding")
         size = as_size(symbol)
         if any(s.name not in self._sizes for s in symbols_of(size)):
             return None
@@ -451,10 +469,7 @@ class DimBinding:
 
     def set(self, symbol: str | Size, size: int) -> DimBinding:
         """Bind one symbol; a later binding wins."""
-        name = str(symbol)
-        if not name.isidentifier():
-            raise GraphError(f"binding: {name} is an expression, not a symbol", hint="bind its symbols instead")
-        self._sizes[name] = int(as_size(size))
+        self._sizes[symbol_name(symbol, "binding")] = int(as_size(size))
         return self
 
     def items(self) -> list[tuple[str, int]]:
@@ -529,6 +544,8 @@ class TensorType:
     dtype: DType
 
     def __post_init__(self) -> None:
+        if self.dtype.__class__ is not DType:
+            object.__setattr__(self, "dtype", dtype(self.dtype))
         if self.dtype.block != 1:
             last = self.shape[-1] if self.shape else 1
             if not isinstance(last, int) or last % self.dtype.block:
@@ -561,9 +578,9 @@ class TensorType:
         return TensorType(self.shape, dtype(like))
 
 
-def tensor(shape: ShapeLike, like: DTypeLike = "f32") -> TensorType:
-    """A tensor type from loose parts."""
-    return TensorType(as_shape(shape), dtype(like))
+def tensor(shape: ShapeLike | TensorType, like: DTypeLike = "f32") -> TensorType:
+    """A tensor type from loose parts, or one that is a type already."""
+    return shape if isinstance(shape, TensorType) else TensorType(as_shape(shape), dtype(like))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -136,7 +136,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "a number for a shape": (
         lambda: rlx.random.normal(KEY, 3),
         ShapeError,
-        "shape: 3 is not a tuple of sizes",
+        "shape: 3 is not a shape",
         "write (3,)",
     ),
     "a number for a key": (

@@ -24,7 +24,7 @@ from rlx.ir.control import ControlBuilders
 from rlx.ir.custom import CustomBuilders
 from rlx.ir.provenance import Origin, here
 from rlx.ir.quant import QuantBuilders
-from rlx.types import Dim, ShapeLike, Size, Symbol, TensorType, as_shape, as_size, symbols_of
+from rlx.types import Dim, ShapeLike, Size, Symbol, TensorType, as_shape, as_size, symbols_of, tensor
 
 if TYPE_CHECKING:
     from rlx.module import GraphModule
@@ -73,6 +73,14 @@ class Node:
 
     def __getitem__(self, index: int) -> Value:
         return self.results[index]
+
+    def __rlx_value__(self) -> Value:
+        """What stands for the node where it is an operand: its result; several are laid end to end in one vector."""
+        if len(self.results) == 1:
+            return self.results[0]
+        kind = functools.reduce(promote, (value.dtype for value in self.results))
+        flat = [value.reshape(value.type.elements) for value in self.results]
+        return self.graph.one("concatenate", *(v if v.dtype is kind else v.astype(kind) for v in flat), axis=0)
 
     @property
     def definition(self) -> registry.OpDef:
@@ -297,13 +305,16 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
     """A graph under construction or finished. Append-only; `level` is hir or mir."""
 
     def __init__(self, name: str = "graph", *, level: str = registry.MIR) -> None:
+        if not isinstance(name, str):
+            hint = "module.into_graph() is the graph of a module" if hasattr(name, "into_graph") else None
+            raise GraphError(f"Graph: its name is a {type(name).__name__}, expected a string", hint=hint)
         self.name = name
         self.level = level
         self.nodes: list[Node] = []
         self.outputs: tuple[Value, ...] = ()
         self._named: dict[str, Node] = {}
         self.limits: dict[str, int] = {}  # symbol -> largest size allowed at run time
-        self.computed: set[str] = set()  # params that the model computes itself, as RoPE tables: nothing to train
+        self.fixed: set[str] = set()  # params that training leaves alone unless it is told their names
 
     # -- modules ----------------------------------------------------------------------------------------------------
     @staticmethod
@@ -321,23 +332,23 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
         return GraphModule.hir(name)
 
     # -- leaves -----------------------------------------------------------------------------------------------------
-    def input(self, name: str, shape: ShapeLike, dtype: DTypeLike = "f32") -> Value:
-        """A tensor given at each run."""
+    def input(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
+        """A tensor given at each run; a type in place of the shape says both."""
         return self._leaf("input", name, shape, dtype)
 
-    def state(self, name: str, shape: ShapeLike, dtype: DTypeLike = "f32") -> Value:
+    def state(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
         """Memory given at each run that the graph changes in place, such as a KV cache."""
         return self._leaf("state", name, shape, dtype)
 
-    def param(self, name: str, shape: ShapeLike, dtype: DTypeLike = "f32") -> Value:
+    def param(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
         """A weight: given once, kept for all runs."""
         return self._leaf("param", name, shape, dtype)
 
-    def _leaf(self, op: str, name: str, shape: ShapeLike, like: DTypeLike) -> Value:
+    def _leaf(self, op: str, name: str, shape: ShapeLike | TensorType, like: DTypeLike) -> Value:
         if not name or name in self._named:
             problem = "has no name" if not name else f"{name!r} exists already"
             raise GraphError(f"{op}: {problem} in graph {self.name!r}", hint="names of inputs and params are unique")
-        type_ = TensorType(as_shape(shape), dtype(like))
+        type_ = tensor(shape, like)
         for size in type_.shape:
             for symbol in symbols_of(size):
                 self._limit(symbol)
@@ -384,8 +395,8 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
             full[key] = _canonical(op, key, given)
         try:
             types = registry.result_types(definition, [None if v is None else v.type for v in values], full)
-            if expected is not None and types[0].shape != as_shape(expected):
-                raise ShapeError(f"{op}: the result is {types[0]}, out_shape is [{', '.join(map(str, expected))}]")
+            if expected is not None:
+                check_out_shape(op, types, expected)
         except RlxError as error:
             shown = ", ".join("none" if v is None else str(v.type) for v in values)
             error.add_note(f"  operands: {shown}")
@@ -451,7 +462,8 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
 
     def set_outputs(self, outputs: Iterable[Value] | Value) -> Graph:
         """Say what the graph gives; returns the graph."""
-        values = (outputs,) if isinstance(outputs, Value) else tuple(outputs)
+        held = _held(outputs)
+        values = (held,) if isinstance(held, Value) else tuple(map(_held, outputs))
         for value in values:
             if not isinstance(value, Value) or value.graph is not self:
                 raise GraphError(f"set_outputs: {value!r} is not a value of graph {self.name!r}")
@@ -604,6 +616,17 @@ def _numbers(data: Any, like: DTypeLike | None) -> np.ndarray[Any, Any]:
                 raise DTypeError(f"constant: {number} does not fit {wanted}", hint='give a wider type: dtype="i64"')
     with np.errstate(over="ignore"):  # as in any float arithmetic, what is too large is inf
         return array.astype(wanted.numpy, copy=False)
+
+
+def check_out_shape(where: str, types: Sequence[TensorType], expected: Any) -> None:
+    """Raise unless results have the shape that a caller expects: one, of the first result, or one for each of them."""
+    several = bool(expected) and all(isinstance(shape, (tuple, list)) for shape in expected)
+    shapes = [as_shape(shape) for shape in expected] if several else [as_shape(expected)]
+    if several and len(shapes) != len(types):
+        raise ShapeError(f"{where}: has {len(types)} results, out_shape has {len(shapes)} shapes")
+    for type_, shape in zip(types, shapes, strict=False):
+        if type_.shape != shape:
+            raise ShapeError(f"{where}: the result is {type_}, out_shape is [{', '.join(map(str, shape))}]")
 
 
 def _held(operand: Any) -> Any:

@@ -31,6 +31,7 @@ from rlx.mir.precision import set_precision
 from rlx.mir.report import FusionReport
 from rlx.mir.round_activations import round_activations
 from rlx.mir.unfuse import unfuse
+from rlx.mir.unfused import report_unfused
 from rlx.mir.weights import weights_first
 from rlx.profile import NARROW, CompileProfile, KernelDispatchConfig, Precision
 from rlx.target import Target
@@ -143,6 +144,8 @@ def optimise(graph: Graph, target: Target, profile: CompileProfile | None = None
         dump(part, "hoist_weights")
     main = run_passes(hoisted.main, chosen(fuse(report, profile), profile), log)
     bind = run_passes(hoisted.bind, chosen(fuse(FusionReport(), profile), profile), log)
+    if not profile.fusion.skip:
+        report_unfused(main, report)
     log.typed.clear()  # nodes of all passes
     done = Optimised(main, bind, hoisted.derived, report, log)
     if profile.passes.verbose:

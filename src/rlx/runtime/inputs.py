@@ -56,10 +56,10 @@ def as_array(what: str, name: str, value: Any, type_: TensorType) -> Array:
             found = str(dtype(value.dtype))
         except DTypeError:
             found = str(value.dtype)
-        raise BindError(
-            f"{what} {name!r}: element type is {found}, wanted {type_.dtype}",
-            hint=f"cast it with .astype({type_.dtype.numpy.name!r})",
-        )
+        hint = f"cast it with .astype({type_.dtype.numpy.name!r})"
+        if type_.dtype.is_packed:
+            hint = f"give its packed blocks as bytes (uint8), {type_.dtype.size} for each {type_.dtype.block} numbers"
+        raise BindError(f"{what} {name!r}: element type is {found}, wanted {type_.dtype}", hint=hint)
     if value.ndim != len(type_.array_shape):
         raise BindError(f"{what} {name!r}: shape is {_shape(value)}, wanted {type_}")
     array: Array = value

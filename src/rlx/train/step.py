@@ -63,6 +63,8 @@ def step_graph(
     if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < math.inf):
         raise RequestError(f"step: clip is {clip!r}, wanted the largest norm of all gradients, or None")
     source = as_graph("step", loss)
+    if wrt is None and source.fixed:
+        wrt = [n.attrs["name"] for n in chosen("step", source, None) if n.attrs["name"] not in source.fixed]
     trained = {str(n.attrs["name"]): n.types[0] for n in chosen("step", source, wrt)}
     for name, type_ in trained.items():
         if source.named(name).node.op != "param":
@@ -126,9 +128,9 @@ def step(
 ) -> TrainStep:  # fmt: skip
     """Compile a training step: one call computes the loss and its gradients, and updates the params in place.
 
-    `loss` is a graph or a module whose output is one float; `wrt` names the params to train, the others stay as they
-    are set. None trains all floats but those that a flow computes itself, as RoPE tables. With `clip`, gradients are
-    scaled so that the norm of all of them together is at most that. `has_aux` and `keep` are those of
+    `loss` is a graph or a module whose output is one float; `wrt` names the params to train (None: all that are
+    floats, but for tables that a flow made itself), the others stay as they are set. With `clip`, gradients are scaled
+    so that the norm of all of them together is at most that. `has_aux` and `keep` are those of
     `rlx.transforms.value_and_grad`.
     """
     made = step_graph(loss, optimiser, wrt, clip=clip, has_aux=has_aux, keep=keep)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlx.dtypes import BOOL
 from rlx.errors import GraphError, nearest
 from rlx.flow.context import FlowCtx
+from rlx.flow.stages.attention import check_rows, has_positions, token_positions
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.ffn import GeluFfn, SwiGlu, linear
 from rlx.flow.stages.norm import LayerNorm
@@ -53,7 +55,7 @@ def attend(
     if bias in ctx.state.named:
         out = q.attention(k, v, ctx.state.named[bias], mask_kind=MaskKind.BIAS, scale=scale)
     else:
-        mask = ctx.input(mask_input, (batch, seq), "f32")
+        mask = ctx.mask_input(mask_input, (batch, seq))
         out = q.attention(k, v, mask, mask_kind=MaskKind.CUSTOM, scale=scale)
     return out.reshape(batch, seq, heads * head_dim)
 
@@ -67,10 +69,11 @@ class NearTokens(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         rows = (sym.BATCH, sym.SEQ)
-        positions, mask = ctx.input("positions", rows, "i32"), ctx.input("attention_mask", rows, "f32")
+        positions, mask = ctx.input("positions", rows, "i32"), ctx.mask_input("attention_mask", rows)
         batch, seq = positions.shape
         apart = positions.reshape(batch, 1, seq, 1) - positions.reshape(batch, 1, 1, seq)
-        near = (abs(apart) <= self.reach).logical_and(mask.reshape(batch, 1, 1, seq) > 0.5)
+        kept = mask if mask.dtype is BOOL else mask > 0.5
+        near = (abs(apart) <= self.reach).logical_and(kept.reshape(batch, 1, 1, seq))
         ctx.set_named(self.name, near.where(0.0, -np.inf))  # [batch, 1, seq, seq]
         return value
 
@@ -83,11 +86,13 @@ def split_qkv(qkv: Value, heads: int, head_dim: int) -> list[Value]:
 
 
 def turned(ctx: FlowCtx, stage: str, *heads: Value) -> list[Value]:
-    """Queries and keys by the RoPE tables that flow."""
+    """Queries and keys by the RoPE tables that flow, at the `positions` that the flow declares or counted from 0."""
     cos, sin = ctx.state.rope_cos, ctx.state.rope_sin
     if cos is None or sin is None:
         raise GraphError(f"stage {stage}: no RoPE tables flow here", hint="put RopeTables before the layers")
-    positions = ctx.input("positions", heads[0].shape[:2], "i32")
+    positions = token_positions(ctx, heads[0])
+    if not has_positions(ctx):
+        check_rows(stage, cos, heads[0].shape[1])
     return [x.rope(cos, sin, positions, style=ctx.state.rope_style) for x in heads]
 
 
