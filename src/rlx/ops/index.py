@@ -74,7 +74,13 @@ def _scatter_add(x: Any, indices: Any, updates: Any) -> Any:
     ],
 )  # fmt: skip
 def scatter_add(x: TensorType, indices: TensorType, updates: TensorType) -> TensorType:
-    """`x` with row `updates[i]` added to row `indices[i]` of its first axis; equal indices add up, in order."""
+    """`x` with row `updates[i]` added to row `indices[i]` of its first axis; equal indices add up, in order.
+
+    Takes numbers, as `add` does.
+    """
+    if x.dtype.is_bool:
+        hint = "cast with x.astype('i32'), or write rows with scatter"
+        raise DTypeError("scatter_add: takes numbers, found bool", hint=hint)
     return _scattered("scatter_add", x, indices, updates)
 
 
