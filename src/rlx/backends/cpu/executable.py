@@ -36,7 +36,7 @@ from rlx.backends.cpu.repeat import Repeat, Results, Taken
 from rlx.errors import BindError, KernelError
 from rlx.lir.memory import Plan, plan
 from rlx.target import Target
-from rlx.types import compile_sizes, round_up_power_of_two
+from rlx.types import compile_sizes, evaluate, round_up_power_of_two
 
 if TYPE_CHECKING:
     from rlx.lir.program import Program
@@ -68,6 +68,7 @@ class Trace:
 class Frame:
     """Everything that depends on the sizes of the symbols alone."""
 
+    key: tuple[int, ...]  # the values of the symbols
     words: np.ndarray[Any, np.dtype[np.int64]]
     units: np.ndarray[Any, np.dtype[np.int64]]
     steps: list[int]  # of each loop
@@ -207,11 +208,13 @@ class Executable:
     def _make_frame(self, key: tuple[int, ...]) -> Frame:
         layout = self.layout
         values = self._evaluate(*key)
-        for i, asserted in enumerate(layout.assertions):
-            a, b = values[asserted.a], values[asserted.b]
-            if not asserted.holds(a, b):
-                said = self.program.assertions[i]
-                raise BindError(said.message(a, b), notes=[said.where])
+        for asserted in layout.assertions:
+            if not asserted.holds(values):
+                raise self._unfit(asserted.number, key)
+        shapes = [tuple(values[i] for i in shape) for shape in layout.shapes]
+        for i, shape in enumerate(shapes):
+            if min(shape, default=0) < 0:
+                raise BindError(f"output {i}: its shape is {shape}", hint="sizes are differences that went below 0")
         numbers = np.array(values, np.int64)
         words = self._template.copy()
         words[layout.number_words] = numbers[layout.number_sizes]
@@ -219,7 +222,6 @@ class Executable:
             words[found.positions] = numbers[found.offsets]
         memory = self.plan_memory(key)
         scratch = max([layout.scratch, *self._scratch_by_size(values)])
-        shapes = [tuple(values[i] for i in shape) for shape in layout.shapes]
         outputs = list(zip(shapes, self._output_types, strict=True))
         private = -(-scratch // 64) * 64
         whole = private + -(-self.records.private_bytes // 64) * 64
@@ -227,7 +229,7 @@ class Executable:
             private, whole = private + PAGE, guarded_stride(private, self.records.private_bytes)
         steps = [values[i] for i in layout.steps]
         solo = self.records.solo(values, steps, self.threads) if steps else []
-        return Frame(words, numbers[layout.units], steps, solo, memory, whole, private, outputs, values)
+        return Frame(key, words, numbers[layout.units], steps, solo, memory, whole, private, outputs, values)
 
     def _scratch_by_size(self, values: Sequence[int]) -> Iterator[int]:
         """What the kernels need whose scratch depends on run-time sizes."""
@@ -419,7 +421,7 @@ class Executable:
 
     def _guard(self, instance: Instance, frame: Frame) -> None:
         """New memory of NaN: each arena buffer has its own, and scratch ends for each thread, between guard pages."""
-        sizes = (frame.values[i] for i in self.layout.arena_bytes)
+        sizes = (max(0, frame.values[i]) for i in self.layout.arena_bytes)
         instance.guards = {x.name: Guarded(size) for x, size in zip(self.layout.lives, sizes, strict=True)}
         instance.scratch = guarded_scratch(frame.private - PAGE, self.records.private_bytes, self.threads)
 
@@ -445,10 +447,20 @@ class Executable:
         for name, guard in {**{n: read[n] for n in states}, **made}.items():
             arrays[name].reshape(-1).view(np.uint8)[:] = guard.bytes
 
-    def _fault(self, instance: Instance) -> KernelError:
+    def _unfit(self, number: int, key: tuple[int, ...]) -> BindError:
+        """What to say of an assertion that does not hold."""
+        said, sizes = self.program.assertions[number], dict(zip(self.layout.symbols, key, strict=True))
+        return BindError(said.message(evaluate(said.a, sizes), evaluate(said.b, sizes)), notes=[said.where])
+
+    def _fault(self, instance: Instance) -> KernelError | BindError:
         """What the threads have left in their scratch headers: a code, and the number of the first record to fail."""
+        from rlx.lir import kernels
+
         status = instance.status
         record, code = min((status[at + 1], status[at]) for at in instance.headers if status[at])
+        if code >= kernels.UNFIT_SIZES:
+            assert instance.frame is not None
+            return self._unfit(code - kernels.UNFIT_SIZES, instance.frame.key)
         step = self.records.walk[record - 1] if 0 < record <= len(self.records.walk) else None
         launch = self.program.launches[step.number] if step is not None else None
         where = launch.kernel.symbol if launch else "a kernel"
@@ -474,10 +486,10 @@ def _never(inputs: object) -> None:
 
 
 def _fault_text(code: int) -> str:
-    from rlx.lir.kernels import BEYOND_CAPACITY
+    from rlx.lir.kernels import BEYOND_CAPACITY, OUT_OF_RANGE
 
     known = {
-        1: "an index lies outside the axis it selects from",
+        OUT_OF_RANGE: "an index lies outside the axis it selects from",
         BEYOND_CAPACITY: "a position lies outside the capacity of a cache",
     }
     return known.get(code, f"fault {code}")
