@@ -177,9 +177,8 @@ def _sliced(value: Any, axis: int, k: slice) -> Any:
         if k.start is not None or k.stop is not None:
             raise ShapeError(f"index: {k} goes backwards on an axis of size {size}, known only at run time")
         return _strided(build.flip(value, axis), axis, 0, size, -step)
-    start, stop = (
-        size + b if isinstance(b, int) and b < 0 else b for b in (k.start or 0, size if k.stop is None else k.stop)
-    )
+    bounds = (0 if k.start is None else k.start, size if k.stop is None else k.stop)
+    start, stop = (size + b if isinstance(b, int) and b < 0 else b for b in bounds)
     return _strided(value, axis, start, stop, step)
 
 

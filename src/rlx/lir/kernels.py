@@ -20,6 +20,7 @@ KEY_BLOCK = 64  # keys of one attention block, cut at absolute positions
 OUT_OF_RANGE = 1  # fault code: an index lies outside the axis
 BEYOND_CAPACITY = 2  # fault code: a position does not lie within the cache
 OUT_OF_STEPS = 3  # fault code: the condition of a while loop still holds after `max_steps`
+UNFIT_SIZES = 1 << 16  # fault code, plus the number of the program's assertion that does not hold
 ATTENTION_ROWS = 24  # query rows (positions × heads of a group) of one attention unit, at least one position
 
 

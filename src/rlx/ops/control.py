@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.errors import DTypeError, GraphError, KernelError, ShapeError
+from rlx.errors import BindError, DTypeError, GraphError, KernelError, ShapeError
 from rlx.ir import evaluate
 from rlx.ir.graph import Graph
 from rlx.ir.registry import CONTROL, FUSED, TAKES_PACKED, op
@@ -91,7 +91,10 @@ def _scan(
     state, shared, xs = list(operands[:carries]), operands[carries:][:broadcasts], operands[carries + broadcasts :]
     ys = []
     for o in body.outputs[carries:]:
-        ys.append(np.zeros((length, *(size_of(d, binding) for d in o.shape)), o.dtype.numpy))
+        sizes = [size_of(d, binding) for d in o.shape]
+        if min(sizes, default=0) < 0:
+            raise BindError(f"scan: 0 is 0, more than {o.shape[sizes.index(min(sizes))]}, which is {min(sizes)}")
+        ys.append(np.zeros((length, *sizes), o.dtype.numpy))
     for t in reversed(range(length)) if reverse else range(length):
         results = run_body(body, [*state, *shared, *(x[t] for x in xs)], binding)
         state = results[:carries]

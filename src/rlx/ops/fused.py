@@ -17,7 +17,7 @@ from rlx.dtypes import dtype as dtype_of
 from rlx.errors import GraphError, ShapeError
 from rlx.ir import evaluate
 from rlx.ir.graph import Graph, Value
-from rlx.ir.registry import FUSED, TAKES_PACKED, op
+from rlx.ir.registry import CHECKS_DATA, FUSED, TAKES_PACKED, op
 from rlx.ir.rewrite import inline
 from rlx.ops.activations import activations_for, numbers_of
 from rlx.ops.grouped import check_groups
@@ -351,7 +351,7 @@ def _fused_grouped_apart(
     return inline(x.graph, body, [*sums, *rest[weights + 1 :]])
 
 
-@op("fused_grouped", reference=_fused_grouped, traits=[FUSED], decompose=_fused_grouped_apart)
+@op("fused_grouped", reference=_fused_grouped, traits=[FUSED, CHECKS_DATA], decompose=_fused_grouped_apart)
 def fused_grouped(
     x: TensorType,
     *rest: TensorType,

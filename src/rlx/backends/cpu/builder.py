@@ -262,10 +262,10 @@ class Builder:
     def _mask(type_: str) -> str:
         return vector(lanes_of(type_), "i1") if type_.startswith("<") else "i1"
 
-    def call(self, result: str, name: str, *arguments: Value) -> Value:
-        """Call a function of the module or an intrinsic, which gets declared."""
+    def call(self, result: str, name: str, *arguments: Value, cold: bool = False) -> Value:
+        """Call a function of the module or an intrinsic, which gets declared; a branch to a `cold` call is rare."""
         self.module.declare(name, result, [a.type for a in arguments])
-        text = f"call {result} @{name}({', '.join(map(str, arguments))})"
+        text = f"call {result} @{name}({', '.join(map(str, arguments))}){' cold' if cold else ''}"
         if result == "void":
             self.line(text)
             return NULL
@@ -345,6 +345,10 @@ class Builder:
             low, high = (self.shuffle(value, value, part) for part in (range(width // 2), range(width // 2, width)))
             value = combine(low, high)
         return value
+
+    def any(self, mask: Value) -> Value:
+        """Whether a lane of a mask is set."""
+        return self.icmp("ne", self.convert("bitcast", mask, f"i{lanes_of(mask.type)}"), 0)
 
     # -- control --------------------------------------------------------------------------------------------------
     def loop(

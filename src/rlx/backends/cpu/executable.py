@@ -37,7 +37,7 @@ from rlx.lir.memory import Plan, plan
 from rlx.locks import cached_property
 from rlx.resources import ADDRESSES, fits
 from rlx.target import Target
-from rlx.types import compile_sizes, round_up_power_of_two
+from rlx.types import compile_sizes, evaluate, round_up_power_of_two
 
 if TYPE_CHECKING:
     from rlx.lir.program import Program
@@ -69,6 +69,7 @@ class Trace:
 class Frame:
     """Everything that depends on the sizes of the symbols alone."""
 
+    key: tuple[int, ...]  # the values of the symbols
     words: np.ndarray[Any, np.dtype[np.int64]]
     units: np.ndarray[Any, np.dtype[np.int64]]
     steps: list[int]  # of each loop
@@ -78,7 +79,6 @@ class Frame:
     private: int
     outputs: list[ArrayType]  # shape and element type of each
     values: tuple[int, ...]
-    key: tuple[int, ...]  # the sizes of the symbols
 
     @cached_property
     def output_bytes(self) -> int:
@@ -216,13 +216,14 @@ class Executable:
     def _make_frame(self, key: tuple[int, ...]) -> Frame:
         layout = self.layout
         values = self.sizes(key)
-        for i, asserted in enumerate(layout.assertions):
-            a, b = values[asserted.a], values[asserted.b]
-            if not asserted.holds(a, b):
-                said = self.program.assertions[i]
-                raise BindError(said.message(a, b), notes=[said.where])
-        memory = self._plan_that_fits(key)
+        for asserted in layout.assertions:
+            if not asserted.holds(values):
+                raise self._unfit(asserted.number, key)
         shapes = [tuple(values[i] for i in shape) for shape in layout.shapes]
+        for i, shape in enumerate(shapes):
+            if min(shape, default=0) < 0:
+                raise BindError(f"output {i}: its shape is {shape}", hint="sizes are differences that went below 0")
+        memory = self._plan_that_fits(key)
         outputs = list(zip(shapes, self._output_types, strict=True))
         if max(values, default=0) >= ADDRESSES:
             raise out_of_memory(self, key, memory, outputs)
@@ -238,7 +239,7 @@ class Executable:
             private, whole = private + PAGE, guarded_stride(private, self.records.private_bytes)
         steps = [values[i] for i in layout.steps]
         solo = self.records.solo(values, steps, self.threads) if steps else []
-        return Frame(words, numbers[layout.units], steps, solo, memory, whole, private, outputs, values, key)
+        return Frame(key, words, numbers[layout.units], steps, solo, memory, whole, private, outputs, values)
 
     def _scratch_by_size(self, values: Sequence[int]) -> Iterator[int]:
         """What the kernels need whose scratch depends on run-time sizes."""
@@ -446,7 +447,7 @@ class Executable:
 
     def _guard(self, instance: Instance, frame: Frame) -> None:
         """New memory of NaN: each arena buffer has its own, and scratch ends for each thread, between guard pages."""
-        sizes = (frame.values[i] for i in self.layout.arena_bytes)
+        sizes = (max(0, frame.values[i]) for i in self.layout.arena_bytes)
         instance.guards = {x.name: Guarded(size) for x, size in zip(self.layout.lives, sizes, strict=True)}
         instance.scratch = guarded_scratch(frame.private - PAGE, self.records.private_bytes, self.threads)
 
@@ -472,10 +473,20 @@ class Executable:
         for name, guard in {**{n: read[n] for n in states}, **made}.items():
             arrays[name].reshape(-1).view(np.uint8)[:] = guard.bytes
 
-    def _fault(self, instance: Instance) -> KernelError:
+    def _unfit(self, number: int, key: tuple[int, ...]) -> BindError:
+        """What to say of an assertion that does not hold."""
+        said, sizes = self.program.assertions[number], dict(zip(self.layout.symbols, key, strict=True))
+        return BindError(said.message(evaluate(said.a, sizes), evaluate(said.b, sizes)), notes=[said.where])
+
+    def _fault(self, instance: Instance) -> KernelError | BindError:
         """What the threads have left in their scratch headers: a code, and the number of the first record to fail."""
+        from rlx.lir import kernels
+
         status = instance.status
         record, code = min((status[at + 1], status[at]) for at in instance.headers if status[at])
+        if code >= kernels.UNFIT_SIZES:
+            assert instance.frame is not None
+            return self._unfit(code - kernels.UNFIT_SIZES, instance.frame.key)
         step = self.records.walk[record - 1] if 0 < record <= len(self.records.walk) else None
         launch = self.program.launches[step.number] if step is not None else None
         where = launch.kernel.symbol if launch else "a kernel"
@@ -501,10 +512,10 @@ def _never(inputs: object) -> None:
 
 
 def _fault_text(code: int) -> str:
-    from rlx.lir.kernels import BEYOND_CAPACITY, OUT_OF_STEPS
+    from rlx.lir.kernels import BEYOND_CAPACITY, OUT_OF_RANGE, OUT_OF_STEPS
 
     known = {
-        1: "an index lies outside the axis it selects from",
+        OUT_OF_RANGE: "an index lies outside the axis it selects from",
         BEYOND_CAPACITY: "a position lies outside the capacity of a cache",
         OUT_OF_STEPS: "its condition still holds after max_steps",
     }
