@@ -120,7 +120,7 @@ class Driver:
         def internal(name: str, arguments: list[tuple[str, str]], emit: Callable[..., Value | None], **k: str) -> None:
             module.define(name, arguments, emit, internal=True, noinline=True, **k)
 
-        internal("wake_elsewhere", [job, tid], self.wake_elsewhere)
+        internal("confine", [job, tid], self.confine)
         internal("free", [job, tid], self.free)
         internal("leave", [job, tid], self.leave)
         internal("wake_sleepers", [job, tid], self.wake_sleepers)
@@ -207,8 +207,8 @@ class Driver:
         self.system(b, self.machine.get_core, place)
         return b.convert("zext", b.load("i32", place, align=4), "i64")
 
-    def wake_elsewhere(self, b: Builder, job: Value, tid: Value) -> None:
-        """Wake a worker on another core than this one, if it may use any.
+    def confine(self, b: Builder, job: Value, tid: Value) -> None:
+        """Keep a worker that sleeps away from this core, if it may use any other.
 
         The kernel likes to wake a thread on the core of its waker, where it then waits for a time slice. So the worker
         is confined to other cores while it wakes up. Awake, it may use all of its own again, and the system balances.
@@ -227,13 +227,12 @@ class Driver:
             b.store(left, b.offset(mask, i, "i64"), align=8)
             return [b.op("or", has, b.op("and", word, bit)), b.op("or", others, left)]
 
-        def confine() -> None:
+        def keep_away() -> None:
             self.system(b, self.machine.set_affinity, thread, d.CORES_BYTES, mask)
             b.store(i64(1), b.offset(seat, d.CONFINED), align=8)
 
         has, others = b.loop(0, words, 1, without_this, [i64(0), i64(0)])
-        b.when(b.op("and", b.icmp("ne", has, 0), b.icmp("ne", others, 0)), confine)
-        self.wake(b, seat, 1)
+        b.when(b.op("and", b.icmp("ne", has, 0), b.icmp("ne", others, 0)), keep_away)
 
     def free(self, b: Builder, job: Value, tid: Value) -> None:
         """Let this thread use all of its cores again."""
@@ -327,8 +326,10 @@ class Driver:
         wakes = b.offset(job, d.WAKES)
 
         def announce() -> Value:
+            # The word first: who takes the announcement back, for what others wait for, changes the word after that.
+            word = _load(b, wakes)
             _exchange(b, "xchg", b.offset(job, d.SLEEPERS), 1)
-            return _load(b, wakes)
+            return word
 
         return self.wait(b, job, done, wakes, announce, meanwhile)
 
@@ -504,7 +505,8 @@ class Driver:
             b.loop(1, threads, 1, lambda tid: self.call_worker(b, job, tid))
             _do(b, "execute", job, i64(0), threads, number)
             _exchange(b, "xchg", b.offset(job, d.RUN), i64(0))
-            b.loop(1, threads, 1, lambda tid: self.join(b, job, tid))
+            # All of the pool: one that this run does not need, but that was called late, may be reading the job block.
+            b.loop(1, word(job, d.POOL_THREADS), 1, lambda tid: self.join(b, job, tid))
             b.when(b.icmp("ne", unit, 0), lambda: self.judge(b, job, request, begin))
             _store(b, const("i32", 0), b.offset(job, d.BUSY))
             return [threads]
@@ -611,15 +613,24 @@ class Driver:
         return b.offset(b.offset(job, d.SEATS), b.mul(tid, d.SEAT_BYTES))
 
     def call_worker(self, b: Builder, job: Value, tid: Value) -> None:
-        """Have a worker take part."""
-        old = _exchange(b, "xchg", self.seat(b, job, tid), d.CALLED)
-        b.when(b.icmp("eq", old, d.ASLEEP), lambda: _do(b, "wake_elsewhere", job, tid))
+        """Have a worker take part.
+
+        It is confined before it is called: a worker that is about to sleep could see the call at once, and would then
+        look whether it is confined before it is.
+        """
+        seat = self.seat(b, job, tid)
+        b.when(b.icmp("eq", _load(b, seat), d.ASLEEP), lambda: _do(b, "confine", job, tid))
+        old = _exchange(b, "xchg", seat, d.CALLED)
+        b.when(b.icmp("eq", old, d.ASLEEP), lambda: self.wake(b, seat, 1))
 
     def worker(self, b: Builder, job: Value, tid: Value) -> None:
         """Wait to be called, see whether there is a run, and take part.
 
-        A call that comes through only after its run is over is good for the next one.
+        A call that comes through only after its run is over is good for the next one, whose own call then finds that
+        the worker has taken part already.
         """
+        last = b.stack("i64", 1, align=8)  # the run that it took part in last
+        b.store(i64(0), last, align=8)
         seat = self.seat(b, job, tid)
         inside = b.offset(seat, d.INSIDE)
         thread = self.system(b, self.machine.get_thread)
@@ -640,6 +651,8 @@ class Driver:
         run = _load(b, b.offset(job, d.RUN), "i64")
         threads = b.load("i64", b.offset(job, d.THREADS), align=8)
         present = b.op("and", b.icmp("ne", run, 0), b.icmp("slt", tid, threads))
+        present = b.op("and", present, b.icmp("ne", run, b.load("i64", last, align=8)))
+        b.store(run, last, align=8)
         b.when(present, lambda: _do(b, "execute", job, tid, threads, run))
         _do(b, "leave", job, tid)
         b.line("br label %again")

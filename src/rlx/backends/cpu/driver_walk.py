@@ -73,8 +73,13 @@ class Walk:
     def end(self, state: State) -> None:
         """Report what is done. The caller waits for the rest, and notes what the next run begins with."""
         b = self.b
-        finish = [self.job, self.tid, state.units, state.done]
-        b.when(b.icmp("ne", state.done, 0), lambda: b.line(f"call void @finish({', '.join(map(str, finish))})"))
+
+        def report() -> None:
+            b.line(f"call void @finish({self.job}, {self.tid}, {state.units}, {state.done})")
+            # Who sits out the rest of the run does not know what others wait for by now.
+            b.line(f"call void @wake_sleepers({self.job}, {self.tid})")
+
+        b.when(b.icmp("ne", state.done, 0), report)
 
         def wait() -> None:
             b.call("i64", "wait_done", self.job, self.tid, self.run, state.units, self.scratch)
@@ -254,28 +259,51 @@ class Walk:
     def leave(self, state: State, record: Value, flags: Value) -> State:
         b = self.b
         solo = b.op("and", self.several, _has_bit(b, flags, d.SOLO))
+        ran = b.op("and", solo, b.icmp("eq", self.tid, 0))
+        one = b.convert("zext", solo, "i64")
         after = replace(
             self.following(state),
             threads=b.select(solo, self.threads, state.threads),
             escape=b.select(solo, self.count, state.escape),
-            # A loop that the first thread has run alone is one unit, which the others wait for.
-            units=b.add(state.units, b.select(solo, i64(1), i64(0))),
-            done=b.add(state.done, b.select(b.op("and", solo, b.icmp("eq", self.tid, 0)), i64(1), i64(0))),
+            # A loop that the first thread has run alone is a launch of one unit, which the others wait for.
+            launches=b.add(state.launches, one),
+            units=b.add(state.units, one),
+            done=b.add(state.done, b.convert("zext", ran, "i64")),
         )
+        failed = b.op("and", ran, b.icmp("ne", self.word(self.scratch, d.STATUS), 0))
+        b.when(failed, lambda: self.report_fault(after.launches))
         meets = b.op("and", _has_bit(b, flags, d.BARRIER_AFTER), b.icmp("ne", after.threads, 1))
-        after = self.when(meets, lambda: self.barrier(after), lambda: after)
-        b.when(self.traced, lambda: self.mark(self.word(record, 0), 1))
-        return after
+
+        def mark() -> None:
+            b.when(self.traced, lambda: self.mark(self.word(record, 0), 1))
+
+        def apart() -> State:
+            mark()
+            return after
+
+        return self.when(meets, lambda: self.barrier(after, then=mark), apart)
 
     # -- meeting and timing -------------------------------------------------------------------------------------------
-    def barrier(self, state: State, final: Value | None = None, *part: Value) -> State:
-        """The state behind a barrier, at which a launch may be left to share; the end where the run is over."""
+    def barrier(
+        self, state: State, final: Value | None = None, *part: Value, then: Callable[[], None] | None = None
+    ) -> State:
+        """The state behind a barrier, at which a launch may be left to share; the end where the run is over.
+
+        What comes `then` may touch memory of the run, so it is for those who are still in it.
+        """
+        b = self.b
         nothing = NULL, NULL, i64(0), i64(0), i64(0), self.scratch
         final = const("i1", False) if final is None else final
         given = [self.job, self.tid, self.run, final, state.units, state.done, *(part or nothing)]
-        over = self.b.call("i64", "barrier", *given)
-        at = self.b.select(self.b.icmp("ne", over, 0), self.count, state.at)
-        return replace(state, at=at, done=i64(0))
+        over = b.icmp("ne", b.call("i64", "barrier", *given), 0)
+        if then is not None:
+            b.when(over, lambda: None, then)
+        return replace(state, at=b.select(over, self.count, state.at), done=i64(0))
+
+    def report_fault(self, launch: Value) -> None:
+        """Note the first launch in which a fault was found."""
+        place = self.b.offset(self.job, d.FAULT)
+        self.b.assign("{ i64, i1 }", f"cmpxchg {place}, i64 0, {launch} seq_cst seq_cst, align 8")
 
     def cell(self, record: Value, end: int) -> Value:
         """trace[record][tid][end]"""
