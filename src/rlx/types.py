@@ -21,7 +21,8 @@ from rlx.errors import BindError, GraphError, ParseError, ShapeError, nearest, s
 Size = Union[int, "Dim"]
 ShapeLike = Iterable[Any]  # ints, Dims or strings
 
-MAX_PARTS = 256  # of a dim: a symbol or number counts 1, and // min max count 4, so that they nest at most 51 deep
+MAX_PARTS = 1024  # of a dim: a symbol or number counts 1, and // min max count 4
+MAX_DEPTH = 50  # of // min max in each other
 MAX_NAME = 256  # letters of a symbol's name
 MAX_NESTING = 128  # parentheses in the text of a size
 _WORD_BITS = 32  # a number counts 1 more for each
@@ -49,6 +50,11 @@ class Composite:
         a, b = self.a, self.b
         return 4 + (a.parts if isinstance(a, Dim) else 1) + (b.parts if isinstance(b, Dim) else 1)
 
+    @property
+    def depth(self) -> int:
+        a, b = self.a, self.b
+        return 1 + max(a.depth if isinstance(a, Dim) else 0, b.depth if isinstance(b, Dim) else 0)
+
 
 Atom = Symbol | Composite
 Monomial = tuple[Atom, ...]
@@ -57,20 +63,21 @@ Monomial = tuple[Atom, ...]
 class Dim:
     """A size known only at run time. Build with `rlx.dim("n")`, combine with + - * // and `dim_min`, `dim_max`."""
 
-    __slots__ = ("_hash", "_text", "parts", "terms")
+    __slots__ = ("_hash", "_text", "depth", "parts", "terms")
     __array_ufunc__ = None  # NumPy hands `np.int64(2) * dim` to us
 
     def __init__(self, terms: tuple[tuple[Monomial, int], ...]) -> None:
         self.terms = terms
-        parts = 0
+        parts = depth = 0
         for monomial, coefficient in terms:
             parts += (coefficient.bit_length() // _WORD_BITS) + (len(monomial) or 1)
             for atom in monomial:
-                if atom.__class__ is not Symbol:
+                if isinstance(atom, Composite):
                     parts += atom.parts - 1
-        if parts > MAX_PARTS:
+                    depth = max(depth, atom.depth)
+        if parts > MAX_PARTS or depth > MAX_DEPTH:
             raise _too_large()
-        self.parts = parts
+        self.parts, self.depth = parts, depth
         self._hash = hash(terms)
         self._text = ""
 
@@ -140,7 +147,8 @@ class Dim:
 
 def _too_large() -> ShapeError:
     return ShapeError(
-        f"dim: a size with more than {MAX_PARTS} symbols, numbers and operations when it is multiplied out",
+        f"dim: a size with more than {MAX_PARTS} symbols, numbers and operations when it is multiplied out, or with "
+        f"more than {MAX_DEPTH} operations in each other",
         hint="give a part of it a name of its own, rlx.dim(...), and x.assume_equal(shape=...) where they meet",
     )
 

@@ -137,6 +137,7 @@ def test_a_cache_of_f16_gives_prefill_and_decode_the_same_bits(target: str) -> N
     assert_same_bits(whole, plain(heads, kv_heads, dim, "causal", target).run(rounded)[0])
 
 
+@pytest.mark.usefixtures("many_cores")
 @EVERY_TARGET
 def test_the_number_of_threads_changes_nothing(target: str) -> None:
     heads, kv_heads, dim, length = 6, 3, 64, 190

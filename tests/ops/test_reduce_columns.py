@@ -136,6 +136,7 @@ def test_long_columns_lose_little() -> None:
 
 
 # -- how it is done ---------------------------------------------------------------------------------------------------
+@pytest.mark.usefixtures("many_cores")
 @pytest.mark.parametrize("shape", [("rows", 768), ("rows", 5000), ("rows", "columns"), (2, "rows", 96), (1500, 1000)])
 @pytest.mark.parametrize("op", ["sum", "mean", "prod"])
 def test_bits_do_not_depend_on_threads(op: str, shape: tuple[int | str, ...]) -> None:

@@ -223,6 +223,7 @@ def test_the_gradient_of_a_bias_is_that_of_the_scores() -> None:
 
 
 # -- bits, memory, kernels --------------------------------------------------------------------------------------------
+@pytest.mark.usefixtures("many_cores")
 @EVERY_TARGET
 def test_the_number_of_threads_changes_no_bit(target: str) -> None:
     arrays = operands(3, 200, 200, 6, 2, 64, 64)
