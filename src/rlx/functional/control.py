@@ -9,6 +9,7 @@ from rlx.dtypes import I32
 from rlx.errors import GraphError, ShapeError
 from rlx.functional import tree
 from rlx.functional.arrays import arange, at, expand_dims, minimum
+from rlx.functional.operands import is_traced
 from rlx.functional.printing import say
 from rlx.functional.tracing import (
     Function,
@@ -150,8 +151,8 @@ def _printing_while(cond_fun: Fun, body: Function, init: Any, shape: tree.Struct
 
 def fori_loop(lower: Any, upper: Any, body_fun: Fun, init: Any) -> Any:
     """`carry = body_fun(i, carry)` for i from `lower` to below `upper`; both known numbers, or sizes from 0."""
-    if isinstance(lower, Traced) or isinstance(upper, Traced):
-        start = (as_array(lower) if not isinstance(lower, Traced) else lower, init)
+    if is_traced(lower) or is_traced(upper):
+        start = (lower if is_traced(lower) else as_array(lower), init)
         return while_loop(lambda c: c[0] < upper, lambda c: (c[0] + 1, body_fun(c[0], c[1])), start)[1]
     rows = arange(upper) if lower == 0 else arange(lower, upper)
     return scan(lambda carry, i: (body_fun(i, carry), None), init, rows)[0]
@@ -187,6 +188,6 @@ def _cond(predicate: Any, true_fun: Fun, false_fun: Fun, *operands: Any) -> Any:
 
 def cond(predicate: Any, true_fun: Fun, false_fun: Fun, *operands: Any) -> Any:
     """What one of two functions gives for the operands; only that one runs."""
-    if not isinstance(predicate, Traced):
+    if not is_traced(predicate):
         return (true_fun if bool(predicate) else false_fun)(*operands)
     return _cond(predicate, true_fun, false_fun, *operands)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from rlx.dtypes import dtype
-from rlx.functional.operands import asarray, floats, held, is_float, numpy_type, operand, traced
-from rlx.functional.tracing import Traced, apply, at_once, current, type_of
+from rlx.functional.operands import asarray, floats, held, is_float, is_traced, numpy_type, operand, traced
+from rlx.functional.tracing import apply, at_once, current, on_values, type_of
 from rlx.transforms import build
 from rlx.types import Dim, as_shape
 
@@ -56,7 +56,7 @@ def round(x: Any, decimals: int = 0) -> Any:
 def _binary(op: str, doc: str) -> Callable[[Any, Any], Any]:
     def function(a: Any, b: Any) -> Any:
         a, b = operand(a), operand(b)
-        if not isinstance(a, (Traced, np.ndarray)) and not isinstance(b, (Traced, np.ndarray)):
+        if not any(is_traced(x) or isinstance(x, np.ndarray) for x in (a, b)):
             a = asarray(a)
         return apply(op, a, b)
 
@@ -227,11 +227,13 @@ def full(shape: Any, value: float, dtype: Any = "f32") -> Any:
     return _full(shape, value, dtype)
 
 
+@on_values
 def zeros_like(x: Any) -> Any:
     """Zeros of the type of x."""
     return _full(type_of(x).shape, 0, type_of(x).dtype)
 
 
+@on_values
 def ones_like(x: Any) -> Any:
     """Ones of the type of x."""
     return _full(type_of(x).shape, 1, type_of(x).dtype)

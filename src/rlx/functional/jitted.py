@@ -12,7 +12,8 @@ import numpy as np
 from rlx.errors import GraphError, nearest
 from rlx.functional import tree
 from rlx.functional.printing import say_all
-from rlx.functional.tracing import Function, as_array, current, session, trace_leaves, type_of
+from rlx.functional.tracing import Function, as_array, current, on_values, session, trace_leaves, type_of
+from rlx.ir.graph import Value
 from rlx.transforms.walk import leaves as leaf_nodes
 from rlx.types import TensorType, as_size
 
@@ -46,6 +47,8 @@ class Jitted:
             return self.function(*args, **kwargs)
         moving, static = self._parted(args, kwargs)
         leaves, shape = tree.flatten(moving)
+        if any([isinstance(x, Value) for x in leaves]):
+            return on_values(self.function)(*args, **kwargs)
         arrays = [as_array(x) for x in leaves]
         paths = self._paths(moving)
         types = [self._type(path, type_of(a)) for path, a in zip(paths, arrays, strict=True)]

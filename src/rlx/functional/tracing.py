@@ -2,7 +2,7 @@
 
 A `Trace` is a graph under construction; traces nest, as transforms of functions that contain transforms do. What a
 function reads from around it is captured as a further input. Outside of any trace, functions run at once: they are
-traced, compiled (equal graphs once) and run.
+traced, compiled (equal graphs once) and run. On values of a graph that is built by hand they build in that graph.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -94,21 +94,26 @@ def _filled(leaves: Sequence[Any], values: Iterator[Any]) -> list[Any]:
 class Trace:
     """A graph under construction, what it has captured from around it, and what it wants to print.
 
-    `prints` is None where nobody would print it, as in the rules of a function that has its own.
+    `prints` is None where nobody would print it, as in the rules of a function that has its own. A graph that is built
+    by hand (`by_hand`) captures nothing: its inputs are declared by whoever builds it.
     """
 
     graph: Graph
     captured: dict[Traced, Value] = field(default_factory=dict)
     prints: list[Line] | None = None
+    by_hand: bool = False
 
     def value(self, x: Any) -> Any:
         """What stands for an operand in this graph: a value, or an array or number, which becomes a constant."""
         if not isinstance(x, Traced):
             return x
-        if x.trace is self:
+        if x.trace is self or x.trace.graph is self.graph:
             return x.value
         if x.trace not in _stack.get():
             _leaked(x)
+        if self.by_hand:
+            hint = "build both in one graph, or trace a function of both"
+            raise GraphError(f"{x!r}: is of a function that is traced, not of graph {self.graph.name!r}", hint=hint)
         if x not in self.captured:
             self.captured[x] = declare(self.graph, "captured", x.value.type)
         return self.captured[x]
@@ -129,9 +134,9 @@ def current() -> Trace | None:
 
 
 @contextmanager
-def tracing(name: str) -> Iterator[Trace]:
-    """A trace for what happens inside."""
-    made = Trace(Graph(name))
+def tracing(into: str | Graph) -> Iterator[Trace]:
+    """A trace for what happens inside, into a new graph of this name or into one that is built by hand."""
+    made = Trace(into, by_hand=True) if isinstance(into, Graph) else Trace(Graph(into))
     token = _stack.set((*_stack.get(), made))
     try:
         yield made
@@ -356,9 +361,10 @@ def as_array(x: Any) -> Array:
 
 
 def type_of(x: Any) -> TensorType:
-    """The type of an array, a number or a stand-in."""
-    if isinstance(x, Traced):
-        return x.value.type
+    """The type of an array, a number, a stand-in or a value of a graph."""
+    x = held_value(x)
+    if isinstance(x, (Traced, Value)):
+        return x.value.type if isinstance(x, Traced) else x.type
     found = as_array(x)
     return TensorType(found.shape, dtype(found.dtype))
 
@@ -470,6 +476,56 @@ def run(graph: Graph, arrays: Sequence[Any]) -> list[Array]:
     return list(compiled.run({n: np.asarray(as_array(a), order="C") for n, a in zip(names, arrays, strict=True)}))
 
 
+# -- values of graphs built by hand -----------------------------------------------------------------------------------
+def on_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of arrays that, given values of a graph, builds in that graph and gives values of it."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not any([_has_value(x) for x in args]) and not any([_has_value(x) for x in kwargs.values()]):
+            return function(*args, **kwargs)
+        held = [held_value(x) for x in args], {k: held_value(x) for k, x in kwargs.items()}
+        found, shape = tree.flatten(held)
+        graph = next(x.graph for x in found if isinstance(x, Value))
+        around = next((trace for trace in _stack.get() if trace.graph is graph), None)
+        if around is not None and around is not current():  # a body reads what is around it
+            args_, kwargs_ = shape.unflatten([Traced(around, x) if isinstance(x, Value) else x for x in found])
+            return function(*args_, **kwargs_)
+        with tracing(graph) as trace:
+            given = [Traced(trace, _of(graph, x)) if isinstance(x, Value) else x for x in found]
+            args_, kwargs_ = shape.unflatten(given)
+            made, structure = tree.flatten(function(*args_, **kwargs_))
+            return structure.unflatten([trace.constant(x) if isinstance(x, Traced) else x for x in made])
+
+    return wrapped
+
+
+def _has_value(x: Any) -> bool:
+    """Whether it is a value of a graph, holds one, or is a tree with one among its leaves."""
+    if isinstance(x, (np.ndarray, np.generic, Traced)):
+        return False
+    if isinstance(x, (list, tuple)):
+        return any([_has_value(v) for v in x])
+    if isinstance(x, dict):
+        return any([_has_value(v) for v in x.values()])
+    if isinstance(x, Value) or hasattr(type(x), "__rlx_value__"):
+        return True
+    return is_dataclass(x) and not isinstance(x, type) and any([_has_value(getattr(x, f.name)) for f in fields(x)])
+
+
+def held_value(x: Any) -> Any:
+    """A value where something only holds one, such as what flows through a model."""
+    return x.__rlx_value__() if not isinstance(x, Traced) and hasattr(type(x), "__rlx_value__") else x
+
+
+def _of(graph: Graph, x: Value) -> Value:
+    if x.graph is not graph:
+        message = f"{x!r}: belongs to graph {x.graph.name!r}, not to {graph.name!r}"
+        raise GraphError(message, hint="build both in one graph")
+    return x
+
+
+@on_values
 def call(graph: Graph, operands: Sequence[Any]) -> list[Any]:
     """A graph applied to what stands for its leaves: part of the current trace, or run at once."""
     trace = current()
@@ -485,8 +541,12 @@ def call_function(function: Function, leaves: Sequence[Any]) -> Any:
 
 
 def at_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of arrays that builds graphs: inside a trace it does, outside it is traced and run at once."""
+    """A function of arrays that builds graphs: inside a trace it does, outside it is traced and run at once.
 
+    On values of a graph it builds in that graph.
+    """
+
+    @on_values
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if current() is not None:
@@ -513,15 +573,9 @@ def at_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+@at_once
 def apply(op: str, *operands: Any, **attrs: Any) -> Any:
-    """An op of the registry on arrays, numbers and stand-ins."""
-    trace = current()
-    if trace is None:
-        return at_once(_apply)(op, *operands, **attrs)
-    return _apply(op, *operands, **attrs)
-
-
-def _apply(op: str, *operands: Any, **attrs: Any) -> Any:
+    """An op of the registry on arrays, numbers, stand-ins and values of a graph."""
     trace = current()
     assert trace is not None
     given = [None if x is None else trace.value(x) for x in operands]

@@ -14,7 +14,7 @@ from rlx.errors import GraphError, ShapeError
 from rlx.functional import tree
 from rlx.functional.arrays import zeros_like
 from rlx.functional.printing import say_batch, say_called
-from rlx.functional.tracing import Function, call, names_of, trace_leaves, type_of
+from rlx.functional.tracing import Function, call, names_of, on_values, trace_leaves, type_of
 from rlx.ir.graph import Graph
 from rlx.transforms.reverse import joint, split
 from rlx.transforms.walk import leaves as leaf_nodes
@@ -72,6 +72,7 @@ def value_and_grad(
     With `has_aux` the function gives a pair, of which the second part is passed on: ((value, aux), gradient).
     """
 
+    @on_values
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         made, leaves = _traced(function, args, kwargs)
@@ -96,6 +97,7 @@ def grad(function: Fun, argnums: int | Sequence[int] = 0, has_aux: bool = False,
     """A function that gives the gradient of what `function` gives, one float; with `has_aux` (gradient, aux)."""
     both = value_and_grad(function, argnums, has_aux, keep=keep)
 
+    @on_values
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         value, gradient = both(*args, **kwargs)
@@ -185,6 +187,7 @@ def hessian(function: Fun, argnums: int = 0) -> Fun:
 
 
 def _jacobian(function: Fun, argnums: int | Sequence[int], transform: Callable[..., Graph]) -> Fun:
+    @on_values
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         made, leaves = _traced(function, args, kwargs)
@@ -202,6 +205,7 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
     """A function of batches. `in_axes` says where the axis of the batch is: one number for all arguments, or a tuple
     with a number, None (shared) or a tree of them for each; `out_axes` likewise for what the function gives."""
 
+    @on_values
     @functools.wraps(function)
     def wrapped(*args: Any) -> Any:
         leaves, shape = tree.flatten((args, {}))
@@ -240,6 +244,7 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
 def checkpoint(function: Fun, *, keep: Any = "nothing") -> Fun:
     """The function, whose gradient computes its inside again instead of keeping it; `keep` is that of `grad`."""
 
+    @on_values
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         made, leaves = _traced(function, args, kwargs)
