@@ -203,11 +203,12 @@ INTRODUCTION = """# Ops
 Every op of rlx, by the file that declares it. This page is written by `rlx ops --markdown` from the declarations
 themselves, and a test compares: `pytest --update tests/test_docs.py` writes it again.
 
-Call an op on a graph or on a value: `g.softmax(x, axis=-1)` is `x.softmax(axis=-1)`. Operands come first and may be
-Python numbers or arrays; attributes follow by name, with their defaults. Types are those that the op's own rule
-accepts: *floats* are f64, f32, f16 and bf16, *integers* i64, i32, i16, i8, u32 and u8, *numbers* both. Operands of
-different types promote as in `src/rlx/dtypes.py`. Examples say what types come out. `rlx ops NAME` shows the lines on
-which an op is defined.
+Call an op on a graph, on a value, or as a function: `g.softmax(x, axis=-1)`, `x.softmax(axis=-1)` and
+`rlx.softmax(x, axis=-1)` build the same; so does NumPy where it has the op elementwise, as in `np.tanh(x)`. Operands
+come first and may be Python numbers or arrays; attributes follow by name, with their defaults. Types are those that the
+op's own rule accepts: *floats* are f64, f32, f16 and bf16, *integers* i64, i32, i16, i8, u32 and u8, *numbers* both.
+Operands of different types promote as in `src/rlx/dtypes.py`. Examples say what types come out. `rlx ops NAME` shows
+the lines on which an op is defined.
 """
 SECTIONS = {
     "Ops": "What graphs are built from.",

@@ -9,6 +9,7 @@ from rlx.dtypes import I32, DType, promote
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.functional import tree
 from rlx.functional.arrays import arange, astype, at, expand_dims, minimum
+from rlx.functional.operands import is_traced
 from rlx.functional.printing import say
 from rlx.functional.stand_ins import Repeated, Trace, Traced, as_array, current, is_weak, type_of, weak_kind
 from rlx.functional.tracing import Function, apply, at_once, call, trace_leaves
@@ -189,8 +190,8 @@ def fori_loop(lower: Any, upper: Any, body_fun: Fun, init: Any) -> Any:
     for name, bound in (("lower", lower), ("upper", upper)):
         if not isinstance(bound, Dim) and (isinstance(bound, bool) or not type_of(bound).dtype.is_integer):
             raise DTypeError(f"fori_loop: {name} is {bound!r}, wanted a whole number", hint="cast it with int(...)")
-    if isinstance(lower, Traced) or isinstance(upper, Traced):
-        start = (as_array(lower) if not isinstance(lower, Traced) else lower, init)
+    if is_traced(lower) or is_traced(upper):
+        start = (lower if is_traced(lower) else as_array(lower), init)
         return while_loop(lambda c: c[0] < upper, lambda c: (c[0] + 1, body_fun(c[0], c[1])), start)[1]
     rows = arange(upper) if lower == 0 else arange(lower, upper)
     return scan(lambda carry, i: (body_fun(i, carry), None), init, rows)[0]
@@ -253,6 +254,6 @@ def _cast(function: Fun, wanted: Sequence[DType | None]) -> Fun:
 
 def cond(predicate: Any, true_fun: Fun, false_fun: Fun, *operands: Any) -> Any:
     """What one of two functions gives for the operands; only that one runs."""
-    if not isinstance(predicate, Traced):
+    if not is_traced(predicate):
         return (true_fun if bool(predicate) else false_fun)(*operands)
     return _cond(predicate, true_fun, false_fun, *operands)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlx.dtypes import dtype, weak
+from rlx.functional.graph_values import on_values
 from rlx.functional.operands import asarray, floats, held, is_float, numpy_type, operand, traced
 from rlx.functional.stand_ins import current, type_of
 from rlx.functional.tracing import apply, at_once
@@ -221,11 +222,13 @@ def full(shape: Any, value: float, dtype: Any = "f32") -> Any:
     return _full(shape, value, dtype)
 
 
+@on_values
 def zeros_like(x: Any) -> Any:
     """Zeros of the type of x."""
     return _full(type_of(x).shape, 0, type_of(x).dtype)
 
 
+@on_values
 def ones_like(x: Any) -> Any:
     """Ones of the type of x."""
     return _full(type_of(x).shape, 1, type_of(x).dtype)

@@ -11,9 +11,11 @@ import numpy as np
 
 from rlx.errors import DTypeError, GraphError, nearest
 from rlx.functional import tree
+from rlx.functional.graph_values import on_values
 from rlx.functional.printing import say_all
 from rlx.functional.stand_ins import as_array, current, is_weak, type_of
 from rlx.functional.tracing import Function, leaf_types, need_function, session, trace_leaves
+from rlx.ir.graph import Value
 from rlx.transforms.walk import leaves as leaf_nodes
 from rlx.types import TensorType, as_size
 
@@ -47,6 +49,8 @@ class Jitted:
             return self.function(*args, **kwargs)
         moving, static = self._parted(args, kwargs)
         leaves, shape = tree.flatten(moving)
+        if any([isinstance(x, Value) for x in leaves]):
+            return on_values(self.function)(*args, **kwargs)
         paths = self._paths(moving)
         try:
             arrays = [as_array(x) for x in leaves]

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from rlx.dtypes import dtype, weak
-from rlx.functional.stand_ins import Traced, as_array, current, is_weak, type_of, weak_type
+from rlx.functional.stand_ins import Traced, as_array, current, held_value, is_weak, type_of, weak_type
 from rlx.functional.tracing import apply
 from rlx.ir import registry
+from rlx.ir.graph import Value
 
 Axis = int | Sequence[int] | None
 
@@ -39,19 +40,25 @@ def is_float(x: Any) -> bool:
 
 
 def asarray(x: Any, dtype: Any = None) -> Any:
-    """An array, or a stand-in as it is; lists of stand-ins are stacked."""
+    """An array, or a stand-in or value of a graph as it is; lists of those are stacked."""
+    x = held_value(x)
     if isinstance(x, (list, tuple)) and has_traced(x):
         from rlx.functional.shapes import stack
 
         x = stack(x)
-    if not isinstance(x, Traced):
+    if not is_traced(x):
         x = as_array(x)
         return x if dtype is None else x.astype(numpy_type(dtype))
     return x if dtype is None else apply("cast", x, dtype=dtype)
 
 
+def is_traced(x: Any) -> bool:
+    """Whether it has no numbers yet: a stand-in, or a value of a graph that is built by hand."""
+    return isinstance(x, (Traced, Value))
+
+
 def has_traced(x: Any) -> bool:
-    return isinstance(x, Traced) or (isinstance(x, (list, tuple)) and any(has_traced(v) for v in x))
+    return is_traced(x) or (isinstance(x, (list, tuple)) and any(has_traced(v) for v in x))
 
 
 def numpy_type(like: Any) -> np.dtype[Any]:
@@ -88,7 +95,7 @@ def astype(x: Any, dtype: Any) -> Any:
     """x in another element type."""
     if weak(x) is not None:
         return np.asarray(x).astype(numpy_type(dtype))
-    if not isinstance(x, Traced) and current() is None:
+    if not is_traced(x) and current() is None:
         return as_array(x).astype(numpy_type(dtype))
     return apply("cast", asarray(x), dtype=dtype)
 

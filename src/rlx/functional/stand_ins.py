@@ -86,21 +86,26 @@ def _filled(leaves: Sequence[Any], values: Iterator[Any]) -> list[Any]:
 class Trace:
     """A graph under construction, what it has captured from around it, and what it wants to print.
 
-    `prints` is None where nobody would print it, as in the rules of a function that has its own.
+    `prints` is None where nobody would print it, as in the rules of a function that has its own. A graph that is built
+    by hand (`by_hand`) captures nothing: its inputs are declared by whoever builds it.
     """
 
     graph: Graph
     captured: dict[Traced, Value] = field(default_factory=dict)
     prints: list[Line] | None = None
+    by_hand: bool = False
 
     def value(self, x: Any) -> Any:
         """What stands for an operand in this graph: a value, or an array or number, which becomes a constant."""
         if not isinstance(x, Traced):
             return x
-        if x.trace is self:
+        if x.trace is self or x.trace.graph is self.graph:
             return x.value
         if x.trace not in _stack.get():
             _leaked(x)
+        if self.by_hand:
+            hint = "build both in one graph, or trace a function of both"
+            raise GraphError(f"{x!r}: is of a function that is traced, not of graph {self.graph.name!r}", hint=hint)
         if x not in self.captured:
             self.captured[x] = declare(self.graph, "captured", x.value.type)
         return self.captured[x]
@@ -114,6 +119,11 @@ class Trace:
 _stack: ContextVar[tuple[Trace, ...]] = ContextVar("traces", default=())
 
 
+def traces() -> tuple[Trace, ...]:
+    """The traces that nest here, the outermost first."""
+    return _stack.get()
+
+
 def current() -> Trace | None:
     """The innermost trace; None outside of all."""
     found = _stack.get()
@@ -121,9 +131,9 @@ def current() -> Trace | None:
 
 
 @contextmanager
-def tracing(name: str) -> Iterator[Trace]:
-    """A trace for what happens inside."""
-    made = Trace(Graph(name))
+def tracing(into: str | Graph) -> Iterator[Trace]:
+    """A trace for what happens inside, into a new graph of this name or into one that is built by hand."""
+    made = Trace(into, by_hand=True) if isinstance(into, Graph) else Trace(Graph(into))
     token = _stack.set((*_stack.get(), made))
     try:
         yield made
@@ -373,6 +383,11 @@ def as_array(x: Any) -> Array:
     return found.astype({"b": np.bool_, "i": np.int32, "u": np.int32}.get(found.dtype.kind, np.float32))
 
 
+def held_value(x: Any) -> Any:
+    """A value where something only holds one, such as what flows through a model."""
+    return x.__rlx_value__() if not isinstance(x, Traced) and hasattr(type(x), "__rlx_value__") else x
+
+
 def weak_kind(x: Any) -> WeakScalar | None:
     """What a number, or a stand-in for one, counts as beside arrays; None for arrays."""
     if isinstance(x, Traced):
@@ -393,8 +408,9 @@ def weak_type(operands: Sequence[Any]) -> DType | None:
 
 
 def type_of(x: Any) -> TensorType:
-    """The type of an array, a number or a stand-in."""
-    if isinstance(x, Traced):
-        return x.value.type
+    """The type of an array, a number, a stand-in or a value of a graph."""
+    x = held_value(x)
+    if isinstance(x, (Traced, Value)):
+        return x.value.type if isinstance(x, Traced) else x.type
     found = as_array(x)
     return TensorType(found.shape, dtype(found.dtype))

@@ -1,6 +1,7 @@
 """Tracing: a Python function runs once on stand-ins for arrays, and what it does to them becomes a graph.
 
-Outside of any trace, functions run at once: they are traced, compiled (equal graphs once) and run.
+Outside of any trace, functions run at once: they are traced, compiled (equal graphs once) and run. On values of a graph
+that is built by hand they build in that graph.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import rlx.hir.blocks  # noqa: F401  declares the ops
 from rlx.errors import DTypeError, GraphError
 from rlx.functional import tree
+from rlx.functional.graph_values import on_values
 from rlx.functional.stand_ins import Array, Line, Traced, as_array, current, is_weak, tracing, type_of, weak_type
 from rlx.ir import registry
 from rlx.ir.graph import Graph, Value
@@ -174,6 +176,7 @@ def run(graph: Graph, arrays: Sequence[Any]) -> list[Array]:
     return list(compiled.run({n: np.asarray(as_array(a), order="C") for n, a in zip(names, arrays, strict=True)}))
 
 
+@on_values
 def call(graph: Graph, operands: Sequence[Any]) -> list[Any]:
     """A graph applied to what stands for its leaves: part of the current trace, or run at once."""
     trace = current()
@@ -184,10 +187,13 @@ def call(graph: Graph, operands: Sequence[Any]) -> list[Any]:
 
 
 def at_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of arrays that builds graphs: inside a trace it does, outside it is traced and run at once."""
+    """A function of arrays that builds graphs: inside a trace it does, outside it is traced and run at once.
 
+    On values of a graph it builds in that graph.
+    """
     static = _static(function)
 
+    @on_values
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if current() is not None:
@@ -234,9 +240,8 @@ def plain(x: Any) -> Any:
 
 
 def apply(op: str, *operands: Any, **attrs: Any) -> Any:
-    """An op of the registry on arrays, numbers and stand-ins."""
-    attrs = {k: plain(v) for k, v in attrs.items()}
-    return _apply_at_once(op, *operands, **attrs) if current() is None else _apply(op, *operands, **attrs)
+    """An op of the registry on arrays, numbers, stand-ins and values of a graph."""
+    return _apply_at_once(op, *operands, **{k: plain(v) for k, v in attrs.items()})
 
 
 def _apply(op: Any, *operands: Any, **attrs: Any) -> Any:

@@ -13,6 +13,7 @@ from rlx import transforms as graphs
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.functional import tree
 from rlx.functional.arrays import astype, zeros_like
+from rlx.functional.graph_values import on_values
 from rlx.functional.printing import say_batch, say_called
 from rlx.functional.stand_ins import is_weak, type_of
 from rlx.functional.tracing import Function, call, leaf_types, names_of, need_function, trace_leaves
@@ -83,6 +84,7 @@ def value_and_grad(
     """
     need_function("value_and_grad", function)
 
+    @on_values
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         made, leaves = _traced("grad", function, args, kwargs)
@@ -108,6 +110,7 @@ def grad(function: Fun, argnums: int | Sequence[int] = 0, has_aux: bool = False,
     """A function that gives the gradient of what `function` gives, one float; with `has_aux` (gradient, aux)."""
     both = value_and_grad(need_function("grad", function), argnums, has_aux, keep=keep)
 
+    @on_values
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         value, gradient = both(*args, **kwargs)
@@ -211,6 +214,7 @@ def hessian(function: Fun, argnums: int = 0) -> Fun:
 
 
 def _jacobian(function: Fun, argnums: int | Sequence[int], transform: Callable[..., Graph]) -> Fun:
+    @on_values
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         made, leaves = _traced("jacobian", function, args, kwargs)
@@ -231,6 +235,7 @@ def vmap(function: Fun, in_axes: Any = 0, out_axes: Any = 0) -> Fun:
     by name have it first, as in JAX."""
     need_function("vmap", function)
 
+    @on_values
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         leaves, shape = tree.flatten((args, kwargs))
@@ -270,6 +275,7 @@ def checkpoint(function: Fun, *, keep: Any = "nothing") -> Fun:
     """The function, whose gradient computes its inside again instead of keeping it; `keep` is that of `grad`."""
     need_function("checkpoint", function)
 
+    @on_values
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         made, leaves = _traced("checkpoint", function, args, kwargs)

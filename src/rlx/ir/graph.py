@@ -22,6 +22,7 @@ from rlx.errors import DTypeError, GraphError, RlxError, ShapeError, nearest
 from rlx.ir import registry
 from rlx.ir.control import ControlBuilders
 from rlx.ir.custom import CustomBuilders
+from rlx.ir.numpy_functions import NumpyFunctions
 from rlx.ir.provenance import Origin, here
 from rlx.ir.quant import QuantBuilders
 from rlx.types import Dim, ShapeLike, Size, Symbol, TensorType, as_shape, as_size, symbols_of, tensor
@@ -93,11 +94,10 @@ class Node:
         raise TypeError("nodes are pickled with their graph, as text")
 
 
-class Value:
+class Value(NumpyFunctions):
     """One result of a node. `==` is identity: a node has one value for each of its results."""
 
     __slots__ = ("index", "node")
-    __array_ufunc__ = None  # NumPy hands `array + value` to us instead of looping over elements
 
     def __init__(self, node: Node, index: int = 0) -> None:
         self.node = node
