@@ -72,6 +72,11 @@ def note(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
 
 
+def warn(message: Warning | str, *_: object) -> None:
+    """A warning as a line, in place of the source that `warnings` shows to programmers."""
+    note(f"rlx: warning: {message}")
+
+
 def aside(text: str) -> None:
     """A line for those who look for it: grey on a terminal."""
     coloured = is_rich(sys.stderr) and not os.environ.get("NO_COLOR")

@@ -8,6 +8,7 @@ import errno
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 import rlx
@@ -45,6 +46,12 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the result is the exit code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = console.warn
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     console.prepare()
     words = list(sys.argv[1:] if argv is None else argv)
     place = next((i for i, w in enumerate(words) if not w.startswith("-")), None)
