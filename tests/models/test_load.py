@@ -220,13 +220,6 @@ def test_tensors_that_say_nothing_new_are_passed_over(tmp_path: Path) -> None:
     open_checkpoint(write_folder(tmp_path, random_weights(SETTINGS) | extra, SETTINGS))
 
 
-def test_a_tied_model_may_still_carry_a_head(tmp_path: Path) -> None:
-    c, weights = {**SETTINGS, "tie_word_embeddings": True}, random_weights(SETTINGS)
-    checkpoint = open_checkpoint(write_folder(tmp_path, weights, c))
-    found = Driver.of(checkpoint).feed([TOKENS], [0])[0]
-    assert difference(found, forward(c, weights, TOKENS)) < 1e-5  # transformers ties all the same
-
-
 def test_names_without_the_prefix_are_found(tmp_path: Path) -> None:
     weights = {name.removeprefix("model."): value for name, value in random_weights(SETTINGS).items()}
     checkpoint = open_checkpoint(write_folder(tmp_path, weights, SETTINGS))

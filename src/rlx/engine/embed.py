@@ -48,6 +48,7 @@ class EmbeddingModel(Model):
         return read_settings(self.checkpoint)
 
     def _warn(self) -> None:
+        super()._warn()
         if not self.settings.source:
             log.warning("%s: no file says how to pool: vectors are the mean over tokens", self.name)
 

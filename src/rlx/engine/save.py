@@ -32,7 +32,7 @@ from rlx.formats.safetensors import DTYPES, INDEX_NAME, write_safetensors
 from rlx.models.arrange import ArrangedWeights, Rows, Spans, Stack, in_layers
 from rlx.models.config import FULL, LINEAR, SLIDING, DecoderConfig
 from rlx.models.family import Family
-from rlx.models.load import Checkpoint, open_checkpoint
+from rlx.models.load import Checkpoint, open_checkpoint, repeated_head
 from rlx.types import TensorType
 
 if TYPE_CHECKING:
@@ -140,7 +140,8 @@ class _Source:
             return _renamed(
                 self.checkpoint, format, self._arranged(format, {name: self.tensor(name) for name in names})
             )
-        raw = {name: _raw(file, name) for name in file.names}
+        repeated = repeated_head(self.checkpoint)
+        raw = {name: _raw(file, name) for name in file.names if name != repeated}
         changed = self._arranged(format, self._whole(format))
         return raw | {weights.entry(name).name: tensor for name, tensor in changed.items()}
 

@@ -103,6 +103,10 @@ class FileWeights:
                         break
                     self._names[mine.replace("{j}", str(j))] = found
 
+    def alias(self, key: str, other: str) -> None:
+        """Make a weight that the file does not have the same as another."""
+        self._names[key] = self._names[other]
+
     def has(self, key: str) -> bool:
         return key in self._names
 
