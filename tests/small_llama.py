@@ -150,8 +150,10 @@ class Driver:
         flow = checkpoint.family.flow(checkpoint.config, context, checkpoint.rope_factors)
         return cls(flow.build(checkpoint.weights), checkpoint.weights, batch, context)
 
-    def feed(self, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Array]:
-        """The logits `[len, vocab]` of each row; row i begins at position starts[i]."""
+    def feed(
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int], lengths: Sequence[int] | None = None
+    ) -> list[Array]:
+        """The logits `[len, vocab]` of each row; row i begins at position starts[i], its prompt has lengths[i]."""
         width = max(len(row) for row in rows)
         tokens, positions = np.zeros((len(rows), width), np.int32), np.full((len(rows), width), -1, np.int32)
         for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
@@ -160,13 +162,16 @@ class Driver:
                 state[i] = 0
         every = np.arange(tokens.size, dtype=np.int32)
         given = {"tokens": tokens, "positions": positions, "last_token_idx": every}
+        if "lengths" in self.f.input_types:
+            ends = [start + len(row) for row, start in zip(rows, starts, strict=True)]
+            given["lengths"] = np.array(ends if lengths is None else lengths, np.int32)
         (logits,) = self.f.run({**given, **self.cache, **self.states})
         return [logits[i * width : i * width + len(row)] for i, row in enumerate(rows)]
 
     def by_chunks(self, tokens: Sequence[int], chunk: int) -> Array:
         """The logits of one sequence, read so many tokens at a time."""
         return np.concatenate(
-            [self.feed([tokens[at : at + chunk]], [at])[0] for at in range(0, len(tokens), chunk)]
+            [self.feed([tokens[at : at + chunk]], [at], [len(tokens)])[0] for at in range(0, len(tokens), chunk)]
         )  # fmt: skip
 
 

@@ -218,7 +218,8 @@ class LanguageModel(Model):
             piece = ids[at : at + chunk]
             given = {name: array[at : at + len(piece)] for name, array in more.items()}
             given = {name: a[None] if _has_rows(compiled.input_types[name]) else a for name, a in given.items()}
-            parts = decoder.run([piece], [at], np.arange(len(piece), dtype=np.int32), more=given)
+            every = np.arange(len(piece), dtype=np.int32)
+            parts = decoder.run([piece], [at], every, more=given, lengths=[len(ids)])
             # The values of stages are [batch, seq, ...]; what comes after the picking of tokens is [seq, ...].
             types = compiled.signature.outputs
             parts = [a[0] if _has_rows(t) else a for a, t in zip(parts, types, strict=True)]

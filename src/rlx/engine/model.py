@@ -105,8 +105,8 @@ class Facts:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Facts:
         c, family = checkpoint.config, checkpoint.family
-        sizes = (int(getattr(c, size, 0)) for size in ("vocab", "context", "dim"))  # a family may lack one
-        return cls(family.name, family.kind, *sizes, checkpoint.notes)
+        vocab, longest, dim = (int(getattr(c, size, 0)) for size in ("vocab", "context", "dim"))  # one may be absent
+        return cls(family.name, family.kind, vocab, longest, dim, checkpoint.notes)
 
 
 @dataclass(frozen=True)

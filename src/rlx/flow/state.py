@@ -85,6 +85,7 @@ class CacheBindings:
     spec: KvCacheSpec
     windows: dict[int, int] = field(default_factory=dict)  # of the layers that have attended
     states: dict[str, tuple[int, ...]] = field(default_factory=dict)  # recurrent ones, sizes for one sequence
+    lengths: list[tuple[int, bool]] = field(default_factory=list)  # that RoPE depends on
 
     def attend(
         self, layer: int, q: Value, k: Value, v: Value, positions: Value, *, mask_kind: str,
@@ -122,7 +123,7 @@ class CacheBindings:
     def bound(self) -> KvCacheSpec:
         """The cache that the layers have turned out to need."""
         windows = tuple(self.windows.get(i) for i in range(self.spec.layers))
-        return replace(self.spec, windows=windows, states=tuple(self.states.items()))
+        return replace(self.spec, windows=windows, states=tuple(self.states.items()), lengths=tuple(self.lengths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,7 @@ class FlowState:
     rope_cos: Value | None = None
     rope_sin: Value | None = None
     rope_style: str = "halves"
+    rope_rows: Value | None = None  # of the tables for each token, where they are not its position
     zero_beta: Value | None = None  # the first zero vector that `ZeroBeta` made
     embed_weight: Value | None = None  # [vocab, hidden], for a tied head
     hidden_shape: Shape | None = None  # of the first hidden state, after the token table

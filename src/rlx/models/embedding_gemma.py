@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
-from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, RmsNorm, RopeTables, linear
+from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, RmsNorm, linear
 from rlx.flow.stages.attention import SelfAttention
 from rlx.flow.stages.encoder import NearTokens, attend
 from rlx.formats import TensorFile
@@ -17,7 +17,7 @@ from rlx.ir.graph import Value
 from rlx.models import gemma
 from rlx.models.config import FULL, MAX_POSITIONS, SLIDING, key
 from rlx.models.family import family
-from rlx.models.rope import rope_tables
+from rlx.models.rope import rope_stage
 from rlx.types import sym
 
 
@@ -82,10 +82,10 @@ def embeddinggemma(c: Config) -> ModelFlow:
         )  # fmt: skip
 
     norm = GemmaRmsNorm if c.unit_offset else RmsNorm
-    local = RopeTables(*rope_tables(c.local_rope, c.context), cos_key="rope.local.cos", sin_key="rope.local.sin")
+    local = rope_stage(c.local_rope, c.context, name="rope.local")
     return (
         ModelFlow("embeddinggemma").input("tokens", (sym.BATCH, sym.SEQ), "i32")
         .when(any(near), lambda flow: flow.stage(local).stage(NearTokens(SLIDING, (c.sliding_window or 0) // 2)))
-        .rope_tables(*rope_tables(c.rope, c.context)).token_embed(shape=(c.vocab, c.dim)).embed_scale(c.dim)
+        .stage(rope_stage(c.rope, c.context)).token_embed(shape=(c.vocab, c.dim)).embed_scale(c.dim)
         .repeat_layers(c.layers, layer).stage(norm("model.norm.weight", c.eps))
     )  # fmt: skip

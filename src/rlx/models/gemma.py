@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from rlx.errors import FormatError
 from rlx.flow.flow import ModelFlow
-from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, GemmaStyle, RmsNorm, RopeTables
+from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, GemmaStyle, RmsNorm
 from rlx.flow.weights import Array
 from rlx.formats import TensorFile
 from rlx.models import llama, qwen3
@@ -29,7 +29,7 @@ from rlx.models.config import (
     text_settings,
 )
 from rlx.models.family import family
-from rlx.models.rope import Rope, rope_tables
+from rlx.models.rope import Rope, rope_stage
 from rlx.types import sym
 
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -178,11 +178,11 @@ def gemma(c: Config, context: int, rope_factors: Array | None = None) -> ModelFl
         )  # fmt: skip
 
     norm = GemmaRmsNorm if c.unit_offset else RmsNorm
-    local = RopeTables(*rope_tables(c.local_rope, context), cos_key="rope.local.cos", sin_key="rope.local.sin")
+    local = rope_stage(c.local_rope, context, name="rope.local")
     return (
         ModelFlow(c.STYLE).input("tokens", (sym.BATCH, sym.SEQ), "i32").kv_cache(c.layers, c.kv_heads, c.head_dim)
         .when(any(c.window(i) for i in range(c.layers)), lambda flow: flow.stage(local))
-        .rope_tables(*rope_tables(c.rope, context, rope_factors)).token_embed(shape=(c.vocab, c.dim))
+        .stage(rope_stage(c.rope, context, rope_factors)).token_embed(shape=(c.vocab, c.dim))
         .embed_scale(c.dim).repeat_layers(c.layers, layer).stage(norm("model.norm.weight", c.eps)).gather_last_token()
         .lm_head(c.vocab, c.dim, tied=c.tied)
         .when(c.final_cap is not None, lambda flow: flow.logit_softcap(c.final_cap or 0))

@@ -29,7 +29,7 @@ from rlx.models import moe
 from rlx.models.arrange import Arrangement, Spans
 from rlx.models.config import FULL, LINEAR, MAX_HEAD_DIM, DecoderConfig, key, unsupported
 from rlx.models.family import Change, family
-from rlx.models.rope import rope_tables
+from rlx.models.rope import rope_stage
 from rlx.types import sym
 
 
@@ -172,11 +172,10 @@ def decoder(name: str, c: Config, context: int) -> ModelFlow:
             state_size=c.state, kernel=c.kernel, tiled=c.tiled, rates=c.rates, **shared,
         )  # fmt: skip
 
-    cos, sin = rope_tables(c.rope, context)
     norm = GemmaRmsNorm if c.unit_offset else RmsNorm
     return (
         ModelFlow(name).input("tokens", (sym.BATCH, sym.SEQ), "i32").kv_cache(c.layers, c.kv_heads, c.head_dim)
-        .rope_tables(cos, sin).token_embed(shape=(c.vocab, c.dim)).repeat_layers(c.layers, layer)
+        .stage(rope_stage(c.rope, context)).token_embed(shape=(c.vocab, c.dim)).repeat_layers(c.layers, layer)
         .stage(norm("model.norm.weight", c.eps)).gather_last_token().lm_head(c.vocab, c.dim, tied=c.tied)
     )  # fmt: skip
 

@@ -146,8 +146,10 @@ def rope_of(ctx: FlowCtx, x: Value, stage: str, name: str, past: DecodeBindings 
     cos, sin = (ctx.state.named.get(f"{name}.{of}", table) for of, table in zip(("cos", "sin"), main, strict=True))
     if cos is None or sin is None:
         raise GraphError(f"stage {stage}: no RoPE tables flow here", hint="put RopeTables before the layers")
+    # rows are not positions where tables depend on the length of the sequence
+    rows = ctx.state.named.get(f"{name}.rows") if f"{name}.cos" in ctx.state.named else ctx.state.rope_rows
     # padding has a negative position; what it turns to is never looked at
-    return cos, sin, token_positions(ctx, x).maximum(0)
+    return cos, sin, token_positions(ctx, x).maximum(0) if rows is None else rows
 
 
 def _seen_and_kept(q: Value, k: Value, kind: str, kept: Value) -> Value:

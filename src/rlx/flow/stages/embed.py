@@ -70,7 +70,7 @@ class RopeTables(FlowStage):
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         ctx.state.rope_cos = ctx.synth_param(self.cos_key, np.asarray(self.cos, np.float32))
         ctx.state.rope_sin = ctx.synth_param(self.sin_key, np.asarray(self.sin, np.float32))
-        ctx.state.rope_style = self.style
+        ctx.state.rope_style, ctx.state.rope_rows = self.style, None
         ctx.state.named |= {self.cos_key: ctx.state.rope_cos, self.sin_key: ctx.state.rope_sin}
         return value
 

@@ -87,7 +87,8 @@ def turned(ctx: FlowCtx, stage: str, *heads: Value) -> list[Value]:
     cos, sin = ctx.state.rope_cos, ctx.state.rope_sin
     if cos is None or sin is None:
         raise GraphError(f"stage {stage}: no RoPE tables flow here", hint="put RopeTables before the layers")
-    positions = ctx.input("positions", heads[0].shape[:2], "i32")
+    rows = ctx.state.rope_rows
+    positions = ctx.input("positions", heads[0].shape[:2], "i32") if rows is None else rows
     return [x.rope(cos, sin, positions, style=ctx.state.rope_style) for x in heads]
 
 
