@@ -205,6 +205,11 @@ class Growing:
         self.cached = cached
         self.began = perf_counter()
 
+    def close(self) -> None:
+        """Its stream was closed; one that was still read has no answer, and took until now."""
+        if self.began and not self.answered:
+            self.ended = perf_counter()
+
     def accept(self, logits: Array) -> str:
         """Pick the next token; gives the text that is new and certain."""
         if not self.answered:

@@ -108,10 +108,13 @@ class TextStream(Iterator[str]):
 
 def _pieces(model: LanguageModel, sequence: Growing, cancel: threading.Event) -> Generator[str, None, None]:
     """Not a method: it would hold the stream, and one that is left by `break` would not end there."""
-    with model._decoder([sequence], cancel) as decoder, suppress(Cancelled):
-        for _, piece in grow(decoder, [sequence], model.caches):
-            if piece:
-                yield piece
+    try:
+        with model._decoder([sequence], cancel) as decoder, suppress(Cancelled):
+            for _, piece in grow(decoder, [sequence], model.caches):
+                if piece:
+                    yield piece
+    finally:
+        sequence.close()
 
 
 class LanguageModel(Model):
@@ -282,8 +285,10 @@ class LanguageModel(Model):
         return [self._completion(s) for s in sequences]
 
     def _completion(self, s: Growing) -> Completion:
-        reading, writing = s.answered - s.began, s.ended - s.answered
-        read, written = len(s.prompt) - s.cached, len(s.made) - 1
+        answered = s.answered or s.ended  # 0 where a stream was closed while its prompt was read
+        reading, writing = answered - s.began, s.ended - answered
+        read = len(s.prompt) - s.cached if s.answered else 0  # what was read of it is not known
+        written = max(len(s.made) - 1, 0)
         return Completion(
             s.text, s.made, s.finish_reason or "closed", Usage(len(s.prompt), s.cached, len(s.made)),
             Timings(
