@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-import rlx
 from rlx.flow.flow import BuiltModel
 from rlx.flow.weights import WeightSource
 from rlx.models.load import Checkpoint
+from rlx.runtime.session import Session
 
 Array = np.ndarray[Any, Any]
 SETTINGS: dict[str, Any] = {
@@ -131,8 +131,10 @@ def values(
 class Driver:
     """A compiled decoder with a cache for some sequences."""
 
-    def __init__(self, built: BuiltModel, weights: WeightSource, batch: int, capacity: int) -> None:
-        self.f = rlx.compile(built.module)
+    def __init__(
+        self, built: BuiltModel, weights: WeightSource, batch: int, capacity: int, device: str = "cpu"
+    ) -> None:
+        self.f = Session(device).compile(built.module)
         for name in self.f.param_types:
             self.f.set_param(name, built.params[name] if name in built.params else weights.array(name))
         spec = built.cache
@@ -145,10 +147,10 @@ class Driver:
         self.states = {name: np.zeros((batch, *shape), np.float32) for name, shape in spec.states}  # recurrent ones
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, batch: int = 1, context: int | None = None) -> Driver:
+    def of(cls, checkpoint: Checkpoint, batch: int = 1, context: int | None = None, device: str = "cpu") -> Driver:
         context = context or checkpoint.config.context
         flow = checkpoint.family.flow(checkpoint.config, context, checkpoint.rope_factors)
-        return cls(flow.build(checkpoint.weights), checkpoint.weights, batch, context)
+        return cls(flow.build(checkpoint.weights), checkpoint.weights, batch, context, device)
 
     def feed(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], lengths: Sequence[int] | None = None

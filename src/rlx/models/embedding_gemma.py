@@ -54,7 +54,7 @@ class EmbeddingGemmaLayer(GemmaDecoder):
             "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"
         ))  # fmt: skip
         heads = SelfAttention(
-            type(self).__name__, q, k, v, self.num_heads, self.num_kv_heads, self.head_dim,
+            type(self).__name__, q, k, v, self.num_heads, self.num_kv_heads, self.head_dim, bias=self.attention_bias,
             norm_keys=(norms[0], norms[1]), eps=self.eps, unit_offset=self.unit_offset, rope=self.rope,
         )  # fmt: skip
         queries, keys = (heads.turned(ctx, heads.project(ctx, x, which)) for which in "qk")
@@ -62,7 +62,7 @@ class EmbeddingGemmaLayer(GemmaDecoder):
             ctx, queries, keys, heads.project(ctx, x, "v"), "attention_mask", SLIDING if self.near else FULL,
             self.score_scale,
         )  # fmt: skip
-        return linear(ctx, found, out, out=x.shape[-1])
+        return linear(ctx, found, out, f"{base}.o_proj.bias" if self.output_bias else None, out=x.shape[-1])
 
 
 def looks_both_ways(settings: Mapping[str, Any]) -> bool:
@@ -78,7 +78,7 @@ def embeddinggemma(c: Config) -> ModelFlow:
         return EmbeddingGemmaLayer(
             f"model.layers.{i}", c.heads, c.kv_heads, c.head_dim, c.eps, style=c.STYLE, score_scale=c.score_scale,
             unit_offset=c.unit_offset, rope="rope.local" if near[i] else "rope", intermediate_size=c.ffn,
-            activation=c.activation, near=near[i],
+            activation=c.activation, near=near[i], attention_bias=c.attention_bias, output_bias=c.attention_bias,
         )  # fmt: skip
 
     norm = GemmaRmsNorm if c.unit_offset else RmsNorm

@@ -50,7 +50,9 @@ class MistralConfig(Config):
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    sliding_window: int | None = key(hf="sliding_window", default=4096, most=MAX_POSITIONS)
+    sliding_window: int | None = key(
+        gguf="attention.sliding_window", hf="sliding_window", default=4096, most=MAX_POSITIONS
+    )
 
 
 _LINEAR = {
@@ -76,7 +78,7 @@ def llama(c: Config, context: int, rope_factors: Array | None = None) -> ModelFl
     return decoder("llama", c, context, rope_factors)
 
 
-@family("mistral", kind="decoder", hf=["mistral"], config=MistralConfig, weights=WEIGHTS)
+@family("mistral", kind="decoder", hf=["mistral"], config=MistralConfig, weights=WEIGHTS, saved_as="llama")
 def mistral(c: MistralConfig, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return decoder("mistral", c, context, rope_factors)
 

@@ -102,9 +102,6 @@ class Config(moe.Config):
             )
         if self.value_heads % self.key_heads:
             raise FormatError(f"{where}: {self.value_heads} value heads are no multiple of {self.key_heads} key heads")
-        if self.value_size != self.state:
-            hint = f"keys have {self.state}, and states are square"
-            raise unsupported(where, "linear_value_head_dim", self.value_size, hint=hint)
         DecoderConfig.check(self, where)
         if self.experts:
             moe.check_experts(where, self.experts, self.chosen)
@@ -137,7 +134,7 @@ WEIGHTS = MIXTURE | {_QKVZ: "blk.{i}.ssm_in.weight", _BA: "blk.{i}.ssm_ba.weight
 def arrange(c: Config, format: str) -> Arrangement:
     """Queries, keys, values and gates each for itself: in files, all that belong to a head of keys lie together."""
     n, share = c.state, c.value_heads // c.key_heads
-    v, z = (2 + share) * n, (2 + 2 * share) * n
+    v, z = 2 * n + share * c.value_size, 2 * n + 2 * share * c.value_size
     parts = {n: Spans(_BA, c.key_heads, 2 * share, ((at, at + share),)) for n, at in (("b", 0), ("a", share))}
     if format != "gguf" or c.joined:
         parts["qkv"] = Spans(_QKVZ, c.key_heads, z, ((0, n), (n, 2 * n), (2 * n, v)))
@@ -169,7 +166,7 @@ def decoder(name: str, c: Config, context: int) -> ModelFlow:
             return GatedAttentionLayer(at, c.heads, c.kv_heads, c.head_dim, c.eps, **shared)
         return DeltaNetLayer(
             at, c.heads, c.kv_heads, c.head_dim, c.eps, key_heads=c.key_heads, value_heads=c.value_heads,
-            state_size=c.state, kernel=c.kernel, tiled=c.tiled, rates=c.rates, **shared,
+            state_size=c.state, value_size=c.value_size, kernel=c.kernel, tiled=c.tiled, rates=c.rates, **shared,
         )  # fmt: skip
 
     norm = GemmaRmsNorm if c.unit_offset else RmsNorm

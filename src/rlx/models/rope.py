@@ -73,6 +73,14 @@ class Rope:
             raise FormatError(f"rope_scaling: the numbers of {quoted(dict(self.scaling))} are out of range")
         return found, attention
 
+    def check(self, where: str) -> None:
+        """Raise what is wrong with it, with the place of its file."""
+        try:
+            self.frequencies(self.longest)
+        except (FormatError, CapabilityError) as error:
+            error.add_note(f"  in: {where}")
+            raise
+
     def plain(self, base: float | None = None) -> Array:
         base = self.base if base is None else base
         return np.asarray(base ** (-np.arange(0, self.head_dim, 2, dtype=np.float64) / self.head_dim))

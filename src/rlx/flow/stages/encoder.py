@@ -14,6 +14,7 @@ from rlx.flow.stages.ffn import GeluFfn, SwiGlu, linear
 from rlx.flow.stages.norm import LayerNorm
 from rlx.flow.stages.structure import emit_stage
 from rlx.flow.state import FlowValue
+from rlx.hir.lower import counted
 from rlx.ir.graph import Value
 from rlx.ir.provenance import stage as provenance
 from rlx.ops.attention import MaskKind
@@ -72,6 +73,20 @@ class NearTokens(FlowStage):
         apart = positions.reshape(batch, 1, seq, 1) - positions.reshape(batch, 1, 1, seq)
         near = (abs(apart) <= self.reach).logical_and(mask.reshape(batch, 1, 1, seq) > 0.5)
         ctx.set_named(self.name, near.where(0.0, -np.inf))  # [batch, 1, seq, seq]
+        return value
+
+
+@dataclass(frozen=True)
+class EarlierTokens(FlowStage):
+    """A mask of the tokens up to each token, which layers add to their scores: encoders that read from the left."""
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
+        mask = ctx.input("attention_mask", (sym.BATCH, sym.SEQ), "f32")
+        batch, seq = mask.shape
+        at = counted(ctx.hir(), batch, seq)
+        earlier = at.reshape(batch, 1, 1, seq) <= at.reshape(batch, 1, seq, 1)
+        seen = earlier.logical_and(mask.reshape(batch, 1, 1, seq) > 0.5)
+        ctx.set_named(ATTENTION_BIAS, seen.where(0.0, -np.inf))  # [batch, 1, seq, seq]
         return value
 
 

@@ -33,9 +33,9 @@ class RopeSwitch(FlowStage):
     name: str = "rope"
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        tokens = ctx.need(value, "RopeSwitch")
-        is_long = (sequence_lengths(ctx, tokens, self.limit, grows=False) > self.limit).astype("i32")
-        rows = token_positions(ctx, tokens).maximum(0) + is_long.reshape(tokens.shape[0], 1) * self.limit
+        x = ctx.need(value, "RopeSwitch")
+        is_long = (sequence_lengths(ctx, x, self.limit, grows=False) > self.limit).astype("i32")
+        rows = token_positions(ctx, x).maximum(0) + is_long.reshape(x.shape[0], 1) * self.limit
         cos, sin = (
             ctx.synth_param(f"{self.name}.{of}", np.asarray(table, np.float32))
             for of, table in (("cos", self.cos), ("sin", self.sin))
@@ -55,25 +55,25 @@ class RopeGrowth(FlowStage):
     name: str = "rope"
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        tokens = ctx.need(value, "RopeGrowth")
-        batch, seq = tokens.shape
-        lengths = sequence_lengths(ctx, tokens, self.limit, grows=True)
+        x = ctx.need(value, "RopeGrowth")
+        batch, seq = x.shape[:2]
+        lengths = sequence_lengths(ctx, x, self.limit, grows=True)
         table = ctx.synth_param(f"{self.name}.frequencies", np.asarray(self.frequencies, np.float32))
         rows, half = self.frequencies.shape
         chosen = table.gather((lengths - self.limit).maximum(0).minimum(rows - 1))
-        positions = token_positions(ctx, tokens).maximum(0).astype("f32").reshape(batch, seq, 1)
+        positions = token_positions(ctx, x).maximum(0).astype("f32").reshape(batch, seq, 1)
         angles = (positions * chosen.reshape(batch, 1, half)).reshape(batch * seq, half)
         each = counted(ctx.hir(), 1, batch * seq).reshape(batch, seq)  # a row of the tables for each token
         _bind(ctx, self.name, self.style, angles.cos() * self.scale, angles.sin() * self.scale, each)
         return value
 
 
-def sequence_lengths(ctx: FlowCtx, tokens: Value, limit: int, grows: bool) -> Value:
+def sequence_lengths(ctx: FlowCtx, x: Value, limit: int, grows: bool) -> Value:
     """[batch]; a cache is told that its keys belong to lengths on one side of the limit, or to one beyond it."""
     if ctx.state.cache is not None:
         ctx.state.cache.lengths.append((limit, grows))
         return ctx.input("lengths", (sym.BATCH,), "i32")
-    present: Value = ctx.input("attention_mask", tokens.shape, "f32").sum(axis=1)
+    present: Value = ctx.input("attention_mask", x.shape[:2], "f32").sum(axis=1)
     return present.astype("i32")
 
 
