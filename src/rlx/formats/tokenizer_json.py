@@ -58,7 +58,8 @@ def _without_special_pieces(data: bytes, where: str) -> bytes:
     document = _parsed(data, where)
     match document:
         case {"added_tokens": list(added), "model": {"type": "Unigram", "vocab": list(vocab)}}:
-            special = {t.get("content") for t in added if isinstance(t, dict) and t.get("special") is True}
+            names = (t.get("content") for t in added if isinstance(t, dict) and t.get("special") is True)
+            special = {name for name in names if isinstance(name, str)}
             for piece in vocab:
                 if isinstance(piece, list) and len(piece) == 2 and isinstance(piece[0], str) and piece[0] in special:
                     piece[1] = IMPROBABLE
