@@ -33,6 +33,19 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {
     "a window in Qwen3-MoE": ("Qwen3Moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 7, **IDS}),
     "another activation in Mamba": ("Mamba", {"hidden_act": "gelu", "state_size": 6, **IDS}),
     "heads of 7 in GPT-2": ("GPT2", {"n_embd": 42, "n_head": 6, "n_positions": 256, **IDS}),
+    "truncate inside a kind of layers, where transformers does not look": (
+        "Gemma3",
+        {
+            "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"], **IDS,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 77.5},
+                "full_attention": {
+                    "rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "truncate": False,
+                    "original_max_position_embeddings": 20,
+                },
+            },
+        },
+    ),
     "wide values in delta nets": ("Qwen3_5", {**DELTA, "linear_key_head_dim": 4, "linear_value_head_dim": 10}),
     "narrow values in delta nets": (
         "Qwen3Next",

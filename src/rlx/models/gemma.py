@@ -29,7 +29,7 @@ from rlx.models.config import (
     text_settings,
 )
 from rlx.models.family import family
-from rlx.models.rope import Rope, rope_stage
+from rlx.models.rope import Rope, of_layer_kind, rope_stage
 from rlx.types import sym
 
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -160,7 +160,7 @@ def by_layer_kind(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     given = settings.get("rope_parameters")
     if not isinstance(given, Mapping) or not any(isinstance(given.get(kind), Mapping) for kind in (FULL, SLIDING)):
         return settings
-    full, local = ({**given[kind]} if isinstance(given.get(kind), Mapping) else {} for kind in (FULL, SLIDING))
+    full, local = (of_layer_kind(given, kind, where) for kind in (FULL, SLIDING))
     theta = local.pop("rope_theta", None)
     moved = {"rope_parameters": full, "rope_local_scaling": local, "rope_local_base_freq": theta}
     return {**settings, "rope_scaling": None, **moved}

@@ -18,7 +18,7 @@ from rlx.ir.graph import Value
 from rlx.ir.provenance import stage as provenance
 from rlx.models.config import FULL, SLIDING, EncoderConfig, check_layer_types, key
 from rlx.models.family import family
-from rlx.models.rope import Rope, rope_stage
+from rlx.models.rope import Rope, of_layer_kind, rope_stage
 from rlx.types import sym
 
 
@@ -87,9 +87,7 @@ def settings(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         raise FormatError(f"{where}: rope_parameters: expected an object, found {quoted(ropes)}")
     found = dict(given)
     for kind, name in ((FULL, "global"), (SLIDING, "local")):
-        rope = ropes.get(kind) or {}
-        if not isinstance(rope, Mapping):
-            raise FormatError(f"{where}: rope_parameters.{kind}: expected an object, found {quoted(rope)}")
+        rope = of_layer_kind(ropes, kind, where)
         if "rope_theta" in rope:
             found[f"{name}_rope_theta"] = rope["rope_theta"]
         found[f"{name}_rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}

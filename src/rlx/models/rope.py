@@ -248,6 +248,15 @@ def scaling_of_hf(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"rope_scaling": scaling, **moved}
 
 
+def of_layer_kind(ropes: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
+    """The parameters of one kind of layers in `rope_parameters`; `truncate` stands beside them in `transformers`."""
+    found = ropes.get(kind) or {}
+    if not isinstance(found, Mapping):
+        raise FormatError(f"{where}: rope_parameters.{kind}: expected an object, found {quoted(found)}")
+    beside = {"truncate": ropes["truncate"]} if "truncate" in ropes else {}
+    return {name: value for name, value in found.items() if name != "truncate"} | (beside if found else {})
+
+
 def scaling_of_gguf(metadata: Mapping[str, Any], file: TensorFile) -> dict[str, Any] | None:
     """What llama.cpp makes of the `rope.scaling` keys and the tensors of long contexts, in Hugging Face's words."""
     prefix = f"{metadata.get('general.architecture')}.rope"
