@@ -336,7 +336,7 @@ class Tokenizer:
     @functools.cached_property
     def _inside_words(self) -> RustTokenizer:
         """The tokenizer to which special tokens are text, and which puts no space before a text."""
-        space = _metaspace(_description(self._plain.pre_tokenizer))
+        space = None if self._bpe is not None else _metaspace(_description(self._cuts))  # ours matches no such text
         if space is None:
             return self._plain
         with rust_call(self.source):
