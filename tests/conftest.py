@@ -69,6 +69,14 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools may have more threads than this machine has cores."""
+    from rlx.backends.cpu import pool
+
+    monkeypatch.setattr(pool, "thread_limit", lambda: 64)
+
+
+@pytest.fixture
 def own_ops() -> Iterator[None]:
     """Ops that a test declares are gone after it."""
     import rlx.lir.custom as custom

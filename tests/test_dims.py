@@ -16,6 +16,9 @@ from hypothesis import strategies as st
 import rlx
 from rlx.errors import BindError, GraphError, ParseError, ShapeError
 from rlx.types import (
+    MAX_NAME,
+    MAX_NESTING,
+    MAX_PARTS,
     Dim,
     DimBinding,
     Size,
@@ -232,6 +235,86 @@ def test_an_unbound_symbol_is_named() -> None:
 )
 def test_rounding_up_to_a_power_of_two(n: int, up: int) -> None:
     assert round_up_power_of_two(n) == up
+
+
+# -- bounds -----------------------------------------------------------------------------------------------------------
+def total(count: int) -> str:
+    return " + ".join(f"n{i}" for i in range(count))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "*".join(f"(a{i} + b{i})" for i in range(40)),  # 2^40 terms
+        "*".join(["(a + b + c + d)"] * 40),
+        total(MAX_PARTS + 1),
+        "*".join(["n"] * (MAX_PARTS + 1)),
+        "*".join(["9" * 990] * 100),
+        "n*" + "*".join(["9" * 990] * 100),
+        "min(n, " * 60 + "m" + ")" * 60,
+        "(" * 60 + "n" + " // m)" * 60,
+    ],
+    ids=lambda text: text[:12],
+)
+def test_a_size_that_grows_beyond_the_bound_is_refused(text: str) -> None:
+    with pytest.raises(ParseError, match=rf"is not a size: .* more than {MAX_PARTS} symbols, numbers") as caught:
+        parse_dim(text)
+    assert caught.value.hint and "rlx.dim" in caught.value.hint
+    assert len(str(caught.value)) <= 500
+
+
+def test_products_in_python_have_the_same_bound() -> None:
+    def product_of_sums() -> Size:
+        size: Size = 1
+        for i in range(40):
+            size = size * (dim(f"a{i}") + dim(f"b{i}"))
+        return size
+
+    def sum_of_symbols() -> Size:
+        return sum((dim(f"n{i}") for i in range(MAX_PARTS + 1)), start=0)  # type: ignore[arg-type]
+
+    def divisions() -> Size:  # each has the one before in it twice, so that the text of the last has 2^100 parts
+        size: Size = dim("n")
+        for _ in range(100):
+            size = size // 3 + size // 5
+        return size
+
+    def large_number() -> Size:
+        return dim("n") * 10**5000
+
+    for build in (product_of_sums, sum_of_symbols, divisions, large_number):
+        with pytest.raises(ShapeError, match=f"more than {MAX_PARTS} symbols, numbers and operations") as caught:
+            build()
+        assert caught.value.hint
+
+
+def test_sizes_within_the_bound_are_sizes_in_every_way() -> None:
+    deep = parse_dim("(" * 50 + "n" + " // 3)" * 50)
+    large = parse_dim(total(MAX_PARTS))
+    powers = parse_dim("*".join(["n"] * MAX_PARTS))
+    for size, value in ((deep, 3**50 * 7), (large, 5), (powers, 2)):
+        binding = {s.name: value for s in size.symbols()}  # type: ignore[union-attr]
+        wanted = {3**50 * 7: 7, 5: 5 * MAX_PARTS, 2: 2**MAX_PARTS}[value]
+        assert parse_dim(str(size)) == size == pickle.loads(pickle.dumps(size))
+        assert evaluate(size, binding) == wanted
+        assert compile_sizes(list(binding), [size])(*binding.values()) == (wanted,)
+
+
+def test_division_gives_up_before_it_grows() -> None:
+    n = dim("n")
+    power = parse_dim("*".join(["n"] * 200))
+    assert str(power // (n + dim("m"))) == f"(({power}) // (m + n))"  # the quotient would have 200 terms of 200 symbols
+    assert power // n == parse_dim("*".join(["n"] * 199))
+
+
+def test_names_and_parentheses_are_bounded() -> None:
+    assert parse_dim("n" * MAX_NAME) == dim("n" * MAX_NAME)
+    with pytest.raises(GraphError, match="is not a name") as caught:
+        dim("n" * (MAX_NAME + 1))
+    assert len(str(caught.value)) < 200
+    assert parse_dim("(" * (MAX_NESTING - 1) + "n" + ")" * (MAX_NESTING - 1)) == dim("n")
+    with pytest.raises(ParseError, match=f"more than {MAX_NESTING} parentheses"):
+        parse_dim("(" * 100_000 + "n" + ")" * 100_000)
 
 
 # -- shapes and types -------------------------------------------------------------------------------------------------

@@ -110,10 +110,11 @@ def test_narrow_floats_compute_in_f32() -> None:
     [
         ("f16", 2, "f16"), ("f16", 2.5, "f16"), ("bf16", 0.1, "bf16"), ("f64", 1.5, "f64"), ("i64", 3, "i64"),
         ("u8", 3, "u8"), ("i32", 0.5, "f32"), ("i64", 0.5, "f32"), ("bool", 2, "i32"), ("f32", True, "f32"),
-        ("f32", np.float64(2), "f64"), ("i8", np.int32(2), "i32"), ("f16", np.array([1.0], "float32"), "f32"),
+        ("f32", np.float64(2), "f32"), ("i8", np.int32(2), "i8"), ("bf16", np.sqrt(2), "bf16"),
+        ("f32", np.array(2.0), "f64"), ("i8", np.array(2, "int32"), "i32"), ("f16", np.array([1.0], "float32"), "f32"),
     ],
 )  # fmt: skip
-def test_python_numbers_are_weak_and_numpy_ones_are_not(tensor: str, number: Any, result: str) -> None:
+def test_numbers_are_weak_and_arrays_are_not(tensor: str, number: Any, result: str) -> None:
     x = Graph().input("x", (1,), tensor)
     assert (x + number).dtype is dtype(result)
     assert (number + x).dtype is dtype(result)

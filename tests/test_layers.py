@@ -13,7 +13,8 @@ import rlx
 ROOT = Path(rlx.__file__).parent
 # Lowest first; layers of one row do not import each other.
 ROWS = [
-    ["errors"], ["dtypes"], ["types"], ["profile", "target", "quant"], ["ir", "formats"], ["ops"], ["hir"],
+    ["errors", "locks"], ["resources", "dtypes"], ["types"], ["profile", "target", "quant"], ["ir", "formats"], ["ops"],
+    ["hir"],
     ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["runtime"], ["functional"], ["debug"], ["flow", "hub"],
     ["models"], ["engine", "train"], ["server"], ["cli"], ["__main__"],
 ]  # fmt: skip

@@ -75,7 +75,10 @@ def test_extras_bind_and_later_ones_win() -> None:
 def test_phases_are_given_by_member_or_name() -> None:
     assert ModelVariant(1, 2, None, "prefill") == ModelVariant.prefill(1, 2)  # type: ignore[arg-type]
     assert [p.name for p in ModelPhase] == ["PREFILL", "DECODE", "ENCODER", "INFERENCE"]
-    assert ModelVariant(1, 2, 3).dim_binding().get("past_seq") == 3, "inference may have a past"
+    assert ModelVariant(1, 2).dim_binding() == DimBinding.batch_seq(1, 2), "inference binds batch and seq"
+    with pytest.raises(GraphError, match="variant: inference has no past, found past_seq 3") as caught:
+        ModelVariant(1, 2, 3)
+    assert "ModelVariant.decode" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Element types: their names, sizes, NumPy counterparts and promotion rules.
 
 A `DType` is one of a fixed set of records; `dtype("f32")`, `dtype(np.float32)` and `dtype("float32")` all give the
-same one. Promotion follows JAX: an int never widens a float, Python scalars are weak, bf16 + f16 is f32.
+same one. Promotion follows JAX: an int never widens a float, numbers beside arrays are weak, bf16 + f16 is f32.
 
 Packed types (`q4_k`, `q8_0`, ...) store runs of weights along the last axis as blocks of bytes, as GGUF files do. They
 are storage: `dequantise` makes numbers of them, or the kernel that reads them does.
@@ -53,6 +53,11 @@ class DType:
     @property
     def is_packed(self) -> bool:
         return self.kind == "packed"
+
+    @property
+    def weak(self) -> WeakScalar:
+        """What a number of this type counts as in an expression."""
+        return WeakScalar("int" if self.kind == "uint" else self.kind)
 
     @property
     def unit(self) -> int:
@@ -146,15 +151,30 @@ def dtype(like: DTypeLike) -> DType:
         with contextlib.suppress(TypeError, ValueError):
             found = _BY_NUMPY.get(np.dtype(like))
     if found is None:
-        raise DTypeError(f"dtype: {like!r} has no counterpart in rlx", hint="known: " + ", ".join(BY_NAME))
+        raise DTypeError(f"dtype: {like!r} has no counterpart in rlx", hint="known: " + ", ".join(d.name for d in ALL))
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class WeakScalar:
-    """A Python scalar in an expression: its kind counts, its width does not."""
+    """A number in an expression: its kind counts, its width does not."""
 
     kind: str
+
+
+def weak(x: Any) -> WeakScalar | None:
+    """What a number counts as beside arrays: Python's are weak, and so are NumPy's scalars, as `np.sqrt(2)` gives.
+
+    None for anything else. Arrays have the type that they say, those of rank 0 too: `np.array(2.0)` is f64.
+
+    >>> weak(2.0), weak(np.float64(2)), weak(np.array(2.0))
+    (WeakScalar(kind='float'), WeakScalar(kind='float'), None)
+    """
+    if isinstance(x, np.generic):
+        return dtype(x.dtype).weak
+    if isinstance(x, (bool, int, float)):
+        return WeakScalar("bool" if isinstance(x, bool) else "int" if isinstance(x, int) else "float")
+    return None
 
 
 _KIND_RANK = {"bool": 0, "uint": 1, "int": 1, "float": 2}

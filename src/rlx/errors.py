@@ -19,24 +19,31 @@
     └── RequestError          what was asked of a model cannot be meant: a setting, a prompt, a number out of range
         └── UsageError        a command line that cannot be meant (rlx.cli.console)
 
-A message says `where: what, with both values`. Layers on the way up add context with `add_note`.
+A message says `where: what, with both values`. Layers on the way up add context with `add_note`. Messages and lines of
+notes are shortened to `MESSAGE` characters here, whatever was put into them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+MESSAGE = 500  # characters of a message and of a line of a note, at most
+
 
 class RlxError(Exception):
     """Base of all rlx errors. `hint` says what to try; `notes` give context."""
 
     def __init__(self, message: str, *, hint: str | None = None, notes: Iterable[str] = ()) -> None:
-        super().__init__(message)
-        self.hint = hint
+        super().__init__(shortened(message, MESSAGE))
+        self.hint = hint if hint is None else shortened(hint, MESSAGE)
         for note in notes:
             self.add_note(f"  {note}")
         if hint:
             self.add_note(f"  hint: {hint}")
+
+    def add_note(self, note: str, /) -> None:
+        """Add a line, or several, of context."""
+        super().add_note("\n".join(shortened(line, MESSAGE) for line in note.split("\n")))
 
     @property
     def notes(self) -> list[str]:
@@ -105,8 +112,15 @@ class RequestError(RlxError):
 
 
 def shortened(text: str, limit: int) -> str:
-    """A part of a message that does not fill it."""
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    """A text of at most `limit` characters: of a longer one both ends.
+
+    >>> shortened("abcdefghijklmnopqrstuvwxyz", 11)
+    'abcd...wxyz'
+    """
+    if len(text) <= limit:
+        return text
+    tail = (limit - 3) // 2
+    return f"{text[: limit - 3 - tail]}...{text[len(text) - tail :]}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -114,7 +128,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     names = sorted(set(known))
     import difflib  # for somebody who makes a mistake
 
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name[:MESSAGE], names, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(f"{c!r}" for c in close) + "?"
     if names and len(names) <= 8:

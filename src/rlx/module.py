@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlx.dtypes import DTypeLike
-from rlx.errors import FusionError, GraphError, nearest
+from rlx.errors import FusionError, GraphError, RlxError, nearest
 from rlx.hir.lower import lower
 from rlx.ir import registry
 from rlx.ir.graph import Graph, Value
@@ -25,7 +25,7 @@ from rlx.lir.schedule import schedule
 from rlx.mir.pipeline import Optimised, optimise
 from rlx.profile import CompileProfile, Fusion, FusionPolicy
 from rlx.target import Target, host
-from rlx.types import DimBinding, ShapeLike, Size, evaluate
+from rlx.types import DimBinding, ShapeLike, Size, TensorType, evaluate
 
 Built = TypeVar("Built")
 
@@ -192,15 +192,15 @@ class GraphModule:
 
     named = block
 
-    def input(self, name: str, shape: ShapeLike, dtype: DTypeLike = "f32") -> Value:
+    def input(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
         """A tensor given at each run."""
         return self._open("input").input(name, shape, dtype)
 
-    def param(self, name: str, shape: ShapeLike, dtype: DTypeLike = "f32") -> Value:
+    def param(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
         """A weight: given once, kept for all runs."""
         return self._open("param").param(name, shape, dtype)
 
-    def state(self, name: str, shape: ShapeLike, dtype: DTypeLike = "f32") -> Value:
+    def state(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
         """Memory given at each run that the module changes in place."""
         return self._open("state").state(name, shape, dtype)
 
@@ -214,13 +214,11 @@ class GraphModule:
         return self
 
     def set_hir_outputs(self, outputs: Iterable[Value] | Value) -> GraphModule:
-        """`set_outputs` at HIR."""
-        self._need("set_hir_outputs", GraphStage.HIR)
+        """The same as `set_outputs`."""
         return self.set_outputs(outputs)
 
     def finish_hir(self, output: Iterable[Value] | Value) -> GraphModule:
-        """The finished HIR module with this output."""
-        self._need("finish_hir", GraphStage.HIR)
+        """The finished module with this output."""
         return self.set_outputs(output)
 
     # -- blocks --
@@ -242,9 +240,11 @@ class GraphModule:
         """The same, one op in MIR under every fusion policy."""
         return self._block("linear_fused", x, w, bias, activation=activation, out_shape=out_shape)
 
-    def shared_linear_pair(self, x: Value, w_first: Value, w_second: Value) -> tuple[Value, Value]:
-        """x @ w_first and x @ w_second."""
-        first, second = self._blocks("shared_linear_pair", x, w_first, w_second)
+    def shared_linear_pair(
+        self, x: Value, w_first: Value, w_second: Value, *, out_shape: Any = None
+    ) -> tuple[Value, Value]:
+        """x @ w_first and x @ w_second. `out_shape` is that of the first, or has one for each."""
+        first, second = self._blocks("shared_linear_pair", x, w_first, w_second, out_shape=out_shape)
         return first, second
 
     def swiglu_ffn(
@@ -262,13 +262,21 @@ class GraphModule:
 
     def attention(self, q: Value, k: Value, v: Value, mask: Value | None = None, **attrs: Any) -> Value:
         """`attention_block` at HIR (num_heads, head_dim, mask_kind, ...); the op `attention` at MIR."""
-        op = "attention_block" if self.stage is GraphStage.HIR else "attention"
-        return self._open("attention").one(op, q, k, v, mask, **attrs)
+        return self._named_op("attention", q, k, v, mask, **attrs)
 
     def rope(self, x: Value, cos: Value, sin: Value, positions: Value | None = None, **attrs: Any) -> Value:
         """`rope_block` at HIR (head_dim, n_rot); the op `rope` at MIR."""
-        op = "rope_block" if self.stage is GraphStage.HIR else "rope"
-        return self._open("rope").one(op, x, cos, sin, positions, **attrs)
+        return self._named_op("rope", x, cos, sin, positions, **attrs)
+
+    def _named_op(self, name: str, *operands: Any, **attrs: Any) -> Value:
+        """An op that is a block of another name at HIR; errors speak of what was called."""
+        op = f"{name}_block" if self.stage is GraphStage.HIR else name
+        try:
+            return self._open(name).one(op, *operands, **attrs)
+        except RlxError as error:
+            error.args = (str(error.args[0]).replace(op, name), *error.args[1:])
+            error.__notes__ = [note.replace(op, name) for note in error.notes]
+            raise
 
     def rms_norm(
         self, x: Value, gamma: Value | None = None, beta: Value | None = None, *, eps: float = 1e-6,
@@ -294,11 +302,12 @@ class GraphModule:
         return graph.one("gated_delta_net", q, k, v, g, beta, state_size=state_size, out_shape=out_shape)
 
     def gated_delta_net_carry(
-        self, q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, *, state_size: int
-    ) -> tuple[Value, Value]:
+        self, q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, *, state_size: int,
+        out_shape: Any = None,
+    ) -> tuple[Value, Value]:  # fmt: skip
         """The same from a carried state; also gives the state after the last token."""
-        graph = self._open("gated_delta_net_carry")
-        out, after = graph.apply("gated_delta_net_carry", q, k, v, g, beta, state, state_size=state_size)
+        graph, given = self._open("gated_delta_net_carry"), {"state_size": state_size, "out_shape": out_shape}
+        out, after = graph.apply("gated_delta_net_carry", q, k, v, g, beta, state, **given)
         return out, after
 
     def dequant_matmul(
@@ -369,6 +378,10 @@ class GraphModule:
         """The HIR graph; None at another level."""
         return self.into_hir()
 
+    def as_hir_mut(self) -> Graph | None:
+        """The same as `as_hir`: what is built in that graph is in the module."""
+        return self.as_hir()
+
     def as_lir(self) -> LirModule | None:
         """The plan; None at another level."""
         return self._lir
@@ -420,14 +433,11 @@ class GraphModule:
             raise AttributeError(f"GraphModule has no attribute {name!r}. {nearest(name, known) or ''}".strip())
         if is_op and registry.OPS[name].level == HIR:
             return functools.partial(self._block, name)
-        graph = self._read(name)
-        if self.stage is GraphStage.LIR and name not in _READS:
-            raise GraphError(f"{name}: module {self.name!r} is planned already", hint="build at HIR or MIR")
-        return getattr(graph, name)
+        return getattr(self._read(name) if name in _READS else self._open(name), name)
 
     def _read(self, what: str) -> Graph:
         if self.stage is GraphStage.HIR:
-            hint = "call lower() first; an MIR op is built here by hir_mir(op, inputs)"
+            hint = "call lower() first; as_hir() is its graph"
             raise GraphError(f"{what}: module {self.name!r} is at HIR and does not read as a graph", hint=hint)
         return self._graph
 

@@ -30,6 +30,7 @@ class FusionPolicy(enum.Enum):
 DEVICES = ("cpu", "cuda", "metal", "mlx", "rocm", "wgpu", "tpu")
 PROCESSORS = ("avx512vnni", "avx512", "avx2", "baseline", "neon")
 NARROW = ("f16", "bf16")
+MAX_CHARS = 1 << 20  # of a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,11 @@ class CompileProfile:
         policy = KernelDispatchPolicy(f"force_{said}")
         return replace(self, kernel_dispatch=replace(self.kernel_dispatch, policy=policy))
 
+    @property
+    def shows_passes(self) -> bool:
+        """Whether somebody wants to see the passes, so that they must run even where the cache has their result."""
+        return self.passes.verbose or bool(os.environ.get("RLX_DUMP"))
+
     # -- presets --
     @classmethod
     def prefill(cls) -> CompileProfile:
@@ -262,9 +268,13 @@ def _read(source: str | os.PathLike[str]) -> tuple[str, str]:
         raise FormatError(f"profile: takes TOML text or a path, found {type(source).__name__}")
     path = Path(source)
     try:
-        return str(path), path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_CHARS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError(f"{path}: cannot be read: {error}") from error
+    if len(text) > MAX_CHARS:
+        raise FormatError(f"{path}: is no profile: it has more than {MAX_CHARS} characters")
+    return str(path), text
 
 
 def _parts_of(record: Any) -> dict[str, Any]:

@@ -1,23 +1,30 @@
 """Sizes and tensor types: `Dim` expressions over named symbols, `TensorType`, broadcasting, bindings of symbols.
 
 A size is a Python int or a `Dim`: a polynomial over symbols and over `//`, `min`, `max` of sizes, kept in a normal
-form, so that equal sizes are equal objects. Zero is legal everywhere; a symbol never broadcasts as 1.
+form, so that equal sizes are equal objects. Normal forms are bounded: a product of n sums has up to 2^n terms. Zero is
+legal everywhere; a symbol never broadcasts as 1.
 """
 
 from __future__ import annotations
 
 import functools
+import heapq
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any, ClassVar, Union
 
 from rlx.dtypes import BY_NAME, DType, DTypeLike, dtype
-from rlx.errors import BindError, GraphError, ParseError, ShapeError, nearest
+from rlx.errors import BindError, GraphError, ParseError, ShapeError, nearest, shortened
 
 Size = Union[int, "Dim"]
 ShapeLike = Iterable[Any]  # ints, Dims or strings
+
+MAX_PARTS = 256  # of a dim: a symbol or number counts 1, and // min max count 4, so that they nest at most 51 deep
+MAX_NAME = 256  # letters of a symbol's name
+MAX_NESTING = 128  # parentheses in the text of a size
+_WORD_BITS = 32  # a number counts 1 more for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +33,7 @@ class Symbol:
 
     name: str
     max: int | None = field(default=None, compare=False)
+    parts: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,11 @@ class Composite:
     a: Size
     b: Size
 
+    @property
+    def parts(self) -> int:
+        a, b = self.a, self.b
+        return 4 + (a.parts if isinstance(a, Dim) else 1) + (b.parts if isinstance(b, Dim) else 1)
+
 
 Atom = Symbol | Composite
 Monomial = tuple[Atom, ...]
@@ -44,11 +57,20 @@ Monomial = tuple[Atom, ...]
 class Dim:
     """A size known only at run time. Build with `rlx.dim("n")`, combine with + - * // and `dim_min`, `dim_max`."""
 
-    __slots__ = ("_hash", "_text", "terms")
+    __slots__ = ("_hash", "_text", "parts", "terms")
     __array_ufunc__ = None  # NumPy hands `np.int64(2) * dim` to us
 
     def __init__(self, terms: tuple[tuple[Monomial, int], ...]) -> None:
         self.terms = terms
+        parts = 0
+        for monomial, coefficient in terms:
+            parts += (coefficient.bit_length() // _WORD_BITS) + (len(monomial) or 1)
+            for atom in monomial:
+                if atom.__class__ is not Symbol:
+                    parts += atom.parts - 1
+        if parts > MAX_PARTS:
+            raise _too_large()
+        self.parts = parts
         self._hash = hash(terms)
         self._text = ""
 
@@ -80,6 +102,8 @@ class Dim:
             for n, d in _terms(other):
                 key = tuple(sorted(m + n, key=_atom_key))
                 total[key] = total.get(key, 0) + c * d
+            if len(total) > MAX_PARTS:
+                raise _too_large()
         return _normal(total)
 
     __rmul__ = __mul__
@@ -114,6 +138,13 @@ class Dim:
                     yield from symbols_of(atom.b)
 
 
+def _too_large() -> ShapeError:
+    return ShapeError(
+        f"dim: a size with more than {MAX_PARTS} symbols, numbers and operations when it is multiplied out",
+        hint="give a part of it a name of its own, rlx.dim(...), and x.assume_equal(shape=...) where they meet",
+    )
+
+
 def _atom_key(atom: Atom) -> tuple[int, str]:
     return (0, atom.name) if isinstance(atom, Symbol) else (1, f"{atom.op}({atom.a},{atom.b})")
 
@@ -132,6 +163,8 @@ def _combine(*weighted: tuple[Size, int]) -> Size:
     for size, weight in weighted:
         for monomial, coefficient in _terms(size):
             total[monomial] = total.get(monomial, 0) + weight * coefficient
+        if len(total) > MAX_PARTS:
+            raise _too_large()
     return _normal(total)
 
 
@@ -142,8 +175,13 @@ def _normal(total: Mapping[Monomial, int]) -> Size:
     if len(kept) == 1 and not kept[0][0]:
         return kept[0][1]
     if len(kept) > 1:
-        kept.sort(key=lambda t: (-len(t[0]), [_atom_key(a) for a in t[0]]))
+        kept.sort(key=lambda t: _order(t[0]))
     return Dim(tuple(kept))
+
+
+def _order(monomial: Monomial) -> tuple[int, list[tuple[int, str]]]:
+    """By degree, then by names: the order of terms in the normal form."""
+    return -len(monomial), [_atom_key(atom) for atom in monomial]
 
 
 def _atom(atom: Atom) -> Dim:
@@ -156,8 +194,9 @@ _RESERVED = {"none", "true", "false", "inf", "nan", *BY_NAME}
 
 def dim(name: str, *, max: int | None = None) -> Dim:
     """A named run-time size; every use of the name in one graph is the same size."""
-    if not (name.isidentifier() and re.fullmatch(r"\w+", name)):
-        raise GraphError(f"dim: {name!r} is not a name", hint="letters, digits and _ only")
+    if not (name.isidentifier() and re.fullmatch(r"\w+", name) and len(name) <= MAX_NAME):
+        hint = f"letters, digits and _ only, at most {MAX_NAME}"
+        raise GraphError(f"dim: {shortened(name, 80)!r} is not a name", hint=hint)
     if name in _RESERVED:
         raise GraphError(f"dim: {name!r} means something else in the text of graphs", hint="choose another name")
     return _atom(Symbol(name, max))
@@ -182,21 +221,36 @@ def dim_floordiv(a: Size, b: Size) -> Size:
 
 
 def _exact_quotient(a: Size, b: Size) -> Size | None:
-    """The size q with q * b == a as polynomials, by long division; None if there is none."""
-    lead, scale = _terms(b)[0]
-    quotient: Size = 0
-    while a != 0:
-        monomial, coefficient = _terms(a)[0]
+    """The size q with q * b == a as polynomials, by long division; None if there is none within the bounds."""
+    (lead, scale), *others = _terms(b)
+    if not lead:
+        terms = _terms(a)
+        return None if any(c % scale for _, c in terms) else _normal({m: c // scale for m, c in terms})
+    rest = dict(_terms(a))
+    heap = [(_order(monomial), monomial) for monomial in rest]  # the leading term first
+    heapq.heapify(heap)
+    quotient: dict[Monomial, int] = {}
+    parts = 0
+    while heap:
+        monomial = heapq.heappop(heap)[1]
+        coefficient = rest.pop(monomial, 0)
+        if coefficient == 0:
+            continue
         left = list(monomial)
         for atom in lead:
             if atom not in left:
                 return None
             left.remove(atom)
-        if coefficient % scale:
+        parts += sum([atom.parts for atom in left]) or 1
+        if coefficient % scale or parts > MAX_PARTS or len(rest) > MAX_PARTS:
             return None
-        step = _normal({tuple(left): coefficient // scale})
-        quotient, a = quotient + step, a - step * b
-    return quotient
+        quotient[tuple(left)] = coefficient // scale
+        for m, c in others:
+            key = tuple(sorted((*left, *m), key=_atom_key))
+            if key not in rest:
+                heapq.heappush(heap, (_order(key), key))
+            rest[key] = rest.get(key, 0) - c * (coefficient // scale)
+    return _normal(quotient)
 
 
 def dim_min(a: Size, b: Size) -> Size:
@@ -270,8 +324,9 @@ def parse_dim(text: str) -> Size:
     try:
         return _DimParser(text).whole()
     except (GraphError, SyntaxError, RecursionError) as error:
-        hint = "sizes use names, integers, + - * // min max"
-        raise ParseError(f"dim: {text[:80]!r} is not a size", hint=hint) from error
+        why = f": {error}" if isinstance(error, GraphError) else ""
+        hint = error.hint if isinstance(error, GraphError) else "sizes use names, integers, + - * // min max"
+        raise ParseError(f"dim: {text[:80]!r} is not a size{why}", hint=hint) from error
 
 
 class _DimParser:
@@ -280,6 +335,7 @@ class _DimParser:
     def __init__(self, text: str) -> None:
         self.tokens: list[str] = [*re.findall(r"\w+|//|[^\s\w]", text), ""]
         self.at = 0
+        self.depth = 0
 
     def take(self, *wanted: str) -> str:
         """The next token if it is one of those wanted, else an empty string."""
@@ -300,20 +356,30 @@ class _DimParser:
         return size
 
     def sum(self) -> Size:
-        size = self.product()
+        first = self.product()
+        others: list[tuple[Size, int]] = []
         while sign := self.take("+", "-"):
-            other = self.product()
-            size = size + other if sign == "+" else size - other
-        return size
+            others.append((self.product(), 1 if sign == "+" else -1))
+        return _combine((first, 1), *others) if others else first  # at once: each sum is sorted
 
     def product(self) -> Size:
         size = self.factor()
         while sign := self.take("*", "//"):
             other = self.factor()
             size = size * other if sign == "*" else dim_floordiv(size, other)
+            if isinstance(size, int) and size.bit_length() > MAX_PARTS * _WORD_BITS:
+                raise _too_large()
         return size
 
     def factor(self) -> Size:
+        self.depth += 1
+        if self.depth > MAX_NESTING:
+            raise ShapeError(f"dim: more than {MAX_NESTING} parentheses or signs in each other")
+        size = self.single()
+        self.depth -= 1
+        return size
+
+    def single(self) -> Size:
         if self.take("-"):
             return 0 - self.factor()
         if self.take("("):
@@ -351,9 +417,26 @@ def as_size(like: Any) -> Size:
 
 def as_shape(like: ShapeLike) -> tuple[Size, ...]:
     """A shape from any iterable of sizes."""
-    if isinstance(like, str):
-        raise ShapeError(f"shape: {like!r} is a string", hint=f"write ({like!r},) for one axis")
+    if isinstance(like, str) or not isinstance(like, Iterable):
+        what = "a string" if isinstance(like, str) else "not a shape"
+        raise ShapeError(f"shape: {like!r} is {what}", hint=f"write ({like!r},) for one axis")
     return tuple(as_size(d) for d in like)
+
+
+# The numbers that RLX has for its symbols. ROWS, number 2, is batch · seq.
+_NUMBERED = {0: "batch", 1: "seq", 3: "past_seq"}
+
+
+def symbol_name(like: Any, where: str) -> str:
+    """The name of a symbol that is given by name, as a Dim or by its number; number 7 is the symbol `s7`."""
+    if isinstance(like, int) and not isinstance(like, bool) and like >= 0:
+        like = "batch*seq" if like == 2 else _NUMBERED.get(like, f"s{like}")
+    if not isinstance(like, (str, Dim)):
+        raise GraphError(f"{where}: {like!r} is not a symbol", hint='give its name, such as "seq", or rlx.sym.SEQ')
+    name = str(like)
+    if not name.isidentifier():
+        raise GraphError(f"{where}: {name} is an expression, not a symbol", hint="bind its symbols instead")
+    return name
 
 
 # -- values at run time ---------------------------------------------------------------------------------------------
@@ -376,7 +459,9 @@ class DimBinding:
         return cls({"batch": batch, "past_seq": past})
 
     def get(self, symbol: str | Size) -> int | None:
-        """The size of a symbol or of an expression over bound symbols; None if unbound."""
+        """The size of a symbol, of an expression over bound symbols, or of the symbol of a number; None if unbound."""
+        if isinstance(symbol, int):
+            symbol = sym.ROWS if symbol == 2 else symbol_name(symbol, "binding")
         size = as_size(symbol)
         if any(s.name not in self._sizes for s in symbols_of(size)):
             return None
@@ -384,10 +469,7 @@ class DimBinding:
 
     def set(self, symbol: str | Size, size: int) -> DimBinding:
         """Bind one symbol; a later binding wins."""
-        name = str(symbol)
-        if not name.isidentifier():
-            raise GraphError(f"binding: {name} is an expression, not a symbol", hint="bind its symbols instead")
-        self._sizes[name] = int(as_size(size))
+        self._sizes[symbol_name(symbol, "binding")] = int(as_size(size))
         return self
 
     def items(self) -> list[tuple[str, int]]:
@@ -462,6 +544,8 @@ class TensorType:
     dtype: DType
 
     def __post_init__(self) -> None:
+        if self.dtype.__class__ is not DType:
+            object.__setattr__(self, "dtype", dtype(self.dtype))
         if self.dtype.block != 1:
             last = self.shape[-1] if self.shape else 1
             if not isinstance(last, int) or last % self.dtype.block:
@@ -494,9 +578,9 @@ class TensorType:
         return TensorType(self.shape, dtype(like))
 
 
-def tensor(shape: ShapeLike, like: DTypeLike = "f32") -> TensorType:
-    """A tensor type from loose parts."""
-    return TensorType(as_shape(shape), dtype(like))
+def tensor(shape: ShapeLike | TensorType, like: DTypeLike = "f32") -> TensorType:
+    """A tensor type from loose parts, or one that is a type already."""
+    return shape if isinstance(shape, TensorType) else TensorType(as_shape(shape), dtype(like))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -504,12 +588,12 @@ def parse_type(text: str) -> TensorType:
     """The type that text such as `f32[batch, 4]` says."""
     name, bracket, rest = text.strip().partition("[")
     if not bracket or not rest.endswith("]"):
-        raise ParseError(f"type: {text!r} has no [shape]")
+        raise ParseError(f"type: {shortened(text, 80)!r} has no [shape]")
     if name not in BY_NAME:
-        raise ParseError(f"type: {name!r} is not an element type", hint=nearest(name, BY_NAME))
+        raise ParseError(f"type: {shortened(name, 80)!r} is not an element type", hint=nearest(name, BY_NAME))
     shape = tuple(parse_dim(d) for d in split_top(rest[:-1]))
     if any(isinstance(d, int) and d < 0 for d in shape):
-        raise ParseError(f"type: {text!r} has a negative size")
+        raise ParseError(f"type: {shortened(text, 80)!r} has a negative size")
     return TensorType(shape, BY_NAME[name])
 
 

@@ -10,8 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+from limits import LONGEST_S
+
 PATH = os.pathsep.join([str(Path(__file__).parents[2] / "src"), str(Path(__file__).parent)])
-LONGEST_S = 60.0
 # Ctrl-C is a signal only to those whose terminal it is. (pty.fork would do it, but not beside other threads.)
 OWN_TERMINAL = """
 import fcntl, os, sys, termios
@@ -47,6 +48,14 @@ class PtySession:
     def type(self, text: str) -> None:
         os.write(self._terminal, text.encode())
 
+    def interrupt(self, shows: str) -> None:
+        """Press Ctrl-C until the text comes: readline shows its prompt a moment before it looks out for signals."""
+        end = time.monotonic() + LONGEST_S
+        while shows.encode() not in self.shown[self._read :] and time.monotonic() < end:
+            self.type("\x03")
+            self._more(1.0)
+        self.wait_for(shows)
+
     def end(self) -> int:
         """Read to the end; gives the exit code."""
         while self._more():
@@ -61,8 +70,8 @@ class PtySession:
         self._process.wait()
         os.close(self._terminal)
 
-    def _more(self) -> bool:
-        if not select.select([self._terminal], [], [], LONGEST_S)[0]:
+    def _more(self, seconds: float = LONGEST_S) -> bool:
+        if not select.select([self._terminal], [], [], seconds)[0]:
             return False
         try:
             data = os.read(self._terminal, 1 << 16)

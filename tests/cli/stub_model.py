@@ -51,11 +51,10 @@ class StubModel:
         self.said: Any = None  # what became tokens last
         self.asked: list[Any] = []
         self.options: list[dict[str, Any]] = []
-        self.tokenizer = SimpleNamespace(encode=self.encode)
         self.checkpoint = SimpleNamespace(config=SimpleNamespace(context=longest))
         self.closed = False
 
-    def encode(self, text: str) -> list[str]:
+    def prompt_ids(self, text: str, where: str) -> list[str]:
         self.said = text
         return text.split()
 

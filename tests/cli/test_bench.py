@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import rlx
+from rlx.backends.cpu.ceilings import Ceilings
 from rlx.cli import bench
 from rlx.cli.bench import Row
 from rlx.cli.main import main
@@ -41,6 +43,22 @@ def test_a_token_reads_the_weights_and_what_came_before() -> None:
     first, later = bench.token_bytes(program, 0), bench.token_bytes(program, 64)
     assert weights < first < 1.25 * weights  # rows of activations, the padding of panels and a first block of keys
     assert later - first == 5 * 2 * 64 * 32 * 4  # layers, keys and values, positions, kv size, bytes
+
+
+def test_the_least_time_of_a_prompt_goes_by_what_its_kernels_multiply() -> None:
+    g = rlx.Graph("packed")
+    x = g.input("x", ("seq", 512))
+    g.set_outputs([x @ g.param("w", (256, 512), "q4_0").dequantise().mT, x @ g.param("v", (512, 256))])
+    f = rlx.compile(g, threads=1, profile=rlx.CompileProfile.from_toml('precision.activations = "int8"'))
+    assert isinstance(f, CpuGraph)
+    program = f.plan.main
+    product = 2 * 128 * 512 * 256 / 1e9
+
+    def least(f32: float, u7: float) -> float:
+        return bench.least_seconds(program, Ceilings(f32, 1.0, u7, 1.0, 1.0, 1.0), 1, 128)
+
+    assert least(1.0, 1e9) == pytest.approx(product, rel=0.1)  # and the rounding of activations
+    assert least(1e9, 1.0) == pytest.approx(product, rel=0.1)
 
 
 def test_a_share_above_one_is_not_believed() -> None:

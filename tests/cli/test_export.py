@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import resigned
 
 from rlx.cli.main import BAD_FILE, FAILED, NOT_FOUND, OK, USAGE, main
 
@@ -50,6 +51,14 @@ def test_the_manifest_says_what_is_inside(exported: Path, capsys: pytest.Capture
     assert manifest["model"]["files"][0]["name"] == STORIES.name
     assert any(name.startswith("matmul") for name in manifest["kernels"])
     assert "weights" in manifest["sections"]
+
+
+def test_a_manifest_with_wrong_members_is_a_bad_file(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest, body = resigned.parts_of(exported)
+    for member, value in (("sections", {"x": 1}), ("bytes", "many"), ("kernels", None)):
+        path = resigned.write(exported.with_name("wrong.rlxp"), manifest | {member: value}, body)
+        assert main(["export", str(path), "--manifest"]) == 4
+        assert f"manifest: {member}" in capsys.readouterr().err
 
 
 def test_the_manifest_of_a_damaged_file_is_refused(

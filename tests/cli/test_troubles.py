@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small_llama
 from stub_model import StubModel
 
-from rlx.cli import console, run
+from rlx.cli import console, embed, run
 from rlx.cli.main import main
-from rlx.errors import RlxError
+from rlx.errors import FormatError, RlxError
 from rlx.hub import archives, catalogue, store
+from rlx.profile import CompileProfile
 
 SOURCE = Path(__file__).parents[2] / "src"
 ASSETS = Path(os.environ.get("RLX_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))
@@ -150,6 +153,68 @@ def test_retries_of_pip_are_told_once() -> None:
     assert archives.last_lines("\n".join(["Looking", *lines, "ERROR: none"])) == ["Looking", lines[0], "ERROR: none"]
 
 
+# -- input without end (2) -------------------------------------------------------------------------------------------
+class Endless(io.RawIOBase):
+    """Gives zeros for ever, and counts them."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self.given += len(buffer)
+        buffer[:] = bytes(len(buffer))
+        return len(buffer)
+
+
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [
+        (["run", "-m", "x", "hello"], run.MAX_BYTES),
+        (["embed", "--file", "-"], embed.MAX_BYTES),
+        (["embed"], embed.MAX_BYTES),
+    ],
+)
+def test_an_endless_stdin_is_read_up_to_a_bound(
+    words: list[str], most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = Endless()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(source)))
+    assert main(words) == 2
+    assert f"stdin has more than {most >> 20} MiB" in said(capsys)
+    assert most < source.given < most + (4 << 20)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="there is no /dev/zero")
+def test_an_endless_file_is_read_up_to_a_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["embed", "--file", "/dev/zero"]) == 2
+    assert "/dev/zero has more than 256 MiB" in said(capsys)
+    (tmp_path / "zero.rlx").symlink_to("/dev/zero")
+    assert main(["inspect", str(tmp_path / "zero.rlx")]) == 2
+    assert "zero.rlx has more than 256 MiB" in said(capsys)
+    with pytest.raises(FormatError, match="more than 1048576 characters"):
+        CompileProfile.from_toml("/dev/zero")
+
+
+@needs_stories
+def test_a_prompt_that_is_too_long_is_no_bad_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello world\n" * 1_700_000)))
+    assert main(["run", str(STORIES / "stories260K.bin")]) == 1
+    err = said(capsys)
+    assert "the prompt of 20,399,999 characters has more tokens than the context" in err and "--context" in err
+
+
+def test_the_bounds_of_input_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, bound in (("run", "64 MiB"), ("embed", "256 MiB")):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert bound in " ".join(capsys.readouterr().out.split())
+
+
 # -- bad files (4) ---------------------------------------------------------------------------------------------------
 def test_bad_files_are_named_with_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty, noise, folder = tmp_path / "empty.gguf", tmp_path / "noise.gguf", tmp_path / "folder"
@@ -201,12 +266,28 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path, capsys: py
     assert "'quux9' is not supported" in err and "llama" in err
 
 
+@needs_stories
+def test_dumps_that_cannot_be_written_end_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a model that was loaded before, too."""
+    model = str(STORIES / "stories260K.bin")
+    monkeypatch.setenv("RLX_CACHE", str(tmp_path / "cache"))
+    assert main(["run", model, "hello there", "--max-tokens", "1"]) == 0
+    capsys.readouterr()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RLX_DUMP", str(tmp_path / "file"))
+    assert main(["run", model, "hello there", "--max-tokens", "1"]) == 1
+    assert f"RLX_DUMP: the folder '{tmp_path / 'file'}' cannot be written" in said(capsys)
+
+
 # -- memory (5), defects (1), interruption (130) ---------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
         (MemoryError("Unable to allocate 9 TiB"), 5, "not enough memory: Unable to allocate 9 TiB"),
         (MemoryError(), 5, "not enough memory\n"),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), 5, "not enough memory"),
         (KeyboardInterrupt(), 130, ""),
         (BrokenPipeError(), 0, ""),
         (RlxError("plain", hint="this way"), 1, "rlx: plain\n  hint: this way\n"),
@@ -225,6 +306,24 @@ def test_every_error_has_its_code_and_no_traceback(
     monkeypatch.setattr("rlx.cli.main._drop_output", lambda: None)
     assert main(["run", "hello there"]) == code
     assert text in said(capsys)
+
+
+@needs_stories
+@pytest.mark.skipif(sys.platform != "linux", reason="limits on addresses are Linux's")
+def test_a_compiler_that_has_no_room_is_a_lack_of_memory() -> None:
+    """A cold start with so few addresses left that LLVM cannot be mapped."""
+    code = f"""
+import resource, sys
+from rlx.cli import run
+from rlx.cli.main import main
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (90 << 20), resource.RLIM_INFINITY))
+sys.exit(main(["run", "{STORIES / "stories260K.bin"}", "hello there", "--max-tokens", "1", "--threads", "1"]))
+"""
+    own = os.environ | {"PYTHONPATH": str(SOURCE), "RLX_CACHE": "off"}
+    done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, check=False)
+    assert done.returncode == 5, done.stderr
+    assert "LLVM: " in done.stderr and "MiB are free" in done.stderr and "ulimit -v" in done.stderr
 
 
 @pytest.mark.parametrize("words", [["--debug", "run", "a b"], ["run", "a b", "--debug"]])

@@ -23,6 +23,7 @@ from rlx.engine import embed as module
 from rlx.engine.embed import TOKENS, EmbeddingModel, batches
 from rlx.engine.model import load
 from rlx.errors import CapabilityError, FormatError, RequestError
+from rlx.formats.tokenizer import Tokenizer
 from rlx.models.pooling import KINDS
 from rlx.profile import CompileProfile, Precision
 
@@ -203,6 +204,18 @@ def test_long_texts_are_cut_but_keep_their_end_and_are_counted(
     wanted = unit(pooled(hidden_states(weights, cut), "mean"))
     assert np.abs(found[0] - wanted).max() < 2e-6
     assert np.array_equal(found[0], found[2]) and np.array_equal(found[0], found[3])
+
+
+def test_of_a_huge_text_only_the_beginning_is_encoded(model: EmbeddingModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, **o: sizes.append(len(text)) or encode(self, text, **o))
+    start = " ".join(MORE[:170])
+    found = model.embed(["bal", f"{start} {' '.join(MORE)}" + " bal" * 1_000_000])
+    assert sizes and sum(sizes) < 20_000
+    assert np.array_equal(found[1], model.embed(start))
+    with pytest.raises(RequestError, match="text 0 has more than 160 tokens, the model reads 160"):
+        model.embed(" ".join(MORE) + " bal" * 1_000_000, truncate=False)
 
 
 def test_without_truncation_a_long_text_is_an_error_with_both_numbers(model: EmbeddingModel) -> None:

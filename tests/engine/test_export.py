@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import resigned
 import small_bert
 import tiny_llama
+from limits import LONGEST_S
 
 import rlx
 from rlx.backends.cpu.library import kernels_compiled
@@ -240,6 +242,27 @@ def test_tables_of_a_tokenizer_that_do_not_fit_are_refused(
         load(path)
 
 
+def test_a_model_with_wrong_members_is_a_format_error_or_does_what_it_says(tiny_file: Path) -> None:
+    manifest, body = resigned.parts_of(tiny_file)
+    bad, refused = [], 0
+    places = [("kind",), ("model",), *(("model", *place) for place in resigned.places(manifest["model"]))]
+    for place in places:
+        for number in range(4):
+            what, wrong = resigned.changed(manifest, place, number)
+            resigned.write(tiny_file, wrong, body)
+            try:
+                rlx.load_exported(tiny_file)
+            except FormatError:
+                refused += 1
+            except NotFoundError as error:  # weights elsewhere
+                if not {"path", "files"} & set(place):
+                    bad.append(f"{what}: {error!r}")
+            except Exception as error:
+                bad.append(f"{what}: {error!r}")
+    assert not bad, bad[:5]
+    assert refused > 2 * len(places)
+
+
 def test_a_graph_is_no_model(tmp_path: Path) -> None:
     g = rlx.Graph("double")
     g.set_outputs([g.input("x", (2,)) * 2.0])
@@ -299,7 +322,7 @@ def test_a_process_has_its_first_result_soon(name: str, tmp_path: Path) -> None:
 
     def run(code: str, *arguments: object) -> list[str]:
         command = [sys.executable, "-c", code, str(tmp_path), *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from limits import LONGEST_S
 
 from rlx.engine import kvcache
 from rlx.engine.kvcache import CacheStore, KvCache
@@ -156,7 +157,7 @@ def test_giving_never_waits_for_the_lock() -> None:
     giver = threading.Thread(target=lambda: [store.give(cache) for cache in given], daemon=True)
     with store._lock:
         giver.start()
-        giver.join(10)
+        giver.join(LONGEST_S)
         assert not giver.is_alive()
     assert store.take([1] * 11) is given[1]
 

@@ -6,20 +6,22 @@ import gc
 import math
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tiny_llama
+from limits import LONGEST_S
 
 import rlx
 from rlx.engine import generate as generation
 from rlx.engine.language import LanguageModel
 from rlx.engine.model import load
-from rlx.errors import CapabilityError, RequestError, ResourceError
+from rlx.errors import CapabilityError, FormatError, RequestError, ResourceError
 from rlx.formats.chat import ChatTemplate
+from rlx.formats.tokenizer import Tokenizer
 
 from .conftest import STORIES, language_model
 
@@ -151,7 +153,7 @@ def test_a_stream_that_the_garbage_collector_ends_does_not_wait(stories: Languag
 
     collector = threading.Thread(target=collect, daemon=True)
     collector.start()
-    collector.join(10)
+    collector.join(LONGEST_S)
     assert not collector.is_alive()
     assert stories.generate([1, 5, 6, 7, 8], max_tokens=1).usage.cached_tokens == 4
 
@@ -171,7 +173,7 @@ def test_a_stream_can_be_closed_from_another_thread(tiny: LanguageModel, monkeyp
     def slow(inputs: Any) -> Any:
         calls.append(inputs)
         begun.set()
-        closed.wait(10)
+        closed.wait(LONGEST_S)
         return run(inputs)
 
     monkeypatch.setattr(tiny.compiled, "run", slow)
@@ -216,6 +218,48 @@ def chatty(stories: LanguageModel) -> LanguageModel:
         "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]", bos_token="<s>"
     )
     return stories
+
+
+def test_prompts_that_are_far_too_long_are_refused_before_they_are_encoded(
+    chatty: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    encode_batch = Tokenizer.encode_batch
+
+    def counting(self: Tokenizer, texts: Any, **options: Any) -> list[list[int]]:
+        batch = list(texts)
+        sizes.append(sum(map(len, batch)))
+        return encode_batch(self, batch, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", counting)
+    for size in (90_000, 20_000_000):
+        text = "Once upon a time. " * (size // 18)
+        calls: list[Callable[[], Any]] = [
+            lambda t=text: chatty.generate(t),  # type: ignore[misc]
+            lambda t=text: chatty.generate(["Once", t]),  # type: ignore[misc]
+            lambda t=text: chatty.stream(t),  # type: ignore[misc]
+            lambda t=text: chatty.logits(t),  # type: ignore[misc]
+            lambda t=text: chatty.run(t),  # type: ignore[misc]
+            lambda t=text: chatty.apply({}, t),  # type: ignore[misc]
+            lambda t=text: chatty.chat(t),  # type: ignore[misc]
+            lambda t=text: chatty.stream([{"role": "user", "content": t}]),  # type: ignore[misc]
+        ]
+        for call in calls:
+            with pytest.raises(RequestError, match=rf"more tokens than the context, which holds {chatty.context}"):
+                call()
+    assert max(sizes) < 50_000 and sum(sizes) < 1_000_000
+
+
+def test_a_conversation_too_long_for_the_template_is_the_callers(chatty: LanguageModel) -> None:
+    text = "Once upon a time. " * 5000
+    chatty.__dict__["template"] = ChatTemplate("{{ messages[0].content * 200 }}")
+    with pytest.raises(RequestError, match=r"chat: 90,004 characters are more than the model's chat template takes"):
+        chatty.chat(text)
+    chatty.__dict__["template"] = ChatTemplate("{{ messages[0].content[:20] }}")
+    assert len(chatty.chat_tokens(text)) < 20
+    chatty.__dict__["template"] = ChatTemplate("{{ 'a' * 100000000 }}")
+    with pytest.raises(FormatError):
+        chatty.chat(text)
 
 
 def test_a_message_goes_through_the_template(chatty: LanguageModel) -> None:

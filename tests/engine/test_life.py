@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import small_bert
 import tiny_llama
+from limits import LONGEST_S
 from runtime.test_caches import nothing_loaded, source
 
 from rlx.engine.embed import EmbeddingModel
@@ -129,7 +130,7 @@ def test_modules_that_a_call_imports_do_not_hold_its_model(folder: Path, tmp_pat
     environment = {**os.environ, "RLX_CACHE": str(tmp_path)}
     child = [sys.executable, "-c", CHILD.format(source=source(), path=str(folder / "decoder"))]
     for _ in range(2):  # the second has its model before it imports what builds graphs
-        found = subprocess.run(child, env=environment, text=True, capture_output=True, timeout=120)
+        found = subprocess.run(child, env=environment, text=True, capture_output=True, timeout=LONGEST_S)
         assert found.stdout == "None\n", found.stderr
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import small_bert
 import tiny_llama
+from limits import LONGEST_S
 from runtime.test_caches import flip, nothing_loaded, source
 
 from rlx.backends import cache
@@ -71,7 +72,7 @@ def child(path: Path, prompt: Any, setting: str, **environment: str) -> subproce
 
 
 def said(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=LONGEST_S)
     assert process.returncode == 0, err
     found: dict[str, Any] = json.loads(out)
     return found

@@ -84,7 +84,7 @@ def test_heads_of_qwen3_are_normed_before_they_turn() -> None:
     plain = random_weights(c)
     norms = {f"model.layers.0.self_attn.{n}_norm.weight": np.linspace(0.5, 2, 8, dtype=np.float32) for n in "qk"}
     flow = ModelFlow("q").input("tokens", (sym.BATCH, sym.SEQ), "i32").kv_cache(1, 2, 8).rope_tables(*tables(8))
-    flow = flow.token_embed().stage(Qwen3Decoder("model.layers.0", 4, 2, 8, 1e-5)).final_norm(1e-5)
+    flow = flow.token_embed().stage(Qwen3Decoder("model.layers.0", 4, 2, 8, 1e-5, layer_idx=0)).final_norm(1e-5)
     flow = flow.gather_last_token().lm_head(64, 32, tied=False)
     weights = MapWeights(plain | norms)
     found = Driver(flow.build(weights), weights, 1, 64).feed([TOKENS], [0])[0]
@@ -146,7 +146,9 @@ def test_a_missing_weight_names_its_stage_and_the_nearest_key() -> None:
     c = settings()
     weights = random_weights(c)
     weights["model.layers.1.mlp.up_pro.weight"] = weights.pop("model.layers.1.mlp.up_proj.weight")
-    with pytest.raises(BindError, match=r"weight 'model\.layers\.1\.mlp\.up_proj\.weight' is not in") as caught:
+    with pytest.raises(
+        BindError, match=r"weight 'model\.layers\.1\.mlp\.up_proj\.weight' is not among the weights"
+    ) as caught:
         built(c, weights)
     notes = "\n".join(caught.value.notes)
     assert "did you mean 'model.layers.1.mlp.up_pro.weight'" in notes

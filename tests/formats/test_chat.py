@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from rlx.errors import FormatError, RequestError
-from rlx.formats import jinja_sandbox
+from rlx.formats import jinja_budget
 from rlx.formats.chat import ChatTemplate
-from rlx.formats.jinja_sandbox import MAX_CHARS, MAX_TEMPLATE_CHARS
+from rlx.formats.jinja_budget import MAX_CHARS
+from rlx.formats.jinja_sandbox import MAX_TEMPLATE_CHARS
 
 # -- real templates, as their models' files have them ----------------------------------------------------------------
 SMOLLM2 = """\
@@ -459,7 +460,7 @@ def test_messages_stay_as_they_were() -> None:
 
 
 def test_a_second_render_has_its_own_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jinja_sandbox, "MAX_STEPS", 1500)
+    monkeypatch.setattr(jinja_budget, "MAX_STEPS", 1500)
     template = ChatTemplate("{% for i in range(1000) %}{% endfor %}")
     for _ in range(5):
         assert template.render([USER]) == ""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from model_files import asset, pulled
 from test_chat import CONVERSATIONS, LLAMA3, MISTRAL, QWEN25, SMOLLM2, TOOLS
 from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from rlx.errors import RequestError
 from rlx.formats import open_gguf
@@ -191,6 +192,94 @@ def test_no_message_makes_a_control_token(first: str, second: str) -> None:
         found = template.encode(tokenizer, talk)
         assert control(tokenizer, found) == control(tokenizer, template.encode(tokenizer, said("x", name)))
         assert tokenizer.decode(found) == template.render(talk)
+
+
+# -- special tokens of any kind --------------------------------------------------------------------------------------
+def byte_level(*special: str) -> Tokenizer:
+    """A vocabulary of bytes and the special tokens."""
+    letters = sorted(ByteLevel.alphabet())
+    flags = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [{"id": len(letters) + i, "content": text, **flags} for i, text in enumerate(special)]
+    cut = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return Tokenizer.from_json(json.dumps({
+        "version": "1.0", "added_tokens": added, "normalizer": None, "pre_tokenizer": cut, "post_processor": None,
+        "decoder": cut, "truncation": None, "padding": None,
+        "model": {"type": "BPE", "vocab": {letter: i for i, letter in enumerate(letters)}, "merges": []},
+    }).encode())  # fmt: skip
+
+
+SAYS = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "special", ["t_", "tool>", "s_end", "sages", "content", "en", "role", "er:h", "o]", "00", "0123456789"]
+)
+def test_a_special_token_that_overlaps_a_key_or_a_code_loses_no_text(special: str) -> None:
+    tokenizer, template = byte_level(special), ChatTemplate(SAYS)
+    for text in ("hello", "content", special, f"a {special}{special} b", special[:-1], special[1:], "0 12 7"):
+        assert tokenizer.decode(template.encode(tokenizer, user(text))) == f"[user:{text}]"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for t in tools %}{{ t | tojson }}{% endfor %}",
+        "{% for t in tools %}{% for k, v in t.items() %}{{ k }}={{ v }};{% endfor %}{% endfor %}",
+        "{{ tools }}",
+        "{% for t in tools %}{% for k, v in t | dictsort %}{{ k }}{{ v }}{% endfor %}{% endfor %}",
+        "{{ (tools | first).keys() | join(',') }}",
+    ],
+)
+def test_keys_that_are_printed_make_no_control_token(source: str) -> None:
+    tokenizer, template = byte_level("<|x|>", "s_end", "name="), ChatTemplate(source)
+    tools = [{"<|x|>": "a", "names_end": "b", "name": "c", "<|x": {"|>": "<|x|>"}}]
+    found = template.encode(tokenizer, user("x"), tools=tools)
+    assert not control(tokenizer, found)
+    assert tokenizer.decode(found) == template.render(user("x"), tools=tools)
+
+
+def test_hidden_texts_are_still_found_and_compared() -> None:
+    tokenizer = byte_level("<|x|>", "t_", "mode")
+    template = ChatTemplate(
+        "{% for t in tools %}{{ t['<|x|>'] }}{{ t.count_ is defined }}{{ '<|x|>' in t }}{{ t.get('cost') }}"
+        "{{ mode == 'fast' }}{{ kind in ['<|x|>', 'y'] }}{{ kind != '<|x|>' }}"
+        "{% for k in t %}{% if k == 'cost' %}!{% endif %}{% endfor %}{% endfor %}"
+    )
+    found = template.encode(tokenizer, user("x"), tools=[{"<|x|>": 1, "cost": 2}], mode="fast", kind="<|x|>")
+    assert tokenizer.decode(found) == "1FalseTrue2TrueTrueFalse!"
+
+
+_letters = "tcones_[]:<|>u r7世"
+# one letter could not be written otherwise than by its token
+_special = st.text(_letters, min_size=2, max_size=6).filter(lambda text: text == text.strip())
+_templates = [
+    SAYS,
+    "{% for m in messages %}<|{{ m.content }}|>{{ m.name }}\n{% endfor %}{{ tools | tojson }}",
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '<' }}{% endfor %}{{ tools[0] | join(' ') }}",
+]
+
+
+@given(
+    st.lists(_special, min_size=1, max_size=3, unique=True),
+    st.lists(st.one_of(st.text(_letters, max_size=5), st.integers(0, 2)), max_size=4),
+    st.sampled_from(_templates),
+)
+@settings(max_examples=300, deadline=None)
+def test_no_special_token_loses_text_or_lets_text_be_a_control_token(
+    special: list[str], pieces: list[str | int], source: str
+) -> None:
+    tokenizer, template = byte_level(*special), ChatTemplate(source)
+
+    def encoded(text: str) -> tuple[list[int], str]:
+        messages = [{"role": "user", "content": text, "name": text}]
+        tools = [{text + "a": text, "a" + text: [text]}]
+        wanted = template.render(messages, tools=tools, add_generation_prompt=False)
+        found = template.encode(tokenizer, messages, tools=tools, add_generation_prompt=False)
+        assert tokenizer.decode(found) == wanted and text in wanted
+        return control(tokenizer, found), wanted
+
+    text = "".join(special[p % len(special)] if isinstance(p, int) else p for p in pieces)
+    assert encoded(text)[0] == encoded("\N{SNOWMAN}")[0]
 
 
 def test_messages_are_checked_as_in_render() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import io
-import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,40 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from png_writing import ADAM7, chunk, filtered, png
 
 from rlx.errors import CapabilityError, FormatError, RequestError, RlxError
 from rlx.formats.images import BICUBIC, BILINEAR, BOX, NEAREST, as_pixels, read_image, resampling, resize
 
 Array = np.ndarray[Any, Any]
 RNG = np.random.default_rng(0)
-ADAM7 = ((0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2), (1, 0, 2, 1))
-
-
-# -- a writer of PNG -------------------------------------------------------------------------------------------------
-def chunk(name: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-
-
-def png(lines: bytes, width: int, height: int, depth: int, colour: int, *, adam7: int = 0, extra: bytes = b"") -> bytes:
-    head = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, adam7)
-    packed = zlib.compress(lines)
-    parts = chunk(b"IDAT", packed[:7]) + chunk(b"IDAT", packed[7:])  # any number of them may follow each other
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + extra + parts + chunk(b"IEND", b"")
-
-
-def filtered(rows: Array, step: int, kinds: list[int]) -> bytes:
-    """Lines of bytes as differences, by the formulas of the standard, byte after byte."""
-    out = bytearray()
-    before = np.zeros(rows.shape[1], np.int64)
-    for row, kind in zip(rows.astype(np.int64), kinds, strict=True):
-        out.append(kind)
-        for i, x in enumerate(row):
-            a, b, c = (row[i - step] if i >= step else 0, before[i], before[i - step] if i >= step else 0)
-            p = a + b - c
-            paeth = min(((abs(p - a), 0, a), (abs(p - b), 1, b), (abs(p - c), 2, c)))[2]
-            out.append(int(x - (0, a, b, (a + b) // 2, paeth)[kind]) % 256)
-        before = row
-    return bytes(out)
 
 
 def image(height: int, width: int, channels: int) -> Array:

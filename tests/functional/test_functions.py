@@ -146,15 +146,16 @@ def test_a_function_is_traced_once_for_each_kind_of_arguments() -> None:
         count += 1
         return x * scale
 
-    for _ in range(3):
-        np.testing.assert_allclose(f(np.ones(3)), [2.0, 2.0, 2.0])
+    for scale in (2.0, 3.0, 4.0):
+        np.testing.assert_allclose(f(np.ones(3), scale), [scale] * 3)
     assert count == 1
-    f(np.ones(4))
+    f(np.ones(4), 2.0)
     f(np.ones(4), scale=3.0)
     assert count == 2
     assert rlx.explain(f).splitlines() == [
-        "1. traced for scale: f32[], x: f64[3]", "2. traced again, x is f64[4], was f64[3]",
+        "1. traced for scale: f32 number, x: f64[3]", "2. traced again, x is f64[4], was f64[3]",
     ]  # fmt: skip
+    assert repr(f) == "<rlx.jit of f, traced 2 times>"
 
 
 def test_named_axes_are_sizes_of_run_time() -> None:
@@ -355,3 +356,10 @@ def test_a_trace_is_a_graph() -> None:
         params, rlx.TensorType((rlx.dim("n"), 4), rlx.dtype("f64")), rlx.TensorType((rlx.dim("n"), 1), rlx.dtype("f64"))
     )
     assert symbolic.symbols() == ["n"]
+
+
+def test_modules_list_what_they_are_for() -> None:
+    for module in (rlx.random, rlx.tree):
+        made_here = {n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
+        names = {n for n in made_here if not n.startswith("_")} - {"broadcast_prefix"}
+        assert set(dir(module)) == names

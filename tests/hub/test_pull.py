@@ -20,6 +20,7 @@ import fake_index
 import platformdirs
 import pytest
 from fake_index import PART_SIZES, content, entry, expected, found, make_wheel, sha256, whole
+from limits import LONGEST_S
 
 from rlx.errors import CapabilityError, FormatError, NotFoundError
 from rlx.hub import archives, catalogue, licence, locate, names_a_model, remove, resolve, store, stored
@@ -178,7 +179,7 @@ def test_a_catalogue_name_has_no_revisions(home: Path) -> None:
 @pytest.mark.parametrize("when", ["before part 2", "in part 2"])
 def test_a_killed_pull_goes_on_where_it_was(index: Path, downloads: list[str], when: str) -> None:
     child = spawn(index, "joined", when)
-    _, errors = child.communicate(timeout=60)
+    _, errors = child.communicate(timeout=LONGEST_S)
     assert child.returncode == -signal.SIGKILL, errors
     assert found(folder_of("joined")) == {}
     assert locate("joined") is None
@@ -203,14 +204,14 @@ def test_control_c_stops_pip_and_leaves_nothing_half_done(index: Path, monkeypat
         monkeypatch.setenv("PIP_FIND_LINKS", "")
         monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/simple")
         child = spawn(index, "one")
-        silent.settimeout(60)
+        silent.settimeout(LONGEST_S)
         connection, _ = silent.accept()
         with connection:
             connection.recv(100)
             child.send_signal(signal.SIGINT)
-            _, errors = child.communicate(timeout=30)
+            _, errors = child.communicate(timeout=LONGEST_S)
             assert "KeyboardInterrupt" in errors
-            connection.settimeout(10)
+            connection.settimeout(LONGEST_S)
             while connection.recv(4096):  # ends when pip is gone
                 pass
     assert [p.name for p in folder_of("one").iterdir()] == [store.PARTIAL]
@@ -229,7 +230,7 @@ def test_working_folders_of_killed_pulls_are_swept(index: Path) -> None:
 
 def test_two_processes_that_pull_at_once_fetch_once(index: Path) -> None:
     children = [spawn(index, "one") for _ in range(3)]
-    outputs = [child.communicate(timeout=120) for child in children]
+    outputs = [child.communicate(timeout=LONGEST_S) for child in children]
     assert [child.returncode for child in children] == [0, 0, 0], outputs
     assert {out.strip() for out, _ in outputs} == {str(folder_of("one") / "small.gguf")}
     assert sum("fetched one" in err for _, err in outputs) == 1
@@ -372,6 +373,48 @@ def test_a_disk_that_is_full_for_pip_says_so(index: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(archives, "_run", lambda *arguments: (1, output))
     with pytest.raises(CapabilityError, match="is full"):
         resolve("one", quiet=True)
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """Files of this process and its children may have 2,000 bytes."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_limit_on_the_size_of_files_is_found_before_the_first_byte(index: Path, small_files: None) -> None:
+    with pytest.raises(CapabilityError, match=r"one: a file in .* would become too large") as caught:
+        resolve("one", quiet=True)
+    assert "ulimit -f" in "\n".join(caught.value.notes) and "the limit is 2.0 kB" in "\n".join(caught.value.notes)
+
+
+def test_a_limit_that_pip_meets_is_named_without_its_traceback(
+    index: Path, small_files: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "check_free", lambda *arguments: None)
+    with pytest.raises(CapabilityError, match=r"a file in .* would become too large") as caught:
+        resolve("one", quiet=True)
+    notes = "\n".join(caught.value.notes)
+    assert "ulimit -f" in notes and "sendfile" not in notes and "ways out" not in notes
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "found"),
+    [
+        (1, "npm ERR! code ENOSPC", "is full"),
+        (2, "OSError: [Errno 122] Disk quota exceeded", "is full"),
+        (-25, "", "would become too large"),
+    ],
+)
+def test_what_a_tool_says_of_the_disk_is_the_disks(code: int, output: str, found: str, tmp_path: Path) -> None:
+    error = store.tool_error("x", tmp_path, code, output)
+    assert error is not None and found in str(error)
+    assert store.tool_error("x", tmp_path, 1, "ERROR: no such thing") is None
 
 
 def test_offline_touches_nothing_and_shows_the_ways_out(

@@ -15,6 +15,7 @@ import pytest
 from graphs import any_graphs, examples
 from hypothesis import given
 from hypothesis import strategies as st
+from limits import LONGEST_S
 
 import rlx
 from rlx import Graph, Value
@@ -295,7 +296,7 @@ def test_fingerprints_are_the_same_in_every_process() -> None:
         )
         for seed in ("1", "2")
     ]  # fmt: skip
-    (first, second) = (job.communicate(timeout=60)[0].splitlines() for job in jobs)
+    (first, second) = (job.communicate(timeout=LONGEST_S)[0].splitlines() for job in jobs)
     assert len(first) == 5 and first[:4] == second[:4]
     assert first[4] != second[4], "the processes hash differently"
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rlx import Graph
 from rlx.dtypes import ALL, DType
 from rlx.errors import ParseError
+from rlx.ir import text as text_module
 from rlx.ir.text import attr_text, parse_attr
 from rlx.mir.pipeline import optimise
 from rlx.target import AVX512
@@ -108,7 +109,7 @@ def test_origins_print_as_comments_and_read_back() -> None:
         ("(%0, %1) : f32[n, 4]", "(%0, %1) : f33[n, 4]", 4, "'f33' is not an element type"),
         ("(%0, %1) : f32[n, 4]", "(%0, %1) : f32[n +, 4]", 4, "is not a size"),
         ('name="x"', 'name="x', 2, "is not a string"),
-        ('name="x"', 'name=x"', 2, "is not a size"),
+        ('name="x"', 'name=x"', 2, "is not a string"),
         ('name="x"', 'nom="x"', 2, "attribute 'name' is missing"),
         ('name="x"', 'name=""', 2, "'' is not a new name"),
         ('name="x"', "name=3", 2, "3 is not a new name"),
@@ -151,11 +152,86 @@ def test_text_around_a_graph_is_an_error() -> None:
 
 def test_nesting_without_end_is_an_error() -> None:
     body = '%0 = input(name="x") : f32[2] %1 = region(%0, body=graph @b mir {'
-    with pytest.raises(ParseError, match=r"nested too deeply|closing brace"):
+    with pytest.raises(ParseError, match=r"line 1: .* nested too deeply, in more than 200 brackets"):
         Graph.parse("graph @g mir {" + body * 3000)
-    deep = "[" * 100_000 + "]" * 100_000
-    with pytest.raises(ParseError):
-        Graph.parse(f"graph @g mir {{ %0 = const(value={deep}) : f32[0] return %0 }}")
+    for deep in ("[" * 100_000 + "]" * 100_000, "(" * 50_000 + ",)" * 50_000, "(" * 100_000 + "n" + ")" * 100_000):
+        with pytest.raises(ParseError, match="nested too deeply"):
+            Graph.parse(f"graph @g mir {{ %0 = const(value={deep}) : f32[0] return %0 }}")
+
+
+def nested_text(depth: int, nodes: int) -> str:
+    """A chain of nodes inside of as many loops."""
+    chain = "".join(f"%{i} = exp(%{i - 1}) : f32[4]\n" for i in range(1, nodes))
+    text = f'graph @b mir {{ %0 = input(name="c") : f32[4]\n{chain} return %{nodes - 1} }}'
+    rest = "length=2, carries=1, broadcasts=0, reverse=false, checkpoints=0"
+    for _ in range(depth):
+        text = f'graph @b mir {{ %0 = input(name="c") : f32[4] %1 = scan(%0, body={text}, {rest}) : f32[4] return %1 }}'
+    return text
+
+
+class Counting:
+    """A pattern that counts how often it is searched for."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self.pattern, self.searches = pattern, 0
+
+    def search(self, *where: Any) -> re.Match[str] | None:
+        self.searches += 1
+        return self.pattern.search(*where)
+
+
+def test_the_text_of_a_body_is_not_read_again_for_each_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    def searches(depth: int) -> int:
+        statements = Counting(text_module._STATEMENT)
+        separators = {c: Counting(p) for c, p in text_module._SEPARATORS.items()}
+        with monkeypatch.context() as patch:
+            patch.setattr(text_module, "_STATEMENT", statements)
+            patch.setattr(text_module, "_SEPARATORS", separators)
+            Graph.parse(nested_text(depth, 100))
+        return statements.searches + sum(s.searches for s in separators.values())
+
+    flat, deep = searches(0), searches(90)
+    assert flat > 300 and deep < flat + 90 * 40
+
+
+def test_an_unclosed_string_is_found_at_once() -> None:
+    """Each quote of it could be the start of another string that does not end."""
+    with pytest.raises(ParseError, match=r"line 2: .* is not a string"):
+        Graph.parse('graph @a mir {\n "' + '\\"' * 200_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("graph @a mir { %0 = input(name=(1]) : f32[2] return %0 }", "']' closes nothing"),
+        ("graph @a mir { return } }", "'}' closes nothing"),
+        ("graph @a mir {\n %0 = exp(%1\n return %0 }", "'}' closes nothing"),
+        ("graph @a mir {\n %0 = input(name=[", "line 2: a closing bracket is missing"),
+        ("graph @a mir {\n %0 = input(", "line 2: a closing parenthesis is missing"),
+    ],
+)
+def test_brackets_that_do_not_match_are_named(text: str, problem: str) -> None:
+    with pytest.raises(ParseError, match=re.escape(problem)):
+        Graph.parse(text)
+
+
+@pytest.mark.parametrize(
+    "old",
+    ["add", "f32[4]", "n, 4]\n  %1", "%3.1", "topk(%2, k=2)", "mir", "[1.0, 2.0, 3.0, 4.0]", "k=2", "2]; i32"],
+)
+def test_messages_stay_short(old: str) -> None:
+    for new in (
+        "x" * 100_000,
+        "x" * 100_000 + "[4]",
+        "%" + "9" * 10_000,
+        "(" + "n, " * 10_000 + ")",
+        '"' + "é" * 10_000 + '"',
+    ):
+        assert VALID.count(old) >= 1
+        with pytest.raises(ParseError) as caught:
+            Graph.parse(VALID.replace(old, new, 1))
+        assert len(str(caught.value)) <= 500
+        assert all(len(note) <= 500 for note in caught.value.notes)
 
 
 @pytest.mark.parametrize(
@@ -236,3 +312,13 @@ graph @g mir {
   return %2
 }"""
     )
+
+
+@pytest.mark.parametrize("weights", [0, -1, 2, 2**31, 10**30])
+def test_a_fused_product_has_as_many_weights_as_its_body_reads(weights: int) -> None:
+    g = Graph("g")
+    x, w = g.input("x", ("n", 4)), g.param("w", (4, 2))
+    text = optimise(g.set_outputs([(x @ w).tanh()]), AVX512).main.text()
+    assert Graph.parse(text)
+    with pytest.raises(ParseError, match=f"fused_matmul: {weights} weights, and a body of 1 inputs"):
+        Graph.parse(text.replace("weights=1", f"weights={weights}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from layers import Bert, Llama, bert_graph, llama_graph
 
 import rlx
 from rlx import Graph
+from rlx.errors import CapabilityError
 from rlx.ir.evaluate import run
 from rlx.mir.pipeline import Optimised, optimise
 from rlx.target import AVX2, AVX512, BASELINE
@@ -200,6 +202,30 @@ def test_rlx_dump_writes_a_file_after_each_pass(tmp_path: Path, monkeypatch: pyt
     assert "test_pipeline.py:" in files[0].read_text()
     main = [f for f in files if ".bind." not in f.name][-1]
     assert Graph.parse(main.read_text()) == done.main
+
+
+def test_a_graph_that_is_in_the_cache_is_dumped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLX_CACHE", str(tmp_path / "cache"))
+    g = Graph("cached")
+    g.set_outputs([g.input("x", ("n", 4)).tanh() + 0.25])
+    rlx.compile(g)
+    for folder in ("first", "second"):
+        monkeypatch.setenv("RLX_DUMP", str(tmp_path / folder))
+        rlx.compile(g)
+        assert any(f.name.endswith("cached.built.rlx") for f in (tmp_path / folder).iterdir())
+
+
+@pytest.mark.parametrize("place", ["below", "x" * 300, "nul\0"], ids=["a file", "a long name", "nul"])
+def test_a_folder_of_dumps_that_cannot_be_written_is_named(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "below").write_text("a file where a folder should be")
+    monkeypatch.setattr(os, "environ", dict(os.environ) | {"RLX_DUMP": str(tmp_path / place)})
+    g = Graph("cached")
+    g.set_outputs([g.input("x", ("n", 4)).tanh() + 0.25])
+    with pytest.raises(CapabilityError, match=r"RLX_DUMP: the folder '.*' cannot be written: ") as caught:
+        rlx.compile(g)
+    assert caught.value.hint is not None and "RLX_DUMP" in caught.value.hint
 
 
 def test_nothing_is_written_without_being_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

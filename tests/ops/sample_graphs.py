@@ -14,6 +14,7 @@ import numpy as np
 from oracles import EXACT, FLOATS, INTEGERS, NUMPY, Array, assert_matches, expected, magnitude, tolerance
 
 import rlx
+from rlx.errors import RlxError
 from rlx.ir import registry
 from rlx.ir.registry import OpDef, Sample, Spec
 
@@ -102,7 +103,9 @@ class SampleGraph:
 def sample_graph(name: str, element_type: str, leaf: str = "input") -> SampleGraph:
     """All samples of an op that have operands of the kind of `element_type`, in that type.
 
-    Operands are inputs, params or constants (`leaf`), or an input first and then params (`first input`).
+    Operands are inputs, params or constants (`leaf`), an input first and then params (`first input`), or views into
+    larger inputs: with known sizes but strides and an offset that only run time knows (`strided`), or with sizes too
+    that only run time knows (`sized`), as far as the op takes those.
     """
     op = registry.get(name)
     rng = np.random.default_rng(zlib.crc32(f"{name} {element_type}".encode()))
@@ -123,10 +126,18 @@ def sample_graph(name: str, element_type: str, leaf: str = "input") -> SampleGra
             with np.errstate(over="ignore"):  # numbers that f16 does not have become inf
                 array = _in_type(spec, element_type).array(rng)
             label = f"x{number}_{position}"
-            values.append(_leaf(graph, leaf, label, position, array))
+            if leaf in VIEWS:
+                value, inputs[label] = _view(graph, leaf, label, array, f"n{number}")
+            else:
+                value, inputs[label] = _leaf(graph, leaf, label, position, array), array
+            values.append(value)
             arrays.append(array)
-            inputs[label] = array
-        result = graph.apply(name, *values, **s.attrs)
+        try:
+            result = graph.apply(name, *values, **s.attrs)
+        except RlxError:
+            if leaf != "sized":
+                raise
+            continue  # the op wants sizes that are known
         results = result if isinstance(result, tuple) else (result,)
         outputs += results
         for value, exact in zip(results, expected(name, arrays, s.attrs), strict=True):
@@ -134,6 +145,25 @@ def sample_graph(name: str, element_type: str, leaf: str = "input") -> SampleGra
             where = f"{name} sample {number} in {element_type}: {s}"
             answers.append(Answer(exact, relative, magnitude(name, arrays, s.attrs), where))
     return SampleGraph(graph.set_outputs(outputs), inputs, tuple(answers))
+
+
+VIEWS = ("strided", "sized")
+
+
+def _view(graph: rlx.Graph, leaf: str, label: str, array: Array, sizes: str) -> tuple[rlx.Value, Array]:
+    """The end of each axis of an input whose axes are in reverse order, and the array for that input."""
+    larger = np.ones([2 * d for d in reversed(array.shape)], array.dtype)
+    larger[tuple(slice(d, None) for d in reversed(array.shape))] = array.T
+    reverse = tuple(reversed(range(array.ndim)))
+    if leaf == "strided":
+        symbols = [rlx.dim(f"{label}_{axis}") for axis in reverse]
+        start = [n - d // 2 for n, d in zip(symbols, larger.shape, strict=True)]
+    else:  # equal sizes of one sample stay equal; a symbol would not broadcast as 1
+        symbols = [rlx.dim(f"{sizes}_{d}") if d > 2 else d for d in larger.shape]
+        start = [n // 2 for n in symbols]
+    whole = graph.input(label, symbols, array.dtype)
+    inner = graph.slice(whole, start=start, stop=symbols, step=[1] * array.ndim) if array.ndim else whole
+    return (graph.transpose(inner, axes=reverse) if array.ndim else inner), larger
 
 
 def _leaf(graph: rlx.Graph, leaf: str, label: str, position: int, array: Array) -> rlx.Value:

@@ -253,7 +253,7 @@ def test_a_body_has_no_weights_of_its_own() -> None:
     with pytest.raises(GraphError, match="fwd_body: has the param 'w'") as caught:
         g.custom_fn([g.input("x", S)], inner)
     assert "operand" in str(caught.value.hint)
-    with pytest.raises(GraphError, match="has 0 operands, wanted at least 1"):
+    with pytest.raises(GraphError, match="has 1 inputs, wanted 0: one for each operand"):
         g.custom_fn([], square(S))
 
 

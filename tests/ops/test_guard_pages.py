@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import LONGEST_S
 
 import rlx
 from rlx.target import supported
@@ -53,7 +54,7 @@ def run(driver: str, *arguments: str) -> str:
     paths = os.pathsep.join(map(str, (package, HERE, HERE.parent)))
     done = subprocess.run(
         [sys.executable, "-c", driver, *arguments], env={**os.environ, "RLX_CHECK": "1", "PYTHONPATH": paths},
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=LONGEST_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout[-200:]}\n{done.stderr[-4000:]}"
     return done.stdout

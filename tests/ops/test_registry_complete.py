@@ -11,17 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 from oracles import ORACLES
-from sample_graphs import samples_of, user_ops
+from sample_graphs import element_types, sample_graph, samples_of, user_ops
 
 import rlx
 import rlx.lir.forms
 from rlx.errors import DTypeError, GraphError, LowerError, ShapeError
-from rlx.hir.lower import lowering
+from rlx.hir.lower import lower, lowering
 from rlx.ir import registry
-from rlx.ir.registry import COMPOSED, ELEMENTWISE, HIR, LEAF, MIR, OpDef
+from rlx.ir.registry import CHECKS_DATA, CHECKS_SIZES, COMPOSED, ELEMENTWISE, HIR, LEAF, MIR, OpDef
 from rlx.lir.elementwise import COMPARISONS, scalar_form
-from rlx.lir.loops import SCALAR_OPS
-from rlx.lir.schedule import loop_form
+from rlx.lir.loops import SCALAR_OPS, Check, LoopKernel, statements
+from rlx.lir.schedule import loop_form, schedule
+from rlx.mir.pipeline import optimise
+from rlx.target import AVX512
 from rlx.types import parse_type
 
 rlx.Graph("any")  # declares the ops
@@ -52,6 +54,19 @@ def test_an_op_can_be_evaluated_and_lowered(op: OpDef) -> None:
     else:
         assert (op.name in loop_form) != (COMPOSED in op.traits), f"{op.name}: a loop form, or trait COMPOSED"
         assert op.decompose is not None or COMPOSED not in op.traits, f"{op.name}: no decomposition"
+
+
+@pytest.mark.parametrize("leaf", ["input", "sized"])
+@pytest.mark.parametrize("op", [o for o in user_ops() if element_types(o) and ELEMENTWISE not in o.traits], ids=str)
+def test_what_run_time_checks_is_said_by_traits(op: OpDef, leaf: str) -> None:
+    """Nothing that can fail leaves a body that may not run: passes know it by these traits."""
+    done = optimise(lower(sample_graph(op.name, element_types(op)[0], leaf).graph), AVX512)
+    program = schedule(done.main, AVX512)
+    loops = [k for k in program.kernels().values() if isinstance(k, LoopKernel)]
+    checks = any(isinstance(s, Check) for kernel in loops for s in statements(kernel.root))
+    grouped = any(getattr(kernel, "grouped", "") == "rows" for kernel in program.kernels().values())
+    assert (checks or grouped) == any(CHECKS_DATA in n.definition.traits for n in done.main.nodes)
+    assert all(CHECKS_SIZES in registry.get(a.op).traits for a in program.assertions)
 
 
 @EVERY_USER_OP

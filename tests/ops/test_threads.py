@@ -43,6 +43,7 @@ WORK: dict[str, Build] = {
 }
 
 
+@pytest.mark.usefixtures("many_cores")
 @pytest.mark.parametrize("target", [t.name for t in supported()])
 @pytest.mark.parametrize("name", WORK)
 def test_one_thread_and_several_give_the_same_bits(name: str, target: str) -> None:

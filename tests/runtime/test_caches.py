@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from limits import LONGEST_S
 
 import rlx
 from rlx.backends import cache
@@ -89,7 +90,7 @@ def start(setting: str | None, here: Path, *, before: str = "", **environment: s
 
 def result(child: subprocess.Popen[str]) -> dict[str, Any]:
     """What the child says; its outputs must be right."""
-    out, err = child.communicate(timeout=120)
+    out, err = child.communicate(timeout=LONGEST_S)
     assert child.returncode == 0, err
     said: dict[str, Any] = json.loads(out)
     assert said.pop("result") == pytest.approx([30 * 5 / (1 + math.exp(-5))] * 7, rel=1e-6)
@@ -177,7 +178,7 @@ def test_a_second_start_imports_no_pass_and_no_generator(filled: Path, tmp_path:
     heavy = "('rlx.mir.', 'rlx.module', 'rlx.lir.s', 'rlx.runtime.plan', 'rlx.backends.cpu.g', 'llvmlite')"
     check = f"import atexit, sys; atexit.register(lambda: print([m for m in sys.modules if m.startswith({heavy})]))"
     child = start(str(filled), tmp_path, before=check)
-    output, errors = child.communicate(timeout=60)
+    output, errors = child.communicate(timeout=LONGEST_S)
     assert output.splitlines()[-1] == "[]", errors
 
 
@@ -208,6 +209,27 @@ def test_a_folder_that_others_may_write_is_refused(filled: Path, tmp_path: Path)
         assert store.folder is None and "not ours alone" in store.why and f"{mode:o}" in store.why
     assert result(start(str(filled), tmp_path))["compiled"] > 0
     assert files(filled) == before
+
+
+@pytest.mark.parametrize("kind", ["objects", "starts"])
+def test_a_folder_inside_that_others_may_write_is_refused(filled: Path, tmp_path: Path, kind: str) -> None:
+    inner = filled / kind
+    inner.mkdir(exist_ok=True)
+    inner.chmod(0o777)
+    said = result(start(str(filled), tmp_path))
+    assert said["compiled"] > 0 and said["why"] == f"{inner} is not ours alone (owner {os.getuid()}, mode 777); " + (
+        f"run: chmod go-w {inner}"
+    )
+    subprocess.run(said["why"].partition("run: ")[2], shell=True, check=True)
+    assert result(start(str(filled), tmp_path, before=FORBID))["compiled"] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give files away")
+def test_a_folder_inside_of_another_user_is_refused(filled: Path, tmp_path: Path) -> None:
+    os.chown(filled / "objects", 65534, -1)
+    said = result(start(str(filled), tmp_path))
+    assert said["compiled"] > 0 and "objects is not ours alone (owner 65534" in said["why"]
+    assert said["why"].endswith("; remove it")
 
 
 def test_a_path_that_cannot_be_a_folder_only_costs_time(tmp_path: Path) -> None:

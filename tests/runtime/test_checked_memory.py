@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_llama
 from layers import Bert, Llama, bert_graph, bert_inputs, compiled, llama_graph, llama_inputs, same_bits, weights
+from limits import LONGEST_S
 
 import rlx
 from rlx.backends.cpu.memory import PAGE, Guarded, aligned, guarded_scratch, guarded_stride
@@ -142,7 +143,7 @@ def tampered(kind: str, which: int, by: int, *, check: bool = True) -> tuple[int
     """
     package = Path(rlx.__file__).resolve().parent.parent
     done = subprocess.run(
-        [sys.executable, "-c", TAMPERED, kind, str(which), str(by)], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", TAMPERED, kind, str(which), str(by)], capture_output=True, text=True, timeout=LONGEST_S,
         check=False, env={**os.environ, "RLX_CHECK": "1" if check else "0", "PYTHONPATH": str(package)},
     )  # fmt: skip
     return done.returncode, done.stdout.strip()

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
+from forked import in_child
 from layers import (
     TINY_BERT,
     TINY_LLAMA,
@@ -24,6 +23,7 @@ from layers import (
     same_bits,
     weights,
 )
+from limits import LONGEST_S
 
 import rlx
 
@@ -37,11 +37,12 @@ pytestmark = [
 def in_threads(work: Callable[[int], bool], count: int = RUNS) -> list[bool]:
     """`work(0)`, `work(1)`, ... on `THREADS` threads that begin together."""
     start = threading.Barrier(THREADS)
-    with ThreadPoolExecutor(THREADS, initializer=lambda: start.wait(30) and None) as pool:
+    with ThreadPoolExecutor(THREADS, initializer=lambda: start.wait(LONGEST_S) and None) as pool:
         return list(pool.map(work, range(count)))
 
 
 # -- threads ------------------------------------------------------------------------------------------------------
+@pytest.mark.usefixtures("many_cores")
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_eight_threads_get_the_same_bits(threads: int) -> None:
     f = compiled(bert_graph(TINY_BERT), weights(TINY_BERT), threads=threads)
@@ -132,26 +133,6 @@ def test_threads_may_compile_at_once() -> None:
 
 
 # -- processes ----------------------------------------------------------------------------------------------------
-def in_child(work: Callable[[], bool], seconds: float = 30) -> int | str:
-    """The exit code of a forked child: 0 where `work()` is true."""
-    pid = os.fork()
-    if pid == 0:
-        code = 2
-        try:
-            code = 0 if work() else 1
-        finally:
-            os._exit(code)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return "hangs"
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_forked_child_and_its_parent_both_run(threads: int) -> None:
     f = compiled(bert_graph(TINY_BERT), weights(TINY_BERT), threads=threads)
@@ -228,7 +209,7 @@ def test_a_child_of_a_process_that_compiles_and_binds_in_other_threads() -> None
     for thread in busy:
         thread.start()
     try:
-        assert [in_child(work, 20) for _ in range(15)] == [0] * 15
+        assert [in_child(work) for _ in range(15)] == [0] * 15
     finally:
         stop.set()
         for thread in busy:
@@ -248,7 +229,7 @@ def test_multiprocessing_by_fork() -> None:
     children = [context.Process(target=_send_result, args=(f, inputs, queue)) for _ in range(3)]
     for child in children:
         child.start()
-    assert [queue.get(timeout=30) for _ in children] == [wanted] * 3
+    assert [queue.get(timeout=LONGEST_S) for _ in children] == [wanted] * 3
     for child in children:
-        child.join(10)
+        child.join(LONGEST_S)
     assert f.run(inputs)[0].tobytes() == wanted

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import resigned
+from limits import LONGEST_S
 from scipy.special import erf
 
 import rlx
@@ -270,7 +272,7 @@ def child(role: str, path: Path) -> Any:
     here = Path(__file__).parent.parent
     code = CHILD.format(source=source(), here=str(here), path=str(path), inputs=str(inputs))
     env = {n: v for n, v in os.environ.items() if n != "PYTHONPATH"} | {"RLX_CACHE": "off"}
-    run = subprocess.run([sys.executable, "-c", code, role], env=env, capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", code, role], env=env, capture_output=True, text=True, timeout=LONGEST_S)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 
@@ -340,6 +342,46 @@ def change(path: Path, **changes: Any) -> None:
         sections[name] = file.arrays(name) if "arrays" in section else file.section(name)
     plain = {k: v for k, v in file.manifest.items() if k not in ("sections", "bytes")}
     container.write(path, {**plain, **changes.pop("manifest", {})}, {**sections, **changes})
+
+
+def test_a_manifest_with_wrong_members_is_a_format_error_or_does_what_it_says(copy: Path) -> None:
+    manifest, body = resigned.parts_of(copy)
+    bad, refused = [], {"looked at": 0, "loaded": 0}
+    for place in resigned.places(manifest):
+        for number in range(3):
+            what, wrong = resigned.changed(manifest, place, number)
+            resigned.write(copy, wrong, body)
+            for name, read in (("looked at", export.read_export), ("loaded", load)):
+                try:
+                    read(copy)
+                except FormatError:
+                    refused[name] += 1
+                except CapabilityError as error:  # code for another machine
+                    if place[0] != "target":
+                        bad.append(f"{what}, {name}: {error!r}")
+                except Exception as error:
+                    bad.append(f"{what}, {name}: {error!r}")
+    assert not bad, bad[:5]
+    assert refused["looked at"] > 200 and refused["loaded"] > 300
+
+
+@pytest.mark.parametrize("manifest", [[], 7, "text", None, {}, {"bytes": 5}, {"sections": {}, "bytes": 0}])
+def test_a_manifest_that_is_none_is_refused(copy: Path, manifest: Any) -> None:
+    resigned.write(copy, manifest, b"")
+    with pytest.raises(FormatError, match="manifest"):
+        export.read_export(copy)
+
+
+def test_a_wrong_member_is_named_with_both_values(copy: Path) -> None:
+    manifest, body = resigned.parts_of(copy)
+    manifest["inputs"][1][2] = "f33[n]"
+    resigned.write(copy, manifest, body)
+    with pytest.raises(FormatError, match=r"manifest: inputs\[1\]\[2\]: expected a type, .*, found 'f33\[n\]'"):
+        export.read_export(copy)
+    manifest["inputs"][1][2] = "f32[n, 21]"
+    resigned.write(copy, manifest, body)
+    with pytest.raises(FormatError, match=r"inputs: its program says .*, its manifest "):
+        load(copy)
 
 
 @pytest.mark.parametrize("key, value", [("rlx", "9.9.9"), ("source", "ffffffffffffffff")])

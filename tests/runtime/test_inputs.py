@@ -300,10 +300,15 @@ def test_a_symbol_that_only_a_weight_has(device: str) -> None:
 
 
 # -- sessions -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
+@pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True, 4097])
 def test_a_number_of_threads_that_is_none(threads: Any) -> None:
     with pytest.raises(CapabilityError, match=f"threads: .* found {threads!r}"):
         rlx.Session("cpu", threads=threads)
+
+
+def test_a_number_of_threads_with_too_many_digits() -> None:
+    with pytest.raises(CapabilityError, match=r"threads: expected a number from 1 to 4096, .* found a huge number"):
+        rlx.Session("cpu", threads=10**5000)
 
 
 def test_devices_and_targets_that_are_not_there() -> None:

@@ -151,6 +151,7 @@ def big_graph() -> rlx.Graph:
     return g.set_outputs([*finals, *ys])
 
 
+@pytest.mark.usefixtures("many_cores")
 def test_threads_share_a_large_loop_and_agree_on_every_bit() -> None:
     rng = np.random.default_rng(1)
     arrays = {"c": rng.standard_normal((40, 512)), "xs": rng.standard_normal((12, 512))}

@@ -12,9 +12,10 @@ import pytest
 from layers import MINILM, TINY_LLAMA, bert_graph, bert_inputs, compiled, llama_graph, llama_inputs, same_bits, weights
 
 import rlx
-from rlx.backends.cpu.ceilings import ceilings, ticks_per_second
+from rlx.backends.cpu.ceilings import Ceilings, ceilings, ticks_per_second
 from rlx.errors import CapabilityError
-from rlx.target import host
+from rlx.runtime.profiler import LaunchReport
+from rlx.target import Target, host, supported
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,52 @@ def test_ceilings_are_those_of_a_machine() -> None:
     assert 1 < found.gflops < 1000
     assert 1 < found.memory_gb_per_second < 2000 and found.cache_gb_per_second < 5000
     assert ceilings(host(), 1) is found
+
+
+@pytest.mark.parametrize("target", supported(), ids=lambda t: t.name)
+def test_integers_have_a_ceiling_of_their_own(target: Target) -> None:
+    """One instruction multiplies four times as many bytes as floats; without it, two make up for twice as many."""
+    found = ceilings(target, 1)
+    assert found.f64_gflops < found.gflops
+    assert found.u7_gops > found.gflops * (2 if target.has_dot else 1) and found.u8_gops > found.gflops
+    peaks = [found.peak(kind) / 1e9 for kind in ("f32", "f64", "dot_u7", "dot_u8")]
+    assert peaks == pytest.approx([found.gflops, found.f64_gflops, found.u7_gops, found.u8_gops])
+
+
+def packed_product(storage: str, rows: int = 64) -> rlx.Report:
+    """A product of packed weights and activations of 8 bits, all in one cache."""
+    rng = np.random.default_rng(5)
+    g = rlx.Graph("packed")
+    g.set_outputs([g.input("x", ("m", 512)) @ g.param("w", (256, 512), storage).dequantise().mT])
+    profile = rlx.CompileProfile.from_toml('precision.activations = "int8"')
+    f = rlx.compile(g, threads=1, profile=profile)
+    packed = np.zeros(int(f.param_types["w"].bytes), np.uint8)  # scales of zero: the numbers do not matter here
+    f.set_param("w", packed)
+    return f.report({"x": rng.standard_normal((rows, 512), dtype=np.float32)})
+
+
+def test_every_kernel_is_measured_against_its_own_arithmetic() -> None:
+    kinds = {storage: {x.arithmetic for x in packed_product(storage).launches} for storage in ("q4_0", "q8_0")}
+    assert kinds == {"q4_0": {"f32", "dot_u7"}, "q8_0": {"f32", "dot_u8"}}
+    wide = rlx.Graph("wide")
+    wide.set_outputs([wide.input("x", (8, 8), "f64") @ wide.input("y", (8, 8), "f64")])
+    assert [x.arithmetic for x in rlx.compile(wide).report().launches] == ["f64"]
+
+
+@pytest.mark.parametrize("storage", ["q4_0", "q8_0"])
+def test_integer_kernels_reach_no_more_than_all_of_their_ceiling(storage: str) -> None:
+    report = packed_product(storage)
+    assert report.ceilings is not None
+    assert all(0 < x.fraction(report.ceilings) <= 1.05 for x in report.launches if x.kind == "matmul")
+
+
+def test_a_share_is_of_the_arithmetic_in_use() -> None:
+    limits = Ceilings(100.0, 50.0, 400.0, 200.0, 1e6, 1e6)
+    shares = {
+        kind: LaunchReport("k", "matmul", "", 1, 100_000_000, 1e-3, arithmetic=kind).fraction(limits)
+        for kind in ("f32", "f64", "dot_u7", "dot_u8")
+    }
+    assert shares == pytest.approx({"f32": 1.0, "f64": 2.0, "dot_u7": 0.25, "dot_u8": 0.5})
 
 
 def test_the_counter_of_traces_runs_at_a_sane_rate() -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from limits import LONGEST_S
+
 import rlx
 
 SOURCE = Path(rlx.__file__).resolve().parent.parent
@@ -33,7 +35,7 @@ HEAVY = {"llvmlite", "torch", "scipy", "transformers", "hypothesis", "pytest", "
 
 def child() -> dict[str, object]:
     code = CHILD.format(source=str(SOURCE))
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONGEST_S, check=True)
     return dict(json.loads(run.stdout))
 
 

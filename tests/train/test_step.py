@@ -395,3 +395,22 @@ def test_a_wrong_label_is_reported() -> None:
     with pytest.raises(KernelError, match="cross_entropy"):
         made.run({"x": np.ones((2, 5), np.float32), "label": np.array([0, 4], np.int32)})
     assert made.run({"x": np.ones((2, 5), np.float32), "label": np.array([0, 3], np.int32)}) > 0
+
+
+def test_tables_that_a_flow_computes_are_not_trained() -> None:
+    table = np.array([1.0, 2.0, 3.0], np.float32)
+
+    def scaled(emit: Any, value: Any) -> Any:
+        return (value * emit.load_param("scale", shape=(3,)) * emit.synth_param("table", table)).sum()
+
+    built = rlx.ModelFlow("m").input("x", ("batch", 3)).custom(scaled).build({"scale": np.ones(3, np.float32)})
+    step = rlx.train.step(built.module, rlx.train.sgd(0.5))
+    step.set_params(dict(built.params))
+    assert step.run({"x": np.ones((1, 3), np.float32)}) == 6.0
+    assert sorted(step.params) == ["scale"]
+    np.testing.assert_allclose(step.params["scale"], 1 - 0.5 * table)
+    named = rlx.train.step(built.module, rlx.train.sgd(0.5), wrt="table")  # who names it means it
+    assert sorted(named.params) == ["table"]
+    with pytest.raises(GraphError, match="step: BuiltModel is neither a Graph nor a GraphModule") as caught:
+        rlx.train.step(built, rlx.train.sgd(0.5))
+    assert caught.value.hint == "its .module is a graph"

@@ -382,3 +382,12 @@ def test_gradients_run_as_machine_code(group: str) -> None:
     for a, b in zip(found, wanted, strict=True):
         scale = max(1.0, float(np.abs(b).max(initial=0)))
         assert math.isfinite(scale) and np.abs(a - b).max(initial=0) <= 2e-5 * scale
+
+
+def test_the_axis_of_a_batch_has_a_name_of_its_own() -> None:
+    g = rlx.Graph("rows")
+    x = g.input("x", ("batch", 4))
+    g.set_outputs([(x * x).sum()])
+    assert str(vmap(g).inputs[0].types[0]) == "f32[batch_1, batch, 4]"
+    assert str(vmap(g, size="examples").inputs[0].types[0]) == "f32[examples, batch, 4]"
+    assert str(vmap(vmap(g)).inputs[0].types[0]) == "f32[batch_2, batch_1, batch, 4]"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from rlx.errors import CapabilityError, nearest
 
+MAX_THREADS = 4096  # that may be asked for: more is a slip of the keyboard
+
 
 @dataclass(frozen=True, slots=True)
 class Device:

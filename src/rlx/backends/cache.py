@@ -1,8 +1,9 @@
 """The cache folder: compiled programs and kernels on disk, and starts: models with their weights packed, to be mapped.
 
-What lies there is executed, so the folder is ours alone (mode 0700, our owner), files are written to a temporary name
-and renamed, and every file carries a digest that is checked when it is read. `RLX_CACHE` is `off`, `readonly` or a
-folder; starts are as large as models, and `RLX_CACHE_LIMIT` says how many gigabytes they may take (8; 0: keep none).
+What lies there is executed, so the folder and those in it are ours alone (mode 0700, our owner), files are written to
+a temporary name and renamed, and every file carries a digest that is checked when it is read. `RLX_CACHE` is `off`,
+`readonly` or a folder; starts are as large as models, and `RLX_CACHE_LIMIT` says how many gigabytes they may take (8;
+0: keep none).
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class Cache:
         """Note that a start was used: those that were not are the first to go."""
         if self.writable:
             with contextlib.suppress(OSError):
-                os.utime(path)
+                # Only the time of access: that of modification tells processes that have it mapped of a change.
+                os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
     def drop(self, path: Path, seen: str) -> bool:
         """Whether a start of no use could be removed. It stays if another process has written a new one since."""
@@ -126,7 +128,7 @@ class Cache:
     @staticmethod
     def _trim(folder: Path, limit: float) -> None:
         """Remove the starts that were used longest ago, until the others have no more than `limit` bytes."""
-        found = sorted(((p, p.stat()) for p in folder.iterdir()), key=lambda x: -x[1].st_mtime)
+        found = sorted(((p, p.stat()) for p in folder.iterdir()), key=lambda x: -x[1].st_atime)
         total = 0
         for path, status in found:
             total += status.st_size
@@ -185,13 +187,26 @@ def _open(setting: str) -> Cache:
         folder = Path(setting).expanduser().absolute() if setting and not readonly else _default_folder()
         if not readonly:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        # Folders that come later are made by this user, since nobody else may write to the outer one.
+        folders = [folder, *(Path(entry.path) for entry in os.scandir(folder) if entry.is_dir())]
+        shared = next(filter(None, map(_why_shared, folders)), None)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         return Cache(None, False, f"the folder cannot be used: {error}")
-    mode = stat.S_IMODE(found.st_mode)
-    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or mode & 0o022):
-        return Cache(None, False, f"{folder} is not ours alone (owner {found.st_uid}, mode {mode:o})")
+    if shared is not None:
+        return Cache(None, False, shared)
     return Cache(folder, not readonly and os.access(folder, os.W_OK))
+
+
+def _why_shared(folder: Path) -> str | None:
+    """Why code from a folder cannot be trusted: somebody else may write to it. None where nobody may."""
+    found = folder.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not mode & 0o022):
+        return None
+    import shlex
+
+    remedy = "remove it" if found.st_uid != os.getuid() else f"run: chmod go-w {shlex.quote(str(folder))}"
+    return f"{folder} is not ours alone (owner {found.st_uid}, mode {mode:o}); {remedy}"
 
 
 def _default_folder() -> Path:

@@ -1,7 +1,8 @@
 """`rlx bench MODEL`: how fast a model is here, and how close that comes to what this machine can do.
 
 A decoder reads prompts (`pp128`, `pp512`) and writes tokens (`tg128`), as llama-bench calls it; an encoder embeds. The
-limits are measured in the same run: f32 multiply-adds for prompts, reads from memory for tokens.
+limits are measured in the same run: for prompts the multiply-adds of the kind that each kernel does (floats, or 8-bit
+integers), for tokens reads from memory.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from rlx.backends.cpu.ceilings import Ceilings, ceilings
 from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.cli.inspect import phase_sizes
+from rlx.cli.loading import load
 from rlx.engine.embed import EmbeddingModel
 from rlx.engine.language import LanguageModel
-from rlx.engine.model import load
 from rlx.engine.vision import VisionModel
 from rlx.hub.store import show_size
 from rlx.ir.graph import Graph
+from rlx.lir.kernels import arithmetic
 from rlx.lir.program import Program
 from rlx.runtime.compiled import CpuGraph
 from rlx.runtime.kv_cache import CACHE_HELP, CACHES
@@ -113,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     print(
         f"{files.name} on {compiled.target.name}, {compiled.threads} threads; machine: {limits.gflops:.0f} GFLOPS f32, "
-        f"{limits.memory_gb_per_second:.1f} GB/s from memory"
+        f"{limits.u7_gops:.0f} GOPS int8, {limits.memory_gb_per_second:.1f} GB/s from memory"
     )
     console.table(("row", "value", "unit", "of what is possible"), [row.cells() for row in rows])
     return 0
@@ -168,7 +170,7 @@ def _decoder_rows(model: LanguageModel, limits: Ceilings, repeat: int) -> Iterat
         seconds = _median(
             name, repeat, lambda n=length: model.generate(prompt(n), max_tokens=1).timings.prompt_seconds  # type: ignore[misc]
         )  # fmt: skip
-        share = _flops(program, 1, length) / seconds / (limits.gflops * 1e9)
+        share = least_seconds(program, limits, 1, length) / seconds
         yield Row(name, length / seconds, "tok/s", share, "the multiply-adds")
 
     # A stop token would end the answer early.
@@ -192,13 +194,13 @@ def token_bytes(program: Program, past: int) -> int:
     return sum(evaluate(x.bytes, sizes) for x in program.launches if x.kernel.kind in ("matmul", "attention"))
 
 
-def _flops(program: Program, batch: int, seq: int, *, causal: bool = True) -> float:
-    """Multiply-adds, counted as two, of one run; of attention only those that a causal mask leaves."""
+def least_seconds(program: Program, limits: Ceilings, batch: int, seq: int, *, causal: bool = True) -> float:
+    """Seconds that the multiply-adds of a run take at least; of attention only those that a causal mask leaves."""
     sizes = phase_sizes(batch, seq, symbols=program.symbols)
     total = 0.0
     for launch in program.launches:
         seen = (seq + 1) / 2 / (sizes["blocks"] * 64) if causal and launch.kernel.kind == "attention" else 1.0
-        total += evaluate(launch.flops, sizes) * seen
+        total += evaluate(launch.flops, sizes) * seen / limits.peak(arithmetic(launch.kernel))
     return total
 
 
@@ -209,7 +211,7 @@ def _encoder_rows(model: EmbeddingModel, limits: Ceilings, repeat: int) -> Itera
         texts = texts_of(model, count, length)
         name = f"embed {count}x{length}"
         seconds = _median(name, repeat, lambda texts=texts: _per_call(lambda: model.embed(texts)))  # type: ignore[misc]
-        share = _flops(program, count, length, causal=False) / seconds / (limits.gflops * 1e9)
+        share = least_seconds(program, limits, count, length, causal=False) / seconds
         note = f"{count / seconds:.0f} texts/s, {seconds * 1e3:.2f} ms"
         yield Row(name, count * length / seconds, "tok/s", share, "the multiply-adds", note)
 

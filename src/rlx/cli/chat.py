@@ -131,7 +131,7 @@ def begin(
 ) -> TextStream:
     """The answer to a text as it is, or to a conversation through the template. There must be room for one."""
     talk = not isinstance(said, str)
-    tokens = model.tokenizer.encode(said) if isinstance(said, str) else model.chat_tokens(said)
+    tokens = model.prompt_ids(said, "run") if isinstance(said, str) else model.chat_tokens(said)
     count = len(tokens)
     if count < model.context:
         return model.stream(tokens, chat=talk, **options)

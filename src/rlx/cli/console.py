@@ -13,13 +13,29 @@ from typing import IO, Any
 
 from rlx.errors import RequestError, RlxError
 
+OK, FAILED, USAGE, NOT_FOUND, BAD_FILE, NO_MEMORY, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130  # exit codes
 _GREY, _PLAIN, _ERASE = "\033[90m", "\033[0m", "\r\033[2K"
 # What a model says may hold anything; on a terminal, control characters would do more than show.
 _CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"}
 
 
+CHUNK = 1 << 20  # bytes that are read at a time
+
+
 class UsageError(RequestError):
     """A command line that cannot be meant."""
+
+
+def read_at_most(source: IO[bytes], most: int, what: str, *, before: int = 0) -> bytes:
+    """All bytes of a file or pipe; one that never ends, or has more than `most` with those `before`, is refused."""
+    parts, size = list[bytes](), before
+    while chunk := source.read(CHUNK):
+        parts.append(chunk)
+        size += len(chunk)
+        if size > most:
+            which = "has" if not before else "and what was read before it have"
+            raise UsageError(f"{what} {which} more than {most >> 20} MiB, which is the most that is read")
+    return b"".join(parts)
 
 
 def prepare() -> None:

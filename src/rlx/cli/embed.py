@@ -23,12 +23,13 @@ import numpy as np
 from rlx import hub
 from rlx.cli import console
 from rlx.cli.console import UsageError
+from rlx.cli.loading import load
 from rlx.engine.embed import EmbeddingModel
-from rlx.engine.model import load
 from rlx.engine.vision import VisionModel
 from rlx.errors import CapabilityError, RequestError
 
 DEFAULT = "minilm-l6"
+MAX_BYTES = 256 << 20  # of all files of texts and stdin together
 MANY = 256  # texts, from which on a bar is drawn
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # what models call the prompt of what is searched
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".npy")
@@ -46,8 +47,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     command.add_argument("-m", "--model", default=DEFAULT, help=f"catalogue name, file, folder, org/name ({DEFAULT})")
     command.add_argument(
-        "--file", metavar="FILE", action="append", help="one text per line, or a folder of such files; - is stdin"
-    )
+        "--file", metavar="FILE", action="append",
+        help=f"one text per line, or a folder of such files, up to {MAX_BYTES >> 20} MiB in all; - is stdin",
+    )  # fmt: skip
     command.add_argument("--out", type=Path, metavar="FILE.npy", help="write the vectors here, a row a text")
     command.add_argument("--query", metavar="TEXT", help="rank the texts by how close they are to this one")
     command.add_argument("--top", type=int, default=10, metavar="N", help="with --query: how many to show (10)")
@@ -118,9 +120,10 @@ class Place:
 def read_texts(texts: Sequence[str], files: Sequence[str] | None) -> list[Place]:
     """The texts of the command line, the lines of the files among them, then those of `files` or of stdin."""
     found: list[Place] = []
+    reader = _Reader()
     for text in texts:
         if _is_path(text):
-            found += _lines_of(text)
+            found += reader.lines_of(text)
         else:
             found.append(Place(text, len(found) + 1))
     if not files:
@@ -130,7 +133,7 @@ def read_texts(texts: Sequence[str], files: Sequence[str] | None) -> list[Place]
             raise UsageError("embed: there are no texts", hint="rlx embed 'a text' or rlx embed --file lines.txt")
         files = ["-"]
     for file in files:
-        found += _lines_of(file) if file != "-" else _of_stdin(len(found))
+        found += reader.lines_of(file) if file != "-" else reader.lines_of_stdin(len(found))
     return found
 
 
@@ -142,44 +145,49 @@ def _is_path(text: str) -> bool:
         return False
 
 
-def _of_stdin(before: int) -> list[Place]:
-    try:
-        data = sys.stdin.buffer.read()
-    except OSError as error:
-        raise UsageError(f"embed: stdin cannot be read: {error.strerror}") from error
-    return [Place(text, before + i + 1) for i, text in enumerate(lines(data, "stdin"))]
+class _Reader:
+    """Reads lines of files and of stdin, of all of them together no more than `MAX_BYTES`."""
 
+    def __init__(self) -> None:
+        self.size = 0  # of the texts so far
 
-def _lines_of(name: str) -> list[Place]:
-    """The lines of a file, or of all files of a folder that are text."""
-    path = Path(name)
-    if not path.is_dir():
-        return _numbered(name, lines(_bytes_of(path), name))
-    if any((path / model).exists() for model in MODEL_FILES):
-        raise UsageError(f"embed: {name} is the folder of a model", hint=f"rlx embed -m {name} ...")
-    found: list[Place] = []
-    others = 0
-    for file in sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith(".")):
+    def lines_of(self, name: str) -> list[Place]:
+        """The lines of a file, or of all files of a folder that are text."""
+        path = Path(name)
+        if not path.is_dir():
+            return self._lines_of_file(name)
+        if any((path / model).exists() for model in MODEL_FILES):
+            raise UsageError(f"embed: {name} is the folder of a model", hint=f"rlx embed -m {name} ...")
+        found: list[Place] = []
+        others = 0
+        for file in sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith(".")):
+            try:
+                found += self._lines_of_file(str(file))
+            except UsageError as error:
+                if not isinstance(error.__cause__, UnicodeDecodeError):
+                    raise
+                others += 1
+        if others:
+            console.note(f"{name}: {others} file{'s' * (others != 1)} passed over: not UTF-8 text")
+        return found
+
+    def lines_of_stdin(self, before: int) -> list[Place]:
+        """The lines of stdin, counted from the texts before it."""
+        return [Place(text, before + i + 1) for i, text in enumerate(self._lines("-"))]
+
+    def _lines_of_file(self, name: str) -> list[Place]:
+        return [Place(text, i + 1, name) for i, text in enumerate(self._lines(name))]
+
+    def _lines(self, name: str) -> list[str]:
+        where = "stdin" if name == "-" else name
         try:
-            found += _numbered(str(file), lines(_bytes_of(file), str(file)))
-        except UsageError as error:
-            if not isinstance(error.__cause__, UnicodeDecodeError):
-                raise
-            others += 1
-    if others:
-        console.note(f"{name}: {others} file{'s' * (others != 1)} passed over: not UTF-8 text")
-    return found
-
-
-def _bytes_of(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"embed: {path} cannot be read: {error.strerror}") from error
-
-
-def _numbered(file: str, texts: Sequence[str]) -> list[Place]:
-    return [Place(text, i + 1, file) for i, text in enumerate(texts)]
+            with contextlib.nullcontext(sys.stdin.buffer) if name == "-" else open(name, "rb") as source:
+                data = console.read_at_most(source, MAX_BYTES, f"embed: {where}", before=self.size)
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            raise UsageError(f"embed: {where} cannot be read: {getattr(error, 'strerror', error)}") from error
+        texts = lines(data, where)
+        self.size += len(data)  # a file that is no text is passed over and takes no room
+        return texts
 
 
 def lines(data: bytes, where: str) -> list[str]:

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"export: the output is {str(output)!r}, expected a name that ends in {SUFFIX}")
     if not output.parent.is_dir():
         raise UsageError(f"export: there is no folder {str(output.parent)!r}")
-    from rlx.engine.model import load
+    from rlx.cli.loading import load
 
     hub.resolve(arguments.model)  # draws a bar of its own
     settings = {"context": arguments.context, "cache": arguments.cache}

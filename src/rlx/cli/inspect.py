@@ -16,6 +16,7 @@ from pathlib import Path
 import rlx.hir.blocks  # noqa: F401  declares the ops that files may use
 from rlx import hub, target
 from rlx.backends.cpu.generators import kernel_text
+from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.engine.kvcache import ring_blocks
 from rlx.engine.model import CONTEXT, PROFILE, auto_cache, with_precision
@@ -38,6 +39,7 @@ from rlx.runtime.plan import cached_plan
 from rlx.types import evaluate
 
 LEVELS = ("hir", "mir", "lir", "llvm", "asm")
+MAX_BYTES = 256 << 20  # of a graph's text
 BLOCK = 64  # positions of a block of the cache
 
 
@@ -111,7 +113,8 @@ def built(checkpoint: Checkpoint, cache: str = "auto") -> BuiltModel:
 def load(path: Path) -> Graph:
     """The graph in a file, checked."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            text = str(console.read_at_most(file, MAX_BYTES, f"inspect: {path}"), "utf-8")
     except FileNotFoundError as error:
         raise NotFoundError(f"{path}: no such file") from error
     except (OSError, UnicodeDecodeError) as error:

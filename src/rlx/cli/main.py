@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import rlx
 from rlx.cli import console
-from rlx.cli.console import UsageError, note
+from rlx.cli.console import BAD_FILE, FAILED, INTERRUPTED, NO_MEMORY, NOT_FOUND, OK, USAGE, UsageError, note
 from rlx.errors import FormatError, NotFoundError, ParseError, RlxError
 
 COMMANDS = (
@@ -20,7 +20,6 @@ COMMANDS = (
     "env", "cache",
 )  # fmt: skip
 ALIASES = {"list": "models", "ls": "models"}
-OK, FAILED, USAGE, NOT_FOUND, BAD_FILE, NO_MEMORY, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
 CODES: dict[type[BaseException], int] = {
     UsageError: USAGE,
     NotFoundError: NOT_FOUND,
@@ -73,14 +72,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in words:
             raise
         _explain(error, first)
-        return next((code for kind, code in CODES.items() if isinstance(error, kind)), FAILED)
+        return _code(error)
+
+
+def _code(error: Exception) -> int:
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return NO_MEMORY
+    return next((code for kind, code in CODES.items() if isinstance(error, kind)), FAILED)
 
 
 def _explain(error: Exception, command: str) -> None:
     match error:
         case RlxError():
             console.explain(error)
-        case MemoryError():
+        case MemoryError() | OSError(errno=errno.ENOMEM):
             note(f"rlx: there is not enough memory{f': {error}' if str(error) else ''}")
             note("  hint: a smaller model or quantisation, a smaller --context, or --cache f16 or q8_0")
         case OSError() if error.filename is None and error.errno in _NO_ROOM:

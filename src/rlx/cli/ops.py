@@ -158,14 +158,27 @@ def _results(op: OpDef, s: Sample, operands: list[TensorType | None]) -> tuple[T
 def operand_types(op: OpDef) -> dict[str, str]:
     """The element types that each operand may have, found by asking the type rule about samples."""
     names = op.schema.operands[:1] if op.schema.variadic else op.schema.operands
+    taken = [[d for d in dtypes.ALL if any(_accepts(op, s, i, d) for s in op.samples)] for i in range(len(names))]
+    needs_number = all(dtypes.BOOL in accepted for accepted in taken) and not _takes_bools(op)
     found = {}
-    for position, name in enumerate(names):
-        accepted = [d for d in dtypes.ALL if any(_accepts(op, s, position, d) for s in op.samples)]
+    for position, (name, accepted) in enumerate(zip(names, taken, strict=True)):
         specs = [o for s in op.samples for o in s.operands[position : position + 1] if o is not None]
         packed = sorted({o.dtype for o in specs if dtypes.dtype(o.dtype).is_packed})
-        if accepted or packed:
+        if needs_number:
+            numbers = _class_of([d for d in accepted if d is not dtypes.BOOL])
+            found[name] = f"{numbers}; bool beside a number"
+        elif accepted or packed:
             found[name] = ", ".join(filter(None, [_class_of(accepted), *packed]))
     return found
+
+
+def _takes_bools(op: OpDef) -> bool:
+    """Whether all operands may be bool at once."""
+    for s in op.samples:
+        operands = [None if o is None else TensorType(o.shape, dtypes.BOOL) for o in s.operands]
+        if _results(op, s, operands) is not None:
+            return True
+    return False
 
 
 def _accepts(op: OpDef, s: Sample, position: int, wanted: DType) -> bool:

@@ -16,14 +16,15 @@ from typing import Any
 from rlx import hub
 from rlx.cli import chat, console
 from rlx.cli.console import UsageError
+from rlx.cli.loading import load
 from rlx.engine.language import Completion, LanguageModel
-from rlx.engine.model import load
 from rlx.engine.sampler import Sampling
 from rlx.errors import CapabilityError, NotFoundError, RequestError
 from rlx.hub.pull import names_a_model
 from rlx.runtime.kv_cache import CACHE_HELP, CACHES
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+MAX_BYTES = 64 << 20  # of stdin; ten times what the longest contexts hold
 PATIENCE_S = 3.0  # of silence on stdin, before it is said what is being waited for
 
 
@@ -31,7 +32,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("run", help="chat with a model, or have it answer one prompt")
     command.add_argument("words", nargs="*", metavar="[MODEL] [PROMPT]", help="a model, a prompt, or both")
     command.add_argument("-m", "--model", help="catalogue name, file, folder or org/name[:quant]")
-    command.add_argument("-p", "--prompt", help="what to say to it; what comes on stdin is added")
+    command.add_argument(
+        "-p", "--prompt", help=f"what to say to it; what comes on stdin is added, up to {MAX_BYTES >> 20} MiB"
+    )
     command.add_argument("--system", help="a system message")
     command.add_argument("--raw", action="store_true", help="continue the text, without the chat template")
     command.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of the answer (512)")
@@ -143,12 +146,13 @@ def _read_stdin() -> str:
             console.note("reading the rest of the prompt from stdin; `< /dev/null` if there is none")
     except (OSError, ValueError):  # no file: nothing to wait for
         pass
-    source = getattr(sys.stdin, "buffer", sys.stdin)
+    source = getattr(sys.stdin, "buffer", None)
     try:
-        data = source.read()
+        if source is None:  # text in memory, as notebooks have it
+            return sys.stdin.read()
+        return _utf8("stdin", console.read_at_most(source, MAX_BYTES, "run: stdin"))
     except (OSError, ValueError):  # closed, or a folder
         return ""
-    return data if isinstance(data, str) else _utf8("stdin", data)
 
 
 def _utf8(what: str, data: bytes) -> str:

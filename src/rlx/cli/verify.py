@@ -21,11 +21,11 @@ import numpy as np
 
 from rlx import hub
 from rlx.cli import console, parity
+from rlx.cli.loading import load
 from rlx.cli.parity import Difference
 from rlx.dtypes import DType
 from rlx.engine.kvcache import KvCache
 from rlx.engine.language import LanguageModel
-from rlx.engine.model import load
 from rlx.engine.vision import VisionModel
 from rlx.errors import FormatError, RlxError
 from rlx.formats import TensorEntry, TensorFile, open_tensors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from rlx.dtypes import F32, F64, dtype
 from rlx.engine.sampler import shown
 from rlx.errors import BindError, DTypeError, ShapeError, nearest
 from rlx.flow.weights import MapWeights, WeightSource
+from rlx.locks import Lock
 from rlx.models.family import STORED
 from rlx.runtime.compiled import CompiledGraph
 
@@ -50,7 +50,7 @@ class Applied:
     def __init__(self, compiled: CompiledGraph, made: Mapping[str, Array]) -> None:
         self.compiled = compiled
         self._made = made  # by stages
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def run(
         self, given: Mapping[str, Array], own: Callable[[str], Array], values: Callable[[CompiledGraph], list[Array]]

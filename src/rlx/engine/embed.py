@@ -6,7 +6,6 @@ The bits of a text's vector depend on the text alone: not on its neighbours, the
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
@@ -19,6 +18,7 @@ from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, FormatError, RequestError, nearest
 from rlx.flow.flow import ModelFlow
 from rlx.hub.progress import drawn
+from rlx.locks import cached_property
 from rlx.models.pooling import EmbedSettings, pooled, read_settings
 
 Array = np.ndarray[Any, Any]
@@ -42,7 +42,7 @@ class EmbeddingModel(Model):
         return super()._flow()
 
     # -- parts --
-    @functools.cached_property
+    @cached_property
     def settings(self) -> EmbedSettings:
         """What the model's files say of making vectors."""
         return read_settings(self.checkpoint)
@@ -62,7 +62,7 @@ class EmbeddingModel(Model):
         """Whether vectors have length 1, unless a call asks for something else."""
         return self.settings.normalize
 
-    @functools.cached_property
+    @cached_property
     def limit(self) -> int:
         """Tokens of a text that the model reads, special ones counted; the rest is cut off."""
         limit = min(self.settings.limit or self.context, self.context)
@@ -100,7 +100,7 @@ class EmbeddingModel(Model):
         cut = 0
         with _progress(len(listed), show_progress) as advance:
             for start in range(0, len(listed), WINDOW):
-                rows = self._encode(listed[start : start + WINDOW], start, before)
+                rows = self._encode(listed[start : start + WINDOW], start, before, truncate)
                 for i, row in enumerate(rows):
                     if len(row) > self.limit:
                         rows[i] = self._cut(row, start + i, truncate)
@@ -147,6 +147,7 @@ class EmbeddingModel(Model):
     # -- inside --
     def _checked_request(self, verb: str, batch_size: int | None, normalize: bool | None) -> bool:
         """Whether vectors are to have length 1."""
+        self._check_usable()
         if batch_size is not None and (whole(batch_size) or 0) < 1:
             raise RequestError(f"{verb}: batch_size is {shown(batch_size)}, expected a whole number from 1")
         if not isinstance(normalize, (bool, np.bool_, NoneType)):
@@ -181,11 +182,16 @@ class EmbeddingModel(Model):
             )
         return known[name]
 
-    def _encode(self, texts: Sequence[str], start: int, before: str) -> list[list[int]]:
+    def _encode(self, texts: Sequence[str], start: int, before: str, truncate: bool) -> list[list[int]]:
         if before or self.settings.lower:
             texts = [before + (text.lower() if self.settings.lower else text) for text in texts]
+        enough = [self.tokenizer.beginning(text, self.limit) for text in texts]
+        if not truncate:
+            for i, (text, beginning) in enumerate(zip(texts, enough, strict=True)):
+                if len(beginning) < len(text):
+                    raise self._too_many(start + i, f"more than {self.limit}")
         try:
-            return self.tokenizer.encode_batch(texts)
+            return self.tokenizer.encode_batch(enough)
         except RequestError as error:
             if start:
                 error.add_note(f"  counted from text {start}")
@@ -194,12 +200,15 @@ class EmbeddingModel(Model):
     def _cut(self, row: Sequence[int], i: int, truncate: bool) -> list[int]:
         """A text's first tokens and what closes it."""
         if not truncate:
-            raise RequestError(
-                f"embed: text {i} has {len(row)} tokens, the model reads {self.limit}",
-                hint="split the text, or have it cut with truncate=True",
-            )
+            raise self._too_many(i, f"{len(row)}")
         suffix = self.tokenizer.suffix
         return [*row[: self.limit - len(suffix)], *suffix]
+
+    def _too_many(self, i: int, count: str) -> RequestError:
+        return RequestError(
+            f"embed: text {i} has {count} tokens, the model reads {self.limit}",
+            hint="split the text, or have it cut with truncate=True",
+        )
 
     def _embed_rows(self, rows: Sequence[Sequence[int]], size: int | None, advance: Callable[[int], None]) -> Array:
         """[rows, dim] vectors, not normalised. Equal rows are computed once; a row without tokens gives zeros."""

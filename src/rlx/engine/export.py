@@ -6,7 +6,6 @@ ready to be mapped. Everything else that a model is made of is in the file, so n
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,9 +23,10 @@ from rlx.flow.flow import BuiltModel, KvCacheSpec, ModelFlow, Params
 from rlx.formats import TensorFile, open_tensors
 from rlx.formats.bpe import check_tables
 from rlx.formats.special_tokens import SpecialIds
-from rlx.formats.tensors import PathLike
+from rlx.formats.tensors import PathLike, broken, quoted
 from rlx.formats.tokenizer import Tokenizer
 from rlx.ir.graph import Graph
+from rlx.locks import cached_property
 from rlx.models.arrange import weights_of
 from rlx.models.family import FAMILIES, Family, FileWeights
 from rlx.models.images import ImageSettings
@@ -35,7 +35,17 @@ from rlx.models.pooling import EmbedSettings
 from rlx.profile import CompileProfile
 from rlx.runtime import codec
 from rlx.runtime.compiled import CompiledGraph, CpuGraph
-from rlx.runtime.export import WEIGHTS, Content, ExportedGraph, ExportFile, Parts, export_graph, open_export
+from rlx.runtime.export import (
+    WEIGHTS,
+    Content,
+    ExportedGraph,
+    ExportFile,
+    Parts,
+    consistent,
+    export_graph,
+    open_export,
+)
+from rlx.runtime.kv_cache import CACHES
 from rlx.runtime.session import Session
 from rlx.types import TensorType
 
@@ -86,6 +96,7 @@ def load_model(path: PathLike, threads: int | None, asked: Mapping[str, Any]) ->
 # -- writing ---------------------------------------------------------------------------------------------------------
 def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
     """Write a loaded model to a file; with `embed` its weights too, packed as the kernels read them."""
+    model._check_usable()
     built, compiled, checkpoint = model.built, model.compiled, model.checkpoint
     if not isinstance(compiled, CpuGraph) or isinstance(compiled, ExportedGraph):
         raise CapabilityError(
@@ -136,9 +147,7 @@ def _sha256(path: Path) -> str:
 # -- reading ---------------------------------------------------------------------------------------------------------
 def _model(file: ExportFile, threads: int | None, moved: PathLike | None) -> AnyModel:
     about = file.manifest["model"]
-    family = FAMILIES[about["family"]]
-    arrays = list(file.arrays("records.arrays").values())
-    records = codec.decode(file.section("records"), _classes(family), arrays, f"{file.path}: records")
+    family, records = _described(file)
     checkpoint = _checkpoint(file, family, records, moved)
     session = Session("cpu", threads=threads, target=file.target)
     compiled = ExportedGraph(file, threads=session.threads, store=session.weights)
@@ -150,14 +159,46 @@ def _model(file: ExportFile, threads: int | None, moved: PathLike | None) -> Any
         compiled.prepare()
     profile = compiled.profile or CompileProfile()
     built = _Built(compiled, params, about["outputs"], records["cache"], profile)
-    model = class_of(family.kind)(
-        checkpoint, context=about["context"], cache=about["cache"], name=about["name"], profile=profile,
-        patch=_lost_patch if about["patched"] else None,
-        prepared=Prepared(session, built, compiled, known, about["digest"], records["cache"]),
-    )  # fmt: skip
+    with consistent(file):
+        model = class_of(family.kind)(
+            checkpoint, context=about["context"], cache=about["cache"], name=about["name"], profile=profile,
+            patch=_lost_patch if about["patched"] else None,
+            prepared=Prepared(session, built, compiled, known, about["digest"], records["cache"]),
+        )  # fmt: skip
     if not isinstance(model, LanguageModel):
         model.settings = records["embed"]
     return model
+
+
+def _described(file: ExportFile) -> tuple[Family, dict[str, Any]]:
+    """What the manifest and the records say of the model, as far as they agree."""
+    manifest, about = file.manifest, file.manifest["model"]
+    known = [family.name for family in FAMILIES.values() if family.kind == manifest["kind"]]
+    if about["family"] not in known:
+        raise broken(
+            file.path, "manifest: model.family", expected=f"a {manifest['kind']}", found=quoted(about["family"])
+        )
+    if about["cache"] not in CACHES or about["cache"] == "auto":
+        raise broken(file.path, "manifest: model.cache", expected=", ".join(CACHES), found=quoted(about["cache"]))
+    if len(about["outputs"]) != len(manifest["outputs"]):
+        outputs = f"{len(manifest['outputs'])} names"
+        raise broken(file.path, "manifest: model.outputs", expected=outputs, found=quoted(about["outputs"]))
+    family = FAMILIES[about["family"]]
+    arrays = list(file.arrays("records.arrays").values())
+    records = codec.decode(file.section("records"), _classes(family), arrays, f"{file.path}: records")
+    wanted: dict[str, Any] = {
+        "config": family.config, "cache": KvCacheSpec | None, "embed": EmbedSettings | ImageSettings | None,
+        "tokenizer": dict | None,
+    }  # fmt: skip
+    if not isinstance(records, dict) or not all(isinstance(records.get(n), kind) for n, kind in wanted.items()):
+        raise broken(file.path, "records", expected=", ".join(wanted), found=quoted(records))
+    spec = records["cache"]
+    if spec is not None and spec.dtype != about["cache"]:
+        raise broken(file.path, "manifest: model.cache", expected=quoted(spec.dtype), found=quoted(about["cache"]))
+    longest = int(getattr(records["config"], "context", about["context"]))
+    if about["context"] > max(longest, 1):
+        raise broken(file.path, "manifest: model.context", expected=f"at most {longest}", found=about["context"])
+    return family, records
 
 
 def _checkpoint(file: ExportFile, family: Family, records: Mapping[str, Any], moved: PathLike | None) -> Checkpoint:
@@ -165,11 +206,13 @@ def _checkpoint(file: ExportFile, family: Family, records: Mapping[str, Any], mo
     config, tokenizer = records["config"], _tokenizer(file, records["tokenizer"])
     if WEIGHTS in file.manifest["sections"]:
         nothing = TensorFile(file.path, "rlxp", [], {}, [])
-        return Checkpoint(file.path, nothing, family, config, _Packed(nothing, {}, 0), tokenizer)
+        packed = _Packed(nothing, {}, 0)
+        return Checkpoint(file.path, nothing, family, config, packed, tokenizer, others=tuple(file.maps))
     path = _unchanged(file, moved)
     tensors = open_tensors(path)
     factors = tensors.dequantised(_ROPE_FACTORS) if _ROPE_FACTORS in tensors else None
-    return Checkpoint(path, tensors, family, config, weights_of(family, config, tensors), tokenizer, factors)
+    weights = weights_of(family, config, tensors)
+    return Checkpoint(path, tensors, family, config, weights, tokenizer, factors, others=tuple(file.maps))
 
 
 class _Built(BuiltModel):
@@ -183,7 +226,7 @@ class _Built(BuiltModel):
         self.__dict__["compiled"] = compiled
         del self.__dict__["module"]
 
-    @functools.cached_property
+    @cached_property
     def module(self) -> Graph:
         graph: Graph = self.__dict__["compiled"].graph
         return graph
@@ -253,4 +296,5 @@ def _tokenizer(file: ExportFile, described: Mapping[str, Any] | None) -> Tokeniz
     tables, where = file.arrays("tokenizer.tables"), str(file.path)
     if tables:
         check_tables(tables, described["vocab_size"], f"{where}: tokenizer.tables")
-    return Tokenizer.restored(described, file.section("tokenizer"), tables, where)
+    with consistent(file):
+        return Tokenizer.restored(described, file.section("tokenizer"), tables, where)

@@ -11,7 +11,6 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from threading import Event
 from time import perf_counter
 from typing import Any
 
@@ -35,13 +34,20 @@ class Cancelled(Exception):
     """Another thread has closed the stream."""
 
 
+@dataclass(slots=True)
+class Cancel:
+    """Tells a decoder to stop. Nobody waits for it, so it needs no lock, which a fork could leave locked."""
+
+    wanted: bool = False
+
+
 class Decoder:
     """A compiled decoder and the cache of one batch of sequences."""
 
-    def __init__(self, compiled: CompiledGraph, cache: KvCache, cancel: Event | None = None) -> None:
+    def __init__(self, compiled: CompiledGraph, cache: KvCache, cancel: Cancel | None = None) -> None:
         self.compiled = compiled
         self.cache = cache
-        self._cancelled = cancel.is_set if cancel else bool
+        self._cancel = Cancel() if cancel is None else cancel
         self._step: tuple[Any, dict[str, Array]] = (None, {})  # what it was made for, and the inputs of a step
 
     @classmethod
@@ -117,7 +123,7 @@ class Decoder:
         return outputs
 
     def _call(self, inputs: Mapping[str, Array], first: int, end: int) -> list[Array]:
-        if self._cancelled():
+        if self._cancel.wanted:
             raise Cancelled
         try:
             return self.compiled.run(inputs)

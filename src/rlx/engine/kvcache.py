@@ -13,7 +13,6 @@ RoPE depends on the length of a sequence, a prompt goes on only from keys that t
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -22,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from rlx.dtypes import dtype
+from rlx.locks import Lock
+from rlx.resources import require
 from rlx.runtime.kv_cache import KvCacheSpec
-from rlx.runtime.resources import require
 
 Array = np.ndarray[Any, Any]
 BLOCK = 64
@@ -198,7 +198,7 @@ class CacheStore:
         self._kept: list[KvCache] = []  # the last one given back is last
         self._closed = False
         self._made: weakref.WeakSet[KvCache] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def new(self, batch: int) -> KvCache:
         """An empty cache, known to the count of bytes."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,13 +11,15 @@ from typing import TYPE_CHECKING, Any, Self, overload
 import numpy as np
 
 from rlx.engine import generate as generation
-from rlx.engine.generate import Cancelled, Decoder, Growing, Logprob, grow
+from rlx.engine.generate import Cancel, Cancelled, Decoder, Growing, Logprob, grow
 from rlx.engine.kvcache import CacheStore
 from rlx.engine.model import NOTHING, Model, whole
 from rlx.engine.sampler import Sampler, Sampling, shown
-from rlx.errors import CapabilityError, RequestError, ResourceError
+from rlx.errors import CapabilityError, FormatError, RequestError, ResourceError, RlxError
+from rlx.formats.tokenizer import PLENTY
+from rlx.locks import cached_property
+from rlx.resources import require
 from rlx.runtime.compiled import CompiledGraph
-from rlx.runtime.resources import require
 from rlx.types import TensorType, sym
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 Messages = Sequence[Mapping[str, Any]]
+MAX_CHARS = 256  # of messages, for each token of the context: templates leave some of them out, but not that many
+SHORT = 64  # characters of a text that no template finds too long
 LOGIT_BYTES = 64 << 20  # of one call of `logits`, beside the result
 
 
@@ -80,7 +82,7 @@ class TextStream(Iterator[str]):
     def __init__(self, model: LanguageModel, sequence: Growing) -> None:
         self._model = model
         self._sequence = sequence
-        self._cancel = threading.Event()
+        self._cancel = Cancel()
         self._pieces = _pieces(model, sequence, self._cancel)
 
     def __next__(self) -> str:
@@ -88,7 +90,7 @@ class TextStream(Iterator[str]):
 
     def close(self) -> None:
         """Stop the work; the memory is free for other calls."""
-        self._cancel.set()
+        self._cancel.wanted = True
         with suppress(ValueError):  # the generator runs in another thread and ends by itself
             self._pieces.close()
 
@@ -106,9 +108,10 @@ class TextStream(Iterator[str]):
         self.close()
 
 
-def _pieces(model: LanguageModel, sequence: Growing, cancel: threading.Event) -> Generator[str, None, None]:
+def _pieces(model: LanguageModel, sequence: Growing, cancel: Cancel) -> Generator[str, None, None]:
     """Not a method: it would hold the stream, and one that is left by `break` would not end there."""
     try:
+        model._check_usable()  # again: much may have happened since the stream was asked for
         with model._decoder([sequence], cancel) as decoder, suppress(Cancelled):
             for _, piece in grow(decoder, [sequence], model.caches):
                 if piece:
@@ -127,7 +130,7 @@ class LanguageModel(Model):
         return flow.cache_dtype(self.cache_dtype)
 
     # -- parts --
-    @functools.cached_property
+    @cached_property
     def template(self) -> ChatTemplate | None:
         """The chat template, where the model has one."""
         from rlx.formats.chat import ChatTemplate  # jinja2 takes its time, and raw text needs none
@@ -139,7 +142,7 @@ class LanguageModel(Model):
         named = {k: self.tokenizer.token_bytes(v).decode() for k, v in tokens.items() if v is not None}
         return ChatTemplate(source, **named)
 
-    @functools.cached_property
+    @cached_property
     def vocab_size(self) -> int:
         """How many tokens there are. A model may have logits for more, so that their number is round."""
         logits = self.facts.vocab
@@ -151,7 +154,31 @@ class LanguageModel(Model):
         if self.template is None:
             raise CapabilityError(f"chat: {self.name} has no chat template", hint="use generate(...)")
         talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        return self.template.encode(self.tokenizer, talk)
+        size = _characters(talk)
+        if size > MAX_CHARS * self.context:
+            raise self._too_long("chat", f"{size:,} characters have")
+        try:
+            if size > PLENTY * self.context:
+                prompt = self.template.render(talk)
+                if len(self.tokenizer.beginning(prompt, self.context, parse_special=True)) < len(prompt):
+                    raise self._too_long("chat", f"the conversation of {size:,} characters has")
+            return self.template.encode(self.tokenizer, talk)
+        except FormatError as error:
+            if size <= SHORT or not self._renders(_cut_short(talk)):
+                raise
+            raise RequestError(
+                f"chat: {size:,} characters are more than the model's chat template takes: {error}",
+                hint="shorten the conversation",
+            ) from error
+
+    def _renders(self, talk: Messages) -> bool:
+        """Whether the chat template takes a conversation."""
+        try:
+            assert self.template is not None
+            self.template.render(talk)
+        except RlxError:
+            return False
+        return True
 
     # -- verbs --
     @overload
@@ -177,11 +204,11 @@ class LanguageModel(Model):
         `logprobs=n` gives the n likeliest tokens at each place. The other keywords are those of `Sampling`:
         temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias, seed.
         """
-        self._check_open()
+        self._check_usable()
         many = _is_batch(prompt)
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         places = [f"generate: prompt {i}" for i in range(len(prompt))] if many else ["generate"]
-        tokens = [self.token_ids(p, where) for p, where in zip(prompt if many else [prompt], places, strict=True)]
+        tokens = [self.prompt_ids(p, where) for p, where in zip(prompt if many else [prompt], places, strict=True)]
         made = self._complete([self._growing(t, settings, w) for t, w in zip(tokens, places, strict=True)])
         return made if many else made[0]
 
@@ -190,7 +217,7 @@ class LanguageModel(Model):
         logprobs: int = 0, **sampling: Any,
     ) -> Completion:  # fmt: skip
         """The answer to a message, or to a conversation, through the model's chat template."""
-        self._check_open()
+        self._check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         return self._complete([self._growing(self.chat_tokens(messages), settings, "chat", answer=True)])[0]
 
@@ -202,16 +229,17 @@ class LanguageModel(Model):
 
         `chat=True` makes a text a message, and says of token ids that an answer follows them.
         """
-        self._check_open()
+        self._check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         spoken = _is_talk(prompt) or (chat and isinstance(prompt, str))
-        tokens = self.chat_tokens(prompt) if spoken else self.token_ids(prompt, "stream")  # type: ignore[arg-type]
+        tokens = self.chat_tokens(prompt) if spoken else self.prompt_ids(prompt, "stream")  # type: ignore[arg-type]
         return TextStream(self, self._growing(tokens, settings, "stream", answer=chat or spoken))
 
     def logits(self, prompt: str | Sequence[int]) -> Array:
         """[seq, vocab]: the logits after each token of the prompt."""
+        self._check_usable()
         compiled = self.compiled
-        return self._values(compiled, self._fitting(self.token_ids(prompt, "logits"), 0, "logits"))[0]
+        return self._values(compiled, self._fitting(self.prompt_ids(prompt, "logits"), 0, "logits"))[0]
 
     def _values(self, compiled: CompiledGraph, ids: Sequence[int], more: Mapping[str, Array] = NOTHING) -> list[Array]:
         decoder = Decoder(compiled, self.caches.new(1))
@@ -263,7 +291,7 @@ class LanguageModel(Model):
         )  # fmt: skip
 
     @contextmanager
-    def _decoder(self, sequences: Sequence[Growing], cancel: threading.Event | None = None) -> Iterator[Decoder]:
+    def _decoder(self, sequences: Sequence[Growing], cancel: Cancel | None = None) -> Iterator[Decoder]:
         """A decoder for some sequences; what its cache holds at the end is kept for later."""
         compiled = self.compiled
         if len(sequences) > 1:
@@ -340,6 +368,23 @@ def _is_batch(prompt: Any) -> bool:
         raise RequestError("generate: messages are for chat", hint="use chat(messages)")
     first = prompt[0] if len(prompt) else None
     return isinstance(first, str) or hasattr(first, "__len__")
+
+
+def _characters(value: Any, depth: int = 32) -> int:
+    """How much text is in messages."""
+    if isinstance(value, str):
+        return len(value)
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return sum(_characters(v, depth - 1) for v in inner) if depth else 0
+
+
+def _cut_short(value: Any) -> Any:
+    """Messages with the beginnings of their texts."""
+    if isinstance(value, str):
+        return value[:SHORT]
+    if isinstance(value, Mapping):
+        return {key: _cut_short(inner) for key, inner in value.items()}
+    return [_cut_short(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _is_talk(prompt: Any) -> bool:

@@ -24,6 +24,7 @@ from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, RequestError, nearest
 from rlx.formats.tokenizer import Tokenizer
 from rlx.hub.pull import resolve
+from rlx.locks import Lock
 from rlx.profile import CompileProfile, Precision
 from rlx.runtime.compiled import CompiledGraph, CpuGraph
 from rlx.runtime.container import SUFFIX
@@ -146,7 +147,7 @@ class Model:
             raise RequestError(f"load: patch is {shown(patch)}, expected a function from a flow to a flow")
         self._patch = patch
         self._session = prepared.session if prepared else session or Session(device, threads=threads)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._arrays: dict[str, Array] = {} if prepared is None else dict(prepared.params)
         self._captures: dict[frozenset[str], tuple[BuiltModel, CompiledGraph]] = {}
         self._applications: dict[frozenset[tuple[str, str]], Applied] = {}
@@ -201,9 +202,13 @@ class Model:
         return plain
 
     # -- parts --
-    def _check_open(self) -> None:
-        if self._compiled is None:
+    def _check_usable(self) -> None:
+        """Refuse a request to a model that is closed, or whose files have changed. Every request calls it once."""
+        checkpoint = self._checkpoint
+        if self._compiled is None or checkpoint is None:
             raise self._closed()
+        for mapped in checkpoint.maps:
+            mapped.check()
 
     def _closed(self) -> RequestError:
         return RequestError(f"{self.name}: the model is closed", hint="load it again")
@@ -289,6 +294,18 @@ class Model:
             raise RequestError(f"{where}: token {shown(token)} at {i} is outside the vocabulary of {vocab} tokens")
         return found
 
+    def prompt_ids(self, given: str | Iterable[int], where: str) -> list[int]:
+        """`token_ids` of a prompt; a text that is far too long is refused before all of it is encoded."""
+        if isinstance(given, str) and len(self.tokenizer.beginning(given, self.context)) < len(given):
+            raise self._too_long(where, f"the prompt of {len(given):,} characters has")
+        return self.token_ids(given, where)
+
+    def _too_long(self, where: str, what: str) -> RequestError:
+        return RequestError(
+            f"{where}: {what} more tokens than the context, which holds {self.context}",
+            hint="shorten it, or load the model with a larger context (context=..., --context)",
+        )
+
     # -- looking inside --
     def run(
         self, tokens: str | Sequence[int], capture: Iterable[str] | str | None = (),
@@ -300,8 +317,8 @@ class Model:
         layer 3. Without `capture`, the model's output. `edit={"layers.3.out": f}` goes on with `f(value)`, which is of
         the same shape and type, in place of a stage's value; a pattern may match several.
         """
-        self._check_open()
-        ids = self.token_ids(tokens, "run")
+        self._check_usable()
+        ids = self.prompt_ids(tokens, "run")
         if not 0 < len(ids) <= self.context:
             raise RequestError(f"run: {len(ids)} tokens, expected 1 to {self.context}")
         return self._looked_at(capture, edit, lambda compiled, more: self._values(compiled, ids, more))
@@ -376,8 +393,8 @@ class Model:
         Those that are not given are the model's own. Other numbers cost no compilation; another type of a weight, such
         as f32 where the file has blocks, costs one.
         """
-        self._check_open()
-        ids = self.token_ids(tokens, "apply")
+        self._check_usable()
+        ids = self.prompt_ids(tokens, "apply")
         if not 0 < len(ids) <= self.context:
             raise RequestError(f"apply: {len(ids)} tokens, expected 1 to {self.context}")
         return self._applied(params, lambda compiled: self._values(compiled, ids))
@@ -414,7 +431,7 @@ class Model:
         """
         from rlx.engine.save import save_model
 
-        self._check_open()
+        self._check_usable()
         return save_model(self, Path(path), params or {}, dtype)
 
     # -- life --

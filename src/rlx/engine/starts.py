@@ -15,7 +15,6 @@ import mmap
 import os
 import stat
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -32,8 +31,10 @@ from rlx.dtypes import dtype
 from rlx.engine.model import Facts, Model, Prepared, auto_cache, class_of, weights_digest, with_precision
 from rlx.errors import FormatError, ResourceError, RlxError
 from rlx.formats import special_tokens
-from rlx.formats.tensors import PART_NAME, open_bytes
+from rlx.formats.mapped import FileMap
+from rlx.formats.tensors import PART_NAME, FileBytes, open_bytes
 from rlx.formats.tokenizer import Tokenizer
+from rlx.locks import Lock
 from rlx.runtime import codec, container
 from rlx.runtime.compiled import CompiledGraph, CpuGraph
 from rlx.runtime.container import Container
@@ -81,7 +82,7 @@ def find(path: Path, session: Session, settings: Mapping[str, Any]) -> dict[str,
     store, profile = cache.current(), settings["profile"]
     if store.folder is None or session.device.name != "cpu" or _has_foreign_families():
         return {}
-    if profile.passes.verbose or os.environ.get("RLX_DUMP"):  # who wants to see the passes wants them run
+    if profile.shows_passes:
         return {}
     began = time.time_ns()
     try:
@@ -300,8 +301,10 @@ def _opened(start: Start, file: Container, name: str | None, settings: Mapping[s
     weights = file.arrays(WEIGHTS)
     if [_sampled(weights), _sampled(file.arrays(TABLES))] != manifest["sampled"]:
         raise FormatError(f"{file.path}: its weights or tables are damaged")
-    weights |= _mapped(start.files, manifest["in_place"])
-    checkpoint = KeptCheckpoint(start.path, facts, manifest["digest"], file, records["tokenizer"])
+    placed = {number: open_bytes(start.files[number]) for number in {p[0] for p in manifest["in_place"].values()}}
+    weights |= _mapped(placed, manifest["in_place"])
+    maps = [*file.maps, *(m for bytes_ in placed.values() for m in bytes_.maps)]
+    checkpoint = KeptCheckpoint(start.path, facts, manifest["digest"], file, records["tokenizer"], maps)
 
     def source() -> tuple[Any, Mapping[str, Array]]:
         built = blueprint.built  # when somebody asks for it
@@ -321,9 +324,9 @@ def _opened(start: Start, file: Container, name: str | None, settings: Mapping[s
     return model
 
 
-def _mapped(files: Sequence[Path], places: Mapping[str, Any]) -> dict[str, Array]:
+def _mapped(maps: Mapping[int, FileBytes], places: Mapping[str, Any]) -> dict[str, Array]:
     """Weights as the model's files have them."""
-    found, maps = {}, {number: open_bytes(files[number]) for number in {place[0] for place in places.values()}}
+    found = {}
     for name, (number, offset, kind, shape) in places.items():
         element = dtype(kind).numpy
         size = int(np.prod(shape)) * element.itemsize
@@ -335,14 +338,16 @@ class KeptCheckpoint:
     """The files of a model that was started before: they are opened, as any model's, when somebody asks for more."""
 
     def __init__(
-        self, path: Path, facts: Facts, digest: str, file: Container, described: Mapping[str, Any] | None
-    ) -> None:
+        self, path: Path, facts: Facts, digest: str, file: Container, described: Mapping[str, Any] | None,
+        maps: list[FileMap],
+    ) -> None:  # fmt: skip
         self.path = path
         self.facts = facts
         self.digest = digest  # of the weights
         kept = file.section("tokenizer"), file.arrays(TABLES), str(file.path)
         self.tokenizer = None if described is None else Tokenizer.restored(described, *kept)
-        self._lock = threading.Lock()
+        self.maps = maps  # more when the files are opened
+        self._lock = Lock()
         self._opened: Checkpoint | None = None
 
     def opened(self) -> Checkpoint:
@@ -354,6 +359,7 @@ class KeptCheckpoint:
                 if weights_digest(found.file) != self.digest:  # kernels have the old weights, others would not
                     what = f"{self.path}: its weights have changed since it was loaded"
                     raise FormatError(what, hint="load it again")
+                self.maps.extend(found.maps)
                 self._opened = found
             return self._opened
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from rlx.engine.model import Model, whole
 from rlx.engine.sampler import shown
 from rlx.errors import FormatError, RequestError
 from rlx.formats.images import as_pixels, read_image
+from rlx.locks import cached_property
 from rlx.models.images import FILE, ImageSettings, read_image_settings
 from rlx.runtime.compiled import CompiledGraph
 
@@ -26,7 +26,7 @@ BATCH = 8  # images at a time: enough to keep all cores busy, while activations 
 class VisionModel(Model):
     """A vision model: `encode_image` makes vectors of images. Safe from several threads at once."""
 
-    @functools.cached_property
+    @cached_property
     def settings(self) -> ImageSettings:
         """What the model's files say of its images."""
         return read_image_settings(self.checkpoint)
@@ -42,9 +42,12 @@ class VisionModel(Model):
         """The vector `[dim]` of an image, or the vectors `[images, dim]` of a list of them, as f32.
 
         An image is the path of a file, an array (`[height, width, 3]` of bytes, or of floats from 0 to 1) or one of
-        Pillow's. With `tokens` it is the vectors of all its tokens, `[tokens, dim]`: the class token and registers,
-        where the model has them, then the patches row by row. With `normalize` vectors have length 1.
+        Pillow's. Files are PNG, PPM, PGM or NPY; with Pillow installed (`pip install 'rlx[vision]'`) they are of any
+        format, and PNG is read faster. With `tokens` it is the vectors of all its tokens, `[tokens, dim]`: the class
+        token and registers, where the model has them, then the patches row by row. With `normalize` vectors have length
+        1.
         """
+        self._check_usable()
         size = whole(batch_size)
         if size is None or size < 1:
             raise RequestError(f"encode_image: batch_size is {shown(batch_size)}, expected a whole number from 1")
@@ -100,11 +103,13 @@ class VisionModel(Model):
         self, image: Any, capture: Iterable[str] | str | None = (), edit: Mapping[str, Edit] | None = None
     ) -> dict[str, Array]:
         """Values inside the model by stage path, for one image; without `capture`, `pooled` and `states`."""
+        self._check_usable()
         pixels = self.prepare(image)[None]
         return self._looked_at(capture, edit, lambda compiled, more: self._of_one(compiled, pixels, more))
 
     def apply(self, params: Mapping[str, Any], image: Any) -> Array:
         """The hidden states `[tokens, dim]` that the model computes of an image with other parameters."""
+        self._check_usable()
         pixels = self.prepare(image)[None]
         return self._applied(params, lambda compiled: self._of_one(compiled, pixels, {})[::-1])
 

@@ -11,7 +11,7 @@ import numpy as np
 from rlx.dtypes import F32, DTypeLike
 from rlx.errors import BindError, FormatError, GraphError, RlxError, ShapeError, nearest
 from rlx.flow.state import FlowState, FlowValue, Shape
-from rlx.flow.weights import MapWeights, Wanting, WeightSource
+from rlx.flow.weights import MapWeights, Wanting, WeightSource, as_source
 from rlx.ir import provenance
 from rlx.ir.graph import Graph, Value
 from rlx.module import GraphModule
@@ -31,6 +31,9 @@ class FlowCtx:
     weights: WeightSource = field(default_factory=MapWeights)
     profile: CompileProfile = field(default_factory=CompileProfile)
     state: FlowState = field(default_factory=FlowState)
+
+    def __post_init__(self) -> None:
+        self.weights = as_source(self.weights)
 
     # -- the graph --
     def hir(self) -> Graph:
@@ -66,11 +69,13 @@ class FlowCtx:
         return value.id
 
     # -- weights --
-    def load_param(self, key: str, transpose: bool = False, *, shape: Sequence[Size] | None = None) -> Value:
+    def load_param(
+        self, key: str, transpose: bool = False, *, shape: Sequence[Size] | None = None, init: Any = None
+    ) -> Value:
         """A weight by its key as f32: one param node a tensor, widened or unpacked where the file stores it otherwise.
 
         `transpose` turns `[out, in]` into `[in, out]`, as a view. `shape`, if given, is what the value must have (after
-        transposing).
+        transposing). `init` is what `ModelFlow.init` begins it with: a number, or a function of a key and a shape.
         """
         if key in self.params:  # other numbers than the file's
             raise GraphError(
@@ -81,10 +86,11 @@ class FlowCtx:
         if value is None:
             if isinstance(self.weights, Wanting):
                 turned = transpose and shape is not None
-                self.weights.want(key, (*shape[:-2], *reversed(shape[-2:])) if turned and shape else shape)
+                self.weights.want(key, (*shape[:-2], *reversed(shape[-2:])) if turned and shape else shape, init)
             if not self.weights.has(key):
                 hint = nearest(key, self.weights.keys())
-                raise self._unfit(BindError, f"weight {key!r} is not in the file", hint)
+                place = "is not among the weights" if self._file is None else "is not in the file"
+                raise self._unfit(BindError, f"weight {key!r} {place}", hint or self._no_weights())
             type_ = self.weights.type(key)
             value = self.hir().param(key, type_.shape, type_.dtype)
             if type_.dtype.is_packed:
@@ -101,9 +107,17 @@ class FlowCtx:
             raise self._unfit(ShapeError, f"weight {key!r}: shape is {shapes[0]}, wanted {shapes[1]}")
         return value
 
+    @property
+    def _file(self) -> Any:
+        """The file that the weights come from, where there is one."""
+        return getattr(self.weights, "file", None)
+
+    def _no_weights(self) -> str | None:
+        return None if next(iter(self.weights.keys()), None) is not None else "no weights were given: build(weights)"
+
     def _unfit(self, kind: type[RlxError], what: str, hint: str | None = None) -> RlxError:
         """An error of a weight: the weights', or their file's where they come from one, which has a `file`."""
-        file = getattr(self.weights, "file", None)
+        file = self._file
         error = kind(what, hint=hint) if file is None else FormatError(f"{file.path}: {what}", hint=hint)
         note_stage(error)
         return error
@@ -111,11 +125,14 @@ class FlowCtx:
     def synth_param(self, name: str, data: Any, shape: Sequence[int] | None = None) -> Value:
         """A weight that the model computes itself, such as a RoPE table; the same one where it is asked for again.
 
-        Python numbers become f32 or i32, arrays keep their type; `shape` says how the numbers lie.
+        Flows compute in f32, so numbers of f64 become f32; Python integers become i32, other arrays keep their type.
+        `shape` says how the numbers lie.
         """
         array = np.asarray(data, order="C")
-        if not isinstance(data, (np.ndarray, np.generic)):
-            array = array.astype({"f": np.float32, "i": np.int32}.get(array.dtype.kind, array.dtype))
+        if array.dtype == np.float64:
+            array = array.astype(np.float32)
+        elif array.dtype.kind == "i" and not isinstance(data, (np.ndarray, np.generic)):
+            array = array.astype(np.int32)
         if shape is not None:
             if array.size != int(np.prod(shape)):
                 raise ShapeError(f"param {name!r}: {array.size} numbers cannot have the shape {_text(shape)}")
@@ -123,6 +140,7 @@ class FlowCtx:
         made = self.params.get(name)
         if made is None:
             self.state.loaded_params[name] = self.hir().param(name, array.shape, array.dtype)
+            self.hir().fixed.add(name)
             self.params[name] = array
         elif made is not array and (made.dtype != array.dtype or not np.array_equal(made, array, equal_nan=True)):
             raise GraphError(f"param {name!r}: was made before with other numbers", hint="give it a name of its own")
@@ -135,8 +153,8 @@ class FlowCtx:
         return self.synth_param(name, np.zeros(len, np.float32))
 
     # -- inputs and names --
-    def input(self, name: str, shape: ShapeLike, dtype: DTypeLike = "f32") -> Value:
-        """A graph input by name; asking again gives the same one.
+    def input(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
+        """A graph input by name; asking again gives the same one. A type in place of the shape says both.
 
         The first to ask decides its sizes, so that a flow may fix what a stage leaves open.
         """
@@ -149,6 +167,12 @@ class FlowCtx:
         value = self.hir().input(name, wanted.shape, wanted.dtype)
         self.state.inputs[name] = (value, value.shape)
         return value
+
+    def mask_input(self, name: str, shape: ShapeLike) -> Value:
+        """A mask by name, 1 or true where something counts: f32 unless the flow declares another type."""
+        declared = self.state.inputs.get(name)
+        mask = self.input(name, shape, "f32" if declared is None else declared[0].dtype)
+        return mask >= 1 if mask.dtype.is_integer else mask
 
     def flow_input(self, name: str) -> FlowValue:
         """An input that the flow has declared."""

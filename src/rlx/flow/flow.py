@@ -6,25 +6,28 @@ ModelFlow("llama").input("tokens", (BATCH, SEQ), "i32").token_embed().repeat_lay
 from __future__ import annotations
 
 import fnmatch
+import functools
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from rlx.dtypes import F32, DType
+from rlx.dtypes import F32, DType, DTypeLike
 from rlx.errors import BindError, GraphError, RequestError, nearest
 from rlx.flow.context import Array, FlowCtx
 from rlx.flow.emit import Emit
-from rlx.flow.init import Initialiser, Rules, WantedWeights, make
+from rlx.flow.init import Initialiser, Rules, WantedWeights, as_initialiser, make
 from rlx.flow.layers import StageList
 from rlx.flow.side import SideOutputs
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.embed import LmHead
 from rlx.flow.stages.structure import Sequence as StageSequence
-from rlx.flow.stages.structure import edited, emit_stage
+from rlx.flow.stages.structure import edited, emit_all
 from rlx.flow.state import CacheBindings, FlowValue, Shape
-from rlx.flow.weights import LayeredWeights, MapWeights, WeightSource
+from rlx.flow.weights import LayeredWeights, MapWeights, WeightSource, as_source
 from rlx.ir.graph import Graph, Value
+from rlx.ir.provenance import Origin
 from rlx.ir.registry import HIR, LEAF, MIR
 from rlx.ir.rewrite import Rewriter, rebuild
 from rlx.module import GraphModule
@@ -32,7 +35,7 @@ from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_cache import KvCacheSpec as KvCacheSpec
 from rlx.runtime.session import Session
-from rlx.types import ShapeLike, as_shape
+from rlx.types import ShapeLike, TensorType, tensor
 
 if TYPE_CHECKING:
     from rlx.runtime.variants import ModelExecutionConfig
@@ -125,6 +128,11 @@ class BuiltModel:
         kinds = {node.attrs["name"]: node.types[0].dtype for node in self.module.params}
         return [(n, a.tobytes(), kinds[n]) for n, a in self.params.items() if kinds[n] is not F32]
 
+    @property
+    def unused_weights(self) -> list[str]:
+        """Weights that the source has and no stage asked for."""
+        return [name for name in iter(self.params.source.keys()) if name not in self.params]
+
     def with_extra_outputs(self, side: SideOutputs) -> BuiltModel:
         """The same with what stages put aside as further outputs: `[logits, k0, v0, ...]`."""
         pushed = side.drain()
@@ -210,16 +218,23 @@ class ModelFlow(StageList):
     extensions: tuple[Extension, ...] = ()
     initialisers: Rules = ()
     compile_profile: CompileProfile = field(default_factory=CompileProfile)
+    places: tuple[Origin, ...] = field(default=(), compare=False, repr=False)
 
     # -- assembling --
     def with_stages(self, stages: Iterable[FlowStage]) -> Self:
-        return replace(self, stages=tuple(stages))
+        stages = tuple(stages)
+        return replace(self, stages=stages, places=self.places_of(stages))
 
-    def input(self, name: str, shape: ShapeLike, dtype: str = "f32") -> Self:
-        """A graph input; the first one starts the flow."""
+    def input(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Self:
+        """A graph input; the first one starts the flow. A type in place of the shape says both."""
         if any(name == other for other, _, _ in self.inputs):
             raise GraphError(f"flow {self.name!r}: has an input {name!r} already")
-        return replace(self, inputs=(*self.inputs, (name, as_shape(shape), dtype)))
+        try:
+            type_ = tensor(shape, dtype)
+        except GraphError as error:
+            error.add_note(f"  of input {name!r} of flow {self.name!r}")
+            raise
+        return replace(self, inputs=(*self.inputs, (name, type_.shape, type_.dtype.name)))
 
     def lm_head(self, vocab: int, hidden: int, *, tied: bool) -> Self:
         """Logits; that is the output's name then."""
@@ -289,14 +304,18 @@ class ModelFlow(StageList):
         return flow
 
     # -- building --
-    def build(self, weights: WeightSource | Mapping[str, Any] | None = None, capture: Sequence[str] = ()) -> BuiltModel:
-        """The graph of this flow over these weights.
+    def build(
+        self, weights: WeightSource | Mapping[str, Any] | None = None, capture: Sequence[str] = (), *,
+        strict: bool = False,
+    ) -> BuiltModel:  # fmt: skip
+        """The graph of this flow over these weights; with `strict` all of them have to be used.
 
-        `capture` has patterns of stage paths such as `layers.*.attn`; what they match become outputs too.
+        `capture` has patterns of stage paths such as `layers.*.attn`; what they match become outputs too. `*` stands
+        for anything but a dot, `**` for anything.
         """
         if not self.inputs:
             raise GraphError(f"flow {self.name!r}: has no input")
-        source = MapWeights(weights) if weights is None or isinstance(weights, Mapping) else weights
+        source = as_source(weights)
         graph = Graph(self.name, level=HIR)
         ctx = FlowCtx(graph, weights=source, profile=self.compile_profile)
         for name, shape, kind in self.inputs:
@@ -304,8 +323,7 @@ class ModelFlow(StageList):
         if self.cache is not None:
             ctx.state.cache = CacheBindings(graph, self.cache)
         value: FlowValue | None = ctx.flow_input(self.inputs[0][0])
-        for stage in self.stages:
-            value = emit_stage(ctx, stage, value)
+        value = emit_all(ctx, self.stages, value, self.places_of(self.stages))
         if ctx.state.residuals:
             saved = ctx.state.residuals[-1].id
             path = ctx.state.residual_stages.get(saved)
@@ -318,28 +336,34 @@ class ModelFlow(StageList):
         found = dict(outputs) | _captured(graph, capture, self.output_name)
         graph.set_outputs(list(found.values()))
         cache = None if ctx.state.cache is None else ctx.state.cache.bound
-        return BuiltModel(graph, Params(graph, ctx.params, source), list(found), cache, self.compile_profile)
+        built = BuiltModel(graph, Params(graph, ctx.params, source), list(found), cache, self.compile_profile)
+        if strict and (unused := built.unused_weights):
+            shown = ", ".join(map(repr, unused[:4])) + (", ..." if unused[4:] else "")
+            raise BindError(f"flow {self.name!r}: {len(unused)} weights are not used: {shown}")
+        return built
 
     def build_with(
         self, weights: WeightSource | Mapping[str, Any] | None, packed: Mapping[str, Any], capture: Sequence[str] = ()
     ) -> BuiltModel:
         """The same with some weights in place of those of the source; arrays of blocks stay packed."""
-        source = MapWeights(weights) if weights is None or isinstance(weights, Mapping) else weights
-        return self.build(LayeredWeights(MapWeights(packed), source), capture)
+        return self.build(LayeredWeights(MapWeights(packed), as_source(weights)), capture)
 
-    def initialised(self, rules: Mapping[str, Initialiser]) -> Self:
+    def initialised(self, rules: Mapping[str, Initialiser | float]) -> Self:
         """How `init` makes weights, by patterns of their names: the first that matches, these before earlier ones."""
-        return replace(self, initialisers=(*rules.items(), *self.initialisers))
+        made = tuple((pattern, as_initialiser(rule)) for pattern, rule in rules.items())
+        return replace(self, initialisers=(*made, *self.initialisers))
 
     def init(self, key: Any, *, shapes: Mapping[str, Sequence[int]] | None = None) -> dict[str, Array]:
         """Parameters by name, as f32, for `build`: `flow.build(flow.init(rlx.random.key(0)))`.
 
-        A family's flow begins as its published implementation does; in others biases are 0, norms 1 and everything
-        else is normal with a deviation of 0.02. `shapes` has those of weights whose stages do not know them.
+        A family's flow is initialised as its published implementation is. In others scales of norms are 1, biases 0,
+        weights of `load_param(..., init=...)` are as that says, and everything else is normal with a deviation of
+        0.02. `shapes` has those of weights whose stages do not know them.
         """
         wanted = WantedWeights(shapes)
         self.build(wanted)
-        return make(wanted.asked, key, self.initialisers)
+        wanted.check()
+        return make(wanted.asked, key, self.initialisers, wanted.declared)
 
     def _extra(self, ctx: FlowCtx, main: Value) -> Iterator[tuple[str, Value]]:
         known = {name: value.id for name, value in ctx.state.streams.items()} | ctx.state.named
@@ -384,11 +408,24 @@ def stage_values(module: Graph) -> dict[str, Value]:
 
 def matching(values: Mapping[str, Value], pattern: str) -> dict[str, Value]:
     """The stages that a pattern matches. `layers.3.out` is another word for the value of `layers.3`."""
-    found = {path: value for path, value in values.items() if fnmatch.fnmatchcase(path, pattern)}
+    found = {path: value for path, value in values.items() if matches(path, pattern)}
     if not found and pattern.endswith(OUT):
         plain = pattern.removesuffix(OUT)
-        found = {path + OUT: value for path, value in values.items() if fnmatch.fnmatchcase(path, plain)}
+        found = {path + OUT: value for path, value in values.items() if matches(path, plain)}
     return found
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether a pattern means a path: `*` is anything but a dot, `**` anything; `?` and `[ab]` are one letter."""
+    return re.fullmatch(_regular(pattern), path) is not None
+
+
+@functools.lru_cache(maxsize=256)
+def _regular(pattern: str) -> str:
+    parts = (re.findall(r"[^*]+|\*+", pattern)) or [""]
+    words = {"*": r"[^.]*", "**": ".*"}
+    # what is between stars goes through fnmatch, which knows the rest; its frame, (?s:...)\Z, is taken off
+    return "".join(words.get(p, ".*") if p[0:1] == "*" else fnmatch.translate(p)[4:-3] for p in parts)
 
 
 def _captured(module: Graph, patterns: Sequence[str], output: str) -> dict[str, Value]:
@@ -396,7 +433,7 @@ def _captured(module: Graph, patterns: Sequence[str], output: str) -> dict[str, 
     found: dict[str, Value] = {}
     for pattern in patterns:
         matched = matching(values, pattern)
-        if not matched and not fnmatch.fnmatchcase(output, pattern):
+        if not matched and not matches(output, pattern):
             raise RequestError(
                 f"capture: no stage of {module.name!r} matches {pattern!r}", hint=nearest(pattern, [*values, output])
             )

@@ -9,12 +9,13 @@ import fnmatch
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from rlx.dtypes import F32
-from rlx.errors import BindError, GraphError
+from rlx.errors import BindError, GraphError, nearest
 from rlx.flow.weights import Array
 from rlx.types import TensorType
 
@@ -80,12 +81,22 @@ def _fans(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def usual(std: float = STD) -> dict[str, Initialiser]:
-    """What nearly all models begin with: biases 0, other vectors (they are of norms) 1, everything else normal."""
-    return {
-        "*bias": zeros,
-        "*beta": zeros,
-        "*": lambda key, shape: (ones if len(shape) == 1 else normal(std))(key, shape),
-    }
+    """What weights begin with whose stage declares nothing: biases 0, everything else normal."""
+    return {"*bias": zeros, "*beta": zeros, "*": normal(std)}
+
+
+def vectors_of_norms(std: float) -> Initialiser:
+    """Vectors 1, everything else normal: for models whose vectors are all those of norms, besides their biases."""
+    return lambda key, shape: (ones if len(shape) == 1 else normal(std))(key, shape)
+
+
+def as_initialiser(like: Initialiser | float) -> Initialiser:
+    """An initialiser, or the one number that a weight begins with."""
+    if callable(like):
+        return like
+    if isinstance(like, bool) or not isinstance(like, Real):
+        raise GraphError(f"init: {like!r} is neither a number nor a function of a key and a shape")
+    return constant(float(like))
 
 
 class WantedWeights:
@@ -93,10 +104,14 @@ class WantedWeights:
 
     def __init__(self, shapes: Mapping[str, Sequence[int]] | None = None) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in (shapes or {}).items()}
+        self.given = frozenset(self.shapes)
         self.asked: dict[str, tuple[int, ...]] = {}
+        self.declared: dict[str, Initialiser] = {}  # what stages say that weights begin with
 
-    def want(self, key: str, shape: Sequence[Any] | None) -> None:
-        """A stage asks for a weight; it may know which shape that has."""
+    def want(self, key: str, shape: Sequence[Any] | None, init: Initialiser | float | None = None) -> None:
+        """A stage asks for a weight; it may know which shape that has, and what it begins with."""
+        if init is not None:
+            self.declared.setdefault(key, as_initialiser(init))
         if shape is not None and not all(isinstance(size, int) for size in shape):
             raise BindError(f"init: weight {key!r} has sizes that are known at run time only: {list(shape)}")
         if shape is not None:
@@ -105,6 +120,11 @@ class WantedWeights:
             hint = f"init(key, shapes={{{key!r}: (rows, columns)}})"
             raise BindError(f"init: no stage says which shape weight {key!r} has", hint=hint)
         self.asked[key] = self.shapes[key]
+
+    def check(self) -> None:
+        """Raise for a shape that was given for a weight that no stage asked for."""
+        for key in sorted(self.given - set(self.asked)):
+            raise BindError(f"init: shapes has {key!r}, and no stage asks for it", hint=nearest(key, self.asked))
 
     def has(self, key: str) -> bool:
         return key in self.shapes
@@ -119,19 +139,25 @@ class WantedWeights:
         return self.shapes.keys()
 
 
-def make(shapes: Mapping[str, tuple[int, ...]], key: Any, rules: Rules) -> dict[str, Array]:
-    """Arrays for names and shapes. The numbers of one depend on the key and its name only."""
+def make(
+    shapes: Mapping[str, tuple[int, ...]], key: Any, rules: Rules, declared: Mapping[str, Initialiser]
+) -> dict[str, Array]:
+    """Arrays for names and shapes: by the first rule that matches, else as declared, else as is usual.
+
+    The numbers of one depend on the key and its name only.
+    """
     if np.shape(key) != (2,) or np.asarray(key).dtype != np.uint32:
         raise GraphError(f"init: {key!r} is no random key", hint="rlx.random.key(0)")
     made: dict[str, Array] = {}
-    rules = (*rules, *usual().items())
     for name, shape in shapes.items():
         own = _random().fold_in(key, np.uint32(zlib.crc32(name.encode())))
-        rule = next(rule for pattern, rule in rules if fnmatch.fnmatchcase(name, pattern))
+        says = ((name, declared[name]),) if name in declared else ()
+        every = (*rules, *says, *usual().items())
+        rule = next(rule for pattern, rule in every if pattern == name or fnmatch.fnmatchcase(name, pattern))
         found = rule(own, shape)
         if np.shape(found) != shape:
             raise GraphError(
                 f"init: the initialiser of {name!r} gave shape {list(np.shape(found))}, wanted {list(shape)}"
             )
-        made[name] = np.ascontiguousarray(found, np.float32)
+        made[name] = np.asarray(found, np.float32, order="C")
     return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from rlx.errors import GraphError
@@ -13,7 +13,9 @@ from rlx.flow.side import SideOutputs
 from rlx.flow.stages import attention, decoder, embed, encoder, ffn, norm, parts, streams, structure, vision
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.custom import Author, Custom, plugin_stage
+from rlx.ir.provenance import Origin, here
 from rlx.ops.attention import MaskKind
+from rlx.types import Size
 
 # Names under which Hugging Face keeps the ends of a decoder.
 TOKENS, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
@@ -23,10 +25,17 @@ class StageList(ABC):
     """Stages in order. Every method returns a longer list; nothing is changed in place."""
 
     stages: tuple[FlowStage, ...]
+    places: tuple[Origin, ...]  # where the user added each of them
 
     @abstractmethod
     def with_stages(self, stages: Iterable[FlowStage]) -> Self:
         """The same with other stages."""
+
+    def places_of(self, stages: Iterable[FlowStage]) -> tuple[Origin, ...]:
+        """Where stages were added: those of this list where they were, others here."""
+        known = {id(stage): place for stage, place in zip(self.stages, self.places, strict=False)}
+        place = here()
+        return tuple(known.get(id(stage), place) for stage in stages)
 
     # -- any stage --
     def stage(self, stage: FlowStage) -> Self:
@@ -78,7 +87,7 @@ class StageList(ABC):
         if not isinstance(stack, LayerStack):
             hint = "return the stack, every method of which gives a longer one"
             raise GraphError(f"layer {name!r}: its function gave a {type(stack).__name__}", hint=hint)
-        return self.named_layer(name, structure.Sequence(stack.stages))
+        return self.named_layer(name, structure.Sequence(stack.stages, places=stack.places))
 
     def residual_save(self) -> Self:
         return self.stage(structure.ResidualSave())
@@ -247,10 +256,10 @@ class StageList(ABC):
     def zero_beta_named(self, name: str, len: int) -> Self:
         return self.stage(parts.ZeroBeta(name, len))
 
-    def attn_mask(self, batch: int, seq: int, input_name: str) -> Self:
+    def attn_mask(self, batch: Size | str, seq: Size | str, input_name: str) -> Self:
         return self.stage(parts.AttnMask(batch, seq, input_name))
 
-    def attn_mask_ones(self, batch: int, seq: int) -> Self:
+    def attn_mask_ones(self, batch: Size | str, seq: Size | str) -> Self:
         return self.stage(parts.AttnMask(batch, seq))
 
     def decode_rope_params(self, cos: Array, sin: Array) -> Self:
@@ -341,6 +350,8 @@ class LayerStack(StageList):
     """The stages of one layer while it is assembled."""
 
     stages: tuple[FlowStage, ...] = ()
+    places: tuple[Origin, ...] = field(default=(), compare=False, repr=False)
 
     def with_stages(self, stages: Iterable[FlowStage]) -> Self:
-        return replace(self, stages=tuple(stages))
+        stages = tuple(stages)
+        return replace(self, stages=stages, places=self.places_of(stages))

@@ -128,13 +128,14 @@ class CacheBindings:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBindings:
-    """The inputs of a decode step whose caller keeps the cache: one past K and one past V a layer."""
+    """The inputs of a decode step whose caller keeps the cache: one past K and one past V per layer."""
 
     cos: Value
     sin: Value
     mask: Value | None
     past_k: list[Value]
     past_v: list[Value]
+    rows: bool = True  # cos and sin have one row per new token, not one per position
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,9 @@ class FlowState:
     rope_cos: Value | None = None
     rope_sin: Value | None = None
     rope_style: str = "halves"
+    rope_styles: dict[str, str] = field(default_factory=dict)  # of tables that have a name, `rope` or `rope.local`
     rope_rows: Value | None = None  # of the tables for each token, where they are not its position
+    rope_per_token: bool = False  # `rope_cos` and `rope_sin` have one row per new token, not one per position
     zero_beta: Value | None = None  # the first zero vector that `ZeroBeta` made
     embed_weight: Value | None = None  # [vocab, hidden], for a tied head
     hidden_shape: Shape | None = None  # of the first hidden state, after the token table
@@ -168,11 +171,38 @@ class FlowState:
     named: dict[str, Value] = field(default_factory=dict)
     gdn: GdnInputSlots | None = None
     loaded_params: dict[str, Value] = field(default_factory=dict)
+    paths: set[str] = field(default_factory=set)  # of stages that were given a name
+
+    def bind_rope(
+        self, cos: Value, sin: Value, style: str, cos_key: str, sin_key: str, rows: Value | None = None
+    ) -> None:
+        """Let the layers that follow turn by these tables; `rows` has that of each token if it is not its position."""
+        name = cos_key.removesuffix(".cos")
+        self.rope_cos, self.rope_sin, self.rope_style, self.rope_rows = cos, sin, style, rows
+        self.rope_styles[name], self.rope_per_token = style, False
+        self.named |= {cos_key: cos, sin_key: sin}
+        self.named.pop(f"{name}.rows", None)
+        if rows is not None:
+            self.named[f"{name}.rows"] = rows
+
+    def claim(self, path: str) -> None:
+        """Say that a stage was given this path as its name; an error if another was."""
+        if path in self.paths:
+            raise GraphError(f"flow: two stages are called {path!r}", hint="give each a name of its own")
+        self.paths.add(path)
 
     @property
     def residual_skip(self) -> Value | None:
-        """What `ResidualAdd` would add now."""
+        """What `ResidualAdd` would add now. Another value takes its place, the first one is pushed, None pops it."""
         return self.residuals[-1].id if self.residuals else None
+
+    @residual_skip.setter
+    def residual_skip(self, value: Value | FlowValue | None) -> None:
+        if value is not None and not isinstance(value, (Value, FlowValue)):
+            raise GraphError(f"residual_skip: {value!r} is not a value")
+        del self.residuals[-1:]
+        if value is not None:
+            self.residuals.append(value if isinstance(value, FlowValue) else FlowValue.of(value))
 
     @property
     def residual_shape(self) -> Shape | None:

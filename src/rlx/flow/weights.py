@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from rlx.dtypes import dtype
-from rlx.errors import BindError, nearest
+from rlx.errors import BindError, GraphError, RlxError, nearest
 from rlx.types import TensorType
 
 Array = np.ndarray[Any, Any]
@@ -32,7 +32,7 @@ class WeightSource(Protocol):
 class Wanting(Protocol):
     """A source that learns from stages which weights there are, and their shapes as files have them."""
 
-    def want(self, key: str, shape: Sequence[Any] | None) -> None: ...
+    def want(self, key: str, shape: Sequence[Any] | None, init: Any = None) -> None: ...
 
 
 class MapWeights:
@@ -58,6 +58,58 @@ class MapWeights:
 
     def keys(self) -> Iterable[str]:
         return self._arrays.keys()
+
+
+class TakenWeights:
+    """Weights of a source that can only give: `take(key, transpose)` is an array, or its numbers and their shape.
+
+    Each is taken once, and kept: a stage may ask for a weight again, and in the other orientation.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self._taken: dict[str, Array | None] = {}
+
+    def _take(self, key: str) -> Array | None:
+        if key not in self._taken:
+            try:
+                given = self.source.take(key, False)
+            except (LookupError, RlxError):
+                given = None
+            if isinstance(given, tuple):
+                numbers, shape = given
+                given = np.asarray(numbers).reshape(shape)
+            self._taken[key] = None if given is None else np.asarray(given)
+        return self._taken[key]
+
+    def has(self, key: str) -> bool:
+        return self._take(key) is not None
+
+    def type(self, key: str) -> TensorType:
+        return MapWeights({key: self.array(key)}).type(key)
+
+    def array(self, key: str) -> Array:
+        array = self._take(key)
+        if array is None:
+            raise BindError(f"weights: no tensor is called {key!r}", hint=nearest(key, self.keys()))
+        return array
+
+    def keys(self) -> Iterable[str]:
+        return [key for key, array in self._taken.items() if array is not None]
+
+
+def as_source(weights: Any) -> WeightSource:
+    """Where weights come from: a source, a dictionary of arrays, something with `take(key, transpose)`, or nothing."""
+    if weights is None or isinstance(weights, Mapping):
+        return MapWeights(weights)
+    if isinstance(weights, WeightSource):
+        return weights
+    if callable(getattr(weights, "take", None)):
+        return TakenWeights(weights)
+    raise GraphError(
+        f"weights: a {type(weights).__name__} is no source of weights",
+        hint="give a dictionary of arrays, or something with has, type, array and keys",
+    )
 
 
 class LayeredWeights:

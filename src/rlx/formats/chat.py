@@ -7,12 +7,14 @@ text in a message, a tool or a variable stays text.
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
-from rlx.errors import RequestError, nearest
+from rlx.errors import FormatError, RequestError, nearest
 from rlx.formats.jinja_sandbox import Program
 from rlx.formats.tensors import quoted
 from rlx.formats.tokenizer import Tokenizer
@@ -20,6 +22,9 @@ from rlx.formats.tokenizer import Tokenizer
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 1 << 14
 _MAX_NESTING = 32
+_MARK_BITS = 100  # that nobody can guess
+_INDEX_BITS = 27
+_SYMBOLS = "0123456789-_.~"  # that stay as they are in JSON, HTML, addresses and capital letters
 
 
 class ChatTemplate:
@@ -52,9 +57,9 @@ class ChatTemplate:
     ) -> list[int]:  # fmt: skip
         """The tokens of the prompt that `render` gives, with no special token but those that the template wrote."""
         hidden = _Hidden(tokenizer)
-        given = hidden.hide(self._given(messages, tools, variables))
+        given = {name: hidden.hide(value) for name, value in self._given(messages, tools, variables).items()}
         for message, plain in zip(given["messages"], messages, strict=True):
-            message["role"] = plain["role"]  # one of ROLES
+            message["role"] = plain["role"]  # one of ROLES, of which templates make control tokens
         prompt = self._program.render({**given, **self._tokens, "add_generation_prompt": bool(add_generation_prompt)})
         if not hidden.texts:
             return tokenizer.encode(prompt, add_special=False, parse_special=True)
@@ -101,16 +106,27 @@ class ChatTemplate:
 
 
 class _Hidden:
-    """Texts that look like special tokens, taken out of what a template is given and put back after it ran.
+    """Texts that could make a special token, replaced by codes in what a template is given and put back after it ran.
 
-    Each is replaced by digits that nobody can guess and that no filter of a template changes. So is the end of a text
-    that begins a special token: what stands after it might complete it.
+    Hidden are special tokens in a text, a beginning and an end of it that what stands beside it might complete, and
+    nothing, after a text that is the middle of one. A code has characters that nobody can guess, that hardly any filter
+    changes, and with which no special token begins or ends: so none can overlap a code.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.texts: list[str] = []
         self._tokenizer = tokenizer
-        self._mark = f"{secrets.randbelow(10**32):032d}"
+        self._special = tokenizer.special_texts
+        taken = self._special.first_chars | self._special.last_chars
+        pool = chain(_SYMBOLS, map(chr, range(0x4E00, 0x9FFF)))  # ideographs have no capitals either
+        self._symbols = "".join(islice((symbol for symbol in pool if symbol not in taken), 10))
+        if len(self._symbols) < 2:
+            raise FormatError(f"{tokenizer.source}: special tokens begin or end with every character")
+        per_symbol = math.log2(len(self._symbols))
+        self._index_length = math.ceil(_INDEX_BITS / per_symbol)
+        self._mark = "".join(secrets.choice(self._symbols) for _ in range(math.ceil(_MARK_BITS / per_symbol)))
+        digits = f"[{re.escape(self._symbols)}]{{{self._index_length}}}"
+        self._coded = re.compile(f"{re.escape(self._mark)}({digits})")
 
     def hide(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -120,17 +136,28 @@ class _Hidden:
         return [self.hide(inner) for inner in value] if isinstance(value, list) else value
 
     def _hide_text(self, text: str) -> str:
-        out, at = "", 0
-        for first, end, _ in self._tokenizer.special_spans(text):
-            out += text[at:first] + self._code(text[first:end])
+        spans = [(first, end) for first, end, _ in self._tokenizer.special_spans(text)]
+        if start := self._special.ended_by(text):
+            spans.append((0, start))
+        if end := self._special.begun_by(text):
+            spans.append((len(text) - end, len(text)))
+        if not spans and self._special.include(text) and text.strip():
+            spans.append((len(text), len(text)))
+        if not spans:
+            return text
+        coded, at = "", 0
+        for first, end in _merged(spans):
+            coded += text[at:first] + self._code(text[first:end])
             at = end
-        rest = text[at:]
-        cut = len(rest) - self._tokenizer.special_start(rest)
-        return out + rest[:cut] + (self._code(rest[cut:]) if rest[cut:] else "")
+        return _Coded(coded + text[at:], text)
 
     def _code(self, text: str) -> str:
+        index, code = len(self.texts), ""
         self.texts.append(text)
-        return f"{self._mark}{len(self.texts) - 1:08d}"
+        for _ in range(self._index_length):
+            index, digit = divmod(index, len(self._symbols))
+            code = self._symbols[digit] + code
+        return self._mark + code
 
     def parts(self, prompt: str) -> list[str | int]:
         """The prompt cut at its special tokens, what was hidden put back."""
@@ -142,7 +169,66 @@ class _Hidden:
         return [part for part in (*parts, self._shown(prompt[at:])) if part != ""]
 
     def _shown(self, text: str) -> str:
-        return re.sub(self._mark + r"(\d{8})", lambda code: self.texts[int(code[1])], text)
+        return self._coded.sub(lambda code: self._text_of(code[1]), text)
+
+    def _text_of(self, digits: str) -> str:
+        index = 0
+        for digit in digits:
+            index = index * len(self._symbols) + self._symbols.index(digit)
+        return self.texts[index]
+
+
+class _Coded(str):
+    """A text with codes in it. It is printed as such, and compared, looked up and sorted as the text it stands for."""
+
+    __slots__ = ("_text",)
+    _text: str
+
+    def __new__(cls, coded: str, text: str) -> _Coded:
+        self = super().__new__(cls, coded)
+        self._text = text
+        return self
+
+    def lower(self) -> _Coded:
+        """As Jinja has keys when it sorts them."""
+        return _Coded(super().lower(), self._text.lower())
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._text == _text_behind(other))
+
+    def __ne__(self, other: object) -> bool:
+        return bool(self._text != _text_behind(other))
+
+    def __lt__(self, other: str) -> bool:
+        return bool(self._text < _text_behind(other))
+
+    def __le__(self, other: str) -> bool:
+        return bool(self._text <= _text_behind(other))
+
+    def __gt__(self, other: str) -> bool:
+        return bool(self._text > _text_behind(other))
+
+    def __ge__(self, other: str) -> bool:
+        return bool(self._text >= _text_behind(other))
+
+
+def _text_behind(value: Any) -> Any:
+    return value._text if isinstance(value, _Coded) else value
+
+
+def _merged(spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The spans in their order, those that touch as one."""
+    spans = sorted(spans)
+    first, end = spans[0]
+    for next_first, next_end in spans[1:]:
+        if next_first > end:
+            yield first, end
+            first = next_first
+        end = max(end, next_end)
+    yield first, end
 
 
 def _text_of_part(part: Any, where: str) -> str:

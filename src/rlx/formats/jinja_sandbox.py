@@ -1,66 +1,36 @@
 """Jinja for templates that come with a model, which are programs by strangers: no files, no internals, and bounds.
 
-Built on Jinja's immutable sandbox, set up as transformers sets it up. What is promised of a render: it ends, with a
-FormatError where need be, after at most `MAX_SECONDS` of CPU time plus a few primitive operations, `MAX_STEPS` loop
-turns, calls and filters, and `MAX_DEPTH` nested calls; no string grows beyond `MAX_CHARS`, no list beyond `MAX_ITEMS`,
-and no value beyond `MAX_CHARS` when written out. The bounds hold because every way to repeat, to multiply or to look at
-all of a value passes through here: loops, comparisons, slices, `~` and the literals of lists are rewritten in the
-template's tree; operators, calls and the joining of a block's text are Jinja's own hooks; filters and tests are
-wrapped; and constants are not folded.
+Built on Jinja's immutable sandbox, set up as transformers sets it up. A rendering ends, with a FormatError where need
+be, within one budget of bytes, steps and seconds (`jinja_budget.py`). It holds because every way to repeat, to multiply
+or to look at all of a value is charged first: loops, comparisons, slices, keys, `~` and literals are rewritten in the
+template's tree; operators, calls and the joining of a block's text are Jinja's own hooks (`jinja_costs.py`); filters
+and tests are wrapped (`jinja_filters.py`); and constants are not folded.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
-from datetime import datetime
-from functools import wraps
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator
+from types import BuiltinMethodType, MethodType
 from typing import Any
 
 from jinja2 import nodes, pass_context
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import FILTERS
+from jinja2.lexer import Token, TokenStream
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import BlockReference, Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
+from markupsafe import Markup
 
-from rlx.errors import FormatError, RequestError, RlxError, shortened
-from rlx.formats.tensors import quoted
+from rlx.errors import FormatError, RlxError, shortened
+from rlx.formats import jinja_budget
+from rlx.formats.jinja_budget import MAX_BITS, MAX_DEPTH, VIEWS, Budget, current, width
+from rlx.formats.jinja_costs import Cost, binary, formatter, joined, methods_of
+from rlx.formats.jinja_filters import FILTERS_OF_TEMPLATES, GLOBALS_OF_TEMPLATES, TESTS_OF_TEMPLATES, Steps
 
 MAX_TEMPLATE_CHARS = 1 << 17
-MAX_SECONDS = 1.0
-MAX_STEPS = 1_000_000
-MAX_DEPTH = 64
-MAX_CHARS = 1 << 23
-MAX_ITEMS = 1 << 18
-_MAX_NESTING = 64
-_MAX_BITS = 1 << 10
-_MAX_INDENT = 64
-
-# A field of `"...".format` or `"..." % x` whose width has four digits or comes from an argument, and glibc's "%9999Y".
-_WIDE_FIELD = re.compile(r"\{[^{}:]*:[^{}]*(?:\d{4}|\{)")
-_WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(?:\*|\d{4}|\d*\.(?:\*|\d{4}))")
-_WIDE_TIME = re.compile(r"%[^a-zA-Z%]*\d")
-# Filters that multiply text in ways not worth bounding, or that draw lots; no chat template uses them.
-_NO_FILTERS = {"batch", "center", "filesizeformat", "pprint", "random", "slice", "urlize", "wordwrap", "xmlattr"}
-_METHODS: tuple[tuple[Any, frozenset[str]], ...] = (
-    (str, frozenset({
-        "capitalize", "casefold", "count", "endswith", "find", "format", "index", "isalnum", "isalpha", "isascii",
-        "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle", "isupper",
-        "join", "lower", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex",
-        "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper",
-    })),
-    (dict, frozenset({"copy", "get", "items", "keys", "values"})),
-    ((list, tuple), frozenset({"copy", "count", "index"})),
-    ((int, float, bytes, range), frozenset({"is_integer"})),
-)  # fmt: skip
+MAX_TOKENS = 1 << 14  # compiling takes time in their number, and for some in its square
 
 
 class Program:
@@ -72,7 +42,7 @@ class Program:
         self.where = where
         try:
             tree = _ENVIRONMENT.parse(source)
-            _refuse_other_files(tree, where)
+            _refuse(tree, where)
             self.reads_parts = _reads_parts(tree)
             self._template = _ENVIRONMENT.from_string(_Bounded().visit(tree))
         except TemplateSyntaxError as error:
@@ -84,14 +54,17 @@ class Program:
 
     def render(self, variables: dict[str, Any]) -> str:
         """The text that the template makes of the variables, which must be plain data."""
-        budget = _Budget(self.where)
-        token = _budget.set(budget)
+        return self.render_within(Budget(self.where), variables)
+
+    def render_within(self, budget: Budget, variables: dict[str, Any]) -> str:
+        token = jinja_budget.start(budget)
         try:
-            out = []
-            for piece in self._template.generate(variables):
+            budget.check_given(variables)
+            pieces = []
+            for piece in self._template.root_render_func(self._template.new_context(variables)):
                 budget.write(piece)
-                out.append(piece)
-            return "".join(out)
+                pieces.append(piece)
+            return "".join(pieces)
         except RlxError:
             raise
         except RecursionError as error:
@@ -99,142 +72,85 @@ class Program:
         except Exception as error:  # whatever an operator, a filter or a method raises
             raise FormatError(f"{self.where}: {type(error).__name__}: {_shown(error)}") from error
         finally:
-            _budget.reset(token)
+            jinja_budget.stop(token)
 
 
 def _shown(error: object) -> str:
     return shortened(str(error), 300)
 
 
-# -- bounds ----------------------------------------------------------------------------------------------------------
-class _Budget:
-    """What one render has used."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._end = time.thread_time() + MAX_SECONDS
-        self._steps = 0
-        self._chars = 0
-        self.depth = 0
-        self._weights: dict[int, tuple[Any, int, int]] = {}  # by identity: the value, its weight and its nesting
-
-    def step(self) -> None:
-        self._steps += 1
-        if self._steps > MAX_STEPS:
-            raise self.exceeded(f"{MAX_STEPS} steps")
-        if self._steps % 16 == 0:
-            self.check_time()
-
-    def check_time(self) -> None:
-        if time.thread_time() > self._end:
-            raise self.exceeded(f"{MAX_SECONDS:g} seconds")
-
-    def write(self, text: str) -> None:
-        self.step()
-        self._chars += len(text)
-        self.check_chars(self._chars)
-
-    def check_chars(self, count: int) -> None:
-        if count > MAX_CHARS:
-            raise self.exceeded(f"{MAX_CHARS} characters")
-
-    def check_items(self, count: int) -> None:
-        if count > MAX_ITEMS:
-            raise self.exceeded(f"a list of {MAX_ITEMS} values")
-
-    def check_value(self, value: Any) -> Any:
-        """Refuse a value that is too long when written out: `[x, x]` over and over is small only in memory."""
-        weight, nesting = self._weigh(value, 0)
-        self.check_chars(weight)
-        if nesting > _MAX_NESTING:
-            raise self.exceeded(f"{_MAX_NESTING} nested values")
-        return value
-
-    def check_together(self, values: Iterable[Any]) -> None:
-        self.check_chars(sum(self._weigh(value, 0)[0] for value in values))
-
-    def _weigh(self, value: Any, depth: int) -> tuple[int, int]:
-        if isinstance(value, str):
-            return len(value) + 1, 0
-        if not isinstance(value, (list, tuple, dict)):
-            return 1, 0
-        known = self._weights.get(id(value))
-        if known is not None:
-            return known[1], known[2]
-        if depth > _MAX_NESTING:
-            return 1, depth
-        weight, nesting = 1, 0
-        for inner in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
-            inner_weight, inner_nesting = self._weigh(inner, depth + 1)
-            weight, nesting = weight + inner_weight, max(nesting, inner_nesting)
-        # kept alive with its identity; templates cannot change what they were given or have made
-        self._weights[id(value)] = (value, weight, nesting + 1)
-        return weight, nesting + 1
-
-    def exceeded(self, what: str) -> FormatError:
-        return FormatError(f"{self._where}: the template goes beyond {what}")
-
-
-_budget: ContextVar[_Budget] = ContextVar("budget")
-
-
-class _Steps:
-    """A loop's values, each a step; it has a length, since `loop.length` asks for it."""
-
-    def __init__(self, values: Iterable[Any]) -> None:
-        self._values = _listed(values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __iter__(self) -> Iterator[Any]:
-        budget = _budget.get()
-        for value in self._values:
-            budget.step()
-            yield value
-
-
+# -- the tree of a template ------------------------------------------------------------------------------------------
 class _Bounded(NodeTransformer):
-    """Put the values of every loop, the parts of every `~`, every literal list, and what is compared or sliced through
-    filters that check them.
-    """
+    """Put loops, comparisons, slices, computed keys, `~` and literals through filters that charge for them."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
+        pieces = _pieces(node.body) + _pieces(node.else_)
         self.generic_visit(node)
-        node.iter = _through("rlx_steps", node.iter)
+        node.iter = _through("rlx_steps", node.iter, nodes.Const(pieces))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
         self.generic_visit(node)
-        return _through("rlx_concat", nodes.List(node.nodes, lineno=node.lineno))
+        return _through("rlx_concat", *node.nodes)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Expr:
+        self.generic_visit(node)
+        rest = [part for operand in node.ops for part in (nodes.Const(operand.op), operand.expr)]
+        return _through("rlx_compare", node.expr, *rest)
 
     def visit_List(self, node: nodes.Literal) -> nodes.Expr:
         self.generic_visit(node)
         target = isinstance(node, nodes.Tuple) and node.ctx != "load"
-        return node if target else _through("rlx_value", node)
+        return node if target else _through("rlx_literal", node)
 
-    visit_Dict = visit_Tuple = visit_List
+    visit_Tuple = visit_List
 
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Expr:
+        for pair in node.items:
+            pair.key = _key(pair.key)
+        return self.visit_List(node)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
         self.generic_visit(node)
-        for operand in node.ops:  # each, since a < b < c is one comparison
-            operand.expr = _through("rlx_value", operand.expr)
-        return node
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:
-        self.generic_visit(node)
-        if isinstance(node.arg, nodes.Slice):
-            node.node = _through("rlx_value", node.node)
-        return node
+        if not isinstance(node.arg, nodes.Slice):
+            node.arg = _key(node.arg)
+            return node
+        bounds = (node.arg.start, node.arg.stop, node.arg.step)
+        return _through("rlx_slice", node.node, *(bound or nodes.Const(None) for bound in bounds))
 
 
-def _through(name: str, node: nodes.Node) -> nodes.Filter:
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+def _through(name: str, node: nodes.Node, *args: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
 
 
-def _refuse_other_files(tree: nodes.Template, where: str) -> None:
-    for node in tree.find_all((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
-        raise FormatError(f"{where}, line {node.lineno}: {type(node).__name__.lower()} of another template")
+def _key(node: nodes.Expr) -> nodes.Expr:
+    return node if isinstance(node, nodes.Const) else _through("rlx_key", node)
+
+
+def _pieces(body: Iterable[nodes.Node]) -> int:
+    """How many pieces of text the nodes write when they run once, loops in them left out."""
+    count = 0
+    waiting = list(body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, nodes.Output):
+            count += len(node.nodes)
+        elif not isinstance(node, (nodes.For, nodes.Expr)):
+            waiting.extend(node.iter_child_nodes())
+    return count
+
+
+_OTHER_FILES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
+
+
+def _refuse(tree: nodes.Template, where: str) -> None:
+    for node in tree.find_all((*_OTHER_FILES, nodes.EvalContextModifier, nodes.Const)):
+        if isinstance(node, _OTHER_FILES):
+            raise FormatError(f"{where}, line {node.lineno}: {type(node).__name__.lower()} of another template")
+        if isinstance(node, nodes.EvalContextModifier):
+            raise FormatError(f"{where}, line {node.lineno}: autoescape, which prompts have no use for")
+        if isinstance(node, nodes.Const) and type(node.value) is int and node.value.bit_length() > MAX_BITS:
+            raise FormatError(f"{where}, line {node.lineno}: expected numbers of at most {MAX_BITS} bits")
 
 
 def _reads_parts(tree: nodes.Template) -> bool:
@@ -244,38 +160,17 @@ def _reads_parts(tree: nodes.Template) -> bool:
     return any(by_name) or any(by_key)
 
 
-def _listed(values: Iterable[Any]) -> list[Any]:
-    found = list(islice(values, MAX_ITEMS + 1))
-    _budget.get().check_items(len(found))
-    return found
-
-
+# -- the environment -------------------------------------------------------------------------------------------------
 def _written(pieces: Iterable[str]) -> str:
     """The text of a block, a macro or a call, from its pieces."""
-    found = list(pieces)
-    _budget.get().check_chars(sum(map(len, found)))
-    return "".join(found)
+    parts = list(pieces)
+    current().make_text(sum(map(len, parts)), max(map(width, parts), default=1))
+    return "".join(parts)
 
 
-def _joined(glue: str, values: Iterable[Any]) -> str:
-    parts = [str(value) for value in _listed(values)]
-    _budget.get().check_chars(sum(map(len, parts)) + len(glue) * len(parts))
-    return glue.join(parts)
+_SCOPES = ("_loop_vars", "_block_vars")  # that Jinja passes along with the arguments of a call
 
 
-def _check_replace(text: str, old: str, new: str, count: int = -1) -> None:
-    found = text.count(old)
-    _budget.get().check_chars(len(text) + (found if count < 0 else min(found, count)) * max(0, len(new) - len(old)))
-
-
-def _check_format(text: str, wide: re.Pattern[str], fields: int, values: Iterable[Any]) -> None:
-    if wide.search(text):
-        raise _budget.get().exceeded("a format with a width of three digits")
-    longest = max((len(value if isinstance(value, str) else str(value)) for value in values), default=0)
-    _budget.get().check_chars(len(text) + fields * (longest + 1000))
-
-
-# -- the environment -------------------------------------------------------------------------------------------------
 class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
     concat = staticmethod(_written)
@@ -283,63 +178,51 @@ class _Environment(ImmutableSandboxedEnvironment):
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if not super().is_safe_attribute(obj, attr, value):
             return False
-        allowed = next((names for kind, names in _METHODS if isinstance(obj, kind)), None)
-        return allowed is None or attr in allowed or not callable(value)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        budget = _budget.get()
-        budget.step()
-        if isinstance(left, (str, list, tuple)) or isinstance(right, (str, list, tuple)):
-            self._check_sizes(budget, operator, left, right)
-        elif operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-            if bits > _MAX_BITS:
-                raise budget.exceeded(f"numbers of {_MAX_BITS} bits")
-        result = super().call_binop(context, operator, left, right)
-        if isinstance(result, int) and result.bit_length() > _MAX_BITS:
-            raise budget.exceeded(f"numbers of {_MAX_BITS} bits")
-        return budget.check_value(result)
-
-    def _check_sizes(self, budget: _Budget, operator: str, left: Any, right: Any) -> None:
-        check = budget.check_chars if isinstance(left, str) or isinstance(right, str) else budget.check_items
-        if operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
-            check(len(left) + len(right))
-        elif operator == "*" and isinstance(right, int):
-            check(len(left) * right)
-        elif operator == "*" and isinstance(left, int):
-            check(len(right) * left)
-        elif operator == "%" and isinstance(left, str):
-            values = right if isinstance(right, tuple) else right.values() if isinstance(right, dict) else (right,)
-            _check_format(left, _WIDE_PERCENT, left.count("%"), values)
+        methods = methods_of(obj)
+        return methods is None or attr in methods or not (callable(value) or isinstance(obj, VIEWS))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        run = super().wrap_str_format(value)
-        if run is None:
+        if not isinstance(value, (MethodType, BuiltinMethodType)) or value.__name__ != "format":
             return None
-        text = value.__self__
+        return formatter(self, value.__self__) if isinstance(value.__self__, str) else None
 
-        def checked(*args: Any, **kwargs: Any) -> str:
-            _check_format(text, _WIDE_FIELD, text.count("{"), (*args, *kwargs.values()))
-            return run(*args, **kwargs)
-
-        return checked
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        budget = current()
+        binary(budget, operator, left, right)
+        result = super().call_binop(context, operator, left, right)
+        charged = operator != "%" and not isinstance(result, Markup)  # what is escaped or formatted has any length
+        return budget.check(result) if charged else budget.made(result)
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        budget = _budget.get()
+        budget = current()
         budget.step()
-        budget.check_together((*args, *kwargs.values()))  # a macro sees them as one value, `varargs`
-        owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", None)
-        if isinstance(owner, str) and name == "join" and len(args) == 1:
-            return _joined(owner, args[0])
-        if isinstance(owner, str) and name == "replace" and all(isinstance(a, str) for a in args[:2]):
-            _check_replace(owner, *args)
+        given = (*args, *(value for name, value in kwargs.items() if name not in _SCOPES))
+        budget.check_together(given)
+        owner = getattr(obj, "__self__", None)
+        methods = None if owner is None else methods_of(owner)
+        if methods is not None:
+            return self._call_method(context, obj, methods[obj.__name__], given, args, kwargs)
         budget.depth += 1
         if budget.depth > MAX_DEPTH:
             raise budget.exceeded(f"{MAX_DEPTH} nested calls")
         try:
-            return budget.check_value(super().call(context, obj, *args, **kwargs))
+            if isinstance(obj, LoopContext) and isinstance(obj._iterable, Steps) and len(args) == 1:
+                args = (Steps(args[0], obj._iterable.pieces),)
+            result = super().call(context, obj, *args, **kwargs)
         finally:
             budget.depth -= 1
+        written = isinstance(obj, (Macro, BlockReference, LoopContext))  # their text is charged where it is joined
+        return result if written else budget.made(result)
+
+    def _call_method(
+        self, context: Context, method: Any, cost: Cost, given: tuple[Any, ...], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        owner = method.__self__
+        if isinstance(owner, str) and method.__name__ == "join" and len(given) == 1:
+            return joined(owner, given[0])
+        cost(current(), owner, given)
+        result = super().call(context, method, *args, **kwargs)
+        return result if result is owner else current().made(result)
 
 
 class _Generation(Extension):
@@ -353,145 +236,36 @@ class _Generation(Extension):
         return nodes.Scope(body, lineno=line)
 
 
+class _Length(Extension):
+    """A bound on the length of programs; text between them is free."""
+
+    def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
+        for count, token in enumerate(stream):
+            if count == MAX_TOKENS:
+                raise TemplateSyntaxError(f"expected at most {MAX_TOKENS} tokens", token.lineno)
+            yield token
+
+
 @pass_context
 def _finalize(context: Context, value: Any) -> Any:
     """Called with every value that is printed. That it takes the context keeps Jinja from folding constants."""
-    _budget.get().step()
-    return value
-
-
-# -- filters ---------------------------------------------------------------------------------------------------------
-def _counted(run: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(run)  # keeps the marks by which Jinja knows what to pass
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        budget = _budget.get()
-        budget.step()
-        budget.check_time()  # now, not at every 16th step: the next operation may look at all of a large value
-        return budget.check_value(run(*args, **kwargs))
-
-    return counted
-
-
-def _replace(text: Any, old: str, new: str, count: int | None = None) -> str:
-    _check_replace(str(text), old, new, -1 if count is None else count)
-    return str(text).replace(old, new, -1 if count is None else count)
-
-
-@pass_context
-def _join(context: Context, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
-    if attribute is not None:
-        value = context.environment.call_filter("map", value, kwargs={"attribute": attribute}, context=context)
-    return _joined(str(d), value)
-
-
-def _format(text: str, *args: Any, **kwargs: Any) -> str:
-    _check_format(str(text), _WIDE_PERCENT, str(text).count("%"), (*args, *kwargs.values()))
-    return str(text) % (kwargs or args)
-
-
-def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    length = width if isinstance(width, int) else len(width)
-    _budget.get().check_chars(len(text) + max(length, 0) * (1 + text.count("\n")))
-    return FILTERS["indent"](text, width, first, blank)  # type: ignore[no-any-return]
-
-
-def _round(value: float, precision: int = 0, method: Any = "common") -> float:
-    if abs(precision) > 100:
-        raise ValueError(f"round: expected a precision of at most 100, found {_shown(precision)}")
-    return FILTERS["round"](value, precision, method)  # type: ignore[no-any-return]
-
-
-@pass_context
-def _sum(context: Context, value: Iterable[Any], attribute: str | int | None = None, start: float = 0) -> Any:
-    if not isinstance(start, (int, float)):
-        raise TypeError("sum: adds numbers only")  # lists would be copied once for each
-    return FILTERS["sum"](context.environment, value, attribute, start)
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
-    separators: tuple[str, str] | None = None, sort_keys: bool = False,
-) -> str:  # fmt: skip
-    """As transformers has it: Jinja's own would escape HTML."""
-    if indent is not None and (len(indent) if isinstance(indent, str) else indent) > _MAX_INDENT:
-        raise _budget.get().exceeded(f"an indent of {_MAX_INDENT}")
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-_OWN_FILTERS: dict[str, Callable[..., Any]] = {
-    "replace": _replace, "join": _join, "format": _format, "indent": _indent, "list": _listed, "round": _round,
-    "sum": _sum, "tojson": _tojson,
-    # what `_Bounded` puts in
-    "rlx_steps": lambda values: _Steps(values), "rlx_concat": lambda parts: _joined("", parts),
-    "rlx_value": lambda value: value,
-}  # fmt: skip
-
-
-# -- globals ---------------------------------------------------------------------------------------------------------
-class _Namespace(Namespace):
-    """Jinja's, without names that Python itself reads, and without writing itself out."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *given = args  # `namespace(self=1)` is allowed
-        for name in dict(*given, **kwargs):
-            _check_name(name)
-        Namespace.__init__(self, *given, **kwargs)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-    def __repr__(self) -> str:
-        return "<Namespace>"
-
-
-def _check_name(name: Any) -> None:
-    if not isinstance(name, str) or name.startswith("_"):
-        raise ValueError(f"namespace: {quoted(name)} is no name for a value")
-
-
-def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    return dict(*args, **kwargs)
-
-
-def _range(*bounds: int) -> range:
-    found = range(*bounds)
-    _budget.get().check_items(len(found))
-    return found
-
-
-def _raise_exception(message: Any = "") -> None:
-    """Called by templates that cannot render these messages: the caller's fault, not the template's."""
-    raise RequestError(f"{_shown(message) or 'refused'} (says the chat template)")
-
-
-def _strftime_now(format: str) -> str:
-    if len(format) > 256 or _WIDE_TIME.search(format):
-        raise _budget.get().exceeded("a plain date format")
-    return datetime.now().strftime(format)
-
-
-_GLOBALS: Mapping[str, Any] = {
-    "range": _range, "dict": _dict, "namespace": _Namespace, "raise_exception": _raise_exception,
-    "strftime_now": _strftime_now,
-}  # fmt: skip
+    current().step()
+    return value if isinstance(value, str) else current().text(value)
 
 
 def _environment() -> _Environment:
-    made = _Environment(
+    environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=[_Generation, loopcontrols],
+        extensions=[_Generation, _Length, loopcontrols],
         finalize=_finalize,
         optimized=False,
     )
-    kept = {name: run for name, run in FILTERS.items() if name not in _NO_FILTERS}
-    made.filters = {name: _counted(run) for name, run in (kept | _OWN_FILTERS).items()}
-    tests: dict[str, Any] = made.tests
-    made.tests = {name: _counted(run) for name, run in tests.items()}
-    del made.globals["lipsum"]  # random text
-    made.globals.update(_GLOBALS)
-    return made
+    environment.filters = dict(FILTERS_OF_TEMPLATES)
+    environment.tests = dict(TESTS_OF_TEMPLATES)
+    del environment.globals["lipsum"]  # random text
+    environment.globals.update(GLOBALS_OF_TEMPLATES)
+    return environment
 
 
 _ENVIRONMENT = _environment()

@@ -5,6 +5,7 @@ Files say some of it (`tokenizer.ggml.eos_token_id`, `tokenizer_config.json`); w
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -80,3 +81,39 @@ def stop_ids(special: SpecialIds, ids: Mapping[str, int]) -> frozenset[int]:
     if "<|end|>" in ids and "<|end|>" not in names and special.eos != ids["<|end|>"]:
         known.discard(ids["<|end|>"])
     return frozenset(known | {ids[name] for name in names})
+
+
+_LONGEST_PART = 64  # characters of a special token that are looked for at the ends of a text
+
+
+class SpecialTexts:
+    """The texts of special tokens, and where other texts could become a part of one."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._forwards = sorted(texts)
+        self._backwards = sorted(text[::-1] for text in self._forwards)
+        self._all = "\0".join(self._forwards)
+        self.first_chars = frozenset(text[0] for text in self._forwards)
+        self.last_chars = frozenset(text[-1] for text in self._forwards)
+
+    def begun_by(self, text: str) -> int:
+        """How many characters at the end of a text begin a special token, which what follows might complete."""
+        return _shared(self._forwards, text[-_LONGEST_PART:])
+
+    def ended_by(self, text: str) -> int:
+        """How many characters at the beginning of a text end a special token, which what precedes might begin."""
+        return _shared(self._backwards, text[:_LONGEST_PART][::-1])
+
+    def include(self, text: str) -> bool:
+        """Whether the whole text is a part of a special token."""
+        return text in self._all
+
+
+def _shared(texts: list[str], end: str) -> int:
+    """The length of the longest end that one of the sorted texts begins with and goes on from; not white space."""
+    for start in range(len(end)):
+        part = end[start:]
+        at = bisect_right(texts, part)  # the first of those that go on from here, if there are any
+        if part.strip() and at < len(texts) and texts[at].startswith(part):
+            return len(part)
+    return 0

@@ -2,8 +2,8 @@
 
 A reader maps a file read-only, checks its header against the bytes that are there, and makes one `TensorFile`. Nothing
 is copied until it is asked for. A file is hostile until checked: whatever is wrong with it is a `FormatError`.
-A map cannot outlive its bytes: who cuts a file short while it is open kills the process, so replace files by renaming,
-or open them with `mapped=False`.
+A map cannot outlive its bytes: who cuts a file short while it is open kills the process (`mapped.py` finds what was
+changed before that), so replace files by renaming, or open them with `mapped=False`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import ml_dtypes
 import numpy as np
 
 from rlx.dtypes import BOOL, DType
-from rlx.errors import FormatError, ResourceError, nearest
+from rlx.errors import FormatError, ResourceError, nearest, shortened
+from rlx.formats.mapped import FileMap, map_of
 
 Array = np.ndarray[Any, Any]
 PathLike = str | os.PathLike[str]
@@ -61,11 +62,12 @@ _SHORT.maxlist = _SHORT.maxtuple = 8
 
 
 def quoted(value: object, limit: int = 80) -> str:
-    """`repr`, cut short: a name from a file may be a megabyte of escape codes."""
+    """`repr`, shortened: a name from a file may be a megabyte of escape codes."""
     if not isinstance(value, str):
         return _SHORT.repr(value)
-    shown = repr(value[: limit + 1])
-    return shown if len(shown) <= limit else shown[: limit - 4] + "..." + shown[0]
+    if len(value) > 2 * limit:  # only the ends can be shown
+        value = value[:limit] + value[-limit:]
+    return shortened(repr(value), limit)
 
 
 # -- records ---------------------------------------------------------------------------------------------------------
@@ -128,6 +130,11 @@ class FileBytes:
     def size(self) -> int:
         return len(self.view)
 
+    @property
+    def maps(self) -> list[FileMap]:
+        """The map of the file; none where it was read whole."""
+        return map_of(self.view)
+
     def array(self, first: int, end: int) -> Array:
         """The bytes from `first` to `end` as an array of u8, not copied."""
         return np.frombuffer(self.view[first:end], np.uint8)
@@ -157,7 +164,7 @@ def open_bytes(path: PathLike, *, mapped: bool = True) -> FileBytes:
                 raise broken(file, "the file is empty")
             if mapped:
                 # never closed by hand: views hold it, and it is unmapped with the last of them
-                return FileBytes(file, memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)))
+                return FileBytes(file, memoryview(FileMap(file, handle.fileno())))
             return FileBytes(file, memoryview(handle.readall()))
     except (OSError, ValueError) as error:  # ValueError: a NUL or half a surrogate pair in the path
         if getattr(error, "errno", None) == errno.ENOMEM:
@@ -197,6 +204,7 @@ class TensorFile:
         self.metadata: Mapping[str, Any] = MappingProxyType(dict(metadata))
         self._entries = {e.name: e for e in entries}
         self._bytes: dict[Path, FileBytes] | None = {f.path: f for f in files}
+        self.maps: tuple[FileMap, ...] = tuple(m for f in self._bytes.values() for m in f.maps)
 
     def __repr__(self) -> str:
         return f"<{self.format} {str(self.path)!r}: {len(self)} tensors>"
@@ -252,7 +260,7 @@ class TensorFile:
 
     def close(self) -> None:
         """Let go of the files. Arrays that were handed out stay good; the map goes with the last of them."""
-        self._bytes = None
+        self._bytes, self.maps = None, ()
 
     def __enter__(self) -> TensorFile:
         return self

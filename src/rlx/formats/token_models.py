@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from rlx.formats.bpe import Bpe, Merges, merges_of
 from rlx.formats.pretokenize import PreTokenizer
 from rlx.formats.rust_calls import rust_call
 from rlx.formats.tensors import quoted
+from rlx.locks import cached_property
 
 # Kinds of tokens, numbered as `tokenizer.ggml.token_type` numbers them.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6

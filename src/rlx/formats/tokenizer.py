@@ -9,12 +9,10 @@ A file is hostile until checked: whatever is wrong with it, the Rust library's p
 from __future__ import annotations
 
 import codecs
-import functools
 import json
 import math
 import operator
 import secrets
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -27,13 +25,15 @@ from rlx.errors import FormatError, RequestError
 from rlx.formats.bpe import Bpe
 from rlx.formats.pieces import Pieces, rule_of
 from rlx.formats.rust_calls import rust_call
-from rlx.formats.special_tokens import SpecialIds, is_marker, stop_ids
+from rlx.formats.special_tokens import SpecialIds, SpecialTexts, is_marker, stop_ids
 from rlx.formats.tensors import PathLike, open_bytes, quoted
+from rlx.locks import cached_property
 
 MAX_GROWTH = 256  # how many times longer a normalizer may make a text
 MAX_ENDS = 64  # special tokens around a text
 MIN_SHARED_CHARS = 400  # of a text, on average, from which many go to all cores where the model is ours
-MAX_START = 64  # characters of a special token that are looked for at the end of a text
+PLENTY = 16  # characters for each id that is wanted: a text with fewer is encoded as it is
+PIECE = 4096  # characters of a longer text whose ids are counted at a time
 
 
 class Tokenizer:
@@ -73,7 +73,7 @@ class Tokenizer:
         self.sep_id, self.cls_id = special.sep, special.cls
         self.stop_ids = stop_ids(special, named)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._special_texts = sorted(added[i].content for i in self.special_ids)
+        self.special_texts = SpecialTexts(added[i].content for i in self.special_ids)
         self._control = self.special_ids - {self.unk_id}
         self._anchor = f"<{secrets.token_hex(16)}>"  # stands for a special token before a text; nobody can type it
         name_of = rust.id_to_token if bpe is None else bpe.name
@@ -207,6 +207,8 @@ class Tokenizer:
     ) -> list[list[int]]:
         """The ids of each text, as `encode` gives them; many texts go to all cores where that is faster."""
         batch = _checked_texts(texts)
+        if limit is not None:
+            batch = [self.beginning(text, limit, parse_special=parse_special) for text in batch]
         rust = self._parsing if parse_special else self._plain
         # the library's threads wait for each other to call our BPE, which for short texts takes longer than they do
         alone = self._bpe is not None and sum(map(len, batch)) < MIN_SHARED_CHARS * len(batch)
@@ -222,6 +224,30 @@ class Tokenizer:
                 if not self._control.isdisjoint(ids[before : len(ids) - after]):
                     rows[i] = [*ids[:before], *self._without_control(batch[i]), *ids[len(ids) - after :]]
         return rows if limit is None else [_cut(ids, limit, before, after) for ids in rows]
+
+    def beginning(self, text: str, limit: int, *, parse_special: bool = False) -> str:
+        """The text itself; where it has far more than `limit` ids, a beginning of it that has more than that too.
+
+        So that nobody waits for the ids of a huge text that nobody wants. Its pieces are encoded one by one, each of
+        its kind once, until they have twice as many ids. What is at the ends of a piece does not count: in the whole
+        text it may belong to its neighbours.
+        """
+        if len(text) <= max(PLENTY * limit, PIECE):
+            return text
+        counts: dict[str, int] = {}
+        total = 0
+        for start in range(0, len(text), PIECE):
+            piece = text[start : start + PIECE]
+            if piece not in counts:
+                try:
+                    ids = self.encode(piece, add_special=False, parse_special=parse_special)
+                except RequestError:  # no text: whoever encodes all of it says where that is
+                    return text
+                counts[piece] = max(len(ids) - 2, 0)
+            total += counts[piece]
+            if total > 2 * limit:
+                return text[: start + PIECE]
+        return text
 
     def encode_parts(self, parts: Iterable[str | int]) -> list[int]:
         """The ids of texts and tokens in their order; no text can make a special token.
@@ -246,21 +272,12 @@ class Tokenizer:
     def special_spans(self, text: str) -> list[tuple[int, int, int]]:
         """Where the text of a special token stands: (first, end, id), as encoding with `parse_special` finds them."""
         _checked_texts((text,))
-        if not any(first in text for first in {special[0] for special in self._special_texts}):
+        if not any(first in text for first in self.special_texts.first_chars):
             return []
         with rust_call(self.source):
             encoding = self._parsing.encode(text, add_special_tokens=False)
         found = zip(encoding.offsets, encoding.ids, strict=True)
         return [(first, end, i) for (first, end), i in found if i in self.special_ids]
-
-    def special_start(self, text: str) -> int:
-        """How many characters at the end of a text begin a special token, which what follows might complete."""
-        for n in range(min(len(text), MAX_START), 0, -1):
-            end = text[-n:]
-            at = bisect_right(self._special_texts, end)  # the first of those that go on from here, if there are any
-            if end.strip() and at < len(self._special_texts) and self._special_texts[at].startswith(end):
-                return n
-        return 0
 
     # -- ids to text --
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
@@ -333,7 +350,7 @@ class Tokenizer:
                 rust = self._inside_words
         return out
 
-    @functools.cached_property
+    @cached_property
     def _inside_words(self) -> RustTokenizer:
         """The tokenizer to which special tokens are text, and which puts no space before a text."""
         space = None if self._bpe is not None else _metaspace(_description(self._cuts))  # ours matches no such text

@@ -138,6 +138,10 @@ UFUNCS = _same("add subtract multiply divide floor_divide power maximum minimum 
 UFUNCS |= _same("equal not_equal less less_equal greater greater_equal exp log sqrt sin cos tan tanh arctan square")
 UFUNCS |= _same("reciprocal sign floor ceil log1p expm1 logaddexp isnan isinf isfinite negative matmul")
 UFUNCS |= {"true_divide": "divide", "remainder": "mod", "absolute": "abs", "rint": "round", "float_power": "power"}
+UFUNC_METHODS = {
+    "add.reduce": "np.sum", "multiply.reduce": "np.prod", "maximum.reduce": "np.max", "minimum.reduce": "np.min",
+    "add.accumulate": "np.cumsum", "multiply.outer": "np.outer", "add.at": "x.at[key].add(y)",
+}  # fmt: skip
 FUNCTIONS = _same(f"{_REDUCTIONS} reshape ravel transpose swapaxes moveaxis expand_dims squeeze broadcast_to round")
 FUNCTIONS |= _same("concatenate stack split pad flip roll repeat tile tril triu where clip zeros_like ones_like")
 FUNCTIONS |= _same("dot outer tensordot einsum matmul take take_along_axis sort argsort")

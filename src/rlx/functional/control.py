@@ -5,27 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlx.dtypes import I32
-from rlx.errors import GraphError, ShapeError
+from rlx.dtypes import I32, DType, promote
+from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.functional import tree
-from rlx.functional.arrays import arange, at, expand_dims, minimum
+from rlx.functional.arrays import arange, astype, at, expand_dims, minimum
 from rlx.functional.printing import say
-from rlx.functional.tracing import (
-    Function,
-    Repeated,
-    Trace,
-    Traced,
-    as_array,
-    at_once,
-    call,
-    current,
-    trace_leaves,
-    type_of,
-)
+from rlx.functional.stand_ins import Repeated, Trace, Traced, as_array, current, is_weak, type_of, weak_kind
+from rlx.functional.tracing import Function, apply, at_once, call, trace_leaves
 from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline
 from rlx.transforms.build import count, declare, zeros
-from rlx.types import Size, TensorType, as_size
+from rlx.types import Dim, Size, TensorType, as_size
 
 Fun = Callable[..., Any]
 KEPT_STEPS = 1000  # of a while_loop, whose values are kept to be printed
@@ -37,9 +27,45 @@ def _trace() -> Trace:
     return found
 
 
-def _body(function: Fun, *arguments: Any, types: Sequence[TensorType], prints: bool = True) -> Function:
+def _body(
+    function: Fun, *arguments: Any, types: Sequence[TensorType], weak: Sequence[bool], prints: bool = True
+) -> Function:
     """The graph of a function of trees whose leaves have these types."""
-    return trace_leaves(function, tree.structure((arguments, {})), types, prints=prints)
+    return trace_leaves(function, tree.structure((arguments, {})), types, weak=weak, prints=prints)
+
+
+def _step(
+    where: str, function: Fun, init: Any, xs: Any = None, rows: Sequence[TensorType] = (), *, pair: bool
+) -> tuple[Function, list[Any]]:
+    """The body of a loop, and the leaves of its first carry, in types that stay as they are from step to step.
+
+    A carry that starts as a number takes the type that the body gives it, as in JAX: `scan(f, 0.0, np.ones(3))` is f64.
+    """
+    leaves, shape = tree.flatten(init)
+    while True:
+        types, weak = [type_of(x) for x in leaves], [is_weak(x) for x in leaves]
+        arguments = (init, xs) if pair else (init,)
+        body = _body(function, *arguments, types=[*types, *rows], weak=[*weak, *[False] * len(rows)])
+        if pair and (body.given.kind not in (tuple, list) or len(body.given.children) != 2):
+            hint = "return carry, y; y may be None"
+            raise GraphError(f"{where}: the function gives {body.given}, wanted a pair (carry, y)", hint=hint)
+        found = body.given.children[0] if pair else body.given
+        settled = leaves
+        if found == shape:
+            settled = [_promoted(x, out.type) for x, out in zip(leaves, body.graph.outputs, strict=False)]
+        if all(a is b for a, b in zip(leaves, settled, strict=True)):
+            _check_carry(where, found, body.graph.outputs, shape, types)
+            return body, leaves
+        leaves = settled
+
+
+def _promoted(x: Any, given: TensorType) -> Any:
+    """A first carry: a number whose type the body does not keep becomes an array of the type of both."""
+    kind = weak_kind(x)
+    if kind is None or type_of(x).dtype is given.dtype:
+        return x
+    wanted = promote(given.dtype, kind)
+    return astype(x, wanted)
 
 
 def _reordered(body: Function, count: int, captured: Sequence[Traced]) -> Graph:
@@ -82,7 +108,6 @@ def scan(
 
     `checkpoints` is how many carries the gradient keeps (None: all that it needs); what is between is computed again.
     """
-    carry, shape = tree.flatten(init)
     rows = tree.leaves(xs)
     sizes = {type_of(x).shape[0] if type_of(x).rank else None for x in rows} | (
         {as_size(length)} if length is not None else set()
@@ -91,12 +116,8 @@ def scan(
         shown = ", ".join(str(type_of(x)) for x in rows)
         raise ShapeError(f"scan: length is {length}, xs are {shown or 'none'}; wanted one number of rows")
     steps: Size = next(iter(sizes))  # type: ignore[assignment]
-    types = [type_of(x) for x in carry]
     inner = [t.with_shape(*t.shape[1:]) for t in (type_of(x) for x in rows)]
-    body = _body(f, init, xs, types=[*types, *inner])
-    if body.given.kind not in (tuple, list) or len(body.given.children) != 2:
-        raise GraphError(f"scan: the function gives {body.given}, wanted a pair (carry, y)")
-    _check_carry("scan", body.given.children[0], body.graph.outputs, shape, types)
+    body, carry = _step("scan", f, init, xs, inner, pair=True)
     graph = _reordered(body, len(carry), body.captured)
     finals, ys = _trace().graph.scan_general(
         _values(carry), graph, steps, broadcasts=_values(body.captured), xs=_values(rows), reverse=reverse,
@@ -106,7 +127,7 @@ def scan(
     if body.prints:
         number = count(_trace().graph, steps, I32)
         say(Repeated(body.prints, printed, number if isinstance(number, int) else _made([number])[0], reverse))
-    return shape.unflatten(_made(finals)), body.given.children[1].unflatten(given)
+    return tree.structure(init).unflatten(_made(finals)), body.given.children[1].unflatten(given)
 
 
 def _parted(values: Sequence[Traced], results: int) -> tuple[Sequence[Traced], Sequence[Traced]]:
@@ -115,21 +136,33 @@ def _parted(values: Sequence[Traced], results: int) -> tuple[Sequence[Traced], S
 
 
 @at_once
-def while_loop(cond_fun: Fun, body_fun: Fun, init: Any, max_steps: int | None = None) -> Any:
-    """`carry = body_fun(carry)` as long as `cond_fun(carry)` holds; a gradient needs `max_steps`."""
-    carry, shape = tree.flatten(init)
-    types = [type_of(x) for x in carry]
-    more, body = _body(cond_fun, init, types=types, prints=False), _body(body_fun, init, types=types)
-    _check_carry("while_loop", body.given, body.graph.outputs, shape, types)
+def while_loop(cond_fun: Fun, body_fun: Fun, init: Any, max_steps: int | None = None, *, truncate: bool = False) -> Any:
+    """`carry = body_fun(carry)` as long as `cond_fun(carry)` holds; a gradient needs `max_steps`.
+
+    A loop that has not ended after `max_steps` is a KernelError when it runs: a carry that was cut off looks like a
+    result and is none. `truncate=True` gives that carry, for loops with a budget of steps.
+    """
+    if truncate and max_steps is None:
+        raise GraphError("while_loop: truncate needs max_steps, after which the loop is cut off")
+    shape = tree.structure(init)
+    body, carry = _step("while_loop", body_fun, init, pair=False)
+    weak = [is_weak(x) for x in carry]
+    more = _body(cond_fun, init, types=[type_of(x) for x in carry], weak=weak, prints=False)
     if body.prints:
-        return _printing_while(cond_fun, body, init, shape, max_steps)
+        return _printing_while(cond_fun, body, shape.unflatten(carry), shape, max_steps, truncate)
     captured = list(dict.fromkeys([*more.captured, *body.captured]))
     graphs = [_reordered(b, len(carry), captured) for b in (more, body)]
     found = _trace().graph.while_loop(_values(carry), *graphs, broadcasts=_values(captured), max_steps=max_steps)
-    return shape.unflatten(_made(found))
+    made = _made(found)
+    if max_steps is not None and not truncate:
+        (still,) = call(more.graph, [*made, *more.captured])
+        made = [apply("ended", x, still) for x in made]
+    return shape.unflatten(made)
 
 
-def _printing_while(cond_fun: Fun, body: Function, init: Any, shape: tree.Structure, max_steps: int | None) -> Any:
+def _printing_while(
+    cond_fun: Fun, body: Function, init: Any, shape: tree.Structure, max_steps: int | None, truncate: bool
+) -> Any:
     """A while_loop that also carries how many steps there were, and what the first of them print, as rows."""
     kept = KEPT_STEPS if max_steps is None else min(max_steps, KEPT_STEPS)
     types = [o.type for o in body.whole.outputs[len(body.graph.outputs) :]]
@@ -143,13 +176,19 @@ def _printing_while(cond_fun: Fun, body: Function, init: Any, shape: tree.Struct
         return shape.unflatten(given), number + 1, [at(r)[place].set(v) for r, v in zip(rows, shown, strict=True)]
 
     start = (init, as_array(0), empty)
-    carry, number, rows = while_loop(lambda state: cond_fun(state[0]), step, start, max_steps)
+    carry, number, rows = while_loop(lambda state: cond_fun(state[0]), step, start, max_steps, truncate=truncate)
     say(Repeated(body.prints, [r[:kept] for r in rows], number))
     return carry
 
 
 def fori_loop(lower: Any, upper: Any, body_fun: Fun, init: Any) -> Any:
-    """`carry = body_fun(i, carry)` for i from `lower` to below `upper`; both known numbers, or sizes from 0."""
+    """`carry = body_fun(i, carry)` for i from `lower` to below `upper`, whole numbers.
+
+    Numbers that are known make a scan, which has a gradient; traced ones a while_loop.
+    """
+    for name, bound in (("lower", lower), ("upper", upper)):
+        if not isinstance(bound, Dim) and (isinstance(bound, bool) or not type_of(bound).dtype.is_integer):
+            raise DTypeError(f"fori_loop: {name} is {bound!r}, wanted a whole number", hint="cast it with int(...)")
     if isinstance(lower, Traced) or isinstance(upper, Traced):
         start = (as_array(lower) if not isinstance(lower, Traced) else lower, init)
         return while_loop(lambda c: c[0] < upper, lambda c: (c[0] + 1, body_fun(c[0], c[1])), start)[1]
@@ -160,13 +199,16 @@ def fori_loop(lower: Any, upper: Any, body_fun: Fun, init: Any) -> Any:
 @at_once
 def _cond(predicate: Any, true_fun: Fun, false_fun: Fun, *operands: Any) -> Any:
     leaves, _ = tree.flatten(operands)
-    types = [type_of(x) for x in leaves]
-    yes, no = (_body(f, *operands, types=types) for f in (true_fun, false_fun))
+    types, weak = [type_of(x) for x in leaves], [is_weak(x) for x in leaves]
+    yes, no = (_body(f, *operands, types=types, weak=weak) for f in (true_fun, false_fun))
     if yes.given != no.given:
         raise GraphError(f"cond: the branches give {yes.given} and {no.given}")
+    wanted = _shared_types(yes, no)
+    if wanted is not None:  # a branch that gives a number gives it in the type of the other
+        yes, no = (_body(_cast(f, wanted), *operands, types=types, weak=weak) for f in (true_fun, false_fun))
     for a, b in zip(yes.graph.outputs, no.graph.outputs, strict=True):
         if a.type != b.type:
-            raise ShapeError(f"cond: the branches give {a.type} and {b.type}")
+            raise ShapeError(f"cond: the branches give {a.type} and {b.type}", hint="cast one, or broadcast it")
     captured = list(dict.fromkeys([*yes.captured, *no.captured]))
     graphs = [_reordered(b, len(leaves), captured) for b in (yes, no)]
     results = len(yes.graph.outputs)
@@ -183,6 +225,30 @@ def _cond(predicate: Any, true_fun: Fun, false_fun: Fun, *operands: Any) -> Any:
             taken = Traced(trace, trace.constant(predicate)).astype("i32")
             say(Repeated(branch.prints, [expand_dims(v, 0) for v in values], taken if branch is yes else 1 - taken))
     return yes.outputs(made[:results])
+
+
+def _shared_types(yes: Function, no: Function) -> list[DType | None] | None:
+    """Element types for the outputs of both branches, where numbers among them yield to arrays; None: as they are."""
+    wanted: list[DType | None] = []
+    for a, b, weak_a, weak_b in zip(yes.graph.outputs, no.graph.outputs, yes.weak, no.weak, strict=True):
+        if weak_a == weak_b:
+            wanted.append(promote(a.dtype, b.dtype) if weak_a else None)
+        else:
+            array, number = (b, a) if weak_a else (a, b)
+            wanted.append(promote(array.dtype, number.dtype.weak))
+    differ = any(a.dtype is not b.dtype for a, b in zip(yes.graph.outputs, no.graph.outputs, strict=True))
+    return wanted if differ else None
+
+
+def _cast(function: Fun, wanted: Sequence[DType | None]) -> Fun:
+    """The function with its outputs in these element types; None leaves one as it is."""
+
+    def cast(*operands: Any) -> Any:
+        leaves, shape = tree.flatten(function(*operands))
+        return shape.unflatten([x if t is None else astype(x, t) for x, t in zip(leaves, wanted, strict=True)])
+
+    cast.__name__ = getattr(function, "__name__", "branch")
+    return cast
 
 
 def cond(predicate: Any, true_fun: Fun, false_fun: Fun, *operands: Any) -> Any:

@@ -8,7 +8,9 @@ from typing import Any
 
 from rlx.errors import GraphError
 from rlx.functional import tree
-from rlx.functional.tracing import Function, Traced, at_once, current, trace_leaves, type_of
+from rlx.functional.arrays import astype, zeros_like
+from rlx.functional.stand_ins import Traced, current, is_weak, type_of
+from rlx.functional.tracing import Function, at_once, trace_leaves
 from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline
 from rlx.types import TensorType
@@ -22,6 +24,15 @@ def _closed(where: str, made: Function) -> Graph:
         hint = "pass it in as an argument: a derivative with respect to it would be missing"
         raise GraphError(f"{where}: reads {made.captured[0]!r} from around it", hint=hint)
     return made.graph
+
+
+def _zeros(argument: Any) -> Any:
+    return tree.map(zeros_like, argument)
+
+
+def _settled(derivatives: Sequence[Any], types: Sequence[TensorType], weak: Sequence[bool]) -> list[Any]:
+    """Derivatives in the types of what they belong to, where one of both is a number, which says no type."""
+    return [astype(x, t.dtype) if w or is_weak(x) else x for x, t, w in zip(derivatives, types, weak, strict=True)]
 
 
 def _end(count: int, i: int) -> str:
@@ -46,27 +57,30 @@ class _Custom:
             return self.function(*args)
         leaves, shape = tree.flatten((args, {}))
         types = [type_of(x) for x in leaves]
-        made = trace_leaves(self.function, shape, types)
+        weak = [is_weak(x) for x in leaves]
+        made = trace_leaves(self.function, shape, types, weak=weak)
         forward = _closed(f"{self.kind} {self.function.__name__}", made)
         self._inside += 1
         try:
-            rules = self._rules(args, types, made)
+            rules = self._rules(args, types, weak, made)
         finally:
             self._inside -= 1
         trace = current()
         assert trace is not None
         found = trace.graph.custom_fn_multi([trace.constant(x) for x in leaves], forward, **rules)
-        return made.outputs([Traced(trace, v) for v in found])
+        return made.outputs([Traced(trace, v, w) for v, w in zip(found, made.weak, strict=True)])
 
-    def _rules(self, args: Sequence[Any], types: Sequence[TensorType], made: Function) -> dict[str, Graph]:
+    def _rules(
+        self, args: Sequence[Any], types: Sequence[TensorType], weak: Sequence[bool], made: Function
+    ) -> dict[str, Graph]:
         raise NotImplementedError
 
 
 class custom_vjp(_Custom):
     """A function whose gradient is given by `defvjp(fwd, bwd)`.
 
-    `fwd(*args)` gives what the function gives and anything to keep; `bwd(kept, cotangent)` gives a tuple with the
-    cotangent of each argument.
+    `fwd(*args)` gives what the function gives and anything to keep; `bwd(kept, cotangent)` gives a tuple with one
+    cotangent per argument, None for an argument that has no gradient.
     """
 
     kind = "custom_vjp"
@@ -76,7 +90,9 @@ class custom_vjp(_Custom):
         """Say how it is differentiated."""
         self.rule = (fwd, bwd)
 
-    def _rules(self, args: Sequence[Any], types: Sequence[TensorType], made: Function) -> dict[str, Graph]:
+    def _rules(
+        self, args: Sequence[Any], types: Sequence[TensorType], weak: Sequence[bool], made: Function
+    ) -> dict[str, Graph]:
         if self.rule is None:
             raise GraphError(f"custom_vjp {self.function.__name__}: has no rule yet", hint="call .defvjp(fwd, bwd)")
         fwd, bwd = self.rule
@@ -85,15 +101,20 @@ class custom_vjp(_Custom):
         def back(args_: Any, cts: Any) -> Any:
             _, kept = fwd(*args_)
             given = bwd(kept, made.outputs(cts))
-            found = tree.structure(tuple(given) if isinstance(given, (tuple, list)) else given)
-            if found != tree.structure(tuple(args)):
-                wanted = tree.structure(tuple(args))
-                raise GraphError(f"custom_vjp {self.function.__name__}: bwd gives {found}, arguments are {wanted}")
-            return tree.leaves(given)
+            if isinstance(given, (tuple, list)) and len(given) == len(args_):
+                given = tuple(_zeros(a) if g is None else g for a, g in zip(args_, given, strict=True))
+            found, wanted = tree.structure(given), tree.structure(tuple(args))
+            if found != wanted:
+                raise GraphError(
+                    f"custom_vjp {self.function.__name__}: bwd gives {found}, the arguments are {wanted}",
+                    hint="return a tuple with one cotangent per argument; None is for no gradient",
+                )
+            return _settled(tree.leaves(given), types, weak)
 
         shape = tree.structure(((tuple(args), [0] * len(results)), {}))
         pulled = _closed(
-            f"custom_vjp {self.function.__name__}: its rule", trace_leaves(back, shape, [*types, *results])
+            f"custom_vjp {self.function.__name__}: its rule",
+            trace_leaves(back, shape, [*types, *results], weak=[*weak, *made.weak]),
         )
         rule = Graph(pulled.name)
         operands = [rule.input(f"x{i}", t.shape, t.dtype) for i, t in enumerate(types)]
@@ -114,7 +135,9 @@ class custom_jvp(_Custom):
         self.rule = rule
         return rule
 
-    def _rules(self, args: Sequence[Any], types: Sequence[TensorType], made: Function) -> dict[str, Graph]:
+    def _rules(
+        self, args: Sequence[Any], types: Sequence[TensorType], weak: Sequence[bool], made: Function
+    ) -> dict[str, Graph]:
         given = self.rule
         if given is None:
             raise GraphError(f"custom_jvp {self.function.__name__}: has no rule yet", hint="call .defjvp(rule)")
@@ -126,10 +149,13 @@ class custom_jvp(_Custom):
                 raise GraphError(
                     f"custom_jvp {self.function.__name__}: the tangent is {found}, the result {made.given}"
                 )
-            return tree.leaves(moved)
+            return _settled(tree.leaves(moved), [o.type for o in made.graph.outputs], made.weak)
 
         shape = tree.structure(((tuple(args), tuple(args)), {}))
-        pushed = _closed(f"custom_jvp {self.function.__name__}: its rule", trace_leaves(push, shape, [*types, *types]))
+        pushed = _closed(
+            f"custom_jvp {self.function.__name__}: its rule",
+            trace_leaves(push, shape, [*types, *types], weak=[*weak, *weak]),
+        )
         rule = Graph(pushed.name)
         operands: list[Value] = [rule.input(f"x{i}", t.shape, t.dtype) for i, t in enumerate(types)]
         operands += [rule.input(f"tangent_{i}", t.shape, t.dtype) for i, t in enumerate(types)]

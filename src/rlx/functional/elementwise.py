@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from rlx.dtypes import dtype
+from rlx.dtypes import dtype, weak
 from rlx.functional.operands import asarray, floats, held, is_float, numpy_type, operand, traced
-from rlx.functional.tracing import Traced, apply, at_once, current, type_of
+from rlx.functional.stand_ins import current, type_of
+from rlx.functional.tracing import apply, at_once
 from rlx.transforms import build
 from rlx.types import Dim, as_shape
 
@@ -55,10 +56,8 @@ def round(x: Any, decimals: int = 0) -> Any:
 
 def _binary(op: str, doc: str) -> Callable[[Any, Any], Any]:
     def function(a: Any, b: Any) -> Any:
-        a, b = operand(a), operand(b)
-        if not isinstance(a, (Traced, np.ndarray)) and not isinstance(b, (Traced, np.ndarray)):
-            a = asarray(a)
-        return apply(op, a, b)
+        alone = weak(a) is not None and weak(b) is not None  # each has a type of its own then
+        return apply(op, asarray(a), asarray(b)) if alone else apply(op, operand(a), operand(b))
 
     function.__name__, function.__doc__ = op, doc
     return function
@@ -81,39 +80,34 @@ def logical_not(x: Any) -> Any:
 @at_once
 def divide(a: Any, b: Any) -> Any:
     """a / b, in floats."""
-    both = [operand(x) for x in (a, b)]
-    if all(isinstance(x, (bool, int)) or not (isinstance(x, float) or is_float(x)) for x in both):
-        both = [floats(asarray(x)) for x in both]
-    return apply("div", *both)
-
-
-def _any_float(*operands: Any) -> bool:
-    return any(isinstance(x, float) or is_float(x) for x in operands)
+    both = (a, b) if is_float(a) or is_float(b) else (floats(a), floats(b))
+    return apply("div", *(operand(x) for x in both))
 
 
 @at_once
 def floor_divide(a: Any, b: Any) -> Any:
     """The quotient, rounded down."""
-    return floor(divide(a, b)) if _any_float(a, b) else apply("floor_divide", operand(a), operand(b))
+    return floor(divide(a, b)) if is_float(a) or is_float(b) else apply("floor_divide", operand(a), operand(b))
 
 
 @at_once
 def mod(a: Any, b: Any) -> Any:
     """The remainder, with the sign of the divisor."""
-    return a - floor_divide(a, b) * b if _any_float(a, b) else apply("mod", operand(a), operand(b))
+    return a - floor_divide(a, b) * b if is_float(a) or is_float(b) else apply("mod", operand(a), operand(b))
 
 
 @at_once
 def power(a: Any, b: Any) -> Any:
     """a to the power b; a small whole number is a product, which is exact and has every derivative."""
-    if isinstance(b, int) and not isinstance(b, bool) and 0 <= b <= 8:
+    if isinstance(b, (int, np.integer)) and not isinstance(b, bool) and 0 <= b <= 8:
         a = asarray(a)
         if b == 0:
             return ones_like(a)
         half = power(a, b // 2) if b > 1 else None
         return a if half is None else half * half * a if b % 2 else half * half
-    base = float(a) if isinstance(a, (int, float)) else floats(asarray(a))
-    return apply("pow", base, b if isinstance(b, (int, float)) else asarray(b))
+    if weak(a) is not None and weak(b) is not None:
+        a, b = asarray(a), asarray(b)
+    return apply("pow", floats(asarray(a)) if weak(a) is None else float(a), operand(b))
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:

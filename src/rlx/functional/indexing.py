@@ -20,7 +20,8 @@ from rlx.functional.elementwise import (
 )
 from rlx.functional.operands import asarray, astype, held, traced
 from rlx.functional.shapes import broadcast_to, expand_dims, moveaxis, ravel, reshape, transpose
-from rlx.functional.tracing import Traced, apply, at_once, current, type_of
+from rlx.functional.stand_ins import Traced, current, type_of
+from rlx.functional.tracing import apply, at_once
 from rlx.transforms import build
 from rlx.types import Dim, Size, axis_index, broadcast, product
 
@@ -176,9 +177,8 @@ def _sliced(value: Any, axis: int, k: slice) -> Any:
         if k.start is not None or k.stop is not None:
             raise ShapeError(f"index: {k} goes backwards on an axis of size {size}, known only at run time")
         return _strided(build.flip(value, axis), axis, 0, size, -step)
-    start, stop = (
-        size + b if isinstance(b, int) and b < 0 else b for b in (k.start or 0, size if k.stop is None else k.stop)
-    )
+    bounds = (0 if k.start is None else k.start, size if k.stop is None else k.stop)
+    start, stop = (size + b if isinstance(b, int) and b < 0 else b for b in bounds)
     return _strided(value, axis, start, stop, step)
 
 

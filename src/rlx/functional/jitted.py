@@ -9,10 +9,11 @@ from typing import Any, overload
 
 import numpy as np
 
-from rlx.errors import GraphError, nearest
+from rlx.errors import DTypeError, GraphError, nearest
 from rlx.functional import tree
 from rlx.functional.printing import say_all
-from rlx.functional.tracing import Function, as_array, current, session, trace_leaves, type_of
+from rlx.functional.stand_ins import as_array, current, is_weak, type_of
+from rlx.functional.tracing import Function, leaf_types, need_function, session, trace_leaves
 from rlx.transforms.walk import leaves as leaf_nodes
 from rlx.types import TensorType, as_size
 
@@ -25,7 +26,7 @@ class Jitted:
     def __init__(
         self, function: Fun, dims: Mapping[str, Any], static_argnums: Sequence[int], static_argnames: Sequence[str]
     ) -> None:
-        self.function = function
+        self.function = need_function("jit", function)
         self.dims = dict(dims)
         self.static = set(static_argnames)
         self.signature = _signature(function)
@@ -46,14 +47,20 @@ class Jitted:
             return self.function(*args, **kwargs)
         moving, static = self._parted(args, kwargs)
         leaves, shape = tree.flatten(moving)
-        arrays = [as_array(x) for x in leaves]
         paths = self._paths(moving)
+        try:
+            arrays = [as_array(x) for x in leaves]
+        except DTypeError:
+            leaf_types("jit", leaves, paths)  # says which one it is
+            raise
         types = [self._type(path, type_of(a)) for path, a in zip(paths, arrays, strict=True)]
-        key = (shape, tuple(types), static)
+        weak = tuple([type(x) is not np.ndarray and is_weak(x) for x in leaves])
+        key = (shape, tuple(types), weak, static)
         found = self.compiled.get(key)
         if found is None:
-            self.history.append(self._why(paths, types, static))
-            function = trace_leaves(self._called(static), tree.structure(((moving,), {})), types, paths, prints=True)
+            self.history.append(self._why(paths, types, weak, static))
+            called, inputs = self._called(static), tree.structure(((moving,), {}))
+            function = trace_leaves(called, inputs, types, paths, weak=weak, prints=True)
             graph = function.whole
             found = self.compiled[key] = (function, session().compile(graph) if graph.outputs else None)
         function, compiled = found
@@ -71,12 +78,11 @@ class Jitted:
     def _parted(
         self, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
-        """Arguments by name: those that are traced, and static ones."""
+        """Arguments of this call by name: traced and static ones. A default that nobody passed stays the function's."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{_label(self.function)}: {error}") from None
-        bound.apply_defaults()
         moving: dict[str, Any] = {}
         static: list[tuple[str, Any]] = []
         for name, value in bound.arguments.items():
@@ -115,8 +121,9 @@ class Jitted:
         sizes = [have if n is None else as_size(n) for n, have in zip(named, type_.shape, strict=True)]
         return type_.with_shape(*sizes)
 
-    def _why(self, paths: list[str], types: list[TensorType], static: Any) -> str:
-        now = {p: str(t) for p, t in zip(paths, types, strict=True)} | {n: repr(v) for n, v in static}
+    def _why(self, paths: list[str], types: list[TensorType], weak: Sequence[bool], static: Any) -> str:
+        now = {p: f"{t.dtype} number" if w else str(t) for p, t, w in zip(paths, types, weak, strict=True)}
+        now |= {n: repr(v) for n, v in static}
         before, self._last = getattr(self, "_last", None), now
         shown = ", ".join(f"{p}: {t}" for p, t in now.items())
         if before is None:
@@ -124,6 +131,9 @@ class Jitted:
         changes = [f"{p} is {t}, was {before.get(p, 'not there')}" for p, t in now.items() if before.get(p) != t]
         changes += [f"{p} is gone" for p in before if p not in now]
         return "traced again, " + ("; ".join(changes) or "the structure of the arguments changed")
+
+    def __repr__(self) -> str:
+        return f"<rlx.jit of {_label(self.function)}, traced {len(self.history)} times>"
 
     def explain(self) -> str:
         """Each time that the function was traced, and why."""

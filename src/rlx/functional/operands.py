@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from rlx.dtypes import dtype
-from rlx.functional.tracing import Traced, apply, as_array, current, type_of
+from rlx.dtypes import dtype, weak
+from rlx.functional.stand_ins import Traced, as_array, current, is_weak, type_of, weak_type
+from rlx.functional.tracing import apply
 from rlx.ir import registry
 
 Axis = int | Sequence[int] | None
+
+
+def axis_tuple(axis: int | Sequence[int]) -> tuple[int, ...]:
+    """One axis or several, as a tuple of Python's ints."""
+    return tuple(map(operator.index, axis)) if isinstance(axis, (tuple, list)) else (operator.index(axis),)  # type: ignore[arg-type]
 
 
 def held(x: Any) -> Any:
@@ -36,7 +43,7 @@ def asarray(x: Any, dtype: Any = None) -> Any:
     if isinstance(x, (list, tuple)) and has_traced(x):
         from rlx.functional.shapes import stack
 
-        x = stack([asarray(v) for v in x])
+        x = stack(x)
     if not isinstance(x, Traced):
         x = as_array(x)
         return x if dtype is None else x.astype(numpy_type(dtype))
@@ -53,16 +60,34 @@ def numpy_type(like: Any) -> np.dtype[Any]:
 
 def floats(x: Any) -> Any:
     """Integers as f32: what functions of floats do with them."""
-    return x if is_float(x) else astype(x, "f32")
+    if is_float(x):
+        return x
+    if weak(x) is not None:
+        return float(x)
+    made = astype(x, "f32")
+    return Traced(made.trace, made.value, is_weak(x)) if isinstance(made, Traced) else made
 
 
 def operand(x: Any) -> Any:
-    """Numbers stay numbers, which have no type of their own."""
-    return x if isinstance(x, (bool, int, float)) else asarray(x)
+    """Numbers stay numbers, which beside arrays have no type of their own."""
+    return x if weak(x) is not None else asarray(x)
+
+
+def together(xs: Sequence[Any]) -> list[Any]:
+    """Arrays that lie in one array: numbers among them take the type of the others."""
+    wanted = weak_type(xs)
+    if wanted is None:
+        return [asarray(x) for x in xs]
+    trace = current()
+    assert trace is not None
+    constants = [x if weak(x) is None else traced(trace.graph.constant(x, wanted)) for x in xs]
+    return [astype(x, wanted) if is_weak(x) else asarray(x) for x in constants]
 
 
 def astype(x: Any, dtype: Any) -> Any:
     """x in another element type."""
+    if weak(x) is not None:
+        return np.asarray(x).astype(numpy_type(dtype))
     if not isinstance(x, Traced) and current() is None:
         return as_array(x).astype(numpy_type(dtype))
     return apply("cast", asarray(x), dtype=dtype)

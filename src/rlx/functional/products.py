@@ -9,13 +9,15 @@ from rlx.errors import GraphError
 from rlx.functional.elementwise import (
     counter,
     equal,
+    multiply,
     where,
     zeros,
 )
 from rlx.functional.operands import asarray
 from rlx.functional.reductions import sum
 from rlx.functional.shapes import axes_of, expand_dims, moveaxis, ravel, reshape, squeeze, transpose
-from rlx.functional.tracing import apply, at_once, type_of
+from rlx.functional.stand_ins import type_of
+from rlx.functional.tracing import apply, at_once
 from rlx.types import Size, product
 
 
@@ -32,9 +34,8 @@ def matmul(a: Any, b: Any) -> Any:
 @at_once
 def dot(a: Any, b: Any) -> Any:
     """The last axis of `a` with the second to last of `b`; a number multiplies."""
-    a, b = asarray(a), asarray(b)
     if not type_of(a).rank or not type_of(b).rank:
-        return a * b
+        return multiply(a, b)
     if type_of(b).rank <= 2:
         return matmul(a, b)
     return tensordot(a, b, ((type_of(a).rank - 1,), (type_of(b).rank - 2,)))

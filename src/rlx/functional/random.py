@@ -9,7 +9,8 @@ import numpy as np
 
 from rlx.errors import GraphError
 from rlx.functional.arrays import argmax, astype, less, log, stack, zeros
-from rlx.functional.tracing import apply, at_once, type_of
+from rlx.functional.stand_ins import type_of
+from rlx.functional.tracing import apply, at_once
 from rlx.types import as_shape
 
 Shape = Sequence[Any]
@@ -46,7 +47,7 @@ def bits(key: Any, shape: Shape = ()) -> Any:
 def uniform(key: Any, shape: Shape = (), dtype: Any = "f32", minval: float = 0.0, maxval: float = 1.0) -> Any:
     """Numbers from `minval` to below `maxval`."""
     found = astype(apply("random_uniform", key, shape=as_shape(shape)), dtype)
-    return found if (minval, maxval) == (0.0, 1.0) else found * (maxval - minval) + minval
+    return found * (maxval - minval) + minval
 
 
 @at_once
@@ -64,6 +65,9 @@ def bernoulli(key: Any, p: Any = 0.5, shape: Shape = ()) -> Any:
 @at_once
 def randint(key: Any, shape: Shape, minval: int, maxval: int, dtype: Any = "i32") -> Any:
     """Whole numbers from `minval` to below `maxval`, all as likely as 2^32 allows."""
+    for name, value in (("minval", minval), ("maxval", maxval)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise GraphError(f"random.randint: {name} is {value!r}, wanted a whole number that is known")
     span = maxval - minval
     if not 0 < span <= 2**31:
         raise GraphError(f"random.randint: from {minval} to {maxval} is no range of up to 2^31 numbers")
@@ -82,3 +86,7 @@ def gumbel(key: Any, shape: Shape = ()) -> Any:
 def categorical(key: Any, logits: Any, axis: int = -1) -> Any:
     """Indices with probabilities softmax(logits)."""
     return argmax(logits + gumbel(key, type_of(logits).shape), axis)
+
+
+def __dir__() -> list[str]:
+    return ["bernoulli", "bits", "categorical", "fold_in", "gumbel", "key", "normal", "randint", "split", "uniform"]

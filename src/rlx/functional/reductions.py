@@ -14,16 +14,16 @@ from rlx.functional.elementwise import (
     sqrt,
     where,
 )
-from rlx.functional.operands import Axis, asarray, astype, floats, held, traced
+from rlx.functional.operands import Axis, asarray, astype, axis_tuple, floats, held, traced
 from rlx.functional.shapes import ravel, squeeze
-from rlx.functional.tracing import apply, at_once, type_of
+from rlx.functional.stand_ins import type_of
+from rlx.functional.tracing import apply, at_once
 from rlx.ir.graph import Graph
 from rlx.transforms import build
 
 
 def _reduced(op: str, x: Any, axis: Axis, keepdims: bool) -> Any:
-    axes = None if axis is None else axis if isinstance(axis, int) else tuple(axis)
-    return apply(op, asarray(x), axis=axes, keepdims=keepdims)
+    return apply(op, asarray(x), axis=None if axis is None else axis_tuple(axis), keepdims=keepdims)
 
 
 @at_once

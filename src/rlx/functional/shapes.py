@@ -12,17 +12,21 @@ from rlx.functional.elementwise import (
     where,
     zeros,
 )
-from rlx.functional.operands import Axis, asarray, held, traced
-from rlx.functional.tracing import apply, at_once, type_of
+from rlx.functional.operands import Axis, asarray, axis_tuple, held, together, traced
+from rlx.functional.stand_ins import type_of
+from rlx.functional.tracing import apply, at_once
 from rlx.transforms import build
 from rlx.types import as_shape, axis_index
 
 
-@at_once
 def reshape(x: Any, *shape: Any) -> Any:
     """x under another shape; one size may be -1."""
-    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-    return traced(held(x).reshape(tuple(sizes)))
+    return _reshape(x, shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
+
+
+@at_once
+def _reshape(x: Any, shape: Sequence[Any]) -> Any:
+    return traced(held(x).reshape(tuple(shape)))
 
 
 def ravel(x: Any) -> Any:
@@ -56,7 +60,7 @@ def moveaxis(x: Any, source: int, destination: int) -> Any:
 def expand_dims(x: Any, axis: int | Sequence[int]) -> Any:
     """x with axes of size 1."""
     shape = list(type_of(x).shape)
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    axes = axis_tuple(axis)
     for a in sorted(a % (len(shape) + len(axes)) for a in axes):
         shape.insert(a, 1)
     return reshape(x, shape)
@@ -73,7 +77,7 @@ def squeeze(x: Any, axis: Axis = None) -> Any:
 
 
 def axes_of(axis: Axis, rank: int, where: str) -> tuple[int, ...]:
-    given = tuple(range(rank)) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
+    given = tuple(range(rank)) if axis is None else axis_tuple(axis)
     return tuple(axis_index(a, rank, where) for a in given)
 
 
@@ -85,7 +89,7 @@ def broadcast_to(x: Any, shape: Sequence[Any]) -> Any:
 @at_once
 def concatenate(arrays: Sequence[Any], axis: int = 0) -> Any:
     """Arrays end to end."""
-    return apply("concatenate", *(asarray(x) for x in arrays), axis=axis)
+    return apply("concatenate", *together(arrays), axis=axis)
 
 
 @at_once
@@ -93,7 +97,7 @@ def stack(arrays: Sequence[Any], axis: int = 0) -> Any:
     """Arrays beside each other on a new axis."""
     rank = type_of(arrays[0]).rank + 1
     at = axis_index(axis, rank, "stack")
-    return concatenate([expand_dims(asarray(x), at) for x in arrays], axis=at)
+    return concatenate([expand_dims(x, at) for x in together(arrays)], axis=at)
 
 
 @at_once

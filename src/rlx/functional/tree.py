@@ -65,7 +65,7 @@ class Structure:
     def __str__(self) -> str:
         match self.kind:
             case "leaf":
-                return "*"
+                return "array"
             case None:
                 return "None"
         parts = [str(c) for c in self.children]
@@ -146,3 +146,7 @@ def broadcast_prefix(prefix: Any, tree: Any, where: str) -> list[Any]:
         return found
 
     return walk(prefix, tree)
+
+
+def __dir__() -> list[str]:
+    return ["Structure", "flatten", "leaves", "map", "structure"]

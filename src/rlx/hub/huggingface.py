@@ -302,7 +302,7 @@ def fetch(repo: Repo, *, quiet: bool = False) -> Snapshot:
         absent = [remotes[n] for n in names if not _is_here(folder, remotes[n])]
         missing = [r for r in absent if not _taken_over(repo, commit, r, folder / r.name)]
         total = sum(r.size or 0 for r in missing)
-        store.check_free(str(repo), root, total)
+        store.check_free(str(repo), root, total, max((r.size or 0 for r in missing), default=0))
         with store.disk_errors(str(repo), root):
             partial.mkdir(exist_ok=True)
             if missing:

@@ -290,7 +290,8 @@ def _fetch_into(entry: Entry, folder: Path, partial: Path, quiet: bool) -> None:
     wanted = [a for a in entry.archives if any(p.archive == a for p in pieces)]
     # An archive lies on the disk twice, for a moment: as the tool receives it and where the tool puts it.
     twice = 2 * max((a.size for a in wanted), default=0)
-    store.check_free(entry.name, folder, sum(p.size for p in pieces) + twice)
+    largest = max([j.file.size for j in joins] + [a.size for a in wanted], default=0)
+    store.check_free(entry.name, folder, sum(p.size for p in pieces) + twice, largest)
     total, done = sum(a.size for a in wanted), 0
     with bar(entry.name, total, quiet=quiet) as tick:
         for archive in wanted:

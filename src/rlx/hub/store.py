@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import stat
 import sys
 import time
@@ -80,12 +81,28 @@ def disk_errors(what: str, folder: Path) -> Iterator[None]:
 def disk_error(what: str, folder: Path, error: OSError) -> CapabilityError:
     if error.errno in _FULL:
         return disk_full(what, folder)
+    if error.errno == errno.EFBIG:
+        return CapabilityError(
+            f"{what}: a file in {folder} would become too large",
+            hint="raise the limit on the size of files (ulimit -f), or set RLX_HOME to a folder on another file system",
+        )
     if error.errno in _REFUSED:
         return CapabilityError(
             f"{what}: {folder} cannot be written: {error.strerror}",
             hint="set RLX_HOME to a folder that you may write to",
         )
     return CapabilityError(f"{what}: {folder}: {error.strerror or error}")
+
+
+def tool_error(what: str, folder: Path, code: int, output: str) -> CapabilityError | None:
+    """What a program that was to write files says of the disk, if that is why it has failed."""
+    if code == -getattr(signal, "SIGXFSZ", code):
+        output = "EFBIG"
+    words = {"ENOSPC": "No space left on device", "EDQUOT": "Disk quota exceeded", "EFBIG": "File too large"}
+    for name, said in words.items():
+        if name in output or said in output:
+            return disk_error(what, folder, OSError(getattr(errno, name, errno.ENOSPC), said))
+    return None
 
 
 def disk_full(what: str, folder: Path, needed: int | None = None, free: int | None = None) -> CapabilityError:
@@ -96,8 +113,16 @@ def disk_full(what: str, folder: Path, needed: int | None = None, free: int | No
     )
 
 
-def check_free(what: str, folder: Path, needed: int) -> None:
-    """Refuse before the first byte what would not fit at the end."""
+def check_free(what: str, folder: Path, needed: int, largest: int = 0) -> None:
+    """Refuse before the first byte what would not fit at the end; `largest` are the bytes of the largest file."""
+    if sys.platform != "win32":
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if limit not in (resource.RLIM_INFINITY, -1) and limit < largest:
+            error = disk_error(what, folder, OSError(errno.EFBIG, os.strerror(errno.EFBIG)))
+            error.add_note(f"  the limit is {show_size(limit)}, the largest file has {show_size(largest)}")
+            raise error
     try:
         free = shutil.disk_usage(folder).free
     except OSError:  # some file systems do not say

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlx.errors import GraphError, ShapeError, nearest
-from rlx.types import Size, as_size
+from rlx.types import ShapeLike, Size, as_shape, as_size
 
 if TYPE_CHECKING:
     from rlx.ir.graph import Graph, Node, Value
@@ -89,7 +89,7 @@ class ControlBuilders:
     # -- scans backwards ------------------------------------------------------------------------------------------
     def scan_backward(
         self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: Size, *,
-        save_trajectory: bool,
+        save_trajectory: bool, out_shape: ShapeLike | None = None,
     ) -> Value:  # fmt: skip
         """The gradient of `init`, by one scan from the last step to the first.
 
@@ -98,19 +98,20 @@ class ControlBuilders:
         carry and of a row of each xs.
         """
         sweep = self._sweep("scan_backward", (init, trajectory, upstream, *xs), body_vjp, length, save_trajectory)
-        return self._swept(sweep)[0]
+        return self._swept(sweep, 0, out_shape)
 
     def scan_backward_xs(
         self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: Size,
-        xs_idx: int, *, save_trajectory: bool,
+        xs_idx: int, *, save_trajectory: bool, out_shape: ShapeLike | None = None,
     ) -> Value:  # fmt: skip
         """The gradient of `xs[xs_idx]`, `[length, *step]`; with `scan_backward` of the same operands it is one scan."""
         sweep = self._sweep("scan_backward_xs", (init, trajectory, upstream, *xs), body_vjp, length, save_trajectory)
-        return self._swept(sweep)[sweep.result(xs_idx)]
+        return self._swept(sweep, sweep.result(xs_idx), out_shape)
 
     def scan_backward_with_checkpoints(
         self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: int,
         num_checkpoints: int, forward_body: Graph | None = None, *, save_trajectory: bool,
+        out_shape: ShapeLike | None = None,
     ) -> Value:  # fmt: skip
         """`scan_backward` from K = `num_checkpoints` carries; those between are computed again with `forward_body`.
 
@@ -121,18 +122,19 @@ class ControlBuilders:
             "scan_backward_with_checkpoints", (init, trajectory, upstream, *xs), body_vjp, length, save_trajectory,
             num_checkpoints, forward_body,
         )  # fmt: skip
-        return self._swept(sweep)[0]
+        return self._swept(sweep, 0, out_shape)
 
     def scan_backward_xs_with_checkpoints(
         self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: int,
         xs_idx: int, num_checkpoints: int, forward_body: Graph | None = None, *, save_trajectory: bool,
+        out_shape: ShapeLike | None = None,
     ) -> Value:  # fmt: skip
         """`scan_backward_xs` from checkpoints, as `scan_backward_with_checkpoints`."""
         sweep = self._sweep(
             "scan_backward_xs_with_checkpoints", (init, trajectory, upstream, *xs), body_vjp, length, save_trajectory,
             num_checkpoints, forward_body,
         )  # fmt: skip
-        return self._swept(sweep)[sweep.result(xs_idx)]
+        return self._swept(sweep, sweep.result(xs_idx), out_shape)
 
     def _sweep(self, where: str, operands: Sequence[Any], body_vjp: Graph, length: Size, *rest: Any) -> _Sweep:
         init, trajectory, upstream, *xs = (self._value(where, o, None) for o in operands)
@@ -140,7 +142,15 @@ class ControlBuilders:
         sweep.check()
         return sweep
 
-    def _swept(self, sweep: _Sweep) -> tuple[Value, ...]:
+    def _swept(self, sweep: _Sweep, which: int, out_shape: ShapeLike | None) -> Value:
+        """One gradient of a sweep, of the shape that the caller expects."""
+        wanted = sweep.init if which == 0 else sweep.xs[which - 1]
+        if out_shape is not None and wanted.shape != as_shape(out_shape):
+            shown = ", ".join(map(str, as_shape(out_shape)))
+            raise ShapeError(f"{sweep.where}: the result is {wanted.type}, out_shape is [{shown}]")
+        return self._gradients(sweep)[which]
+
+    def _gradients(self, sweep: _Sweep) -> tuple[Value, ...]:
         """The gradients of the first carry and of all xs. Equal sweeps are equal nodes, of which passes keep one."""
         carry = sweep.init.type
         start = sweep.upstream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,6 +13,8 @@ import numpy as np
 from rlx.errors import BindError, LowerError
 from rlx.ir import registry
 from rlx.ir.graph import Graph, Node, Value
+from rlx.ir.registry import LEAF, VIEW
+from rlx.resources import ADDRESSES, SMALL, require
 from rlx.types import Dim, concrete, evaluate
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
@@ -35,11 +38,13 @@ def run(graph: Graph, leaves: Arrays, binding: Mapping[str, int]) -> list[np.nda
     look = _look.get()
     for node in graph.nodes:
         operands = [None if o is None else values[o] for o in node.operands]
+        shapes = [concrete(t.array_shape, binding) for t in node.types]
+        _check_room(graph, node, operands, shapes)
         results = results_of(node, operands, leaves, binding)
         if look is not None and node.operands:
             look(node, operands, results)
-        for value, result in zip(node.results, results, strict=True):
-            _check_shape(value, result.shape, binding)
+        for value, result, shape in zip(node.results, results, shapes, strict=True):
+            _check_shape(value, result.shape, shape)
             values[value] = result
     return [values[o] for o in graph.outputs]
 
@@ -57,9 +62,19 @@ def results_of(
             return apply(node, operands, binding)
 
 
-def _check_shape(value: Value, found: tuple[int, ...], binding: Mapping[str, int]) -> None:
+def _check_room(graph: Graph, node: Node, operands: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> None:
+    """Refuse a node whose results do not fit into memory. Views need none, up to what NumPy can count."""
+    needed = sum(math.prod(shape) * t.dtype.numpy.itemsize for shape, t in zip(shapes, node.types, strict=True))
+    if needed <= SMALL or LEAF in node.definition.traits:
+        return
+    copies = node.op == "reshape" and not operands[0].flags.c_contiguous
+    if VIEW not in node.definition.traits or copies or needed >= ADDRESSES:
+        what = f"graph {graph.name!r}: %{node.id} {node.op} of {node.types[0]}, shape {list(shapes[0])}"
+        require(what, needed, "smaller inputs or a smaller batch", [f"built at: {node.origin}"])
+
+
+def _check_shape(value: Value, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     """The declared shape, or an error: the oracle may not be wrong about sizes."""
-    wanted = concrete(value.type.array_shape, binding)
     if found != wanted:
         raise BindError(f"%{value.node.id} {value.node.op}: shape is {found}, its type {value.type} says {wanted}")
 

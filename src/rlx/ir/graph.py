@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from rlx.dtypes import BOOL, DType, DTypeLike, WeakScalar, dtype, promote
+from rlx.dtypes import BOOL, DType, DTypeLike, dtype, promote, weak
 from rlx.errors import DTypeError, GraphError, RlxError, ShapeError, nearest
 from rlx.ir import registry
 from rlx.ir.control import ControlBuilders
 from rlx.ir.custom import CustomBuilders
 from rlx.ir.provenance import Origin, here
 from rlx.ir.quant import QuantBuilders
-from rlx.types import Dim, ShapeLike, Size, Symbol, TensorType, as_shape, as_size, symbols_of
+from rlx.types import Dim, ShapeLike, Size, Symbol, TensorType, as_shape, as_size, symbols_of, tensor
 
 if TYPE_CHECKING:
     from rlx.module import GraphModule
@@ -73,6 +73,14 @@ class Node:
 
     def __getitem__(self, index: int) -> Value:
         return self.results[index]
+
+    def __rlx_value__(self) -> Value:
+        """What stands for the node where it is an operand: its result; several are laid end to end in one vector."""
+        if len(self.results) == 1:
+            return self.results[0]
+        kind = functools.reduce(promote, (value.dtype for value in self.results))
+        flat = [value.reshape(value.type.elements) for value in self.results]
+        return self.graph.one("concatenate", *(v if v.dtype is kind else v.astype(kind) for v in flat), axis=0)
 
     @property
     def definition(self) -> registry.OpDef:
@@ -297,12 +305,16 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
     """A graph under construction or finished. Append-only; `level` is hir or mir."""
 
     def __init__(self, name: str = "graph", *, level: str = registry.MIR) -> None:
+        if not isinstance(name, str):
+            hint = "module.into_graph() is the graph of a module" if hasattr(name, "into_graph") else None
+            raise GraphError(f"Graph: its name is a {type(name).__name__}, expected a string", hint=hint)
         self.name = name
         self.level = level
         self.nodes: list[Node] = []
         self.outputs: tuple[Value, ...] = ()
         self._named: dict[str, Node] = {}
         self.limits: dict[str, int] = {}  # symbol -> largest size allowed at run time
+        self.fixed: set[str] = set()  # params that training leaves alone unless it is told their names
 
     # -- modules ----------------------------------------------------------------------------------------------------
     @staticmethod
@@ -320,23 +332,23 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
         return GraphModule.hir(name)
 
     # -- leaves -----------------------------------------------------------------------------------------------------
-    def input(self, name: str, shape: ShapeLike, dtype: DTypeLike = "f32") -> Value:
-        """A tensor given at each run."""
+    def input(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
+        """A tensor given at each run; a type in place of the shape says both."""
         return self._leaf("input", name, shape, dtype)
 
-    def state(self, name: str, shape: ShapeLike, dtype: DTypeLike = "f32") -> Value:
+    def state(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
         """Memory given at each run that the graph changes in place, such as a KV cache."""
         return self._leaf("state", name, shape, dtype)
 
-    def param(self, name: str, shape: ShapeLike, dtype: DTypeLike = "f32") -> Value:
+    def param(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
         """A weight: given once, kept for all runs."""
         return self._leaf("param", name, shape, dtype)
 
-    def _leaf(self, op: str, name: str, shape: ShapeLike, like: DTypeLike) -> Value:
+    def _leaf(self, op: str, name: str, shape: ShapeLike | TensorType, like: DTypeLike) -> Value:
         if not name or name in self._named:
             problem = "has no name" if not name else f"{name!r} exists already"
             raise GraphError(f"{op}: {problem} in graph {self.name!r}", hint="names of inputs and params are unique")
-        type_ = TensorType(as_shape(shape), dtype(like))
+        type_ = tensor(shape, like)
         for size in type_.shape:
             for symbol in symbols_of(size):
                 self._limit(symbol)
@@ -358,7 +370,7 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
 
     # -- building -----------------------------------------------------------------------------------------------------
     def apply(self, op: str, *operands: Any, **attrs: Any) -> Any:
-        """Append one op. Python numbers and arrays among the operands become constants; the result type is inferred."""
+        """Append one op. Numbers and arrays among the operands become constants; the result type is inferred."""
         node = self.build(op, operands, attrs)
         return node.results if len(node.types) != 1 else node.results[0]
 
@@ -383,8 +395,8 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
             full[key] = _canonical(op, key, given)
         try:
             types = registry.result_types(definition, [None if v is None else v.type for v in values], full)
-            if expected is not None and types[0].shape != as_shape(expected):
-                raise ShapeError(f"{op}: the result is {types[0]}, out_shape is [{', '.join(map(str, expected))}]")
+            if expected is not None:
+                check_out_shape(op, types, expected)
         except RlxError as error:
             shown = ", ".join("none" if v is None else str(v.type) for v in values)
             error.add_note(f"  operands: {shown}")
@@ -427,7 +439,7 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
                     hint="build both in one graph",
                 )
             return operand
-        if isinstance(operand, (bool, int, float)) and scalar_type is not None:
+        if scalar_type is not None and weak(operand) is not None:
             return self.constant(operand, scalar_type)
         if isinstance(operand, (bool, int, float, np.ndarray, np.generic, list, tuple)):
             return self.constant(operand)
@@ -450,7 +462,8 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
 
     def set_outputs(self, outputs: Iterable[Value] | Value) -> Graph:
         """Say what the graph gives; returns the graph."""
-        values = (outputs,) if isinstance(outputs, Value) else tuple(outputs)
+        held = _held(outputs)
+        values = (held,) if isinstance(held, Value) else tuple(map(_held, outputs))
         for value in values:
             if not isinstance(value, Value) or value.graph is not self:
                 raise GraphError(f"set_outputs: {value!r} is not a value of graph {self.name!r}")
@@ -593,7 +606,7 @@ def _numbers(data: Any, like: DTypeLike | None) -> np.ndarray[Any, Any]:
     elif isinstance(data, (np.ndarray, np.generic)):
         wanted = dtype(data.dtype)
     elif array.dtype.kind in "biuf":
-        wanted = promote(WeakScalar({"b": "bool", "f": "float"}.get(array.dtype.kind, "int")))
+        wanted = dtype({"b": bool, "f": float}.get(array.dtype.kind, int))
     else:
         raise DTypeError(f"constant: {data!r} is not made of numbers that rlx has")
     if wanted.is_integer and array.size and array.dtype.kind in "iuf":
@@ -605,23 +618,32 @@ def _numbers(data: Any, like: DTypeLike | None) -> np.ndarray[Any, Any]:
         return array.astype(wanted.numpy, copy=False)
 
 
+def check_out_shape(where: str, types: Sequence[TensorType], expected: Any) -> None:
+    """Raise unless results have the shape that a caller expects: one, of the first result, or one for each of them."""
+    several = bool(expected) and all(isinstance(shape, (tuple, list)) for shape in expected)
+    shapes = [as_shape(shape) for shape in expected] if several else [as_shape(expected)]
+    if several and len(shapes) != len(types):
+        raise ShapeError(f"{where}: has {len(types)} results, out_shape has {len(shapes)} shapes")
+    for type_, shape in zip(types, shapes, strict=False):
+        if type_.shape != shape:
+            raise ShapeError(f"{where}: the result is {type_}, out_shape is [{', '.join(map(str, shape))}]")
+
+
 def _held(operand: Any) -> Any:
     """The operand; where it only holds a value, such as the one that flows through a model, that value."""
     return operand.__rlx_value__() if hasattr(type(operand), "__rlx_value__") else operand
 
 
-def _weak(number: Any) -> WeakScalar:
-    return WeakScalar("bool" if isinstance(number, bool) else "int" if isinstance(number, int) else "float")
-
-
 def _scalar_type(operands: Sequence[Any]) -> DType | None:
-    """The type that Python numbers among elementwise operands take."""
+    """The type that numbers among elementwise operands take beside the others; None where there are no others."""
+    numbers = [kind for o in operands if (kind := weak(o)) is not None]
+    if not numbers or len(numbers) == len(operands):
+        return None
     strong = [o.dtype for o in operands if isinstance(o, Value)]
-    strong += [dtype(o.dtype) for o in operands if isinstance(o, (np.ndarray, np.generic))]
+    strong += [dtype(o.dtype) for o in operands if isinstance(o, np.ndarray)]
     if operands and isinstance(operands[0], Value) and operands[0].dtype is BOOL and len(operands) == 3:
         strong = strong[1:]  # where(condition, a, b): the condition does not take part
-    weak = [_weak(o) for o in operands if isinstance(o, (bool, int, float)) and not isinstance(o, np.generic)]
-    return promote(*strong, *weak) if weak else None
+    return promote(*strong, *numbers)
 
 
 def _reshape_target(x: Value, shape: ShapeLike) -> tuple[Size, ...]:

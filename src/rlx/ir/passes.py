@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlx.errors import VerifyError
+from rlx.errors import CapabilityError, VerifyError, shortened
 from rlx.ir.graph import Graph
 from rlx.ir.verify import Typed, verify
 
@@ -88,7 +88,15 @@ def dump(graph: Graph, name: str) -> None:
         seen.append((name, graph))
     folder = os.environ.get("RLX_DUMP")
     if folder:
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        plain = re.sub(r"[^\w.+-]", "_", graph.name)
-        (path / f"{next(_serial):03}-{plain}.{name}.rlx").write_text(graph.text(origins=True) + "\n")
+        plain = shortened(re.sub(r"[^\w.+-]", "_", graph.name), 100)
+        path = Path(folder, f"{next(_serial):03}-{plain}.{name}.rlx")
+        text = graph.text(origins=True) + "\n"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except (OSError, ValueError) as error:  # ValueError: a NUL or half a surrogate pair in the name
+            reason = getattr(error, "strerror", None) or error
+            raise CapabilityError(
+                f"RLX_DUMP: the folder {folder!r} cannot be written: {reason}",
+                hint="set RLX_DUMP to a folder that you may write to, or unset it",
+            ) from error

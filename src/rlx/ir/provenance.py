@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import FrameType
 
+import numpy as np
+
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))  # lie inside of it
+_NUMPY = os.path.dirname(os.path.abspath(np.__file__)) + os.sep
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +59,35 @@ def stage(name: str) -> Iterator[None]:
         _stage.reset(token)
 
 
+_added: ContextVar[tuple[FrameType, Origin] | None] = ContextVar("added", default=None)
+
+
+@contextmanager
+def added_at(place: Origin, builder: FrameType) -> Iterator[None]:
+    """Nodes that rlx builds inside come from `place`, where the user asked for them, not from who called `builder`."""
+    token = _added.set((builder, place))
+    try:
+        yield
+    finally:
+        _added.reset(token)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_library(file: str) -> bool:
+    """Whether code is of rlx, NumPy or the standard library: nobody wrote a model there."""
+    if file.startswith((_PACKAGE, _NUMPY, "<frozen")):
+        return True
+    return file.startswith(_STDLIB) and not any(folder in file for folder in _INSTALLED)
+
+
 def here() -> Origin:
-    """The nearest frame outside rlx, with the current stage path."""
+    """The nearest frame of a user, with the current stage path."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    added = _added.get()
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        if added is not None and frame is added[0]:
+            return Origin(added[1].file, added[1].line, _stage.get())
         frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith("<frozen"):  # rlx itself is the program
+    if frame is None:  # rlx itself is the program
         return Origin(stage=_stage.get())
     return Origin(frame.f_code.co_filename, frame.f_lineno, _stage.get())

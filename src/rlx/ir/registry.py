@@ -29,6 +29,8 @@ REQUIRED = inspect.Parameter.empty  # the default of an attribute that must be g
 FUSED = "fused"  # made by passes, not by users
 TAKES_PACKED = "packed"  # operands may be blocks of quantised weights
 CONTROL = "control"  # runs graphs that are its attributes: a loop, a branch, a custom function
+CHECKS_DATA = "checks data"  # run time finds faults in its operands, such as an index outside its axis
+CHECKS_SIZES = "checks sizes"  # run time checks sizes that are not known before
 COMPOSED = "composed"  # no kernel knows it: its decomposition takes its place before anything else
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

@@ -29,7 +29,7 @@ class Rewriter:
     def __init__(self, old: Graph, made_by: str) -> None:
         self.old = old
         self.graph = Graph(old.name, level=old.level)
-        self.graph.limits = dict(old.limits)
+        self.graph.limits, self.graph.fixed = dict(old.limits), set(old.fixed)
         self.made_by = made_by
         self.values: dict[Value, Value] = {}
 

@@ -12,7 +12,8 @@
     }
 
 Constants of more than 64 elements print as `const(value=@digest)`, or in full as base64 with `full=True`. The parser
-takes any white space, and comments from `#` to the end of a line; its errors tell the line.
+takes any white space, and comments from `#` to the end of a line; its errors tell the line. It matches all brackets
+once and then jumps over them, so that its time is linear in the text, however deep that is nested.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from rlx.dtypes import BY_NAME, DType, dtype
-from rlx.errors import GraphError, ParseError, RlxError, nearest
+from rlx.errors import GraphError, ParseError, RlxError, nearest, shortened
 from rlx.ir import registry
 from rlx.ir.graph import Array, Graph, Node, Value
 from rlx.ir.provenance import here
@@ -99,31 +100,42 @@ def _has_nan(data: np.ndarray[Any, Any]) -> bool:
 
 
 # -- parsing ----------------------------------------------------------------------------------------------------------
-_STRING = r'"(?:[^"\\]|\\.)*"'
+MAX_NESTING = 200  # brackets in each other, of all kinds; a body takes two
+
+_STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _PLAIN_NAME = r"[\w.+-]*"
 _HEAD = re.compile(rf"\s*graph\s+@({_STRING}|{_PLAIN_NAME})\s+(\w+)\s*(?:max\(([^()]*)\)\s*)?\{{")
-_BODY = re.compile(r"\s*graph\s+@")
-_COMMENT = re.compile(rf"({_STRING})|#[^\n]*")
-_MARK = re.compile(rf"{_STRING}|[(\[{{]|[)\]}}]|%[0-9]+\s*=|\breturn\b")
-_NODE = re.compile(r"%([0-9]{1,9})\s*=\s*(\w+)\s*\((.*)\)\s*:([^:]*)", re.S)
+_BODY = re.compile(r"graph\s+@")
+_COMMENT = re.compile(rf'({_STRING})|#[^\n]*|"')
+_BRACKET = re.compile(rf"{_STRING}|[][(){{}}]")
+_STATEMENT = re.compile(rf"{_STRING}|[(\[{{]|%[0-9]+\s*=|\breturn\b")
+_SEPARATORS = {c: re.compile(rf"{_STRING}|[(\[{{]|{c}") for c in ",;"}
+_NODE = re.compile(r"%([0-9]{1,9})\s*=\s*(\w+)\s*\(")
+_COLON = re.compile(r"\s*:")
+_KEY = re.compile(r"(\w+)\s*=\s*")
+_SPACE = re.compile(r"\s*")
 _VALUE = re.compile(r"%([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 _INTEGER = re.compile(r"-?[0-9]{1,999}")
 _FLOAT = re.compile(r"-?(?:inf|nan|[0-9]+(?:\.[0-9]*)?(?:e[-+]?[0-9]+)?)")
 _ENCODED = re.compile(r"(\w+)\[([0-9, ]*)\]:([A-Za-z0-9+/=\s]*)")
-_PARENTHESIS = re.compile(rf"{_STRING}|[()]")
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
 _WORDS = {"none": None, "true": True, "false": False}
 
 
 def parse_graph(text: str) -> Graph:
     """The graph that `text` says; op names are checked against the registry, types against the rules."""
-    plain = _COMMENT.sub(lambda m: m[1] or "", text)  # lines keep their numbers
+    parser = _Parser(text)
     try:
-        graph, end = _Parser(plain).graph(0)
+        graph, end = parser.graph(0)
     except RecursionError:
-        raise ParseError("graph text: bodies or lists are nested too deeply") from None
-    if plain[end:].strip():
-        raise ParseError(f"graph text: {plain[end:].strip()[:40]!r} follows the closing brace")
+        raise ParseError("graph text: bodies or lists are nested too deeply for the stack that is left") from None
+    rest = parser.text[end:].strip()
+    if rest:
+        raise ParseError(f"graph text: {rest[:40]!r} follows the closing brace")
     return graph
+
+
+Span = tuple[int, int]
 
 
 class _Parser:
@@ -131,7 +143,57 @@ class _Parser:
 
     def __init__(self, text: str) -> None:
         self.text = text
+        self.text = _COMMENT.sub(self._without_comment, text)  # lines keep their numbers
+        self.closing = self._brackets()
         self.origin = here()
+
+    def _without_comment(self, match: re.Match[str]) -> str:
+        if match[0] == '"':
+            self.fail(match.start(), f"{self.text[match.start() : match.start() + 40]!r} is not a string")
+        return match[1] or ""
+
+    def _brackets(self) -> dict[int, int]:
+        """Where each bracket closes."""
+        closing: dict[int, int] = {}
+        opened: list[int] = []
+        for mark in _BRACKET.finditer(self.text):
+            at, c = mark.start(), mark[0]
+            if c in _CLOSING:
+                opened.append(at)
+                if len(opened) > MAX_NESTING:
+                    self.fail(at, f"bodies or lists are nested too deeply, in more than {MAX_NESTING} brackets")
+            elif c in ")]}":
+                if not opened or c != _CLOSING[self.text[opened[-1]]]:
+                    self.fail(at, f"{c!r} closes nothing")
+                closing[opened.pop()] = at
+        if opened:
+            names = {"(": "parenthesis", "[": "bracket", "{": "brace"}
+            self.fail(opened[-1], f"a closing {names[self.text[opened[-1]]]} is missing")
+        return closing
+
+    def _marks(self, pattern: re.Pattern[str], start: int, stop: int) -> Iterator[re.Match[str]]:
+        """What matches a pattern (of strings, opening brackets and others) outside strings and brackets."""
+        while mark := pattern.search(self.text, start, stop):
+            start = mark.end()
+            if mark[0] in _CLOSING:
+                start = self.closing[mark.start()] + 1
+            elif mark[0][0] != '"':
+                yield mark
+
+    def _trimmed(self, start: int, stop: int) -> Span:
+        start = _SPACE.match(self.text, start, stop).end()  # type: ignore[union-attr]  # matches anything
+        while stop > start and self.text[stop - 1].isspace():
+            stop -= 1
+        return start, stop
+
+    def _split(self, start: int, stop: int, separator: str = ",") -> list[Span]:
+        """The parts between separators that stand outside brackets and strings; none for empty text."""
+        parts: list[Span] = []
+        for mark in self._marks(_SEPARATORS[separator], start, stop):
+            parts.append(self._trimmed(start, mark.start()))
+            start = mark.end()
+        first, last = self._trimmed(start, stop)
+        return [*parts, (first, last)] if parts or first < last else []
 
     def graph(self, at: int) -> tuple[Graph, int]:
         """The graph that starts at an offset, and where it ends."""
@@ -148,91 +210,100 @@ class _Parser:
         for part in split_top(limits or ""):
             limit = re.fullmatch(r"(\w+)\s*=\s*([0-9]{1,18})", part)
             if limit is None:
-                self.fail(at, f"{part!r} is not a limit such as n=4")
+                self.fail(at, f"{part[:40]!r} is not a limit such as n=4")
             graph.limits[limit[1]] = int(limit[2])
-        starts, end = self.statements(head.end())
+        first, end = head.end(), self.closing[head.end() - 1]
+        starts = [mark.start() for mark in self._marks(_STATEMENT, first, end)]
+        stray = self.text[first : starts[0] if starts else end].strip()
+        if stray:
+            self.fail(first, f"{stray[:40]!r} is not a node")
         if not starts:
             self.fail(at, f"@{name} has no return")
         for start, stop in zip(starts, [*starts[1:], end], strict=True):
-            self.statement(graph, start, stop, last=stop == end)
+            self.statement(graph, *self._trimmed(start, stop), last=stop == end)
         return graph, end + 1
 
-    def statements(self, at: int) -> tuple[list[int], int]:
-        """Where the statements of a block start, and its closing brace."""
-        starts: list[int] = []
-        depth = 0
-        for mark in _MARK.finditer(self.text, at):
-            c = mark[0][0]
-            if c in "([{":
-                depth += 1
-            elif c in ")]}":
-                if depth == 0 and c == "}":
-                    stray = self.text[at : starts[0] if starts else mark.start()].strip()
-                    if stray:
-                        self.fail(at, f"{stray[:40]!r} is not a node")
-                    return starts, mark.start()
-                depth -= 1
-            elif depth == 0 and c != '"':
-                starts.append(mark.start())
-        return self.fail(len(self.text), "a closing brace is missing")
-
     def statement(self, graph: Graph, start: int, stop: int, *, last: bool) -> None:
-        text = self.text[start:stop].strip()
         try:
-            if text.startswith("return"):
+            if self.text.startswith("return", start):
                 if not last:
                     raise ParseError("more follows the return")
-                graph.outputs = tuple(_value(graph, v) for v in split_top(text[len("return") :]))
+                outputs = self._split(start + len("return"), stop)
+                graph.outputs = tuple([_value(graph, self.text[a:b]) for a, b in outputs])
             elif last:
                 raise ParseError("a graph ends with its return")
             else:
-                self.node(graph, start, text)
+                self.node(graph, start, stop)
         except RlxError as error:
             if isinstance(error, ParseError) and str(error).startswith("graph text: line"):
                 raise  # from a body inside, which knows better
             self.fail(start, str(error), error)
 
-    def node(self, graph: Graph, start: int, text: str) -> None:
-        match = _NODE.fullmatch(text)
-        if match is None:
+    def node(self, graph: Graph, start: int, stop: int) -> None:
+        text = self.text
+        head = _NODE.match(text, start, stop)
+        end = self.closing[head.end() - 1] if head else start
+        colon = _COLON.match(text, end + 1, stop)
+        if head is None or colon is None:
             raise ParseError("this is not a node", hint="%3 = add(%1, %2) : f32[4]")
-        number, op, inside, types_text = match.groups()
+        number, op = head.groups()
         if int(number) != len(graph.nodes):
             raise ParseError(f"node %{number} stands where %{len(graph.nodes)} is expected")
         definition = registry.OPS.get(op)
         if definition is None:
-            raise ParseError(f"no op is called {op!r}", hint=nearest(op, registry.OPS))
+            raise ParseError(f"no op is called {shortened(op, 80)!r}", hint=nearest(op, registry.OPS))
         if graph.level == registry.MIR and definition.level == registry.HIR:
             raise ParseError(f"{op} is an HIR op in an MIR graph")
-        types = tuple([parse_type(t) for t in split_top(types_text, ";")])
+        types = tuple([parse_type(text[a:b]) for a, b in self._split(colon.end(), stop, ";")])
         operands: list[Value | None] = []
         attrs: dict[str, Any] = {}
-        for part in split_top(inside):
-            if part == "none":
+        for a, b in self._split(head.end(), end):
+            if text.startswith("%", a):
+                operands.append(_value(graph, text[a:b]))
+                continue
+            if text[a : min(b, a + 5)] == "none":
                 operands.append(None)
-            elif part.startswith("%"):
-                operands.append(_value(graph, part))
+                continue
+            equals = _KEY.match(text, a, b)
+            if equals is None or not equals[1].isidentifier() or equals[1] in attrs:
+                raise ParseError(f"{text[a:b][:40]!r} is neither an operand nor an attribute")
+            key, a = equals[1], equals.end()
+            if op == "const":
+                attrs[key] = _array(text[a:b], types)
+            elif _BODY.match(text, a, b):
+                attrs[key], after = self.graph(a)
+                if after != b:
+                    raise ParseError(f"{text[after:b][:40]!r} follows the body")
             else:
-                key, equals, value = part.partition("=")
-                key = key.strip()
-                if not equals or not key.isidentifier() or key in attrs:
-                    raise ParseError(f"{part[:40]!r} is neither an operand nor an attribute")
-                if op == "const":
-                    attrs[key] = _array(value.strip(), types)
-                elif _BODY.match(value):
-                    stop = self.text.index(part, start) + len(part)
-                    attrs[key], end = self.graph(stop - len(value))
-                    if end != stop:
-                        raise ParseError(f"{self.text[end:stop][:40]!r} follows the body")
-                else:
-                    attrs[key] = parse_attr(value)
+                attrs[key] = self.attr(a, b)
         _check(graph, definition, operands, attrs, types)
         graph.append(op, tuple(operands), attrs, types, self.origin)
 
+    def attr(self, start: int, stop: int) -> Any:
+        """The attribute that a part of the text says, other than a body."""
+        if self.text.startswith("(", start) and self.closing.get(start) == stop - 1:
+            parts = self._split(start + 1, stop - 1)
+            if len(parts) != 1:  # a tuple is empty or has a comma: else it is a size in brackets
+                if len(parts) == 2 and parts[1][0] == parts[1][1]:
+                    parts.pop()
+                return tuple([self.attr(a, b) for a, b in parts])
+        text = self.text[start:stop]
+        if text in _WORDS:
+            return _WORDS[text]
+        if text.startswith('"'):
+            return _string(text)
+        if text in BY_NAME:
+            return BY_NAME[text]
+        if _INTEGER.fullmatch(text):
+            return int(text)
+        if _FLOAT.fullmatch(text):
+            return float(text)
+        return parse_dim(text)
+
     def fail(self, at: int, problem: str, cause: RlxError | None = None) -> NoReturn:
         line = self.text.count("\n", 0, at) + 1
-        shown = (self.text[at:].lstrip().splitlines() or [""])[0]
-        error = ParseError(f"graph text: line {line}: {problem}", notes=[f"in: {shown[:100]}"])
+        shown = (self.text[at : at + 200].lstrip().splitlines() or [""])[0]
+        error = ParseError(f"graph text: line {line}: {shortened(problem, 400)}", notes=[f"in: {shown[:100]}"])
         for note in cause.notes if cause else ():
             error.add_note(note)
         error.hint = cause.hint if cause else None
@@ -278,42 +349,9 @@ def _value(graph: Graph, text: str) -> Value:
 
 
 def parse_attr(text: str) -> Any:
-    """The attribute that text says; bodies are read by the parser itself."""
-    text = text.strip()
-    if text in _WORDS:
-        return _WORDS[text]
-    if text.startswith('"'):
-        return _string(text)
-    if text in BY_NAME:
-        return BY_NAME[text]
-    if _INTEGER.fullmatch(text):
-        return int(text)
-    if _FLOAT.fullmatch(text):
-        return float(text)
-    inside = _tuple_text(text)
-    if inside is not None:
-        return tuple([parse_attr(p) for p in inside])
-    return parse_dim(text)
-
-
-def _tuple_text(text: str) -> list[str] | None:
-    """The parts of a tuple, which is empty or has a comma; None for a size that merely starts with a bracket."""
-    if not text.startswith("(") or _closing(text) != len(text) - 1:
-        return None
-    parts = split_top(text[1:-1])
-    if len(parts) == 1:
-        return None
-    return parts[:-1] if len(parts) == 2 and not parts[1] else parts
-
-
-def _closing(text: str) -> int:
-    """Where the parenthesis that opens the text closes, or -1."""
-    depth = 0
-    for mark in _PARENTHESIS.finditer(text):
-        depth += {"(": 1, ")": -1}.get(mark[0], 0)
-        if depth == 0:
-            return mark.start()
-    return -1
+    """The attribute that text says, other than a body."""
+    parser = _Parser(text.strip())
+    return parser.attr(0, len(parser.text))
 
 
 def _string(text: str) -> str:

@@ -10,9 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Graph, Node
-from rlx.lir.program import ARENA, Branch, Loop
-from rlx.lir.schedule import Scheduler, loop_form
+from rlx.lir.kernels import OUT_OF_STEPS, UNFIT_SIZES
+from rlx.lir.loops import Apply, Check, Const, Expr, Let, Ref, Stmt
+from rlx.lir.program import ARENA, Assertion, Branch, Loop
+from rlx.lir.schedule import Elements, Scheduler, loop_form, map_elements
+from rlx.lir.shape import compare, require_at_most
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, dim, dim_floordiv, product
 
@@ -38,6 +42,42 @@ class _Range:
             del self.s.program.controls[self.number :]
         else:
             self.s.program.controls[self.number] = kind(first=self.first, end=self.here, **fields)
+
+
+def _body(s: Scheduler, graph: Graph, inputs: Sequence[View], places: Sequence[View | None]) -> None:
+    """Launches of a body that data decides to run. Where its sizes do not fit then, there is a fault in its place."""
+    first, inside = len(s.program.launches), len(s.program.controls)
+    asserted: list[Assertion] = []
+    s.body(graph, inputs, places, asserted=asserted)
+    if not asserted:
+        return
+    fit = s.temporary(TensorType((), BOOL))
+    _check_sizes(s, asserted, fit)
+    launches, controls = s.program.launches, s.program.controls
+    launches.insert(first, launches.pop())
+    controls[inside:] = [control.moved(lambda i: i + 1) for control in controls[inside:]]
+    controls.insert(inside, Branch(first + 1, len(launches), len(launches), fit))
+
+
+def _check_sizes(s: Scheduler, asserted: Sequence[Assertion], fit: View) -> None:
+    """A launch that says whether all assertions hold, and faults with the number of one that does not."""
+    base = len(s.program.assertions)
+    s.program.assertions += [replace(a, launched=True) for a in asserted]
+
+    def body(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
+        stmts: list[Stmt] = []
+        every: Expr = Const(True, BOOL)
+        for i, a in enumerate(asserted):
+            relation = "eq" if a.relation == "==" else "le"
+            holds = compare(relation, e.arg(f"a{i}", a.a), e.arg(f"b{i}", a.b))
+            for j, steps in enumerate(a.steps):
+                none = compare("le", e.arg(f"steps{i}_{j}", steps), Const(0, I64))
+                holds = Apply("or", (none, holds), BOOL)
+            stmts += [Let(f"holds{i}", holds), Check(Ref(f"holds{i}", BOOL), UNFIT_SIZES + base + i)]
+            every = Apply("and", (every, Ref(f"holds{i}", BOOL)), BOOL)
+        return stmts, [every]
+
+    map_elements(s, "check_sizes", (), [], [fit], body)
 
 
 class _Carries:
@@ -91,6 +131,9 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     n, m = node.attrs["carries"], node.attrs["broadcasts"]
     broadcasts, xs = ([s.view(o) for o in part] for part in (node.operands[n : n + m], node.operands[n + m :]))
     ys = [s.result(node, i) for i in range(n, len(node.types))]
+    if not isinstance(length, int):  # without a step nothing in the body says so
+        for size in (d for i in range(n, len(node.types)) for d in node.types[i].shape[1:]):
+            require_at_most(s, 0, size)
     if length == 0:
         return [*(s.view(o) for o in node.operands[:n]), *ys]
     carries = _Carries(s, node, body)
@@ -98,7 +141,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     t: Size = dim(inside.symbol)
     at = length - 1 - t if node.attrs["reverse"] else t
     inputs = [*carries.now(inside.parity), *broadcasts, *(x.row(at) for x in xs)]
-    s.body(body, inputs, [*carries.next(inside.parity), *(y.row(at) for y in ys)])
+    s.body(body, inputs, [*carries.next(inside.parity), *(y.row(at) for y in ys)], steps=length)
     inside.close(Loop, last=inside.here, length=length, symbol=inside.symbol, parity=inside.parity)
     return [*carries.after(length), *ys]
 
@@ -112,7 +155,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     now = carries.now(inside.parity)
     (predicate,) = s.body(node.attrs["cond"], [*now, *broadcasts], [None])
     test = inside.here
-    s.body(node.attrs["body"], [*now, *broadcasts], carries.next(inside.parity))
+    _body(s, node.attrs["body"], [*now, *broadcasts], carries.next(inside.parity))
     last = inside.here
     results = []
     for i, (view, moves) in enumerate(zip(now, carries.moves, strict=True)):
@@ -124,13 +167,24 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     return results
 
 
+@loop_form("ended")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    out = s.result(node)
+
+    def body(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
+        return [Check(Apply("not", (e.load(1),), BOOL), OUT_OF_STEPS)], [e.load(0)]
+
+    map_elements(s, "while_loop", out.shape, [s.view(o).expand(out.shape) for o in node.operands], [out], body)
+    return [out]
+
+
 @loop_form("cond")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     predicate, *operands = (s.view(o) for o in node.operands)
     results = [s.result(node, i) for i in range(len(node.types))]
     inside = _Range(s)
-    s.body(node.attrs["then_body"], operands, results)
+    _body(s, node.attrs["then_body"], operands, results)
     middle = inside.here
-    s.body(node.attrs["else_body"], operands, results)
+    _body(s, node.attrs["else_body"], operands, results)
     inside.close(Branch, middle=middle, predicate=predicate)
     return results

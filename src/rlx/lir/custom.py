@@ -14,7 +14,7 @@ from rlx.errors import GraphError
 from rlx.ir import registry
 from rlx.ir.compose import reference_by_parts
 from rlx.ir.graph import Graph, Value
-from rlx.ir.registry import COMPOSED, ELEMENTWISE, OpDef, Sample
+from rlx.ir.registry import CHECKS_DATA, COMPOSED, ELEMENTWISE, OpDef, Sample
 from rlx.lir.elementwise import ScalarForm, scalar_form
 from rlx.lir.schedule import LoopForm, loop_form
 
@@ -50,7 +50,8 @@ def op(
         if loop is not None and scalar is not None:
             raise GraphError(f"op {name}: has both loop= and scalar=, one is enough")
         composed = decompose is not None and loop is None and scalar is None
-        traits = [COMPOSED] if composed else [ELEMENTWISE] if scalar is not None else []
+        # Nothing says whether a loop of the user may fault.
+        traits = [COMPOSED] if composed else [ELEMENTWISE] if scalar is not None else [CHECKS_DATA]
         forget(name)
         definition = registry.op(
             name,

@@ -6,19 +6,21 @@ and strides are run-time words, so one kernel serves every shape.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import re
 from dataclasses import dataclass
 
-from rlx.dtypes import I32, DType
-from rlx.lir.loops import Let, LoopKernel, Store, expr_text, statements
+from rlx.dtypes import F64, I32, DType
+from rlx.lir.loops import Apply, Let, LoopKernel, Store, expr_text, expressions, statements
+from rlx.locks import cached_property
 
 ROW_BLOCK = 192  # rows of A that one unit of a matmul covers at most
 CODES_ROW_BLOCK = 256  # the same where weights are taken apart for each row block
 KEY_BLOCK = 64  # keys of one attention block, cut at absolute positions
 OUT_OF_RANGE = 1  # fault code: an index lies outside the axis
 BEYOND_CAPACITY = 2  # fault code: a position does not lie within the cache
+OUT_OF_STEPS = 3  # fault code: the condition of a while loop still holds after `max_steps`
+UNFIT_SIZES = 1 << 16  # fault code, plus the number of the program's assertion that does not hold
 ATTENTION_ROWS = 24  # query rows (positions × heads of a group) of one attention unit, at least one position
 
 
@@ -98,7 +100,7 @@ class MatmulKernel:
         tail = tuple(f"{p}{i}" for i in range(len(self.operands)) for p in ("ptr", "row", "outer", "inner"))
         return head + strides + groups + tail
 
-    @functools.cached_property
+    @cached_property
     def fingerprint(self) -> str:
         inner = self.epilogue.fingerprint if self.epilogue else "-"
         text = f"matmul|{self.dtype}|{self.packed}|{self.weights}|{inner}|{self.operands}"
@@ -188,7 +190,7 @@ class AttentionKernel:
         tail = ("lse", "lse_batch", "lse_head") if self.lse else ()
         return head + strides + ("mask_batch", "mask_head", "mask_query") + tail
 
-    @functools.cached_property
+    @cached_property
     def fingerprint(self) -> str:
         text = "|".join(map(repr, ("attention", *(getattr(self, f) for f in self.__dataclass_fields__))))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -248,3 +250,20 @@ class AttentionGradKernel:
 
 
 Kernel = LoopKernel | MatmulKernel | AttentionKernel | AttentionGradKernel
+
+
+def arithmetic(kernel: Kernel) -> str:
+    """What a kernel multiplies and adds: f32, f64, or 8-bit integers by `dot_u7` or `dot_u8` (see `lir/loops.py`)."""
+    parts: tuple[LoopKernel, ...] = ()
+    match kernel:
+        case LoopKernel():
+            parts, floats = (kernel,), {p.dtype for p in kernel.params}
+        case MatmulKernel():
+            parts, floats = kernel.blocks.kernels if kernel.blocks else (), {kernel.dtype}
+        case AttentionKernel():
+            floats = {kernel.dtype}
+        case AttentionGradKernel():
+            floats = {kernel.attention.dtype}
+    ops = {e.op for part in parts for e in expressions(part.root) if isinstance(e, Apply)}
+    integers = next((op for op in ("dot_u7", "dot_u8") if op in ops), None)  # the quicker of the two is the limit
+    return integers or ("f64" if F64 in floats else "f32")

@@ -7,12 +7,12 @@ combined in one fixed order, so bits never depend on how rows are split over thr
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
 from rlx.dtypes import BOOL, I32, I64, DType
+from rlx.locks import cached_property
 
 Scalar = float | int | bool
 
@@ -235,7 +235,7 @@ class LoopKernel:
         """Names of the words of the argument block, pointers first."""
         return tuple(p.name for p in self.params) + self.args
 
-    @functools.cached_property
+    @cached_property
     def fingerprint(self) -> str:
         """A digest of everything the machine code depends on, the target aside."""
         text = f"{self.name}|{self.params}|{self.args}|{self.root}|{self.chunk}|{self.lets}"

@@ -100,7 +100,8 @@ def _lives_throughout(name: str, phases: list[int], span: _Span) -> bool:
 
 def plan(lives: Sequence[Lifetime], sizes: Mapping[str, int]) -> Plan:
     """The better of two cheap plans: best fit in order of time, and first fit of the largest first."""
-    rounded = {x.name: -(-sizes[x.name] // ALIGNMENT) * ALIGNMENT for x in lives}
+    # A body that does not run, since its sizes do not fit, may have negative ones.
+    rounded = {x.name: max(0, -(-sizes[x.name] // ALIGNMENT) * ALIGNMENT) for x in lives}
     bound = liveness_bound(lives, rounded)
     best = _in_time_order(lives, rounded)
     if best[1] > bound:

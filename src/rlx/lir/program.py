@@ -169,13 +169,19 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Assertion:
-    """How two sizes must relate at run time, because an op says so."""
+    """How two sizes must relate at run time, because an op says so.
+
+    In a body that may not run at all, only where it does: if each of the loops around it has a step (`steps`), and if
+    the branch is taken or the condition of a loop holds, which a launch in front of the body finds out (`launched`).
+    """
 
     a: Size
     b: Size
     relation: str  # == or <=
     op: str
     where: str
+    steps: tuple[Size, ...] = ()
+    launched: bool = False
 
     def holds(self, a: int, b: int) -> bool:
         return a == b if self.relation == "==" else a <= b
@@ -280,7 +286,8 @@ class Program:
         if self.batch is not None:
             yield f"  entries of {self.batch} are independent"
         for a in self.assertions:
-            yield f"  assert {a.a} {a.relation} {a.b}  # {a.where}"
+            inside = f" in {' by '.join(map(str, a.steps))} steps" if a.steps else ""
+            yield f"  assert {a.a} {a.relation} {a.b}{inside}{' where it runs' if a.launched else ''}  # {a.where}"
 
     def launch_lines(self, show: Callable[[Launch], str]) -> Iterator[str]:
         """A line a launch, indented in loops and branches, whose edges have lines of their own."""

@@ -104,7 +104,7 @@ class Rows:
         rows: dict[int, Size] = {}
         for param, (kept, inner) in enumerate(zip(self.kept_strides, self.reduced_strides, strict=True)):
             row = product(self.reduced) if inner == whole else 1
-            if kept[0] == row and (inner == whole or not any(inner)):
+            if kept[0] == row and (inner == whole or all(stride == 0 for stride in inner)):
                 rows[param] = row
         return rows
 

@@ -55,10 +55,13 @@ class Scheduler:
         self.borrowed: set[str] = set()  # buffers that a body has from outside: not its own to change
         self._outputs: dict[Value, str] = {}
         self._places: dict[Value, View] = {}
+        self._steps: tuple[Size, ...] = ()  # of loops around a body that may have none
+        self._asserted: list[Assertion] | None = None  # for whoever schedules the body; None: for the program
         self.program: Program
         self._taken: set[str]  # names of buffers
         if inside is not None:
             self.program, self._taken = inside.program, inside._taken
+            self._steps, self._asserted = inside._steps, inside._asserted
         else:
             self.program = Program(graph.name, target.name, tuple(graph.symbols()), dict(graph.limits))
             self._taken = {n.attrs["name"] for n in (*graph.inputs, *graph.params)}
@@ -110,9 +113,20 @@ class Scheduler:
         self.program.buffers |= {n: order[n] for n in self.program.outputs}
 
     # -- for loops and branches ---------------------------------------------------------------------------------------
-    def body(self, graph: Graph, inputs: Sequence[View], places: Sequence[View | None]) -> list[View]:
-        """Launches of a body; the views of its outputs. An output that has a place is there afterwards."""
+    def body(
+        self, graph: Graph, inputs: Sequence[View], places: Sequence[View | None], *, steps: Size = 1,
+        asserted: list[Assertion] | None = None,
+    ) -> list[View]:  # fmt: skip
+        """Launches of a body; the views of its outputs. An output that has a place is there afterwards.
+
+        What it asserts of sizes holds if it runs: as many times as there are `steps`, or, where that is not a matter of
+        sizes, once the caller has seen to what it then finds in `asserted`.
+        """
         inner = Scheduler(graph, self.target, self.notes, inside=self)
+        if not isinstance(steps, int) or steps < 1:
+            inner._steps = (*inner._steps, steps)
+        if asserted is not None:
+            inner._steps, inner._asserted = (), asserted
         inner.views = {node[0]: view for node, view in zip(graph.inputs, inputs, strict=True)}
         inner.borrowed = {view.buffer for view in inputs}
         for value, place in zip(graph.outputs, places, strict=True):
@@ -194,7 +208,8 @@ class Scheduler:
     def assume(self, a: Size, b: Size, relation: str = "==") -> None:
         """Have run time check how two sizes relate: `==` or `<=`."""
         assert self.node is not None
-        self.program.assertions.append(Assertion(a, b, relation, self.node.op, str(self.node.origin)))
+        found = self.program.assertions if self._asserted is None else self._asserted
+        found.append(Assertion(a, b, relation, self.node.op, str(self.node.origin), self._steps))
 
 
 # -- building loop kernels --------------------------------------------------------------------------------------------

@@ -16,8 +16,10 @@ from rlx.ir.rewrite import Rewriter, inline, rebuild
 from rlx.mir.hoist_weights import Hoisted
 from rlx.mir.weights import weight_nodes
 
+Optimise = Callable[[Graph, bool], Hoisted]  # of a body, and whether it is certain to run
 
-def optimise_bodies(graph: Graph, optimise: Callable[[Graph], Hoisted]) -> Graph:
+
+def optimise_bodies(graph: Graph, optimise: Optimise) -> Graph:
     """Replace each body by what `optimise` makes of it, with steady inputs as params; what it hoists goes before."""
     if not any(CONTROL in node.definition.traits for node in graph.nodes):
         return graph
@@ -36,23 +38,24 @@ class _Slots:
     """What the operands of a loop or branch are to its bodies, by position among their inputs."""
 
     leading: int  # operands that bodies do not see: the predicate of a branch
+    certain: bool  # bodies run at least once
     before: list[int] = field(default_factory=list)  # carries, and operands that a body must not look at too early
     steady: list[int] = field(default_factory=list)
     after: list[int] = field(default_factory=list)  # xs
 
 
 def _slots(node: Node, weights: set[Node]) -> _Slots:
-    """Whatever may not run at all has only its weights prepared in advance: these are bound before any run."""
+    """What may not run at all has only its weights prepared in advance, as far as that cannot fail."""
     leading = 1 if node.op == "cond" else 0
     operands = node.operands[leading:]
     carries = node.attrs.get("carries", 0)
     shared = node.attrs.get("broadcasts", len(operands) - carries)
-    always = node.op == "scan" and isinstance(node.attrs["length"], int) and node.attrs["length"] > 0
-    slots = _Slots(leading, before=list(range(carries)), after=list(range(carries + shared, len(operands))))
+    certain = node.op == "scan" and isinstance(node.attrs["length"], int) and node.attrs["length"] > 0
+    slots = _Slots(leading, certain, before=list(range(carries)), after=list(range(carries + shared, len(operands))))
     for i in range(carries, carries + shared):
         operand = operands[i]
         assert operand is not None
-        (slots.steady if always or operand.node in weights else slots.before).append(i)
+        (slots.steady if certain or operand.node in weights else slots.before).append(i)
     return slots
 
 
@@ -66,9 +69,10 @@ class _Opened:
         self.operands = [v for v in rewriter.operands(node)[self.slots.leading :] if v is not None]
         self.shared: list[Value] = []  # the new steady operands
 
-    def run(self, optimise: Callable[[Graph], Hoisted]) -> tuple[Value, ...]:
+    def run(self, optimise: Optimise) -> tuple[Value, ...]:
         bodies = {k: v for k, v in self.node.attrs.items() if isinstance(v, Graph)}
-        opened = {k: self._hoist(body, optimise(self._as_params(body))) for k, body in bodies.items()}
+        made = {k: optimise(self._as_params(body), self.slots.certain) for k, body in bodies.items()}
+        opened = {k: self._hoist(body, made[k]) for k, body in bodies.items()}
         attrs = dict(self.node.attrs) | {k: self._closed(bodies[k], *parts) for k, parts in opened.items()}
         slots = self.slots
         if "broadcasts" in attrs:

@@ -70,8 +70,11 @@ def _expand(graph: Graph, dispatch: KernelDispatchConfig, inside: tuple[Key, ...
         if key in inside:
             path = " > ".join(k[0] for k in (*inside[inside.index(key) :], key))
             raise LowerError(f"op {node.op}: is written with itself, {path}", hint=node.definition.place)
-        form = common_form.get(node.op)
-        body = written_out(node.definition, [None if o is None else o.type for o in node.operands], node.attrs, form)
+        if node.op == "custom_fn":
+            body = node.attrs["fwd_body"]
+        else:
+            types, form = [None if o is None else o.type for o in node.operands], common_form.get(node.op)
+            body = written_out(node.definition, types, node.attrs, form)
         operands = [o for o in rewriter.operands(node) if o is not None]
         return inline(rewriter.graph, _expand(body, dispatch, (*inside, key)), operands, node.origin.by("expand"))
 

@@ -23,7 +23,7 @@ def fuse_epilogues(graph: Graph, *, report: FusionReport | None = None) -> Graph
     joined: dict[Node, Value] = {}
     together: dict[Value, list[Node]] = {}
     for value, readers in users.items():
-        if _is_open_matmul(value) and value not in outputs and _go_together(value, readers, alone | joined):
+        if is_open_matmul(value) and value not in outputs and _go_together(value, readers, alone | joined):
             together[value] = readers
             joined |= dict.fromkeys(readers, value)
     for region in regions:
@@ -51,7 +51,7 @@ def fuse_epilogues(graph: Graph, *, report: FusionReport | None = None) -> Graph
 def _candidate(
     region: Node, users: dict[Value, list[Node]], outputs: set[Value], report: FusionReport | None
 ) -> Value | None:
-    matmuls = [o for o in region.operands if o is not None and _is_open_matmul(o)]
+    matmuls = [o for o in region.operands if o is not None and is_open_matmul(o)]
     for value in sorted(matmuls, key=lambda v: -v.node.id):
         why = _why_not(region, value, users, outputs)
         if not why:
@@ -75,7 +75,8 @@ def _go_together(value: Value, readers: list[Node], taken: dict[Node, Value]) ->
     )
 
 
-def _is_open_matmul(value: Value) -> bool:
+def is_open_matmul(value: Value) -> bool:
+    """Whether a value is the product of a matmul that nothing has joined yet."""
     node = value.node
     if node.op in ("matmul", "grouped_matmul"):
         return node.types[0].dtype.is_float

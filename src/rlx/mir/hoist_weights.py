@@ -28,16 +28,19 @@ class Hoisted:
     derived: list[str] = field(default_factory=list)
 
 
-def hoist_weights(graph: Graph, target: Target) -> Hoisted:
-    """Split the graph; matmuls by float matrices that are weights become packed `fused_matmul`s."""
-    return _Hoister(graph, target).run()
+def hoist_weights(graph: Graph, target: Target, *, certain: bool = True) -> Hoisted:
+    """Split the graph; matmuls by float matrices that are weights become packed `fused_matmul`s.
+
+    Of a body that is not `certain` to run, nothing that can fail leaves it.
+    """
+    return _Hoister(graph, target, certain).run()
 
 
 class _Hoister:
-    def __init__(self, graph: Graph, target: Target) -> None:
+    def __init__(self, graph: Graph, target: Target, certain: bool) -> None:
         self.graph = graph
         self.target = target
-        self.weights = weight_nodes(graph)
+        self.weights = weight_nodes(graph, certain=certain)
         self.main = Rewriter(graph, "hoist_weights")
         self.bind = Rewriter(graph, "hoist_weights")
         self.bind.graph.name = f"{graph.name}.bind"

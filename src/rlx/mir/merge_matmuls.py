@@ -41,10 +41,10 @@ class Member:
         return self.bias_add or self.matmul
 
 
-def merge_gates(graph: Graph, *, report: FusionReport | None = None) -> Graph:
+def merge_gates(graph: Graph, *, report: FusionReport | None = None, certain: bool = True) -> Graph:
     """silu(x @ gate) * (x @ up) -> one matmul over both weights with the product as its epilogue."""
     graph = weights_first(graph)
-    weights, users, outputs = weight_nodes(graph), graph.users(), set(graph.outputs)
+    weights, users, outputs = weight_nodes(graph, certain=certain), graph.users(), set(graph.outputs)
     roots: dict[Node, Gate] = {}
     taken: set[Node] = set()
     for node in graph.nodes:
@@ -137,10 +137,10 @@ def _strip(
         value = moving[0]
 
 
-def merge_matmuls(graph: Graph, *, report: FusionReport | None = None) -> Graph:
+def merge_matmuls(graph: Graph, *, report: FusionReport | None = None, certain: bool = True) -> Graph:
     """x @ a, x @ b, ... (each perhaps plus a bias) -> slices of x @ concatenate(a, b, ...)."""
     graph = weights_first(graph)
-    weights, users, outputs = weight_nodes(graph), graph.users(), set(graph.outputs)
+    weights, users, outputs = weight_nodes(graph, certain=certain), graph.users(), set(graph.outputs)
     groups: dict[tuple[Value, DType], list[Member]] = {}
     for node in graph.nodes:
         if node.op != "matmul" or not node.types[0].dtype.is_float or node in weights:

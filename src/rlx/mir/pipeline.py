@@ -31,6 +31,7 @@ from rlx.mir.precision import set_precision
 from rlx.mir.report import FusionReport
 from rlx.mir.round_activations import round_activations
 from rlx.mir.unfuse import unfuse
+from rlx.mir.unfused import report_unfused
 from rlx.mir.weights import weights_first
 from rlx.profile import NARROW, CompileProfile, KernelDispatchConfig, Precision
 from rlx.target import Target
@@ -81,13 +82,13 @@ def simplify() -> tuple[Pass, ...]:
     return (canonicalize, fold_constants, cse, dce)
 
 
-def merge(report: FusionReport, *, gates: bool) -> tuple[Pass, ...]:
-    """Passes that join work on whole tensors, before weights are packed."""
+def merge(report: FusionReport, *, gates: bool, certain: bool = True) -> tuple[Pass, ...]:
+    """Passes that join work on whole tensors, before weights are packed; `certain` as in `hoist_weights`."""
     return (
         patches_as_matmuls,
         legalize,
-        *((partial(merge_gates, report=report),) if gates else ()),
-        partial(merge_matmuls, report=report),
+        *((partial(merge_gates, report=report, certain=certain),) if gates else ()),
+        partial(merge_matmuls, report=report, certain=certain),
         canonicalize,
         partial(merge_ropes, report=report),
         canonicalize,
@@ -115,20 +116,25 @@ def chosen(passes: Sequence[Pass], profile: CompileProfile) -> tuple[Pass, ...]:
     return tuple(p for p in passes if p not in off)
 
 
-def split(graph: Graph, target: Target, profile: CompileProfile, report: FusionReport, log: PassLog) -> Hoisted:
-    """The graph without what depends on weights alone, and that by itself; bodies of loops and branches are done."""
+def split(
+    graph: Graph, target: Target, profile: CompileProfile, report: FusionReport, log: PassLog, *, certain: bool = True
+) -> Hoisted:
+    """The graph without what depends on weights alone, and that by itself; bodies of loops and branches are done.
+
+    A body that may not run at all is not `certain`: nothing that can fail leaves it.
+    """
 
     int8 = profile.precision.compute == "int8"
     inside = replace(profile, precision=Precision()) if int8 else profile  # what is in a loop stays f32
 
-    def body(inner: Graph) -> Hoisted:
-        parts = split(unfuse(inner), target, inside, report, log)
+    def body(inner: Graph, certain: bool) -> Hoisted:
+        parts = split(unfuse(inner), target, inside, report, log, certain=certain)
         return replace(parts, main=run_passes(parts.main, chosen(fuse(report, profile), profile), log))
 
     graph = optimise_bodies(graph, body)
-    merging = (patches_as_matmuls, legalize) if profile.fusion.skip else merge(report, gates=not int8)
+    merging = (patches_as_matmuls, legalize) if profile.fusion.skip else merge(report, gates=not int8, certain=certain)
     passes = (*simplify(), *merging, *((int8_matmuls,) if int8 else ()), dce)
-    return hoist_weights(run_passes(graph, chosen(passes, profile), log), target)
+    return hoist_weights(run_passes(graph, chosen(passes, profile), log), target, certain=certain)
 
 
 def optimise(graph: Graph, target: Target, profile: CompileProfile | None = None) -> Optimised:
@@ -143,6 +149,8 @@ def optimise(graph: Graph, target: Target, profile: CompileProfile | None = None
         dump(part, "hoist_weights")
     main = run_passes(hoisted.main, chosen(fuse(report, profile), profile), log)
     bind = run_passes(hoisted.bind, chosen(fuse(FusionReport(), profile), profile), log)
+    if not profile.fusion.skip:
+        report_unfused(main, report)
     log.typed.clear()  # nodes of all passes
     done = Optimised(main, bind, hoisted.derived, report, log)
     if profile.passes.verbose:

@@ -39,12 +39,16 @@ class FusionReport:
 
     fused: list[Fusion] = field(default_factory=list)
     missed: list[Miss] = field(default_factory=list)
+    apart: list[Miss] = field(default_factory=list)  # neighbours that no kernel does together
 
     def add(self, kind: str, nodes: list[Node]) -> None:
         self.fused.append(Fusion(kind, tuple(n.op for n in nodes), str(nodes[-1].origin)))
 
-    def miss(self, kind: str, node: Node, why: str) -> None:
-        self.missed.append(Miss(kind, node.op, why, str(node.origin)))
+    def miss(self, kind: str, node: Node, why: str, what: str = "") -> None:
+        self.missed.append(Miss(kind, what or node.op, why, str(node.origin)))
+
+    def keep_apart(self, node: Node, why: str, what: str) -> None:
+        self.apart.append(Miss("apart", what, why, str(node.origin)))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -54,4 +58,5 @@ class FusionReport:
     def __str__(self) -> str:
         lines = [f"fused {len(self.fused)}", *(f"  {f}" for f in self.fused)]
         lines += [f"missed {len(self.missed)}", *(f"  {m}" for m in self.missed)]
+        lines += [f"apart {len(self.apart)}", *(f"  {m}" for m in self.apart)] if self.apart else []
         return "\n".join(lines)

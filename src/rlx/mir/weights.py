@@ -6,20 +6,39 @@ from collections.abc import Iterable
 from typing import Any
 
 from rlx.ir.graph import Graph, Node, Value
+from rlx.ir.registry import CHECKS_DATA, CHECKS_SIZES, CONTROL
 from rlx.ir.rewrite import Rewriter
 from rlx.types import Dim, TensorType
 
 
-def weight_nodes(graph: Graph) -> set[Node]:
-    """Params, constants and every node that depends on nothing else, run-time sizes included."""
+def weight_nodes(graph: Graph, *, certain: bool = True) -> set[Node]:
+    """Params, constants and every node that depends on nothing else, run-time sizes included.
+
+    Of a graph that may never run, one that is not `certain`, without nodes that can fail: they are not to be computed
+    in advance.
+    """
     found: set[Node] = set()
     known: set[str] = set()  # symbols that the weights themselves bind
     for node in graph.params:
         known |= _symbols(node.types)
     for node in graph.nodes:
-        if node.op in ("param", "const") or _is_derived(node, found, known):
+        if node.op in ("param", "const") or (_is_derived(node, found, known) and (certain or not can_fail(node))):
             found.add(node)
     return found
+
+
+def can_fail(node: Node) -> bool:
+    """Whether run time may find a fault in its operands or sizes, or never get to its end."""
+    traits = node.definition.traits
+    if CHECKS_DATA in traits:
+        return True
+    if CHECKS_SIZES in traits:
+        return bool(_symbols((*node.types, *node.attrs.values(), *(o.type for o in node.operands if o is not None))))
+    if CONTROL in traits:
+        bodies = [v for v in node.attrs.values() if isinstance(v, Graph)]
+        endless = node.op == "while_loop" and node.attrs["max_steps"] is None
+        return endless or any(can_fail(inner) for body in bodies for inner in body.nodes)
+    return False
 
 
 def _is_derived(node: Node, weights: set[Node], known: set[str]) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -19,6 +18,7 @@ from rlx.errors import CapabilityError, FormatError
 from rlx.flow.stages import ACTIVATIONS
 from rlx.formats import TensorFile
 from rlx.formats.tensors import quoted
+from rlx.locks import cached_property
 from rlx.models.rope import Rope, is_number
 
 _MISSING = object()

@@ -24,7 +24,7 @@ def embedder(base: Family) -> Family:
     def flow(c: Any) -> ModelFlow:
         whole = base.flow(c, c.context)
         end = next(i for i, stage in enumerate(whole.stages) if isinstance(stage, GatherLastToken))
-        return replace(whole, stages=whole.stages[:end], cache=None, output_name="output")
+        return replace(whole.with_stages(whole.stages[:end]), cache=None, output_name="output")
 
     made = replace(base, name=base.name + SUFFIX, kind="encoder", gguf=(), hf=(), flow=flow)
     FAMILIES[made.name] = made

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
-from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, RmsNorm, linear
-from rlx.flow.stages.attention import SelfAttention
+from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, RmsNorm
 from rlx.flow.stages.encoder import NearTokens, attend
 from rlx.formats import TensorFile
 from rlx.ir.graph import Value
@@ -42,27 +41,20 @@ class Config(gemma.Config3):
         return super().known_of_gguf(file) | {"tied": True}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EmbeddingGemmaLayer(GemmaDecoder):
     """A layer of Gemma 3 that looks both ways."""
 
     near: bool = False
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
-        base = f"{self.layer_prefix}.self_attn"
-        q, k, v, out, *norms = (f"{base}.{name}.weight" for name in (
-            "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"
-        ))  # fmt: skip
-        heads = SelfAttention(
-            type(self).__name__, q, k, v, self.num_heads, self.num_kv_heads, self.head_dim, bias=self.attention_bias,
-            norm_keys=(norms[0], norms[1]), eps=self.eps, unit_offset=self.unit_offset, rope=self.rope,
-        )  # fmt: skip
+        heads = self.self_attention()
         queries, keys = (heads.turned(ctx, heads.project(ctx, x, which)) for which in "qk")
         found = attend(
             ctx, queries, keys, heads.project(ctx, x, "v"), "attention_mask", SLIDING if self.near else FULL,
             self.score_scale,
         )  # fmt: skip
-        return linear(ctx, found, out, f"{base}.o_proj.bias" if self.output_bias else None, out=x.shape[-1])
+        return self.projected(ctx, found, x.shape[-1])
 
 
 def looks_both_ways(settings: Mapping[str, Any]) -> bool:

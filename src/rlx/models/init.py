@@ -20,6 +20,7 @@ from rlx.flow.init import (
     truncated_normal,
     uniform,
     usual,
+    vectors_of_norms,
     xavier_uniform,
     zeros,
 )
@@ -112,7 +113,7 @@ PUBLISHED: dict[str, Callable[[Any], Table]] = {
 def initialisers(family: str, config: Any) -> Table:
     """The initialisers of a family by patterns of names, in the order in which they are looked at."""
     own = PUBLISHED[family](config) if family in PUBLISHED else {}
-    rest = usual(config.initializer_range)
+    rest = usual(config.initializer_range) | {"*": vectors_of_norms(config.initializer_range)}
     return own | {pattern: rule for pattern, rule in rest.items() if pattern not in own}
 
 

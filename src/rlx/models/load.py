@@ -35,6 +35,7 @@ import rlx.models.vit  # noqa: F401  declares the family
 from rlx.errors import CapabilityError, FormatError
 from rlx.flow.weights import Array
 from rlx.formats import TensorFile, open_tensors
+from rlx.formats.mapped import FileMap
 from rlx.formats.strict_json import parse_json
 from rlx.formats.tensors import broken, open_bytes, quoted
 from rlx.formats.tokenizer import Tokenizer
@@ -67,6 +68,12 @@ class Checkpoint:
     tokenizer: Tokenizer | None
     rope_factors: Array | None = None
     notes: tuple[str, ...] = ()  # what its user should be told when it is loaded
+    others: tuple[FileMap, ...] = ()  # maps of files other than that of the weights
+
+    @property
+    def maps(self) -> tuple[FileMap, ...]:
+        """The mapped files of the model."""
+        return self.file.maps + self.others
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

@@ -99,6 +99,7 @@ def nomic_bert(c: Config) -> ModelFlow:
 
     return (
         ModelFlow("nomic-bert").input("tokens", (sym.BATCH, sym.SEQ), "i32")
+        .input("positions", (sym.BATCH, sym.SEQ), "i32")
         .stage(rope_stage(c.rope, c.context))
         .token_embed("embeddings.word_embeddings.weight", shape=(c.vocab, c.dim))
         .gather_add("token_types", "embeddings.token_type_embeddings.weight", rows=c.types)

@@ -54,7 +54,8 @@ class Pool(FlowStage):
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "Pool")
         rows = (sym.BATCH, sym.SEQ)
-        mask, positions = ctx.input("attention_mask", rows, "f32"), ctx.input("positions", rows, "i32")
+        mask, positions = ctx.mask_input("attention_mask", rows), ctx.input("positions", rows, "i32")
+        mask = mask if mask.dtype.is_float else mask.astype("f32")
         if self.kind == "max":
             return ctx.wrap((_column(mask) > 0).where(x, -np.inf).max(axis=1))
         counts = self._counts(mask, positions)

@@ -160,13 +160,16 @@ def decoder(name: str, c: Config, context: int) -> ModelFlow:
             ffn = SharedMoeFfn(mixture, c.shared_ffn)
         shared: dict[str, Any] = {
             "layer_idx": i, "intermediate_size": c.ffn, "activation": c.activation, "ffn": ffn,
-            "attention_bias": c.attention_bias, "output_bias": c.output_bias, "unit_offset": c.unit_offset,
+            "unit_offset": c.unit_offset,
         }  # fmt: skip
         if c.attends(i):
-            return GatedAttentionLayer(at, c.heads, c.kv_heads, c.head_dim, c.eps, **shared)
+            return GatedAttentionLayer(
+                at, c.heads, c.kv_heads, c.head_dim, c.eps, attention_bias=c.attention_bias, output_bias=c.output_bias,
+                **shared,
+            )  # fmt: skip
         return DeltaNetLayer(
-            at, c.heads, c.kv_heads, c.head_dim, c.eps, key_heads=c.key_heads, value_heads=c.value_heads,
-            state_size=c.state, value_size=c.value_size, kernel=c.kernel, tiled=c.tiled, rates=c.rates, **shared,
+            at, c.eps, key_heads=c.key_heads, value_heads=c.value_heads, state_size=c.state, value_size=c.value_size,
+            kernel=c.kernel, tiled=c.tiled, rates=c.rates, **shared,
         )  # fmt: skip
 
     norm = GemmaRmsNorm if c.unit_offset else RmsNorm

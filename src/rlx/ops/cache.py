@@ -15,7 +15,7 @@ import numpy as np
 
 from rlx.dtypes import BY_NAME, F32
 from rlx.errors import DTypeError, GraphError, KernelError, ShapeError
-from rlx.ir.registry import TAKES_PACKED, f32, i32, op, packed, sample
+from rlx.ir.registry import CHECKS_DATA, TAKES_PACKED, f32, i32, op, packed, sample
 from rlx.ops.attention import split_mask
 from rlx.ops.quant import unpacked
 from rlx.types import Size, TensorType, require_equal
@@ -65,7 +65,7 @@ def _kv_append(cache: Any, new: Any, positions: Any, *, kind: str, ring: bool) -
 
 
 @op(
-    "kv_append", reference=_kv_append, traits=[TAKES_PACKED],
+    "kv_append", reference=_kv_append, traits=[TAKES_PACKED, CHECKS_DATA],
     samples=[
         sample(f32(2, 3, 2, 8, 64), f32(2, 5, 3, 8), i32(2, 5, low=-2, high=128), kind="keys"),
         sample(f32(1, 2, 1, 20, 64), f32(1, 70, 2, 20), i32(1, 70, low=0, high=64), kind="keys"),

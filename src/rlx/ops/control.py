@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from rlx.errors import DTypeError, GraphError, ShapeError
+from rlx.errors import BindError, DTypeError, GraphError, KernelError, ShapeError
 from rlx.ir import evaluate
 from rlx.ir.graph import Graph
-from rlx.ir.registry import CONTROL, TAKES_PACKED, op
-from rlx.types import Size, TensorType, require_equal
+from rlx.ir.registry import CONTROL, FUSED, TAKES_PACKED, op
+from rlx.types import Size, TensorType, broadcast, require_equal
 from rlx.types import evaluate as size_of
 
 Binding = Mapping[str, int]
@@ -91,7 +91,10 @@ def _scan(
     state, shared, xs = list(operands[:carries]), operands[carries:][:broadcasts], operands[carries + broadcasts :]
     ys = []
     for o in body.outputs[carries:]:
-        ys.append(np.zeros((length, *(size_of(d, binding) for d in o.shape)), o.dtype.numpy))
+        sizes = [size_of(d, binding) for d in o.shape]
+        if min(sizes, default=0) < 0:
+            raise BindError(f"scan: 0 is 0, more than {o.shape[sizes.index(min(sizes))]}, which is {min(sizes)}")
+        ys.append(np.zeros((length, *sizes), o.dtype.numpy))
     for t in reversed(range(length)) if reverse else range(length):
         results = run_body(body, [*state, *shared, *(x[t] for x in xs)], binding)
         state = results[:carries]
@@ -178,6 +181,20 @@ def while_loop(
         raise GraphError(f"while_loop: {n} carries, graph {body.name!r} has {len(body.outputs)} outputs")
     _check_carries("while_loop", body, operands[:n])
     return tuple(operands[:n])
+
+
+def _ended(x: Any, more: Any) -> Any:
+    if more.any():
+        raise KernelError("while_loop: its condition still holds after max_steps")
+    return np.broadcast_to(x, np.broadcast_shapes(x.shape, more.shape))
+
+
+@op("ended", reference=_ended, traits=[FUSED])
+def ended(x: TensorType, more: TensorType) -> TensorType:
+    """`x`, a result of a while loop with `max_steps`; an error at run time where `more`, its condition, still holds."""
+    if not more.dtype.is_bool:
+        raise DTypeError(f"ended: a condition is bool, found {more}")
+    return x.with_shape(*broadcast(x.shape, more.shape, where="ended"))
 
 
 def _cond(predicate: Any, *operands: Any, then_body: Graph, else_body: Graph, binding: Binding) -> tuple[Any, ...]:

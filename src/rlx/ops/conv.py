@@ -9,7 +9,7 @@ import numpy as np
 
 from rlx.errors import BindError, DTypeError, GraphError, ShapeError
 from rlx.ir.graph import Value
-from rlx.ir.registry import COMPOSED, f32, op, sample
+from rlx.ir.registry import CHECKS_SIZES, COMPOSED, f32, op, sample
 from rlx.types import Size, TensorType, require_equal
 
 Pair = tuple[int, int]
@@ -60,7 +60,7 @@ def _conv2d(x: Any, weight: Any, bias: Any = None, *, stride: Any, padding: Any,
 
 
 @op(
-    "conv2d", reference=_conv2d, tolerance=1e-5,
+    "conv2d", reference=_conv2d, tolerance=1e-5, traits=[CHECKS_SIZES],
     samples=[
         sample(f32(2, 3, 7, 8), f32(4, 3, 3, 2), f32(4)),
         sample(f32(1, 4, 6, 9), f32(6, 2, 3, 3), padding=1, groups=2),
@@ -107,7 +107,7 @@ def _pool2d(x: Any, *, kind: str, kernel: Any, stride: Any, padding: Any) -> Any
 
 
 @op(
-    "pool2d", reference=_pool2d, tolerance=1e-6,
+    "pool2d", reference=_pool2d, tolerance=1e-6, traits=[CHECKS_SIZES],
     samples=[
         sample(f32(2, 3, 7, 8), kind="max", kernel=2), sample(f32(1, 2, 9, 20), kind="mean", kernel=(3, 2), stride=2),
         sample(f32(1, 2, 6, 7), kind="max", kernel=3, stride=1, padding=1),

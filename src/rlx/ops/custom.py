@@ -148,8 +148,6 @@ def custom_fn(
     `d_output_0`, ... where there are several results) and gives a gradient for each operand. `jvp_body` also has inputs
     called `tangent_0`, `tangent_1`, ..., may have `primal_output`, and gives a tangent for each result.
     """
-    if not operands:
-        raise GraphError("custom_fn: has 0 operands, wanted at least 1")
     results = _check_forward(fwd_body, operands)
     if vjp_body is not None:
         _check_vjp(vjp_body, operands, results)

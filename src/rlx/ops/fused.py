@@ -17,7 +17,7 @@ from rlx.dtypes import dtype as dtype_of
 from rlx.errors import GraphError, ShapeError
 from rlx.ir import evaluate
 from rlx.ir.graph import Graph, Value
-from rlx.ir.registry import FUSED, TAKES_PACKED, op
+from rlx.ir.registry import CHECKS_DATA, FUSED, TAKES_PACKED, op
 from rlx.ir.rewrite import inline
 from rlx.ops.activations import activations_for, numbers_of
 from rlx.ops.grouped import check_groups
@@ -32,6 +32,13 @@ def _check_body(where: str, body: Graph, operands: tuple[TensorType, ...]) -> Te
         raise GraphError(f"{where}: body takes {', '.join(map(str, wanted))}, got {', '.join(map(str, operands))}")
     types = tuple(o.type for o in body.outputs)
     return types[0] if len(types) == 1 else types
+
+
+def _check_weights(where: str, weights: int, body: Graph) -> None:
+    """Refuse more weights than the body reads sums of, before as many types are made."""
+    if not 0 < weights <= len(body.inputs):
+        hint = "the first inputs of the body are the sums, one per weight"
+        raise GraphError(f"{where}: {weights} weights, and a body of {len(body.inputs)} inputs", hint=hint)
 
 
 def _run_body(body: Graph, arrays: list[Any], binding: Mapping[str, int]) -> Any:
@@ -312,6 +319,7 @@ def fused_matmul(
     `columns` is the width of each product; `blocks` is what the packed tensor holds where that is not plain numbers:
     then x may be what `activation_blocks` makes. Bytes times bytes (`pack_bytes`) are summed up as i32.
     """
+    _check_weights("fused_matmul", weights, body)
     used = 1 if packed else weights
     matrices = rest[:used]
     sums = _sums("fused_matmul", x, matrices[0], blocks)
@@ -343,7 +351,7 @@ def _fused_grouped_apart(
     return inline(x.graph, body, [*sums, *rest[weights + 1 :]])
 
 
-@op("fused_grouped", reference=_fused_grouped, traits=[FUSED], decompose=_fused_grouped_apart)
+@op("fused_grouped", reference=_fused_grouped, traits=[FUSED, CHECKS_DATA], decompose=_fused_grouped_apart)
 def fused_grouped(
     x: TensorType,
     *rest: TensorType,
@@ -357,6 +365,7 @@ def fused_grouped(
 
     Weights have one more axis in front, and after them comes the index into it of each row.
     """
+    _check_weights("fused_grouped", weights, body)
     used = 1 if packed else weights
     acc = TensorType((x.shape[0], columns), _sums("fused_grouped", x, rest[0], blocks))
     return _check_body("fused_grouped", body, (acc,) * weights + tuple(rest[used + 1 :]))

@@ -11,7 +11,7 @@ from rlx.dtypes import I32, promote
 from rlx.dtypes import dtype as dtype_of
 from rlx.errors import DTypeError, KernelError, ShapeError
 from rlx.ir.graph import Value
-from rlx.ir.registry import COMPOSED, FUSED, f32, i32, op, sample
+from rlx.ir.registry import CHECKS_DATA, COMPOSED, FUSED, f32, i32, op, sample
 from rlx.types import Size, TensorType, require_equal
 
 
@@ -47,7 +47,7 @@ def _grouped_matmul(x: Any, w: Any, index: Any) -> Any:
 
 
 @op(
-    "grouped_matmul", reference=_grouped_matmul, tolerance=1e-5,
+    "grouped_matmul", reference=_grouped_matmul, tolerance=1e-5, traits=[CHECKS_DATA],
     samples=[
         sample(f32(5, 4), f32(3, 4, 6), i32(5, low=0, high=3)),
         sample(f32(9, 65), f32(4, 65, 130), i32(9, low=0, high=4)),
@@ -80,7 +80,7 @@ def _group_rows(index: Any, *, groups: int) -> Any:
 
 
 @op(
-    "group_rows", reference=_group_rows,
+    "group_rows", reference=_group_rows, traits=[CHECKS_DATA],
     samples=[
         sample(i32(9, low=0, high=4), groups=4), sample(i32(130, low=0, high=3), groups=7),
         sample(i32(1, low=0, high=1), groups=1), sample(i32(0, low=0, high=1), groups=2),

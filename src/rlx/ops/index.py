@@ -8,7 +8,7 @@ import numpy as np
 
 from rlx.dtypes import F32
 from rlx.errors import DTypeError, KernelError, ShapeError
-from rlx.ir.registry import TAKES_PACKED, boolean, f32, i32, op, sample
+from rlx.ir.registry import CHECKS_DATA, TAKES_PACKED, boolean, f32, i32, op, sample
 from rlx.ops.quant import unpacked
 from rlx.types import TensorType, axis_index, require_equal
 
@@ -41,7 +41,7 @@ def _integers(where: str, indices: TensorType) -> None:
         sample(f32(3, 7, 5), i32(4, low=0, high=7), axis=1), sample(f32(3, 70), i32(2, 2, low=0, high=70), axis=-1),
         sample(i32(7, 3), i32(low=0, high=7)), sample(boolean(5, 33), i32(4, low=0, high=5)),
     ],
-    traits=[TAKES_PACKED],
+    traits=[TAKES_PACKED, CHECKS_DATA],
 )  # fmt: skip
 def gather(table: TensorType, indices: TensorType, *, axis: int = 0) -> TensorType:
     """Slices of `table` along an axis, one an index, as `np.take`. An index outside it is an error at run time.
@@ -67,14 +67,20 @@ def _scatter_add(x: Any, indices: Any, updates: Any) -> Any:
 
 
 @op(
-    "scatter_add", reference=_scatter_add, tolerance=5e-6,
+    "scatter_add", reference=_scatter_add, tolerance=5e-6, traits=[CHECKS_DATA],
     samples=[
         sample(f32(7, 5), i32(4, low=0, high=7), f32(4, 5)), sample(f32(3, 65), i32(20, low=0, high=3), f32(20, 65)),
         sample(f32(6), i32(9, low=0, high=6), f32(9)), sample(i32(5, 3), i32(2, 4, low=0, high=5), i32(2, 4, 3)),
     ],
 )  # fmt: skip
 def scatter_add(x: TensorType, indices: TensorType, updates: TensorType) -> TensorType:
-    """`x` with row `updates[i]` added to row `indices[i]` of its first axis; equal indices add up, in order."""
+    """`x` with row `updates[i]` added to row `indices[i]` of its first axis; equal indices add up, in order.
+
+    Takes numbers, as `add` does.
+    """
+    if x.dtype.is_bool:
+        hint = "cast with x.astype('i32'), or write rows with scatter"
+        raise DTypeError("scatter_add: takes numbers, found bool", hint=hint)
     return _scattered("scatter_add", x, indices, updates)
 
 
@@ -90,7 +96,7 @@ def _scatter(x: Any, indices: Any, updates: Any) -> Any:
 
 
 @op(
-    "scatter", reference=_scatter,
+    "scatter", reference=_scatter, traits=[CHECKS_DATA],
     samples=[
         sample(f32(7, 5), i32(4, low=0, high=7), f32(4, 5)), sample(f32(3, 65), i32(20, low=0, high=3), f32(20, 65)),
         sample(f32(6), i32(9, low=0, high=6), f32(9)), sample(i32(5, 3), i32(2, 4, low=0, high=5), i32(2, 4, 3)),

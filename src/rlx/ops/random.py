@@ -41,9 +41,10 @@ def _random_bits(key: Any, *, shape: Any) -> Any:
 
 def _check_key(where: str, key: TensorType) -> None:
     if key.dtype is not U32:
-        raise DTypeError(f"{where}: a key is two numbers of u32, found {key}")
+        raise DTypeError(f"{where}: a key is two numbers of u32, found {key}", hint="rlx.random.key(seed) makes one")
     if key.shape != (2,):
-        raise ShapeError(f"{where}: a key is two numbers of u32, found {key}")
+        hint = "vmap takes a batch of keys, as rlx.random.split gives"
+        raise ShapeError(f"{where}: a key is two numbers of u32, found {key}", hint=hint)
 
 
 _KEY = Spec((2,), "u32", 0, 2**31)

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlx.dtypes import BOOL, I32
 from rlx.errors import BindError, DTypeError, ShapeError
-from rlx.ir.registry import f32, i32, op, sample
+from rlx.ir.registry import CHECKS_SIZES, f32, i32, op, sample
 from rlx.types import Size, TensorType, axis_index
 
 Axes = int | tuple[int, ...] | None
@@ -156,7 +156,12 @@ def _topk(x: Any, *, k: int) -> Any:
     return np.take_along_axis(x, order, -1), order.astype(np.int32)
 
 
-@op("topk", reference=_topk, samples=[sample(f32(3, 20), k=5), sample(f32(65), k=1), sample(i32(2, 3, 40), k=40)])
+@op(
+    "topk",
+    reference=_topk,
+    traits=[CHECKS_SIZES],
+    samples=[sample(f32(3, 20), k=5), sample(f32(65), k=1), sample(i32(2, 3, 40), k=40)],
+)
 def topk(x: TensorType, *, k: int) -> tuple[TensorType, TensorType]:
     """The `k` largest along the last axis, largest first, and their indices as i32; the first of equals comes first."""
     if x.rank == 0:

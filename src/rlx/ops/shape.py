@@ -8,7 +8,7 @@ import numpy as np
 
 from rlx.dtypes import DType, promote
 from rlx.errors import BindError, DTypeError, ShapeError
-from rlx.ir.registry import TAKES_PACKED, VIEW, boolean, f32, i32, op, sample
+from rlx.ir.registry import CHECKS_SIZES, TAKES_PACKED, VIEW, boolean, f32, i32, op, sample
 from rlx.types import Size, TensorType, axis_index, known_equal, product, require_equal
 
 Sizes = tuple[Size, ...]
@@ -49,7 +49,7 @@ def _exceeds(a: Size, b: Size) -> bool:
     return isinstance(gap, int) and gap < 0
 
 
-@op("slice", reference=_slice, traits=[VIEW],
+@op("slice", reference=_slice, traits=[VIEW, CHECKS_SIZES],
     samples=[sample(f32(4, 6), start=(1, 0), stop=(3, 6), step=(1, 2)),
              sample(f32(9), start=(4,), stop=(4,), step=(1,)),
              sample(i32(3, 40), start=(0, 5), stop=(3, 38), step=(2, 3))])  # fmt: skip
@@ -88,7 +88,7 @@ def _assume_equal(x: Any, *, shape: Any) -> Any:
     return x
 
 
-@op("assume_equal", reference=_assume_equal, traits=[VIEW], samples=[sample(f32(2, 3), shape=(2, 3))])
+@op("assume_equal", reference=_assume_equal, traits=[VIEW, CHECKS_SIZES], samples=[sample(f32(2, 3), shape=(2, 3))])
 def assume_equal(x: TensorType, *, shape: Sizes) -> TensorType:
     """`x` under a shape that only run time can show to be equal, axis by axis; it is checked at each run."""
     if len(shape) != x.rank:
@@ -142,7 +142,7 @@ def _has(dtype: DType, value: float) -> bool:
     return limits.min <= value <= limits.max and value == int(value)
 
 
-@op("pad", reference=_pad,
+@op("pad", reference=_pad, traits=[CHECKS_SIZES],
     samples=[sample(f32(2, 3), low=(1, 0), high=(0, 2)), sample(f32(65), low=(3,), high=(4,), value=-1.5),
              sample(f32(2, 3, 17), low=(0, 2, 0), high=(1, 1, 0)), sample(i32(3, 5), low=(0, 1), high=(2, 3), value=7),
              sample(boolean(5), low=(1,), high=(2,), value=True), sample(f32(), low=(), high=())])  # fmt: skip

@@ -8,7 +8,6 @@ written and made once. Arrays are kept aside, in a list.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 
 from rlx.dtypes import BY_NAME, DType
 from rlx.errors import CapabilityError, FormatError
+from rlx.locks import cached_property
 from rlx.types import Composite, Dim
 
 Array = np.ndarray[Any, Any]
@@ -160,7 +160,7 @@ def _constant(array: Array) -> Any:
 
 
 def _has_digest(kind: type) -> bool:
-    return isinstance(vars(kind).get(_DIGEST), functools.cached_property)
+    return isinstance(vars(kind).get(_DIGEST), cached_property)
 
 
 def _maker(kind: type) -> Callable[[list[Any]], Any]:

@@ -8,9 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
-import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -23,10 +20,11 @@ from rlx.backends.cpu.layout import WEIGHT
 from rlx.backends.cpu.memory import release
 from rlx.backends.cpu.repeat import Taken
 from rlx.errors import BindError, CapabilityError, nearest
+from rlx.locks import Lock
 from rlx.profile import CompileProfile
+from rlx.resources import require, writable
 from rlx.runtime import finite
 from rlx.runtime.inputs import Leaf, as_array, check_fixed, check_names, has_symbols, solve_symbols
-from rlx.runtime.resources import require, writable
 from rlx.runtime.signature import Signature
 from rlx.runtime.weights import WeightStore
 from rlx.target import Target
@@ -41,7 +39,6 @@ if TYPE_CHECKING:  # reports and what they are made of are imported when one is 
 
 Array = np.ndarray[Any, Any]
 _NOTHING = contextlib.nullcontext()
-_alive: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
 
 
 class CompiledGraph(ABC):
@@ -57,10 +54,9 @@ class CompiledGraph(ABC):
         self._states = list(signature.states)
         self.param_types: dict[str, TensorType] = dict(signature.params)
         self._params: dict[str, Array] = {}
-        self._lock = threading.RLock()
+        self._lock = Lock(reentrant=True)
         self._stale = True
         self._sized = any(map(has_symbols, self.param_types.values()))  # whether sizes come from weights
-        _alive.add(self)
 
     # -- weights -------------------------------------------------------------------------------------------------------
     def set_param(self, name: str, value: Any) -> None:
@@ -117,7 +113,11 @@ class CompiledGraph(ABC):
     def run(self, inputs: Mapping[str, Any] | None = None, *, trace: str | Path | None = None) -> list[Array]:
         """The outputs for named inputs; they belong to the caller. `trace` writes a timeline for chrome://tracing."""
 
-    def __call__(self, **inputs: Any) -> list[Array]:
+    def __call__(self, *args: Any, **inputs: Any) -> list[Array]:
+        if args:
+            shown = ", ".join(f"{n}=..." for n in list(self.input_types)[:5])
+            hint = f"f({shown}), or f.run({{...}}) with a dict"
+            raise BindError(f"inputs: {len(args)} given by position, they go by name", hint=hint)
         return self.run(inputs)
 
     def _check_inputs(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, int]]:
@@ -192,7 +192,9 @@ class ReferenceGraph(CompiledGraph):
             self._bound()
             arrays, sizes = self._check_inputs({} if inputs is None else inputs)
             watched = finite.Watched(self, list(arrays.values())) if finite.watching else None
-            outputs = [np.array(r, order="C") for r in evaluate.run(self.graph, {**self._params, **arrays}, sizes)]
+            found = evaluate.run(self.graph, {**self._params, **arrays}, sizes)
+            require(f"graph {self.name!r}: its outputs", sum(a.nbytes for a in found), "smaller inputs")
+            outputs = [np.array(a, order="C") for a in found]
         if watched is not None:
             watched.check(outputs)
         return outputs
@@ -391,13 +393,3 @@ def _stand_in(type_: TensorType, sizes: Mapping[str, int]) -> Array:
     """An input to time a run with: masks of ones keep every key, indices of zero lie inside every table."""
     shape = concrete(type_.shape, sizes)
     return np.zeros(shape, type_.dtype.numpy) if type_.dtype.is_integer else np.ones(shape, type_.dtype.numpy)
-
-
-def _after_fork() -> None:
-    """In a forked child: another thread of the parent may have held a lock, and it is not there to release it."""
-    for compiled in _alive:
-        compiled._lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

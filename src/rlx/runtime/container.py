@@ -20,8 +20,10 @@ from typing import IO, Any
 import numpy as np
 
 from rlx.dtypes import dtype
+from rlx.formats.mapped import FileMap, map_of
 from rlx.formats.strict_json import parse_json
 from rlx.formats.tensors import PathLike, broken, open_bytes
+from rlx.runtime.manifest import CONTAINER, LINE, check, check_sections
 
 Array = np.ndarray[Any, Any]
 Content = bytes | Mapping[str, Array]  # of a section
@@ -29,7 +31,6 @@ SUFFIX = ".rlxp"  # of an export
 MAGIC, VERSION = b"RLXP", 3
 _DIGEST = 32  # bytes
 _HEAD = struct.Struct(f"<4sIQ{_DIGEST}s")  # magic, version, bytes of the manifest, its digest
-_LINE = 64  # sections and arrays begin on a cache line
 _CHUNK = 8 << 20  # bytes that are written at once: whole huge pages
 
 
@@ -104,6 +105,11 @@ class Container:
     manifest: Mapping[str, Any]
     data: memoryview
 
+    @property
+    def maps(self) -> list[FileMap]:
+        """The map of the file."""
+        return map_of(self.data)
+
     def section(self, name: str) -> bytes:
         return bytes(self._bytes(name))
 
@@ -146,6 +152,8 @@ def read(path: PathLike, what: str = "an export of rlx") -> Container:
         hint = "export it again, or copy it again"
         raise broken(file.path, "the manifest is damaged or cut short", at=_HEAD.size, hint=hint)
     manifest = parse_json(written, file.path)
+    check(manifest, CONTAINER, file.path)
+    check_sections(manifest, file.path)
     whole = _start(written) + manifest["bytes"]
     if file.size != whole:
         hint = "it was not copied whole"
@@ -158,7 +166,7 @@ def _bytes(array: Array) -> memoryview:
 
 
 def _round_up(n: int) -> int:
-    return -(-n // _LINE) * _LINE
+    return -(-n // LINE) * LINE
 
 
 def _start(manifest: bytes | memoryview) -> int:

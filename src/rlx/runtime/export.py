@@ -7,11 +7,11 @@ mapped, not read. The file is executable code: load only what you would also run
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
 import stat
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,21 @@ from rlx import target as targets
 from rlx.backends import cache
 from rlx.backends.cpu.library import Code, library
 from rlx.backends.cpu.toolchain import llvm_version
-from rlx.errors import CapabilityError, FormatError
-from rlx.formats.tensors import PathLike
+from rlx.errors import BindError, CapabilityError, FormatError, GraphError, LowerError
+from rlx.formats.tensors import PathLike, quoted
 from rlx.ir import provenance
 from rlx.ir.graph import Graph
 from rlx.ir.provenance import Origin
+from rlx.locks import cached_property
 from rlx.profile import CompileProfile
+from rlx.resources import writable
 from rlx.runtime import codec, container, plan
 from rlx.runtime.compiled import CpuGraph
 from rlx.runtime.container import SUFFIX as SUFFIX
 from rlx.runtime.container import Container
 from rlx.runtime.container import Content as Content
-from rlx.runtime.inputs import has_symbols
-from rlx.runtime.resources import writable
+from rlx.runtime.inputs import as_array, check_fixed, has_symbols
+from rlx.runtime.manifest import EXPORT, EXPORTED_MODEL, check
 from rlx.runtime.weights import WeightStore
 from rlx.target import Target
 from rlx.types import parse_type
@@ -114,7 +116,8 @@ class ExportFile(Container):
     @property
     def target(self) -> Target:
         """What the code is for."""
-        return Target(**self.manifest["target"])
+        known = {f.name for f in fields(Target)}
+        return Target(**{name: value for name, value in self.manifest["target"].items() if name in known})
 
 
 def open_export(path: PathLike, *, verify: bool = False) -> ExportFile:
@@ -133,6 +136,7 @@ def open_export(path: PathLike, *, verify: bool = False) -> ExportFile:
 def read_export(path: PathLike) -> ExportFile:
     """Open an export to look at: its manifest is whole, and its length is right."""
     found = container.read(path)
+    check(found.manifest, EXPORT if found.manifest.get("kind") == "graph" else EXPORTED_MODEL, found.path)
     return ExportFile(found.path, found.manifest, found.data)
 
 
@@ -175,25 +179,24 @@ class ExportedGraph(CpuGraph):
 
     def __init__(self, file: ExportFile, *, threads: int | None = None, store: WeightStore | None = None) -> None:
         self._file = file
-        constants = list(file.arrays("constants").values())
-        found: plan.CompiledPlan = codec.decode(
-            file.section("program"), plan.plan_records(), constants, f"{file.path}: program"
-        )
-        routines = tuple(file.manifest["routines"])
-        library(file.target).adopt(Code(file.section("code"), routines, file.section("driver")))
+        found = _program(file)
         profile = CompileProfile.from_toml(file.manifest["profile"]) if file.manifest["profile"] else None
         self.leaves = _leaves(file.manifest)
-        super().__init__(self.leaves, found, file.target, threads, store or WeightStore(), profile)
+        with consistent(file):
+            routines = tuple(file.manifest["routines"])
+            library(file.target).adopt(Code(file.section("code"), routines, file.section("driver")))
+            super().__init__(self.leaves, found, file.target, threads, store or WeightStore(), profile)
         del self.graph
         self.signature = replace(self.signature, outputs=tuple(map(parse_type, file.manifest["outputs"])))
         if WEIGHTS in file.manifest["sections"]:
             arrays = file.arrays(WEIGHTS)
+            _check_weights(file, found, arrays)
             self._params = {n: arrays[n] for n in self.param_types if n in arrays}
             self.executable.bind({n: arrays[n] for n in found.main.weights})
             self._stale = False
 
-    @functools.cached_property
-    def graph(self) -> Graph:  # type: ignore[override]
+    @cached_property
+    def graph(self) -> Graph:
         """The graph, as it was built."""
         import rlx.hir.blocks  # noqa: F401  the ops and blocks that the text may name
 
@@ -202,6 +205,54 @@ class ExportedGraph(CpuGraph):
         for node, origin in zip(graph.nodes, origins, strict=True):
             object.__setattr__(node, "origin", origin)  # text does not say where nodes were built
         return graph
+
+
+def _program(file: ExportFile) -> plan.CompiledPlan:
+    """The programs of an export, which take and give what its manifest says."""
+    constants = list(file.arrays("constants").values())
+    found = codec.decode(file.section("program"), plan.plan_records(), constants, f"{file.path}: program")
+    if not isinstance(found, plan.CompiledPlan):
+        raise FormatError(f"{file.path}: program: expected a plan, found {type(found).__name__}")
+    manifest = file.manifest
+    with consistent(file):
+        main, bind = found.main.manifest(), found.bind.manifest()
+        given = {name: type_ for _, name, type_ in manifest["inputs"]}
+        params = manifest["params"]
+        named = set(found.derived) | set(params)
+        said = {
+            "inputs": (main["inputs"], given),
+            "outputs": (list(main["outputs"].values()), manifest["outputs"]),
+            "kernels": (sorted({*found.main.kernels(), *found.bind.kernels()}), manifest["kernels"]),
+            "weights": (sorted(set(main["weights"]) - named), []),
+            "params": ({n: t for n, t in bind["weights"].items() if params.get(n) != t}, {}),
+            "target": (found.main.target, manifest["target"]["name"]),
+        }
+    for what, (wanted, has) in said.items():
+        if wanted != has:
+            raise FormatError(f"{file.path}: {what}: its program says {quoted(wanted)}, its manifest {quoted(has)}")
+    return found
+
+
+def _check_weights(file: ExportFile, found: plan.CompiledPlan, arrays: Mapping[str, Array]) -> None:
+    """Refuse weights of other shapes and types than the program reads."""
+    for name, text in found.main.manifest()["weights"].items():
+        type_ = parse_type(text)
+        if name not in arrays:
+            raise FormatError(f"{file.path}: {WEIGHTS}: there is no {quoted(name)}")
+        try:
+            check_fixed("weight", name, as_array("weight", name, arrays[name], type_), type_)
+        except BindError as error:
+            raise FormatError(f"{file.path}: {error}") from error
+
+
+@contextlib.contextmanager
+def consistent(file: ExportFile) -> Iterator[None]:
+    """What goes wrong inside is the file's fault: its parts were made for each other."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, GraphError, LowerError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise FormatError(f"{file.path}: its parts do not fit together: {why}", hint="export it again") from error
 
 
 def _leaves(manifest: Mapping[str, Any]) -> Graph:

@@ -12,6 +12,7 @@ import numpy as np
 
 from rlx.dtypes import dtype
 from rlx.errors import BindError, DTypeError, nearest
+from rlx.resources import require
 from rlx.types import Dim, TensorType, evaluate, symbols_of
 
 Array = np.ndarray[Any, Any]
@@ -55,13 +56,17 @@ def as_array(what: str, name: str, value: Any, type_: TensorType) -> Array:
             found = str(dtype(value.dtype))
         except DTypeError:
             found = str(value.dtype)
-        raise BindError(
-            f"{what} {name!r}: element type is {found}, wanted {type_.dtype}",
-            hint=f"cast it with .astype({type_.dtype.numpy.name!r})",
-        )
+        hint = f"cast it with .astype({type_.dtype.numpy.name!r})"
+        if type_.dtype.is_packed:
+            hint = f"give its packed blocks as bytes (uint8), {type_.dtype.size} for each {type_.dtype.block} numbers"
+        raise BindError(f"{what} {name!r}: element type is {found}, wanted {type_.dtype}", hint=hint)
     if value.ndim != len(type_.array_shape):
         raise BindError(f"{what} {name!r}: shape is {_shape(value)}, wanted {type_}")
-    return value if value.flags.c_contiguous else np.ascontiguousarray(value)
+    array: Array = value
+    if not array.flags.c_contiguous:
+        require(f"{what} {name!r}: a contiguous copy", array.nbytes, "give a C-contiguous array, which is not copied")
+        array = np.ascontiguousarray(array)
+    return array
 
 
 def _as_blocks(what: str, name: str, value: Array, type_: TensorType) -> Array:

@@ -16,6 +16,7 @@ from rlx.backends.cpu import layout, records
 from rlx.backends.cpu.executable import Executable
 from rlx.backends.cpu.layout import Layout
 from rlx.lir import memory
+from rlx.locks import cached_property
 from rlx.profile import CompileProfile
 from rlx.runtime import codec, kv_cache, signature
 from rlx.runtime.compiled import CompiledGraph, CpuGraph, bind_executable, later_plan
@@ -60,8 +61,8 @@ class KeptGraph(CpuGraph):
                 if name in weights and params.keys() >= set(recipe.params):
                     self._store.adopt(recipe, params, weights[name])
 
-    @functools.cached_property
-    def graph(self) -> Graph:  # type: ignore[override]
+    @cached_property
+    def graph(self) -> Graph:
         """The graph, built again."""
         return self._source()[0]
 

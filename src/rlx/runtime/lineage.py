@@ -6,7 +6,6 @@ launches that carry the number came from it. Reports and pages read this; nothin
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from rlx.ir.passes import watched
 from rlx.ir.provenance import Origin
 from rlx.ir.rewrite import Rewriter
 from rlx.lir.program import Program
+from rlx.locks import cached_property
 from rlx.profile import CompileProfile
 from rlx.runtime.plan import CompiledPlan, make_plan
 from rlx.target import Target
@@ -44,7 +44,7 @@ class Lineage:
     def bind(self) -> Graph:
         return self.bind_steps[-1][1]
 
-    @functools.cached_property
+    @cached_property
     def _weights(self) -> dict[str, frozenset[int]]:
         """For each derived weight, the weights that it is made of."""
         made = zip(self.plan.derived, self.bind.outputs, strict=True)
@@ -58,17 +58,17 @@ class Lineage:
         derived = self._weights.get(node.attrs["name"], frozenset()) if node.op == "param" else frozenset()
         return sources(node) | derived
 
-    @functools.cached_property
+    @cached_property
     def launched(self) -> dict[Node, list[int]]:
         """For the nodes of the optimised main graph, the launches that compute them; views have none."""
         return _owned(self.main, self.plan.main)
 
-    @functools.cached_property
+    @cached_property
     def main_launches(self) -> dict[int, list[int]]:
         """For the nodes of the graph as built, the launches of the main program that compute them."""
         return _launches(self.main, self.plan.main)
 
-    @functools.cached_property
+    @cached_property
     def bind_launches(self) -> dict[int, list[int]]:
         return _launches(self.bind, self.plan.bind)
 

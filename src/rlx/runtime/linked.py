@@ -49,7 +49,7 @@ def _key(graph: Graph, target: Target, profile: CompileProfile) -> str | None:
 
 def find_linked(graph: Graph, target: Target, profile: CompileProfile) -> Linked | None:
     """What was kept of an equal graph, its machine code loaded; None where there is nothing, or some of it is lost."""
-    key = None if profile.passes.verbose else _key(graph, target, profile)  # what is read has no passes to tell of
+    key = None if profile.shows_passes else _key(graph, target, profile)  # what is read has no passes to tell of
     data = None if key is None else cache.current().read(KIND, key)
     if data is not None:
         with contextlib.suppress(*program_cache.DAMAGED):  # written by something else

@@ -84,7 +84,7 @@ def cached_plan(
     key = program_cache.key(graph, target, profile)
     if key is None:
         return make(graph, target, profile)
-    data = None if profile.passes.verbose else store.read("programs", key)  # what is read has no passes to tell of
+    data = None if profile.shows_passes else store.read("programs", key)  # what is read has no passes to tell of
     if data is not None:
         with contextlib.suppress(*program_cache.DAMAGED):  # written by something else
             moved = relocated(program_cache.unpacked(data, plan_records(), CompiledPlan), _origins(graph))
@@ -121,6 +121,7 @@ def relocated(plan: CompiledPlan, origins: tuple[str, ...]) -> CompiledPlan | No
     fusion = FusionReport(
         [replace(f, where=_moved(f.where, places)) for f in plan.fusion.fused],
         [replace(m, where=_moved(m.where, places)) for m in plan.fusion.missed],
+        [replace(m, where=_moved(m.where, places)) for m in plan.fusion.apart],
     )
     main, bind = (_moved_program(p, places) for p in (plan.main, plan.bind))
     return replace(plan, main=main, bind=bind, fusion=fusion, origins=origins)

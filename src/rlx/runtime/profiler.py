@@ -13,6 +13,7 @@ import numpy as np
 
 from rlx.backends.cpu.ceilings import Ceilings, ceilings, ticks_per_second
 from rlx.backends.cpu.executable import Executable, Trace
+from rlx.lir.kernels import arithmetic
 from rlx.runtime.memory_report import MemoryReport, memory_report, show_bytes
 from rlx.types import evaluate
 
@@ -34,6 +35,7 @@ class LaunchReport:
     flops: int
     seconds: float
     runs: int = 1  # more in a loop
+    arithmetic: str = "f32"  # what it multiplies and adds: f32, f64, dot_u7 or dot_u8
 
     @property
     def gb_per_second(self) -> float:
@@ -47,7 +49,7 @@ class LaunchReport:
         """The time the machine needs at least, over the time it took."""
         if not self.seconds:
             return 0.0
-        least = max(self.flops / (limits.gflops * 1e9), self.bytes / (limits.cache_gb_per_second * 1e9))
+        least = max(self.flops / limits.peak(self.arithmetic), self.bytes / (limits.cache_gb_per_second * 1e9))
         return least / self.seconds
 
 
@@ -78,7 +80,8 @@ class Report:
         if self.ceilings is not None:
             c = self.ceilings
             lines.append(
-                f"  machine: {c.gflops:.0f} GFLOPS f32, {c.cache_gb_per_second:.0f} GB/s from cache, "
+                f"  machine: {c.gflops:.0f} GFLOPS f32, {c.u7_gops:.0f} GOPS int8, "
+                f"{c.cache_gb_per_second:.0f} GB/s from cache, "
                 f"{c.memory_gb_per_second:.0f} GB/s from memory; run {self.seconds * 1e6:.0f} µs"
             )
         lines.append(f"  {'kernel':40} {'kind':9} {'µs':>9} {'GB/s':>7} {'GFLOPS':>7} {'ceiling':>7}  where")
@@ -117,7 +120,9 @@ def profile(compiled: CpuGraph, key: tuple[int, ...] | None, inputs: Sequence[Ar
     for launch, taken, runs in zip(program.launches, seconds, program.runs(steps), strict=True):
         moved, flops = (evaluate(size, sizes) * runs for size in (launch.bytes, launch.flops))
         kernel = launch.kernel
-        report.launches.append(LaunchReport(kernel.symbol, kernel.kind, launch.where, moved, flops, taken, runs))
+        report.launches.append(
+            LaunchReport(kernel.symbol, kernel.kind, launch.where, moved, flops, taken, runs, arithmetic(kernel))
+        )
     return report
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from typing import TYPE_CHECKING
 
 from rlx import target as targets
+from rlx.backends.base import MAX_THREADS
 from rlx.backends.base import device as find_device
 from rlx.errors import CapabilityError, GraphError
+from rlx.locks import Lock, Waits
 from rlx.profile import PROCESSORS, CompileProfile, Fusion, FusionPolicy
 from rlx.runtime.weights import WeightStore
 from rlx.target import Target
@@ -18,12 +18,9 @@ if TYPE_CHECKING:  # a session may never compile: a model that was started befor
     from rlx.module import GraphModule
     from rlx.runtime.compiled import CompiledGraph
 
-# One thread compiles at a time: Python and LLVM are serial, so more would only take turns. A fork waits for it, because
-# a child could never release what another thread of its parent holds half-way (`cached_property` of Python 3.11 locks).
-_guard = threading.RLock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_guard.release)
-
+# One thread compiles at a time: Python and LLVM are serial, so more would only take turns. Fork waits for it: a child
+# has no use for half of a compilation.
+_guard = Lock(reentrant=True, waits=Waits.COMPILE)
 
 DEFAULT = CompileProfile(Fusion(policy=FusionPolicy.DIRECT))  # for graphs; modules may have a policy of their own
 
@@ -109,9 +106,10 @@ def _source(graph: Graph) -> Graph:
 
 
 def _checked_threads(threads: int | None) -> int | None:
-    if threads is None or (isinstance(threads, int) and not isinstance(threads, bool) and threads >= 1):
+    if threads is None or (isinstance(threads, int) and not isinstance(threads, bool) and 1 <= threads <= MAX_THREADS):
         return threads
-    raise CapabilityError(f"threads: expected a number from 1, or None for all cores, found {threads!r}")
+    given = repr(threads) if not isinstance(threads, int) or abs(threads) < 1 << 64 else "a huge number"
+    raise CapabilityError(f"threads: expected a number from 1 to {MAX_THREADS}, or None for all cores, found {given}")
 
 
 def _checked_target(target: str | Target | None) -> Target:

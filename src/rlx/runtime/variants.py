@@ -27,7 +27,7 @@ from rlx.runtime.profiler import Report
 from rlx.runtime.program_cache import is_builtin
 from rlx.runtime.session import Session
 from rlx.runtime.signature import Signature
-from rlx.types import DimBinding, Size, as_size, sym
+from rlx.types import DimBinding, Size, as_size, sym, symbol_name
 
 Extras = tuple[tuple[str, int], ...]
 
@@ -64,10 +64,11 @@ class ModelVariant:
         object.__setattr__(self, "extra", _extras(self.extra))
         for name in ("batch", "seq") if self.past_seq is None else ("batch", "seq", "past_seq"):
             object.__setattr__(self, name, _size(name, getattr(self, name)))
-        has_past = {ModelPhase.DECODE: True, ModelPhase.INFERENCE: self.past_seq is not None}.get(self.phase, False)
+        has_past = self.phase is ModelPhase.DECODE
         if has_past != (self.past_seq is not None):
             wanted = "needs a past_seq" if has_past else f"has no past, found past_seq {self.past_seq}"
-            raise GraphError(f"variant: {self.phase.value} {wanted}")
+            hint = "ModelVariant.decode(batch, past_seq, new_tokens)"
+            raise GraphError(f"variant: {self.phase.value} {wanted}", hint=hint)
 
     @classmethod
     def prefill(cls, batch: int, seq: int) -> ModelVariant:
@@ -86,7 +87,7 @@ class ModelVariant:
 
     def with_extra(self, symbol: str | Size, size: int) -> ModelVariant:
         """The variant with one more symbol bound; a later size for a symbol wins."""
-        return replace(self, extra=(*self.extra, (str(symbol), size)))
+        return replace(self, extra=(*self.extra, (symbol_name(symbol, "variant"), size)))
 
     def cache_key(self) -> str:
         """A digest of phase, sizes and extras, the same in every process."""
@@ -159,6 +160,11 @@ class ModelExecutionConfig:
         source: Any = graph
         if isinstance(graph, GraphModule):
             source = graph.as_hir() if graph.as_hir() is not None else graph.into_mir()
+        if self.variant.past_seq and not _has_past(source):
+            raise GraphError(
+                f"variant: decode has a past of {self.variant.past_seq} tokens, and graph {source.name!r} takes none",
+                hint="give the flow a kv_cache, or inputs past_k_0, past_v_0, ... whose length is rlx.sym.PAST_SEQ",
+            )
         return bind_dims(source, self.dim_binding(), strict=False)
 
     def compile(
@@ -248,6 +254,12 @@ class LazyGraph(CompiledGraph):
         return self._ready().export(path, weights=weights)
 
 
+def _has_past(graph: Graph) -> bool:
+    """Whether anything of earlier tokens goes into a graph: a cache of the runtime, or inputs of the caller."""
+    known = str(sym.PAST_SEQ) in graph.symbols()
+    return known or any(n.op == "state" or str(n.attrs["name"]).startswith("past") for n in graph.inputs)
+
+
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -277,8 +289,5 @@ def _size(name: str, value: Any) -> int:
 def _extras(given: Mapping[str, int] | Iterable[tuple[Any, int]]) -> Extras:
     """Each symbol once, with the size given last, in alphabetical order."""
     pairs = given.items() if isinstance(given, Mapping) else given
-    found = {str(name): _size(str(name), size) for name, size in pairs}
-    for name in found:
-        if not name.isidentifier():
-            raise GraphError(f"variant: {name} is an expression, not a symbol", hint="bind its symbols instead")
+    found = {symbol_name(name, "variant"): _size(str(name), size) for name, size in pairs}
     return tuple(sorted(found.items()))

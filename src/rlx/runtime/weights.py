@@ -7,7 +7,6 @@ holds nothing alive: a derived weight lives while a graph uses it.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlx.backends.cpu.memory import side_by_side
+from rlx.locks import Lock
 
 if TYPE_CHECKING:
     from rlx.ir.graph import Graph, Node
@@ -70,7 +70,7 @@ class WeightStore:
     """Derived weights of some graphs."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._entries: dict[Key, _Entry] = {}
 
     def find(self, recipes: Sequence[Recipe], params: Mapping[str, Array]) -> list[Array] | None:

@@ -7,7 +7,6 @@ and leaves the parameters as they are after the step; nothing is allocated but t
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +19,11 @@ import numpy as np
 from rlx.errors import BindError, FormatError, GraphError, RequestError, ShapeError, nearest
 from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline
+from rlx.locks import Lock, Waits
 from rlx.profile import CompileProfile
+from rlx.resources import writable
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.inputs import as_array, check_fixed, check_names
-from rlx.runtime.resources import writable
 from rlx.runtime.session import Session
 from rlx.train.optimisers import Optimiser
 from rlx.transforms import value_and_grad
@@ -63,6 +63,8 @@ def step_graph(
     if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < math.inf):
         raise RequestError(f"step: clip is {clip!r}, wanted the largest norm of all gradients, or None")
     source = as_graph("step", loss)
+    if wrt is None and source.fixed:
+        wrt = [n.attrs["name"] for n in chosen("step", source, None) if n.attrs["name"] not in source.fixed]
     trained = {str(n.attrs["name"]): n.types[0] for n in chosen("step", source, wrt)}
     for name, type_ in trained.items():
         if source.named(name).node.op != "param":
@@ -127,8 +129,9 @@ def step(
     """Compile a training step: one call computes the loss and its gradients, and updates the params in place.
 
     `loss` is a graph or a module whose output is one float; `wrt` names the params to train (None: all that are
-    floats), the others stay as they are set. With `clip`, gradients are scaled so that the norm of all of them
-    together is at most that. `has_aux` and `keep` are those of `rlx.transforms.value_and_grad`.
+    floats, but for tables that a flow made itself), the others stay as they are set. With `clip`, gradients are scaled
+    so that the norm of all of them together is at most that. `has_aux` and `keep` are those of
+    `rlx.transforms.value_and_grad`.
     """
     made = step_graph(loss, optimiser, wrt, clip=clip, has_aux=has_aux, keep=keep)
     in_place = device != "reference"
@@ -153,7 +156,7 @@ class TrainStep:
         self._has_norm, self._in_place = has_norm, in_place
         self._states = {s: np.zeros(concrete(t.shape, {}), t.dtype.numpy) for s, t in self._types().items()}
         self._set: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock = Lock(waits=Waits.TRAIN_STEP)  # in a child, half of an update would be lost
 
     def _types(self) -> dict[str, TensorType]:
         made = self._made

@@ -6,6 +6,7 @@ ordinary ops, so transforms compose to any order, and what comes out of one comp
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -37,16 +38,20 @@ def as_graph(where: str, given: Any) -> Graph:
     """The MIR graph of a graph or a module, with outputs."""
     graph = given if isinstance(given, Graph) else given.into_mir() if hasattr(given, "into_mir") else None
     if graph is None:
-        raise GraphError(f"{where}: {type(given).__name__} is neither a Graph nor a GraphModule")
+        hint = "its .module is a graph" if isinstance(getattr(given, "module", None), Graph) else None
+        raise GraphError(f"{where}: {type(given).__name__} is neither a Graph nor a GraphModule", hint=hint)
     if not graph.outputs:
         raise GraphError(f"{where}: graph {graph.name!r} has no outputs", hint="call set_outputs([...])")
     return lower(graph)
 
 
 def chosen(where: str, graph: Graph, wrt: Wrt) -> list[Node]:
-    """The inputs and params that derivatives are taken with respect to. None: all float params, or else inputs."""
+    """The inputs and params that derivatives are taken with respect to.
+
+    None: all float params but those that the model computes itself, or else inputs.
+    """
     if wrt is None:
-        params = [n for n in graph.params if n.types[0].dtype.is_float]
+        params = [n for n in graph.params if n.types[0].dtype.is_float and n.attrs["name"] not in graph.fixed]
         found = params or [n for n in leaves(graph) if n.types[0].dtype.is_float]
         if not found:
             raise GraphError(f"{where}: graph {graph.name!r} has no inputs that are floats")
@@ -265,13 +270,13 @@ def _only(graph: Graph, i: int) -> Graph:
 
 # -- vmap -------------------------------------------------------------------------------------------------------------
 def vmap(graph: Any, in_axes: Axes = 0, out_axes: int | Sequence[int] = 0, *, size: Any = None) -> Graph:
-    """The graph on a batch of `size` (a number or a dim; "batch" unless given).
+    """The graph on a batch of `size`: a number or a dim; unless given "batch", or "batch_1" where the graph has that.
 
     `in_axes` is where the axis of the batch is in each input: a number for all inputs, or one by name, None for what
     all share. Params are shared unless named. `out_axes` is where it is in each output.
     """
     source = as_graph("vmap", graph)
-    count = as_size("batch" if size is None else size)
+    count = as_size(_unused_symbol(source) if size is None else size)
     made = Graph(f"{source.name}_vmap")
     made.limits = dict(source.limits)
     given, flags = [], []
@@ -295,6 +300,12 @@ def vmap(graph: Any, in_axes: Axes = 0, out_axes: int | Sequence[int] = 0, *, si
         value = widened(value, flag, count)
         moved.append(move_axis(value, 0, axis_index(place, value.rank, f"vmap: output {i}")))
     return pruned(made.set_outputs(moved))
+
+
+def _unused_symbol(source: Graph) -> str:
+    """A name for the axis of a batch that no size of the graph has."""
+    taken = set(source.symbols())
+    return next(name for i in itertools.count() if (name := f"batch_{i}" if i else "batch") not in taken)
 
 
 def _in_axes(source: Graph, in_axes: Axes) -> list[tuple[Node, int | None]]:

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -255,30 +256,92 @@ def test_double_results_agree_with_mpmath(name: str, target: Target) -> None:
 @needs_long_double
 @on_every_target
 @pytest.mark.parametrize("scalar", SCALARS)
-def test_sine_and_cosine_stay_exact_where_stated_and_bounded_everywhere(scalar: str, target: Target) -> None:
-    limit = 9 if target.has_fma else 8
-    x = (10 ** np.random.default_rng(3).uniform(6, limit, 400)).astype(NUMPY[scalar])
-    huge = (10 ** np.linspace(6, 38 if scalar == "float" else 308, 4000)).astype(NUMPY[scalar])
+def test_no_sine_exceeds_1_and_poles_are_met(scalar: str, target: Target) -> None:
+    crest = (np.arange(1, 200_000) * (np.pi / 2)).astype(NUMPY[scalar])
     for name in ("sin", "cos"):
-        function = unary(name, scalar, full(target, scalar), target)
-        assert ulps(function(x), REFERENCE[name](x.astype(LONG))).max() <= bound(name, scalar, target)
-        crest = (np.arange(1, 200_000) * (np.pi / 2)).astype(NUMPY[scalar])
-        assert np.abs(function(crest)).max() == 1
-        assert np.abs(function(huge)).max() <= 1
+        assert np.abs(unary(name, scalar, full(target, scalar), target)(crest)).max() == 1
+    tangents = unary("tan", scalar, full(target, scalar), target)(crest)
+    assert ulps(tangents, np.tan(crest.astype(LONG))).max() <= bound("tan", scalar, target)
+
+
+# -- large angles -------------------------------------------------------------------------------------------------
+PI_BITS = 1300
+
+
+@functools.cache
+def pi() -> int:
+    """π·2^PI_BITS, by Euler's formula: π/4 = arctan(1/2) + arctan(1/3)."""
+
+    def arctan_of_inverse(x: int) -> Fraction:
+        total, term, n = 0, (1 << PI_BITS + 64) // x, 1
+        while term:
+            total += term // n if n % 4 == 1 else -(term // n)
+            term, n = term // (x * x), n + 2
+        return Fraction(total, 1 << 64)
+
+    return int(4 * (arctan_of_inverse(2) + arctan_of_inverse(3)))
+
+
+def long_from(n: int) -> Any:
+    """An integer of any size, with the 64 bits that a long double has."""
+    shift = max(0, abs(n).bit_length() - 64)
+    high, low = divmod(abs(n) >> shift, 1 << 32)
+    return np.copysign(np.ldexp(LONG(high) * LONG(2**32) + LONG(low), shift), n)
+
+
+def of_angle(name: str, x: float) -> Any:
+    """The sine, cosine or tangent of any double: multiples of π/2 are taken off in integers."""
+    numerator, denominator = x.as_integer_ratio()
+    scaled, quarter = (numerator << PI_BITS) // denominator, pi() // 2
+    n = (2 * scaled + quarter) // (2 * quarter)
+    r = np.ldexp(long_from(scaled - n * quarter), -PI_BITS)
+    if name == "tan":
+        return np.tan(r) if n % 2 == 0 else -1 / np.tan(r)
+    n += name == "cos"
+    return (np.sin(r), np.cos(r), -np.sin(r), -np.cos(r))[n % 4]
+
+
+@functools.cache
+def large_angles(scalar: str) -> Array:
+    """Angles of all exponents from 10^6, both ends, and some of the nearest to multiples of π/2 that there are."""
+    kind = np.finfo(NUMPY[scalar])
+    rng = np.random.default_rng(11)
+    exponents = rng.uniform(20, kind.maxexp, 1500)
+    with np.errstate(over="ignore"):
+        x = np.ldexp(rng.uniform(0.5, 1, 1500), exponents.astype(int)).astype(NUMPY[scalar])
+    near = [(16367173, 72), (13195835, 5)] if scalar == "float" else [(6381956970095103, 797), (5319372648326541, 255)]
+    edges = [1e8, 1e9, *np.nextafter(NUMPY[scalar]([1e8, 1e9]), kind.max), kind.max]
+    x = np.concatenate([x[np.isfinite(x)], edges, [np.ldexp(float(m), e) for m, e in near]]).astype(NUMPY[scalar])
+    return np.concatenate([x, -x])
 
 
 @needs_long_double
 @on_every_target
 @pytest.mark.parametrize("scalar", SCALARS)
-def test_the_tangent_stays_exact_where_stated_and_is_a_number_everywhere(scalar: str, target: Target) -> None:
-    limit = 9 if target.has_fma else 8
-    function = unary("tan", scalar, full(target, scalar), target)
-    x = (10 ** np.random.default_rng(3).uniform(6, limit, 400)).astype(NUMPY[scalar])
-    poles = (np.arange(1, 200_000) * (np.pi / 2)).astype(NUMPY[scalar])
-    for points in (x, poles):
-        assert ulps(function(points), np.tan(points.astype(LONG))).max() <= bound("tan", scalar, target)
-    huge = (10 ** np.linspace(6, 38 if scalar == "float" else 300, 4000)).astype(NUMPY[scalar])
-    assert not np.isnan(function(huge)).any()
+@pytest.mark.parametrize("name", CIRCULAR)
+def test_angles_of_any_size_are_reduced_exactly(name: str, scalar: str, target: Target) -> None:
+    x = large_angles(scalar)
+    exact = np.array([of_angle(name, float(v)) for v in x])
+    function = unary(name, scalar, full(target, scalar), target)
+    error = ulps(function(x), exact)
+    worst = int(np.argmax(error))
+    assert error[worst] <= bound(name, scalar, target), (x[worst], exact[worst])
+    assert same_bits(unary(name, scalar, 1, target)(x), function(x))
+
+
+@on_every_target
+@pytest.mark.parametrize("scalar", SCALARS)
+@pytest.mark.parametrize("name", CIRCULAR)
+def test_large_angles_do_not_change_their_neighbours(name: str, scalar: str, target: Target) -> None:
+    ordinary = np.random.default_rng(2).uniform(-1e4, 1e4, 256).astype(NUMPY[scalar])
+    mixed = ordinary.copy()
+    mixed[::3] = 1e30
+    mixed[1::30], mixed[4::30], mixed[7::30] = INF, -INF, NAN
+    function = unary(name, scalar, full(target, scalar), target)
+    found = function(mixed)
+    plain = mixed == ordinary
+    assert same_bits(found[plain], function(ordinary)[plain])
+    assert np.isnan(found[~np.isfinite(mixed)]).all() and np.isfinite(found[np.isfinite(mixed)]).all()
 
 
 # -- special values -----------------------------------------------------------------------------------------------

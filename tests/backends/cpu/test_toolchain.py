@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from limits import LONGEST_S
 
 from rlx.backends.cpu import driver, llvm, toolchain
 from rlx.backends.cpu.builder import Builder, Module, Value, const, vector
@@ -99,7 +100,7 @@ def test_an_object_serves_another_process(tmp_path: Path) -> None:
         "print(ctypes.CFUNCTYPE(ctypes.c_int64)(address)())"
     )
     command = [sys.executable, "-c", program, str(path)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LONGEST_S)
     assert (done.stdout, done.returncode) == ("7\n", 0), done.stderr
 
 
@@ -237,7 +238,7 @@ def test_importing_the_backend_does_not_import_llvmlite() -> None:
         "import sys, rlx.backends.cpu.toolchain, rlx.backends.cpu.pool;"
         "sys.exit(any(name.startswith('llvmlite') for name in sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=LONGEST_S).returncode == 0
 
 
 def test_the_identity_tells_targets_apart_and_names_the_library_that_is_used() -> None:

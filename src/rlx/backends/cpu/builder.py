@@ -95,6 +95,7 @@ class Module:
         self.functions: dict[str, str] = {}
         self.declarations: dict[str, str] = {}
         self.tables: dict[str, str] = {}
+        self.words: set[str] = set()
 
     def table(self, name: str, scalar: str, values: Sequence[int]) -> Value:
         """Constants in memory, once a module; the name tells equal ones."""
@@ -102,6 +103,11 @@ class Module:
             numbers = ", ".join(f"{scalar} {v}" for v in values)
             self.tables[name] = f"private unnamed_addr constant [{len(values)} x {scalar}] [{numbers}], align 64"
         return Value("ptr", f"@table.{name}")
+
+    def word(self, name: str) -> Value:
+        """A word of constant memory that is set in the object file (`elf.with_word`), when a process loads it."""
+        self.words.add(name)
+        return Value("ptr", f"@{name}")
 
     def declare(self, name: str, result: str, arguments: Sequence[str]) -> None:
         self.declarations[name] = f"declare {result} @{name}({', '.join(arguments)})"
@@ -137,7 +143,8 @@ class Module:
     def text(self) -> str:
         declared = [d for n, d in sorted(self.declarations.items()) if n not in self.functions]
         tables = [f"@table.{n} = {t}" for n, t in sorted(self.tables.items())]
-        return "\n".join(tables + declared) + "\n\n" + "\n".join(self.functions.values())
+        words = [f"@{n} = dso_local constant i64 0, align 8" for n in sorted(self.words)]
+        return "\n".join(tables + words + declared) + "\n\n" + "\n".join(self.functions.values())
 
 
 class Builder:
@@ -255,10 +262,10 @@ class Builder:
     def _mask(type_: str) -> str:
         return vector(lanes_of(type_), "i1") if type_.startswith("<") else "i1"
 
-    def call(self, result: str, name: str, *arguments: Value) -> Value:
-        """Call a function of the module or an intrinsic, which gets declared."""
+    def call(self, result: str, name: str, *arguments: Value, cold: bool = False) -> Value:
+        """Call a function of the module or an intrinsic, which gets declared; a branch to a `cold` call is rare."""
         self.module.declare(name, result, [a.type for a in arguments])
-        text = f"call {result} @{name}({', '.join(map(str, arguments))})"
+        text = f"call {result} @{name}({', '.join(map(str, arguments))}){' cold' if cold else ''}"
         if result == "void":
             self.line(text)
             return NULL
@@ -338,6 +345,10 @@ class Builder:
             low, high = (self.shuffle(value, value, part) for part in (range(width // 2), range(width // 2, width)))
             value = combine(low, high)
         return value
+
+    def any(self, mask: Value) -> Value:
+        """Whether a lane of a mask is set."""
+        return self.icmp("ne", self.convert("bitcast", mask, f"i{lanes_of(mask.type)}"), 0)
 
     # -- control --------------------------------------------------------------------------------------------------
     def loop(

@@ -1,5 +1,6 @@
-"""What this machine can do at most, measured by kernels that do nothing else: f32 multiply-adds, reads from cache and
-from memory. Takes a quarter of a second, once a process, target and thread count; reports use it as their yardstick.
+"""What this machine can do at most, measured by kernels that do nothing else: multiply-adds of floats and of 8-bit
+integers with the instructions that kernels use, reads from cache and from memory. Takes less than half a second, once
+per process, target and thread count; reports use it as their yardstick.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlx.backends.cpu import math, pool
+from rlx.backends.cpu import loops, math, pool
 from rlx.backends.cpu.builder import Builder, Module, Value, const, vector
 from rlx.backends.cpu.library import library
 from rlx.backends.cpu.memory import address, aligned
@@ -20,22 +21,32 @@ from rlx.target import Target
 CACHE_BYTES = 256 << 10  # a thread; well inside the second-level cache
 MEMORY_BYTES = 256 << 20  # all threads; well outside the last-level cache
 ROUNDS = 1 << 15
+# Kinds of multiply-adds, in the order of `Ceilings`, and the bytes of a vector that each number takes.
+PRODUCTS = {"f32": 4, "f64": 8, "dot_u7": 1, "dot_u8": 1}
 UNROLL = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The best rates seen, all threads together."""
+    """The best rates seen, all threads together. A multiply-add counts as two, whatever its numbers are."""
 
-    gflops: float
+    gflops: float  # f32
+    f64_gflops: float
+    u7_gops: float  # 8-bit integers, those of one side below 128
+    u8_gops: float  # any 8-bit integers
     cache_gb_per_second: float
     memory_gb_per_second: float
+
+    def peak(self, arithmetic: str) -> float:
+        """Multiply-adds per second of a kind (`lir.kernels.arithmetic`), each counted as two."""
+        rates = {"f32": self.gflops, "f64": self.f64_gflops, "dot_u7": self.u7_gops, "dot_u8": self.u8_gops}
+        return rates[arithmetic] * 1e9
 
 
 @functools.cache
 def ceilings(target: Target, threads: int) -> Ceilings:
     """The ceilings of this machine for a target and a number of threads."""
-    code = CodeLibrary().load(compile_text(_text(target), target), ["fma", "read"])
+    code = CodeLibrary().load(compile_text(_text(target), target), [*PRODUCTS, "read"])
     workers = pool.shared(threads, library(target).driver)
     scratch = aligned(threads * 4096)
     scratch[:] = 0
@@ -52,16 +63,18 @@ def ceilings(target: Target, threads: int) -> Ceilings:
             best = min(best, float((stamps[0, :, 1] - stamps[0, :, 0]).max()))
         return best / ticks_per_second(target)
 
-    lanes = target.lanes(4)
-    flops = 2.0 * lanes * target.tile_rows * target.tile_vectors * ROUNDS * threads
-    gflops = flops / seconds(code["fma"], [ROUNDS], 30) / 1e9
+    chains = target.tile_rows * target.tile_vectors * ROUNDS * threads
+    f32, f64, u7, u8 = (
+        2.0 * chains * target.vector_bytes / size / seconds(code[name], [ROUNDS], 30) / 1e9
+        for name, size in PRODUCTS.items()
+    )
     memory = aligned(MEMORY_BYTES)
     memory[:] = 1  # untouched pages would all be the kernel's one zero page
     passes = 400
     cached = seconds(code["read"], [address(memory), CACHE_BYTES, passes], 10)
     share = MEMORY_BYTES // threads // 4096 * 4096
     whole = seconds(code["read"], [address(memory), share, 1], 4)
-    return Ceilings(gflops, CACHE_BYTES * passes * threads / cached / 1e9, share * threads / whole / 1e9)
+    return Ceilings(f32, f64, u7, u8, CACHE_BYTES * passes * threads / cached / 1e9, share * threads / whole / 1e9)
 
 
 @functools.cache
@@ -85,14 +98,17 @@ def ticks_per_second(target: Target) -> float:
 def _text(target: Target) -> str:
     module = Module()
     arguments = [("ptr", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr", "scratch")]
-    module.define("fma", arguments, lambda b, *given: _emit_fma(b, target, *given))
+    for kind, element in (("f32", "float"), ("f64", "double")):
+        module.define(kind, arguments, lambda b, *given, element=element: _emit_fma(b, target, element, *given))
+    for kind in ("dot_u7", "dot_u8"):
+        module.define(kind, arguments, lambda b, *given, kind=kind: _emit_dot(b, target, kind == "dot_u7", *given))
     module.define("read", arguments, lambda b, *given: _emit_read(b, target, *given))
     return module.text()
 
 
-def _emit_fma(b: Builder, target: Target, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
+def _emit_fma(b: Builder, target: Target, element: str, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
     """As many independent chains as the matmul tile has, each a · 0.5 + 0.5."""
-    type_ = vector(target.lanes(4), "float")
+    type_ = vector(target.lanes(4 if element == "float" else 8), element)
     rounds = b.load("i64", args)
     half = b.load(type_, b.offset(scratch, 64))  # zeros from memory, so that nothing folds
     start = [b.op("fadd", half, const(type_, float(i))) for i in range(target.tile_rows * target.tile_vectors)]
@@ -100,6 +116,17 @@ def _emit_fma(b: Builder, target: Target, args: Value, lo: Value, hi: Value, scr
     sums = b.loop(0, rounds, 1, lambda i, *x: [math.fma(b, v, scale, scale, target) for v in x], start)
     total = functools.reduce(lambda x, y: b.op("fadd", x, y), sums)
     b.store(total, b.offset(scratch, 128))
+
+
+def _emit_dot(b: Builder, target: Target, small: bool, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
+    """As many independent chains, each s + s · y, byte by byte: s changes, so nothing can be done before the loop."""
+    type_ = vector(target.lanes(4), "i32")
+    rounds = b.load("i64", args)
+    zero = b.load(type_, b.offset(scratch, 64))  # from memory, so that nothing folds
+    start = [b.op("add", zero, const(type_, i)) for i in range(target.tile_rows * target.tile_vectors)]
+    y = b.op("add", zero, const(type_, 0x01010101))
+    sums = b.loop(0, rounds, 1, lambda i, *x: [loops.dot(b, v, v, y, target, small=small) for v in x], start)
+    b.store(functools.reduce(lambda x, y: b.op("add", x, y), sums), b.offset(scratch, 128))
 
 
 def _emit_read(b: Builder, target: Target, args: Value, lo: Value, hi: Value, scratch: Value) -> None:

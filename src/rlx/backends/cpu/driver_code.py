@@ -1,76 +1,23 @@
-"""The driver's code: emits the functions of `driver.SYMBOLS` as LLVM IR."""
+"""The driver's code: emits the functions of `driver.SYMBOLS` as LLVM IR. The walk over records is in `driver_walk`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rlx.backends.cpu import driver as d
 from rlx.backends.cpu.builder import NULL, Builder, Module, Value, const, i64
-from rlx.backends.cpu.driver import (
-    AHEAD,
-    ALTERNATING,
-    ARRIVED,
-    ASLEEP,
-    ASLEEP_BIT,
-    BARRIER_AFTER,
-    BUSY,
-    CALLED,
-    COUNT,
-    COUNT_STEPS,
-    DEFAULT_MXCSR,
-    END,
-    ENDS,
-    ENTER,
-    EVERYONE,
-    EXIT,
-    FAILED,
-    FIRST,
-    HOME,
-    IDLE,
-    IS_PRIVATE,
-    JUMP,
-    KIND,
-    LAUNCH,
-    LEAVE,
-    LINE,
-    LINEAR,
-    MOVES,
-    NEXT,
-    PENDING,
-    PHASE,
-    POOL_THREADS,
-    PRIVATE,
-    READ_AHEAD,
-    READ_END,
-    READ_STEP,
-    READ_TO,
-    RECORD_WORDS,
-    RECORDS,
-    SCRATCH,
-    SEATS,
-    SLOTS,
-    SOLO,
-    SOURCE,
-    SPIN,
-    STATUS,
-    STOPPED,
-    STOPS,
-    STRIDE,
-    TEST,
-    THREADS,
-    TRACE,
-    WAIT,
-    WAKE,
-    WORDS,
-)
+from rlx.backends.cpu.driver_walk import Walk
 from rlx.backends.cpu.repeat_code import repeat
 from rlx.target import Target
+
+TAKE = ("function", "arguments", "units", "launch", "record", "scratch")  # what `take` and `barrier` share
 
 
 def emitted(target: Target) -> str:
     """The driver's LLVM IR."""
     module = Module()
-    _Driver(_MACHINES[target.arch]).define(module)
+    Driver(_MACHINES[target.arch]).define(module)
     return module.text()
 
 
@@ -79,8 +26,12 @@ class _Machine:
     """What differs between architectures."""
 
     system_call: str
-    constraints: str  # result; number, address, operation, value, timeout; what else changes
-    futex: int  # number of the system call
+    constraints: str  # result; number, four arguments; what else changes
+    futex: int  # numbers of system calls
+    set_affinity: int
+    get_affinity: int
+    get_core: int
+    get_thread: int
     pause: str
     pause_arguments: tuple[Value, ...]
     has_mxcsr: bool
@@ -90,110 +41,145 @@ _MACHINES = {
     "x86_64": _Machine(
         "syscall",
         "={rax},{rax},{rdi},{rsi},{rdx},{r10},~{rcx},~{r11},~{memory},~{dirflag},~{fpsr},~{flags}",
-        202,
-        "llvm.x86.sse2.pause",
-        (),
+        futex=202,
+        set_affinity=203,
+        get_affinity=204,
+        get_core=309,
+        get_thread=186,
+        pause="llvm.x86.sse2.pause",
+        pause_arguments=(),
         has_mxcsr=True,
     ),
     # `isb` really waits; `yield` is nothing on most cores.
     "aarch64": _Machine(
         "svc #0",
         "={x0},{x8},{x0},{x1},{x2},{x3},~{memory}",
-        98,
-        "llvm.aarch64.isb",
-        (const("i32", 15),),
+        futex=98,
+        set_affinity=122,
+        get_affinity=123,
+        get_core=168,
+        get_thread=178,
+        pause="llvm.aarch64.isb",
+        pause_arguments=(const("i32", 15),),
         has_mxcsr=False,
     ),
 }
 
 
-def _i32(value: int) -> Value:
-    return const("i32", value)
+# -- atomic words ---------------------------------------------------------------------------------------------------
+# All are sequentially consistent: two threads that each write one word and then read the other's must not both miss it.
+def _word(value: int | Value, type_: str) -> Value:
+    return value if isinstance(value, Value) else const(type_, value)
 
 
-def _load(b: Builder, pointer: Value, order: str = "acquire") -> Value:
-    return b.assign("i32", f"load atomic i32, {pointer} {order}, align 4")
+def _load(b: Builder, pointer: Value, type_: str = "i32") -> Value:
+    return b.assign(type_, f"load atomic {type_}, {pointer} seq_cst, align {int(type_[1:]) // 8}")
 
 
-def _store(b: Builder, value: int | Value, pointer: Value, order: str = "monotonic") -> None:
-    word = value if isinstance(value, Value) else _i32(value)
-    b.line(f"store atomic {word}, {pointer} {order}, align 4")
+def _store(b: Builder, value: Value, pointer: Value) -> None:
+    """Publish what was written before."""
+    b.line(f"store atomic {value}, {pointer} release, align {int(value.type[1:]) // 8}")
 
 
-def _exchange(b: Builder, operation: str, pointer: Value, value: int | Value) -> Value:
-    """An atomic read-modify-write (`add`, `sub`, `or`, `xchg`); the result is the old word."""
-    word = value if isinstance(value, Value) else _i32(value)
-    return b.assign("i32", f"atomicrmw {operation} {pointer}, {word} acq_rel, align 4")
+def _exchange(b: Builder, operation: str, pointer: Value, value: int | Value, type_: str = "i32") -> Value:
+    """An atomic read-modify-write (`add`, `sub`, `xchg`); the result is the old word."""
+    word = _word(value, type_)
+    return b.assign(word.type, f"atomicrmw {operation} {pointer}, {word} seq_cst, align {int(word.type[1:]) // 8}")
 
 
-def _replace(b: Builder, pointer: Value, old: int | Value, new: int | Value) -> Value:
+def _replace(b: Builder, pointer: Value, old: int | Value, new: int | Value, type_: str = "i32") -> Value:
     """Set the word to `new` if it is `old`; the result says whether it was."""
-    before, after = (v if isinstance(v, Value) else _i32(v) for v in (old, new))
-    pair = b.assign("{ i32, i1 }", f"cmpxchg {pointer}, {before}, {after} acq_rel acquire, align 4")
+    before, after = _word(old, type_), _word(new, type_)
+    size = int(before.type[1:]) // 8
+    pair = b.assign(f"{{ {before.type}, i1 }}", f"cmpxchg {pointer}, {before}, {after} seq_cst seq_cst, align {size}")
     return b.assign("i1", f"extractvalue {pair}, 1")
 
 
-def _has_bit(b: Builder, word: Value, bit: int) -> Value:
-    return b.icmp("ne", b.op("and", word, const(word.type, bit)), 0)
+def _announced(b: Builder, pointer: Value, awake: int, asleep: int) -> Value:
+    """Say in the very word that a thread waits for that it sleeps."""
+    _replace(b, pointer, awake, asleep)
+    return const("i32", asleep)
 
 
-class _Driver:
-    """Emits the functions of `SYMBOLS` and the barrier between them."""
+def _do(b: Builder, function: str, *arguments: Value) -> None:
+    """Call a function of the driver that has no result."""
+    b.line(f"call void @{function}({', '.join(map(str, arguments))})")
+
+
+class Driver:
+    """Emits the functions of `SYMBOLS` and those that they share."""
 
     def __init__(self, machine: _Machine) -> None:
         self.machine = machine
 
     def define(self, module: Module) -> None:
-        job, tid, threads, scratch = ("ptr", "job"), ("i64", "tid"), ("i64", "threads"), ("ptr", "scratch")
-        given = [("ptr", "records"), ("i64", "count"), ("ptr", "scratch"), ("i64", "stride"), ("ptr", "trace")]
-        module.define("barrier", [job, threads, scratch], self.barrier, internal=True, noinline=True)
-        module.define("execute", [job, tid, threads], self.execute)
-        module.define("run", [job, *given, ("i64", "slots")], self.run, result="i64")
+        job, tid, threads, run = ("ptr", "job"), ("i64", "tid"), ("i64", "threads"), ("i64", "run")
+        part = [("ptr" if name in ("function", "arguments", "scratch") else "i64", name) for name in TAKE]
+        done = [("i64", "wanted"), ("i64", "more")]
+
+        def internal(name: str, arguments: list[tuple[str, str]], emit: Callable[..., Value | None], **k: str) -> None:
+            module.define(name, arguments, emit, internal=True, noinline=True, **k)
+
+        internal("confine", [job, tid], self.confine)
+        internal("free", [job, tid], self.free)
+        internal("leave", [job, tid], self.leave)
+        internal("wake_sleepers", [job, tid], self.wake_sleepers)
+        internal("finish", [job, tid, *done], self.finish)
+        internal("take", [job, ("i64", "slot"), *part], self.take, result="i64")
+        internal("take_others", [job, tid, *part], self.take_others, result="i64")
+        internal("barrier", [job, tid, run, ("i1", "final"), *done, *part], self.barrier, result="i64")
+        internal("wait_done", [job, tid, run, ("i64", "wanted"), ("ptr", "scratch")], self.wait_done, result="i64")
+        internal("decide", [job, tid, ("i64", "test"), ("ptr", "predicate")], self.decide, result="i64")
+        module.define("execute", [job, tid, threads, run], self.execute)
         module.define("call", [job, ("ptr", "request")], self.call, result="i64")
         module.define("repeat", [("ptr", "self"), ("ptr", "inputs")], repeat, result="ptr")
         module.define("worker", [job, tid], self.worker)
         module.define("stop", [job], self.stop, result="i64")
         module.define("spin", [("i64", "count")], self.spin)
+        module.define("clock", [], self.now, result="i64")
 
-    # -- waiting and waking ---------------------------------------------------------------------------------------
-    def futex(self, b: Builder, address: Value, operation: int, value: Value) -> None:
-        """futex(address, operation, value). Its result never matters: a waiter looks at the word again."""
+    # -- the system ---------------------------------------------------------------------------------------------------
+    def system(self, b: Builder, number: int, *arguments: Value | int) -> Value:
+        """A system call. Errors do not matter here: what was asked for is looked at again, or not vital."""
         m = self.machine
-        where, wide = b.convert("ptrtoint", address, "i64"), b.convert("zext", value, "i64")
-        arguments = f"i64 {m.futex}, {where}, i64 {operation}, {wide}, i64 0"
-        b.assign("i64", f'call i64 asm sideeffect "{m.system_call}", "{m.constraints}"({arguments})')
+        words = [_word(a, "i64") for a in arguments]
+        words = [b.convert("ptrtoint", w, "i64") if w.type == "ptr" else b.convert("zext", w, "i64") for w in words]
+        given = ", ".join(map(str, [i64(number), *words, *[i64(0)] * (4 - len(words))]))
+        return b.assign("i64", f'call i64 asm sideeffect "{m.system_call}", "{m.constraints}"({given})')
 
     def wake(self, b: Builder, address: Value, count: int) -> None:
-        self.futex(b, address, WAKE, _i32(count))
+        self.system(b, self.machine.futex, address, d.WAKE, count)
 
     def pause(self, b: Builder) -> None:
         b.call("void", self.machine.pause, *self.machine.pause_arguments)
+
+    def now(self, b: Builder) -> Value:
+        return b.call("i64", "llvm.readcyclecounter")
 
     def wait(
         self,
         b: Builder,
         job: Value,
+        done: Callable[[], Value],
         address: Value,
-        done: Callable[[Value], Value],
-        announce: Callable[[], object],
+        announce: Callable[[], Value],
         meanwhile: Callable[[], object] | None = None,
-    ) -> None:
-        """Wait until `done(word)` of the word at `address`: spin, then `announce` the sleep in that word, and sleep.
+    ) -> Value:
+        """Wait until `done()`: spin, then `announce` the sleep, and sleep on the word at `address`. Says if it slept.
 
-        Between two looks at the word there is a pause, or what there is to do `meanwhile`.
+        Between two looks there is a pause, or what there is to do `meanwhile`. `announce` gives the word to sleep on.
 
-        No wake-up is lost, because the announcement is in the very word that the waker changes, and both change it
-        by one atomic operation. Either the waker comes second: it sees the announcement and wakes. Or it comes
-        first: then the word the sleeper loads next is done. A change between that load and the sleep makes the
-        kernel, which compares the word again, return at once.
+        No wake-up is lost: who makes it done does so before looking for an announcement, and then changes the word. So
+        either the waker sees the announcement, or the look that follows it sees that all is done. A word that is not
+        the announced one, be it changed in between, makes the kernel, which compares it again, return at once.
         """
         tag = b.fresh("wait")
-        limit = b.load("i64", b.offset(job, SPIN), align=8)
+        limit = b.load("i64", b.offset(job, d.SPIN), align=8)
         before, index, following = b.block, Value("i64", f"%{tag}.i"), Value("i64", f"%{tag}.n")
         b.line(f"br label %{tag}.look")
         b.label(f"{tag}.look")
         b.line(f"{index.text} = phi i64 [ 0, %{before} ], [ {following.text}, %{tag}.again ]")
-        b.line(f"br {done(_load(b, address))}, label %{tag}.done, label %{tag}.more")
+        b.line(f"br {done()}, label %{tag}.done, label %{tag}.more")
         b.label(f"{tag}.more")
         b.line(f"br {b.icmp('slt', index, limit)}, label %{tag}.pause, label %{tag}.tired")
         b.label(f"{tag}.pause")
@@ -204,63 +190,275 @@ class _Driver:
         b.line(f"br label %{tag}.look")
 
         b.label(f"{tag}.tired")
-        announce()
-        b.line(f"br label %{tag}.check")
-        b.label(f"{tag}.check")
-        word = _load(b, address)
-        b.line(f"br {done(word)}, label %{tag}.done, label %{tag}.sleep")
+        word = announce()
+        awake = b.block
+        b.line(f"br {done()}, label %{tag}.done, label %{tag}.sleep")
         b.label(f"{tag}.sleep")
-        self.futex(b, address, WAIT, word)
-        b.line(f"br label %{tag}.check")  # woken, interrupted or not even asleep
+        self.system(b, self.machine.futex, address, d.WAIT, word)
+        b.line(f"br label %{tag}.tired")  # woken, interrupted or not even asleep
         b.label(f"{tag}.done")
+        return b.assign("i1", f"phi i1 [ false, %{tag}.look ], [ true, %{awake} ]")
 
-    def barrier(self, b: Builder, job: Value, threads: Value, scratch: Value) -> None:
-        """Return when all threads are here. The last to arrive resets the count and opens the next phase.
+    # -- cores --------------------------------------------------------------------------------------------------------
+    def core(self, b: Builder) -> Value:
+        """The core that this thread is on."""
+        place = b.stack("i32", 1, align=4)
+        b.store(const("i32", 0), place, align=4)
+        self.system(b, self.machine.get_core, place)
+        return b.convert("zext", b.load("i32", place, align=4), "i64")
 
-        The others read ahead: memory would have nothing to do as long as some thread computes what all others need.
+    def confine(self, b: Builder, job: Value, tid: Value) -> None:
+        """Keep a worker that sleeps away from this core, if it may use any other.
 
-        The phase cannot move on twice while a thread still waits for it, since the next barrier needs that thread.
+        The kernel likes to wake a thread on the core of its waker, where it then waits for a time slice. So the worker
+        is confined to other cores while it wakes up. Awake, it may use all of its own again, and the system balances.
         """
-        arrived, phase_word = b.offset(job, ARRIVED), b.offset(job, PHASE)
-        phase = b.op("and", _load(b, phase_word, "monotonic"), _i32(-2))
-        position = _exchange(b, "add", arrived, 1)
+        mask, words = b.stack("i64", d.CORES_BYTES // 8, align=8), d.CORES_BYTES // 8
+        here = self.core(b)
+        seat = self.seat(b, job, tid)
+        thread, cores = b.load("i64", b.offset(seat, d.THREAD), align=8), b.offset(seat, d.CORES)
+        self.system(b, self.machine.get_affinity, thread, d.CORES_BYTES, cores)
 
-        def open_next() -> None:
-            _store(b, 0, arrived)
-            old = _exchange(b, "xchg", phase_word, b.add(phase, 2))
-            b.when(_has_bit(b, old, 1), lambda: self.wake(b, phase_word, EVERYONE))
+        def without_this(i: Value, has: Value, others: Value) -> list[Value]:
+            own = b.icmp("eq", i, b.op("lshr", here, i64(6)))
+            bit = b.select(own, b.op("shl", i64(1), b.op("and", here, i64(63))), i64(0))
+            word = b.load("i64", b.offset(cores, i, "i64"), align=8)
+            left = b.op("and", word, b.op("xor", bit, i64(-1)))
+            b.store(left, b.offset(mask, i, "i64"), align=8)
+            return [b.op("or", has, b.op("and", word, bit)), b.op("or", others, left)]
 
-        def wait_for_it() -> None:
-            self.wait(
-                b,
-                job,
-                phase_word,
-                done=lambda word: b.icmp("ne", b.op("and", word, _i32(-2)), phase),
-                announce=lambda: _replace(b, phase_word, phase, b.op("or", phase, _i32(1))),
-                meanwhile=lambda: self.read_ahead(b, scratch),
-            )
+        def keep_away() -> None:
+            self.system(b, self.machine.set_affinity, thread, d.CORES_BYTES, mask)
+            b.store(i64(1), b.offset(seat, d.CONFINED), align=8)
 
-        last = b.icmp("eq", b.convert("zext", position, "i64"), b.sub(threads, 1))
-        b.when(last, open_next, wait_for_it)
+        has, others = b.loop(0, words, 1, without_this, [i64(0), i64(0)])
+        b.when(b.op("and", b.icmp("ne", has, 0), b.icmp("ne", others, 0)), keep_away)
+
+    def free(self, b: Builder, job: Value, tid: Value) -> None:
+        """Let this thread use all of its cores again."""
+        seat = self.seat(b, job, tid)
+        confined = b.offset(seat, d.CONFINED)
+
+        def all_again() -> None:
+            self.system(b, self.machine.set_affinity, 0, d.CORES_BYTES, b.offset(seat, d.CORES))
+            b.store(i64(0), confined, align=8)
+
+        b.when(b.icmp("ne", b.load("i64", confined, align=8), 0), all_again)
+
+    # -- sharing a launch ---------------------------------------------------------------------------------------------
+    def take(self, b: Builder, job: Value, slot: Value, *part: Value) -> Value:
+        """Claim and run chunks of the slice of `slot` until none is left; the number of units that were run."""
+        function, arguments, units, launch, record, scratch = part
+        threads = b.load("i64", b.offset(job, d.THREADS), align=8)
+        low, high = (b.sdiv(b.mul(units, s), threads) for s in (slot, b.add(slot, 1)))
+        size, word = b.sub(high, low), b.offset(self.seat(b, job, slot), d.CLAIMED)
+        claim = b.op("shl", launch, i64(d.CLAIM_SHIFT))
+
+        def start(chunk: Value) -> Value:
+            """What comes before a chunk: nothing, half, three quarters, ... of the slice, and at last all of it."""
+            past = b.sub(size, b.op("lshr", size, chunk))
+            return b.select(b.icmp("slt", chunk, d.CHUNKS), past, size)
+
+        b.line("br label %next")
+        b.label("next")
+        total, taken = Value("i64", "%total"), Value("i64", "%taken")
+        b.line(f"{total.text} = phi i64 [ 0, %entry ], [ {total.text}, %claim ], [ {taken.text}, %run ]")
+        old = _load(b, word, "i64")
+        begun = b.icmp("uge", old, claim)
+        chunk = b.select(begun, b.sub(old, claim), i64(0))
+        chunk = b.select(b.icmp("ult", chunk, d.CHUNKS), chunk, i64(d.CHUNKS))  # also where a later launch has begun
+        first = start(chunk)
+        b.line(f"br {b.icmp('slt', first, size)}, label %claim, label %nothing")
+        b.label("claim")
+        last = start(b.add(chunk, 1))
+        mine = _replace(b, word, old, b.add(b.add(claim, chunk), 1), "i64")
+        b.line(f"br {mine}, label %run, label %next")
+        b.label("run")
+        b.call_pointer(function, arguments, b.add(low, first), b.add(low, last), scratch)
+        b.line(f"{taken.text} = add {total}, {b.sub(last, first).text}")
+        b.line("br label %next")
+        b.label("nothing")
+
+        def report() -> None:
+            b.store(record, b.offset(scratch, d.FAILED), align=8)
+            _replace(b, b.offset(job, d.FAULT), 0, launch, "i64")
+
+        status, failed = (b.load("i64", b.offset(scratch, field), align=8) for field in (d.STATUS, d.FAILED))
+        b.when(b.op("and", b.icmp("ne", status, 0), b.icmp("eq", failed, 0)), report)
+        return total
+
+    def take_others(self, b: Builder, job: Value, tid: Value, *part: Value) -> Value:
+        """What is left of the slices of others, the next thread's first."""
+        threads = b.load("i64", b.offset(job, d.THREADS), align=8)
+
+        def one(i: Value, total: Value) -> list[Value]:
+            slot = b.add(tid, i)
+            slot = b.select(b.icmp("slt", slot, threads), slot, b.sub(slot, threads))
+            return [b.add(total, b.call("i64", "take", job, slot, *part))]
+
+        return b.loop(1, threads, 1, one, [i64(0)])[0]
+
+    # -- barriers -----------------------------------------------------------------------------------------------------
+    def finish(self, b: Builder, job: Value, tid: Value, wanted: Value, more: Value) -> None:
+        """Report units as done; who makes it `wanted` of them wakes those that sleep until then."""
+        before = _exchange(b, "add", b.offset(job, d.DONE), more)
+
+        def last() -> None:
+            _exchange(b, "xchg", b.offset(job, d.PASSED), wanted)
+            _do(b, "wake_sleepers", job, tid)
+
+        b.when(b.icmp("eq", b.add(before, more), wanted), last)
+
+    def wake_sleepers(self, b: Builder, job: Value, tid: Value) -> None:
+        """Wake all threads that sleep in a run."""
+
+        def wake() -> None:
+            _exchange(b, "xchg", b.offset(job, d.SLEEPERS), 0)  # before the word: who comes later sees what is done
+            _exchange(b, "add", b.offset(job, d.WAKES), 1)
+            self.wake(b, b.offset(job, d.WAKES), d.EVERYONE)
+
+        b.when(b.icmp("ne", _load(b, b.offset(job, d.SLEEPERS)), 0), wake)
+
+    def sleep(
+        self, b: Builder, job: Value, done: Callable[[], Value], meanwhile: Callable[[], object] | None = None
+    ) -> Value:
+        """Wait in a run for what other threads do, as long as it takes. Says if it slept."""
+        wakes = b.offset(job, d.WAKES)
+
+        def announce() -> Value:
+            # The word first: who takes the announcement back, for what others wait for, changes the word after that.
+            word = _load(b, wakes)
+            _exchange(b, "xchg", b.offset(job, d.SLEEPERS), 1)
+            return word
+
+        return self.wait(b, job, done, wakes, announce, meanwhile)
+
+    def done(self, b: Builder, job: Value) -> Value:
+        """The units that are done, as far as threads know that wait for them."""
+        many = b.icmp("sgt", b.load("i64", b.offset(job, d.THREADS), align=8), d.FEW)
+        return _load(b, b.select(many, b.offset(job, d.PASSED), b.offset(job, d.DONE)), "i64")
+
+    def is_done(self, b: Builder, job: Value, wanted: Value) -> Value:
+        return b.icmp("sge", self.done(b, job), wanted)
+
+    def barrier(
+        self, b: Builder, job: Value, tid: Value, run: Value, final: Value, wanted: Value, more: Value, *part: Value
+    ) -> Value:
+        """Report `more` units, return when all that are `wanted` are done; 1 where the run is over for this worker.
+
+        A thread that must wait looks at the slices of others, after the moment that threads are usually apart: a look
+        takes the line with the claims from the one who works on them. At the `final` barrier only the caller waits.
+        """
+        scratch = part[-1]
+        b.when(b.icmp("ne", more, 0), lambda: _do(b, "finish", job, tid, wanted, more))
+        tag, entry = b.fresh("look"), b.block
+        looks = b.load("i64", b.offset(job, d.LOOK), align=8)
+        index, following = Value("i64", f"%{tag}.i"), Value("i64", f"%{tag}.n")
+        b.line(f"br label %{tag}")
+        b.label(tag)
+        b.line(f"{index.text} = phi i64 [ 0, %{entry} ], [ {following.text}, %{tag}.more ]")
+        b.line(f"br {self.is_done(b, job, wanted)}, label %passed, label %{tag}.wait")
+        b.label(f"{tag}.wait")
+        b.line(f"br {b.icmp('slt', index, looks)}, label %{tag}.pause, label %{tag}.late")
+        b.label(f"{tag}.pause")
+        self.read_ahead(b, scratch)
+        b.line(f"{following.text} = add {index}, 1")
+        b.line(f"br label %{tag}.more")
+        b.label(f"{tag}.more")
+        b.line(f"br label %{tag}")
+        b.label("passed")
+        # Whoever comes late need not walk to the end of a run that is over.
+        behind = b.icmp("sgt", self.done(b, job), wanted)
+        closed = b.icmp("ne", _load(b, b.offset(job, d.RUN), "i64"), run)
+        b.line(f"ret {b.convert('zext', b.op('and', behind, closed), 'i64')}")
+
+        b.label(f"{tag}.late")
+        got = b.call("i64", "take_others", job, tid, *part)
+        b.when(b.icmp("ne", got, 0), lambda: _do(b, "finish", job, tid, wanted, got))
+        leaves = b.op("and", final, b.icmp("ne", tid, 0))
+        wait = lambda: [b.call("i64", "wait_done", job, tid, run, wanted, scratch)]
+        return b.when(leaves, lambda: [i64(1)], wait)[0]
+
+    def wait_done(self, b: Builder, job: Value, tid: Value, run: Value, wanted: Value, scratch: Value) -> Value:
+        """Return when all units that are `wanted` are done; 1 where the run is over without this worker.
+
+        The caller waits inside, and notes how long it slept. A worker reads ahead as long as there is something to
+        read, and then waits outside: a caller that has done everything need not wait for it.
+        """
+
+        def done() -> Value:
+            return self.is_done(b, job, wanted)
+
+        def caller() -> list[Value]:
+            begin = self.now(b)
+            slept = self.sleep(b, job, done, lambda: self.read_ahead(b, scratch))
+            b.when(slept, lambda: self.note_sleep(b, job, begin))
+            return [i64(0)]
+
+        def worker() -> list[Value]:
+            tag = b.fresh("read")
+            b.line(f"br label %{tag}")
+            b.label(tag)
+            left = b.icmp("slt", *(b.load("i64", b.offset(scratch, f), align=8) for f in (d.READ_TO, d.READ_END)))
+            unfinished = b.op("xor", done(), const("i1", True))
+            b.line(f"br {b.op('and', left, unfinished)}, label %{tag}.on, label %{tag}.out")
+            b.label(f"{tag}.on")
+            self.read_ahead(b, scratch)
+            b.line(f"br label %{tag}")
+            b.label(f"{tag}.out")
+            _do(b, "leave", job, tid)
+            self.sleep(b, job, done)
+            _exchange(b, "xchg", b.offset(self.seat(b, job, tid), d.INSIDE), d.IN)
+            still = b.icmp("eq", _load(b, b.offset(job, d.RUN), "i64"), run)
+            return [b.select(still, i64(0), i64(1))]
+
+        return b.when(b.icmp("eq", tid, 0), caller, worker)[0]
+
+    def note_sleep(self, b: Builder, job: Value, begin: Value) -> None:
+        place = b.offset(job, d.SLEPT)
+        b.store(b.add(b.load("i64", place, align=8), b.sub(self.now(b), begin)), place, align=8)
 
     def read_ahead(self, b: Builder, scratch: Value) -> None:
         """Some lines more of what this thread will read, or a pause."""
-        place = b.offset(scratch, READ_TO)
+        place = b.offset(scratch, d.READ_TO)
         at = b.load("i64", place, align=8)
 
         def some() -> None:
-            for line in range(0, READ_STEP, 64):  # loads: of prefetches a core drops those that come too fast
+            for line in range(0, d.READ_STEP, 64):  # loads: of prefetches a core drops those that come too fast
                 b.assign("i64", f"load volatile i64, {b.convert('inttoptr', b.add(at, line), 'ptr')}, align 8")
-            b.store(b.add(at, READ_STEP), place, align=8)
+            b.store(b.add(at, d.READ_STEP), place, align=8)
 
-        more = b.icmp("slt", at, b.load("i64", b.offset(scratch, READ_END), align=8))
+        more = b.icmp("slt", at, b.load("i64", b.offset(scratch, d.READ_END), align=8))
         b.when(more, some, lambda: self.pause(b))
 
-    # -- one thread's walk ----------------------------------------------------------------------------------------
-    def execute(self, b: Builder, job: Value, tid: Value, threads: Value) -> None:
+    def decide(self, b: Builder, job: Value, tid: Value, test: Value, predicate: Value) -> Value:
+        """The outcome of a test, the same for all threads: 0, 1, or 2 where the caller is at a later one already.
+
+        The caller reads the predicate and publishes what it is, for later steps may write it again.
+        """
+        place = b.offset(job, d.TESTED)
+
+        def caller() -> list[Value]:
+            value = b.convert("zext", b.icmp("ne", b.load("i8", predicate), 0), "i64")
+            _exchange(b, "xchg", place, b.op("or", b.op("shl", test, i64(1)), value))
+            _do(b, "wake_sleepers", job, tid)
+            return [value]
+
+        def worker() -> list[Value]:
+            def number() -> Value:
+                return b.op("ashr", _load(b, place, "i64"), i64(1))
+
+            self.sleep(b, job, lambda: b.icmp("sge", number(), test))
+            outcome = b.sub(_load(b, place, "i64"), b.op("shl", test, i64(1)))
+            return [b.select(b.icmp("ult", outcome, 2), outcome, i64(2))]
+
+        return b.when(b.icmp("eq", tid, 0), caller, worker)[0]
+
+    # -- one thread's walk --------------------------------------------------------------------------------------------
+    def execute(self, b: Builder, job: Value, tid: Value, threads: Value, run: Value) -> None:
         control = b.stack("i32", 2, align=4) if self.machine.has_mxcsr else NULL
         self.default_control(b, control)
-        _Walk(self, b, job, tid, threads).emit()
+        Walk(b, job, tid, threads, run, clock=lambda: self.now(b)).emit()
         if self.machine.has_mxcsr:
             b.call("void", "llvm.x86.sse.ldmxcsr", control)
 
@@ -268,353 +466,210 @@ class _Driver:
         """Save the MXCSR of the caller, who may flush denormals, and set the default."""
         if self.machine.has_mxcsr:
             b.call("void", "llvm.x86.sse.stmxcsr", control)
-            b.store(_i32(DEFAULT_MXCSR), b.offset(control, 1, "i32"), align=4)
+            b.store(const("i32", d.DEFAULT_MXCSR), b.offset(control, 1, "i32"), align=4)
             b.call("void", "llvm.x86.sse.ldmxcsr", b.offset(control, 1, "i32"))
 
-    # -- all threads ----------------------------------------------------------------------------------------------
+    # -- all threads --------------------------------------------------------------------------------------------------
     def call(self, b: Builder, job: Value, request: Value) -> Value:
-        kinds = ("ptr", "i64", "ptr", "i64", "ptr", "i64")  # records, count, scratch, stride, trace, slots
-        given = [b.load(kind, b.offset(request, 8 * i), align=8) for i, kind in enumerate(kinds)]
-        return b.call("i64", "run", job, *given)
+        """Run the records on the pool, or on this thread alone where that is better.
 
-    def run(
-        self,
-        b: Builder,
-        job: Value,
-        records: Value,
-        count: Value,
-        scratch: Value,
-        stride: Value,
-        trace: Value,
-        slots: Value,
-    ) -> Value:
-        """Execute the records on the pool, or on this thread alone where the pool is busy or has but one."""
-        own = b.stack("i8", LINE, align=8)  # a job block for the walk alone, which meets no other thread
-        threads = b.min(slots, b.load("i64", b.offset(job, POOL_THREADS), align=8))
+        So it is where the pool is busy with another run, has but one thread, its workers are late, or they sleep and
+        the run is brief.
+        """
+        own = b.stack("i8", d.LINE, align=8)  # a job block for the walk alone, which meets no other thread
 
-        def fill(block: Value, taking_part: Value) -> None:
-            fields = (records, count, scratch, stride, trace, slots, taking_part, i64(0))
-            for offset, value in zip(range(RECORDS, STOPS + 8, 8), fields, strict=True):
-                b.store(value, b.offset(block, offset), align=8)
+        def word(block: Value, offset: int) -> Value:
+            return b.load("i64", b.offset(block, offset), align=8)
 
-        def together() -> list[Value]:
-            fill(job, threads)
-            pending = b.offset(job, PENDING)
-            _store(b, b.convert("trunc", b.sub(threads, 1), "i32"), pending)
-            b.loop(1, threads, 1, lambda tid: self.call_worker(b, job, tid, CALLED))
-            b.line(f"call void @execute({job}, i64 0, {threads})")
-            self.wait(
-                b,
-                job,
-                pending,
-                done=lambda word: b.icmp("eq", b.op("and", word, _i32(EVERYONE)), 0),
-                announce=lambda: _exchange(b, "or", pending, ASLEEP_BIT),
-            )
-            _store(b, 0, b.offset(job, BUSY), "release")
+        def note(block: Value, offset: int, value: Value) -> None:
+            b.store(value, b.offset(block, offset), align=8)
+
+        slots = word(request, d.SLOTS)
+        threads = b.min(slots, word(job, d.POOL_THREADS))
+        unit = word(job, d.MILLISECOND)
+
+        def fill(block: Value) -> None:
+            for i in range(d.COPIED_WORDS):
+                note(block, 8 * i, word(request, 8 * i))
+
+        def together(begin: Value) -> list[Value]:
+            fill(job)
+            number = b.add(word(job, d.RUNS), 1)
+            note(job, d.RUNS, number)
+            note(job, d.THREADS, threads)
+            note(job, d.SLEPT, i64(0))
+            note(job, d.FAULT, i64(0))
+            for before, after in zip(d.BEFORE, d.AFTER, strict=True):
+                note(job, before, word(job, after))
+            _store(b, number, b.offset(job, d.RUN))
+            b.loop(1, threads, 1, lambda tid: self.call_worker(b, job, tid))
+            _do(b, "execute", job, i64(0), threads, number)
+            _exchange(b, "xchg", b.offset(job, d.RUN), i64(0))
+            # All of the pool: one that this run does not need, but that was called late, may be reading the job block.
+            b.loop(1, word(job, d.POOL_THREADS), 1, lambda tid: self.join(b, job, tid))
+            b.when(b.icmp("ne", unit, 0), lambda: self.judge(b, job, request, begin))
+            _store(b, const("i32", 0), b.offset(job, d.BUSY))
             return [threads]
 
         def alone() -> list[Value]:
-            fill(own, i64(1))
-            b.line(f"call void @execute({own}, i64 0, i64 1)")
+            fill(own)
+            _do(b, "execute", own, i64(0), i64(1), i64(0))
             return [i64(1)]
 
-        several = b.icmp("sgt", threads, 1)
-        (free,) = b.when(several, lambda: [_replace(b, b.offset(job, BUSY), 0, 1)], lambda: [const("i1", False)])
-        return b.when(free, together, alone)[0]
+        def several() -> list[Value]:
+            begin, until = self.now(b), _load(b, b.offset(job, d.ALONE_UNTIL), "i64")
+            shortest, ended = word(request, d.SHORTEST), word(job, d.ENDED)
+            brief = b.op("and", b.icmp("ne", shortest, 0), b.icmp("slt", b.mul(shortest, d.BRIEF), unit))
+            brief = b.op("and", brief, b.icmp("sgt", b.mul(b.sub(begin, ended), d.REST), unit))
 
-    def seat(self, b: Builder, job: Value, tid: Value) -> Value:
-        return b.offset(b.offset(job, SEATS), b.mul(tid, LINE))
+            def held() -> list[Value]:
+                alone()
+                end, shared = self.now(b), word(request, d.TOGETHER)
+                # It was no faster: sharing is right, however late others are.
+                slow = b.icmp("sgt", b.sub(end, begin), b.sub(shared, b.op("ashr", shared, i64(4))))
 
-    def call_worker(self, b: Builder, job: Value, tid: Value, state: int) -> None:
-        seat = self.seat(b, job, tid)
-        old = _exchange(b, "xchg", seat, state)
-        b.when(b.icmp("eq", old, ASLEEP), lambda: self.wake(b, seat, 1))
+                def trust() -> None:
+                    _store(b, i64(0), b.offset(job, d.ALONE_UNTIL))
+                    note(request, d.TRUSTED, b.add(end, b.mul(unit, d.TRUST)))
 
-    def worker(self, b: Builder, job: Value, tid: Value) -> None:
-        """Wait to be called, take part, report; a caller changes the job and the seat only after the report."""
-        seat, pending = self.seat(b, job, tid), b.offset(job, PENDING)
-        b.line("br label %again")
-        b.label("again")
-        self.wait(
+                b.when(b.op("and", b.icmp("ne", shared, 0), slow), trust)
+                return [i64(1)]
+
+            def shared() -> list[Value]:
+                free = _replace(b, b.offset(job, d.BUSY), 0, 1)
+                return b.when(free, lambda: together(begin), alone)
+
+            late = b.icmp("slt", begin, until)
+            (taking_part,) = b.when(late, held, lambda: b.when(brief, alone, shared))
+            end = self.now(b)
+            taken = b.sub(end, begin)
+            work = b.mul(taken, taking_part)
+            less = b.op("or", b.icmp("eq", shortest, 0), b.icmp("slt", work, shortest))
+            note(request, d.SHORTEST, b.select(less, work, shortest))
+            note(job, d.ENDED, end)
+            return [taking_part]
+
+        return b.when(b.icmp("sgt", threads, 1), several, alone)[0]
+
+    def judge(self, b: Builder, job: Value, request: Value, begin: Value) -> None:
+        """Whether workers are late, so that the next runs had better stay on their callers."""
+
+        def word(offset: int, block: Value = job) -> Value:
+            return b.load("i64", b.offset(block, offset), align=8)
+
+        def note(offset: int, value: Value, block: Value = job) -> None:
+            b.store(value, b.offset(block, offset), align=8)
+
+        end, unit = self.now(b), word(d.MILLISECOND)
+        taken = b.sub(end, begin)
+        note(d.TOGETHER, taken, request)
+
+        def over_window(total: int, value: Value) -> Value:
+            before = word(total)
+            return b.add(b.sub(before, b.sdiv(before, d.WINDOW)), value)
+
+        trusted = b.icmp("slt", begin, word(d.TRUSTED, request))
+        all_slept = over_window(d.ALL_SLEPT, b.select(trusted, i64(0), word(d.SLEPT)))
+        all_taken = over_window(d.ALL_TAKEN, taken)
+        late = b.icmp("sgt", b.mul(all_slept, d.LATE_SHARE), all_taken)
+        late = b.op("and", late, b.icmp("sgt", all_slept, unit))
+
+        def stay() -> list[Value]:
+            pause = b.max(word(d.ALONE_FOR), b.mul(unit, d.LEAST_ALONE))
+            _store(b, b.add(end, pause), b.offset(job, d.ALONE_UNTIL))
+            note(d.ALONE_FOR, b.min(b.mul(pause, 2), b.mul(unit, d.MOST_ALONE)))
+            # Half of what makes workers late: another late run is enough, a good one wipes it out.
+            return [b.sdiv(all_taken, 2 * d.LATE_SHARE), all_taken]
+
+        def go_on() -> list[Value]:
+            good = b.icmp("slt", b.mul(all_slept, 2 * d.LATE_SHARE), all_taken)
+            note(d.ALONE_FOR, b.select(good, i64(0), word(d.ALONE_FOR)))
+            return [all_slept, all_taken]
+
+        all_slept, all_taken = b.when(late, stay, go_on)
+        note(d.ALL_SLEPT, all_slept)
+        note(d.ALL_TAKEN, all_taken)
+
+    def join(self, b: Builder, job: Value, tid: Value) -> None:
+        """Wait until a worker is outside."""
+        inside = b.offset(self.seat(b, job, tid), d.INSIDE)
+        begin = self.now(b)
+        slept = self.wait(
             b,
             job,
-            seat,
-            done=lambda word: b.icmp("ugt", word, ASLEEP),
-            announce=lambda: _replace(b, seat, IDLE, ASLEEP),
+            done=lambda: b.icmp("eq", _load(b, inside), d.OUT),
+            address=inside,
+            announce=lambda: _announced(b, inside, d.IN, d.WATCHED),
         )
-        b.line(f"br {b.icmp('eq', _load(b, seat), STOPPED)}, label %stopped, label %called")
+        b.when(slept, lambda: self.note_sleep(b, job, begin))
+
+    def leave(self, b: Builder, job: Value, tid: Value) -> None:
+        """Go outside, and wake a caller that waits for that."""
+        inside = b.offset(self.seat(b, job, tid), d.INSIDE)
+        old = _exchange(b, "xchg", inside, d.OUT)
+        b.when(b.icmp("eq", old, d.WATCHED), lambda: self.wake(b, inside, 1))
+
+    def seat(self, b: Builder, job: Value, tid: Value) -> Value:
+        return b.offset(b.offset(job, d.SEATS), b.mul(tid, d.SEAT_BYTES))
+
+    def call_worker(self, b: Builder, job: Value, tid: Value) -> None:
+        """Have a worker take part.
+
+        It is confined before it is called: a worker that is about to sleep could see the call at once, and would then
+        look whether it is confined before it is.
+        """
+        seat = self.seat(b, job, tid)
+        b.when(b.icmp("eq", _load(b, seat), d.ASLEEP), lambda: _do(b, "confine", job, tid))
+        old = _exchange(b, "xchg", seat, d.CALLED)
+        b.when(b.icmp("eq", old, d.ASLEEP), lambda: self.wake(b, seat, 1))
+
+    def worker(self, b: Builder, job: Value, tid: Value) -> None:
+        """Wait to be called, see whether there is a run, and take part.
+
+        A call that comes through only after its run is over is good for the next one, whose own call then finds that
+        the worker has taken part already.
+        """
+        last = b.stack("i64", 1, align=8)  # the run that it took part in last
+        b.store(i64(0), last, align=8)
+        seat = self.seat(b, job, tid)
+        inside = b.offset(seat, d.INSIDE)
+        thread = self.system(b, self.machine.get_thread)
+        b.store(thread, b.offset(seat, d.THREAD), align=8)
+        b.line("br label %again")
+        b.label("again")
+        slept = self.wait(
+            b,
+            job,
+            done=lambda: b.icmp("ugt", _load(b, seat), d.ASLEEP),
+            address=seat,
+            announce=lambda: _announced(b, seat, d.IDLE, d.ASLEEP),
+        )
+        b.line(f"br {_replace(b, seat, d.CALLED, d.IDLE)}, label %called, label %stopped")
         b.label("called")
-        _store(b, IDLE, seat)
-        threads = b.load("i64", b.offset(job, THREADS), align=8)
-        b.line(f"call void @execute({job}, {tid}, {threads})")
-        old = _exchange(b, "sub", pending, 1)
-        b.when(b.icmp("eq", old, _i32(ASLEEP_BIT | 1)), lambda: self.wake(b, pending, 1))
+        b.when(slept, lambda: _do(b, "free", job, tid))
+        _exchange(b, "xchg", inside, d.IN)
+        run = _load(b, b.offset(job, d.RUN), "i64")
+        threads = b.load("i64", b.offset(job, d.THREADS), align=8)
+        present = b.op("and", b.icmp("ne", run, 0), b.icmp("slt", tid, threads))
+        present = b.op("and", present, b.icmp("ne", run, b.load("i64", last, align=8)))
+        b.store(run, last, align=8)
+        b.when(present, lambda: _do(b, "execute", job, tid, threads, run))
+        _do(b, "leave", job, tid)
         b.line("br label %again")
         b.label("stopped")
 
     def stop(self, b: Builder, job: Value) -> Value:
         """Send the workers home. The pool stays taken, so that later runs do not call workers that are gone."""
-        free = _replace(b, b.offset(job, BUSY), 0, 1)
-        threads = b.load("i64", b.offset(job, POOL_THREADS), align=8)
-        b.when(free, lambda: b.loop(1, threads, 1, lambda tid: self.call_worker(b, job, tid, STOPPED)))
+        free = _replace(b, b.offset(job, d.BUSY), 0, 1)
+        threads = b.load("i64", b.offset(job, d.POOL_THREADS), align=8)
+
+        def send(tid: Value) -> None:
+            seat = self.seat(b, job, tid)
+            old = _exchange(b, "xchg", seat, d.STOPPED)
+            b.when(b.icmp("eq", old, d.ASLEEP), lambda: self.wake(b, seat, 1))
+
+        b.when(free, lambda: b.loop(1, threads, 1, send))
         return b.convert("zext", free, "i64")
 
     def spin(self, b: Builder, count: Value) -> None:
         b.loop(0, count, 1, lambda _: self.pause(b))
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """Where a thread is in its walk: SSA values that change from record to record."""
-
-    at: Value  # the record
-    threads: Value  # that share the launches; 1 in a loop that one runs alone
-    escape: Value  # the record to go to when a loop that one thread runs finds a fault
-    turn: Value  # which of the two words of STOPS is used next
-
-    def values(self) -> list[Value]:
-        return [self.at, self.threads, self.escape, self.turn]
-
-
-class _Walk:
-    """The part of `execute` that walks records."""
-
-    def __init__(self, driver: _Driver, b: Builder, job: Value, tid: Value, threads: Value) -> None:
-        self.driver, self.b, self.job, self.tid, self.threads = driver, b, job, tid, threads
-        self.stride, self.slots = (self.word(job, field) for field in (STRIDE, SLOTS))
-        self.records, self.base, self.trace = (self.word(job, field, "ptr") for field in (RECORDS, SCRATCH, TRACE))
-        self.count = self.word(job, COUNT)
-        self.scratch = b.offset(self.base, b.mul(tid, self.stride))
-        self.traced = b.icmp("ne", self.trace, NULL)
-        self.several = b.icmp("ne", threads, 1)
-
-    def word(self, block: Value, offset: int, type_: str = "i64") -> Value:
-        return self.b.load(type_, self.b.offset(block, offset), align=8)
-
-    def emit(self) -> None:
-        b = self.b
-        # The status words of slots that no thread has today are cleared too, so that a reader may look at all.
-        b.loop(self.tid, self.slots, self.threads, self.clear)
-        start = _State(i64(0), self.threads, self.count, i64(0))
-        tag, before = b.fresh("walk"), b.block
-        b.line(f"br label %{tag}.head")
-        b.label(f"{tag}.head")
-        phis = len(b.lines)
-        state = _State(*(Value("i64", f"%{tag}.{i}") for i in range(4)))
-        b.line(f"br {b.icmp('slt', state.at, self.count)}, label %{tag}.record, label %{tag}.done")
-        b.label(f"{tag}.record")
-        after = self.record(state)
-        triples = zip(state.values(), start.values(), after, strict=True)
-        b.lines[phis:phis] = [
-            f"  {now.text} = phi i64 [ {first.text}, %{before} ], [ {then.text}, %{b.block} ]"
-            for now, first, then in triples
-        ]
-        b.line(f"br label %{tag}.head")
-        b.label(f"{tag}.done")
-
-    def clear(self, slot: Value) -> None:
-        for field in (STATUS, FAILED, READ_TO, READ_END):
-            self.b.store(i64(0), self.b.offset(self.b.offset(self.base, self.b.mul(slot, self.stride)), field), align=8)
-
-    def record(self, state: _State) -> list[Value]:
-        """One record; the state after it."""
-        b = self.b
-        record = b.offset(self.records, b.mul(state.at, RECORD_WORDS), "i64")
-        flags = self.word(record, 24)
-        kind = b.op("and", flags, i64(KIND))
-        emitters = {
-            AHEAD: self.ahead, ENTER: self.enter, NEXT: self.next, TEST: self.test, JUMP: self.jump, LEAVE: self.leave
-        }  # fmt: skip
-
-        def other(kinds: list[int]) -> list[Value]:
-            emit = emitters[kinds[0]]
-            if len(kinds) == 1:
-                return emit(state, record, flags)
-            is_this = b.icmp("eq", kind, kinds[0])
-            return b.when(is_this, lambda: emit(state, record, flags), lambda: other(kinds[1:]))
-
-        is_launch = b.icmp("eq", kind, LAUNCH)
-        return b.when(is_launch, lambda: self.launch(state, record, flags), lambda: other(list(emitters)))
-
-    def following(self, state: _State) -> Value:
-        return self.b.add(state.at, 1)
-
-    def arguments(self, record: Value, flags: Value) -> Value:
-        """The address of a record's arguments."""
-        return self.address(self.word(record, 8), _has_bit(self.b, flags, PRIVATE))
-
-    def address(self, word: Value, is_private: Value) -> Value:
-        """An address, or an offset in the thread's scratch."""
-        b = self.b
-        base = b.select(is_private, b.convert("ptrtoint", self.scratch, "i64"), i64(0))
-        return b.convert("inttoptr", b.add(base, word), "ptr")
-
-    # -- the kinds of records -------------------------------------------------------------------------------------
-    def launch(self, state: _State, record: Value, flags: Value) -> list[Value]:
-        b = self.b
-        function, arguments, units = self.word(record, 0, "ptr"), self.arguments(record, flags), self.word(record, 16)
-        alone = b.icmp("eq", state.threads, 1)
-        low, high = b.when(alone, lambda: [i64(0), units], lambda: self.part(state, units))
-
-        def call() -> None:
-            b.call_pointer(function, arguments, low, high, self.scratch)
-            status, failed = (self.word(self.scratch, field) for field in (STATUS, FAILED))
-            first = b.op("and", b.icmp("ne", status, 0), b.icmp("eq", failed, 0))
-            b.when(first, lambda: b.store(b.add(state.at, 1), b.offset(self.scratch, FAILED), align=8))
-
-        def timed() -> None:
-            begin = self.now()
-            b.when(b.icmp("slt", low, high), call)
-            self.stamp(state.at, begin)
-
-        b.when(self.traced, timed, lambda: b.when(b.icmp("slt", low, high), call))
-        self.meet(state.threads, flags)
-        return [self.following(state), state.threads, state.escape, state.turn]
-
-    def part(self, state: _State, units: Value) -> list[Value]:
-        """The units of this thread: from the first to the one after the last."""
-        b = self.b
-        return [b.sdiv(b.mul(units, t), state.threads) for t in (self.tid, b.add(self.tid, 1))]
-
-    def ahead(self, state: _State, record: Value, flags: Value) -> list[Value]:
-        b = self.b
-        start, size, units = (self.word(record, 8 * i) for i in range(3))
-        low, high = self.part(state, units)
-        first = b.add(start, b.mul(low, size))
-        length = b.op("and", b.min(b.mul(b.sub(high, low), size), READ_AHEAD), i64(-READ_STEP))
-        b.store(first, b.offset(self.scratch, READ_TO), align=8)
-        b.store(b.add(first, length), b.offset(self.scratch, READ_END), align=8)
-        return [self.following(state), state.threads, state.escape, state.turn]
-
-    def enter(self, state: _State, record: Value, flags: Value) -> list[Value]:
-        b = self.b
-        loop = self.word(record, 8, "ptr")
-        solo = b.op("and", self.several, _has_bit(b, flags, SOLO))
-        end = self.word(loop, END)
-        b.when(self.traced, lambda: self.mark(state.at, 0))
-
-        def begin() -> list[Value]:
-            source = self.address(self.word(loop, SOURCE), b.icmp("ne", self.word(loop, IS_PRIVATE), 0))
-            home = b.offset(self.scratch, self.word(loop, HOME))
-            b.store(i64(0), home, align=8)
-
-            def copy(i: Value) -> None:
-                word = b.load("i64", b.offset(source, i, "i64"), align=8)
-                b.store(word, b.offset(home, b.add(i, 1), "i64"), align=8)
-
-            b.loop(0, self.word(loop, WORDS), 1, copy)
-            runs = b.icmp("sgt", self.word(loop, COUNT_STEPS), 0)
-            at = b.select(runs, self.word(loop, FIRST), self.word(loop, EXIT))
-            return [at, b.select(solo, i64(1), state.threads), b.select(solo, end, state.escape), state.turn]
-
-        others = b.op("and", solo, b.icmp("ne", self.tid, 0))
-        return b.when(others, lambda: [end, state.threads, state.escape, state.turn], begin)
-
-    def next(self, state: _State, record: Value, flags: Value) -> list[Value]:
-        b = self.b
-        loop = self.word(record, 8, "ptr")
-        home = b.offset(self.scratch, self.word(loop, HOME))
-        step = self.word(home, 0)
-        linear, alternating = self.word(loop, LINEAR), self.word(loop, ALTERNATING)
-        moves = self.word(loop, MOVES, "ptr")
-
-        def move(sign: Value) -> Callable[[Value], None]:
-            def one(i: Value) -> None:
-                entry = b.offset(moves, b.mul(i, 16))
-                place = b.offset(home, self.word(entry, 0))
-                far = b.sub(b.op("xor", self.word(entry, 8), sign), sign)  # negated where the sign is -1
-                b.store(b.add(self.word(place, 0), far), place, align=8)
-
-            return one
-
-        b.loop(0, linear, 1, move(i64(0)))
-        b.loop(linear, b.add(linear, alternating), 1, move(b.sub(i64(0), b.op("and", step, i64(1)))))
-        done = b.add(step, 1)
-        b.store(done, home, align=8)
-        b.when(self.traced, lambda: self.tally(state.at))
-        more = b.icmp("slt", done, self.word(loop, COUNT_STEPS))
-        at = b.select(more, self.word(loop, FIRST), self.word(loop, EXIT))
-        failed = b.icmp("ne", self.word(self.scratch, STATUS), 0)
-        alone = b.icmp("eq", state.threads, 1)
-
-        def together() -> list[Value]:
-            """Meet, and see whether anybody has found a fault: then all end here, for the run is lost.
-
-            There are two words, used in turn, because a thread may be a step ahead of one that has not looked yet.
-            """
-            stop = b.offset(b.offset(self.job, STOPS), state.turn, "i32")
-            b.when(failed, lambda: _store(b, 1, stop))
-            self.barrier()
-            stopped = b.icmp("ne", _load(b, stop), 0)
-            return [b.select(stopped, self.count, at), b.op("xor", state.turn, i64(1))]
-
-        def apart() -> list[Value]:
-            return [b.select(b.op("and", alone, failed), state.escape, at), state.turn]
-
-        goes_on = b.op("or", more, _has_bit(b, flags, ENDS))
-        waits = b.op("and", _has_bit(b, flags, BARRIER_AFTER), goes_on)
-        meets = b.op("and", waits, b.icmp("ne", state.threads, 1))
-        at, turn = b.when(meets, together, apart)
-        return [at, state.threads, state.escape, turn]
-
-    def test(self, state: _State, record: Value, flags: Value) -> list[Value]:
-        b = self.b
-        predicate = self.word(self.arguments(record, flags), 0, "ptr")
-        is_true = b.icmp("ne", b.load("i8", predicate), 0)
-        b.when(self.traced, lambda: self.mark(state.at, 0))
-        at = b.select(is_true, self.following(state), self.word(record, 0))
-        return [at, state.threads, state.escape, state.turn]
-
-    def jump(self, state: _State, record: Value, flags: Value) -> list[Value]:
-        return [self.word(record, 0), state.threads, state.escape, state.turn]
-
-    def leave(self, state: _State, record: Value, flags: Value) -> list[Value]:
-        b = self.b
-        solo = b.op("and", self.several, _has_bit(b, flags, SOLO))
-        threads = b.select(solo, self.threads, state.threads)
-        self.meet(threads, flags)
-        b.when(self.traced, lambda: self.mark(self.word(record, 0), 1))
-        return [self.following(state), threads, b.select(solo, self.count, state.escape), state.turn]
-
-    # -- meeting and timing ---------------------------------------------------------------------------------------
-    def meet(self, threads: Value, flags: Value) -> None:
-        b = self.b
-        b.when(b.op("and", b.icmp("ne", threads, 1), _has_bit(b, flags, BARRIER_AFTER)), self.barrier)
-
-    def barrier(self) -> None:
-        self.b.line(f"call void @barrier({self.job}, {self.threads}, {self.scratch})")
-
-    def now(self) -> Value:
-        return self.b.call("i64", "llvm.readcyclecounter")
-
-    def cell(self, record: Value, end: int) -> Value:
-        """trace[record][tid][end]"""
-        b = self.b
-        return b.offset(self.trace, b.add(b.mul(b.add(b.mul(record, self.slots), self.tid), 2), end), "i64")
-
-    def stamp(self, record: Value, begin: Value) -> None:
-        """Of a launch: when it first began, and that plus the time of all its runs."""
-        b = self.b
-        taken = b.sub(self.now(), begin)
-        first, last = (self.cell(record, end) for end in (0, 1))
-
-        def once() -> None:
-            b.store(begin, first, align=8)
-            b.store(begin, last, align=8)
-
-        b.when(b.icmp("eq", self.word(first, 0), 0), once)
-        b.store(b.add(self.word(last, 0), taken), last, align=8)
-
-    def mark(self, record: Value, end: int) -> None:
-        """Of a loop or branch: when it was first entered and last left."""
-        b = self.b
-        cell, now = self.cell(record, end), self.now()
-        if end:
-            b.store(now, cell, align=8)
-        else:
-            b.when(b.icmp("eq", self.word(cell, 0), 0), lambda: b.store(now, cell, align=8))
-
-    def tally(self, record: Value) -> None:
-        """Of a NEXT: how many steps there were."""
-        cell = self.cell(record, 1)
-        self.b.store(self.b.add(self.word(cell, 0), 1), cell, align=8)

@@ -100,6 +100,16 @@ class Object:
         return found
 
 
+def with_word(data: bytes, name: str, value: int) -> bytes:
+    """A copy of an object in which the constant word of this name has a value."""
+    obj = Object.read(data)
+    found = next((s for s in obj.symbols if s.defined and s.name == name), None)
+    if found is None:
+        raise FormatError(f"object: it does not define {name}")
+    place = obj.sections[found.section].offset + found.value
+    return data[:place] + struct.pack("<q", value) + data[place + 8 :]
+
+
 def can_load() -> bool:
     """Whether `load` works on this machine: it knows the relocations of x86-64 and the system calls of Linux."""
     return sys.platform == "linux" and platform.machine() == "x86_64"

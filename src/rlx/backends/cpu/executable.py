@@ -7,9 +7,7 @@ sizes of the run before does so in machine code (`again`).
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,10 +31,13 @@ from rlx.backends.cpu.memory import (
 )
 from rlx.backends.cpu.records import ARGUMENTS, FUNCTION, UNITS
 from rlx.backends.cpu.repeat import Repeat, Results, Taken
+from rlx.backends.cpu.room import ArrayType, bytes_of, out_of_memory
 from rlx.errors import BindError, KernelError
 from rlx.lir.memory import Plan, plan
+from rlx.locks import cached_property
+from rlx.resources import ADDRESSES, fits
 from rlx.target import Target
-from rlx.types import compile_sizes, round_up_power_of_two
+from rlx.types import compile_sizes, evaluate, round_up_power_of_two
 
 if TYPE_CHECKING:
     from rlx.lir.program import Program
@@ -68,6 +69,7 @@ class Trace:
 class Frame:
     """Everything that depends on the sizes of the symbols alone."""
 
+    key: tuple[int, ...]  # the values of the symbols
     words: np.ndarray[Any, np.dtype[np.int64]]
     units: np.ndarray[Any, np.dtype[np.int64]]
     steps: list[int]  # of each loop
@@ -75,13 +77,12 @@ class Frame:
     plan: Plan
     scratch: int  # bytes of a thread, of which those from `private` belong to loops
     private: int
-    outputs: list[tuple[tuple[int, ...], np.dtype[Any]]]  # shape and element type of each
+    outputs: list[ArrayType]  # shape and element type of each
     values: tuple[int, ...]
 
-    @functools.cached_property
-    def keeps_outputs(self) -> bool:
-        """Whether the outputs are small enough to be kept for the next run."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.outputs) <= KEPT_BYTES
+    @cached_property
+    def output_bytes(self) -> int:
+        return bytes_of(self.outputs)
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Pieces:
     """A run along whose batch others are made instead: [start, stop) of each and its sizes, the largest first."""
 
     parts: list[tuple[int, int, tuple[int, ...]]]
-    outputs: list[tuple[tuple[int, ...], np.dtype[Any]]]
+    outputs: list[ArrayType]
 
 
 class Instance:
@@ -155,7 +156,8 @@ class Executable:
             self._template[position] = code.address(symbols)
         everywhere = compile_sizes((*layout.symbols, *layout.loop_symbols), layout.sizes)
         start = (0,) * len(layout.loop_symbols)
-        self._evaluate: Callable[..., tuple[int, ...]] = lambda *key: everywhere(*key, *start)
+        # All sizes of the layout for values of the symbols.
+        self.sizes: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda key: everywhere(*key, *start)
         self._output_types = [dtype.numpy for dtype in layout.output_types]
 
     @classmethod
@@ -167,7 +169,7 @@ class Executable:
         layout = lay_out(program, entries, target)
         return cls(layout, lambda: program, target, threads, aligned_outputs=aligned_outputs)
 
-    @functools.cached_property
+    @cached_property
     def program(self) -> Program:
         """What it was laid out from."""
         return self._make_program()
@@ -196,38 +198,48 @@ class Executable:
         rounded = tuple(round_up_power_of_two(v) for v in key) if self.layout.rounds else key
         found = self._plans.get(rounded)
         if found is None:
-            values = self._evaluate(*rounded)
-            lives = self.layout.lives
-            found = plan(lives, {x.name: values[i] for x, i in zip(lives, self.layout.arena_bytes, strict=True)})
+            found = self._plan(rounded)
             if len(self._plans) >= FRAMES:
                 self._plans.clear()
             self._plans[rounded] = found
         return found
 
+    def _plan(self, key: tuple[int, ...]) -> Plan:
+        values, lives = self.sizes(key), self.layout.lives
+        return plan(lives, {x.name: values[i] for x, i in zip(lives, self.layout.arena_bytes, strict=True)})
+
+    def _plan_that_fits(self, key: tuple[int, ...]) -> Plan:
+        """The arena of the size class, or where there is no memory for that, of exactly these sizes."""
+        found = self.plan_memory(key)
+        return found if fits(found.size) else self._plan(key)
+
     def _make_frame(self, key: tuple[int, ...]) -> Frame:
         layout = self.layout
-        values = self._evaluate(*key)
-        for i, asserted in enumerate(layout.assertions):
-            a, b = values[asserted.a], values[asserted.b]
-            if not asserted.holds(a, b):
-                said = self.program.assertions[i]
-                raise BindError(said.message(a, b), notes=[said.where])
+        values = self.sizes(key)
+        for asserted in layout.assertions:
+            if not asserted.holds(values):
+                raise self._unfit(asserted.number, key)
+        shapes = [tuple(values[i] for i in shape) for shape in layout.shapes]
+        for i, shape in enumerate(shapes):
+            if min(shape, default=0) < 0:
+                raise BindError(f"output {i}: its shape is {shape}", hint="sizes are differences that went below 0")
+        memory = self._plan_that_fits(key)
+        outputs = list(zip(shapes, self._output_types, strict=True))
+        if max(values, default=0) >= ADDRESSES:
+            raise out_of_memory(self, key, memory, outputs)
         numbers = np.array(values, np.int64)
         words = self._template.copy()
         words[layout.number_words] = numbers[layout.number_sizes]
         for found in layout.pointers.values():
             words[found.positions] = numbers[found.offsets]
-        memory = self.plan_memory(key)
         scratch = max([layout.scratch, *self._scratch_by_size(values)])
-        shapes = [tuple(values[i] for i in shape) for shape in layout.shapes]
-        outputs = list(zip(shapes, self._output_types, strict=True))
         private = -(-scratch // 64) * 64
         whole = private + -(-self.records.private_bytes // 64) * 64
         if self._check:
             private, whole = private + PAGE, guarded_stride(private, self.records.private_bytes)
         steps = [values[i] for i in layout.steps]
         solo = self.records.solo(values, steps, self.threads) if steps else []
-        return Frame(words, numbers[layout.units], steps, solo, memory, whole, private, outputs, values)
+        return Frame(key, words, numbers[layout.units], steps, solo, memory, whole, private, outputs, values)
 
     def _scratch_by_size(self, values: Sequence[int]) -> Iterator[int]:
         """What the kernels need whose scratch depends on run-time sizes."""
@@ -256,6 +268,7 @@ class Executable:
         except IndexError:
             instance = Instance(self)
         if instance.frame is not frame or self._check:
+            self._make_room(instance, frame, frame.output_bytes if into is None else 0)
             self._fill(instance, frame)
         elif instance.again is _never and self.takes is not None and repeat.usable():  # the second run of these sizes
             self._prepare_repeat(instance, frame, inputs, self.takes)
@@ -307,7 +320,7 @@ class Executable:
     def _cut(self, key: tuple[int, ...]) -> Pieces | None:
         layout = self.layout
         assert layout.batch is not None
-        values, batch = self._evaluate(*key), key[layout.batch]
+        values, batch = self.sizes(key), key[layout.batch]
         most = max(1, PIECE_ROWS * self.threads * batch // max(1, values[layout.rows]))
         if batch <= most or not values[layout.rows] or self.plan_memory(key).size <= CACHE_BYTES * self.threads:
             return None
@@ -319,7 +332,11 @@ class Executable:
             parts.append((start, start + size, (*key[: layout.batch], size, *key[layout.batch + 1 :])))
             start += size
         shapes = [tuple(values[i] for i in shape) for shape in layout.shapes]
-        return Pieces(parts, list(zip(shapes, self._output_types, strict=True)))
+        outputs = list(zip(shapes, self._output_types, strict=True))
+        arena = self._plan_that_fits(parts[0][2])
+        if not fits(arena.size + bytes_of(outputs)):
+            raise out_of_memory(self, key, arena, outputs)
+        return Pieces(parts, outputs)
 
     def largest(self, key: tuple[int, ...]) -> tuple[int, ...]:
         """The sizes of the largest piece of a run, which decide its memory."""
@@ -347,17 +364,25 @@ class Executable:
         finally:
             instance.request[driver.TRACE // 8] = 0
 
+    def _make_room(self, instance: Instance, frame: Frame, outputs: int) -> None:
+        """Allocate what a run needs beside `outputs` bytes for its outputs, if there is memory for both."""
+        grows = instance.arena.nbytes < frame.plan.size
+        scratch = frame.scratch * self.threads
+        if not fits(outputs + (frame.plan.size - instance.arena.nbytes if grows else 0) + scratch):
+            raise out_of_memory(self, frame.key, frame.plan, frame.outputs)
+        if self._check:
+            self._guard(instance, frame)
+            return
+        if grows:
+            instance.arena = aligned(0)  # the old one goes first
+            instance.arena = aligned(frame.plan.size)
+        if instance.scratch.nbytes != scratch:
+            instance.scratch = aligned(scratch)
+
     def _fill(self, instance: Instance, frame: Frame) -> None:
         """Write all words that do not change from run to run."""
         read = self._read
         instance.words[:] = frame.words
-        if self._check:
-            self._guard(instance, frame)
-        else:
-            if instance.arena.nbytes < frame.plan.size:
-                instance.arena = aligned(frame.plan.size)
-            if instance.scratch.nbytes != frame.scratch * self.threads:
-                instance.scratch = aligned(frame.scratch * self.threads)
         instance.records[self.records.launches, UNITS] = frame.units
         self.records.fill(
             instance.records, instance.loops, address(instance.words), frame.private, frame.values, frame.steps,
@@ -375,15 +400,18 @@ class Executable:
         instance.outputs = self._moving(OUTPUT, frame)
         instance.status = memoryview(instance.scratch.view(np.int64))  # type: ignore[arg-type]
         instance.headers = [t * frame.scratch // 8 for t in range(self.threads)]
+        for header in instance.headers:
+            instance.status[header] = instance.status[header + 1] = 0
         records, scratch = address(instance.records), address(instance.scratch)
-        instance.request = np.array([records, len(instance.records), scratch, frame.scratch, 0, self.threads], np.int64)
+        request = [records, len(instance.records), scratch, frame.scratch, 0, self.threads]
+        instance.request = np.array(request + [0] * (driver.REQUEST_WORDS - len(request)), np.int64)
         instance.call, instance.again = address(instance.request), _never
         instance.frame, instance.read = frame, read
 
     def _prepare_repeat(
         self, instance: Instance, frame: Frame, inputs: Sequence[Array], takes: Sequence[Taken]
     ) -> None:
-        results = Results(frame.outputs, [None] * len(frame.outputs), frame.keeps_outputs)
+        results = Results(frame.outputs, [None] * len(frame.outputs), frame.output_bytes <= KEPT_BYTES)
         moved = instance.inputs + [(at, len(inputs) + buffer, offset) for at, buffer, offset in instance.outputs]
         instance.results = results
         instance.request = repeat.block(
@@ -419,7 +447,7 @@ class Executable:
 
     def _guard(self, instance: Instance, frame: Frame) -> None:
         """New memory of NaN: each arena buffer has its own, and scratch ends for each thread, between guard pages."""
-        sizes = (frame.values[i] for i in self.layout.arena_bytes)
+        sizes = (max(0, frame.values[i]) for i in self.layout.arena_bytes)
         instance.guards = {x.name: Guarded(size) for x, size in zip(self.layout.lives, sizes, strict=True)}
         instance.scratch = guarded_scratch(frame.private - PAGE, self.records.private_bytes, self.threads)
 
@@ -445,10 +473,20 @@ class Executable:
         for name, guard in {**{n: read[n] for n in states}, **made}.items():
             arrays[name].reshape(-1).view(np.uint8)[:] = guard.bytes
 
-    def _fault(self, instance: Instance) -> KernelError:
+    def _unfit(self, number: int, key: tuple[int, ...]) -> BindError:
+        """What to say of an assertion that does not hold."""
+        said, sizes = self.program.assertions[number], dict(zip(self.layout.symbols, key, strict=True))
+        return BindError(said.message(evaluate(said.a, sizes), evaluate(said.b, sizes)), notes=[said.where])
+
+    def _fault(self, instance: Instance) -> KernelError | BindError:
         """What the threads have left in their scratch headers: a code, and the number of the first record to fail."""
+        from rlx.lir import kernels
+
         status = instance.status
         record, code = min((status[at + 1], status[at]) for at in instance.headers if status[at])
+        if code >= kernels.UNFIT_SIZES:
+            assert instance.frame is not None
+            return self._unfit(code - kernels.UNFIT_SIZES, instance.frame.key)
         step = self.records.walk[record - 1] if 0 < record <= len(self.records.walk) else None
         launch = self.program.launches[step.number] if step is not None else None
         where = launch.kernel.symbol if launch else "a kernel"
@@ -474,14 +512,15 @@ def _never(inputs: object) -> None:
 
 
 def _fault_text(code: int) -> str:
-    from rlx.lir.kernels import BEYOND_CAPACITY
+    from rlx.lir.kernels import BEYOND_CAPACITY, OUT_OF_RANGE, OUT_OF_STEPS
 
     known = {
-        1: "an index lies outside the axis it selects from",
+        OUT_OF_RANGE: "an index lies outside the axis it selects from",
         BEYOND_CAPACITY: "a position lies outside the capacity of a cache",
+        OUT_OF_STEPS: "its condition still holds after max_steps",
     }
     return known.get(code, f"fault {code}")
 
 
-def _each_new(types: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[Array]:
+def _each_new(types: Sequence[ArrayType]) -> list[Array]:
     return [np.empty(shape, dtype) for shape, dtype in types]

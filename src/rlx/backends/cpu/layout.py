@@ -7,7 +7,7 @@ it: every word of every launch gets a position in one block, sorted by where its
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,12 +60,15 @@ class Ahead:
 class Assertion:
     """Two sizes, by number, that must relate at run time; what to say where they do not is the program's."""
 
+    number: int  # among those of the program
     a: int
     b: int
     equal: bool  # else the first is the smaller one
+    steps: tuple[int, ...]  # of loops: where one has none, the assertion need not hold
 
-    def holds(self, a: int, b: int) -> bool:
-        return a == b if self.equal else a <= b
+    def holds(self, values: Sequence[int]) -> bool:
+        a, b = values[self.a], values[self.b]
+        return (a == b if self.equal else a <= b) or any(values[steps] <= 0 for steps in self.steps)
 
 
 @dataclass(frozen=True)
@@ -170,13 +173,20 @@ class _Maker:
             shapes=tuple(tuple(map(self.add, t.array_shape)) for t in outputs),
             output_types=tuple(t.dtype for t in outputs),
             constants={n: program.buffers[n].value.data for n in self.names[CONST]},  # type: ignore[union-attr]
-            assertions=tuple(Assertion(self.add(a.a), self.add(a.b), a.relation == "==") for a in program.assertions),
+            assertions=tuple(self._assertions()),
             rounds=all(map(is_monotone, arena)),
             batch=self._batch(),
             rows=self.add(self._rows()),
             ahead=self._ahead(),
             sizes=tuple(self.sizes),  # last: the others have added to them
         )
+
+    def _assertions(self) -> Iterator[Assertion]:
+        """Those that the sizes decide; launches see to the others."""
+        for number, a in enumerate(self.program.assertions):
+            if not a.launched:
+                steps = tuple(self.add(size) for size in a.steps)
+                yield Assertion(number, self.add(a.a), self.add(a.b), a.relation == "==", steps)
 
     def _batch(self) -> int | None:
         program = self.program

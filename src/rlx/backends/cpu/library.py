@@ -8,9 +8,7 @@ imported when something must be compiled: a start that finds all objects on disk
 from __future__ import annotations
 
 import hashlib
-import os
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,8 +16,9 @@ import numpy as np
 
 from rlx.backends import cache
 from rlx.backends.cpu import driver
-from rlx.backends.cpu.toolchain import CodeLibrary, Compilation, cpu_identity
+from rlx.backends.cpu.toolchain import CodeLibrary, Compilation, compile_text, cpu_identity
 from rlx.errors import RlxError
+from rlx.locks import Lock, Waits, in_child
 from rlx.target import Target
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     from rlx.lir.kernels import Kernel
 
 # One thread at a time finds, loads or compiles, and a fork waits for it: a child inherits whole libraries, and no lock
-# of a thread that it does not have. Registered after the tool chain's, this guard is taken first, here as in a compile.
-_guard = threading.Lock()
+# of a thread that it does not have.
+_guard = Lock(waits=Waits.LIBRARY)
 MODULE_CHARACTERS = 60_000  # of LLVM IR, about, after which another module begins: several are compiled at once
 
 
@@ -146,6 +145,15 @@ class KernelLibrary:
             self._driver, self._driver_home = self._code.load(stored, driver.SYMBOLS), key
             return self._driver
 
+    def kept(self, name: str, text: Callable[[], str], *, compiling: bool = True) -> bytes | None:
+        """The object of a module that no program belongs to; None where it is not cached, and is not to be compiled."""
+        store, key = cache.current(), self._key(name)
+        found = store.read("objects", key)
+        if found is None and compiling:
+            found = compile_text(text(), self.target)
+            store.write("objects", key, found)
+        return found
+
     def address(self, symbols: Sequence[str]) -> int:
         """Of a routine; of a table of the addresses of several; 0 of none."""
         if len(symbols) < 2:
@@ -230,15 +238,11 @@ class KernelLibrary:
 _libraries: dict[Target, KernelLibrary] = {}
 
 
-def _in_child() -> None:
-    """After a fork: what was begun goes on in the parent alone."""
+@in_child
+def _forget_compilations() -> None:
+    """What was begun goes on in the parent alone."""
     for each in _libraries.values():
         each._begun, each._driver_begun = [], None
-    _guard.release()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_in_child)
 
 
 def library(target: Target) -> KernelLibrary:

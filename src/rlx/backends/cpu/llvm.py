@@ -18,6 +18,9 @@ from ctypes import POINTER, byref, c_bool, c_char_p, c_int, c_size_t, c_uint, c_
 from pathlib import Path
 from typing import Any
 
+from rlx.errors import CapabilityError, RlxError
+from rlx.resources import fits, lacking, show
+
 _OUT = POINTER(c_char_p)  # where a function leaves a text, that of an error for one
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "InitializeNativeTarget": (None, []),
@@ -71,7 +74,11 @@ def library() -> Path:
 
 @functools.cache
 def _functions() -> dict[str, Callable[..., Any]]:
-    quick, long, found = ctypes.PyDLL(str(library())), ctypes.CDLL(str(library())), {}
+    path, found = str(library()), {}
+    try:
+        quick, long = ctypes.PyDLL(path), ctypes.CDLL(path)
+    except OSError as error:
+        raise _not_loaded(path, str(error)) from error
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(long if name in _LONG else quick, f"LLVMPY_{name}")
         function.restype, function.argtypes = result, arguments
@@ -79,6 +86,14 @@ def _functions() -> dict[str, Callable[..., Any]]:
     for name in ("InitializeNativeTarget", "InitializeNativeAsmPrinter", "InitializeNativeAsmParser"):
         found[name]()  # the parser is for inline assembly
     return found
+
+
+def _not_loaded(path: str, why: str) -> RlxError:
+    size = Path(path).stat().st_size
+    if not fits(size) or any(word in why for word in ("map", "allocate")):  # the words of dynamic linkers
+        hint = "is there a limit on memory (ulimit -v)? Compiling needs about 1 GiB of addresses"
+        return lacking(f"LLVM: {path} needs {show(size)} of memory to be loaded", hint, [why])
+    return CapabilityError(f"LLVM: {path} cannot be loaded", hint="install llvmlite again", notes=[why])
 
 
 def load() -> None:

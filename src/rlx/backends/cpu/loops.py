@@ -260,8 +260,7 @@ class _Emitter:
         bad = b.op("xor", good, const(good.type, True))
         if self.lanes.mask is not None:
             bad = b.op("and", bad, self.lanes.mask)
-        any_bad = b.icmp("ne", b.convert("bitcast", bad, f"i{lanes_of(bad.type)}"), 0)
-        b.when(any_bad, lambda: b.store(Value("i64", str(stmt.code)), self.scratch, align=8))
+        b.when(b.any(bad), lambda: b.store(Value("i64", str(stmt.code)), self.scratch, align=8))
 
     # -- integers that are the same in all lanes -----------------------------------------------------------------------
     def integer(self, extent: int | Arg | Ref) -> Value:

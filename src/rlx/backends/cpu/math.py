@@ -1,8 +1,8 @@
 """Vector transcendentals and number conversions, written out as instructions.
 
 Each function takes a builder and values of any width (`<1 x float>` to `<16 x double>` and beyond) and gives back the
-result value. Nothing branches, nothing reads memory and nothing becomes a call, on any target; the bits of a lane do
-not depend on how many lanes there are.
+result value. Nothing branches, nothing reads memory and nothing becomes a call, on any target, except for sines,
+cosines and tangents of large angles; the bits of a lane do not depend on how many lanes there are.
 
 Errors are in ulp of the result, the worst of sweeps of millions of arguments over all exponents. The polynomials are
 our own minimax fits: a Remez exchange in 50-digit arithmetic on the reduced interval, of the relative error of the
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlx.backends.cpu.builder import Builder, Value, const, lanes_of, scalar_of, vector
+from rlx.backends.cpu.large_angles import reduce_large
 from rlx.target import Target
 
 Number = Value | float
@@ -496,6 +497,7 @@ _PI_PARTS: tuple[float, ...] = (3.141592653589793, 1.2246467991473532e-16, -2.99
 _PI_SHORT_PARTS: tuple[float, ...] = (
     3.141592651605606, 1.9841871479187034e-09, 1.144237741932715e-17, 3.2892513872648515e-26, 4.1340642196527976e-43,
 )  # fmt: skip
+_PI_REACH = {True: 1e9, False: 1e8}  # the largest angles that the parts are long enough for, with FMA and without
 # (sin(r)/r - 1) / r² in r² for |r| <= π/2: the whole within 2^-27.2 and 2^-61.6. The float ones were searched further,
 # with the rounding of each step: no sine exceeds 1, and cos(0) is 1 with and without FMA.
 _SIN = {
@@ -508,10 +510,7 @@ _SIN = {
 
 
 def sin(b: Builder, x: Value, target: Target) -> Value:
-    """The sine. Worst: float 1.95 ulp (2.2 without FMA), double 1.95 (2.0), for |x| up to 10^9 (10^8 without FMA).
-
-    Beyond that it loses bits as x grows, until it only is some number within [-1, 1].
-    """
+    """The sine. Worst: float 1.95 ulp (2.2 without FMA), double 1.95 (2.0)."""
     return _sine(b, x, 0.0, target)
 
 
@@ -531,7 +530,14 @@ def _sine(b: Builder, x: Value, turn: float, target: Target) -> Value:
         rounded = wide.fma(full, _ONE_OVER_PI, wide.rounder())
         n = wide.sub(rounded, wide.rounder())
     r, rest = _less_multiple_of_pi(wide, full, n, exact=v.scalar == "double")
-    flip = b.op("shl", wide.bits(rounded), wide.integer(63))
+    result = _sine_of_rest(v, wide, r, wide.bits(rounded), rest)
+    return _with_large(v, x, result, "cos" if turn else "sin", _sine_of_rest)
+
+
+def _sine_of_rest(v: _Lanes, wide: _Lanes, r: Value, n: Value, rest: Value | None) -> Value:
+    """sin(r + rest) times (-1)^n."""
+    b = v.b
+    flip = b.op("shl", n, wide.integer(63))
     r = v.clamp(b.convert("fptrunc", _xor_sign(wide, r, flip), v.type), -1.5708, 1.5708)
     z = v.mul(r, r)
     series = v.polynomial(z, _SIN[v.scalar])
@@ -542,6 +548,34 @@ def _sine(b: Builder, x: Value, turn: float, target: Target) -> Value:
         rest = v.fma(v.mul(rest, z), -0.5, rest)  # times cos(r), nearly
         result = v.add(r, v.fma(v.mul(r, z), series, rest))
     return v.with_sign_of(result, r)  # the sum above makes 0 of -0
+
+
+def _with_large(
+    v: _Lanes,
+    x: Value,
+    result: Value,
+    name: str,
+    function: Callable[[_Lanes, _Lanes, Value, Value, Value | None], Value],
+) -> Value:
+    """`result`, with `function` of exactly reduced angles where |x| is beyond the reach of the parts of π.
+
+    Vectors with such lanes are rare: they are left to a function of the module.
+    """
+    b, target, reach = v.b, v.target, _PI_REACH[v.target.has_fma]
+    symbol = f"large_{name}.{lanes_of(x.type)}.{v.scalar}"
+
+    def emit(b: Builder, x: Value, result: Value) -> Value:
+        v, wide = _Lanes(b, x.type, target), _Lanes(b, _with_scalar(x.type, "double"), target)
+        full = b.convert("fpext", x, wide.type)
+        r, n, rest = reduce_large(b, full, reach, quarter=name == "tan", turn=name == "cos")
+        exact = function(v, wide, r, n, rest if v.scalar == "double" else None)
+        return b.select(v.compare("ogt", v.magnitude(x), reach), exact, result)
+
+    def large() -> list[Value]:
+        b.module.define(symbol, [(x.type, "x"), (x.type, "fast")], emit, result=x.type, internal=True, noinline=True)
+        return [b.call(x.type, symbol, x, result, cold=True)]
+
+    return b.when(b.any(v.compare("ogt", v.magnitude(x), reach)), large, lambda: [result])[0]
 
 
 def _xor_sign(v: _Lanes, x: Value, flip: Value) -> Value:
@@ -581,7 +615,7 @@ _COS = {
 
 
 def tan(b: Builder, x: Value, target: Target) -> Value:
-    """The tangent. Worst: float 0.66 ulp, double 0.9, for |x| as far as `sin`; beyond, any number.
+    """The tangent. Worst: float 0.66 ulp, double 0.9.
 
     With x = nπ/2 + r it is sin(r)/cos(r) for even n and -cos(r)/sin(r) for odd n, all in double.
     """
@@ -590,9 +624,17 @@ def tan(b: Builder, x: Value, target: Target) -> Value:
     rounded = wide.fma(full, 2 * _ONE_OVER_PI, wide.rounder())
     halves = wide.mul(wide.sub(rounded, wide.rounder()), 0.5)
     r, rest = _less_multiple_of_pi(wide, full, halves, exact=v.scalar == "double")
+    result = _with_large(v, x, _tangent_of_rest(v, wide, r, wide.bits(rounded), rest), "tan", _tangent_of_rest)
+    # A sum made 0 of -0, which is the only argument whose tangent is one.
+    return v.choose(v.compare("oeq", x, 0.0), x, result)
+
+
+def _tangent_of_rest(v: _Lanes, wide: _Lanes, r: Value, n: Value, rest: Value | None) -> Value:
+    """The tangent of r + rest + nπ/2."""
+    b = v.b
     r = wide.clamp(r, -0.7854, 0.7854)
     z = wide.mul(r, r)
-    odd = b.icmp("ne", b.op("and", wide.bits(rounded), wide.integer(1)), wide.integer(0))
+    odd = b.icmp("ne", b.op("and", n, wide.integer(1)), wide.integer(0))
     flip = b.select(odd, wide.integer(-(1 << 63)), wide.integer(0))
     sine_tail = wide.mul(wide.mul(r, z), wide.polynomial(z, _SIN[v.scalar]))
     cosine, cosine_tail = _ordered_sum(wide, wide.of(1.0), wide.mul(z, -0.5))
@@ -608,9 +650,7 @@ def tan(b: Builder, x: Value, target: Target) -> Value:
         below = b.select(odd, sine, cosine), b.select(odd, sine_low, cosine_low)
         quotient, low = _quotient(wide, above, below)
         result = _xor_sign(wide, wide.add(quotient, low), flip)
-    # A sum above made 0 of -0, which is the only argument whose tangent is one.
-    result = b.convert("fptrunc", result, v.type)
-    return v.choose(v.compare("oeq", x, 0.0), x, result)
+    return b.convert("fptrunc", result, v.type)
 
 
 # (atan(t)/t - 1) / t² in t² for |t| <= tan(π/8): the whole within 2^-30.5 and 2^-64.2.

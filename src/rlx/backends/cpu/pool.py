@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -19,12 +20,16 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from rlx.backends.base import MAX_THREADS
 from rlx.backends.cpu import driver
+from rlx.backends.cpu.cores import usable_cores
 from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
 from rlx.errors import CapabilityError
+from rlx.locks import Lock, in_child
 from rlx.target import host
 
 SPIN_SECONDS = 30e-6  # how long a thread spins before it sleeps; waking a sleeper takes about as long
+LOOK_SECONDS = 0.3e-6  # how long it waits at a barrier before it looks for units that others have not begun
 EXIT_SECONDS = 1.0  # how long the interpreter's exit waits for a worker at most
 
 _Run = Callable[[int], int]
@@ -34,19 +39,13 @@ _SIGNATURES = {
     "worker": ctypes.CFUNCTYPE(None, _ADDRESS, _WORD),
     "stop": ctypes.CFUNCTYPE(_WORD, _ADDRESS),
     "spin": ctypes.CFUNCTYPE(None, _WORD),
+    "clock": ctypes.CFUNCTYPE(_WORD),
 }
 _ANY_BUFFER = ctypes.c_char * 0
 
-_guard = threading.Lock()
+_guard = Lock()
 _shared: dict[int, Pool] = {}
 _alive: weakref.WeakSet[Pool] = weakref.WeakSet()
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def default_threads() -> int:
@@ -54,9 +53,10 @@ def default_threads() -> int:
     text = os.environ.get("RLX_THREADS")
     if not text:
         return usable_cores()
-    if not text.isdecimal() or int(text) < 1:
-        raise CapabilityError(f"RLX_THREADS: expected a positive number, found {text!r}")
-    return int(text)
+    count = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+    if not 1 <= count <= MAX_THREADS:
+        raise CapabilityError(f"RLX_THREADS: expected a whole number from 1 to {MAX_THREADS}, found {text!r}")
+    return count
 
 
 @functools.cache
@@ -66,9 +66,24 @@ def compiled_driver() -> Mapping[str, int]:
     return CodeLibrary().load(compile_text(driver.driver_text(target), target), driver.SYMBOLS)
 
 
+def thread_limit() -> int:
+    """The most threads that a shared pool has."""
+    return usable_cores()
+
+
 def shared(threads: int | None = None, addresses: Callable[[], Mapping[str, int]] = compiled_driver) -> Pool:
-    """The pool of this process that has `threads` threads; `addresses` gives the driver when one must be made."""
+    """The pool of this process that has `threads` threads; `addresses` gives the driver when one must be made.
+
+    More threads than cores would take turns on them, so there are at most as many as cores, with a warning.
+    """
     count = default_threads() if threads is None else threads
+    if count > (limit := thread_limit()):
+        warnings.warn(
+            f"{count} threads were asked for, but this process may use {limit} core{'s' * (limit > 1)}: using {limit}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        count = limit
     with _guard:
         if count not in _shared:
             _shared[count] = Pool(count, addresses())
@@ -76,15 +91,19 @@ def shared(threads: int | None = None, addresses: Callable[[], Mapping[str, int]
 
 
 class Pool:
-    """`threads` threads, the caller of `run` being the first of them."""
+    """`threads` threads, the caller of `run` being the first of them.
 
-    def __init__(self, threads: int, addresses: Mapping[str, int]) -> None:
+    A pool that `adapts` lets runs stay on their callers for a while where its workers cannot get a core.
+    """
+
+    def __init__(self, threads: int, addresses: Mapping[str, int], *, adapts: bool = True) -> None:
         if threads < 1:
             raise CapabilityError(f"pool: expected at least one thread, asked for {threads}")
         self._why_single = _no_futex() or ("one thread was asked for" if threads == 1 else None)
         self.threads = 1 if self._why_single else threads
         self._functions = {name: make(addresses[name]) for name, make in _SIGNATURES.items()}
-        self._start_lock = threading.Lock()
+        self._adapts = adapts
+        self._start_lock = Lock()
         # The driver's `call` for the address of a request; look it up anew each time, a fork replaces it.
         self.execute: _Run = self._start_and_run
         self.repeat = addresses["repeat"]
@@ -116,8 +135,10 @@ class Pool:
         assert records.dtype == np.int64 and records.shape[1] == driver.RECORD_WORDS
         assert (base | scratch_stride) % 64 == 0 and scratch.nbytes >= count * scratch_stride > 0
         assert trace is None or trace.nbytes >= len(records) * count * 16
+        scratch[: count * scratch_stride].reshape(count, -1)[:, : driver.HEAD_BYTES] = 0
         stamps = 0 if trace is None else _address(trace)
-        request = np.array([_address(records), len(records), base, scratch_stride, stamps, count], np.int64)
+        request = np.zeros(driver.REQUEST_WORDS, np.int64)
+        request[: driver.COPIED_WORDS] = _address(records), len(records), base, scratch_stride, stamps, count
         return self.execute(_address(request))
 
     def close(self) -> None:
@@ -135,7 +156,11 @@ class Pool:
         job = self._job = _zeros(driver.job_bytes(self.threads))
         workers: list[threading.Thread] = []
         words = job.view(np.int64)
-        words[driver.SPIN // 8] = self._pauses()
+        pause, tick = self._seconds()
+        if self.threads <= usable_cores():  # else who spins keeps somebody else from working
+            words[driver.SPIN // 8], words[driver.LOOK // 8] = SPIN_SECONDS / pause, LOOK_SECONDS / pause
+        if self._adapts:
+            words[driver.MILLISECOND // 8] = 1e-3 / tick
         for tid in range(1, self.threads):
             # A Python thread inside a ctypes call holds no GIL and is as fast as one of pthread_create. It can be
             # joined, and threading knows about it at exit and after a fork.
@@ -153,24 +178,22 @@ class Pool:
         self.job[0] = _address(job)
         self.execute = functools.partial(self._functions["call"], _address(job))
 
-    def _pauses(self) -> int:
-        """Pauses that take `SPIN_SECONDS` here: one is 10 to 150 cycles. None where threads must share cores."""
-        if self.threads > usable_cores():
-            return 0
-        sample = 1000
-        times = []
+    def _seconds(self) -> tuple[float, float]:
+        """Seconds of a pause, which is 10 to 150 cycles, and of a tick of the driver's clock."""
+        sample, pauses, ticks = 1000, [], []
         for _ in range(5):
-            begin = time.perf_counter()
+            begin, first = time.perf_counter(), self._functions["clock"]()
             self._functions["spin"](sample)
-            times.append(time.perf_counter() - begin)
-        return int(sample * SPIN_SECONDS / min(times))
+            last, end = self._functions["clock"](), time.perf_counter()
+            pauses.append((end - begin) / sample)
+            ticks.append((end - begin) / (last - first))
+        return min(pauses), min(ticks)
 
     def _forget_workers(self) -> None:
         """In a forked child: the workers are not there; the next run starts others, with a new job block."""
         if self._end is not None:
             self._end.detach()
         self._end = None
-        self._start_lock = threading.Lock()
         self.job[0] = 0
         self.execute = self._start_and_run
 
@@ -203,12 +226,7 @@ def _no_futex() -> str | None:
     return None if sys.platform == "linux" else f"waiting threads need Linux futexes, and this is {sys.platform}"
 
 
-def _after_fork() -> None:
-    global _guard
-    _guard = threading.Lock()  # another thread of the parent may have held it
+@in_child
+def _forget_all_workers() -> None:
     for pool in _alive:
         pool._forget_workers()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

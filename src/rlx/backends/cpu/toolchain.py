@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 import platform
 import re
 import sys
@@ -23,6 +22,7 @@ from rlx.backends.cpu import elf, llvm
 from rlx.backends.cpu.elf import LIBC as LIBC
 from rlx.backends.cpu.elf import Object
 from rlx.errors import LowerError
+from rlx.locks import Lock, Waits
 from rlx.target import Target
 
 _INLINE_ASSEMBLY = re.compile(r'\basm\b[^"\n]*"[^"]')  # one that is not empty
@@ -31,21 +31,7 @@ MESSAGE_LINES = 6  # of an LLVM error; a parse error has the place and the line 
 # LLVM is entered through lanes, a lane by one thread at a time, and a fork waits until all are empty: otherwise a child
 # could inherit LLVM half-way through a compile, with locks that nobody will release.
 LANES = 2
-_lanes = [threading.Lock() for _ in range(LANES)]
-
-
-def _close_lanes() -> None:
-    for lane in _lanes:
-        lane.acquire()
-
-
-def _open_lanes() -> None:
-    for lane in _lanes:
-        lane.release()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_close_lanes, after_in_parent=_open_lanes, after_in_child=_open_lanes)
+_lanes = [Lock(waits=Waits.LLVM) for _ in range(LANES)]
 
 
 @contextlib.contextmanager
@@ -111,7 +97,7 @@ class Compilation:
         self.target = target
         self._made: list[Future] = []
         self._waiting: deque[Future] = deque()
-        self._guard = threading.Lock()
+        self._guard = Lock()
         self._workers = 0
 
     def add(self, ir: str) -> None:

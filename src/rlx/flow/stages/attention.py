@@ -8,9 +8,9 @@ decode are the same code.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
-from rlx.errors import GraphError, ShapeError
+from rlx.errors import GraphError, ShapeError, nearest
 from rlx.flow.context import FlowCtx
 from rlx.flow.side import SideOutputs
 from rlx.flow.stages.base import FlowStage
@@ -18,9 +18,11 @@ from rlx.flow.stages.ffn import linear
 from rlx.flow.stages.norm import GemmaRmsNorm, RmsNorm
 from rlx.flow.state import DecodeBindings, FlowValue
 from rlx.hir.lower import counted
-from rlx.ir.graph import Value
+from rlx.ir.graph import Graph, Value
 from rlx.ops.attention import MaskKind, split_mask
-from rlx.types import sym
+from rlx.types import Size, sym
+
+MAIN_ROPE = "rope"  # the name of the tables that layers turn by unless they name others
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class SelfAttention:
     norm_keys: tuple[str, str] | None = None  # of queries and keys, each head by itself
     eps: float = 1e-6
     unit_offset: bool = False  # those norms multiply by 1 + weight
-    rope: str | None = "rope"  # the name of its tables; None: heads do not turn
-    layer_idx: int = 0
+    rope: str | None = MAIN_ROPE  # the name of its tables; None: heads do not turn
+    layer_idx: int | None = None  # needed where there is a cache
     decodes: bool = False  # wants earlier keys and values
     use_custom_mask: bool = False
     kv_sink: SideOutputs | None = None  # gets the keys and values of the tokens given, `[batch, seq, kv_heads · dim]`
@@ -50,13 +52,15 @@ class SelfAttention:
 
     def emit(self, ctx: FlowCtx, x: Value) -> Value:
         """[batch, seq, hidden] to [batch, seq, heads · head_dim]."""
-        batch, seq, _ = x.shape
         q, k, v = (self.project(ctx, x, which) for which in "qkv")
-        if self.rope is not None:
-            q, k = self.turned(ctx, q), self.turned(ctx, k)
+        return self.of_heads(ctx, q, k, v)
+
+    def of_heads(self, ctx: FlowCtx, q: Value, k: Value, v: Value) -> Value:
+        """The same from queries, keys and values `[batch, seq, heads, head_dim]` that have not turned yet."""
+        q, k = self.turned(ctx, q), self.turned(ctx, k)
         self.push(self.kv_sink, k, v)
         out = self.attended(ctx, q, k, v)
-        return out.reshape(batch, seq, self.num_heads * self.head_dim)
+        return out.reshape(*q.shape[:2], self.num_heads * self.head_dim)
 
     def project(self, ctx: FlowCtx, x: Value, which: str) -> Value:
         """Queries, keys or values, `[batch, seq, heads, head_dim]`."""
@@ -64,16 +68,54 @@ class SelfAttention:
         key = {"q": self.q_key, "k": self.k_key, "v": self.v_key}[which]
         bias = key.removesuffix("weight") + "bias" if self.bias else None
         flat = linear(ctx, x, key, bias, out=heads * self.head_dim)
-        split = flat.reshape(*x.shape[:2], heads, self.head_dim)
+        return self.normed(ctx, flat.reshape(*x.shape[:2], heads, self.head_dim), which)
+
+    def normed(self, ctx: FlowCtx, heads: Value, which: str) -> Value:
+        """Each head of queries or keys by itself, where the model norms them."""
         if self.norm_keys is None or which == "v":
-            return split
+            return heads
         norm = GemmaRmsNorm if self.unit_offset else RmsNorm
-        return norm(self.norm_keys["qk".index(which)], self.eps).emit(ctx, ctx.wrap(split)).id
+        return norm(self.norm_keys["qk".index(which)], self.eps).emit(ctx, ctx.wrap(heads)).id
 
     def turned(self, ctx: FlowCtx, x: Value) -> Value:
+        """Queries or keys rotated by their positions, which follow those of the past."""
+        if self.rope is None:
+            return x
+        cos, sin, positions, style = self.rotation(ctx, x)
+        return ctx.hir().one("rope", x, cos, sin, positions, style=style)
+
+    def rotation(self, ctx: FlowCtx, x: Value) -> tuple[Value, Value, Value, str]:
+        """Cosines and sines, the row of each token in them, and how the two parts of a pair lie."""
         assert self.rope is not None
-        cos, sin, positions = rope_of(ctx, x, self.stage, self.rope, self.bindings(ctx))
-        return ctx.hir().one("rope", x, cos, sin, positions, style=ctx.state.rope_style)
+        graph, past, (batch, seq) = ctx.hir(), self.bindings(ctx), x.shape[:2]
+        rows = None if past is None else self.rows_of_step(ctx, past, self.rope)
+        if rows is not None:
+            check_rows(self.stage, rows[0].shape[0], seq)
+            return *rows, counted(graph, batch, seq), ctx.state.rope_style
+        cos, sin, by_length, style = rope_tables_of(ctx, self.stage, self.rope)
+        if by_length is not None:
+            if past is not None:
+                raise GraphError(
+                    f"stage {self.stage}: RoPE tables {self.rope!r} depend on the length of the sequence, which is not"
+                    " known where the caller keeps the cache",
+                    hint="give the flow a kv_cache, or the rows of each step as inputs `rope_cos` and `rope_sin`",
+                )
+            return cos, sin, by_length, style
+        if has_positions(ctx):  # padding has a negative position; what it turns to is never looked at
+            return cos, sin, token_positions(ctx, x).maximum(0), style
+        before: Size = 0 if past is None else self.past_of(past.past_k).shape[1]
+        check_rows(self.stage, cos.shape[0], before + seq)
+        positions = counted(graph, batch, seq)
+        return cos, sin, positions if past is None else positions + size_of(graph, before), style
+
+    def rows_of_step(self, ctx: FlowCtx, past: DecodeBindings, rope: str) -> tuple[Value, Value] | None:
+        """One row per new token where the caller gives them: the bound ones, or inputs `<rope>_cos` and `_sin`."""
+        if rope == MAIN_ROPE:
+            return (past.cos, past.sin) if past.rows else None
+        names = f"{rope}_cos", f"{rope}_sin"
+        if not all(name in ctx.state.inputs for name in names):
+            return None
+        return ctx.flow_input(names[0]).id, ctx.flow_input(names[1]).id
 
     def attended(self, ctx: FlowCtx, q: Value, k: Value, v: Value) -> Value:
         how = {"scale": self.score_scale, "softcap": self.attn_logit_softcap}
@@ -87,7 +129,7 @@ class SelfAttention:
                     f"stage {self.stage}: {what} is for a cache that the caller keeps, and this flow has its own",
                     hint="leave out kv_cache, or use BindDecodeInputs",
                 )
-            return cache.attend(self.layer_idx, q, k, v, token_positions(ctx, q), mask_kind=self.mask, **how)
+            return cache.attend(self.layer, q, k, v, token_positions(ctx, q), mask_kind=self.mask, **how)
         if past is not None:
             k, v = (self.appended(ctx, before, new) for before, new in ((past.past_k, k), (past.past_v, v)))
         elif self.decodes:
@@ -112,12 +154,26 @@ class SelfAttention:
 
     def appended(self, ctx: FlowCtx, before: list[Value], new: Value) -> Value:
         """Earlier keys or values, `[batch, past, kv_heads, head_dim]` or flat, and the new ones after them."""
-        if self.layer_idx >= len(before):
-            raise GraphError(f"stage {self.stage}: layer {self.layer_idx} has no past, {len(before)} are bound")
-        past = before[self.layer_idx]
+        past = self.past_of(before)
         if past.rank == 3:
             past = past.reshape(*past.shape[:2], self.num_kv_heads, self.head_dim)
         return ctx.hir().one("concatenate", past, new, axis=1)
+
+    def past_of(self, before: list[Value]) -> Value:
+        """What the caller keeps for this layer."""
+        layer = self.layer
+        if not 0 <= layer < len(before):
+            raise GraphError(f"stage {self.stage}: layer {layer} has no past, {len(before)} are bound")
+        return before[layer]
+
+    @property
+    def layer(self) -> int:
+        """The number of the layer, which decides whose past it reads."""
+        if self.layer_idx is None:
+            raise GraphError(
+                f"stage {self.stage}: reads a cache, and layer_idx is not given", hint="layer_idx counts from 0"
+            )
+        return self.layer_idx
 
     def push(self, side: SideOutputs | None, k: Value, v: Value) -> None:
         if side is not None:
@@ -131,25 +187,49 @@ def push_kv(side: SideOutputs, prefix: str, k: Value, v: Value) -> None:
         side.push(value.reshape(batch, seq, heads * dim), f"{prefix}.{name}")
 
 
+def has_positions(ctx: FlowCtx) -> bool:
+    """Whether positions of tokens are an input: a cache needs it, and a flow may declare it."""
+    return ctx.state.cache is not None or "positions" in ctx.state.inputs
+
+
 def token_positions(ctx: FlowCtx, x: Value) -> Value:
     """[batch, seq]: an input where a cache or the flow asks for it, else counted from 0."""
-    if ctx.state.cache is not None or "positions" in ctx.state.inputs:
+    if has_positions(ctx):
         return ctx.input("positions", (sym.BATCH, sym.SEQ), "i32")
     return counted(ctx.hir(), x.shape[0], x.shape[1])
 
 
-def rope_of(ctx: FlowCtx, x: Value, stage: str, name: str, past: DecodeBindings | None) -> tuple[Value, Value, Value]:
-    """Tables of cosines and sines and the rows of them that x turns by."""
-    if past is not None:  # its rows are those of the new tokens, in order
-        return past.cos, past.sin, counted(ctx.hir(), x.shape[0], x.shape[1])
-    main = ctx.state.rope_cos, ctx.state.rope_sin
-    cos, sin = (ctx.state.named.get(f"{name}.{of}", table) for of, table in zip(("cos", "sin"), main, strict=True))
-    if cos is None or sin is None:
-        raise GraphError(f"stage {stage}: no RoPE tables flow here", hint="put RopeTables before the layers")
-    # rows are not positions where tables depend on the length of the sequence
-    rows = ctx.state.named.get(f"{name}.rows") if f"{name}.cos" in ctx.state.named else ctx.state.rope_rows
-    # padding has a negative position; what it turns to is never looked at
-    return cos, sin, token_positions(ctx, x).maximum(0) if rows is None else rows
+def rope_tables_of(ctx: FlowCtx, stage: str, name: str) -> tuple[Value, Value, Value | None, str]:
+    """The tables that flow under a name, the row of each token where it is not its position, and their style.
+
+    `rope` is also what flows under no name.
+    """
+    state = ctx.state
+    cos, sin, rows = (state.named.get(f"{name}.{of}") for of in ("cos", "sin", "rows"))
+    if name == MAIN_ROPE and (cos is None or sin is None):
+        cos, sin, rows = state.rope_cos, state.rope_sin, state.rope_rows
+    if cos is not None and sin is not None:
+        return cos, sin, rows, state.rope_styles.get(name, state.rope_style)
+    known = [key.removesuffix(".cos") for key in state.named if key.endswith(".cos")]
+    hint = nearest(name, known) or "put RopeTables before the layers"
+    which = "" if name == MAIN_ROPE else f" under the name {name!r}"
+    raise GraphError(f"stage {stage}: no RoPE tables flow here{which}", hint=hint)
+
+
+def check_rows(stage: str, rows: Size, wanted: Size) -> None:
+    """An error where a table is known to have fewer rows than there are positions."""
+    if isinstance(rows, int) and isinstance(wanted, int) and rows < wanted:
+        raise ShapeError(
+            f"stage {stage}: RoPE tables have {rows} rows, positions go up to {wanted - 1}",
+            hint="make the tables as long as the longest sequence",
+        )
+
+
+def size_of(graph: Graph, size: Size) -> Value:
+    """A size as an i32 scalar; one that is known at run time only is what that many ones add up to."""
+    if isinstance(size, int):
+        return graph.constant(size, "i32")
+    return graph.one("sum", graph.one("expand", graph.constant(1, "i32"), shape=(size,)), axis=0)
 
 
 def _seen_and_kept(q: Value, k: Value, kind: str, kept: Value) -> Value:
@@ -158,7 +238,7 @@ def _seen_and_kept(q: Value, k: Value, kind: str, kept: Value) -> Value:
     name, window = split_mask(kind)
     keep = (kept if kept.dtype.name == "bool" else kept >= 0.5).reshape(kept.shape[0], 1, 1, keys)
     at = counted(graph, 1, keys)  # queries and keys end at the same position
-    before = graph.one("expand", graph.constant(1, "i32"), shape=(keys - seq,)).sum(axis=0)
+    before = size_of(graph, keys - seq)
     back = (counted(graph, 1, seq) + before).reshape(1, 1, seq, 1) - at.reshape(1, 1, 1, keys)
     if name in ("causal", "sliding"):
         keep = keep.logical_and(back >= 0)
@@ -197,49 +277,53 @@ class SelfAttnPrefill(FlowStage):
 
 @dataclass(frozen=True)
 class LlamaKvTap(FlowStage):
-    """Keys, after RoPE, and values of a layer as side outputs `[batch, seq, kv_heads · head_dim]`. The value passes."""
+    """Keys, after RoPE, and values of a layer as side outputs `[batch, seq, kv_heads · head_dim]`. The value passes.
+
+    Keys are normed, and keys and values have biases, where the weights have those of this layer.
+    """
 
     layer_prefix: str
     head_dim: int
     eps: float
     outputs: SideOutputs
+    _: KW_ONLY
+    rope: str | None = MAIN_ROPE
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         x = ctx.wrap(ctx.need(value, "LlamaKvTap"))
         normed = RmsNorm(f"{self.layer_prefix}.input_layernorm.weight", self.eps).emit(ctx, x)
-        _tap(ctx, "LlamaKvTap", normed.id, self.layer_prefix, self.head_dim, self.outputs)
+        _tap(ctx, self, normed.id, unit_offset=False)
         return value
 
 
 @dataclass(frozen=True)
 class GemmaKvTap(FlowStage):
-    """The same of a Gemma layer, whose value is normed already. Where the model norms keys (Gemma 3), so does this."""
+    """The same of a Gemma layer, whose value is normed already. Local layers of Gemma 3 have `rope="rope.local"`."""
 
     layer_prefix: str
     head_dim: int
     outputs: SideOutputs
     eps: float = 1e-6
     unit_offset: bool = True  # as in Hugging Face's files; GGUF's have the 1 in the weight
+    _: KW_ONLY
+    rope: str | None = MAIN_ROPE
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        x = ctx.need(value, "GemmaKvTap")
-        _tap(ctx, "GemmaKvTap", x, self.layer_prefix, self.head_dim, self.outputs, self.eps, self.unit_offset)
+        _tap(ctx, self, ctx.need(value, "GemmaKvTap"), unit_offset=self.unit_offset)
         return value
 
 
-def _tap(
-    ctx: FlowCtx, stage: str, x: Value, prefix: str, head_dim: int, outputs: SideOutputs, eps: float = 1e-6,
-    unit_offset: bool = False,
-) -> None:  # fmt: skip
-    names = tuple(f"{prefix}.self_attn.{n}_norm.weight" for n in "qk")
-    q_key, k_key, v_key = (f"{prefix}.self_attn.{n}_proj.weight" for n in "qkv")
+def _tap(ctx: FlowCtx, tap: LlamaKvTap | GemmaKvTap, x: Value, unit_offset: bool) -> None:
+    stage, at, head_dim = type(tap).__name__, f"{tap.layer_prefix}.self_attn", tap.head_dim
+    q_key, k_key, v_key = (f"{at}.{n}_proj.weight" for n in "qkv")
+    norms = f"{at}.q_norm.weight", f"{at}.k_norm.weight"
     width = ctx.load_param(k_key).shape[0]
     if not isinstance(width, int) or width % head_dim:
         raise ShapeError(f"stage {stage}: weight {k_key!r} has {width} rows, no multiple of heads of {head_dim}")
     heads = width // head_dim
     attention = SelfAttention(
-        stage, q_key, k_key, v_key, heads, heads, head_dim, eps=eps, unit_offset=unit_offset,
-        norm_keys=(names[0], names[1]) if ctx.weights.has(names[1]) else None,
+        stage, q_key, k_key, v_key, heads, heads, head_dim, eps=tap.eps, unit_offset=unit_offset, rope=tap.rope,
+        bias=ctx.weights.has(f"{at}.k_proj.bias"), norm_keys=norms if ctx.weights.has(norms[1]) else None,
     )  # fmt: skip
     k, v = attention.project(ctx, x, "k"), attention.project(ctx, x, "v")
-    push_kv(outputs, prefix, attention.turned(ctx, k), v)
+    push_kv(tap.outputs, tap.layer_prefix, attention.turned(ctx, k), v)

@@ -19,3 +19,8 @@ class FlowStage(ABC):
     def path(self) -> str:
         """The name of this stage in paths such as `layers.3.attn`; empty adds nothing."""
         return ""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether its path is a name that the author gave it, which no other stage has."""
+        return False

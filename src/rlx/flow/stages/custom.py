@@ -44,6 +44,10 @@ class Custom(FlowStage):
     def path(self) -> str:
         return self.name or ""
 
+    @property
+    def is_named(self) -> bool:
+        return bool(self.name)
+
 
 # -- plugins ----------------------------------------------------------------------------------------------------------
 PLUGINS: dict[str, type[FlowStage]] = {}

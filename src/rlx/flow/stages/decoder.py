@@ -7,12 +7,14 @@ keeps.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 from rlx.errors import GraphError
 from rlx.flow.context import FlowCtx
 from rlx.flow.side import SideOutputs
-from rlx.flow.stages.attention import SelfAttention
+from rlx.flow.stages.attention import MAIN_ROPE, SelfAttention
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.ffn import SwiGlu, linear
 from rlx.flow.stages.norm import GemmaRmsNorm, RmsNorm
@@ -21,11 +23,37 @@ from rlx.flow.state import FlowValue
 from rlx.ir.graph import Value
 from rlx.ir.provenance import stage as provenance
 from rlx.ops.attention import MaskKind
+from rlx.types import Size
+
+
+def pre_norm_layer(
+    ctx: FlowCtx, x: Value, norm: Callable[[Value, str], Value], attention: Callable[[Value], Value], ffn: FlowStage,
+    post_norms: bool,
+) -> FlowValue:  # fmt: skip
+    """x + attention(norm x), then + feed-forward(norm ·). With `post_norms` what is added is normed too (Gemma 2)."""
+    with provenance("attn"):
+        attended = attention(norm(x, "input"))
+        if post_norms:
+            attended = norm(attended, "post_attention")
+    x = x + attended
+    with provenance("ffn.norm"):
+        normed = norm(x, "pre_feedforward" if post_norms else "post_attention")
+    added = ctx.need(emit_stage(ctx, ffn, ctx.wrap(normed)), "ffn")
+    if post_norms:
+        with provenance("ffn.post_norm"):
+            added = norm(added, "post_feedforward")
+    return ctx.wrap(x + added)
+
+
+def layer_norm(ctx: FlowCtx, x: Value, prefix: str, name: str, eps: float, unit_offset: bool) -> Value:
+    """A norm of the layer at `prefix`, by its weight or by 1 + weight."""
+    kind = GemmaRmsNorm if unit_offset else RmsNorm
+    return kind(f"{prefix}.{name}_layernorm.weight", eps).emit(ctx, ctx.wrap(x)).id
 
 
 @dataclass(frozen=True)
 class DecoderLayer(FlowStage):
-    """x + attention(norm x), then + feed-forward(norm ·)."""
+    """A layer that attends to the tokens given, and to those in the runtime's cache where the flow has one."""
 
     layer_prefix: str
     num_heads: int
@@ -33,7 +61,7 @@ class DecoderLayer(FlowStage):
     head_dim: int
     eps: float
     _: KW_ONLY
-    layer_idx: int = 0
+    layer_idx: int | None = None  # which layer of the cache is its own; needed where the flow has one
     mask: str = MaskKind.CAUSAL
     score_scale: float | None = None  # 1/√head_dim unless given
     attn_logit_softcap: float | None = None
@@ -45,49 +73,56 @@ class DecoderLayer(FlowStage):
     activation: str = "silu"
     post_norms: bool = False  # what attention and feed-forward give is normed before it is added (Gemma 2 and 3)
     unit_offset: bool = False  # norms multiply by 1 + weight (Gemma's files)
-    rope: str = "rope"  # the name of the tables that this layer turns by
+    rope: str | None = MAIN_ROPE  # the name of the tables that this layer turns by; None: heads do not turn
     ffn: FlowStage | None = None  # in place of the gated one
-    decodes: bool = False  # wants a past: of the runtime, or bound by BindDecodeInputs
-    use_custom_mask: bool = False
     kv_sink: SideOutputs | None = None  # gets the keys and values of the tokens given
-    kv_out: SideOutputs | None = None  # gets those of the past too
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, type(self).__name__)
-        before_ffn = "pre_feedforward" if self.post_norms else "post_attention"
-        with provenance("attn"):
-            attended = self.attention(ctx, self.norm(ctx, x, "input"))
-            if self.post_norms:
-                attended = self.norm(ctx, attended, "post_attention")
-        x = x + attended
-        with provenance("ffn.norm"):
-            normed = self.norm(ctx, x, before_ffn)
-        mlp = self.ffn or SwiGlu.hf_mlp(
+        ffn = self.ffn or SwiGlu.hf_mlp(
             f"{self.layer_prefix}.mlp", intermediate_size=self.intermediate_size, bias=self.mlp_bias,
             activation=self.activation,
         )  # fmt: skip
-        added = ctx.need(emit_stage(ctx, mlp, ctx.wrap(normed)), "ffn")
-        if self.post_norms:
-            with provenance("ffn.post_norm"):
-                added = self.norm(ctx, added, "post_feedforward")
-        return ctx.wrap(x + added)
 
-    def norm(self, ctx: FlowCtx, x: Value, name: str) -> Value:
-        kind = GemmaRmsNorm if self.unit_offset else RmsNorm
-        return kind(f"{self.layer_prefix}.{name}_layernorm.weight", self.eps).emit(ctx, ctx.wrap(x)).id
+        def norm(x: Value, name: str) -> Value:
+            return layer_norm(ctx, x, self.layer_prefix, name, self.eps, self.unit_offset)
+
+        return pre_norm_layer(ctx, x, norm, lambda x: self.attention(ctx, x), ffn, self.post_norms)
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
+        return self.projected(ctx, self.self_attention().emit(ctx, x), x.shape[-1])
+
+    def self_attention(self) -> SelfAttention:
+        """What this layer does between its norm and its output projection."""
         base = f"{self.layer_prefix}.self_attn"
-        attend = SelfAttention(
+        return SelfAttention(
             type(self).__name__, f"{base}.q_proj.weight", f"{base}.k_proj.weight", f"{base}.v_proj.weight",
             self.num_heads, self.num_kv_heads, self.head_dim, self.mask, self.score_scale, self.attn_logit_softcap,
             bias=self.attention_bias, eps=self.eps, unit_offset=self.unit_offset, rope=self.rope,
             norm_keys=(f"{base}.q_norm.weight", f"{base}.k_norm.weight") if self.qk_norm else None,
-            layer_idx=self.layer_idx, decodes=self.decodes, use_custom_mask=self.use_custom_mask,
-            kv_sink=self.kv_sink, kv_out=self.kv_out,
+            layer_idx=self.layer_idx, kv_sink=self.kv_sink, **self.of_step(),
         )  # fmt: skip
-        bias = f"{base}.o_proj.bias" if self.output_bias else None
-        return linear(ctx, attend.emit(ctx, x), f"{base}.o_proj.weight", bias, out=x.shape[-1])
+
+    def of_step(self) -> dict[str, Any]:
+        """What a step tells its attention besides."""
+        return {}
+
+    def projected(self, ctx: FlowCtx, attended: Value, width: Size) -> Value:
+        """The output projection."""
+        base = f"{self.layer_prefix}.self_attn.o_proj"
+        return linear(ctx, attended, f"{base}.weight", f"{base}.bias" if self.output_bias else None, out=width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a layer of a step takes too: its past is in the runtime's cache, or bound by `BindDecodeInputs`."""
+
+    layer_idx: int = field()  # whose past it reads
+    use_custom_mask: bool = False  # keys that the bound mask leaves out are not seen
+    kv_out: SideOutputs | None = None  # gets the keys and values of the past and of the tokens given
+
+    def of_step(self) -> dict[str, Any]:
+        return {"decodes": True, "use_custom_mask": self.use_custom_mask, "kv_out": self.kv_out}
 
 
 @dataclass(frozen=True)
@@ -96,13 +131,11 @@ class LlamaDecoder(DecoderLayer):
 
 
 @dataclass(frozen=True)
-class LlamaDecodeLayer(DecoderLayer):
-    """A Llama layer of a step: earlier keys and values are in a cache."""
-
-    decodes: bool = True
+class LlamaDecodeLayer(Step, LlamaDecoder):
+    """A Llama layer of a step."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Qwen3Decoder(DecoderLayer):
     """A Qwen layer: Qwen2 has biases on q, k, v; Qwen3 norms each head of q and k instead."""
 
@@ -110,10 +143,8 @@ class Qwen3Decoder(DecoderLayer):
 
 
 @dataclass(frozen=True)
-class Qwen3DecodeLayer(Qwen3Decoder):
-    """A Qwen layer of a step: earlier keys and values are in a cache."""
-
-    decodes: bool = True
+class Qwen3DecodeLayer(Step, Qwen3Decoder):
+    """A Qwen layer of a step."""
 
 
 class GemmaStyle:
@@ -125,13 +156,15 @@ class GemmaStyle:
     ALL = (GEMMA, GEMMA2, GEMMA3)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GemmaDecoder(DecoderLayer):
     """A Gemma layer: norms by 1 + weight, a gate of tanh GELU, and what the style says."""
 
     style: str = GemmaStyle.GEMMA
     unit_offset: bool = True
     activation: str = "gelu_pytorch_tanh"
+    post_norms: bool = field(init=False, default=False)  # these two follow from the style
+    qk_norm: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         if self.style not in GemmaStyle.ALL:
@@ -142,7 +175,5 @@ class GemmaDecoder(DecoderLayer):
 
 
 @dataclass(frozen=True)
-class GemmaDecodeLayer(GemmaDecoder):
-    """A Gemma layer of a step: earlier keys and values are in a cache."""
-
-    decodes: bool = True
+class GemmaDecodeLayer(Step, GemmaDecoder):
+    """A Gemma layer of a step."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rlx.errors import GraphError
+from rlx.errors import GraphError, ShapeError, nearest
 from rlx.flow.context import Array, FlowCtx
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
-from rlx.hir.lower import counted
+from rlx.hir.lower import picked
+from rlx.ir.graph import Value
+from rlx.ops.position import STYLES as ROPE_STYLES
+from rlx.types import Size, known_equal
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,17 @@ class Embed(FlowStage):
         return "embed"
 
 
+def rows_input(ctx: FlowCtx, name: str, shape: Sequence[Size]) -> Value:
+    """Which rows of a table: an input of any shape that the flow declares, else one of this shape."""
+    return ctx.flow_input(name).id if name in ctx.state.inputs else ctx.input(name, shape, "i32")
+
+
 @dataclass(frozen=True)
 class GatherAdd(FlowStage):
-    """Adds the rows of a table that a named input picks: position and type embeddings."""
+    """Adds the rows of a table that a named input picks: position and type embeddings.
+
+    An input of lower rank, such as `[seq]`, picks rows that all sequences share.
+    """
 
     input_name: str
     weight_key: str
@@ -45,13 +57,30 @@ class GatherAdd(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "GatherAdd")
-        index = ctx.input(self.input_name, x.shape[:-1], "i32")  # a row for each vector
+        index = rows_input(ctx, self.input_name, x.shape[:-1])  # a row for each vector
         table = ctx.load_param(self.weight_key, shape=None if self.rows is None else (self.rows, x.shape[-1]))
-        return ctx.wrap(x + table.gather(index, axis=self.axis))
+        added = table.gather(index, axis=self.axis)
+        if added.rank > x.rank:
+            raise ShapeError(f"stage GatherAdd: rows {added.type} of input {self.input_name!r} do not fit {x.type}")
+        return ctx.wrap(x + added)
 
     @property
     def path(self) -> str:
         return "embed"
+
+
+def check_style(stage: str, style: str) -> None:
+    """An error where nobody knows which parts of a head turn together."""
+    if style not in ROPE_STYLES:
+        hint = nearest(str(style), ROPE_STYLES) or f"known: {', '.join(ROPE_STYLES)}"
+        raise GraphError(f"stage {stage}: style is {style!r}", hint=hint)
+
+
+def check_tables(stage: str, cos: Array, sin: Array) -> None:
+    """An error where cosines and sines are no two tables of the same shape."""
+    shapes = np.shape(cos), np.shape(sin)
+    if len(shapes[0]) != 2 or shapes[0] != shapes[1]:
+        raise ShapeError(f"stage {stage}: cos and sin are [positions, half], found {shapes[0]} and {shapes[1]}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,15 +92,18 @@ class RopeTables(FlowStage):
 
     cos: Array
     sin: Array
-    style: str = "halves"
+    style: str = "halves"  # which parts of a head turn together: halves, or pairs of neighbours
     cos_key: str = "rope.cos"
     sin_key: str = "rope.sin"
 
+    def __post_init__(self) -> None:
+        check_style("RopeTables", self.style)
+        check_tables("RopeTables", self.cos, self.sin)
+
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        ctx.state.rope_cos = ctx.synth_param(self.cos_key, np.asarray(self.cos, np.float32))
-        ctx.state.rope_sin = ctx.synth_param(self.sin_key, np.asarray(self.sin, np.float32))
-        ctx.state.rope_style, ctx.state.rope_rows = self.style, None
-        ctx.state.named |= {self.cos_key: ctx.state.rope_cos, self.sin_key: ctx.state.rope_sin}
+        cos = ctx.synth_param(self.cos_key, np.asarray(self.cos, np.float32))
+        sin = ctx.synth_param(self.sin_key, np.asarray(self.sin, np.float32))
+        ctx.state.bind_rope(cos, sin, self.style, self.cos_key, self.sin_key)
         return value
 
 
@@ -99,14 +131,14 @@ class GatherLastToken(FlowStage):
         if self.index is not None:
             return ctx.wrap(x[:, self.index])
         batch, seq, hidden = x.shape
-        rows = x.reshape(batch * seq, hidden)
         if self.batch is None:
+            rows = x.reshape(batch * seq, hidden)
             return ctx.wrap(rows.gather(ctx.input(self.input_name, ("picked",), "i32")))
-        # `seq` is a number of the run: it is what one row of ones adds up to
-        graph = ctx.hir()
-        length = graph.one("expand", graph.constant(1, "i32"), shape=(seq,)).sum(axis=0)
-        first = counted(graph, 1, batch).reshape(batch) * length
-        return ctx.wrap(rows.gather(first + ctx.input(self.input_name, (batch,), "i32")))
+        if known_equal(batch, self.batch) is False:
+            raise ShapeError(f"stage GatherLastToken: batch is {self.batch}, the value is {x.type}")
+        if batch != self.batch:  # known at run time, and checked then
+            x = x.assume_equal(shape=(self.batch, seq, hidden))
+        return ctx.wrap(picked(x, ctx.input(self.input_name, (self.batch,), "i32")))
 
 
 @dataclass(frozen=True)
@@ -124,6 +156,10 @@ class LmHead(FlowStage):
             if ctx.state.embed_weight is None:
                 raise GraphError("stage LmHead: is tied to a token table, and none flows here", hint="put Embed first")
             table = ctx.state.embed_weight.mT
+            wanted = (self.hidden_size, self.vocab_size)
+            if any(known_equal(a, b) is False for a, b in zip(table.shape, wanted, strict=True)):
+                shapes = (f"[{b}, {a}]" for a, b in (table.shape, wanted))
+                raise ShapeError("stage LmHead: the token table is {}, wanted {}: vocabulary, hidden".format(*shapes))
         else:
             table = ctx.load_param(self.weight_key, transpose=True, shape=(self.hidden_size, self.vocab_size))
         return ctx.wrap(x @ table)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from rlx.dtypes import BOOL
 from rlx.errors import GraphError, nearest
 from rlx.flow.context import FlowCtx
+from rlx.flow.stages.attention import check_rows, has_positions, token_positions
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.ffn import GeluFfn, SwiGlu, linear
 from rlx.flow.stages.norm import LayerNorm
@@ -18,7 +20,7 @@ from rlx.hir.lower import counted
 from rlx.ir.graph import Value
 from rlx.ir.provenance import stage as provenance
 from rlx.ops.attention import MaskKind
-from rlx.types import sym
+from rlx.types import Size, sym
 
 ATTENTION_BIAS = "attention_bias"  # the name of what a stage before the layers has them add to scores
 
@@ -54,9 +56,15 @@ def attend(
     if bias in ctx.state.named:
         out = q.attention(k, v, ctx.state.named[bias], mask_kind=MaskKind.BIAS, scale=scale)
     else:
-        mask = ctx.input(mask_input, (batch, seq), "f32")
+        mask = ctx.mask_input(mask_input, (batch, seq))
         out = q.attention(k, v, mask, mask_kind=MaskKind.CUSTOM, scale=scale)
     return out.reshape(batch, seq, heads * head_dim)
+
+
+def kept_tokens(ctx: FlowCtx, shape: Sequence[Size]) -> Value:
+    """Which tokens are no padding, `[batch, seq]` truth values: the input `attention_mask` of whatever type."""
+    mask = ctx.mask_input("attention_mask", shape)
+    return mask if mask.dtype is BOOL else mask > 0.5
 
 
 @dataclass(frozen=True)
@@ -68,10 +76,10 @@ class NearTokens(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         rows = (sym.BATCH, sym.SEQ)
-        positions, mask = ctx.input("positions", rows, "i32"), ctx.input("attention_mask", rows, "f32")
+        positions, kept = ctx.input("positions", rows, "i32"), kept_tokens(ctx, rows)
         batch, seq = positions.shape
         apart = positions.reshape(batch, 1, seq, 1) - positions.reshape(batch, 1, 1, seq)
-        near = (abs(apart) <= self.reach).logical_and(mask.reshape(batch, 1, 1, seq) > 0.5)
+        near = (abs(apart) <= self.reach).logical_and(kept.reshape(batch, 1, 1, seq))
         ctx.set_named(self.name, near.where(0.0, -np.inf))  # [batch, 1, seq, seq]
         return value
 
@@ -81,11 +89,11 @@ class EarlierTokens(FlowStage):
     """A mask of the tokens up to each token, which layers add to their scores: encoders that read from the left."""
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        mask = ctx.input("attention_mask", (sym.BATCH, sym.SEQ), "f32")
-        batch, seq = mask.shape
+        kept = kept_tokens(ctx, (sym.BATCH, sym.SEQ))
+        batch, seq = kept.shape
         at = counted(ctx.hir(), batch, seq)
         earlier = at.reshape(batch, 1, 1, seq) <= at.reshape(batch, 1, seq, 1)
-        seen = earlier.logical_and(mask.reshape(batch, 1, 1, seq) > 0.5)
+        seen = earlier.logical_and(kept.reshape(batch, 1, 1, seq))
         ctx.set_named(ATTENTION_BIAS, seen.where(0.0, -np.inf))  # [batch, 1, seq, seq]
         return value
 
@@ -98,12 +106,15 @@ def split_qkv(qkv: Value, heads: int, head_dim: int) -> list[Value]:
 
 
 def turned(ctx: FlowCtx, stage: str, *heads: Value) -> list[Value]:
-    """Queries and keys by the RoPE tables that flow."""
+    """Queries and keys by the RoPE tables that flow, at the `positions` that the flow declares or counted from 0."""
     cos, sin = ctx.state.rope_cos, ctx.state.rope_sin
     if cos is None or sin is None:
         raise GraphError(f"stage {stage}: no RoPE tables flow here", hint="put RopeTables before the layers")
-    rows = ctx.state.rope_rows
-    positions = ctx.input("positions", heads[0].shape[:2], "i32") if rows is None else rows
+    positions = ctx.state.rope_rows
+    if positions is None:
+        positions = token_positions(ctx, heads[0])
+        if not has_positions(ctx):
+            check_rows(stage, cos.shape[0], heads[0].shape[1])
     return [x.rope(cos, sin, positions, style=ctx.state.rope_style) for x in heads]
 
 

@@ -73,7 +73,7 @@ def linear(
     except GraphError as error:
         error.add_note(f"  weight: {weight_key!r}")
         raise
-    return y if bias_key is None else y + ctx.load_param(bias_key, shape=(weight.shape[-1],))
+    return y if bias_key is None else y + ctx.load_param(bias_key, shape=(weight.shape[-1],), init=0.0)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,12 @@ class SwiGlu(FlowStage):
     def hf_mlp(
         cls, prefix: str, *, intermediate_size: int | None = None, bias: bool = False, activation: str = "silu"
     ) -> SwiGlu:
-        """The names under which Hugging Face keeps a Llama feed-forward."""
+        """The names under which Hugging Face keeps the Llama feed-forward at `prefix`, such as `model.layers.0.mlp`."""
+        parts = prefix.split(".")
+        if len(parts) > 1 and parts[-2] == "layers":
+            raise GraphError(
+                f"SwiGlu.hf_mlp: {prefix!r} is a layer, expected its feed-forward", hint=f"hf_mlp('{prefix}.mlp')"
+            )
         gate, up, down = (f"{prefix}.{name}_proj.weight" for name in ("gate", "up", "down"))
         return cls(gate, up, down, intermediate_size, bias, activation)
 
@@ -120,7 +125,12 @@ class GeGlu(SwiGlu):
         cls, prefix: str, *, intermediate_size: int | None = None, bias: bool = False,
         activation: str = "gelu_pytorch_tanh",
     ) -> GeGlu:  # fmt: skip
-        """The names under which Hugging Face keeps the feed-forward of the layer at `prefix`."""
+        """The names under which Hugging Face keeps the feed-forward of the layer at `prefix`, as `model.layers.0`."""
+        if prefix.endswith(".mlp") or prefix == "mlp":
+            layer = prefix.removesuffix("mlp").removesuffix(".")
+            raise GraphError(
+                f"GeGlu.hf_mlp: {prefix!r} is a feed-forward, expected its layer", hint=f"hf_mlp('{layer}')"
+            )
         gate, up, down = (f"{prefix}.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
         return cls(gate, up, down, intermediate_size, bias, activation)
 

@@ -3,50 +3,43 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate, pairwise
 
 from rlx.flow.context import FlowCtx
-from rlx.flow.stages.attention import SelfAttention
-from rlx.flow.stages.decoder import DecoderLayer
-from rlx.flow.stages.ffn import activate, linear, softplus
-from rlx.flow.stages.norm import GemmaRmsNorm, RmsNorm
+from rlx.flow.stages.base import FlowStage
+from rlx.flow.stages.decoder import DecoderLayer, layer_norm, pre_norm_layer
+from rlx.flow.stages.ffn import SwiGlu, activate, linear, softplus
 from rlx.flow.stages.parts import GdnScan
 from rlx.flow.stages.recurrent import short_conv, state_of, where_present
-from rlx.flow.state import GdnInputSlots
+from rlx.flow.state import FlowValue, GdnInputSlots
 from rlx.ir.graph import Value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GatedAttentionLayer(DecoderLayer):
     """A layer that attends; what a head finds goes through a gate, whose weights lie behind those of its query."""
 
     unit_offset: bool = True
+    qk_norm: bool = True
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
-        base, heads, size, lead = f"{self.layer_prefix}.self_attn", self.num_heads, self.head_dim, x.shape[:2]
-        q_key, k_key, v_key = (f"{base}.{name}_proj.weight" for name in "qkv")
-        norms = f"{base}.q_norm.weight", f"{base}.k_norm.weight"
-        attend = SelfAttention(
-            type(self).__name__, q_key, k_key, v_key, heads, self.num_kv_heads, size, self.mask,
-            bias=self.attention_bias, norm_keys=norms, eps=self.eps, unit_offset=self.unit_offset,
-            layer_idx=self.layer_idx,
-        )  # fmt: skip
-        bias = f"{base}.q_proj.bias" if self.attention_bias else None
-        both = linear(ctx, x, q_key, bias, out=2 * heads * size).reshape(*lead, heads, 2 * size)
-        q, gate = both[:, :, :, :size], both[:, :, :, size:].reshape(*lead, heads * size)
-        norm = GemmaRmsNorm if self.unit_offset else RmsNorm
-        q = norm(norms[0], self.eps).emit(ctx, ctx.wrap(q)).id
-        k, v = attend.project(ctx, x, "k"), attend.project(ctx, x, "v")
-        found = attend.attended(ctx, attend.turned(ctx, q), attend.turned(ctx, k), v).reshape(*lead, heads * size)
-        bias = f"{base}.o_proj.bias" if self.output_bias else None
-        return linear(ctx, found * gate.sigmoid(), f"{base}.o_proj.weight", bias, out=x.shape[-1])
+        attend, heads, size, lead = self.self_attention(), self.num_heads, self.head_dim, x.shape[:2]
+        bias = attend.q_key.removesuffix("weight") + "bias" if self.attention_bias else None
+        both = linear(ctx, x, attend.q_key, bias, out=2 * heads * size).reshape(*lead, heads, 2 * size)
+        q, gate = attend.normed(ctx, both[:, :, :, :size], "q"), both[:, :, :, size:].reshape(*lead, heads * size)
+        seen = attend.of_heads(ctx, q, attend.project(ctx, x, "k"), attend.project(ctx, x, "v"))
+        return self.projected(ctx, seen * gate.sigmoid(), x.shape[-1])
 
 
 @dataclass(frozen=True)
-class DeltaNetLayer(DecoderLayer):
+class DeltaNetLayer(FlowStage):
     """A layer with the gated delta rule (Yang et al., 2024) in place of attention, after a short convolution."""
 
+    layer_prefix: str
+    eps: float
+    _: KW_ONLY
+    layer_idx: int  # whose state of the cache it carries on
     key_heads: int = 1
     value_heads: int = 1  # neighbouring ones share a head of queries and keys, unless they are tiled
     state_size: int = 128  # of each head of queries and keys
@@ -54,7 +47,23 @@ class DeltaNetLayer(DecoderLayer):
     kernel: int = 4
     tiled: bool = False  # heads of values come in rounds, one for each head of keys (Qwen3.5's GGUF files)
     rates: bool = False  # A_log is -exp of itself, as GGUF has it
+    intermediate_size: int | None = None  # checks the weights of the feed-forward
+    activation: str = "silu"  # of the feed-forward's gate and of the convolution
+    mlp_bias: bool = False
     unit_offset: bool = True
+    ffn: FlowStage | None = None  # in place of the gated one
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x = ctx.need(value, "DeltaNetLayer")
+        ffn = self.ffn or SwiGlu.hf_mlp(
+            f"{self.layer_prefix}.mlp", intermediate_size=self.intermediate_size, bias=self.mlp_bias,
+            activation=self.activation,
+        )  # fmt: skip
+
+        def norm(x: Value, name: str) -> Value:
+            return layer_norm(ctx, x, self.layer_prefix, name, self.eps, self.unit_offset)
+
+        return pre_norm_layer(ctx, x, norm, lambda x: self.attention(ctx, x), ffn, post_norms=False)
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
         base, lead, n, heads = f"{self.layer_prefix}.linear_attn", x.shape[:2], self.state_size, self.value_heads
@@ -78,7 +87,7 @@ class DeltaNetLayer(DecoderLayer):
         name = f"delta.{self.layer_idx}"
         ctx.state.named[name] = state_of(ctx, name, x, heads, side, side)
         found = GdnScan(side, carry_state=True, state_key=name).emit(ctx, ctx.wrap(x)).id[:, :, :, :wide]
-        normed = found.rms_norm(ctx.load_param(f"{base}.norm.weight", shape=(wide,)), eps=self.eps)
+        normed = found.rms_norm(ctx.load_param(f"{base}.norm.weight", shape=(wide,), init=1.0), eps=self.eps)
         gated = (normed * z.reshape(*lead, heads, wide).silu()).reshape(*lead, heads * wide)
         return linear(ctx, gated, f"{base}.out_proj.weight", out=x.shape[-1])
 

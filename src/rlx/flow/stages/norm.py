@@ -29,7 +29,7 @@ class RmsNorm(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "RmsNorm")
-        return ctx.wrap(x.rms_norm(ctx.load_param(self.weight_key, shape=x.shape[-1:]), eps=self.eps))
+        return ctx.wrap(x.rms_norm(ctx.load_param(self.weight_key, shape=x.shape[-1:], init=1.0), eps=self.eps))
 
     @property
     def path(self) -> str:
@@ -48,7 +48,7 @@ class GemmaRmsNorm(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "GemmaRmsNorm")
-        return ctx.wrap(x.rms_norm(ctx.load_param(self.weight_key, shape=x.shape[-1:]) + 1.0, eps=self.eps))
+        return ctx.wrap(x.rms_norm(ctx.load_param(self.weight_key, shape=x.shape[-1:], init=0.0) + 1.0, eps=self.eps))
 
     @property
     def path(self) -> str:
@@ -68,8 +68,8 @@ class LayerNorm(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "LayerNorm")
-        gamma = ctx.load_param(self.gamma_key, shape=x.shape[-1:])
-        beta = None if self.beta_key is None else ctx.load_param(self.beta_key, shape=x.shape[-1:])
+        gamma = ctx.load_param(self.gamma_key, shape=x.shape[-1:], init=1.0)
+        beta = None if self.beta_key is None else ctx.load_param(self.beta_key, shape=x.shape[-1:], init=0.0)
         return ctx.wrap(x.layer_norm(gamma, beta, eps=self.eps))
 
     @property

@@ -11,10 +11,11 @@ import numpy as np
 from rlx.errors import GraphError
 from rlx.flow.context import Array, FlowCtx
 from rlx.flow.stages.base import FlowStage
+from rlx.flow.stages.embed import rows_input
 from rlx.flow.stages.ffn import linear
 from rlx.flow.state import DecodeBindings, FlowValue
 from rlx.ir.graph import Value
-from rlx.types import sym
+from rlx.types import Size, as_shape, sym
 
 MASK = "attn_mask"  # the name of the mask that `AttnMask` binds
 
@@ -51,7 +52,7 @@ class LayerScale(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "LayerScale")
-        return ctx.wrap(x * ctx.load_param(self.gamma_key, shape=x.shape[-1:]))
+        return ctx.wrap(x * ctx.load_param(self.gamma_key, shape=x.shape[-1:], init=1.0))
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class GatherFromInput(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         ctx.need(value, "GatherFromInput")
-        index = ctx.input(self.input_name, (sym.BATCH, sym.SEQ), "i32")
+        index = rows_input(ctx, self.input_name, (sym.BATCH, sym.SEQ))
         return ctx.wrap(ctx.load_param(self.weight_key).gather(index, axis=self.axis))
 
     @property
@@ -158,16 +159,18 @@ class ZeroBeta(FlowStage):
 class AttnMask(FlowStage):
     """A padding mask `[batch, seq]` under the name `attn_mask`: a named input, or ones. The flowing value passes."""
 
-    batch: int
-    seq: int
+    batch: Size | str
+    seq: Size | str
     input_name: str | None = None
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        shape = (self.batch, self.seq)
-        if self.input_name is None:
-            mask = ctx.synth_param(MASK, np.ones(shape, np.float32))
-        else:
-            mask = ctx.input(self.input_name, shape)
+        shape = as_shape((self.batch, self.seq))
+        if self.input_name is not None:
+            mask = ctx.mask_input(self.input_name, shape)
+        elif all(isinstance(size, int) for size in shape):
+            mask = ctx.synth_param(MASK, np.ones([int(size) for size in shape], np.float32))
+        else:  # sizes that are known at run time
+            mask = ctx.hir().one("expand", ctx.hir().constant(1.0), shape=shape)
         ctx.state.named[MASK] = mask
         return value
 
@@ -182,27 +185,31 @@ class DecodeRopeParams(FlowStage):
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         ctx.state.rope_cos = ctx.synth_param("decode.rope.cos", np.asarray(self.cos, np.float32))
         ctx.state.rope_sin = ctx.synth_param("decode.rope.sin", np.asarray(self.sin, np.float32))
+        ctx.state.rope_rows, ctx.state.rope_per_token = None, True
         return value
 
 
 @dataclass(frozen=True)
 class BindDecodeInputs(FlowStage):
-    """The inputs of a decode step as `FlowState.decode`: RoPE rows, a mask, one past K and V a layer.
+    """The inputs of a decode step as `FlowState.decode`: RoPE rows, a mask, one past K and V per layer.
 
-    The flow declares `past_k_0`, `past_v_0` and so on, `mask` if it is used, and `rope_cos` and `rope_sin` unless
-    tables flow already. The flowing value passes.
+    The flow declares `past_k_0`, `past_v_0` and so on, and `mask` if it is used. Rows of RoPE tables, one per new
+    token, are inputs `rope_cos` and `rope_sin` or those of `DecodeRopeParams`. Where `RopeTables` flow instead, the new
+    tokens come after the past, or are at the `positions` that the flow declares. The flowing value passes.
     """
 
     num_layers: int
     use_custom_mask: bool = False
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        cos, sin = ctx.state.rope_cos, ctx.state.rope_sin
-        if cos is None or sin is None:
-            cos, sin = self.bound(ctx, "rope_cos"), self.bound(ctx, "rope_sin")
+        cos, sin, rows = ctx.state.rope_cos, ctx.state.rope_sin, ctx.state.rope_per_token
+        if cos is None or sin is None or "rope_cos" in ctx.state.inputs:
+            cos, sin, rows = self.bound(ctx, "rope_cos"), self.bound(ctx, "rope_sin"), True
         past_k, past_v = ([self.bound(ctx, f"past_{x}_{i}") for i in range(self.num_layers)] for x in "kv")
         mask = self.bound(ctx, "mask") if self.use_custom_mask else None
-        ctx.state.decode = DecodeBindings(cos, sin, mask, past_k, past_v)
+        if mask is not None:
+            mask = ctx.mask_input("mask", mask.shape)  # truth values where it is of integers
+        ctx.state.decode = DecodeBindings(cos, sin, mask, past_k, past_v, rows)
         return value
 
     def bound(self, ctx: FlowCtx, name: str) -> Value:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlx.flow.context import Array, FlowCtx
-from rlx.flow.stages.attention import token_positions
+from rlx.flow.stages.attention import MAIN_ROPE, check_rows, has_positions, token_positions
 from rlx.flow.stages.base import FlowStage
+from rlx.flow.stages.embed import check_style, check_tables
+from rlx.flow.stages.encoder import kept_tokens
 from rlx.flow.state import FlowValue
 from rlx.hir.lower import counted
 from rlx.ir.graph import Value
@@ -30,17 +32,23 @@ class RopeSwitch(FlowStage):
     sin: Array
     limit: int
     style: str = "halves"
-    name: str = "rope"
+    name: str = MAIN_ROPE
+
+    def __post_init__(self) -> None:
+        check_style("RopeSwitch", self.style)
+        check_tables("RopeSwitch", self.cos, self.sin)
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         x = ctx.need(value, "RopeSwitch")
+        if not has_positions(ctx):
+            check_rows("RopeSwitch", len(self.cos) - self.limit, x.shape[1])
         is_long = (sequence_lengths(ctx, x, self.limit, grows=False) > self.limit).astype("i32")
         rows = token_positions(ctx, x).maximum(0) + is_long.reshape(x.shape[0], 1) * self.limit
         cos, sin = (
             ctx.synth_param(f"{self.name}.{of}", np.asarray(table, np.float32))
             for of, table in (("cos", self.cos), ("sin", self.sin))
         )
-        _bind(ctx, self.name, self.style, cos, sin, rows)
+        ctx.state.bind_rope(cos, sin, self.style, f"{self.name}.cos", f"{self.name}.sin", rows)
         return value
 
 
@@ -52,11 +60,16 @@ class RopeGrowth(FlowStage):
     limit: int
     scale: float = 1.0  # of cosines and sines
     style: str = "halves"
-    name: str = "rope"
+    name: str = MAIN_ROPE
+
+    def __post_init__(self) -> None:
+        check_style("RopeGrowth", self.style)
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         x = ctx.need(value, "RopeGrowth")
         batch, seq = x.shape[:2]
+        if not has_positions(ctx):
+            check_rows("RopeGrowth", self.limit + len(self.frequencies) - 1, seq)
         lengths = sequence_lengths(ctx, x, self.limit, grows=True)
         table = ctx.synth_param(f"{self.name}.frequencies", np.asarray(self.frequencies, np.float32))
         rows, half = self.frequencies.shape
@@ -64,7 +77,8 @@ class RopeGrowth(FlowStage):
         positions = token_positions(ctx, x).maximum(0).astype("f32").reshape(batch, seq, 1)
         angles = (positions * chosen.reshape(batch, 1, half)).reshape(batch * seq, half)
         each = counted(ctx.hir(), 1, batch * seq).reshape(batch, seq)  # a row of the tables for each token
-        _bind(ctx, self.name, self.style, angles.cos() * self.scale, angles.sin() * self.scale, each)
+        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        ctx.state.bind_rope(cos, sin, self.style, f"{self.name}.cos", f"{self.name}.sin", each)
         return value
 
 
@@ -73,10 +87,5 @@ def sequence_lengths(ctx: FlowCtx, x: Value, limit: int, grows: bool) -> Value:
     if ctx.state.cache is not None:
         ctx.state.cache.lengths.append((limit, grows))
         return ctx.input("lengths", (sym.BATCH,), "i32")
-    present: Value = ctx.input("attention_mask", x.shape[:2], "f32").sum(axis=1)
-    return present.astype("i32")
-
-
-def _bind(ctx: FlowCtx, name: str, style: str, cos: Value, sin: Value, rows: Value) -> None:
-    ctx.state.rope_cos, ctx.state.rope_sin, ctx.state.rope_style, ctx.state.rope_rows = cos, sin, style, rows
-    ctx.state.named |= {f"{name}.cos": cos, f"{name}.sin": sin, f"{name}.rows": rows}
+    present: Value = kept_tokens(ctx, x.shape[:2]).astype("i32").sum(axis=1)
+    return present

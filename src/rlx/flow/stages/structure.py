@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
-from rlx.errors import GraphError, RlxError
+from rlx.errors import GraphError, RlxError, ShapeError
 from rlx.flow.context import FlowCtx, note_stage
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
-from rlx.ir.provenance import here
+from rlx.ir.provenance import Origin, added_at, here
 from rlx.ir.provenance import stage as provenance
 
 
@@ -19,9 +20,12 @@ def emit_stage(ctx: FlowCtx, stage: FlowStage, value: FlowValue | None, name: st
 
     Errors say which stage they came from, by its whole path.
     """
+    is_named = bool(name) or stage.is_named
     name = name or stage.path
     with provenance(name) if name else nullcontext():
         try:
+            if is_named:
+                ctx.state.claim(here().stage)
             result = stage.emit(ctx, value)
         except RlxError as error:
             note_stage(error, type(stage).__name__)
@@ -30,6 +34,16 @@ def emit_stage(ctx: FlowCtx, stage: FlowStage, value: FlowValue | None, name: st
         found = type(result).__name__
         raise GraphError(f"stage {type(stage).__name__}: gave a {found}, expected a FlowValue", hint="ctx.wrap(x)")
     return value if result is None else result
+
+
+def emit_all(
+    ctx: FlowCtx, stages: Iterable[FlowStage], value: FlowValue | None, places: Iterable[Origin]
+) -> FlowValue | None:
+    """Emit stages in order; what rlx builds for one comes from the place where the user added it."""
+    for stage, place in zip(stages, places, strict=True):
+        with added_at(place, sys._getframe()):
+            value = emit_stage(ctx, stage, value)
+    return value
 
 
 def _stage(stage: FlowStage, what: str) -> FlowStage:
@@ -67,11 +81,15 @@ class Sequence(FlowStage):
     """Stages in order. Stages that only do something on the side leave the value as it is."""
 
     stages: Iterable[FlowStage]
+    _: KW_ONLY
+    places: tuple[Origin, ...] = field(default=(), compare=False, repr=False)  # where the user added each, if known
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(_stage(stage, "stage Sequence: a part") for stage in self.stages))
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
+        if self.places:
+            return emit_all(ctx, self.stages, value, self.places)
         for stage in self.stages:
             value = emit_stage(ctx, stage, value)
         return value
@@ -114,6 +132,10 @@ class ResidualAdd(FlowStage):
         x = ctx.need(value, "ResidualAdd")
         if not ctx.state.residuals:
             raise GraphError("stage ResidualAdd: nothing was saved", hint="put ResidualSave before it")
+        saved = ctx.state.residuals[-1]
+        if x.shape != saved.shape:  # broadcasting would add a row of one sequence to another
+            hint = "if both are equal whenever this runs, say so: x.assume_equal(shape=...)"
+            raise ShapeError(f"stage ResidualAdd: the value is {x.type}, what was saved is {saved.id.type}", hint=hint)
         return ctx.wrap(x + ctx.state.residuals.pop().id)
 
 

@@ -13,11 +13,12 @@ from rlx.errors import GraphError
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import inline
 from rlx.transforms.batch import batched_graph, depends, widened
-from rlx.transforms.build import declare, move_axis, zeros
+from rlx.transforms.build import declare, move_axis, sum_to, zeros
 from rlx.transforms.forward import push as push_graph
 from rlx.transforms.loops import Loop, Reverse, segmented
 from rlx.transforms.reverse import joint, linearise, split
-from rlx.transforms.tables import Given, Lanes, Pull, batching
+from rlx.transforms.rules.elementwise import aligned
+from rlx.transforms.tables import Given, Lanes, Pull, Site, batching, jvp, vjp
 from rlx.transforms.tables import linearise as linearising
 from rlx.transforms.tables import push as pushing
 from rlx.transforms.walk import leaves, moving_carries, moving_outputs, moving_scan
@@ -162,6 +163,23 @@ def _counted(node: Node, types: Sequence[TensorType], steps: int) -> Graph:
     graph = Graph("counted")
     given = [declare(graph, f"x{i}", t) for i, t in enumerate(types)]
     return graph.set_outputs(graph.scan_general(given[:n], body, steps, broadcasts=given[n:])[0])
+
+
+# -- the end of a while loop ------------------------------------------------------------------------------------------
+@vjp("ended")
+def _(at: Site, ct: Value) -> Given:
+    """A gradient is wrong too where the loop was cut off, and may be all that is asked for."""
+    return [sum_to(at.graph.one("ended", ct, at.operand(1)), at.operand(0).type), None]
+
+
+@jvp("ended")
+def _(at: Site, tangent: Value, _: Value | None) -> Given:
+    return [at.graph.one("ended", tangent, at.operand(1))]
+
+
+@batching("ended")
+def _(lanes: Lanes) -> Sequence[Value]:
+    return [lanes.graph.one("ended", *aligned(lanes, there(lanes.operands), lanes.batched))]
 
 
 # -- branches, backwards ----------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from rlx.backends.cpu.math import exp2, fma
 from rlx.backends.cpu.matmul import micro_kernel
 from rlx.backends.cpu.routine import Entry, Routine
 from rlx.lir.kernels import KEY_BLOCK, AttentionGradKernel
+from rlx.locks import cached_property
 from rlx.target import Target
 
 ROWS = 192  # query rows of a block: whole tiles; what is kept of them stays near the processor
@@ -55,13 +56,13 @@ class GradPlan(Plan):
         """Elements from one row in scratch to the next."""
         return (self.padded(extent) // self.lanes | 1) * self.lanes
 
-    @functools.cached_property
+    @cached_property
     def widths(self) -> tuple[int, ...]:
         strips = (s.vectors for extent in (self.kernel.head_dim, self.kernel.value_dim) for s in self.cut(extent))
         scored = (min(span, self.panel) // self.lanes for span in self.spans)
         return tuple(dict.fromkeys((*scored, *strips)))
 
-    @functools.cached_property
+    @cached_property
     def regions(self) -> dict[str, int]:
         size = self.size
         return laid_out({

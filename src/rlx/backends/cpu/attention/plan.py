@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from rlx.dtypes import BY_NAME, F32, F64, DType
 from rlx.errors import LowerError
 from rlx.lir.blocks import UNIT
 from rlx.lir.kernels import KEY_BLOCK, AttentionKernel
+from rlx.locks import cached_property
 from rlx.target import Target
 
 MASKS = ("none", "causal", "sliding", "custom", "bias")
@@ -207,7 +207,7 @@ class Plan:
         natural = self.kernel.mask == "bias" or (not cap and self.kernel.scale <= 0)
         return LOG2_E * (1.0 if natural else cap or self.kernel.scale)
 
-    @functools.cached_property
+    @cached_property
     def strips(self) -> tuple[Strips, ...]:
         """Those of V's columns."""
         return self.cut(self.kernel.value_dim)
@@ -227,7 +227,7 @@ class Plan:
             return (KEY_BLOCK,)  # in steps, as many as are needed
         return KEY_BLOCK // 2, KEY_BLOCK
 
-    @functools.cached_property
+    @cached_property
     def regions(self) -> dict[str, int]:
         """Byte offsets in scratch, each on a cache line; `end` is its size."""
         packs, cached = self.packs_keys or self.packs_values, self.kernel.cached

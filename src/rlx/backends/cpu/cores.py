@@ -1,0 +1,49 @@
+"""How many cores this process may use: by its affinity mask, and by the CPU quota of the cgroups it is in."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on at once; a quota of 1.5 cores counts as two."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(cores, quota(ROOT))))
+
+
+@functools.cache
+def quota(root: Path) -> float:
+    """The smallest CPU quota of the process's cgroups and their parents, in cores; infinite where there is none."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux, or /proc is hidden
+        return math.inf
+    quotas = [math.inf]
+    for line in lines:  # hierarchy:controllers:path
+        _, controllers, path = line.split(":", 2)
+        mounts = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
+        if controllers:
+            mounts = [root / "sys/fs/cgroup" / controllers] if "cpu" in controllers.split(",") else []
+        for mount in mounts:
+            folder = mount / path.lstrip("/")
+            # A container often sees its own cgroup as the root of the mount, whatever its path says.
+            folders = {folder, *(p for p in folder.parents if p.is_relative_to(mount)), mount}
+            quotas += [_quota_of(f) for f in folders]
+    return min(quotas)
+
+
+def _quota_of(folder: Path) -> float:
+    """The quota of one cgroup: `cpu.max` in version 2, two files in version 1."""
+    try:
+        if (folder / "cpu.max").exists():
+            limit, period = (folder / "cpu.max").read_text().split()
+        else:
+            limit, period = ((folder / name).read_text().strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+        return int(limit) / int(period) if limit != "max" and int(limit) > 0 else math.inf
+    except (OSError, ValueError, ZeroDivisionError):  # no such controller here
+        return math.inf

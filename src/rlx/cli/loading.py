@@ -1,0 +1,29 @@
+"""Models of commands: loaded as `rlx.load` does it, by a process that can say which file was cut short under it."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from rlx.backends.cpu import faults
+from rlx.cli.console import BAD_FILE
+from rlx.engine import model
+
+if TYPE_CHECKING:
+    from rlx.engine.model import Loaded
+
+_BEFORE = "\nrlx: "
+_AFTER = (
+    ": the file was cut short, or cannot be read, while it was in use\n"
+    "  hint: run the command again, and replace files by renaming new ones over them\n"
+)
+
+
+@functools.wraps(model.load)
+def load(*args: Any, **settings: Any) -> Loaded:
+    # The code that catches bus errors is there before the first load, if it need not be compiled: a cold start loads
+    # LLVM beside other work, and should not wait for it here.
+    faults.install(BAD_FILE, _BEFORE, _AFTER, compiling=False)
+    found = model.load(*args, **settings)
+    faults.install(BAD_FILE, _BEFORE, _AFTER)
+    return found

@@ -1,0 +1,248 @@
+"""What one rendering of a template may use: bytes, steps and seconds, counted over all of its values together.
+
+`Budget` only ever counts up. Memory that a template has let go of still counts, so no way of holding on to values can
+get beyond `MAX_BYTES`. Every operation is charged before it runs, by the sizes of its operands.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from jinja2.runtime import Macro
+
+from rlx.errors import FormatError, RequestError
+
+MAX_BYTES = 1 << 28  # made in one rendering
+MAX_STEPS = 1_000_000  # a step is about a microsecond
+MAX_SECONDS = 1.0  # of CPU time: steps are estimates
+MAX_DEPTH = 64  # nested calls
+MAX_CHARS = 1 << 23  # in one string, in a value when written out, and in the prompt
+MAX_GIVEN = MAX_CHARS // 2  # in all variables together
+MAX_ITEMS = 1 << 18  # in one list
+MAX_BITS = 64  # in an integer; hashes of larger ones collide at will
+MAX_NESTING = 64  # lists in lists
+
+SCAN = 1024  # characters that a loop in C looks at per step
+ITEMS = 16  # items of a list that are compared, copied or hashed per step
+_STEPS_PER_LOOK = 16  # at the clock
+_OBJECT = 64  # bytes of an object besides its content
+_KNOWN = 320  # bytes of a known size
+REPR = 10  # characters that repr writes for one, at most: "\U0010ffff"
+_ITEM_CHARS = 96  # of an item that is not a string, and of the commas and quotes around any
+
+_EMPTY: dict[str, Any] = {}
+_KEYS, _VALUES, _PAIRS = type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items())
+VIEWS = (_KEYS, _VALUES, _PAIRS)
+CONTAINERS = (list, tuple, dict, *VIEWS)
+
+
+class Size(NamedTuple):
+    """A value when written out: what it holds twice counts twice."""
+
+    chars: int  # in its strings
+    items: int
+    nesting: int
+    width: int  # bytes per character
+
+    @property
+    def steps(self) -> int:
+        """To look at all of it."""
+        return self.chars // SCAN + self.items // ITEMS
+
+
+_ONE = Size(0, 1, 0, 1)
+
+
+def width(text: str) -> int:
+    """Bytes per character. That of Chinese is really 2; whether a text is ASCII is known without reading it."""
+    return 1 if text.isascii() else 4
+
+
+class Budget:
+    """What one rendering has used so far."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._end = time.thread_time() + MAX_SECONDS
+        self._next_look = _STEPS_PER_LOOK
+        self._sizes: dict[int, tuple[Any, Size]] = {}  # by identity, with the value so that it stays the same
+        self.steps = 0
+        self.bytes = 0
+        self.output = 0  # characters
+        self.depth = 0
+
+    # -- charging --
+    def step(self, count: int = 1) -> None:
+        if self.steps + count > MAX_STEPS:
+            raise self.exceeded(f"{MAX_STEPS} steps")
+        self.steps += count
+        if self.steps >= self._next_look:
+            self._next_look = self.steps + _STEPS_PER_LOOK
+            if time.thread_time() > self._end:
+                raise self.exceeded(f"{MAX_SECONDS:g} seconds")
+
+    def reserve(self, size: int) -> None:
+        """Refuse an operation that might need more bytes than are left; what it makes is charged when it is there."""
+        if self.bytes + size > MAX_BYTES:
+            raise self.exceeded(f"{MAX_BYTES >> 20} MiB")
+
+    def spend(self, size: int) -> None:
+        self.reserve(size)
+        self.bytes += size
+
+    def make_text(self, chars: int, width: int) -> None:
+        """Charge for a string that is about to be made."""
+        if chars > MAX_CHARS:
+            raise self.exceeded(f"{MAX_CHARS} characters")
+        self.spend(chars * width + _OBJECT)
+
+    def reserve_text(self, chars: int, width: int) -> None:
+        if chars > MAX_CHARS:
+            raise self.exceeded(f"{MAX_CHARS} characters")
+        self.reserve(chars * width + _OBJECT)
+
+    def make_list(self, items: int, each: int = 8) -> None:
+        """Charge for a list that is about to be made; `each` is the bytes per item."""
+        self.check_items(items)
+        self.step(items // ITEMS)
+        self.spend(items * each + _OBJECT)
+
+    def check_items(self, items: int) -> None:
+        if items > MAX_ITEMS:
+            raise self.exceeded(f"a list of {MAX_ITEMS} values")
+
+    def made(self, value: Any) -> Any:
+        """Charge for the result of an operation whose operands said too little about it; returns the value."""
+        if isinstance(value, str):
+            self.make_text(len(value), width(value))
+        else:
+            if isinstance(value, (list, tuple, dict)):
+                self.make_list(len(value), 104 if isinstance(value, dict) else 8)
+            self.check(value)
+        return value
+
+    def write(self, text: str) -> None:
+        """Charge for a piece of the prompt."""
+        self.step()
+        self.output += len(text)
+        if self.output > MAX_CHARS:
+            raise self.exceeded(f"{MAX_CHARS} characters")
+        self.spend(len(text) * width(text) + 8)
+
+    # -- sizes --
+    def check_given(self, variables: Mapping[str, Any]) -> None:
+        """Refuse variables that leave a template no room: too long a text is not the template's fault."""
+        sizes = [self._size(value, 0) for value in variables.values()]
+        chars = sum(size.chars + size.items for size in sizes)
+        if chars > MAX_GIVEN:
+            raise RequestError(
+                f"chat: expected at most {MAX_GIVEN} characters in messages, tools and variables, found {chars}",
+                hint="send less text",
+            )
+
+    def check(self, value: Any) -> Any:
+        """Refuse a value that is too long when written out: `[x, x]` over and over is small only in memory."""
+        if isinstance(value, int):
+            if value.bit_length() > MAX_BITS:
+                raise self.exceeded(f"numbers of {MAX_BITS} bits")
+        elif not isinstance(value, str):
+            self.size(value)
+        return value
+
+    def check_together(self, values: Iterable[Any]) -> None:
+        """Refuse values that are too long as one: a macro sees its arguments as one value, `varargs`."""
+        chars = 0
+        for value in values:
+            size = self.size(value)
+            chars += size.chars + size.items
+            if chars > MAX_CHARS:
+                raise self.exceeded(f"{MAX_CHARS} characters")
+
+    def size(self, value: Any) -> Size:
+        size = self._size(value, 0)
+        if size.chars + size.items > MAX_CHARS + 1:
+            raise self.exceeded(f"{MAX_CHARS} characters")
+        return size
+
+    def _size(self, value: Any, depth: int) -> Size:
+        if isinstance(value, str):
+            return Size(len(value), 1, 0, width(value))
+        if isinstance(value, int):
+            return Size(value.bit_length(), 1, 0, 1)
+        if not isinstance(value, CONTAINERS):
+            return _ONE if not isinstance(value, Macro) else Size(len(value.name or ""), 1, 0, 4)
+        known = self._sizes.get(id(value))
+        if known is not None:
+            return known[1]
+        if depth > MAX_NESTING:
+            raise self.exceeded(f"{MAX_NESTING} nested values")
+        self.step(len(value) // ITEMS)
+        chars, items, nesting, most_width = 0, 1, 0, 1
+        for inner in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
+            if type(inner) is str:  # no more than the rest does for it, only faster
+                chars += len(inner)
+                items += 1
+                if not inner.isascii():
+                    most_width = 4
+                continue
+            size = self._size(inner, depth + 1)
+            chars += size.chars
+            items += size.items
+            nesting = max(nesting, size.nesting)
+            most_width = max(most_width, size.width)
+        if nesting >= MAX_NESTING:
+            raise self.exceeded(f"{MAX_NESTING} nested values")
+        self.spend(_KNOWN)
+        # the value is kept with its identity; templates cannot change what they were given or have made
+        total = Size(chars, items, nesting + 1, most_width)
+        self._sizes[id(value)] = value, total
+        return total
+
+    # -- text --
+    def written(self, value: Any) -> tuple[int, int]:
+        """The most characters that `str(value)` has, and their width."""
+        if isinstance(value, str):
+            return len(value), width(value)
+        size = self.size(value)
+        return size.chars * REPR + size.items * _ITEM_CHARS, size.width
+
+    def text(self, value: Any) -> str:
+        """`str(value)`, charged."""
+        if isinstance(value, str):
+            return str(value)
+        chars, width = self.written(value)
+        self.step(chars // SCAN)
+        self.reserve(chars * width)
+        text = str(value)
+        self.make_text(len(text), width)
+        return text
+
+    def exceeded(self, what: str) -> FormatError:
+        return FormatError(f"{self._where}: the template goes beyond {what}")
+
+
+_current: ContextVar[Budget] = ContextVar("budget")
+current = _current.get
+start = _current.set
+stop = _current.reset
+
+
+def listed(values: Iterable[Any]) -> list[Any]:
+    """A list of the values, charged before it is made where their number is known, else one by one."""
+    budget = current()
+    if isinstance(values, (list, tuple, dict, _KEYS, _VALUES)):
+        budget.make_list(len(values))
+        return list(values)
+    if isinstance(values, (str, range, _PAIRS)):  # each item is an object of its own
+        budget.make_list(len(values), 88)
+        return list(values)
+    items: list[Any] = []
+    for value in values:
+        budget.step()
+        budget.check_items(len(items) + 1)
+        items.append(value)
+    budget.spend(88 * len(items) + _OBJECT)
+    return items

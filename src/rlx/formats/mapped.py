@@ -1,0 +1,94 @@
+"""Maps of files: each knows the state that its file was in, and refuses to go on once that has changed.
+
+A map shows the file as it is now. If the file is overwritten in place, a model computes with other weights; if it is
+truncated, reading beyond its new end raises SIGBUS. So `FileMap.check` is called once per request, and all maps of the
+process are listed in `TABLE`, where a signal handler can look up which file a faulting address belongs to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import sys
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from rlx.errors import FormatError
+
+SLOTS = 4096  # of the table; maps beyond it are not listed
+START, END, PATH, LENGTH = range(4)  # words of a slot: addresses of the map, address and length of the path; 0 is free
+TABLE: np.ndarray[Any, np.dtype[np.int64]] = np.zeros((SLOTS, 4), np.int64)
+
+_unused = itertools.count()  # slots that never had a map
+_freed: list[int] = []
+_HINT = "load the model again, and replace files by renaming new ones over them"
+
+
+class FileMap(mmap.mmap):
+    """A read-only map of a whole file.
+
+    It holds the file open: a file that is renamed or removed stays as it was mapped, and is no change.
+    """
+
+    _descriptor = _slot = -1
+    path: Path
+    state: os.stat_result
+
+    def __new__(cls, path: Path, descriptor: int) -> Self:
+        state = os.fstat(descriptor)
+        # A second descriptor of the map itself would be of no use; before Python 3.13 it cannot be avoided.
+        options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+        self = super().__new__(cls, descriptor, 0, access=mmap.ACCESS_READ, **options)
+        self.path, self.state = path, state
+        self._descriptor = os.dup(descriptor)
+        self._list()
+        return self
+
+    def _list(self) -> None:
+        """Add the map to the table; its start last, since that makes the slot valid."""
+        slot = _freed.pop() if _freed else next(_unused)
+        if slot >= SLOTS:
+            return
+        self._name = np.frombuffer(os.fsencode(self.path), np.uint8)  # alive as long as its address is in the table
+        start = _address(np.frombuffer(self, np.uint8))
+        self._slot = slot
+        TABLE[slot, END:] = start + len(self), _address(self._name), self._name.size
+        TABLE[slot, START] = start
+
+    def __del__(self) -> None:
+        if self._slot >= 0:
+            TABLE[self._slot, START] = 0
+            _freed.append(self._slot)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def check(self) -> None:
+        """Refuse a file that was changed since it was mapped. Takes about a microsecond."""
+        now, then = os.fstat(self._descriptor), self.state
+        if now.st_size == then.st_size and now.st_mtime_ns == then.st_mtime_ns:
+            return
+        if now.st_size != then.st_size:
+            what = f"it had {then.st_size} bytes, now {now.st_size}"
+        else:
+            what = f"it was modified at {_shown(then.st_mtime_ns)}, now at {_shown(now.st_mtime_ns)}"
+        raise FormatError(f"{self.path}: the file has changed since it was loaded: {what}", hint=_HINT)
+
+
+def map_of(view: memoryview) -> list[FileMap]:
+    """The map that a view shows a part of, as a list; empty where it shows other memory."""
+    return [view.obj] if isinstance(view.obj, FileMap) else []
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _shown(nanoseconds: int) -> str:
+    """A time of day, as `ls --full-time` shows it."""
+    import datetime
+
+    seconds, rest = divmod(nanoseconds, 10**9)
+    return f"{datetime.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}.{rest:09d}"

@@ -1,0 +1,252 @@
+"""Flows as newcomers write them: what weights begin with, what training changes, names, origins, captures, variants."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx
+from rlx import ModelExecutionConfig, ModelFlow
+from rlx.errors import BindError, GraphError, RequestError
+from rlx.flow.stages import Custom, LmHead, Named, RmsNorm, Sequence
+
+Array = np.ndarray[Any, Any]
+KEY = rlx.random.key(0)
+X = np.random.default_rng(0).standard_normal((2, 6)).astype(np.float32)
+
+
+def flow() -> ModelFlow:
+    return ModelFlow("f").input("x", (2, 6))
+
+
+def line() -> int:
+    """The line of the caller."""
+    frame = inspect.currentframe()
+    assert frame is not None and frame.f_back is not None
+    return frame.f_back.f_lineno
+
+
+# -- init ------------------------------------------------------------------------------------------------------------
+def test_a_scalar_weight_is_a_scalar() -> None:
+    gated = flow().custom(lambda e, v: v * e.load_param("alpha", shape=()))
+    weights = gated.init(KEY)
+    assert weights["alpha"].shape == ()
+    np.testing.assert_allclose(gated.build(weights).compile().run({"x": X})[0], X * weights["alpha"], rtol=1e-6)
+
+
+def test_only_scales_of_norms_begin_as_one() -> None:
+    def ramp(key: Any, shape: Any) -> Array:
+        return np.arange(shape[0], dtype=np.float32)
+
+    def gates(emit: Any, value: Any) -> Any:
+        value = value * emit.load_param("gate", shape=(6,)) + emit.load_param("shift.bias", shape=(6,))
+        return value * emit.load_param("half", shape=(6,), init=0.5) + emit.load_param("by", shape=(6,), init=ramp)
+
+    made = flow().rms_norm("n", 1e-5).layer_norm("l", 1e-5).gemma_rms_norm("g", 1e-5).layer_scale("s").custom(gates)
+    weights = made.init(KEY)
+    assert (weights["n"] == 1).all() and (weights["l.weight"] == 1).all() and (weights["s"] == 1).all()
+    assert (weights["l.bias"] == 0).all() and (weights["g"] == 0).all() and (weights["shift.bias"] == 0).all()
+    assert 0 < np.abs(weights["gate"]).max() < 0.1 and np.unique(weights["gate"]).size == 6
+    assert (weights["half"] == 0.5).all() and weights["by"].tolist() == [0, 1, 2, 3, 4, 5]
+    other = made.initialised({"gate": 2.0, "half": lambda key, shape: np.zeros(shape)}).init(KEY)
+    assert (other["gate"] == 2).all() and (other["half"] == 0).all(), "rules come before what stages say"
+    with pytest.raises(GraphError, match="init: 'one' is neither a number nor a function"):
+        made.initialised({"gate": "one"})  # type: ignore[dict-item]
+
+
+def test_shapes_of_weights_that_nobody_asks_for_are_an_error() -> None:
+    linear = flow().linear("weight")
+    assert linear.init(KEY, shapes={"weight": (3, 6)})["weight"].shape == (3, 6)
+    with pytest.raises(BindError, match="init: shapes has 'wieght', and no stage asks for it") as caught:
+        linear.init(KEY, shapes={"weight": (3, 6), "wieght": (3, 6)})
+    assert "'weight'" in (caught.value.hint or "")
+
+
+def test_unused_weights_are_known() -> None:
+    weights = {"w": np.ones((3, 6), np.float32), "v": np.ones(3, np.float32)}
+    assert flow().linear("w").build(weights).unused_weights == ["v"]
+    assert flow().linear("w", bias_key="v").build(weights, strict=True).unused_weights == []
+    with pytest.raises(BindError, match="flow 'f': 1 weights are not used: 'v'"):
+        flow().linear("w").build(weights, strict=True)
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda f: f.named_layer("a", RmsNorm("n", 1e-5)).named_layer("a", RmsNorm("n", 1e-5)),
+        lambda f: f.custom_named("a", lambda e, v: v).custom_named("a", lambda e, v: v),
+        lambda f: f.layer("a", lambda s: s.rms_norm("n", 1e-5)).custom_named("a", lambda e, v: v),
+        lambda f: f.repeat_layers(1, lambda i: RmsNorm("n", 1e-5), "a").repeat_layers(2, lambda i: Sequence(()), "a"),
+    ],
+)
+def test_two_layers_of_one_name_are_refused(make: Any) -> None:
+    with pytest.raises(GraphError, match=r"flow: two stages are called 'a(\.0)?'"):
+        make(flow()).build({"n": np.ones(6, np.float32)})
+
+
+def test_names_repeat_in_other_layers_and_without_being_given() -> None:
+    named = flow().repeat_layers(2, lambda i: Sequence([Named("inner", Custom(lambda e, v: v + 1.0, "inner"))]))
+    doubled = named.rms_norm("n", 1e-5).rms_norm("n", 1e-5).build({"n": np.ones(6, np.float32)}, ["layers.*.inner"])
+    assert doubled.output_names == ["output", "layers.0.inner", "layers.1.inner"]
+
+
+# -- captures --------------------------------------------------------------------------------------------------------
+def test_a_star_stops_at_dots_and_two_do_not() -> None:
+    def layer(i: int) -> Sequence:
+        return Sequence([Custom(lambda e, v: v * 2.0, "a"), Custom(lambda e, v: v + 1.0, "b")])
+
+    deep = flow().repeat_layers(2, layer)
+
+    def captured(pattern: str) -> list[str]:
+        return sorted(deep.build(capture=[pattern]).output_names[1:])
+
+    layers = ["layers.0", "layers.1"]
+    assert captured("layers.*") == layers and captured("*.1") == layers[1:]
+    parts = ["layers.0.a", "layers.0.b", "layers.1.a", "layers.1.b"]
+    assert captured("layers.**") == sorted([*layers, *parts])
+    assert captured("**.b") == ["layers.0.b", "layers.1.b"] and captured("layers.[01].?") == parts
+    assert captured("layers.*.out") == ["layers.0.out", "layers.1.out"]
+    with pytest.raises(RequestError, match=r"no stage of 'f' matches '\*\.a\.b'"):
+        captured("*.a.b")
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+def test_tables_of_a_flow_are_not_trained_unless_they_are_named() -> None:
+    def loss(emit: Any, value: Any) -> Any:
+        return (value * emit.synth_param("table", np.ones(6))).sum(axis=0).sum(axis=0)
+
+    module = flow().linear("w").custom(loss).build({"w": np.eye(6, dtype=np.float32)}).module
+    given = {"w": np.eye(6, dtype=np.float32), "table": np.ones(6, np.float32)}
+    for wrt, trained in ((None, {"w"}), (["table"], {"table"}), (["w", "table"], {"w", "table"})):
+        step = rlx.train.step(module, rlx.train.sgd(0.5), wrt, device="reference")
+        step.set_params(given)
+        step.run({"x": X})
+        assert set(step.params) == trained
+    again = rlx.train.step(module.copy(), rlx.train.sgd(0.5), device="reference")
+    assert set(again.params) == {"w"}, "copies know it too"
+
+
+def test_vmap_has_an_axis_of_its_own() -> None:
+    """Gradients of each example by itself: the batch of the flow is 1 in all of them."""
+    g = rlx.Graph("g")
+    x, w = g.input("x", ("batch", 3)), g.param("w", (3,))
+    g.set_outputs([(x * w * w).sum(axis=1).sum(axis=0)])
+    each = rlx.transforms.vmap(rlx.transforms.grad(g, ["w"]))
+    assert str(each.named("x").type) == "f32[batch_1, batch, 3]"
+    f = rlx.compile(each, "reference")
+    f.set_param("w", np.float32([1, 2, 3]))
+    rows = np.random.default_rng(1).standard_normal((8, 1, 3)).astype(np.float32)
+    np.testing.assert_allclose(f.run({"x": rows})[-1], 2 * rows[:, 0] * [1, 2, 3], rtol=1e-5)
+    plain = rlx.Graph("p")
+    plain.set_outputs([plain.input("x", (3,)) * 2.0])
+    assert str(rlx.transforms.vmap(plain).named("x").type) == "f32[batch, 3]"
+    twice = rlx.transforms.vmap(rlx.transforms.vmap(plain))
+    assert str(twice.named("x").type) == "f32[batch_1, batch, 3]"
+
+
+# -- origins ---------------------------------------------------------------------------------------------------------
+def test_nodes_come_from_the_line_that_added_their_stage() -> None:
+    at = line() + 1
+    first = flow().rms_norm("n", 1e-5)
+    second = first.layer("block", lambda stack: stack.rms_norm("n", 1e-5).linear("w"))
+    third = second.custom(lambda e, v: v * 2.0)
+    module = third.build({"n": np.ones(6, np.float32), "w": np.eye(6, dtype=np.float32)}).module
+    nodes = [n for n in module.nodes if n.op in ("rms_norm", "matmul", "mul")]
+    assert [(n.op, n.origin.stage, n.origin.line) for n in nodes] == [
+        ("rms_norm", "norm", at), ("rms_norm", "block.norm", at + 1), ("matmul", "block", at + 1), ("mul", "", at + 2)
+    ]  # fmt: skip
+    assert {n.origin.file for n in nodes} == {__file__}
+
+
+def test_errors_name_the_line_that_added_the_stage() -> None:
+    at = line() + 1
+    wrong = flow().layer_scale("s").linear("w")
+    with pytest.raises(GraphError) as caught:
+        wrong.build({"s": np.ones(6, np.float32), "w": np.ones((3, 4), np.float32)})
+    assert any(f"test_flow_corners.py:{at}" in note for note in caught.value.notes), caught.value.notes
+
+
+def test_the_standard_library_and_numpy_are_not_users() -> None:
+    g = rlx.Graph("g")
+    x = g.input("x", (3,))
+
+    class Lazy:
+        value = functools.cached_property(functools.partial(lambda self: g.add(x, x)))
+
+    assert Lazy().value.node.origin.file == __file__
+    at = line() + 1
+    made = functools.reduce(g.add, [x, x])
+    assert (made.node.origin.file, made.node.origin.line) == (__file__, at)
+    at = line() + 1
+    applied = np.vectorize(functools.partial(g.mul, x), otypes=[object])([1.0, 2.0])
+    assert {(v.node.origin.file, v.node.origin.line) for v in applied} == {(__file__, at)}
+
+
+# -- variants --------------------------------------------------------------------------------------------------------
+def test_a_past_that_a_flow_does_not_take_is_an_error() -> None:
+    weights = {"e": np.ones((9, 6), np.float32)}
+    plain = ModelFlow("m").input("tokens", ("batch", "seq"), "i32").token_embed("e").stage(LmHead(9, 6, "e"))
+    built = plain.build(weights)
+    assert built.with_execution_config(ModelExecutionConfig.prefill(1, 4)).primary_shape == (1, 4, 9)
+    attempts: list[Any] = [
+        built.with_execution_config, lambda c: c.compile(built.module), lambda c: c.specialise(built.into_hir()),
+    ]  # fmt: skip
+    for attempt in attempts:
+        with pytest.raises(GraphError, match="decode has a past of 16 tokens, and graph 'm' takes none") as caught:
+            attempt(ModelExecutionConfig.decode(1, 16, 1))
+        assert "kv_cache" in (caught.value.hint or "")
+    past = plain.input("past_k_0", ("batch", rlx.sym.PAST_SEQ, 4)).build(weights)
+    special = past.with_execution_config(ModelExecutionConfig.decode(1, 16, 1)).module
+    assert str(special.named("past_k_0").type) == "f32[1, 16, 4]"
+
+
+# -- fusion ----------------------------------------------------------------------------------------------------------
+def report(build: Any) -> tuple[Any, int]:
+    g = rlx.Graph("g")
+    x, w, v = g.input("x", ("n", 8)), g.param("w", (8, 8)), g.param("v", (8,))
+    g.set_outputs([build(g, x, w, v)])
+    compiled: Any = rlx.compile(g)
+    return compiled.plan.fusion, len(compiled.plan.main.launches)
+
+
+def conv(g: Any, x: Any, w: Any, v: Any) -> Any:
+    pad = g.input("pad", (1, 2, 8))
+    return g.depthwise_conv1d_causal(x.reshape(1, "n", 8), w[:, :3], pad, kernel_size=3).silu()
+
+
+@pytest.mark.parametrize(
+    ("build", "what", "why"),
+    [
+        (lambda g, x, w, v: x.softmax(axis=-1) * 2.0 + v, "softmax -> mul + add", "softmax takes in no elementwise"),
+        (lambda g, x, w, v: x.tanh().softmax(axis=-1), "tanh -> softmax", "softmax takes in no elementwise"),
+        (lambda g, x, w, v: x.sum(axis=-1).tanh(), "sum -> tanh", "sum takes in no elementwise"),
+        (lambda g, x, w, v: (x @ w).mT.gelu(), "matmul -> gelu", "a transpose lies between"),
+        (lambda g, x, w, v: x.tanh() @ w, "tanh -> matmul", "matmul takes in no elementwise"),
+        (conv, "depthwise_conv1d_causal -> silu", "takes in no elementwise"),
+    ],
+)
+def test_what_did_not_fuse_is_named_with_its_reason(build: Any, what: str, why: str) -> None:
+    found, launches = report(build)
+    assert launches > 1
+    missed = {m.op: m.why for m in found.missed}
+    assert what in missed and re.search(why, missed[what]), str(found)
+
+
+def test_a_norm_after_a_matmul_is_said_to_be_apart() -> None:
+    found, launches = report(lambda g, x, w, v: (x @ w).rms_norm(v))
+    assert launches == 2 and not found.missed
+    assert [(m.op, m.why) for m in found.apart] == [
+        ("matmul -> rms_norm", "rms_norm goes over whole rows, and no kernel computes both")
+    ]
+    assert "apart 1" in str(found)
+
+
+def test_what_fuses_is_neither_missed_nor_apart() -> None:
+    found, launches = report(lambda g, x, w, v: (x @ w + v).gelu())
+    assert launches == 1 and not found.missed and not found.apart

@@ -1,0 +1,281 @@
+"""How functions are called: defaults, static arguments, and errors that name the argument that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx
+from rlx.errors import BindError, DTypeError, GraphError, RlxError, ShapeError
+
+
+# -- defaults --------------------------------------------------------------------------------------------------------
+def decay(rate: Any, start: Any = 1.0, steps: int = 5, mode: str = "power") -> Any:
+    """start * rate^steps: `steps` and `mode` are Python values that code depends on."""
+    if mode == "power":
+        return start * rate**steps
+    return rlx.scan(lambda c, _: (c * rate, None), start, length=steps)[0]
+
+
+def test_jit_leaves_a_default_that_nobody_passed_to_the_function() -> None:
+    rates = np.array([0.5, 0.9], np.float32)
+    np.testing.assert_allclose(rlx.jit(decay)(rates), rates**5, rtol=1e-6)
+    np.testing.assert_allclose(rlx.jit(rlx.vmap(decay))(rates), rates**5, rtol=1e-6)
+    np.testing.assert_allclose(rlx.jit(rlx.grad(decay))(0.5), 5 * 0.5**4, rtol=1e-6)
+    np.testing.assert_allclose(rlx.jit(rlx.vmap(rlx.grad(decay)))(rates), 5 * rates**4, rtol=1e-6)
+    np.testing.assert_allclose(rlx.jit(np.tanh)(1.0), np.tanh(1.0), rtol=1e-6)
+
+
+def test_what_is_passed_is_traced_whether_by_position_or_by_name() -> None:
+    jitted = rlx.jit(decay, static_argnames=("steps", "mode"))
+    np.testing.assert_allclose([jitted(0.5, 3.0), jitted(0.5, start=3.0)], 3 * 0.5**5, rtol=1e-6)
+    assert len(jitted.history) == 1
+    np.testing.assert_allclose(jitted(0.5, steps=2), 0.25)  # the argument between them keeps its default
+    np.testing.assert_allclose(jitted(0.5, mode="scan", start=2.0), 2 * 0.5**5, rtol=1e-6)
+    assert len(jitted.history) == 3
+
+
+# -- what is no function ---------------------------------------------------------------------------------------------
+def test_a_graph_is_not_a_function() -> None:
+    graph = rlx.Graph("square")
+    x = graph.input("x", (3,))
+    graph.set_outputs([x * x])
+    module = rlx.Graph.define("block", lambda m: m.input("x", (3,)) * 2.0)
+    takers = {
+        "jit": rlx.jit, "grad": rlx.grad, "value_and_grad": rlx.value_and_grad, "vmap": rlx.vmap, "jacfwd": rlx.jacfwd,
+        "jacrev": rlx.jacrev, "checkpoint": rlx.checkpoint, "vjp": lambda g: rlx.vjp(g, 1.0),
+        "jvp": lambda g: rlx.jvp(g, (1.0,), (1.0,)),
+    }  # fmt: skip
+    for name, taker in takers.items():
+        for given in (graph, module):
+            with pytest.raises(GraphError, match=f"{name}: takes a function, found graph '{given.name}'") as caught:
+                taker(given)
+            assert caught.value.hint == f"{'rlx.compile' if name == 'jit' else f'rlx.transforms.{name}'} takes graphs"
+            assert rlx.transforms.__dict__.get(name) or name == "jit"
+    with pytest.raises(GraphError, match="jit: takes a function, found ndarray"):
+        rlx.jit(np.ones(3))
+    with pytest.raises(GraphError, match="jit: takes a function, found graph 'square'"):
+        rlx.jit(dims={"x": ("n",)})(graph)
+
+
+# -- what does not fit is named --------------------------------------------------------------------------------------
+X = np.array([1.0, 2.0, 3.0], np.float32)
+KEY = rlx.random.key(0)
+
+
+@dataclass
+class Config:
+    act: str
+    w: Any
+
+
+class Plain:
+    def scaled(self, x: Any) -> Any:
+        return x * 2.0
+
+
+def changed(x: Any) -> Any:
+    x[0] = 5.0
+    return x
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
+    "a string": (
+        lambda: rlx.jit(lambda x, mode: x)(X, "a"),
+        DTypeError,
+        "jit: mode is a str, wanted an array",
+        "static_argnames='mode'",
+    ),
+    "a string in a dict": (
+        lambda: rlx.jit(lambda cfg: cfg["n"])({"act": "relu", "n": 2}),
+        DTypeError,
+        "jit: cfg.act is a str",
+        "argument of its own",
+    ),
+    "a string in a dataclass": (
+        lambda: rlx.jit(lambda cfg: cfg.w)(Config("relu", X)),
+        DTypeError,
+        "jit: cfg.act is a str",
+        "argument of its own",
+    ),
+    "self": (lambda: rlx.jit(Plain.scaled)(Plain(), X), DTypeError, "jit: self is a Plain", "static_argnames='self'"),
+    "grad of a string": (
+        lambda: rlx.grad(lambda x, mode: x)(1.0, "a"),
+        DTypeError,
+        "grad: mode is a str",
+        "functools.partial",
+    ),
+    "vmap of a string": (
+        lambda: rlx.vmap(lambda x, mode: x, (0, None))(X, "a"),
+        DTypeError,
+        "vmap: mode is a str",
+        "functools.partial",
+    ),
+    "a string as a result": (
+        lambda: rlx.jit(lambda x: {"a": x, "b": "no"})(X),
+        DTypeError,
+        "<lambda>: its result.b is a str",
+        "returns arrays",
+    ),
+    "an int too large": (
+        lambda: rlx.jit(lambda n: n)(2**40),
+        DTypeError,
+        "jit: n: 1099511627776: does not fit i32",
+        "np.int64(1099511627776)",
+    ),
+    "a type rlx does not have": (
+        lambda: rlx.jit(lambda n: n)(np.uint64(3)),
+        DTypeError,
+        "jit: n: dtype: dtype('uint64') has no counterpart",
+        "known: f64",
+    ),
+    "a number for a shape": (
+        lambda: rlx.random.normal(KEY, 3),
+        ShapeError,
+        "shape: 3 is not a shape",
+        "write (3,)",
+    ),
+    "a number for a key": (
+        lambda: rlx.random.normal(0, (3,)),
+        DTypeError,
+        "a key is two numbers of u32, found i32[]",
+        "rlx.random.key(seed)",
+    ),
+    "a batch of keys": (
+        lambda: rlx.random.normal(rlx.random.split(KEY), (3,)),
+        ShapeError,
+        "a key is two numbers of u32",
+        "vmap",
+    ),
+    "floats for randint": (
+        lambda: rlx.random.randint(KEY, (3,), 0.0, 4.0),
+        GraphError,
+        "randint: minval is 0.0, wanted a whole",
+        "",
+    ),
+    "jvp of numbers": (
+        lambda: rlx.jvp(np.sin, 2.0, 1.0),
+        GraphError,
+        "jvp: primals is a float, wanted a tuple",
+        "(x,)",
+    ),
+    "jvp of an array": (lambda: rlx.jvp(np.sin, (X,), X), GraphError, "jvp: tangents is a ndarray", "(tangent,)"),
+    "hvp of an array": (lambda: rlx.hvp(np.sum, X, X), GraphError, "hvp: primals is a ndarray", "rlx.hvp(f, (x,)"),
+    "change in place": (lambda: rlx.jit(changed)(X), GraphError, "cannot be changed in place", "x.at[key].set(y)"),
+    "a format": (
+        lambda: rlx.jit(lambda x: f"{x:.2f}")(X),
+        GraphError,
+        "has no number to format as '.2f'",
+        "rlx.debug.print",
+    ),
+    "trace at once": (
+        lambda: rlx.trace(np.sin, X),
+        GraphError,
+        "trace: takes a function, found 1",
+        "rlx.trace(f)(*args)",
+    ),
+    "np.linalg": (lambda: rlx.jit(np.linalg.inv)(X), GraphError, "numpy.linalg.inv: has no form", "write it with"),
+    "np.add.reduce": (lambda: rlx.jit(np.add.reduce)(X), GraphError, "numpy.add.reduce: has no form", "np.sum"),
+    "out=": (lambda: rlx.jit(lambda x: np.add(x, x, where=X > 0))(X), GraphError, "numpy.add with where=", "assign"),
+    "np.array of a list": (
+        lambda: rlx.jit(lambda x: np.array([x, x]))(X),
+        GraphError,
+        "has no numbers",
+        "np.stack([x, y])",
+    ),
+    "grad of an int": (lambda: rlx.grad(lambda x: x * 2)(3), DTypeError, "grad: 'x' is i32[], only floats", "3.0"),
+    "argnums by name": (lambda: rlx.grad(lambda x: x, "x")(1.0), GraphError, "grad: argnums is 'x'", "counted from 0"),
+    "argnums of a keyword": (
+        lambda: rlx.grad(lambda x, y: x * y, 1)(1.0, y=2.0),
+        GraphError,
+        "there are 1 arguments",
+        "not by name",
+    ),
+    "scan without a pair": (
+        lambda: rlx.scan(lambda c, x: c, 0.0, X),
+        GraphError,
+        "scan: the function gives array, wanted a pair",
+        "carry, y",
+    ),
+    "fori_loop to a float": (
+        lambda: rlx.fori_loop(0, 3.5, lambda i, c: c, 0),
+        DTypeError,
+        "fori_loop: upper is 3.5, wanted a whole number",
+        "int(",
+    ),
+    "a compiled graph by position": (
+        lambda: rlx.compile(rlx.trace(np.sin)(X))(X),
+        BindError,
+        "1 given by position, they go by name",
+        "f(x=...)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_with_what_to_do(mistake: str) -> None:
+    call, kind, message, hint = MISTAKES[mistake]
+    with pytest.raises(kind) as caught:
+        call()
+    assert isinstance(caught.value, RlxError) and message in str(caught.value)
+    assert hint in (caught.value.hint or "") and len(str(caught.value)) < 500
+
+
+def test_an_error_names_the_line_of_the_caller_not_of_numpy() -> None:
+    with pytest.raises(GraphError) as caught:
+        rlx.jit(lambda x: np.testing.assert_allclose(x, 1))(X)
+    assert any("test_calls.py" in note for note in caught.value.notes)
+
+
+# -- what was refused and need not be --------------------------------------------------------------------------------
+def test_vmap_takes_arguments_by_name_on_their_first_axis() -> None:
+    y = np.arange(6.0, dtype=np.float32).reshape(3, 2)
+    np.testing.assert_allclose(rlx.vmap(lambda x, y: x * y)(X, y=y), X[:, None] * y)
+    np.testing.assert_allclose(rlx.vmap(lambda x, *, y: x * y, in_axes=(None,))(X[:2], y=y), X[:2] * y)
+    with pytest.raises(ShapeError, match="sizes of the batch differ, x: 3, y: 2"):
+        rlx.vmap(lambda x, y: x * y)(X, y=y.T)
+
+
+def test_axes_and_sizes_may_be_integers_of_numpy() -> None:
+    m, one, two = np.arange(6.0).reshape(2, 3), np.int64(1), np.int32(2)
+    np.testing.assert_allclose(rlx.sum(m, axis=one), m.sum(1))
+    np.testing.assert_allclose(rlx.max(m, axis=one), m.max(1))
+    np.testing.assert_allclose(rlx.argmax(m, axis=one), m.argmax(1))
+    np.testing.assert_allclose(rlx.mean(m, (np.int64(0), one)), m.mean())
+    np.testing.assert_allclose(rlx.reshape(m, np.int64(3), two), m.reshape(3, 2))
+    np.testing.assert_allclose(rlx.roll(m, one, one), np.roll(m, 1, 1))
+    np.testing.assert_allclose(rlx.expand_dims(m, one), m[:, None])
+    np.testing.assert_allclose(rlx.softmax(m, axis=np.int64(0)).sum(0), np.ones(3))
+    np.testing.assert_allclose(
+        rlx.rms_norm(m, np.ones(3), eps=np.float64(0)), m / np.sqrt((m**2).mean(1, keepdims=True))
+    )
+    drawn = rlx.random.randint(KEY, (100,), np.int64(2), np.int64(5))
+    assert set(drawn.tolist()) == {2, 3, 4}
+    np.testing.assert_allclose(rlx.power(-m, np.int64(2)), m**2)
+    assert rlx.fori_loop(np.int64(0), np.int64(3), lambda i, c: c + i, 0) == 3
+
+
+def test_no_gradient_of_an_argument_may_be_none() -> None:
+    @rlx.custom_vjp
+    def looked_up(table: Any, ids: Any, scale: Any) -> Any:
+        return table["t"][ids] * scale["s"]
+
+    def back(kept: Any, ct: Any) -> Any:
+        table, ids, scale = kept
+        return {"t": np.zeros_like(table["t"]).at[ids].add(ct * scale["s"])}, None, None
+
+    looked_up.defvjp(lambda t, i, s: (looked_up(t, i, s), (t, i, s)), back)
+    table, ids, scale = {"t": X}, np.array([0, 2, 2]), {"s": np.float32(3)}
+    dt, ds = rlx.grad(lambda t, s: np.sum(looked_up(t, ids, s)), (0, 1))(table, scale)
+    np.testing.assert_allclose(dt["t"], [3.0, 0.0, 6.0])
+    assert ds["s"] == 0.0
+    looked_up.defvjp(lambda t, i, s: (looked_up(t, i, s), None), lambda kept, ct: ct)
+    with pytest.raises(
+        GraphError, match=r"bwd gives array, the arguments are tuple\(dict\(t: array\), array,"
+    ) as caught:
+        rlx.grad(lambda t: np.sum(looked_up(t, ids, scale)))(table)
+    assert caught.value.hint and "one cotangent per argument" in caught.value.hint
