@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-import rlx
 from rlx.flow.flow import BuiltModel
 from rlx.flow.weights import WeightSource
 from rlx.models.load import Checkpoint
+from rlx.runtime.session import Session
 
 Array = np.ndarray[Any, Any]
 SETTINGS: dict[str, Any] = {
@@ -131,8 +131,10 @@ def values(
 class Driver:
     """A compiled decoder with a cache for some sequences."""
 
-    def __init__(self, built: BuiltModel, weights: WeightSource, batch: int, capacity: int) -> None:
-        self.f = rlx.compile(built.module)
+    def __init__(
+        self, built: BuiltModel, weights: WeightSource, batch: int, capacity: int, device: str = "cpu"
+    ) -> None:
+        self.f = Session(device).compile(built.module)
         for name in self.f.param_types:
             self.f.set_param(name, built.params[name] if name in built.params else weights.array(name))
         spec = built.cache
@@ -145,13 +147,15 @@ class Driver:
         self.states = {name: np.zeros((batch, *shape), np.float32) for name, shape in spec.states}  # recurrent ones
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, batch: int = 1, context: int | None = None) -> Driver:
+    def of(cls, checkpoint: Checkpoint, batch: int = 1, context: int | None = None, device: str = "cpu") -> Driver:
         context = context or checkpoint.config.context
         flow = checkpoint.family.flow(checkpoint.config, context, checkpoint.rope_factors)
-        return cls(flow.build(checkpoint.weights), checkpoint.weights, batch, context)
+        return cls(flow.build(checkpoint.weights), checkpoint.weights, batch, context, device)
 
-    def feed(self, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Array]:
-        """The logits `[len, vocab]` of each row; row i begins at position starts[i]."""
+    def feed(
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int], lengths: Sequence[int] | None = None
+    ) -> list[Array]:
+        """The logits `[len, vocab]` of each row; row i begins at position starts[i], its prompt has lengths[i]."""
         width = max(len(row) for row in rows)
         tokens, positions = np.zeros((len(rows), width), np.int32), np.full((len(rows), width), -1, np.int32)
         for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
@@ -160,13 +164,16 @@ class Driver:
                 state[i] = 0
         every = np.arange(tokens.size, dtype=np.int32)
         given = {"tokens": tokens, "positions": positions, "last_token_idx": every}
+        if "lengths" in self.f.input_types:
+            ends = [start + len(row) for row, start in zip(rows, starts, strict=True)]
+            given["lengths"] = np.array(ends if lengths is None else lengths, np.int32)
         (logits,) = self.f.run({**given, **self.cache, **self.states})
         return [logits[i * width : i * width + len(row)] for i, row in enumerate(rows)]
 
     def by_chunks(self, tokens: Sequence[int], chunk: int) -> Array:
         """The logits of one sequence, read so many tokens at a time."""
         return np.concatenate(
-            [self.feed([tokens[at : at + chunk]], [at])[0] for at in range(0, len(tokens), chunk)]
+            [self.feed([tokens[at : at + chunk]], [at], [len(tokens)])[0] for at in range(0, len(tokens), chunk)]
         )  # fmt: skip
 
 

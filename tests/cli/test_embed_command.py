@@ -137,7 +137,7 @@ def test_a_query_ranks_lines_once_each_without_the_empty_ones(
     distinct = [0, 1, 3, 5]
     order = sorted(distinct, key=lambda i: -scores[i])
     assert main(["embed", "-m", str(model), "--file", str(file), "--query", "fom"]) == 0
-    assert capsys.readouterr().out.splitlines() == [f"{scores[i]:.4f}  {TEXTS[i]}" for i in order]
+    assert capsys.readouterr().out.splitlines() == [f"{scores[i]:.4f}  {file}:{i + 1}  {TEXTS[i]}" for i in order]
     assert main(["embed", "-m", str(model), "--file", str(file), "--query", "fom", "--top", "2", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     assert [(r["line"], r["text"]) for r in results] == [(i + 1, TEXTS[i]) for i in order[:2]]
@@ -152,12 +152,37 @@ def test_a_query_and_a_file_of_vectors_may_go_together(
     assert len(capsys.readouterr().out.splitlines()) == 4 and np.load(out).shape == (6, 24)
 
 
+def test_files_and_folders_are_read_and_results_name_them(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes = tmp_path / "notes"
+    (notes / "deep").mkdir(parents=True)
+    (notes / "a.txt").write_text("bal\nfom\n")
+    (notes / "deep" / "b.txt").write_text("dam\n")
+    (notes / "c.bin").write_bytes(b"\xff\xfe\x00")
+    one, two = str(notes / "a.txt"), str(notes / "deep" / "b.txt")
+    wanted = [(one, 1, "bal"), (one, 2, "fom"), (two, 1, "dam")]
+    ways = ([one, two], ["--file", one, "--file", two], [str(notes)], ["--file", str(notes)])
+    for words in ways:
+        assert main(["embed", "-m", str(model), *words, "--query", "fom", "--json"]) == 0
+        captured = capsys.readouterr()
+        results = json.loads(captured.out)["results"]
+        assert sorted((r["file"], r["line"], r["text"]) for r in results) == sorted(wanted)
+        assert ("1 file passed over" in captured.err) == (str(notes) in words)
+    assert main(["embed", "-m", str(model), "kum", one, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["texts"] == 3
+
+
+def test_the_folder_of_a_model_is_no_folder_of_texts(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["embed", str(model), "--query", "x"]) == 2
+    assert f"rlx embed -m {model}" in capsys.readouterr().err
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--file", "absent.txt"], "absent.txt cannot be read: No such file"),
-        (["--file", "."], "cannot be read: Is a directory"),
         (["bal", "--out", "v.txt"], "ends in .npy"),
         (["bal", "--out", "absent/v.npy"], "there is no folder 'absent'"),
         (["bal", "--top", "0"], "--top is 0"),

@@ -478,3 +478,36 @@ def test_the_digest_tells_models_apart(tiny: LanguageModel, tiny_folder: Path, t
 def test_names(stories: LanguageModel) -> None:
     assert rlx.LanguageModel is LanguageModel and rlx.load is load
     assert repr(stories) == "<LanguageModel 'stories260K.bin': llama decoder, context 512>"
+
+
+def test_a_stream_that_is_closed_while_its_prompt_is_read_has_no_negative_times(tmp_path: Path) -> None:
+    from small_llama import SETTINGS, random_weights, write_folder
+
+    from rlx.engine import generate
+
+    write_folder(tmp_path, random_weights(SETTINGS), SETTINGS)
+    run = generate.Decoder.run
+    with rlx.load(tmp_path) as model:
+        for closed_after in (0, 1, 2):  # before it began, in the first chunk of the prompt, in the second
+            model.caches.clear()
+            stream = model.stream([5] * 200, max_tokens=3)
+            calls = 0
+
+            def counted(self: Any, *given: Any, stream: Any = stream, limit: int = closed_after, **named: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == limit:
+                    stream._cancel.set()
+                return run(self, *given, **named)
+
+            if closed_after:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(generate, "CHUNK", 64)
+                    patch.setattr(generate.Decoder, "run", counted)
+                    assert list(stream) == []
+            stream.close()
+            done = stream.completion
+            times = done.timings
+            assert done.finish_reason == "closed" and done.tokens == []
+            assert times.prompt_seconds >= 0 and times.answer_seconds == 0 == times.answer_per_second
+            assert times.prompt_per_second == 0

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_files import ASSETS, asset
 from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import models, pre_tokenizers
 
 from rlx.errors import FormatError, RequestError, RlxError
 from rlx.formats import open_gguf
@@ -898,3 +899,98 @@ def test_the_models_own_tokenizer_json_agrees_with_the_rust_library() -> None:
     theirs = RustTokenizer.from_str(document)
     texts = [t for t in hard_lines() if "<|" not in t]
     assert vocab("llama-bpe").encode_batch(texts) == [e.ids for e in theirs.encode_batch(texts)]
+
+
+# -- white space beside special tokens, and text that looks like one -------------------------------------------------
+PHI3 = ["<|endoftext|>", "<|assistant|>", "<|end|>", "<|user|>"]
+
+
+def phi3_metadata(name: str = "Phi 3 mini (phi3)") -> dict[str, Any]:
+    """Phi-3's special tokens behind a SentencePiece vocabulary; `</s>` is called text, as its files do."""
+    data = sentencepiece_metadata()
+    data["tokenizer.ggml.tokens"] = [*data["tokenizer.ggml.tokens"], *PHI3]
+    data["tokenizer.ggml.token_type"] = [2, 3, 4, *data["tokenizer.ggml.token_type"][3:], *[3] * len(PHI3)]
+    data["tokenizer.ggml.scores"] = np.append(data["tokenizer.ggml.scores"], [-1000.0] * len(PHI3)).astype(np.float32)
+    return data | {"tokenizer.ggml.add_space_prefix": False, "general.name": name}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("<|user|>\n<|end|>\n<|assistant|>\n", ["<|user|>", "<|end|>", "<|assistant|>"]),
+        ("<|user|> \t\r\n <|end|>", ["<|user|>", "<|end|>"]),
+        ("<|endoftext|>\n<|end|>", ["<|endoftext|>", "<0x0A>", "<|end|>"]),
+        ("<s>\n</s>\n", ["<s>", "<0x0A>", "</s>"]),
+    ],
+)
+def test_special_tokens_of_phi3_take_the_white_space_after_them(text: str, names: list[str]) -> None:
+    """As llama.cpp has it: all but `<unk>`, `<s>` and `<|endoftext|>`."""
+    data = phi3_metadata()
+    tokenizer = Tokenizer.from_gguf(data)
+    ids = tokenizer.encode(text, add_special=False, parse_special=True)
+    assert [data["tokenizer.ggml.tokens"][i] for i in ids] == names
+    other = Tokenizer.from_gguf(phi3_metadata("Llama"))
+    assert len(other.encode(text, add_special=False, parse_special=True)) > len(ids) or "endoftext" in text
+
+
+def test_the_end_of_a_text_cannot_be_typed_where_it_begins_with_s() -> None:
+    tokenizer = Tokenizer.from_gguf(phi3_metadata())
+    assert 2 not in tokenizer.encode("a </s> b", add_special=False) and 2 in tokenizer.special_ids
+    assert tokenizer.encode("</s>", add_special=False, parse_special=True) == [2]
+
+
+def test_phi3_chats_have_the_tokens_of_llama_cpp() -> None:
+    """What llama.cpp gives for the same vocabulary."""
+    metadata = dict(open_gguf(asset("vocab/ggml-vocab-llama-spm.gguf")).metadata)
+    count = len(metadata["tokenizer.ggml.tokens"])
+    names = ["<|endoftext|>", "<|assistant|>", *(f"<|placeholder{i}|>" for i in range(1, 5)), "<|system|>", "<|end|>"]
+    names += ["<|placeholder5|>", "<|placeholder6|>", "<|user|>"]
+    kinds = np.append(np.asarray(metadata["tokenizer.ggml.token_type"]), [3] * len(names))
+    kinds[2] = 4
+    scores = np.append(np.asarray(metadata["tokenizer.ggml.scores"]), [-1000.0] * len(names))
+    metadata |= {
+        "tokenizer.ggml.tokens": [*metadata["tokenizer.ggml.tokens"], *names], "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.scores": scores, "general.name": "Phi3 mini", "tokenizer.ggml.add_space_prefix": False,
+    }  # fmt: skip
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert count == 32000
+    for text, parse, wanted in (
+        ("<|user|>\nHello<|end|>\n<|assistant|>\n", True, [32010, 10994, 32007, 32001]),
+        ("a </s> b", False, [29874, 1533, 29879, 29958, 289]),
+        ("a</s>  b", True, [29874, 2, 29890]),
+        ("<|user|>\n  x <s> y", True, [32010, 29916, 29871, 1, 343]),
+        ("<|endoftext|>\nz", True, [32000, 13, 29920]),
+        ("plain <|end|> text", False, [24595, 529, 29989, 355, 29989, 29958, 1426]),
+    ):
+        assert tokenizer.encode(text, add_special=False, parse_special=parse) == wanted
+
+
+def test_a_special_token_typed_into_a_unigram_model_is_its_characters() -> None:
+    """As the same model without such pieces cuts it: no spaces between them."""
+    data = unigram_metadata()
+    tokenizer = Tokenizer.from_gguf(data)
+    ids = tokenizer.encode("ab</s>a", add_special=False)
+    assert [data["tokenizer.ggml.tokens"][i] for i in ids] == ["▁ab", "<", "/", "s", ">", "a"]
+    assert tokenizer.decode(ids) == "ab</s>a"
+    names, scores = data["tokenizer.ggml.tokens"], data["tokenizer.ggml.scores"]
+    pieces = [(n if i > 2 else f"\0{i}", s) for i, (n, s) in enumerate(zip(names, scores, strict=True))]
+    plain = RustTokenizer(models.Unigram(pieces, 2, byte_fallback=False))
+    plain.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="always", split=False)
+    for text in ("ab</s>a", "</s></s>", "a </s> b", "<pad>ab"):
+        assert tokenizer.encode(text, add_special=False) == plain.encode(text).ids
+
+
+def test_a_unigram_tokenizer_json_has_no_spaces_inside_them_either() -> None:
+    pieces = [["<unk>", 0.0], ["</s>", 0.0], ["▁", -2.0], ["a", -3.0], *([sign, -5.0] for sign in "</s>")]
+    space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    document = {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
+        "pre_tokenizer": space, "decoder": space, "model": {"type": "Unigram", "unk_id": 0, "vocab": pieces},
+        "added_tokens": [
+            {"id": i, "content": pieces[i][0], "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False, "special": True} for i in (0, 1)
+        ],
+    }  # fmt: skip
+    tokenizer = Tokenizer.from_json(json.dumps(document).encode())
+    assert tokenizer.encode("a</s>a a") == [2, 3, 4, 5, 6, 7, 3, 2, 3]
+    assert tokenizer.encode("a</s>a", parse_special=True).count(1) == 1

@@ -74,18 +74,15 @@ def test_generation_goes_on_from_there_alone_and_in_company(tmp_path: Path, name
 
 
 WRONG: list[tuple[str, dict[str, Any], type[RlxError], str]] = [
-    ("gemma3", {"attn_logit_softcapping": 5.0}, CapabilityError, "attn_logit_softcapping is 5.0"),
     ("gemma3", {"use_bidirectional_attention": "all"}, CapabilityError, "use_bidirectional_attention is 'all'"),
     ("gemma3", {"layer_types": ["full_attention"]}, FormatError, "layer_types has 1 entries for 6 layers"),
     ("gemma3", {"sliding_window": None}, FormatError, "layer_types has sliding_attention, and no window is set"),
     ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "spiral"}}}, CapabilityError, "'spiral'"),
     ("gemma2", {"query_pre_attn_scalar": 0}, FormatError, "query_pre_attn_scalar is 0"),
     ("gemma2", {"layer_types": ["full_attention", "other"]}, CapabilityError, "a layer type is 'other'"),
-    ("gemma", {"attention_bias": True}, CapabilityError, "attention_bias is True"),
     ("phi3", {"partial_rotary_factor": 0.4, "rope_parameters": None}, FormatError, "elements of a head turn"),
     ("qwen3", {"partial_rotary_factor": 0.5}, CapabilityError, "partial_rotary_factor is 0.5"),
     ("qwen3_moe", {"num_experts_per_tok": 9}, FormatError, "9 experts a token are asked for, there are 3"),
-    ("qwen3_moe", {"use_sliding_window": True}, CapabilityError, "use_sliding_window is True"),
     ("mixtral", {"num_experts_per_tok": 4}, FormatError, "4 experts a token are asked for, there are 3"),
     ("gpt2", {"add_cross_attention": True}, CapabilityError, "add_cross_attention is True"),
     ("gpt2", {"activation_function": "gelu_other"}, CapabilityError, "'gelu_other'"),

@@ -94,7 +94,6 @@ def test_rounded_weights_are_computed_with_as_they_are(tmp_path: Path) -> None:
 WRONG: list[tuple[dict[str, Any], type[RlxError], str]] = [
     ({"layer_types": ["full_attention"]}, FormatError, "layer_types has 1 entries for 4 layers"),
     ({"layer_types": ["sliding_attention"] * 4}, CapabilityError, "a layer type is 'sliding_attention'"),
-    ({"linear_value_head_dim": 8}, CapabilityError, "linear_value_head_dim is 8"),
     ({"linear_num_value_heads": 3, "linear_num_key_heads": 2}, FormatError, "3 value heads are no multiple of 2 key"),
     ({"num_experts_per_tok": 9}, FormatError, "9 experts a token are asked for, there are 3"),
     ({"num_experts": 0}, CapabilityError, "would not be used: the configuration leaves it out"),

@@ -138,7 +138,7 @@ def test_images_of_another_size_are_refused_with_both() -> None:
         ({"model_type": "vit", "image_size": [224, 112]}, CapabilityError, "image_size"),
         ({"model_type": "siglip", "vision_config": [1]}, FormatError, "vision_config: expected an object"),
         ({"model_type": "siglip_vision_model", "vision_use_head": False}, CapabilityError, "vision_use_head is False"),
-        ({"model_type": "dinov2", "hidden_act": "tanh"}, CapabilityError, "'tanh'"),
+        ({"model_type": "dinov2", "hidden_act": "prelu"}, CapabilityError, "'prelu'"),
     ],
 )
 def test_settings_that_cannot_be_are_named(tmp_path: Path, settings: dict[str, Any], error: Any, match: str) -> None:

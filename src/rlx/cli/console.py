@@ -26,14 +26,15 @@ class UsageError(RequestError):
     """A command line that cannot be meant."""
 
 
-def read_at_most(source: IO[bytes], most: int, what: str) -> bytes:
-    """All bytes of a file or pipe; one that has more than `most`, or never ends, is refused."""
-    parts, size = list[bytes](), 0
+def read_at_most(source: IO[bytes], most: int, what: str, *, before: int = 0) -> bytes:
+    """All bytes of a file or pipe; one that never ends, or has more than `most` with those `before`, is refused."""
+    parts, size = list[bytes](), before
     while chunk := source.read(CHUNK):
         parts.append(chunk)
         size += len(chunk)
         if size > most:
-            raise UsageError(f"{what} has more than {most >> 20} MiB, which is the most that is read")
+            which = "has" if not before else "and what was read before it have"
+            raise UsageError(f"{what} {which} more than {most >> 20} MiB, which is the most that is read")
     return b"".join(parts)
 
 

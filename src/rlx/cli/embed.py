@@ -1,4 +1,6 @@
-"""`rlx embed [TEXT ...]`: vectors of texts, or a ranked search over a file of lines. A vision model takes image files.
+"""`rlx embed [TEXT or FILE ...]`: vectors of texts and of the lines of files, or a ranked search over them.
+
+A file or folder that exists is read; image files are for vision models and are passed on by name.
 
 Results go to stdout, everything else to stderr.
 """
@@ -12,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +29,27 @@ from rlx.engine.vision import VisionModel
 from rlx.errors import CapabilityError, RequestError
 
 DEFAULT = "minilm-l6"
-MAX_BYTES = 256 << 20  # of a file of texts
+MAX_BYTES = 256 << 20  # of all files of texts and stdin together
 MANY = 256  # texts, from which on a bar is drawn
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # what models call the prompt of what is searched
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".npy")
+MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
 Array = np.ndarray[Any, Any]
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("embed", help="vectors of texts, or a search over lines")
-    command.add_argument("texts", nargs="*", metavar="TEXT", help="texts or image files; without any, lines of stdin")
+    command.add_argument(
+        "texts",
+        nargs="*",
+        metavar="TEXT",
+        help="texts, or files and folders to read; images; without any, lines of stdin",
+    )
     command.add_argument("-m", "--model", default=DEFAULT, help=f"catalogue name, file, folder, org/name ({DEFAULT})")
-    command.add_argument("--file", metavar="FILE", help=f"one text a line, up to {MAX_BYTES >> 20} MiB; - is stdin")
+    command.add_argument(
+        "--file", metavar="FILE", action="append",
+        help=f"one text per line, or a folder of such files, up to {MAX_BYTES >> 20} MiB in all; - is stdin",
+    )  # fmt: skip
     command.add_argument("--out", type=Path, metavar="FILE.npy", help="write the vectors here, a row a text")
     command.add_argument("--query", metavar="TEXT", help="rank the texts by how close they are to this one")
     command.add_argument("--top", type=int, default=10, metavar="N", help="with --query: how many to show (10)")
@@ -55,7 +68,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
-    texts = read_texts(arguments.texts, arguments.file)
+    places = read_texts(arguments.texts, arguments.file)
+    texts = [place.text for place in places]
     with opened(arguments.model, arguments.threads, arguments.precision) as model:
         begin = time.perf_counter()
         vectors = vectors_of(model, texts, arguments)
@@ -64,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
             save(arguments.out, vectors)
             found["out"] = str(arguments.out)
         if arguments.query is not None:
-            found["results"] = ranked(model, arguments.query, texts, vectors, arguments.top)
+            found["results"] = ranked(model, arguments.query, places, vectors, arguments.top)
         elif arguments.out is None:
             found["vectors"] = vectors
         seconds = time.perf_counter() - begin
@@ -91,22 +105,89 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError(f"embed: --out: {str(out)!r} is no regular file")
 
 
-def read_texts(texts: Sequence[str], file: str | None) -> list[str]:
-    """The texts of the command line, then the lines of a file or of stdin."""
-    given = list(texts)
-    if file is None:
-        if given:
-            return given
+@dataclass(frozen=True)
+class Place:
+    """A text and where it stands: in a line of a file, or among all texts where it is in none."""
+
+    text: str
+    line: int
+    file: str | None = None
+
+    def __str__(self) -> str:
+        return "" if self.file is None else f"{self.file}:{self.line}"
+
+
+def read_texts(texts: Sequence[str], files: Sequence[str] | None) -> list[Place]:
+    """The texts of the command line, the lines of the files among them, then those of `files` or of stdin."""
+    found: list[Place] = []
+    reader = _Reader()
+    for text in texts:
+        if _is_path(text):
+            found += reader.lines_of(text)
+        else:
+            found.append(Place(text, len(found) + 1))
+    if not files:
+        if texts:
+            return found
         if sys.stdin is None or console.is_terminal(sys.stdin):
             raise UsageError("embed: there are no texts", hint="rlx embed 'a text' or rlx embed --file lines.txt")
-        file = "-"
-    where = "stdin" if file == "-" else file
+        files = ["-"]
+    for file in files:
+        found += reader.lines_of(file) if file != "-" else reader.lines_of_stdin(len(found))
+    return found
+
+
+def _is_path(text: str) -> bool:
+    """Whether a word of the command line is a file or folder to read: there is one, and it is no image."""
     try:
-        with contextlib.nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as source:
-            data = console.read_at_most(source, MAX_BYTES, f"embed: {where}")
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise UsageError(f"embed: {file} cannot be read: {getattr(error, 'strerror', error)}") from error
-    return given + lines(data, where)
+        return Path(text).exists() and Path(text).suffix.lower() not in IMAGES
+    except (OSError, ValueError):  # too long for a name, or with a null in it
+        return False
+
+
+class _Reader:
+    """Reads lines of files and of stdin, of all of them together no more than `MAX_BYTES`."""
+
+    def __init__(self) -> None:
+        self.size = 0  # of the texts so far
+
+    def lines_of(self, name: str) -> list[Place]:
+        """The lines of a file, or of all files of a folder that are text."""
+        path = Path(name)
+        if not path.is_dir():
+            return self._lines_of_file(name)
+        if any((path / model).exists() for model in MODEL_FILES):
+            raise UsageError(f"embed: {name} is the folder of a model", hint=f"rlx embed -m {name} ...")
+        found: list[Place] = []
+        others = 0
+        for file in sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith(".")):
+            try:
+                found += self._lines_of_file(str(file))
+            except UsageError as error:
+                if not isinstance(error.__cause__, UnicodeDecodeError):
+                    raise
+                others += 1
+        if others:
+            console.note(f"{name}: {others} file{'s' * (others != 1)} passed over: not UTF-8 text")
+        return found
+
+    def lines_of_stdin(self, before: int) -> list[Place]:
+        """The lines of stdin, counted from the texts before it."""
+        return [Place(text, before + i + 1) for i, text in enumerate(self._lines("-"))]
+
+    def _lines_of_file(self, name: str) -> list[Place]:
+        return [Place(text, i + 1, name) for i, text in enumerate(self._lines(name))]
+
+    def _lines(self, name: str) -> list[str]:
+        where = "stdin" if name == "-" else name
+        try:
+            with contextlib.nullcontext(sys.stdin.buffer) if name == "-" else open(name, "rb") as source:
+                data = console.read_at_most(source, MAX_BYTES, f"embed: {where}", before=self.size)
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            raise UsageError(f"embed: {where} cannot be read: {getattr(error, 'strerror', error)}") from error
+        texts = lines(data, where)
+        self.size += len(data)  # a file that is no text is passed over and takes no room
+        return texts
 
 
 def lines(data: bytes, where: str) -> list[str]:
@@ -163,7 +244,7 @@ def _document_prompt(model: EmbeddingModel, arguments: argparse.Namespace) -> st
 
 
 def ranked(
-    model: EmbeddingModel | VisionModel, query: str, texts: Sequence[str], vectors: Array, top: int
+    model: EmbeddingModel | VisionModel, query: str, places: Sequence[Place], vectors: Array, top: int
 ) -> list[dict[str, Any]]:
     """The texts closest to the query, closest first. What several lines say comes once, empty lines not at all."""
     if isinstance(model, VisionModel):
@@ -171,9 +252,14 @@ def ranked(
     else:
         prompt = "query" if "query" in model.settings.prompts else None
         scores = model.similarity(vectors, model.embed(query, prompt=prompt))
-    first = {text: i for i, text in reversed(list(enumerate(texts))) if text.strip()}
+    first = {place.text: i for i, place in reversed(list(enumerate(places))) if place.text.strip()}
     order = sorted(first.values(), key=lambda i: (-scores[i], i))
-    return [{"score": round(float(scores[i]), 6), "line": i + 1, "text": texts[i]} for i in order[:top]]
+    found: list[dict[str, Any]] = []
+    for i in order[:top]:
+        place = places[i]
+        named = {} if place.file is None else {"file": place.file}
+        found.append({"score": round(float(scores[i]), 6), **named, "line": place.line, "text": place.text})
+    return found
 
 
 # -- results ---------------------------------------------------------------------------------------------------------
@@ -201,7 +287,8 @@ def show(found: dict[str, Any], count: int, *, as_json: bool) -> None:
         console.write(json.dumps(data, ensure_ascii=False) + "\n")
     elif "results" in found:
         for result in found["results"]:
-            console.write(f"{result['score']:.4f}  {result['text']}\n")
+            place = f"{result['file']}:{result['line']}  " if "file" in result else ""
+            console.write(f"{result['score']:.4f}  {place}{result['text']}\n")
     elif vectors is not None:
         for row in vectors:
             console.write(json.dumps(_numbers(row)) + "\n")

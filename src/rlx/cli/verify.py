@@ -369,6 +369,7 @@ def _inputs(model: Any) -> dict[str, Array]:
         "tokens": row,
         "positions": np.arange(count, dtype=np.int32)[None],
         "last_token_idx": np.arange(count, dtype=np.int32),
+        "lengths": np.array([count], np.int32),
         "token_types": np.zeros_like(row),
         "attention_mask": np.ones(row.shape, np.float32),
     }

@@ -48,6 +48,7 @@ class EmbeddingModel(Model):
         return read_settings(self.checkpoint)
 
     def _warn(self) -> None:
+        super()._warn()
         if not self.settings.source:
             log.warning("%s: no file says how to pool: vectors are the mean over tokens", self.name)
 
@@ -65,7 +66,8 @@ class EmbeddingModel(Model):
     def limit(self) -> int:
         """Tokens of a text that the model reads, special ones counted; the rest is cut off."""
         limit = min(self.settings.limit or self.context, self.context)
-        ends = len(self.tokenizer.prefix) + len(self.tokenizer.suffix)
+        tokenizer = self.checkpoint.tokenizer  # token ids can be read without one
+        ends = 0 if tokenizer is None else len(tokenizer.prefix) + len(tokenizer.suffix)
         if limit <= ends:
             what = f"texts have at most {limit} token{'s' * (limit != 1)}, of which {ends} are special"
             longest = self.facts.longest

@@ -212,7 +212,7 @@ def _checkpoint(file: ExportFile, family: Family, records: Mapping[str, Any], mo
     tensors = open_tensors(path)
     factors = tensors.dequantised(_ROPE_FACTORS) if _ROPE_FACTORS in tensors else None
     weights = weights_of(family, config, tensors)
-    return Checkpoint(path, tensors, family, config, weights, tokenizer, factors, tuple(file.maps))
+    return Checkpoint(path, tensors, family, config, weights, tokenizer, factors, others=tuple(file.maps))
 
 
 class _Built(BuiltModel):

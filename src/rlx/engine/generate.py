@@ -60,6 +60,8 @@ class Decoder:
 
         Rows are those of the cache from `first` on. An empty row gives garbage.
         """
+        tokens, starts = self._with_others(tokens, starts, first)
+        lengths = [start + len(row) for row, start in zip(tokens, starts, strict=True)]
         longest = max(len(row) for row in tokens)
         chunk = max(min(CHUNK // len(tokens), SPARE), 1)
         result: Array | None = None
@@ -67,7 +69,8 @@ class Decoder:
             pieces = [row[at : at + chunk] for row in tokens]
             width = max(len(piece) for piece in pieces)
             picked = [i * width + max(len(piece) - 1, 0) for i, piece in enumerate(pieces)]
-            logits = self.run(pieces, [s + at for s in starts], np.array(picked, np.int32), first)[0]
+            begins = [s + at for s in starts]
+            logits = self.run(pieces, begins, np.array(picked, np.int32), first, lengths=lengths)[0]
             self.compiled.forget_rows()
             if result is None:
                 result = logits
@@ -77,25 +80,43 @@ class Decoder:
         assert result is not None
         return result
 
+    def _with_others(
+        self, tokens: Sequence[Sequence[int]], starts: Sequence[int], first: int
+    ) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
+        """With the earlier tokens of rows that grow beyond a length where all keys turn by other frequencies."""
+        spec = self.cache.spec
+        if not spec.lengths:
+            return tokens, starts
+        rows, begins = list(tokens), list(starts)
+        for i, (row, start) in enumerate(zip(tokens, starts, strict=True)):
+            if start and row and spec.must_read_again(start, start + len(row)):
+                rows[i], begins[i] = [*self.cache.tokens[first + i][:start], *row], 0
+        return rows, begins
+
     def run(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], picked: Array, first: int = 0,
-        more: Mapping[str, Array] | None = None,
+        more: Mapping[str, Array] | None = None, lengths: Sequence[int] | None = None,
     ) -> list[Array]:  # fmt: skip
         """One call: the outputs for these tokens, with logits for the `picked` ones of rows × longest row.
 
-        `more` are inputs that only this graph has.
+        `more` are inputs that only this graph has. `lengths` are those of the sequences by which RoPE goes, where it
+        depends on them: as far as the tokens of this call go, unless given.
         """
+        ends = [start + len(row) for row, start in zip(rows, starts, strict=True)]
+        lengths = ends if lengths is None else lengths
         width = max(len(row) for row in rows)
         tokens = np.zeros((len(rows), width), np.int32)
         positions = np.full((len(rows), width), -1, np.int32)
         for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
             tokens[i, : len(row)] = row
             positions[i, : len(row)] = np.arange(start, start + len(row))
-            self.cache.going_to_write(first + i, start, start + len(row))
+            self.cache.going_to_write(first + i, start, start + len(row), lengths[i])
             del self.cache.tokens[first + i][start:]
         self.cache.reserve(int(positions.max()) + 1)
         states = self.cache.rows(first, first + len(rows))
         given = {"tokens": tokens, "positions": positions, "last_token_idx": picked}
+        if self.cache.spec.lengths:
+            given["lengths"] = np.array(lengths, np.int32)
         outputs = self._call({**given, **states, **(more or {})}, first, first + len(rows))
         for i, row in enumerate(rows):
             self.cache.tokens[first + i] += row
@@ -113,12 +134,22 @@ class Decoder:
     def step(self, tokens: Sequence[int], first: int = 0) -> Array:
         """Logits `[row, vocab]` after one more token for each row; -1 leaves a row out. The quick way of `feed`."""
         rows = self.cache.tokens[first : first + len(tokens)]
+        if self.cache.spec.lengths:
+            again = [
+                i
+                for i, row in enumerate(rows)
+                if tokens[i] >= 0 and self.cache.spec.must_read_again(len(row), len(row) + 1)
+            ]
+            if again:
+                return self._step_reading_again(tokens, again, first)
         self.cache.reserve(max(len(row) for token, row in zip(tokens, rows, strict=True) if token >= 0) + 1)
         key = (first, len(tokens), self.cache.blocks)
         if self._step[0] != key:
             shape, count = (len(tokens), 1), len(tokens)
             given: dict[str, Array] = {"tokens": np.zeros(shape, np.int32), "positions": np.zeros(shape, np.int32)}
             given["last_token_idx"] = np.arange(count, dtype=np.int32)
+            if self.cache.spec.lengths:
+                given["lengths"] = np.zeros(count, np.int32)
             self._step = key, given | self.cache.rows(first, first + count)
         inputs = self._step[1]
         for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
@@ -126,10 +157,22 @@ class Decoder:
                 self.cache.going_to_write(first + i, len(row), len(row) + 1)
             inputs["tokens"][i, 0] = max(token, 0)
             inputs["positions"][i, 0] = -1 if token < 0 else len(row)
+            if self.cache.spec.lengths:
+                inputs["lengths"][i] = len(row) + 1
         logits = self._call(inputs, first, first + len(tokens))[0]
         for token, row in zip(tokens, rows, strict=True):
             if token >= 0:
                 row.append(token)
+        return logits
+
+    def _step_reading_again(self, tokens: Sequence[int], again: Sequence[int], first: int) -> Array:
+        """A step in which rows have become so long that all their keys turn by other frequencies (longrope)."""
+        others = [-1 if i in again else token for i, token in enumerate(tokens)]
+        read = {i: self.feed([[tokens[i]]], [len(self.cache.tokens[first + i])], first + i)[0] for i in again}
+        some = next(iter(read.values()))
+        logits = self.step(others, first) if max(others) >= 0 else np.empty((len(tokens), len(some)), some.dtype)
+        for i, found in read.items():
+            logits[i] = found
         return logits
 
 
@@ -167,6 +210,11 @@ class Growing:
     def begin(self, cached: int) -> None:
         self.cached = cached
         self.began = perf_counter()
+
+    def close(self) -> None:
+        """Its stream was closed; one that was still read has no answer, and took until now."""
+        if self.began and not self.answered:
+            self.ended = perf_counter()
 
     def accept(self, logits: Array) -> str:
         """Pick the next token; gives the text that is new and certain."""

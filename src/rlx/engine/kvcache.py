@@ -6,7 +6,8 @@ a window ends at the window and `SPARE` more, where new positions take the place
 (`[batch, ...]`) have one size. A cache knows which tokens it holds, so that a prompt which begins with the same ones
 can go on from there: same bits, less work. With rings it cannot go back further than about `SPARE` tokens, and with
 recurrent states not at all; a prompt that shares less is read from its beginning. States of the delta rule are the same
-but for rounding: it adds up tokens of a call that belong together, and those depend on where the call begins.
+but for rounding: it adds up tokens of a call that belong together, and those depend on where the call begins. Where
+RoPE depends on the length of a sequence, a prompt goes on only from keys that turned by the frequencies of its length.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class KvCache:
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
         self.windows = {i: window for i in range(spec.layers) if (window := spec.window(i)) is not None}
         self._rings = {window: self._most(window) * BLOCK for window in self.windows.values() if window}
+        # of each row: up to which token keys turned by which frequencies, where RoPE depends on length
+        self._turned: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(batch)]
         self._least = [0] * batch  # tokens of a row that have to stay: what came before them may be overwritten
         self._states = {name: (batch, *shape) for name, shape in spec.states}
         require("recurrent states", sum(map(math.prod, self._states.values())) * 4, hint="a smaller batch")
@@ -82,10 +85,15 @@ class KvCache:
             new[:, :, : old.shape[2]] = old
         self.arrays[name] = new
 
-    def going_to_write(self, row: int, start: int, end: int) -> None:
-        """Positions `start` .. `end` of a row are about to be written; what rings hold in their places is gone."""
+    def going_to_write(self, row: int, start: int, end: int, length: int | None = None) -> None:
+        """Positions `start` .. `end` of a row are about to be written; what rings hold in their places is gone.
+
+        `length` is that of the sequence by which they turn: `end`, unless more of the prompt follows.
+        """
         if start == end:
             return
+        if self.spec.lengths:
+            self._turn(row, start, end, self.spec.rope_of_length(end if length is None else length))
         assert not self._states or start in (0, len(self.tokens[row])), "a recurrent state cannot go back"
         if start == 0:
             self._least[row] = 0
@@ -95,10 +103,29 @@ class KvCache:
             if end > capacity:
                 self._least[row] = max(self._least[row], end - capacity + window - 1)
 
+    def _turn(self, row: int, start: int, end: int, turned: tuple[int, ...]) -> None:
+        runs = self._turned[row]
+        if runs and runs[-1][0] > start:
+            runs = self._turned[row] = _cut(runs, start)
+        if runs and runs[-1][1] == turned:
+            runs.pop()
+        runs.append((end, turned))
+
     def shared(self, row: int, tokens: Sequence[int]) -> int:
         """How many tokens of a prompt a row can go on from, its last one excepted."""
-        count = self._reach(self.tokens[row], tokens)
+        count = self._reach(self.tokens[row][: self._turned_for(row, len(tokens))], tokens)
         return count if count >= self._least[row] else 0
+
+    def _turned_for(self, row: int, length: int) -> int | None:
+        """How many tokens of a row have the keys of a sequence of this length; None: all of them."""
+        if not self.spec.lengths:
+            return None
+        wanted, count = self.spec.rope_of_length(length), 0
+        for end, turned in self._turned[row]:
+            if turned != wanted:
+                break
+            count = end
+        return count
 
     def _reach(self, held: Sequence[int], tokens: Sequence[int]) -> int:
         """How many tokens of a prompt a row that holds some can go on from. A recurrent state has all of them in it."""
@@ -131,6 +158,7 @@ class KvCache:
             to[:, blocks % to.shape[1]] = old[:, blocks % old.shape[1]]
         self.tokens[row] = source.tokens[source_row][:count]
         self._least[row] = source._least[source_row]
+        self._turned[row] = _cut(source._turned[source_row], count)
 
     def best_row(self, tokens: Sequence[int]) -> tuple[int, int]:
         """The row that shares most with a prompt, and how much."""
@@ -140,12 +168,15 @@ class KvCache:
 
     def gains(self, tokens: Sequence[int], unread: Sequence[Sequence[int]]) -> bool:
         """Whether a prompt would find much more in this cache once the `unread` ones are in it."""
-        later = max(self._reach(prompt, tokens) for prompt in unread)
+        same_rope = [p for p in unread if self.spec.rope_of_length(len(p)) == self.spec.rope_of_length(len(tokens))]
+        later = max((self._reach(prompt, tokens) for prompt in same_rope), default=0)
         return later >= self.best_row(tokens)[1] + WORTH_COPYING
 
     def replaces(self, other: KvCache) -> bool:
         """Whether whoever could go on from another cache of one sequence can as well go on from this one."""
         mine, theirs = self.tokens[0], other.tokens[0]
+        if _cut(self._turned[0], len(theirs)) != other._turned[0]:
+            return False
         return mine == theirs if self._states else mine[: len(theirs)] == theirs
 
     @property
@@ -273,6 +304,12 @@ class CacheStore:
 def ring_blocks(window: int) -> int:
     """Blocks of the ring of a layer with a window, where the context is long enough for one."""
     return -(-(window + SPARE) // BLOCK)
+
+
+def _cut(runs: Sequence[tuple[int, tuple[int, ...]]], count: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Runs of tokens, each by its end, of the first `count` tokens."""
+    begins = [0, *(end for end, _ in runs)]
+    return [(min(end, count), turned) for begin, (end, turned) in zip(begins, runs, strict=False) if begin < count]
 
 
 def _in_blocks(array: Array) -> Array:

@@ -110,11 +110,14 @@ class TextStream(Iterator[str]):
 
 def _pieces(model: LanguageModel, sequence: Growing, cancel: Cancel) -> Generator[str, None, None]:
     """Not a method: it would hold the stream, and one that is left by `break` would not end there."""
-    model._check_usable()  # again: much may have happened since the stream was asked for
-    with model._decoder([sequence], cancel) as decoder, suppress(Cancelled):
-        for _, piece in grow(decoder, [sequence], model.caches):
-            if piece:
-                yield piece
+    try:
+        model._check_usable()  # again: much may have happened since the stream was asked for
+        with model._decoder([sequence], cancel) as decoder, suppress(Cancelled):
+            for _, piece in grow(decoder, [sequence], model.caches):
+                if piece:
+                    yield piece
+    finally:
+        sequence.close()
 
 
 class LanguageModel(Model):
@@ -246,7 +249,8 @@ class LanguageModel(Model):
             piece = ids[at : at + chunk]
             given = {name: array[at : at + len(piece)] for name, array in more.items()}
             given = {name: a[None] if _has_rows(compiled.input_types[name]) else a for name, a in given.items()}
-            parts = decoder.run([piece], [at], np.arange(len(piece), dtype=np.int32), more=given)
+            every = np.arange(len(piece), dtype=np.int32)
+            parts = decoder.run([piece], [at], every, more=given, lengths=[len(ids)])
             # The values of stages are [batch, seq, ...]; what comes after the picking of tokens is [seq, ...].
             types = compiled.signature.outputs
             parts = [a[0] if _has_rows(t) else a for a, t in zip(parts, types, strict=True)]
@@ -309,8 +313,10 @@ class LanguageModel(Model):
         return [self._completion(s) for s in sequences]
 
     def _completion(self, s: Growing) -> Completion:
-        reading, writing = s.answered - s.began, s.ended - s.answered
-        read, written = len(s.prompt) - s.cached, len(s.made) - 1
+        answered = s.answered or s.ended  # 0 where a stream was closed while its prompt was read
+        reading, writing = answered - s.began, s.ended - answered
+        read = len(s.prompt) - s.cached if s.answered else 0  # what was read of it is not known
+        written = max(len(s.made) - 1, 0)
         return Completion(
             s.text, s.made, s.finish_reason or "closed", Usage(len(s.prompt), s.cached, len(s.made)),
             Timings(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import hashlib
+import logging
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,6 +54,7 @@ CONTEXT = 4096  # positions, where the model has more and nothing else is asked
 CAPTURES = 4  # graphs with captured stages, and of those with edited ones, that are kept
 NOTHING: Mapping[str, Array] = {}
 SAMPLE = 4096  # bytes at both ends of a tensor that tell models apart
+log = logging.getLogger("rlx.load")
 PROFILE = "profile.toml"  # beside a model, says how it is compiled
 VERBS = {
     "a decoder": ("generate", "chat", "stream", "logits"), "an encoder": ("embed", "embed_tokens", "similarity"),
@@ -99,12 +101,13 @@ class Facts:
     vocab: int
     longest: int  # positions
     dim: int
+    notes: tuple[str, ...] = ()  # what is logged as a warning when it is loaded
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Facts:
         c, family = checkpoint.config, checkpoint.family
-        sizes = (int(getattr(c, size, 0)) for size in ("vocab", "context", "dim"))  # a family may lack one
-        return cls(family.name, family.kind, *sizes)
+        vocab, longest, dim = (int(getattr(c, size, 0)) for size in ("vocab", "context", "dim"))  # one may be absent
+        return cls(family.name, family.kind, vocab, longest, dim, checkpoint.notes)
 
 
 @dataclass(frozen=True)
@@ -433,7 +436,9 @@ class Model:
 
     # -- life --
     def _warn(self) -> None:
-        """Log what its files leave open."""
+        """Log what its files leave open, or contradict."""
+        for note in self.facts.notes:
+            log.warning("%s: %s", self.name, note)
 
     def export(self, path: str | Path, *, weights: bool = False) -> Path:
         """Write a file that `rlx.load` starts without compiling; with `weights`, those are in it too."""

@@ -85,6 +85,7 @@ class CacheBindings:
     spec: KvCacheSpec
     windows: dict[int, int] = field(default_factory=dict)  # of the layers that have attended
     states: dict[str, tuple[int, ...]] = field(default_factory=dict)  # recurrent ones, sizes for one sequence
+    lengths: list[tuple[int, bool]] = field(default_factory=list)  # that RoPE depends on
 
     def attend(
         self, layer: int, q: Value, k: Value, v: Value, positions: Value, *, mask_kind: str,
@@ -122,7 +123,7 @@ class CacheBindings:
     def bound(self) -> KvCacheSpec:
         """The cache that the layers have turned out to need."""
         windows = tuple(self.windows.get(i) for i in range(self.spec.layers))
-        return replace(self.spec, windows=windows, states=tuple(self.states.items()))
+        return replace(self.spec, windows=windows, states=tuple(self.states.items()), lengths=tuple(self.lengths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,8 @@ class FlowState:
     rope_sin: Value | None = None
     rope_style: str = "halves"
     rope_styles: dict[str, str] = field(default_factory=dict)  # of tables that have a name, `rope` or `rope.local`
-    rope_rows: bool = False  # `rope_cos` and `rope_sin` have one row per new token, not one per position
+    rope_rows: Value | None = None  # of the tables for each token, where they are not its position
+    rope_per_token: bool = False  # `rope_cos` and `rope_sin` have one row per new token, not one per position
     zero_beta: Value | None = None  # the first zero vector that `ZeroBeta` made
     embed_weight: Value | None = None  # [vocab, hidden], for a tied head
     hidden_shape: Shape | None = None  # of the first hidden state, after the token table
@@ -170,6 +172,18 @@ class FlowState:
     gdn: GdnInputSlots | None = None
     loaded_params: dict[str, Value] = field(default_factory=dict)
     paths: set[str] = field(default_factory=set)  # of stages that were given a name
+
+    def bind_rope(
+        self, cos: Value, sin: Value, style: str, cos_key: str, sin_key: str, rows: Value | None = None
+    ) -> None:
+        """Let the layers that follow turn by these tables; `rows` has that of each token if it is not its position."""
+        name = cos_key.removesuffix(".cos")
+        self.rope_cos, self.rope_sin, self.rope_style, self.rope_rows = cos, sin, style, rows
+        self.rope_styles[name], self.rope_per_token = style, False
+        self.named |= {cos_key: cos, sin_key: sin}
+        self.named.pop(f"{name}.rows", None)
+        if rows is not None:
+            self.named[f"{name}.rows"] = rows
 
     def claim(self, path: str) -> None:
         """Say that a stage was given this path as its name; an error if another was."""

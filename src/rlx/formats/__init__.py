@@ -44,16 +44,51 @@ def open_tensors(path: PathLike, *, mapped: bool = True) -> TensorFile:
         file = _model_of_folder(file)
     if file.name.endswith((".safetensors", ".json")):
         return safetensors.open_safetensors(file, mapped=mapped)
-    start = bytes(open_bytes(file).view[:4])
-    if start == gguf.MAGIC:
+    start = bytes(open_bytes(file).view[:8])
+    if start[:4] == gguf.MAGIC:
         return gguf.open_gguf(file, mapped=mapped)
-    if start.startswith((b"PK\x03\x04", b"\x80")) and file.suffix in (".bin", ".pt", ".pth"):
-        raise broken(
-            file, "a pickle of PyTorch, which can run code, so it is not read", hint="save the model as safetensors"
-        )
+    other = _foreign(file.suffix.lower(), start)
+    if other is not None:
+        raise broken(file, f"{other[0]}, which is not read", hint=other[1])
     if file.suffix == ".bin":
         return llama2c.open_llama2c(file, mapped=mapped)
-    raise broken(file, "no known model file", at=0, expected="GGUF, safetensors or a llama2.c .bin", found=start)
+    found = start[:4]
+    raise broken(file, "no known model file", at=0, expected="GGUF, safetensors or a llama2.c .bin", found=found)
+
+
+_CONVERT = "transformers writes it as safetensors: AutoModel.from_pretrained(folder).save_pretrained(other)"
+_PICKLE = "a pickle of PyTorch, which can run code when it is opened", _CONVERT
+_OTHER = "look for its GGUF or safetensors files"
+
+
+def _foreign(suffix: str, start: bytes) -> tuple[str, str] | None:
+    """What a file of another program is, and what to do about it; known by its first bytes, or by its name."""
+    if start.startswith((b"PK\x03\x04", b"\x80")) and suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
+        return _PICKLE
+    if start.startswith(b"\x89HDF\r\n\x1a\n"):
+        return "an HDF5 file of Keras or TensorFlow", _OTHER
+    if start[:4] in (b"lmgg", b"fmgg", b"tjgg", b"algg"):  # ggml, ggmf, ggjt and ggla, least byte first
+        return "a file of ggml from before GGUF, such as rwkv.cpp's", "convert the original model with llama.cpp"
+    match suffix:
+        case ".onnx":
+            return "an ONNX graph", "look for the model that it was exported from"
+        case ".h5" | ".keras":
+            return "a file of Keras or TensorFlow", _OTHER
+        case ".ckpt" | ".pkl" | ".pt" | ".pth":
+            return "a checkpoint of another program", _CONVERT
+        case ".msgpack":
+            return "a file of Flax", _OTHER
+    return None
+
+
+def _refuse_foreign(folder: Path, inside: list[Path]) -> None:
+    """Say what the weights of a folder are that has none of the known ones."""
+    for path in inside:
+        if path.suffix.lower() in (".bin", ".pt", ".pth", ".onnx", ".h5", ".keras", ".ckpt", ".pkl", ".msgpack"):
+            start = bytes(open_bytes(path).view[:8]) if path.is_file() else b""
+            other = _foreign(path.suffix.lower(), start)
+            if other is not None:
+                raise broken(folder, f"{path.name} is {other[0]}, which is not read", hint=other[1])
 
 
 def _model_of_folder(folder: Path) -> Path:
@@ -68,6 +103,8 @@ def _model_of_folder(folder: Path) -> Path:
     except OSError as error:
         raise broken(folder, f"the folder cannot be read: {error.strerror}") from error
     found = [p for p in inside if p.suffix in (".safetensors", ".gguf") and not is_later_part(p)]
+    if not found:
+        _refuse_foreign(folder, inside)
     if len(found) != 1:
         names = ", ".join(p.name for p in found[:8]) or "none"
         raise broken(folder, "model files in the folder", expected=f"{INDEX_NAME} or one model file", found=names)

@@ -7,7 +7,7 @@ it, an id of bos or eos outside the vocabulary is an error here, not a warning.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,7 @@ def read_vocab(metadata: Mapping[str, Any], source: str) -> GgufVocab:
         raise FormatError(f"{keys.where('model')}: no such tokenizer: {quoted(model)}", hint=hint)
     vocabulary = _vocabulary(keys)
     special = _special_ids(keys, vocabulary)
+    vocabulary = _with_attributes(vocabulary, special, metadata, keys)
     bpe = None
     if model in ("gpt2", "gemma4"):
         rust, bpe = _bpe(keys, vocabulary, special, model)
@@ -158,6 +159,25 @@ def _vocabulary(keys: _Keys) -> Vocabulary:
         i = vocabulary.ids[name]
         if is_marker(name) and kinds[i] in (NORMAL, USER_DEFINED):  # converters mark some of them as text
             kinds[i] = CONTROL
+    return vocabulary
+
+
+def _with_attributes(
+    vocabulary: Vocabulary, special: SpecialIds, metadata: Mapping[str, Any], keys: _Keys
+) -> Vocabulary:
+    """What GGUF does not say of tokens: which ones take the white space beside them, as llama.cpp knows it by name."""
+    end = vocabulary.ids.get("</s>")
+    if end is not None and special.bos is not None and vocabulary.tokens[special.bos] == "<s>":
+        vocabulary.kinds[end] = CONTROL  # the end of a text and no tag of HTML, though some files call it text
+    name = metadata.get("general.name")
+    name, pre = (name.lower() if isinstance(name, str) else ""), keys.text("pre", "") or ""
+    if "phi-3" in name or "phi3" in name:
+        whole = vocabulary.of_kind(CONTROL, UNKNOWN, USER_DEFINED)
+        return replace(vocabulary, rstrip=frozenset(whole) - vocabulary.named("<unk>", "<s>", "<|endoftext|>"))
+    if any(kind in pre for kind in ("jina-v2-de", "jina-v2-es", "jina-v2-code")):
+        return replace(vocabulary, lstrip=vocabulary.named("<mask>"))
+    if "modern-bert" in name:
+        return replace(vocabulary, lstrip=vocabulary.named("[MASK]"))
     return vocabulary
 
 

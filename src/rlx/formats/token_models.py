@@ -30,6 +30,7 @@ MAX_TOKEN_CHARS = 1 << 14
 MAX_VOCABULARY_CHARS = 1 << 26
 MAX_SENTENCEPIECE_CHARS = 512  # every way to cut such a token in two is looked at; SentencePiece itself stops at 16
 MAX_REPLACEMENT_BYTES = 256  # in a charsmap; Unicode's longest, U+FDFA, has 33
+IMPROBABLE = -1e6  # the score of a unigram piece that any other way to cut a text is better than
 SPACE = "\u2581"  # SentencePiece's visible space
 _MAX_WORD_CHARS = 100  # BERT's: a longer word is unknown
 
@@ -41,6 +42,8 @@ class Vocabulary:
     tokens: list[str]
     kinds: NDArray[Any]  # one of the numbers above for each token
     where: str  # file and key, for messages
+    lstrip: frozenset[int] = frozenset()  # tokens matched as a whole that take white space before them, or after them
+    rstrip: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if not 0 < len(self.tokens) <= MAX_TOKENS:
@@ -63,6 +66,10 @@ class Vocabulary:
     def ids(self) -> dict[str, int]:
         """Token to id."""
         return dict(zip(self.tokens, range(len(self.tokens)), strict=True))
+
+    def named(self, *names: str) -> frozenset[int]:
+        """The ids of those of the tokens that there are."""
+        return frozenset(self.ids[name] for name in names if name in self.ids)
 
     def of_kind(self, *kinds: int) -> list[int]:
         """The ids of all tokens of these kinds, in order."""
@@ -122,8 +129,12 @@ def unigram(
     vocabulary: Vocabulary, scores: NDArray[Any], *, unknown: int | None, charsmap: bytes | None, add_prefix: bool,
     merge_spaces: bool,
 ) -> RustTokenizer:  # fmt: skip
-    """SentencePiece unigram: the most probable way to cut the text, by log probabilities of its tokens."""
-    pairs = list(zip(vocabulary.tokens, scores.tolist(), strict=True))
+    """SentencePiece unigram: the most probable way to cut the text, by log probabilities of its tokens.
+
+    Text never becomes a control token, though the model has it as a piece.
+    """
+    improbable = np.where(np.isin(vocabulary.kinds, (CONTROL, UNKNOWN)), IMPROBABLE, scores)
+    pairs = list(zip(vocabulary.tokens, improbable.tolist(), strict=True))
     with rust_call(f"{vocabulary.where} and scores"):
         model = models.Unigram(pairs, unknown, byte_fallback=bool(vocabulary.of_kind(BYTE)))
     rust = RustTokenizer(model)
@@ -165,7 +176,13 @@ def add_special_tokens(
     """Tell the tokenizer which tokens are matched as a whole, and which ids go before and after every text."""
 
     def added(kinds: Iterable[int], special: bool) -> list[AddedToken]:
-        return [AddedToken(vocabulary.tokens[i], normalized=False, special=special) for i in vocabulary.of_kind(*kinds)]
+        return [
+            AddedToken(
+                vocabulary.tokens[i], normalized=False, special=special, lstrip=i in vocabulary.lstrip,
+                rstrip=i in vocabulary.rstrip,
+            )
+            for i in vocabulary.of_kind(*kinds)
+        ]  # fmt: skip
 
     with rust_call(vocabulary.where):
         rust.add_special_tokens(added((CONTROL, UNKNOWN), special=True))

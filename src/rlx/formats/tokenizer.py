@@ -13,14 +13,12 @@ import json
 import math
 import operator
 import secrets
-import struct
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken
+from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from rlx.errors import FormatError, RequestError
@@ -28,7 +26,8 @@ from rlx.formats.bpe import Bpe
 from rlx.formats.pieces import Pieces, rule_of
 from rlx.formats.rust_calls import rust_call
 from rlx.formats.special_tokens import SpecialIds, SpecialTexts, is_marker, stop_ids
-from rlx.formats.tensors import PathLike, broken, open_bytes, quoted
+from rlx.formats.tensors import PathLike, open_bytes, quoted
+from rlx.locks import cached_property
 
 MAX_GROWTH = 256  # how many times longer a normalizer may make a text
 MAX_ENDS = 64  # special tokens around a text
@@ -143,6 +142,7 @@ class Tokenizer:
     @classmethod
     def from_tok512(cls, path: PathLike, vocab_size: int) -> Tokenizer:
         """From llama2.c's tokenizer.bin; the file does not say how many tokens it has, so the model's size is given."""
+        from rlx.formats.llama2c_vocab import read_tokenizer_bin
         from rlx.formats.token_models import (
             BYTE,
             CONTROL,
@@ -154,7 +154,7 @@ class Tokenizer:
         )
 
         file = open_bytes(path)
-        tokens, scores = _read_tokenizer_bin(bytes(file.view), vocab_size, file.path)
+        tokens, scores = read_tokenizer_bin(bytes(file.view), vocab_size, file.path)
         kinds = np.full(vocab_size, NORMAL)
         kinds[0], kinds[1:3], kinds[3:259] = UNKNOWN, CONTROL, BYTE
         vocabulary = Vocabulary(tokens, kinds, f"{file.path}: tokens")
@@ -327,15 +327,16 @@ class Tokenizer:
     def _without_control(self, text: str) -> list[int]:
         """The ids of a text whose own characters make up a special token: cut inside each until none comes out.
 
-        Needed where the model itself matches such text, as unigram does with `</s>`. A piece after a cut is a text of
-        its own, so it may get a leading space.
+        Needed where the model itself matches such text, as unigram does with `<pad>` where it has no other piece for
+        one of the characters. What follows a cut goes on inside a word.
         """
         out: list[int] = []
         todo = [text]  # last first
+        rust = self._plain
         while todo:
             piece = todo.pop()
             with rust_call(self.source):
-                encoding = self._plain.encode(piece, add_special_tokens=False)
+                encoding = rust.encode(piece, add_special_tokens=False)
             cuts = [
                 start + 1
                 for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
@@ -346,7 +347,20 @@ class Tokenizer:
                 todo += [piece[a:b] for a, b in pairwise(bounds)][::-1]
             else:
                 out += [i for i in encoding.ids if i not in self._control]
+                rust = self._inside_words
         return out
+
+    @cached_property
+    def _inside_words(self) -> RustTokenizer:
+        """The tokenizer to which special tokens are text, and which puts no space before a text."""
+        space = None if self._bpe is not None else _metaspace(_description(self._cuts))  # ours matches no such text
+        if space is None:
+            return self._plain
+        with rust_call(self.source):
+            other = self._copied(self._plain, self._plain.get_added_tokens_decoder())
+            other.encode_special_tokens = True
+            other.pre_tokenizer = pre_tokenizers.Metaspace(space["replacement"], "never", space.get("split", True))
+        return other
 
 
 class Stream:
@@ -409,6 +423,16 @@ def _description(part: Any) -> Any:
     return None if part is None else json.loads(part.__getstate__())
 
 
+def _metaspace(part: Any) -> Mapping[str, Any] | None:
+    """The pre-tokenizer that puts a visible space before words, if it is one of the parts."""
+    match part:
+        case {"type": "Sequence", "pretokenizers": list(parts)}:
+            return next(filter(None, map(_metaspace, parts)), None)
+        case {"type": "Metaspace", "replacement": str()}:
+            return dict(part)
+    return None
+
+
 def _growth(normalizer: Any) -> float:
     """How many times longer a text may become; a file of a few lines could otherwise double it a hundred times."""
     match normalizer:
@@ -467,50 +491,3 @@ def _ends(processor: Any, source: str) -> tuple[tuple[int, ...], tuple[int, ...]
     if len(found[0]) + len(found[1]) > MAX_ENDS:
         raise FormatError(f"{source}: post_processor: expected at most {MAX_ENDS} special tokens around a text")
     return found
-
-
-# -- llama2.c's tokenizer.bin ----------------------------------------------------------------------------------------
-def _read_tokenizer_bin(data: bytes, vocab_size: int, file: Path) -> tuple[list[str], list[float]]:
-    """Tokens and scores. Files differ in header and scores; the layout that fits the size of the file counts."""
-    from rlx.formats.token_models import MAX_TOKENS
-
-    if not 259 <= vocab_size <= MAX_TOKENS:
-        raise broken(file, "vocabulary size", expected=f"259 to {MAX_TOKENS}", found=vocab_size)
-    for header, scored in ((4, True), (0, True), (0, False), (4, False)):
-        found = _read_layout(data, vocab_size, header, scored)
-        if found is not None:
-            break
-    else:
-        raise broken(
-            file, f"not a tokenizer.bin of {vocab_size} tokens", expected="score, length and bytes for each",
-            found=f"{len(data)} bytes", hint="is the vocabulary size that of the model?",
-        )  # fmt: skip
-    tokens = []
-    for i, raw in enumerate(found[0]):
-        try:
-            tokens.append(_llama2c_name(raw.decode(), i))
-        except UnicodeDecodeError as error:
-            raise broken(file, f"token {i} is not UTF-8", found=quoted(raw)) from error
-    return tokens, found[1]
-
-
-def _read_layout(data: bytes, count: int, header: int, scored: bool) -> tuple[list[bytes], list[float]] | None:
-    head = struct.Struct("<fI" if scored else "<I")
-    tokens, scores, at = [], [], header
-    for i in range(count):
-        if at + head.size > len(data):
-            return None
-        *score, length = head.unpack_from(data, at)
-        at += head.size + length
-        if at > len(data):
-            return None
-        tokens.append(data[at - length : at])
-        scores.append(score[0] if scored else -float(i))  # without scores: ids are in the order of merging
-    return (tokens, scores) if at == len(data) and np.isfinite(scores).all() else None
-
-
-def _llama2c_name(token: str, i: int) -> str:
-    """The name in SentencePiece's manner: ids 3 to 258 are bytes, which early files hold as the character itself."""
-    if 3 <= i < 259:
-        return f"<0x{i - 3:02X}>"
-    return token.strip("\n") if i in (1, 2) else token

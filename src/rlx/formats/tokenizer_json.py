@@ -22,7 +22,7 @@ from rlx.formats.rust_calls import rust_call
 from rlx.formats.special_tokens import SpecialIds
 from rlx.formats.strict_json import parse_json
 from rlx.formats.tensors import broken, open_bytes, quoted
-from rlx.formats.token_models import MAX_TOKENS, check_charsmap
+from rlx.formats.token_models import IMPROBABLE, MAX_TOKENS, check_charsmap
 
 MAX_VALUES = 1 << 25  # a merge is three
 
@@ -47,8 +47,24 @@ def read_json(data: bytes, where: str) -> tuple[RustTokenizer, Bpe | None]:
             prefix = rust.model.continuing_subword_prefix or ""
             merges = merges_of(*_sides(model, where), ids, where, prefix=prefix)
             return rust, Bpe.made(ids, merges, rust.model)
+    if b'"Unigram"' in data:
+        data = _without_special_pieces(data, where)
     with rust_call(where):
         return RustTokenizer.from_buffer(data), None
+
+
+def _without_special_pieces(data: bytes, where: str) -> bytes:
+    """A unigram model whose pieces are no special tokens, so that no text becomes one of them."""
+    document = _parsed(data, where)
+    match document:
+        case {"added_tokens": list(added), "model": {"type": "Unigram", "vocab": list(vocab)}}:
+            names = (t.get("content") for t in added if isinstance(t, dict) and t.get("special") is True)
+            special = {name for name in names if isinstance(name, str)}
+            for piece in vocab:
+                if isinstance(piece, list) and len(piece) == 2 and isinstance(piece[0], str) and piece[0] in special:
+                    piece[1] = IMPROBABLE
+            return json.dumps(document, ensure_ascii=False).encode()
+    return data
 
 
 def _parsed(data: bytes, where: str) -> Any:

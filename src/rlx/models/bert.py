@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import BertEncoderLayer, FlowStage
+from rlx.flow.stages.encoder import EarlierTokens
 from rlx.models.config import EncoderConfig, key
 from rlx.models.family import family
 from rlx.types import sym
@@ -18,11 +19,12 @@ class Config(EncoderConfig):
     """BERT's configuration."""
 
     HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **EncoderConfig.HF_NEUTRAL, "position_embedding_type": (None, "absolute"), "is_decoder": (None, False),
+        **EncoderConfig.HF_NEUTRAL, "position_embedding_type": (None, "absolute"),
         "add_cross_attention": (None, False),
     }  # fmt: skip
 
     types: int = key(hf="type_vocab_size", default=2)
+    causal: bool = key(hf="is_decoder", default=False)  # a token sees those before it only
 
 
 _LAYER = "encoder.layer.{i}"
@@ -55,5 +57,6 @@ def bert(c: Config) -> ModelFlow:
         .token_embed("embeddings.word_embeddings.weight", shape=(c.vocab, c.dim))
         .gather_add("token_types", "embeddings.token_type_embeddings.weight", rows=c.types)
         .gather_add("positions", "embeddings.position_embeddings.weight", rows=c.positions)
+        .when(c.causal, lambda flow: flow.stage(EarlierTokens()))
         .layer_norm("embeddings.LayerNorm", c.eps).repeat_layers(c.layers, layer)
     )  # fmt: skip

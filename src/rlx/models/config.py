@@ -29,10 +29,14 @@ MAX_POSITIONS = (1 << 31) - 1  # positions are i32
 
 
 def key(
-    *, gguf: str | None = None, hf: str | None = None, default: Any = _MISSING, least: int = 1, most: int = MAX_SIZE
-) -> Any:
-    """A field of a configuration, its names in files, and the range of an integer."""
-    about = {"gguf": gguf, "hf": hf, "range": (least, most)}
+    *, gguf: str | None = None, hf: str | None = None, default: Any = _MISSING, least: int = 1, most: int = MAX_SIZE,
+    said_in_gguf: bool = False,
+) -> Any:  # fmt: skip
+    """A field of a configuration, its names in files, and the range of an integer.
+
+    The default is that of `transformers`; a GGUF file may be required to say the value all the same.
+    """
+    about = {"gguf": gguf, "hf": hf, "range": (least, most), "said_in_gguf": said_in_gguf}
     if default is _MISSING:
         return dataclasses.field(metadata=about)
     return dataclasses.field(default=default, metadata=about)
@@ -106,7 +110,7 @@ def _read(kind: type[Config], style: str, lookup: Callable[[str], Any], where: s
         elif found is None and "None" in type_:
             values[field.name] = None
         elif found is None or found is _MISSING:
-            if field.default is dataclasses.MISSING:
+            if field.default is dataclasses.MISSING or (style == "gguf" and field.metadata.get("said_in_gguf")):
                 raise FormatError(f"{where}: the configuration has no {place or field.name!r}")
         else:
             values[field.name] = _typed(found, type_, field.metadata["range"], f"{where}: {place}")
@@ -238,9 +242,9 @@ class DecoderConfig(ModelConfig):
     layers: int = key(gguf="block_count", hf="num_hidden_layers", most=MAX_LAYERS)
     heads: int = key(gguf="attention.head_count", hf="num_attention_heads")
     ffn: int = key(gguf="feed_forward_length", hf="intermediate_size")
-    eps: float = key(gguf="attention.layer_norm_rms_epsilon", hf="rms_norm_eps")
     trained: int = key(gguf="context_length", hf="max_position_embeddings", most=MAX_POSITIONS)
     vocab: int = key(hf="vocab_size")
+    eps: float = key(gguf="attention.layer_norm_rms_epsilon", hf="rms_norm_eps", default=1e-6, said_in_gguf=True)
     kv_heads_given: int | None = key(gguf="attention.head_count_kv", hf="num_key_value_heads", default=None)
     head_dim_given: int | None = key(gguf="attention.key_length", hf="head_dim", default=None, most=MAX_HEAD_DIM)
     value_dim: int | None = key(gguf="attention.value_length", default=None, most=MAX_HEAD_DIM)
@@ -263,6 +267,11 @@ class DecoderConfig(ModelConfig):
         """Elements of a head that turn."""
         return self.head_dim
 
+    @property
+    def turns(self) -> bool:
+        """Whether queries and keys turn by their position."""
+        return True
+
     @cached_property
     def rope(self) -> Rope:
         return Rope(self.rotary, self.rope_base, self.trained, self.rope_scaling or {})
@@ -281,8 +290,9 @@ class DecoderConfig(ModelConfig):
             raise FormatError(f"{where}: {self.heads} query heads are no multiple of {self.kv_heads} key heads")
         if self.head_dim_given is None and self.dim % self.heads:
             raise FormatError(f"{where}: a width of {self.dim} does not split into {self.heads} heads")
-        if not 2 <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 2:
-            raise FormatError(f"{where}: heads of {self.head_dim} elements; expected an even number to {MAX_HEAD_DIM}")
+        least, what = (2, "an even number") if self.turns else (1, "1")
+        if not least <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % least:
+            raise FormatError(f"{where}: heads of {self.head_dim} elements; expected {what} to {MAX_HEAD_DIM}")
         sizes = (
             ("attention.value_length", self.value_dim, self.head_dim),
             ("rope.dimension_count", self.rope_dim, self.rotary),
@@ -291,8 +301,5 @@ class DecoderConfig(ModelConfig):
             if found not in (None, here):
                 raise unsupported(where, name, found, hint=f"heads have {self.head_dim} elements, and {here} are used")
         check_activation(where, self.activation)
-        try:
-            self.rope.frequencies(self.context)
-        except (FormatError, CapabilityError) as error:
-            error.add_note(f"  in: {where}")
-            raise
+        if self.turns:
+            self.rope.check(where)

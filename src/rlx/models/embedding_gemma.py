@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
-from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, RmsNorm, RopeTables
+from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, RmsNorm
 from rlx.flow.stages.encoder import NearTokens, attend
 from rlx.formats import TensorFile
 from rlx.ir.graph import Value
 from rlx.models import gemma
 from rlx.models.config import FULL, MAX_POSITIONS, SLIDING, key
 from rlx.models.family import family
-from rlx.models.rope import rope_tables
+from rlx.models.rope import rope_stage
 from rlx.types import sym
 
 
@@ -70,14 +70,14 @@ def embeddinggemma(c: Config) -> ModelFlow:
         return EmbeddingGemmaLayer(
             f"model.layers.{i}", c.heads, c.kv_heads, c.head_dim, c.eps, style=c.STYLE, score_scale=c.score_scale,
             unit_offset=c.unit_offset, rope="rope.local" if near[i] else "rope", intermediate_size=c.ffn,
-            activation=c.activation, near=near[i],
+            activation=c.activation, near=near[i], attention_bias=c.attention_bias, output_bias=c.attention_bias,
         )  # fmt: skip
 
     norm = GemmaRmsNorm if c.unit_offset else RmsNorm
-    local = RopeTables(*rope_tables(c.local_rope, c.context), cos_key="rope.local.cos", sin_key="rope.local.sin")
+    local = rope_stage(c.local_rope, c.context, name="rope.local")
     return (
         ModelFlow("embeddinggemma").input("tokens", (sym.BATCH, sym.SEQ), "i32")
         .when(any(near), lambda flow: flow.stage(local).stage(NearTokens(SLIDING, (c.sliding_window or 0) // 2)))
-        .rope_tables(*rope_tables(c.rope, c.context)).token_embed(shape=(c.vocab, c.dim)).embed_scale(c.dim)
+        .stage(rope_stage(c.rope, c.context)).token_embed(shape=(c.vocab, c.dim)).embed_scale(c.dim)
         .repeat_layers(c.layers, layer).stage(norm("model.norm.weight", c.eps))
     )  # fmt: skip

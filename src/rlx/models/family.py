@@ -22,6 +22,7 @@ class Change:
 
     there: Callable[[Array], Array]
     back: Callable[[Array], Array]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # in GGUF and at home, where they differ
 
 
 Changes = Callable[[Any, str], Change | None]
@@ -44,6 +45,12 @@ class Family:
     arrange: Callable[[Any, str], Mapping[str, Any]] | None = None  # (config, format): weights made of those in a file
     changes: Changes | None = None  # (config, name): of a weight's numbers on the way to GGUF
     reads: Callable[[Mapping[str, Any]], bool] | None = None  # whether it is this one, where several share a model type
+    saved_as: str | None = None  # the architecture of its GGUF files, where they are read as another family's
+
+    @property
+    def architecture(self) -> str | None:
+        """The name under which it is written as GGUF; None where there is none."""
+        return self.saved_as or next(iter(self.gguf), None)
 
 
 STORED = (F32, F16, BF16, *PACKED)  # what a weight may be stored as in a graph
@@ -55,7 +62,7 @@ def family(
     name: str, *, kind: str, gguf: Iterable[str] = (), hf: Iterable[str] = (), config: type[ModelConfig],
     weights: Mapping[str, str], prefixes: Iterable[str] = (), settings: Settings | None = None,
     arrange: Callable[[Any, str], Mapping[str, Any]] | None = None, changes: Changes | None = None,
-    reads: Callable[[Mapping[str, Any]], bool] | None = None,
+    reads: Callable[[Mapping[str, Any]], bool] | None = None, saved_as: str | None = None,
 ) -> Callable[[Callable[..., ModelFlow]], Family]:  # fmt: skip
     """Declare a family; decorate its flow."""
 
@@ -64,7 +71,7 @@ def family(
             return flow(c, *arguments).initialised(initialisers(name, c))
 
         shape = tuple(gguf), tuple(hf), config, weights, assembled, tuple(prefixes)
-        found = Family(name, kind, *shape, settings, arrange, changes, reads)
+        found = Family(name, kind, *shape, settings, arrange, changes, reads, saved_as)
         FAMILIES[name] = found
         return found
 
@@ -102,6 +109,10 @@ class FileWeights:
                     if found is None:
                         break
                     self._names[mine.replace("{j}", str(j))] = found
+
+    def alias(self, key: str, other: str) -> None:
+        """Make a weight that the file does not have the same as another."""
+        self._names[key] = self._names[other]
 
     def has(self, key: str) -> bool:
         return key in self._names

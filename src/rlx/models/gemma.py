@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from rlx.errors import FormatError
 from rlx.flow.flow import ModelFlow
-from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, GemmaStyle, RmsNorm, RopeTables
+from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, GemmaStyle, RmsNorm
 from rlx.flow.weights import Array
 from rlx.formats import TensorFile
 from rlx.models import llama, qwen3
@@ -29,7 +29,7 @@ from rlx.models.config import (
     text_settings,
 )
 from rlx.models.family import family
-from rlx.models.rope import Rope, rope_tables
+from rlx.models.rope import Rope, of_layer_kind, rope_stage
 from rlx.types import sym
 
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -41,13 +41,14 @@ class Config(DecoderConfig):
 
     STYLE: ClassVar[str] = GemmaStyle.GEMMA
     HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **DecoderConfig.HF_NEUTRAL, "attention_bias": (None, False), "use_bidirectional_attention": (None, False),
+        **DecoderConfig.HF_NEUTRAL, "use_bidirectional_attention": (None, False),
     }  # fmt: skip
     IN_GGUF: ClassVar[Mapping[str, Any]] = {"unit_offset": False}
 
     head_dim_given: int | None = key(gguf="attention.key_length", hf="head_dim", default=256, most=MAX_HEAD_DIM)
     activation: str = key(hf="hidden_act", default="gelu_pytorch_tanh")
     tied: bool = key(hf="tie_word_embeddings", default=True)
+    attention_bias: bool = key(hf="attention_bias", default=False)  # on q, k, v and the output
     unit_offset: bool = True  # norms lack the 1; converters to GGUF add it
     attention_cap: float | None = None
     final_cap: float | None = None
@@ -56,6 +57,9 @@ class Config(DecoderConfig):
     @classmethod
     def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
         return {"unit_offset": False}
+
+    def left_out(self) -> tuple[str, ...]:
+        return () if self.attention_bias else tuple(name for name in WEIGHTS if name.endswith(".bias"))
 
     @property
     def score_scale(self) -> float:
@@ -116,12 +120,11 @@ class Config3(Config2):
     """Gemma 3's."""
 
     STYLE: ClassVar[str] = GemmaStyle.GEMMA3
-    HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {**Config.HF_NEUTRAL, _CAPS[0]: (None,)}
     GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {**Config2.GGUF_NEUTRAL, _CAPS[0]: (0,)}
     PERIOD: ClassVar[int] = 6
     LARGEST: ClassVar[int] = 62
 
-    attention_cap: float | None = None
+    attention_cap: float | None = None  # transformers has the setting, and its model does nothing with it
     final_cap: float | None = key(gguf=_CAPS[1], hf=_CAPS[1], default=None)
     rope_base: float = key(gguf="rope.freq_base", hf="rope_theta", default=1_000_000.0)
     local_base: float = key(gguf="rope.freq_base_swa", hf="rope_local_base_freq", default=10_000.0)
@@ -144,20 +147,28 @@ _USUAL = {
 }  # fmt: skip
 
 
+def first_activation(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Before its version 5, `transformers` did not heed Gemma's `hidden_act`: there was `hidden_activation`."""
+    if "hidden_activation" not in settings and not str(settings.get("transformers_version")).startswith("4."):
+        return settings
+    return {**settings, "hidden_act": settings.get("hidden_activation") or "gelu_pytorch_tanh"}
+
+
 def by_layer_kind(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Newer files keep both kinds of RoPE in `rope_parameters`; here they get the names of the older ones."""
     settings = text_settings(settings, where, _USUAL)
     given = settings.get("rope_parameters")
     if not isinstance(given, Mapping) or not any(isinstance(given.get(kind), Mapping) for kind in (FULL, SLIDING)):
         return settings
-    full, local = ({**given[kind]} if isinstance(given.get(kind), Mapping) else {} for kind in (FULL, SLIDING))
+    full, local = (of_layer_kind(given, kind, where) for kind in (FULL, SLIDING))
     theta = local.pop("rope_theta", None)
     moved = {"rope_parameters": full, "rope_local_scaling": local, "rope_local_base_freq": theta}
     return {**settings, "rope_scaling": None, **moved}
 
 
 _LAYER = "model.layers.{i}"
-WEIGHTS = {n: g for n, g in llama.WEIGHTS.items() if not n.endswith(".bias")}
+_NO_GGUF = {n: "" for n in llama.WEIGHTS if n.endswith(".bias") and ".self_attn." in n}
+WEIGHTS = {n: g for n, g in llama.WEIGHTS.items() if not n.endswith(".bias")} | _NO_GGUF
 WEIGHTS2 = WEIGHTS | {
     f"{_LAYER}.post_attention_layernorm.weight": "blk.{i}.post_attention_norm.weight",
     f"{_LAYER}.pre_feedforward_layernorm.weight": "blk.{i}.ffn_norm.weight",
@@ -166,7 +177,9 @@ WEIGHTS2 = WEIGHTS | {
 WEIGHTS3 = WEIGHTS2 | qwen3.NORMS
 
 
-@family("gemma", kind="decoder", gguf=["gemma"], hf=["gemma"], config=Config, weights=WEIGHTS)
+@family(
+    "gemma", kind="decoder", gguf=["gemma"], hf=["gemma"], config=Config, weights=WEIGHTS, settings=first_activation
+)
 def gemma(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
     def layer(i: int) -> FlowStage:
         window = c.window(i)
@@ -174,15 +187,15 @@ def gemma(c: Config, context: int, rope_factors: Array | None = None) -> ModelFl
             f"model.layers.{i}", c.heads, c.kv_heads, c.head_dim, c.eps, layer_idx=i, style=c.STYLE,
             mask=llama.mask_of(window, context), score_scale=c.score_scale, attn_logit_softcap=c.attention_cap,
             unit_offset=c.unit_offset, rope="rope" if window is None else "rope.local", intermediate_size=c.ffn,
-            activation={"gelu": "gelu_pytorch_tanh"}.get(c.activation, c.activation),  # older files mean the tanh form
+            activation=c.activation, attention_bias=c.attention_bias, output_bias=c.attention_bias,
         )  # fmt: skip
 
     norm = GemmaRmsNorm if c.unit_offset else RmsNorm
-    local = RopeTables(*rope_tables(c.local_rope, context), cos_key="rope.local.cos", sin_key="rope.local.sin")
+    local = rope_stage(c.local_rope, context, name="rope.local")
     return (
         ModelFlow(c.STYLE).input("tokens", (sym.BATCH, sym.SEQ), "i32").kv_cache(c.layers, c.kv_heads, c.head_dim)
         .when(any(c.window(i) for i in range(c.layers)), lambda flow: flow.stage(local))
-        .rope_tables(*rope_tables(c.rope, context, rope_factors)).token_embed(shape=(c.vocab, c.dim))
+        .stage(rope_stage(c.rope, context, rope_factors)).token_embed(shape=(c.vocab, c.dim))
         .embed_scale(c.dim).repeat_layers(c.layers, layer).stage(norm("model.norm.weight", c.eps)).gather_last_token()
         .lm_head(c.vocab, c.dim, tied=c.tied)
         .when(c.final_cap is not None, lambda flow: flow.logit_softcap(c.final_cap or 0))

@@ -42,6 +42,10 @@ class Config(DecoderConfig):
     scaled: bool = key(hf="scale_attn_weights", default=True)
     scaled_by_layer: bool = key(hf="scale_attn_by_inverse_layer_idx", default=False)
 
+    @property
+    def turns(self) -> bool:
+        return False
+
     def score_scale(self, layer: int) -> float:
         return (self.head_dim**-0.5 if self.scaled else 1.0) / (layer + 1 if self.scaled_by_layer else 1)
 

@@ -12,7 +12,7 @@ from rlx.flow.weights import Array
 from rlx.formats import TensorFile
 from rlx.models.config import MAX_POSITIONS, DecoderConfig, key
 from rlx.models.family import family
-from rlx.models.rope import rope_tables
+from rlx.models.rope import rope_stage
 from rlx.ops.attention import MaskKind
 from rlx.types import sym
 
@@ -50,7 +50,9 @@ class MistralConfig(Config):
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    sliding_window: int | None = key(hf="sliding_window", default=4096, most=MAX_POSITIONS)
+    sliding_window: int | None = key(
+        gguf="attention.sliding_window", hf="sliding_window", default=4096, most=MAX_POSITIONS
+    )
 
 
 _LINEAR = {
@@ -76,7 +78,7 @@ def llama(c: Config, context: int, rope_factors: Array | None = None) -> ModelFl
     return decoder("llama", c, context, rope_factors)
 
 
-@family("mistral", kind="decoder", hf=["mistral"], config=MistralConfig, weights=WEIGHTS)
+@family("mistral", kind="decoder", hf=["mistral"], config=MistralConfig, weights=WEIGHTS, saved_as="llama")
 def mistral(c: MistralConfig, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return decoder("mistral", c, context, rope_factors)
 
@@ -99,9 +101,9 @@ def decoder(
             mlp_bias=c.mlp_bias, intermediate_size=c.ffn, activation=c.activation, ffn=ffn(i),
         )  # fmt: skip
 
-    cos, sin = rope_tables(c.rope, context, rope_factors)
+    rope = rope_stage(c.rope, context, rope_factors, style="pairs" if c.pairs else "halves")
     return (
         ModelFlow(name).input("tokens", (sym.BATCH, sym.SEQ), "i32").kv_cache(c.layers, c.kv_heads, c.head_dim)
-        .rope_tables(cos, sin, "pairs" if c.pairs else "halves").token_embed(shape=(c.vocab, c.dim))
+        .stage(rope).token_embed(shape=(c.vocab, c.dim))
         .repeat_layers(c.layers, layer).final_norm(c.eps).gather_last_token().lm_head(c.vocab, c.dim, tied=c.tied)
     )  # fmt: skip

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import rlx.models.bert
 import rlx.models.dinov2
@@ -50,6 +52,8 @@ _NOT_WEIGHTS = re.compile(
     r"|dense_[23]\.weight|(model\.)?(vision_tower|visual|multi_modal_projector)\..*"
 )
 _LAYER = re.compile(r"\.([0-9]{1,9})\.")
+HEAD = "lm_head.weight"
+COMPARED_BYTES = 1 << 22  # of each of two tensors at a time
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Checkpoint:
     weights: FileWeights
     tokenizer: Tokenizer | None
     rope_factors: Array | None = None
+    notes: tuple[str, ...] = ()  # what its user should be told when it is loaded
     others: tuple[FileMap, ...] = ()  # maps of files other than that of the weights
 
     @property
@@ -136,7 +141,51 @@ def _from_hf(
     weights = weights_of(family, config, file)
     if embedders.is_for_vectors(family, Path(where).parent):
         family = FAMILIES[family.name + embedders.SUFFIX]
-    return _checked(Checkpoint(path, file, family, config, weights, tokenizer))
+    return _checked(_with_own_head(Checkpoint(path, file, family, config, weights, tokenizer)))
+
+
+def _with_own_head(checkpoint: Checkpoint) -> Checkpoint:
+    """A configuration may call head and token table tied while the file has both. As in `transformers`, the file wins.
+
+    Where it has only the head, that is the token table too.
+    """
+    config, weights = checkpoint.config, checkpoint.weights
+    if checkpoint.family.kind != "decoder" or not config.tied or not weights.has(HEAD):
+        return checkpoint
+    table = token_table(checkpoint.family)
+    if not weights.has(table):
+        weights.alias(table, HEAD)
+        return checkpoint
+    if _same(checkpoint.file, weights.entry(table).name, weights.entry(HEAD).name):
+        return checkpoint
+    note = (
+        f"tie_word_embeddings is true, but {HEAD} differs from {table}: the file's own head is used; "
+        "set tie_word_embeddings to false in config.json to silence this warning"
+    )
+    return replace(checkpoint, config=replace(config, tied=False), notes=(*checkpoint.notes, note))
+
+
+def token_table(family: Family) -> str:
+    """The name of a decoder's token embeddings."""
+    return next(ours for ours, theirs in family.weights.items() if theirs == "token_embd.weight")
+
+
+def repeated_head(checkpoint: Checkpoint) -> str | None:
+    """The tensor that repeats a tied decoder's token table, if the file has one."""
+    family, config, weights = checkpoint.family, checkpoint.config, checkpoint.weights
+    if family.kind != "decoder" or not config.tied or not weights.has(HEAD):
+        return None
+    head = weights.entry(HEAD).name
+    return None if head == weights.entry(token_table(family)).name else head
+
+
+def _same(file: TensorFile, first: str, second: str) -> bool:
+    """Whether two tensors hold equal numbers; compared by pieces, so that no copy of a large table is made."""
+    a, b = file.array(first), file.array(second)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    rows = max(1, COMPARED_BYTES // max(a[:1].nbytes, 1))
+    return all(np.array_equal(a[at : at + rows], b[at : at + rows]) for at in range(0, len(a), rows))
 
 
 def read_config(settings: Mapping[str, Any], where: str, known: Mapping[str, Any] | None = None) -> tuple[Family, Any]:

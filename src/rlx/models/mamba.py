@@ -7,17 +7,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from rlx.errors import FormatError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, RmsNorm, linear
-from rlx.flow.stages.ffn import activate
-from rlx.flow.stages.recurrent import short_conv, softplus, state_of, where_present
+from rlx.flow.stages.ffn import activate, softplus
+from rlx.flow.stages.recurrent import short_conv, state_of, where_present
 from rlx.flow.state import FlowValue
 from rlx.flow.weights import Array
 from rlx.formats import TensorFile
 from rlx.models.config import MAX_LAYERS, MAX_POSITIONS, ModelConfig, check_activation, key
-from rlx.models.family import family
+from rlx.models.family import Change, family
 from rlx.types import sym
 
 
@@ -26,6 +28,7 @@ class StateSpaceConfig(ModelConfig):
     """What Mamba 1 and 2 share."""
 
     GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"ssm.dt_b_c_rms": (False,), "expert_count": (0,)}
+    IN_GGUF: ClassVar[Mapping[str, Any]] = {"rates": True}
 
     dim: int = key(gguf="embedding_length", hf="hidden_size")
     layers: int = key(gguf="block_count", hf="num_hidden_layers", most=MAX_LAYERS)
@@ -52,6 +55,11 @@ class StateSpaceConfig(ModelConfig):
     def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
         return {"rates": True, "conv_bias": "blk.0.ssm_conv1d.bias" in file, "bias": "blk.0.ssm_in.bias" in file}
 
+    def only_in_gguf(self) -> dict[str, Any]:
+        # llama.cpp wants the first three of every model
+        nothing = {"context_length": 1 << 20, "feed_forward_length": 0, "attention.head_count": 0}
+        return {**nothing, "ssm.inner_size": self.inner}
+
     def check(self, where: str) -> None:
         check_activation(where, self.activation)
         if not 1 <= self.inner <= 1 << 24:
@@ -76,6 +84,9 @@ class Config(StateSpaceConfig):
         """Of the map that says how far a token moves the state."""
         return self.rank_given or math.ceil(self.dim / 16)
 
+    def only_in_gguf(self) -> dict[str, Any]:
+        return {**super().only_in_gguf(), "ssm.time_step_rank": self.rank, "ssm.dt_b_c_rms": False}
+
 
 _LAYER = "backbone.layers.{i}"
 _LINEAR = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "x_proj": "ssm_x", "dt_proj": "ssm_dt", "out_proj": "ssm_out"}
@@ -92,6 +103,11 @@ WEIGHTS = SHARED | {
     for hf, gguf in _LINEAR.items()
     for part in (("weight",) if hf == "x_proj" else ("weight", "bias"))
 }
+
+
+def changes(c: Any, name: str) -> Change | None:
+    """What converters to GGUF do to the rates of decay."""
+    return Change(lambda x: -np.exp(x), lambda x: np.log(-x)) if name.endswith(".A_log") else None
 
 
 def numbered(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -129,7 +145,7 @@ class Mixer(FlowStage):
             inner, steps, rates if c.rates else -rates.exp(), b, to,
             state_of(ctx, f"scan.{self.layer}", x, c.inner, n), ctx.load_param(f"{mixer}.D", shape=(c.inner,)),
         )  # fmt: skip
-        y = ctx.hir().apply("selective_scan_carry", *scan, state_size=n)[0] * activate(gate, c.activation)
+        y = ctx.hir().apply("selective_scan_carry", *scan, state_size=n)[0] * gate.silu()
         return ctx.wrap(x + linear(ctx, y, f"{mixer}.out_proj.weight", bias("out_proj"), out=c.dim))
 
 
@@ -143,6 +159,7 @@ def decoder(name: str, c: Any, layer: Callable[[int], FlowStage]) -> ModelFlow:
     )  # fmt: skip
 
 
-@family("mamba", kind="decoder", gguf=["mamba"], hf=["mamba"], config=Config, weights=WEIGHTS, settings=numbered)
+@family("mamba", kind="decoder", gguf=["mamba"], hf=["mamba"], config=Config, weights=WEIGHTS, settings=numbered,
+        changes=changes)  # fmt: skip
 def mamba(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return decoder("mamba", c, lambda i: Mixer(c, i))

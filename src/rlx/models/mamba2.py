@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.errors import FormatError
+import numpy as np
+
+from rlx.errors import CapabilityError, FormatError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, RmsNorm, linear
-from rlx.flow.stages.ffn import activate
-from rlx.flow.stages.recurrent import short_conv, softplus, state_of, where_present
+from rlx.flow.stages.ffn import activate, softplus
+from rlx.flow.stages.recurrent import short_conv, state_of, where_present
 from rlx.flow.state import FlowValue
 from rlx.flow.weights import Array
 from rlx.formats import TensorFile
@@ -20,7 +22,7 @@ from rlx.formats.tensors import quoted
 from rlx.ir.graph import Value
 from rlx.models import mamba
 from rlx.models.config import key
-from rlx.models.family import family
+from rlx.models.family import Change, family
 from rlx.models.rope import is_number
 
 
@@ -50,6 +52,13 @@ class Config(mamba.StateSpaceConfig):
     def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
         return {**super().known_of_gguf(file), "norm_by_group": True}
 
+    def only_in_gguf(self) -> dict[str, Any]:
+        if self.groups > 1:
+            raise CapabilityError(
+                f"save: n_groups is {self.groups}, and llama.cpp norms each group of channels by itself, not all as one"
+            )
+        return super().only_in_gguf()
+
     def check(self, where: str) -> None:
         super().check(where)
         if self.inner % self.heads or self.head_dim_given not in (None, self.head_dim):
@@ -78,6 +87,24 @@ WEIGHTS = mamba.SHARED | {
     for hf, gguf in _LINEAR.items()
     for part in ("weight", "bias")
 }  # fmt: skip
+
+
+def changes(c: Config, name: str) -> Change | None:
+    """What converters to GGUF do: rates are no logarithms, and heads and groups of channels have an axis."""
+    if name.endswith(".A_log"):
+        return _shaped((c.heads, 1), (c.heads,), lambda x: -np.exp(x), lambda x: np.log(-x))
+    if name.endswith(".mixer.D"):
+        return _shaped((c.heads, 1), (c.heads,))
+    if name.endswith(".mixer.norm.weight"):
+        return _shaped((c.groups, c.inner // c.groups), (c.inner,))
+    return None
+
+
+def _shaped(
+    there: tuple[int, ...], here: tuple[int, ...], change: Callable[[Array], Array] = lambda x: x,
+    back: Callable[[Array], Array] = lambda x: x,
+) -> Change:  # fmt: skip
+    return Change(lambda x: change(x).reshape(there), lambda x: back(x).reshape(here), (there, here))
 
 
 @dataclass(frozen=True)
@@ -139,6 +166,7 @@ def vector(ctx: FlowCtx, key: str, size: int) -> Value:
     return ctx.load_param(key, shape=None if ctx.weights.has(key) else (size,)).reshape(size)
 
 
-@family("mamba2", kind="decoder", gguf=["mamba2"], hf=["mamba2"], config=Config, weights=WEIGHTS, settings=with_limits)
+@family("mamba2", kind="decoder", gguf=["mamba2"], hf=["mamba2"], config=Config, weights=WEIGHTS, settings=with_limits,
+        changes=changes)  # fmt: skip
 def mamba2(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return mamba.decoder("mamba2", c, lambda i: Mixer(c, i))

@@ -9,16 +9,16 @@ from typing import Any, ClassVar
 from rlx.errors import FormatError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
-from rlx.flow.stages import FlowStage, LayerNorm, RopeTables, Sequence
+from rlx.flow.stages import FlowStage, LayerNorm, Sequence
 from rlx.flow.stages.encoder import NearTokens, attend, split_qkv, turned
 from rlx.flow.stages.ffn import activate, linear
 from rlx.flow.state import FlowValue
 from rlx.formats.tensors import quoted
 from rlx.ir.graph import Value
 from rlx.ir.provenance import stage as provenance
-from rlx.models.config import FULL, SLIDING, EncoderConfig, check_layer_types, key, unsupported
+from rlx.models.config import FULL, SLIDING, EncoderConfig, check_layer_types, key
 from rlx.models.family import family
-from rlx.models.rope import Rope, rope_tables
+from rlx.models.rope import Rope, of_layer_kind, rope_stage
 from rlx.types import sym
 
 
@@ -37,6 +37,8 @@ class Config(EncoderConfig):
     layer_types: tuple[str, ...] | None = key(hf="layer_types", default=None)
     global_base: float = key(gguf="rope.freq_base", hf="global_rope_theta", default=160000.0)
     local_base: float = key(gguf="rope.freq_base_swa", hf="local_rope_theta", default=10000.0)
+    global_scaling: Mapping[str, Any] | None = key(hf="global_rope_scaling", default=None)
+    local_scaling: Mapping[str, Any] | None = key(hf="local_rope_scaling", default=None)
     norm_bias: bool = key(hf="norm_bias", default=False)
     attention_bias: bool = key(hf="attention_bias", default=False)
     mlp_bias: bool = key(hf="mlp_bias", default=False)
@@ -44,8 +46,13 @@ class Config(EncoderConfig):
     def is_local(self, layer: int) -> bool:
         return bool(layer % self.every) if self.layer_types is None else self.layer_types[layer] == SLIDING
 
-    def rope(self, base: float) -> Rope:
-        return Rope(self.head_dim, base, self.positions, {})
+    @property
+    def global_rope(self) -> Rope:
+        return Rope(self.head_dim, self.global_base, self.positions, self.global_scaling or {})
+
+    @property
+    def local_rope(self) -> Rope:
+        return Rope(self.head_dim, self.local_base, self.positions, self.local_scaling or {})
 
     def left_out(self) -> tuple[str, ...]:
         has = {"norm": self.norm_bias, "attn": self.attention_bias, "mlp": self.mlp_bias}
@@ -57,6 +64,8 @@ class Config(EncoderConfig):
         if self.head_dim % 2:
             raise FormatError(f"{where}: heads of {self.head_dim} elements; rotary positions turn pairs")
         check_layer_types(where, self.layer_types, self.layers, self.window)
+        for rope in (self.global_rope, self.local_rope):
+            rope.check(where)
 
 
 _LINEAR = {"attn.Wqkv": "attn_qkv", "attn.Wo": "attn_output", "mlp.Wi": "ffn_up", "mlp.Wo": "ffn_down"}
@@ -72,32 +81,26 @@ WEIGHTS = {"embeddings.tok_embeddings.weight": "token_embd.weight"} | {
 
 
 def settings(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """A configuration in its first words: newer ones have the bases in `rope_parameters`."""
+    """A configuration in its first words: newer ones have bases and scalings in `rope_parameters`."""
     ropes = given.get("rope_parameters") or {}
     if not isinstance(ropes, Mapping):
         raise FormatError(f"{where}: rope_parameters: expected an object, found {quoted(ropes)}")
     found = dict(given)
-    for kind, name in ((FULL, "global_rope_theta"), (SLIDING, "local_rope_theta")):
-        rope = ropes.get(kind) or {}
-        if not isinstance(rope, Mapping) or rope.get("rope_type", "default") != "default":
-            raise unsupported(where, f"rope_parameters.{kind}", rope)
+    for kind, name in ((FULL, "global"), (SLIDING, "local")):
+        rope = of_layer_kind(ropes, kind, where)
         if "rope_theta" in rope:
-            found[name] = rope["rope_theta"]
+            found[f"{name}_rope_theta"] = rope["rope_theta"]
+        found[f"{name}_rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
     return found
 
 
 @family("modernbert", kind="encoder", gguf=["modern-bert"], hf=["modernbert"], config=Config, weights=WEIGHTS,
         prefixes=["model."], settings=settings)  # fmt: skip
 def modernbert(c: Config) -> ModelFlow:
-    full, local = (rope_tables(c.rope(base), c.context) for base in (c.global_base, c.local_base))
-
     def layer(i: int) -> FlowStage:
         near = c.is_local(i)
-        cos, sin = local if near else full
-        name = "rope.local" if near else "rope.global"
-        return Sequence((
-            RopeTables(cos, sin, cos_key=f"{name}.cos", sin_key=f"{name}.sin"), ModernBertLayer(c, i, near),
-        ))  # fmt: skip
+        rope, name = (c.local_rope, "rope.local") if near else (c.global_rope, "rope.global")
+        return Sequence((rope_stage(rope, c.context, name=name), ModernBertLayer(c, i, near)))
 
     return (
         ModelFlow("modernbert").input("tokens", (sym.BATCH, sym.SEQ), "i32")

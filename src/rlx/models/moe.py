@@ -13,7 +13,7 @@ from rlx.flow.weights import Array
 from rlx.formats import TensorFile
 from rlx.models import llama, qwen3
 from rlx.models.arrange import Arrangement, Stack
-from rlx.models.config import MAX_POSITIONS, DecoderConfig, key
+from rlx.models.config import MAX_HEAD_DIM, MAX_POSITIONS, key
 from rlx.models.family import family
 
 MAX_EXPERTS = 4096
@@ -35,13 +35,14 @@ def _without_experts(neutral: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[
 
 @dataclass(frozen=True)
 class Config(qwen3.Config):
-    """Qwen3-MoE's configuration; in Hugging Face's, some layers may have one feed-forward for all tokens."""
+    """Qwen3-MoE's configuration; in Hugging Face's, some layers may have one feed-forward for all tokens.
 
-    HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **DecoderConfig.HF_NEUTRAL, "use_sliding_window": (None, False)
-    }  # fmt: skip
+    Its window, unlike Qwen3's, is that of all layers.
+    """
+
     GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = _without_experts(qwen3.Config.GGUF_NEUTRAL)
 
+    head_dim_given: int | None = key(gguf="attention.key_length", hf="head_dim", default=None, most=MAX_HEAD_DIM)
     experts: int = key(gguf="expert_count", hf="num_experts", default=128, most=MAX_EXPERTS)
     chosen: int = key(gguf="expert_used_count", hf="num_experts_per_tok", default=8)
     expert_ffn: int = key(gguf="expert_feed_forward_length", hf="moe_intermediate_size", default=768)
@@ -51,7 +52,10 @@ class Config(qwen3.Config):
 
     @classmethod
     def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
-        return {"normalise": True}  # llama.cpp always does it
+        return {**super().known_of_gguf(file), "normalise": True}  # llama.cpp always does it
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window if self.use_sliding_window else None
 
     def is_dense(self, layer: int) -> bool:
         return layer in (self.dense or ()) or bool((layer + 1) % self.step)
@@ -67,10 +71,19 @@ class MixtralConfig(llama.MistralConfig):
 
     GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = _without_experts(llama.Config.GGUF_NEUTRAL)
 
-    sliding_window: int | None = key(hf="sliding_window", default=None, most=MAX_POSITIONS)
+    eps: float = key(gguf="attention.layer_norm_rms_epsilon", hf="rms_norm_eps", default=1e-5, said_in_gguf=True)
+    rope_base: float = key(gguf="rope.freq_base", hf="rope_theta", default=1_000_000.0)
+    sliding_window: int | None = key(
+        gguf="attention.sliding_window", hf="sliding_window", default=None, most=MAX_POSITIONS
+    )
     experts: int = key(gguf="expert_count", hf="num_local_experts", default=8, most=MAX_EXPERTS)
     chosen: int = key(gguf="expert_used_count", hf="num_experts_per_tok", default=2)
     normalise: bool = True
+
+    @classmethod
+    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
+        known = super().known_of_gguf(file)
+        return known if "llama.rope.freq_base" in file.metadata else {**known, "rope_base": 10_000.0}  # llama.cpp's
 
     @property
     def expert_ffn(self) -> int:
@@ -137,7 +150,7 @@ def qwen3moe(c: Config, context: int, rope_factors: Array | None = None) -> Mode
 
 @family(
     "mixtral", kind="decoder", hf=["mixtral"], config=MixtralConfig, weights=MIXTRAL_WEIGHTS,
-    arrange=stacks(_OF_MIXTRAL),
+    arrange=stacks(_OF_MIXTRAL), saved_as="llama",
 )  # fmt: skip
 def mixtral(c: MixtralConfig, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return decoder("mixtral", c, context, rope_factors, LlamaDecoder, "model.layers.{i}.block_sparse_moe.gate.weight")

@@ -13,7 +13,7 @@ from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, NomicEncoderLayer
 from rlx.models.config import MAX_HEAD_DIM, EncoderConfig, key, unsupported
 from rlx.models.family import family
-from rlx.models.rope import Rope, rope_tables, scaling_of_hf
+from rlx.models.rope import Rope, rope_stage, scaling_of_hf
 from rlx.types import sym
 
 
@@ -51,8 +51,7 @@ class Config(EncoderConfig):
             super().check(where)
         if self.head_dim % 2:
             raise unsupported(where, "head_dim", self.head_dim, hint="rotary positions turn pairs")
-        if self.rope.kind != "default":  # the others go by the length of a batch
-            raise unsupported(where, "rope_scaling", self.rope.kind)
+        self.rope.check(where)
 
 
 WEIGHTS = {
@@ -101,7 +100,7 @@ def nomic_bert(c: Config) -> ModelFlow:
     return (
         ModelFlow("nomic-bert").input("tokens", (sym.BATCH, sym.SEQ), "i32")
         .input("positions", (sym.BATCH, sym.SEQ), "i32")
-        .rope_tables(*rope_tables(c.rope, c.context))
+        .stage(rope_stage(c.rope, c.context))
         .token_embed("embeddings.word_embeddings.weight", shape=(c.vocab, c.dim))
         .gather_add("token_types", "embeddings.token_type_embeddings.weight", rows=c.types)
         .layer_norm("emb_ln", c.eps).repeat_layers(c.layers, layer)

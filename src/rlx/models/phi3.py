@@ -33,6 +33,7 @@ class Config(llama.Config):
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    eps: float = key(gguf="attention.layer_norm_rms_epsilon", hf="rms_norm_eps", default=1e-5, said_in_gguf=True)
     partial: float = key(hf="partial_rotary_factor", default=1.0)
     sliding_window: int | None = key(
         gguf="attention.sliding_window", hf="sliding_window", default=None, least=0, most=MAX_POSITIONS
@@ -60,6 +61,16 @@ class Config(llama.Config):
         return ()
 
 
+def long_settings(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """With the length that `transformers` takes Phi-3 to be trained with, and the name that it has for its scaling."""
+    found = {"original_max_position_embeddings": 4096, **settings}
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = settings.get(name)
+        if isinstance(rope, Mapping) and "yarn" in (rope.get("rope_type"), rope.get("type")):
+            found[name] = {**rope, "rope_type": "longrope"}  # as its first files called it
+    return found
+
+
 _LAYER = "model.layers.{i}"
 _QKV, _GATE_UP = f"{_LAYER}.self_attn.qkv_proj.weight", f"{_LAYER}.mlp.gate_up_proj.weight"
 _OURS = [f"{_LAYER}.{name}_proj.weight" for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")]
@@ -79,6 +90,7 @@ def arrange(c: Config, format: str) -> Arrangement:
     return dict(zip(_OURS, rows, strict=True))
 
 
-@family("phi3", kind="decoder", gguf=["phi3"], hf=["phi3"], config=Config, weights=WEIGHTS, arrange=arrange)
+@family("phi3", kind="decoder", gguf=["phi3"], hf=["phi3"], config=Config, weights=WEIGHTS, settings=long_settings,
+        arrange=arrange)  # fmt: skip
 def phi3(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return llama.decoder("phi3", c, context, rope_factors)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import Qwen3Decoder
 from rlx.flow.weights import Array
+from rlx.formats import TensorFile
 from rlx.models import llama, qwen2
 from rlx.models.config import MAX_HEAD_DIM, key
 from rlx.models.embedders import embedder
@@ -20,6 +22,11 @@ class Config(qwen2.Config):
     attention_bias: bool = key(hf="attention_bias", default=False)
     output_bias: bool = key(hf="attention_bias", default=False)
     head_dim_given: int | None = key(gguf="attention.key_length", hf="head_dim", default=128, most=MAX_HEAD_DIM)
+
+    @classmethod
+    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
+        tensors = {"attention_bias": "attn_q", "output_bias": "attn_output"}
+        return {name: f"blk.0.{tensor}.bias" in file for name, tensor in tensors.items()}
 
 
 NORMS = {f"model.layers.{{i}}.self_attn.{n}_norm.weight": f"blk.{{i}}.attn_{n}_norm.weight" for n in "qk"}

@@ -109,7 +109,7 @@ def changes(c: Config, name: str) -> Change | None:
     numbers = qwen3_next.changes(c, name)
     if ".linear_attn." not in name or name.endswith(".norm.weight"):
         return numbers
-    size = 1 if name.endswith((".A_log", ".dt_bias", "in_proj_a.weight", "in_proj_b.weight")) else c.state
+    size = 1 if name.endswith((".A_log", ".dt_bias", "in_proj_a.weight", "in_proj_b.weight")) else c.value_size
     axis = 1 if name.endswith("out_proj.weight") else 0
 
     def moved(outer: int, inner: int) -> Callable[[Array], Array]:

@@ -29,7 +29,7 @@ from rlx.models import moe
 from rlx.models.arrange import Arrangement, Spans
 from rlx.models.config import FULL, LINEAR, MAX_HEAD_DIM, DecoderConfig, key, unsupported
 from rlx.models.family import Change, family
-from rlx.models.rope import rope_tables
+from rlx.models.rope import rope_stage
 from rlx.types import sym
 
 
@@ -102,9 +102,6 @@ class Config(moe.Config):
             )
         if self.value_heads % self.key_heads:
             raise FormatError(f"{where}: {self.value_heads} value heads are no multiple of {self.key_heads} key heads")
-        if self.value_size != self.state:
-            hint = f"keys have {self.state}, and states are square"
-            raise unsupported(where, "linear_value_head_dim", self.value_size, hint=hint)
         DecoderConfig.check(self, where)
         if self.experts:
             moe.check_experts(where, self.experts, self.chosen)
@@ -137,7 +134,7 @@ WEIGHTS = MIXTURE | {_QKVZ: "blk.{i}.ssm_in.weight", _BA: "blk.{i}.ssm_ba.weight
 def arrange(c: Config, format: str) -> Arrangement:
     """Queries, keys, values and gates each for itself: in files, all that belong to a head of keys lie together."""
     n, share = c.state, c.value_heads // c.key_heads
-    v, z = (2 + share) * n, (2 + 2 * share) * n
+    v, z = 2 * n + share * c.value_size, 2 * n + 2 * share * c.value_size
     parts = {n: Spans(_BA, c.key_heads, 2 * share, ((at, at + share),)) for n, at in (("b", 0), ("a", share))}
     if format != "gguf" or c.joined:
         parts["qkv"] = Spans(_QKVZ, c.key_heads, z, ((0, n), (n, 2 * n), (2 * n, v)))
@@ -171,15 +168,14 @@ def decoder(name: str, c: Config, context: int) -> ModelFlow:
                 **shared,
             )  # fmt: skip
         return DeltaNetLayer(
-            at, c.eps, key_heads=c.key_heads, value_heads=c.value_heads, state_size=c.state, kernel=c.kernel,
-            tiled=c.tiled, rates=c.rates, **shared,
+            at, c.eps, key_heads=c.key_heads, value_heads=c.value_heads, state_size=c.state, value_size=c.value_size,
+            kernel=c.kernel, tiled=c.tiled, rates=c.rates, **shared,
         )  # fmt: skip
 
-    cos, sin = rope_tables(c.rope, context)
     norm = GemmaRmsNorm if c.unit_offset else RmsNorm
     return (
         ModelFlow(name).input("tokens", (sym.BATCH, sym.SEQ), "i32").kv_cache(c.layers, c.kv_heads, c.head_dim)
-        .rope_tables(cos, sin).token_embed(shape=(c.vocab, c.dim)).repeat_layers(c.layers, layer)
+        .stage(rope_stage(c.rope, context)).token_embed(shape=(c.vocab, c.dim)).repeat_layers(c.layers, layer)
         .stage(norm("model.norm.weight", c.eps)).gather_last_token().lm_head(c.vocab, c.dim, tied=c.tied)
     )  # fmt: skip
 

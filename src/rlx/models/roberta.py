@@ -13,6 +13,7 @@ from rlx.errors import FormatError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import BertEncoderLayer, FlowStage
+from rlx.flow.stages.encoder import EarlierTokens
 from rlx.flow.state import FlowValue
 from rlx.models.bert import WEIGHTS
 from rlx.models.config import EncoderConfig, key
@@ -25,12 +26,13 @@ class Config(EncoderConfig):
     """RoBERTa's configuration. Its `max_position_embeddings` counts rows that no token ever has."""
 
     HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **EncoderConfig.HF_NEUTRAL, "position_embedding_type": (None, "absolute"), "is_decoder": (None, False),
+        **EncoderConfig.HF_NEUTRAL, "position_embedding_type": (None, "absolute"),
         "add_cross_attention": (None, False),
     }  # fmt: skip
 
     pad: int = key(hf="pad_token_id", default=1, least=0)
     types: int = key(hf="type_vocab_size", default=2)
+    causal: bool = key(hf="is_decoder", default=False)  # a token sees those before it only
 
     @property
     def context(self) -> int:
@@ -55,6 +57,7 @@ def roberta(c: Config) -> ModelFlow:
         .token_embed("embeddings.word_embeddings.weight", shape=(c.vocab, c.dim))
         .gather_add("token_types", "embeddings.token_type_embeddings.weight", rows=c.types)
         .stage(PaddedPositions("embeddings.position_embeddings.weight", c.pad, c.positions))
+        .when(c.causal, lambda flow: flow.stage(EarlierTokens()))
         .layer_norm("embeddings.LayerNorm", c.eps).repeat_layers(c.layers, layer)
     )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """RoPE: the frequencies of every kind of scaling in use, and the tables of cosines and sines made of them.
 
 A scaling is what Hugging Face calls `rope_scaling` or `rope_parameters`; what GGUF says is translated to it. Numbers
-are those of `transformers`, computed in float64. Kinds that depend on length (`dynamic`, `longrope`) are fixed once,
-from the context that the model is loaded with: keys that lie in a cache cannot be turned again.
+are those of `transformers`, computed in float64. Kinds that depend on the length of a sequence (`dynamic`, `longrope`)
+are chosen when the graph runs, unless the model is loaded with a context in which only one choice is possible.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from rlx.errors import CapabilityError, FormatError, nearest
+from rlx.flow.stages import FlowStage, RopeGrowth, RopeSwitch, RopeTables
 from rlx.formats import TensorFile
 from rlx.formats.tensors import quoted
 
@@ -57,8 +58,13 @@ class Rope:
                 return max(self.trained, int(self.original * self.stretch))
         return self.trained
 
+    @property
+    def limit(self) -> int | None:
+        """Length of a sequence beyond which frequencies are others; None where they never change."""
+        return {"longrope": int(self.original), "dynamic": self.trained}.get(self.kind)
+
     def frequencies(self, context: int) -> tuple[Array, float]:
-        """[head_dim / 2] turns a position in radians, and what cosines and sines are multiplied by."""
+        """[head_dim / 2] radians per position in a sequence of this length, and the scale of cosines and sines."""
         if not is_number(self.base) or not self.base:
             raise FormatError(f"rope_theta: expected a number above 0, found {self.base}")
         with np.errstate(all="ignore"):  # what overflows is reported below
@@ -66,6 +72,14 @@ class Rope:
         if not (np.isfinite(found).all() and math.isfinite(attention)):
             raise FormatError(f"rope_scaling: the numbers of {quoted(dict(self.scaling))} are out of range")
         return found, attention
+
+    def check(self, where: str) -> None:
+        """Raise what is wrong with it, with the place of its file."""
+        try:
+            self.frequencies(self.longest)
+        except (FormatError, CapabilityError) as error:
+            error.add_note(f"  in: {where}")
+            raise
 
     def plain(self, base: float | None = None) -> Array:
         base = self.base if base is None else base
@@ -119,6 +133,22 @@ def rope_tables(rope: Rope, context: int, factors: Array | None = None) -> tuple
         frequencies = frequencies / factors.astype(np.float64)
     angles = np.arange(context, dtype=np.float64)[:, None] * frequencies
     return (np.cos(angles) * attention).astype(np.float32), (np.sin(angles) * attention).astype(np.float32)
+
+
+def rope_stage(
+    rope: Rope, context: int, factors: Array | None = None, *, style: str = "halves", name: str = "rope"
+) -> FlowStage:
+    """What has the layers turn by `rope`, in sequences of up to `context` tokens."""
+    limit = rope.limit
+    if limit is None or context <= limit:
+        return RopeTables(*rope_tables(rope, context, factors), style, f"{name}.cos", f"{name}.sin")
+    if rope.kind == "longrope":
+        short, long = rope_tables(rope, limit, factors), rope_tables(rope, context, factors)
+        cos, sin = (np.concatenate(pair) for pair in zip(short, long, strict=True))
+        return RopeSwitch(cos, sin, limit, style, name)
+    sets = [rope.frequencies(length) for length in range(limit, context + 1)]
+    frequencies = np.stack([each / (1 if factors is None else factors) for each, _ in sets])
+    return RopeGrowth(frequencies, limit, sets[0][1], style, name)
 
 
 # -- kinds -----------------------------------------------------------------------------------------------------------
@@ -216,6 +246,15 @@ def scaling_of_hf(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
         for name in ("rope_theta", "partial_rotary_factor")
     }
     return {"rope_scaling": scaling, **moved}
+
+
+def of_layer_kind(ropes: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
+    """The parameters of one kind of layers in `rope_parameters`; `truncate` stands beside them in `transformers`."""
+    found = ropes.get(kind) or {}
+    if not isinstance(found, Mapping):
+        raise FormatError(f"{where}: rope_parameters.{kind}: expected an object, found {quoted(found)}")
+    beside = {"truncate": ropes["truncate"]} if "truncate" in ropes else {}
+    return {name: value for name, value in found.items() if name != "truncate"} | (beside if found else {})
 
 
 def scaling_of_gguf(metadata: Mapping[str, Any], file: TensorFile) -> dict[str, Any] | None:

@@ -19,6 +19,8 @@ class KvCacheSpec:
     `windows` has for each layer how many of the last positions it looks at, 0 where it looks at all, None where it
     keeps nothing; without any, all layers look at all. A layer with a window has a ring. `states` are the names of
     recurrent states and their sizes for one sequence: f32, and as large after a million tokens as after one.
+    `lengths` are the limits of sequence length beyond which keys turn by other frequencies, and whether these change
+    with every length beyond it (dynamic NTK) or once (longrope).
     """
 
     layers: int
@@ -27,6 +29,7 @@ class KvCacheSpec:
     dtype: str = "f32"
     windows: tuple[int | None, ...] = ()
     states: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    lengths: tuple[tuple[int, bool], ...] = ()
 
     def __post_init__(self) -> None:
         block = dtype_of(self.dtype).block
@@ -35,6 +38,14 @@ class KvCacheSpec:
                 f"KV cache: {self.dtype} packs {block} numbers a block, heads of {self.head_dim} are not whole blocks",
                 hint="f16 takes heads of any size",
             )
+
+    def rope_of_length(self, length: int) -> tuple[int, ...]:
+        """What tells apart the frequencies that keys of a sequence of this length turn by."""
+        return tuple(max(length - limit, 0) if grows else int(length > limit) for limit, grows in self.lengths)
+
+    def must_read_again(self, before: int, after: int) -> bool:
+        """Whether keys of a sequence that grows to another length would all have to turn by other frequencies."""
+        return any((before > limit) != (after > limit) for limit, grows in self.lengths if not grows)
 
     def window(self, layer: int) -> int | None:
         """That of a layer."""

@@ -45,6 +45,8 @@ from rlx.flow.stages.parts import LayerScale as LayerScale
 from rlx.flow.stages.parts import Linear as Linear
 from rlx.flow.stages.parts import LogitSoftcap as LogitSoftcap
 from rlx.flow.stages.parts import ZeroBeta as ZeroBeta
+from rlx.flow.stages.rope_by_length import RopeGrowth as RopeGrowth
+from rlx.flow.stages.rope_by_length import RopeSwitch as RopeSwitch
 from rlx.flow.stages.streams import BindInputs as BindInputs
 from rlx.flow.stages.streams import DualStream as DualStream
 from rlx.flow.stages.streams import LoadStream as LoadStream

@@ -90,13 +90,21 @@ class SelfAttention:
         graph, past, (batch, seq) = ctx.hir(), self.bindings(ctx), x.shape[:2]
         rows = None if past is None else self.rows_of_step(ctx, past, self.rope)
         if rows is not None:
-            check_rows(self.stage, rows[0], seq)
+            check_rows(self.stage, rows[0].shape[0], seq)
             return *rows, counted(graph, batch, seq), ctx.state.rope_style
-        cos, sin, style = rope_tables_of(ctx, self.stage, self.rope)
+        cos, sin, by_length, style = rope_tables_of(ctx, self.stage, self.rope)
+        if by_length is not None:
+            if past is not None:
+                raise GraphError(
+                    f"stage {self.stage}: RoPE tables {self.rope!r} depend on the length of the sequence, which is not"
+                    " known where the caller keeps the cache",
+                    hint="give the flow a kv_cache, or the rows of each step as inputs `rope_cos` and `rope_sin`",
+                )
+            return cos, sin, by_length, style
         if has_positions(ctx):  # padding has a negative position; what it turns to is never looked at
             return cos, sin, token_positions(ctx, x).maximum(0), style
         before: Size = 0 if past is None else self.past_of(past.past_k).shape[1]
-        check_rows(self.stage, cos, before + seq)
+        check_rows(self.stage, cos.shape[0], before + seq)
         positions = counted(graph, batch, seq)
         return cos, sin, positions if past is None else positions + size_of(graph, before), style
 
@@ -191,23 +199,25 @@ def token_positions(ctx: FlowCtx, x: Value) -> Value:
     return counted(ctx.hir(), x.shape[0], x.shape[1])
 
 
-def rope_tables_of(ctx: FlowCtx, stage: str, name: str) -> tuple[Value, Value, str]:
-    """The tables that `RopeTables` made under a name, and their style. `rope` is also what flows under no name."""
+def rope_tables_of(ctx: FlowCtx, stage: str, name: str) -> tuple[Value, Value, Value | None, str]:
+    """The tables that flow under a name, the row of each token where it is not its position, and their style.
+
+    `rope` is also what flows under no name.
+    """
     state = ctx.state
-    cos, sin = (state.named.get(f"{name}.{of}") for of in ("cos", "sin"))
+    cos, sin, rows = (state.named.get(f"{name}.{of}") for of in ("cos", "sin", "rows"))
     if name == MAIN_ROPE and (cos is None or sin is None):
-        cos, sin = state.rope_cos, state.rope_sin
+        cos, sin, rows = state.rope_cos, state.rope_sin, state.rope_rows
     if cos is not None and sin is not None:
-        return cos, sin, state.rope_styles.get(name, state.rope_style)
+        return cos, sin, rows, state.rope_styles.get(name, state.rope_style)
     known = [key.removesuffix(".cos") for key in state.named if key.endswith(".cos")]
     hint = nearest(name, known) or "put RopeTables before the layers"
     which = "" if name == MAIN_ROPE else f" under the name {name!r}"
     raise GraphError(f"stage {stage}: no RoPE tables flow here{which}", hint=hint)
 
 
-def check_rows(stage: str, table: Value, wanted: Size) -> None:
+def check_rows(stage: str, rows: Size, wanted: Size) -> None:
     """An error where a table is known to have fewer rows than there are positions."""
-    rows = table.shape[0]
     if isinstance(rows, int) and isinstance(wanted, int) and rows < wanted:
         raise ShapeError(
             f"stage {stage}: RoPE tables have {rows} rows, positions go up to {wanted - 1}",

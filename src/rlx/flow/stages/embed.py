@@ -69,6 +69,20 @@ class GatherAdd(FlowStage):
         return "embed"
 
 
+def check_style(stage: str, style: str) -> None:
+    """An error where nobody knows which parts of a head turn together."""
+    if style not in ROPE_STYLES:
+        hint = nearest(str(style), ROPE_STYLES) or f"known: {', '.join(ROPE_STYLES)}"
+        raise GraphError(f"stage {stage}: style is {style!r}", hint=hint)
+
+
+def check_tables(stage: str, cos: Array, sin: Array) -> None:
+    """An error where cosines and sines are no two tables of the same shape."""
+    shapes = np.shape(cos), np.shape(sin)
+    if len(shapes[0]) != 2 or shapes[0] != shapes[1]:
+        raise ShapeError(f"stage {stage}: cos and sin are [positions, half], found {shapes[0]} and {shapes[1]}")
+
+
 @dataclass(frozen=True, eq=False)
 class RopeTables(FlowStage):
     """Cosine and sine tables `[positions, half]` as params; the flowing value passes.
@@ -83,20 +97,13 @@ class RopeTables(FlowStage):
     sin_key: str = "rope.sin"
 
     def __post_init__(self) -> None:
-        if self.style not in ROPE_STYLES:
-            hint = nearest(str(self.style), ROPE_STYLES) or f"known: {', '.join(ROPE_STYLES)}"
-            raise GraphError(f"stage RopeTables: style is {self.style!r}", hint=hint)
-        shapes = np.shape(self.cos), np.shape(self.sin)
-        if len(shapes[0]) != 2 or shapes[0] != shapes[1]:
-            raise ShapeError(f"stage RopeTables: cos and sin are [positions, half], found {shapes[0]} and {shapes[1]}")
+        check_style("RopeTables", self.style)
+        check_tables("RopeTables", self.cos, self.sin)
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        state = ctx.state
-        state.rope_cos = ctx.synth_param(self.cos_key, np.asarray(self.cos, np.float32))
-        state.rope_sin = ctx.synth_param(self.sin_key, np.asarray(self.sin, np.float32))
-        state.rope_style, state.rope_rows = self.style, False
-        state.rope_styles[self.cos_key.removesuffix(".cos")] = self.style
-        state.named |= {self.cos_key: state.rope_cos, self.sin_key: state.rope_sin}
+        cos = ctx.synth_param(self.cos_key, np.asarray(self.cos, np.float32))
+        sin = ctx.synth_param(self.sin_key, np.asarray(self.sin, np.float32))
+        ctx.state.bind_rope(cos, sin, self.style, self.cos_key, self.sin_key)
         return value
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +16,11 @@ from rlx.flow.stages.ffn import GeluFfn, SwiGlu, linear
 from rlx.flow.stages.norm import LayerNorm
 from rlx.flow.stages.structure import emit_stage
 from rlx.flow.state import FlowValue
+from rlx.hir.lower import counted
 from rlx.ir.graph import Value
 from rlx.ir.provenance import stage as provenance
 from rlx.ops.attention import MaskKind
-from rlx.types import sym
+from rlx.types import Size, sym
 
 ATTENTION_BIAS = "attention_bias"  # the name of what a stage before the layers has them add to scores
 
@@ -60,6 +61,12 @@ def attend(
     return out.reshape(batch, seq, heads * head_dim)
 
 
+def kept_tokens(ctx: FlowCtx, shape: Sequence[Size]) -> Value:
+    """Which tokens are no padding, `[batch, seq]` truth values: the input `attention_mask` of whatever type."""
+    mask = ctx.mask_input("attention_mask", shape)
+    return mask if mask.dtype is BOOL else mask > 0.5
+
+
 @dataclass(frozen=True)
 class NearTokens(FlowStage):
     """A mask of the tokens that are near each token, by name: 0 up to `reach` away, else minus infinity."""
@@ -69,12 +76,25 @@ class NearTokens(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         rows = (sym.BATCH, sym.SEQ)
-        positions, mask = ctx.input("positions", rows, "i32"), ctx.mask_input("attention_mask", rows)
+        positions, kept = ctx.input("positions", rows, "i32"), kept_tokens(ctx, rows)
         batch, seq = positions.shape
         apart = positions.reshape(batch, 1, seq, 1) - positions.reshape(batch, 1, 1, seq)
-        kept = mask if mask.dtype is BOOL else mask > 0.5
         near = (abs(apart) <= self.reach).logical_and(kept.reshape(batch, 1, 1, seq))
         ctx.set_named(self.name, near.where(0.0, -np.inf))  # [batch, 1, seq, seq]
+        return value
+
+
+@dataclass(frozen=True)
+class EarlierTokens(FlowStage):
+    """A mask of the tokens up to each token, which layers add to their scores: encoders that read from the left."""
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
+        kept = kept_tokens(ctx, (sym.BATCH, sym.SEQ))
+        batch, seq = kept.shape
+        at = counted(ctx.hir(), batch, seq)
+        earlier = at.reshape(batch, 1, 1, seq) <= at.reshape(batch, 1, seq, 1)
+        seen = earlier.logical_and(kept.reshape(batch, 1, 1, seq))
+        ctx.set_named(ATTENTION_BIAS, seen.where(0.0, -np.inf))  # [batch, 1, seq, seq]
         return value
 
 
@@ -90,9 +110,11 @@ def turned(ctx: FlowCtx, stage: str, *heads: Value) -> list[Value]:
     cos, sin = ctx.state.rope_cos, ctx.state.rope_sin
     if cos is None or sin is None:
         raise GraphError(f"stage {stage}: no RoPE tables flow here", hint="put RopeTables before the layers")
-    positions = token_positions(ctx, heads[0])
-    if not has_positions(ctx):
-        check_rows(stage, cos, heads[0].shape[1])
+    positions = ctx.state.rope_rows
+    if positions is None:
+        positions = token_positions(ctx, heads[0])
+        if not has_positions(ctx):
+            check_rows(stage, cos.shape[0], heads[0].shape[1])
     return [x.rope(cos, sin, positions, style=ctx.state.rope_style) for x in heads]
 
 

@@ -185,7 +185,7 @@ class DecodeRopeParams(FlowStage):
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         ctx.state.rope_cos = ctx.synth_param("decode.rope.cos", np.asarray(self.cos, np.float32))
         ctx.state.rope_sin = ctx.synth_param("decode.rope.sin", np.asarray(self.sin, np.float32))
-        ctx.state.rope_rows = True
+        ctx.state.rope_rows, ctx.state.rope_per_token = None, True
         return value
 
 
@@ -202,7 +202,7 @@ class BindDecodeInputs(FlowStage):
     use_custom_mask: bool = False
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        cos, sin, rows = ctx.state.rope_cos, ctx.state.rope_sin, ctx.state.rope_rows
+        cos, sin, rows = ctx.state.rope_cos, ctx.state.rope_sin, ctx.state.rope_per_token
         if cos is None or sin is None or "rope_cos" in ctx.state.inputs:
             cos, sin, rows = self.bound(ctx, "rope_cos"), self.bound(ctx, "rope_sin"), True
         past_k, past_v = ([self.bound(ctx, f"past_{x}_{i}") for i in range(self.num_layers)] for x in "kv")

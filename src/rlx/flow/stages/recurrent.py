@@ -11,18 +11,6 @@ from rlx.flow.stages.attention import token_positions
 from rlx.ir.graph import Value
 
 
-def softplus(x: Value) -> Value:
-    """log(1 + exp(x)), for small results too: log(1 + e) there is e, with what 1 + e has lost put back."""
-    e = (-(abs(x))).exp()
-    one = e + 1.0
-    rest = one - 1.0
-    graph = x.graph
-    none = rest.equal(0.0)
-    grown = graph.one("where", none, e, one.log() * e / graph.one("where", none, 1.0, rest))
-    result: Value = x.maximum(0.0) + grown
-    return result
-
-
 def where_present(ctx: FlowCtx, x: Value) -> Value:
     """x `[batch, seq, ...]` with 0 at padding; as it is in a flow that has none."""
     if ctx.state.cache is None:

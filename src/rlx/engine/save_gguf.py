@@ -1,0 +1,170 @@
+"""Writing GGUF: the tensors, the configuration and the tokenizer of a decoder in the words of llama.cpp."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlx.dtypes import F16, F32
+from rlx.engine.save_check import check_same, replacing
+from rlx.engine.save_tensors import FLOATS, Source, Tensor
+from rlx.errors import CapabilityError
+from rlx.models.config import DecoderConfig
+from rlx.models.load import Checkpoint
+
+Array = np.ndarray[Any, Any]
+# Kinds of RoPE that are kept in tensors, and the architectures whose files llama.cpp looks for them in.
+TENSORS_OF_ROPE = {"llama3": ("llama",), "longrope": ("llama", "phi3")}
+
+
+def write_gguf(source: Source, names: Sequence[str], path: Path, kind: str | None) -> None:
+    try:
+        import gguf
+    except ImportError as error:
+        raise CapabilityError("save: GGUF files are written by the package gguf", hint="pip install gguf") from error
+    checkpoint = source.checkpoint
+    same = checkpoint.file.format == "gguf"
+    tensors = source.in_format("gguf", names)
+    if kind is not None:
+        tensors = {n: t if _stays(n, t) else t.as_type(FLOATS[kind]) for n, t in tensors.items()}
+    if not same:
+        tensors |= {name: Tensor.of(array) for name, array in rope_tensors(checkpoint).items()}
+    with replacing(path) as at:
+        writer = gguf.GGUFWriter(at, _architecture(checkpoint))
+        if same:
+            _copy_metadata(gguf, writer, checkpoint.file.path)
+        else:
+            _write_metadata(writer, checkpoint)
+        for name, tensor in tensors.items():
+            storage = tensor.type.dtype
+            array = np.ascontiguousarray(tensor.read())
+            if storage in (F32, F16):
+                writer.add_tensor(name, array)
+            else:
+                raw = array.reshape(*array.shape[:-1], -1).view(np.uint8)
+                writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[storage.name.upper()])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        if not same:
+            check_same(checkpoint, replace(checkpoint.config, **checkpoint.config.IN_GGUF), at)
+
+
+def _architecture(checkpoint: Checkpoint) -> str:
+    """That of its file; of a model that comes from another format, the one that its family is written as."""
+    if checkpoint.file.format == "gguf":
+        return str(checkpoint.file.metadata["general.architecture"])
+    return str(checkpoint.family.architecture)
+
+
+def _copy_metadata(gguf: Any, writer: Any, path: Path) -> None:
+    for field in gguf.GGUFReader(path).fields.values():
+        # what the writer writes itself, and what belongs to a part of a model in several files
+        if field.name.startswith(("GGUF.", "split.")) or field.name == "general.architecture":
+            continue
+        inner = field.types[-1] if field.types[0] is gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
+
+
+def _stays(name: str, tensor: Tensor) -> bool:
+    """Whether llama.cpp wants a tensor as f32, whatever the others are."""
+    return len(tensor.type.shape) == 1 or any(part in name for part in ("ssm_a", "ssm_d", "ssm_norm", "ssm_conv1d"))
+
+
+def _write_metadata(writer: Any, checkpoint: Checkpoint) -> None:
+    """A decoder's configuration and tokenizer in the words of GGUF."""
+    c, prefix = checkpoint.config, _architecture(checkpoint)
+    writer.add_name(checkpoint.path.name)
+    said: dict[str, Any] = {"vocab_size": c.vocab}
+    if isinstance(c, DecoderConfig):
+        said["attention.head_count_kv"] = c.kv_heads
+        if c.head_dim * c.heads != c.dim or c.head_dim_given is not None:
+            said |= {"attention.key_length": c.head_dim, "attention.value_length": c.head_dim}
+        if c.rotary != c.head_dim or prefix in ("llama", "phi3"):
+            said["rope.dimension_count"] = c.rotary
+    for field in dataclasses.fields(c):
+        place, value = field.metadata.get("gguf"), getattr(c, field.name)
+        if place and value is not None:
+            said[place] = value
+    if isinstance(c, DecoderConfig) and c.turns:
+        said |= rope_settings(c)
+    for place, value in (said | c.only_in_gguf()).items():
+        _add(writer, f"{prefix}.{place}", value)
+    if checkpoint.tokenizer is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        from rlx.engine.save_vocab import write_vocab
+
+        write_vocab(writer, checkpoint.tokenizer)
+
+
+# -- RoPE ------------------------------------------------------------------------------------------------------------
+def rope_settings(c: DecoderConfig) -> dict[str, Any]:
+    """The keys of a scaling; an error names a kind, or a member of one, that GGUF has no words for."""
+    rope = c.rope
+    match rope.kind:
+        case "default" | "llama3":  # the latter is in a tensor
+            return {}
+        case "linear":
+            return {"rope.scaling.type": "linear", "rope.scaling.factor": rope.number("factor")}
+        case "yarn":
+            _, attention = rope.frequencies(c.context)
+            usual = 0.1 * math.log(rope.stretch) + 1.0 if rope.stretch > 1 else 1.0  # which llama.cpp multiplies by
+            return {
+                "rope.scaling.type": "yarn", "rope.scaling.factor": rope.stretch,
+                "rope.scaling.original_context_length": int(rope.original),
+                "rope.scaling.attn_factor": attention / usual,
+                "rope.scaling.yarn_beta_fast": rope.optional("beta_fast", 32.0),
+                "rope.scaling.yarn_beta_slow": rope.optional("beta_slow", 1.0),
+            }  # fmt: skip
+        case "longrope":
+            _, attention = rope.frequencies(c.context)
+            return {
+                "rope.scaling.type": "longrope", "rope.scaling.attn_factor": attention,
+                "rope.scaling.original_context_length": int(rope.original),
+            }  # fmt: skip
+        case other:
+            raise CapabilityError(
+                f"save: rope_scaling: type {other!r} is not written as GGUF",
+                hint="known: default, linear, llama3, yarn, longrope",
+            )
+
+
+def rope_tensors(checkpoint: Checkpoint) -> dict[str, Array]:
+    """What frequencies are divided by, where GGUF has tensors for it: those of Llama 3 and of long contexts."""
+    c = checkpoint.config
+    if not isinstance(c, DecoderConfig) or not c.turns or c.rope.kind not in TENSORS_OF_ROPE:
+        return {}
+    known = TENSORS_OF_ROPE[c.rope.kind]
+    if checkpoint.family.architecture not in known:
+        raise CapabilityError(
+            f"save: rope_scaling: type {c.rope.kind!r} of a {checkpoint.family.name} is not written as GGUF",
+            hint=f"architectures that have it: {', '.join(known)}",
+        )
+    if c.rope.kind == "llama3":
+        return {"rope_freqs.weight": (c.rope.plain() / c.rope.frequencies(c.context)[0]).astype(np.float32)}
+    sets = {length: c.rope.each(f"{length}_factor").astype(np.float32) for length in ("short", "long")}
+    return {f"rope_factors_{length}.weight": factors for length, factors in sets.items()}
+
+
+def _add(writer: Any, name: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(name, value)
+        case int():
+            writer.add_uint32(name, value)
+        case float():
+            writer.add_float32(name, value)
+        case str():
+            writer.add_string(name, value)
+        case list():
+            writer.add_array(name, value)
+        case _:
+            raise CapabilityError(f"save: {name} is {value!r}, which is not written as GGUF")

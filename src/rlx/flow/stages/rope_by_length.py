@@ -1,0 +1,91 @@
+"""RoPE that depends on how long a sequence is: frequencies are chosen when the graph runs, for each row of a batch.
+
+The length is that of the whole sequence once all tokens of a call, or of the prompt that a call is a part of, are in
+it: with a cache of the runtime it is the input `lengths`, without one the number of tokens that are no padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlx.flow.context import Array, FlowCtx
+from rlx.flow.stages.attention import MAIN_ROPE, check_rows, has_positions, token_positions
+from rlx.flow.stages.base import FlowStage
+from rlx.flow.stages.embed import check_style, check_tables
+from rlx.flow.stages.encoder import kept_tokens
+from rlx.flow.state import FlowValue
+from rlx.hir.lower import counted
+from rlx.ir.graph import Value
+from rlx.types import sym
+
+
+@dataclass(frozen=True, eq=False)
+class RopeSwitch(FlowStage):
+    """Two pairs of tables: one for sequences of up to `limit` tokens, one for longer ones (longrope).
+
+    `cos` and `sin` are `[limit + positions, half]`: the rows for short sequences, then those for long ones.
+    """
+
+    cos: Array
+    sin: Array
+    limit: int
+    style: str = "halves"
+    name: str = MAIN_ROPE
+
+    def __post_init__(self) -> None:
+        check_style("RopeSwitch", self.style)
+        check_tables("RopeSwitch", self.cos, self.sin)
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
+        x = ctx.need(value, "RopeSwitch")
+        if not has_positions(ctx):
+            check_rows("RopeSwitch", len(self.cos) - self.limit, x.shape[1])
+        is_long = (sequence_lengths(ctx, x, self.limit, grows=False) > self.limit).astype("i32")
+        rows = token_positions(ctx, x).maximum(0) + is_long.reshape(x.shape[0], 1) * self.limit
+        cos, sin = (
+            ctx.synth_param(f"{self.name}.{of}", np.asarray(table, np.float32))
+            for of, table in (("cos", self.cos), ("sin", self.sin))
+        )
+        ctx.state.bind_rope(cos, sin, self.style, f"{self.name}.cos", f"{self.name}.sin", rows)
+        return value
+
+
+@dataclass(frozen=True, eq=False)
+class RopeGrowth(FlowStage):
+    """Frequencies for every length beyond `limit` (dynamic NTK): `[lengths, half]`, the first row for all up to it."""
+
+    frequencies: Array
+    limit: int
+    scale: float = 1.0  # of cosines and sines
+    style: str = "halves"
+    name: str = MAIN_ROPE
+
+    def __post_init__(self) -> None:
+        check_style("RopeGrowth", self.style)
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
+        x = ctx.need(value, "RopeGrowth")
+        batch, seq = x.shape[:2]
+        if not has_positions(ctx):
+            check_rows("RopeGrowth", self.limit + len(self.frequencies) - 1, seq)
+        lengths = sequence_lengths(ctx, x, self.limit, grows=True)
+        table = ctx.synth_param(f"{self.name}.frequencies", np.asarray(self.frequencies, np.float32))
+        rows, half = self.frequencies.shape
+        chosen = table.gather((lengths - self.limit).maximum(0).minimum(rows - 1))
+        positions = token_positions(ctx, x).maximum(0).astype("f32").reshape(batch, seq, 1)
+        angles = (positions * chosen.reshape(batch, 1, half)).reshape(batch * seq, half)
+        each = counted(ctx.hir(), 1, batch * seq).reshape(batch, seq)  # a row of the tables for each token
+        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        ctx.state.bind_rope(cos, sin, self.style, f"{self.name}.cos", f"{self.name}.sin", each)
+        return value
+
+
+def sequence_lengths(ctx: FlowCtx, x: Value, limit: int, grows: bool) -> Value:
+    """[batch]; a cache is told that its keys belong to lengths on one side of the limit, or to one beyond it."""
+    if ctx.state.cache is not None:
+        ctx.state.cache.lengths.append((limit, grows))
+        return ctx.input("lengths", (sym.BATCH,), "i32")
+    present: Value = kept_tokens(ctx, x.shape[:2]).astype("i32").sum(axis=1)
+    return present
