@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import rlx
 from rlx.errors import BindError, GraphError, ParseError, ShapeError
 from rlx.types import (
+    MAX_BITS,
     MAX_NAME,
     MAX_NESTING,
     MAX_PARTS,
@@ -280,7 +281,7 @@ def test_products_in_python_have_the_same_bound() -> None:
         return size
 
     def large_number() -> Size:
-        return dim("n") * (1 << 32 * (MAX_PARTS + 1))
+        return dim("n") * (1 << MAX_BITS)
 
     for build in (product_of_sums, sum_of_symbols, divisions, large_number):
         with pytest.raises(ShapeError, match=f"more than {MAX_PARTS} symbols, numbers and operations") as caught:
@@ -305,6 +306,15 @@ def test_division_gives_up_before_it_grows() -> None:
     power = parse_dim("*".join(["n"] * 200))
     assert str(power // (n + dim("m"))) == f"(({power}) // (m + n))"  # the quotient would have 200 terms of 200 symbols
     assert power // n == parse_dim("*".join(["n"] * 199))
+
+
+def test_every_number_of_a_size_reads_back() -> None:
+    """Python prints no number of more than 4,300 digits, and the parser takes none of more than 999."""
+    size = dim("n") * ((1 << MAX_BITS) - 1) + 1
+    assert parse_dim(str(size)) == size
+    for text in ("*".join(["9" * 990] * 2), "n*" + "9" * 990 + "*9", "n*" + "9" * 990):
+        with pytest.raises(ParseError, match=f"a number of more than {MAX_BITS} bits"):
+            parse_dim(text)
 
 
 def test_names_and_parentheses_are_bounded() -> None:

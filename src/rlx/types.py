@@ -25,7 +25,7 @@ MAX_PARTS = 1024  # of a dim: a symbol or number counts 1, and // min max count 
 MAX_DEPTH = 50  # of // min max in each other
 MAX_NAME = 256  # letters of a symbol's name
 MAX_NESTING = 128  # parentheses in the text of a size
-_WORD_BITS = 32  # a number counts 1 more for each
+MAX_BITS = 3072  # of a number in a dim: its text has fewer digits than the parser takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,9 @@ class Dim:
         self.terms = terms
         parts = depth = 0
         for monomial, coefficient in terms:
-            parts += (coefficient.bit_length() // _WORD_BITS) + (len(monomial) or 1)
+            parts += len(monomial) or 1
+            if coefficient.bit_length() > MAX_BITS:
+                raise _too_large()
             for atom in monomial:
                 if isinstance(atom, Composite):
                     parts += atom.parts - 1
@@ -147,8 +149,8 @@ class Dim:
 
 def _too_large() -> ShapeError:
     return ShapeError(
-        f"dim: a size with more than {MAX_PARTS} symbols, numbers and operations when it is multiplied out, or with "
-        f"more than {MAX_DEPTH} operations in each other",
+        f"dim: a size with more than {MAX_PARTS} symbols, numbers and operations when it is multiplied out, with more "
+        f"than {MAX_DEPTH} operations in each other, or with a number of more than {MAX_BITS} bits",
         hint="give a part of it a name of its own, rlx.dim(...), and x.assume_equal(shape=...) where they meet",
     )
 
@@ -375,7 +377,7 @@ class _DimParser:
         while sign := self.take("*", "//"):
             other = self.factor()
             size = size * other if sign == "*" else dim_floordiv(size, other)
-            if isinstance(size, int) and size.bit_length() > MAX_PARTS * _WORD_BITS:
+            if isinstance(size, int) and size.bit_length() > MAX_BITS:
                 raise _too_large()
         return size
 
