@@ -198,6 +198,23 @@ def test_an_endless_file_is_read_up_to_a_bound(tmp_path: Path, capsys: pytest.Ca
         CompileProfile.from_toml("/dev/zero")
 
 
+def test_the_bound_is_for_all_files_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(embed, "MAX_BYTES", 1 << 20)
+    (tmp_path / "a.txt").write_bytes(b"x" * 600_000)
+    for name in ("b.bin", "b2.bin"):  # no text: passed over, and takes no room
+        (tmp_path / name).write_bytes(b"\xff" * 400_000)
+    assert len(embed.read_texts([str(tmp_path)], None)) == 1
+    (tmp_path / "c.txt").write_bytes(b"y" * 600_000)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"z" * 600_000)))
+    for words in ([str(tmp_path)], ["--file", str(tmp_path / "a.txt"), "--file", str(tmp_path / "c.txt")]):
+        assert main(["embed", *words]) == 2
+        assert "c.txt and what was read before it have more than 1 MiB" in said(capsys)
+    assert main(["embed", "--file", str(tmp_path / "a.txt"), "--file", "-"]) == 2
+    assert "stdin and what was read before it have more than 1 MiB" in said(capsys)
+
+
 @needs_stories
 def test_a_prompt_that_is_too_long_is_no_bad_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

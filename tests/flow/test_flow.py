@@ -217,8 +217,8 @@ def test_a_tied_head_needs_a_table() -> None:
 
 def test_an_unknown_activation_is_refused_by_name() -> None:
     weights = MapWeights({k: np.zeros((6, 6) if k in "ac" else 6) for k in "abcd"})
-    with pytest.raises(CapabilityError, match="activation 'mish'"):
-        ModelFlow("f").input("x", (3, 6)).stage(GeluFfn(*"abcd", activation="mish")).build(weights)
+    with pytest.raises(CapabilityError, match="activation 'nosuch'"):
+        ModelFlow("f").input("x", (3, 6)).stage(GeluFfn(*"abcd", activation="nosuch")).build(weights)
 
 
 # -- the pieces ------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from rlx.ops.attention import MaskKind
 H, HEADS, KV, HEAD, FFN = 8, 4, 2, 4, 12
 ANGLES = np.outer(np.arange(16), [1.0, 0.1])
 COS, SIN = np.cos(ANGLES), np.sin(ANGLES)
+FREQUENCIES = np.outer(np.linspace(1.0, 0.5, 5), [1.0, 0.1])
 TABLES = (st.RopeTables(SIN, COS, cos_key="other.cos", sin_key="other.sin"), st.RopeTables(COS, SIN))
 SIDE = SideOutputs()
 
@@ -91,6 +92,14 @@ CASES: dict[str, Case] = {
         {"cos": COS[:9], "sin": SIN * 2, "style": "pairs", "cos_key": "a.cos", "sin_key": "a.sin"},
         after=(st.SelfAttnPrefill("q", "k", "v", HEADS, KV, HEAD),),
     ),
+    "RopeSwitch": Case(
+        st.RopeSwitch(COS, SIN, 4), {"cos": COS[:9], "sin": SIN * 2, "limit": 5, "style": "pairs", "name": "a"},
+        after=(st.SelfAttnPrefill("q", "k", "v", HEADS, KV, HEAD),),
+    ),
+    "RopeGrowth": Case(
+        st.RopeGrowth(FREQUENCIES, 2), {"frequencies": FREQUENCIES[:3], "limit": 3, "scale": 2.0, "style": "pairs",
+                                        "name": "a"}, after=(st.SelfAttnPrefill("q", "k", "v", HEADS, KV, HEAD),),
+    ),
     "ZeroBeta": Case(st.ZeroBeta("z", 4), {"name": "y", "len": 5}),
     "BindDecodeInputs": Case(
         st.BindDecodeInputs(1), {"num_layers": 2, "use_custom_mask": True}, before=TABLES, inputs=STEP["inputs"],
@@ -110,8 +119,8 @@ CASES: dict[str, Case] = {
     "DeltaNetLayer": Case(
         st.DeltaNetLayer("l", 1e-5, layer_idx=0, key_heads=2, value_heads=4, state_size=4),
         {"layer_prefix": "m", "eps": 0.1, "layer_idx": 1, "key_heads": 4, "value_heads": 2, "state_size": 8,
-         "kernel": 3, "tiled": True, "rates": True, "intermediate_size": 6, "activation": "gelu", "mlp_bias": True,
-         "unit_offset": False, "ffn": Shifted()}, **CACHED,
+         "value_size": 8, "kernel": 3, "tiled": True, "rates": True, "intermediate_size": 6, "activation": "gelu",
+         "mlp_bias": True, "unit_offset": False, "ffn": Shifted()}, **CACHED,
     ),
     "LlamaKvTap": Case(
         st.LlamaKvTap("l", HEAD, 1e-5, SIDE), {"layer_prefix": "m", "head_dim": 2, "eps": 0.1, "outputs": SideOutputs(),
