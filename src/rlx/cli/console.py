@@ -73,7 +73,14 @@ def note(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
 
 
-def warn(message: Warning | str, *_: object) -> None:
+def warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: object = None,
+    line: object = None,
+) -> None:
     """A warning as a line, in place of the source that `warnings` shows to programmers."""
     note(f"rlx: warning: {message}")
 
