@@ -63,8 +63,6 @@ def step_graph(
     if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < math.inf):
         raise RequestError(f"step: clip is {clip!r}, wanted the largest norm of all gradients, or None")
     source = as_graph("step", loss)
-    if wrt is None and source.fixed:
-        wrt = [n.attrs["name"] for n in chosen("step", source, None) if n.attrs["name"] not in source.fixed]
     trained = {str(n.attrs["name"]): n.types[0] for n in chosen("step", source, wrt)}
     for name, type_ in trained.items():
         if source.named(name).node.op != "param":
