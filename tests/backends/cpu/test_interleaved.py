@@ -54,7 +54,8 @@ class Program:
         records = machine.reserve(32 * len(self.rows))
         trace = machine.reserve(16 * threads * len(self.rows)) if seed.random() < 0.3 else 0
         machine.write(records, *(word for row in self.rows for word in row))
-        self.request = self.words(records, len(self.rows), self.scratch, STRIDE, trace, threads, 0, 0)
+        shortest = seed.choice((0, 1))  # 1: a run like this one was small
+        self.request = self.words(records, len(self.rows), self.scratch, STRIDE, trace, threads, shortest, 0, 0)
         self.high = machine.used
 
     # -- parts --------------------------------------------------------------------------------------------------------
@@ -206,7 +207,8 @@ class Trial:
         self.machine = machine = Machine(functions(), self.cores)
         self.job = machine.reserve(d.job_bytes(self.threads))
         settings = {d.POOL_THREADS: self.threads, d.SPIN: pick((0, 0, 1, 3)), d.LOOK: pick((0, 1))}
-        settings[d.MILLISECOND] = pick((0, 0, 0, 10))  # ticks: with it, runs may stay on their callers
+        # Ticks: with 10, runs may stay on their callers; with many, all runs are small and claim whole slices.
+        settings[d.MILLISECOND] = pick((0, 0, 10, 1 << 40))
         for place, value in settings.items():
             machine.write(self.job + place, value)
         machine.core = lambda: self.random.randrange(self.cores)

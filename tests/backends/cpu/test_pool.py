@@ -250,6 +250,23 @@ def test_each_unit_runs_once_in_its_chunk_with_the_scratch_of_a_thread(threads: 
 
 
 @within()
+def test_a_small_run_claims_whole_slices() -> None:
+    out = np.full((64, 3), -1, np.int64)
+    args = np.array([out.ctypes.data], np.int64)
+    launch, scratch = records_of(("mark", args, 64, 0)), scratch_for(2)
+    request = np.zeros(driver.REQUEST_WORDS, np.int64)
+    request[: driver.COPIED_WORDS] = launch.ctypes.data, len(launch), scratch.ctypes.data, STRIDE, 0, 2
+    own = Pool(2, pool.compiled_driver(), adapts=False)
+    own.run(launch, scratch, STRIDE)
+    assert own._job is not None
+    own._job.view(np.int64)[driver.MILLISECOND // 8] = 1 << 40  # so every run is small, once one was measured
+    for claimed in (chunks(64, 2), {(0, 32), (32, 64)}):
+        assert own.execute(request.ctypes.data) == 2
+        assert {(int(lo), int(hi)) for lo, hi, _ in out} == claimed
+    own.close()
+
+
+@within()
 def test_a_run_may_use_fewer_threads_than_the_pool_has_and_no_more() -> None:
     out = np.zeros((64, 3), np.int64)
     args = np.array([out.ctypes.data], np.int64)

@@ -77,6 +77,7 @@ LAUNCHES, UNITS, TESTS = BEFORE
 # Set once: threads, pauses before a sleep, pauses before a look at the slices of others, and ticks of a millisecond (0:
 # every run is shared).
 POOL_THREADS, SPIN, LOOK, MILLISECOND = range(88, 120, 8)
+SLICE_CHUNKS = 120  # of the run that is going on: the chunks of a slice
 BUSY = 1 * LINE  # 1 while a run has the pool; what follows in this line belongs to its caller (AFTER: the next BEFORE)
 RUNS, ENDED, SLEPT, ALL_SLEPT, ALL_TAKEN, ALONE_UNTIL, ALONE_FOR, *AFTER = range(BUSY + 8, BUSY + 88, 8)
 DONE = 2 * LINE  # units that are done, as all threads add them up
@@ -91,8 +92,11 @@ CORES_BYTES = LINE  # a bit for each core that a thread may use; CONFINED: it ma
 
 # A slice is claimed chunk by chunk: half of it, half of the rest, and so on. `CLAIMED` is the number of the launch,
 # shifted, and how many chunks of it are claimed.
+# A run of less than half a millisecond has whole slices: a worker that is not there at all is made up for, and a claim
+# costs a tenth of a microsecond.
 CHUNKS = 4
 CLAIM_SHIFT = 8
+SMALL = 2
 
 IDLE, ASLEEP, CALLED, STOPPED = range(4)  # states of a seat; the last two end a worker's wait
 OUT, IN, WATCHED = range(3)  # of INSIDE; WATCHED is IN, with a caller that sleeps until it is OUT

@@ -249,7 +249,7 @@ class Driver:
     def take(self, b: Builder, job: Value, slot: Value, *part: Value) -> Value:
         """Claim and run chunks of the slice of `slot` until none is left; the number of units that were run."""
         function, arguments, units, launch, record, scratch = part
-        threads = b.load("i64", b.offset(job, d.THREADS), align=8)
+        threads, chunks = (b.load("i64", b.offset(job, field), align=8) for field in (d.THREADS, d.SLICE_CHUNKS))
         low, high = (b.sdiv(b.mul(units, s), threads) for s in (slot, b.add(slot, 1)))
         size, word = b.sub(high, low), b.offset(self.seat(b, job, slot), d.CLAIMED)
         claim = b.op("shl", launch, i64(d.CLAIM_SHIFT))
@@ -257,7 +257,7 @@ class Driver:
         def start(chunk: Value) -> Value:
             """What comes before a chunk: nothing, half, three quarters, ... of the slice, and at last all of it."""
             past = b.sub(size, b.op("lshr", size, chunk))
-            return b.select(b.icmp("slt", chunk, d.CHUNKS), past, size)
+            return b.select(b.icmp("slt", chunk, chunks), past, size)
 
         b.line("br label %next")
         b.label("next")
@@ -266,7 +266,7 @@ class Driver:
         old = _load(b, word, "i64")
         begun = b.icmp("uge", old, claim)
         chunk = b.select(begun, b.sub(old, claim), i64(0))
-        chunk = b.select(b.icmp("ult", chunk, d.CHUNKS), chunk, i64(d.CHUNKS))  # also where a later launch has begun
+        chunk = b.select(b.icmp("ult", chunk, chunks), chunk, chunks)  # also where a later launch has begun
         first = start(chunk)
         b.line(f"br {b.icmp('slt', first, size)}, label %claim, label %nothing")
         b.label("claim")
@@ -497,6 +497,9 @@ class Driver:
             number = b.add(word(job, d.RUNS), 1)
             note(job, d.RUNS, number)
             note(job, d.THREADS, threads)
+            shortest = word(request, d.SHORTEST)
+            small = b.op("and", b.icmp("ne", shortest, 0), b.icmp("slt", b.mul(shortest, d.SMALL), unit))
+            note(job, d.SLICE_CHUNKS, b.select(small, i64(1), i64(d.CHUNKS)))
             note(job, d.SLEPT, i64(0))
             note(job, d.FAULT, i64(0))
             for before, after in zip(d.BEFORE, d.AFTER, strict=True):
