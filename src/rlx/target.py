@@ -11,6 +11,7 @@ import os
 import platform
 from dataclasses import dataclass, replace
 
+from rlx.dtypes import F32, DType
 from rlx.errors import CapabilityError, nearest
 
 
@@ -27,6 +28,10 @@ class Target:
     cpu: str
     features: str  # LLVM feature string, "" = those of `cpu`
     has_dot: bool = False  # multiplies bytes and adds four products in one instruction
+
+    def native(self, dtype: DType) -> DType:
+        """The type in which arithmetic on `dtype` is done: floats of fewer than 32 bits are widened on load."""
+        return F32 if dtype.is_float and dtype.size < F32.size else dtype
 
     def lanes(self, element_bytes: int) -> int:
         """Elements of one vector register."""
