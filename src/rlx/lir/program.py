@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from rlx.dtypes import I16, U8
 from rlx.ir.graph import Array
-from rlx.lir.kernels import AttentionGradKernel, Kernel, MatmulKernel
+from rlx.lir.kernels import Kernel, MatmulKernel
 from rlx.lir.loops import Let, LoopKernel, Ref, statements, walk
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, contiguous_strides, evaluate
@@ -59,7 +59,7 @@ class Launch:
 
     def views(self, written: bool | None = None) -> list[View]:
         """Operand views; only those the kernel writes, or only those it reads, if asked."""
-        wanted = {w for w, is_written in operand_words(self.kernel).items() if written is None or is_written == written}
+        wanted = {w for w, is_written in self.kernel.operands().items() if written is None or is_written == written}
         return [
             v for name, v in zip(self.kernel.words, self.words, strict=True) if isinstance(v, View) and name in wanted
         ]
@@ -74,22 +74,6 @@ class Launch:
                 size = size * d if s != 0 else size
             total = total + size
         return total
-
-
-def operand_words(kernel: Kernel) -> dict[str, bool]:
-    """The words of a kernel that are operand addresses, and whether the kernel writes there."""
-    match kernel.kind:
-        case "loops":
-            return {p.name: p.written for p in kernel.params}  # type: ignore[union-attr]
-        case "matmul":
-            assert isinstance(kernel, MatmulKernel)
-            read = ("a", "b", "index") if kernel.grouped else ("a", "b")
-            return dict.fromkeys(read, False) | {f"ptr{i}": o.written for i, o in enumerate(kernel.operands)}
-        case "attention_grad":
-            assert isinstance(kernel, AttentionGradKernel)
-            return dict.fromkeys(kernel.READS, False) | dict.fromkeys(kernel.WRITES, True)
-        case _:
-            return {"q": False, "k": False, "v": False, "out": True, "mask": False, "positions": False, "lse": True}
 
 
 @dataclass(frozen=True, slots=True)
