@@ -250,8 +250,12 @@ class Program:
             for kind, names in (("inputs", self.inputs), ("weights", self.weights), ("outputs", self.outputs))
         }
 
-    def text(self, *, kernels: bool = True) -> str:
-        """The program as text: interface, buffers, launches, then the kernels."""
+    def text(self, *, kernels: bool = True, full: bool = False) -> str:
+        """The program as text: interface, buffers, launches, then the kernels. In full it can be read by `parse`."""
+        if full:
+            from rlx.lir.text import program_text
+
+            return program_text(self)
         lines = [*self.interface_lines(), *self.launch_lines(launch_text)]
         if kernels:
             for kernel in self.kernels().values():
@@ -273,15 +277,22 @@ class Program:
             inside = f" in {' by '.join(map(str, a.steps))} steps" if a.steps else ""
             yield f"  assert {a.a} {a.relation} {a.b}{inside}{' where it runs' if a.launched else ''}  # {a.where}"
 
-    def launch_lines(self, show: Callable[[Launch], str]) -> Iterator[str]:
-        """A line a launch, indented in loops and branches, whose edges have lines of their own."""
+    @classmethod
+    def parse(cls, text: str) -> Program:
+        """The program that `text(full=True)` has printed."""
+        from rlx.lir.parse import parse_program
+
+        return parse_program(text)
+
+    def launch_lines(self, show: Callable[[Launch], str], view: Callable[[View], str] = str) -> Iterator[str]:
+        """The text of each launch, indented in loops and branches, whose edges have lines of their own."""
         depth = 1
         for step in self.steps():
             if step.kind == LAUNCH:
-                yield "  " * depth + show(self.launches[step.number])
+                yield from ("  " * depth + line for line in show(self.launches[step.number]).split("\n"))
                 continue
             control = self.controls[step.number]
-            line = _edge_text(step.kind, control)
+            line = _edge_text(step.kind, control, view)
             if line:
                 yield "  " * (depth - (step.kind in (NEXT, JUMP))) + line
             depth += (step.kind == ENTER) + (step.kind == TEST and isinstance(control, Branch)) - (step.kind == LEAVE)
@@ -324,7 +335,7 @@ class _Walk:
             first = stop
 
 
-def _edge_text(kind: str, control: Control) -> str:
+def _edge_text(kind: str, control: Control, view: Callable[[View], str]) -> str:
     after = "  barrier" if control.barrier else ""
     match kind, control:
         case "enter", Loop():
@@ -333,9 +344,10 @@ def _edge_text(kind: str, control: Control) -> str:
             between = "  barrier between" if control.between else ""
             return f"{head} {control.symbol}{steps}, {control.parity}:{between}{after}"
         case "test", Loop():
-            return f"test {control.predicate}"
+            assert control.predicate is not None
+            return f"test {view(control.predicate)}"
         case "test", Branch():
-            return f"if {control.predicate}:{after}"
+            return f"if {view(control.predicate)}:{after}"
         case "next", Loop(last=last, end=end) if last < end:
             return "then:"
         case "jump", _:
