@@ -13,7 +13,6 @@ import numpy as np
 
 from rlx.backends.cpu.ceilings import Ceilings, ceilings, ticks_per_second
 from rlx.backends.cpu.executable import Executable, Trace
-from rlx.lir.kernels import arithmetic
 from rlx.runtime.memory_report import MemoryReport, memory_report, show_bytes
 from rlx.types import evaluate
 
@@ -121,7 +120,7 @@ def profile(compiled: CpuGraph, key: tuple[int, ...] | None, inputs: Sequence[Ar
         moved, flops = (evaluate(size, sizes) * runs for size in (launch.bytes, launch.flops))
         kernel = launch.kernel
         report.launches.append(
-            LaunchReport(kernel.symbol, kernel.kind, launch.where, moved, flops, taken, runs, arithmetic(kernel))
+            LaunchReport(kernel.symbol, kernel.kind, launch.where, moved, flops, taken, runs, kernel.arithmetic())
         )
     return report
 

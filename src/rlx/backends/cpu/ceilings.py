@@ -38,7 +38,7 @@ class Ceilings:
     memory_gb_per_second: float
 
     def peak(self, arithmetic: str) -> float:
-        """Multiply-adds per second of a kind (`lir.kernels.arithmetic`), each counted as two."""
+        """Multiply-adds per second of a kind (`LoopKernel.arithmetic`), each counted as two."""
         rates = {"f32": self.gflops, "f64": self.f64_gflops, "dot_u7": self.u7_gops, "dot_u8": self.u8_gops}
         return rates[arithmetic] * 1e9
 
