@@ -40,6 +40,7 @@ PAGES = [
     "training.md",
     "adding-an-op.md",
     "adding-a-model.md",
+    "adding-a-backend.md",
     "export.md",
 ]
 
