@@ -342,6 +342,20 @@ def test_a_brief_run_does_not_wake_workers() -> None:
     assert after_a_pause() == 2
 
 
+@within()
+def test_runs_that_stay_on_their_callers_are_counted_too() -> None:
+    """Whoever pauses between calls for longer than runs stay alone would otherwise meet the late worker each time."""
+    own = Pool(2, pool.compiled_driver(), adapts=False)
+    chain = Mirror(units=64, phases=3, threads=2)
+    chain.run(own)
+    assert own._job is not None
+    words = own._job.view(np.int64)
+    words[driver.MILLISECOND // 8] = 1 << 40  # ticks: no run is late by itself
+    words[driver.ALONE_UNTIL // 8], words[driver.ALONE_RUNS // 8] = 0, 3
+    assert [chain.run(own) for _ in range(5)] == [1, 1, 1, 2, 2]
+    own.close()
+
+
 # -- cores ---------------------------------------------------------------------------------------------------------
 needs_cores = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores of Linux"
