@@ -24,8 +24,8 @@ from rlx import errors
 from rlx.cli.main import COMMANDS
 from rlx.cli.ops import markdown
 from rlx.cli.tour import read
-from rlx.runtime.lineage import lineage
-from rlx.runtime.picture import picture
+from rlx.inspect.lineage import lineage
+from rlx.inspect.picture import picture
 from rlx.target import AVX2, supported
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +40,7 @@ PAGES = [
     "training.md",
     "adding-an-op.md",
     "adding-a-model.md",
+    "architecture.md",
     "export.md",
 ]
 

@@ -13,10 +13,10 @@ import rlx
 ROOT = Path(rlx.__file__).parent
 # Lowest first; layers of one row do not import each other.
 ROWS = [
-    ["errors", "locks"], ["resources", "dtypes"], ["types"], ["profile", "target", "quant"], ["ir", "formats"], ["ops"],
-    ["hir"],
-    ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["runtime"], ["functional"], ["debug"], ["flow", "hub"],
-    ["models"], ["engine", "train"], ["server"], ["cli"], ["__main__"],
+    ["errors", "locks", "cgroups", "host_memory"], ["resources", "dtypes"], ["types"], ["profile", "target", "quant"],
+    ["ir", "formats"], ["ops"], ["hir"], ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["inspect"],
+    ["runtime"], ["functional"], ["debug"], ["flow", "hub"], ["models"], ["engine", "train"], ["server"], ["cli"],
+    ["__main__"],
 ]  # fmt: skip
 RANK = {layer: rank for rank, row in enumerate(ROWS) for layer in row}
 # Lazy reaches upwards: `Graph.define` and `Graph.hir` give modules.
@@ -63,3 +63,33 @@ def test_a_backend_sees_no_op() -> None:
         if path.relative_to(ROOT).parts[0] == "backends":
             named = [n for n in imports(path) if n.startswith(("rlx.ops", "rlx.ir.registry", "rlx.hir", "rlx.mir"))]
             assert not named, f"{path.name} imports {named}"
+
+
+CPU = "rlx.backends.cpu"
+
+
+def names_cpu(path: Path) -> list[str]:
+    return [name for name in imports(path) if name == CPU or name.startswith(f"{CPU}.")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_the_cpu_backend_imports_itself(path: Path) -> None:
+    """All others find backends by name, and speak to `backends/base.py`."""
+    if not path.is_relative_to(ROOT / "backends" / "cpu"):
+        assert not names_cpu(path)
+
+
+def test_so_do_tests() -> None:
+    tests = Path(__file__).parent
+    others = [p for p in tests.rglob("*.py") if not p.is_relative_to(tests / "backends" / "cpu")]
+    assert not {str(p.relative_to(tests)): found for p in others if (found := names_cpu(p))}
+
+
+def test_a_backend_sees_no_other() -> None:
+    backends = ROOT / "backends"
+    for path in sorted(backends.rglob("*.py")):
+        own = path.relative_to(backends).with_suffix("").parts[0]
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[:2] == ["rlx", "backends"] and len(parts) > 2 and own != "base":
+                assert parts[2] in (own, "base", "cache"), f"{path.name} imports {name}"

@@ -27,6 +27,7 @@ class Target:
     cpu: str
     features: str  # LLVM feature string, "" = those of `cpu`
     has_dot: bool = False  # multiplies bytes and adds four products in one instruction
+    device: str = "cpu"  # the backend that generates code for it
 
     def lanes(self, element_bytes: int) -> int:
         """Elements of one vector register."""
@@ -98,3 +99,12 @@ def named(name: str) -> Target:
             hint="it runs " + ", ".join(t.name for t in supported()),
         )
     return target
+
+
+def processor() -> str:
+    """The name of this machine's processor."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "unknown"

@@ -17,7 +17,7 @@ from oracles import NUMPY, Array, assert_matches, expected, magnitude
 from sample_graphs import limit
 
 import rlx
-from rlx.backends.cpu.library import kernels_compiled
+from rlx.backends.base import kernels_compiled
 from rlx.ir import registry
 from rlx.target import supported
 

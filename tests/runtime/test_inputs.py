@@ -319,7 +319,7 @@ def test_devices_and_targets_that_are_not_there() -> None:
         rlx.Session(target="avx51")
     assert "avx512" in str(caught.value.hint)
     for target in (replace(best(), arch="vax"), 3):
-        with pytest.raises(CapabilityError, match=f"target: expected one for {best().arch}"):
+        with pytest.raises(CapabilityError, match="target: expected one of cpu"):
             rlx.Session(target=target)  # type: ignore[arg-type]
 
 

@@ -17,18 +17,16 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, TypeVar
 import numpy as np
 
 import rlx
-from rlx.backends.cpu.memory import owner
-from rlx.backends.cpu.toolchain import put_away
 from rlx.engine.kvcache import CacheStore
 from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, RequestError, nearest
 from rlx.formats.tokenizer import Tokenizer
+from rlx.host_memory import address, owner
 from rlx.hub.pull import resolve
 from rlx.locks import Lock
 from rlx.profile import CompileProfile, Precision
-from rlx.runtime.compiled import CompiledGraph, CpuGraph
+from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.container import SUFFIX
-from rlx.runtime.kept import KeptGraph
 from rlx.runtime.kv_cache import CACHES, KvCacheSpec
 from rlx.runtime.session import Session
 
@@ -158,7 +156,7 @@ class Model:
         if prepared is None:
             self._compiled = self._compile(self.built)
         spec = self.built.cache if prepared is None else prepared.cache
-        self.caches = None if spec is None else CacheStore(spec, self.context)
+        self.caches = None if spec is None else CacheStore(spec, self.context, self._session.device.backend.allocator)
         # now: a call may end after the file was closed
         self.digest = weights_digest(checkpoint.file) if prepared is None else prepared.digest
 
@@ -188,7 +186,7 @@ class Model:
                 made = built.params.get(name)
                 arrays[name] = checkpoint.weights.array(name) if made is None else made
             compiled.set_param(name, arrays[name])
-        if isinstance(kept, KeptGraph):
+        if kept is not None:
             kept.lend(dict(arrays))
         with _releasing(checkpoint.file):
             compiled.prepare()
@@ -259,8 +257,7 @@ class Model:
 
     @property
     def threads(self) -> int:
-        compiled = self.compiled
-        return compiled.threads if isinstance(compiled, CpuGraph) else 1
+        return self.compiled.threads
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -456,16 +453,15 @@ class Model:
             graphs += [graph for edited in self._edits.values() for graph in edited.graphs]
             graphs += [applied.compiled for applied in self._applications.values()]
         for compiled in graphs:
-            held = list(compiled._params.values())
-            if isinstance(compiled, CpuGraph):  # what went into derived weights was let go of
-                held = list(compiled.executable._weights.values())
-                arena += sum(i.arena.nbytes + i.scratch.nbytes for i in compiled.executable._instances)
-            for array in held:
-                held_by = owner(array)
+            arena += compiled.executable.reserved_bytes()
+            for buffer in compiled.executable.weights.values():  # what went into derived weights was released
+                held_by = owner(buffer)
                 if isinstance(held_by, np.ndarray):
-                    weights[held_by.ctypes.data] = held_by.nbytes
-                else:
-                    mapped[array.ctypes.data] = max(array.nbytes, mapped.get(array.ctypes.data, 0))
+                    weights[address(held_by)] = held_by.nbytes
+                elif isinstance(buffer, np.ndarray):
+                    mapped[address(buffer)] = max(buffer.nbytes, mapped.get(address(buffer), 0))
+                else:  # in memory of a device
+                    weights[id(buffer)] = buffer.nbytes
         cache = 0 if self.caches is None else self.caches.nbytes
         return Memory(sum(weights.values()), sum(mapped.values()), cache, arena)
 
@@ -554,7 +550,7 @@ def _load(path: Path, name: str | None, threads: int | None, settings: dict[str,
     if mine is not None and starts.keep(model, mine):
         model.close()  # before its weights are mapped: they are in memory once, and the system may drop them
         model = starts.opened(mine, name, settings) or _made(path, name, session, settings)
-    put_away()
+    session.device.backend.trim()
     return model
 
 

@@ -69,3 +69,7 @@ def test_a_child_compiles_what_its_parent_has_begun(code: library.KernelLibrary)
         os._exit(0 if is_whole else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert len(code.link(wanted)) == len(wanted)
+
+
+def test_a_target_has_one_library() -> None:
+    assert library.library(host()) is library.library(host())
