@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import os
 import platform
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rlx.errors import CapabilityError, nearest
 
@@ -28,6 +30,7 @@ class Target:
     features: str  # LLVM feature string, "" = those of `cpu`
     has_dot: bool = False  # multiplies bytes and adds four products in one instruction
     device: str = "cpu"  # the backend that generates code for it
+    prepacks: bool = True  # the matmul kernel reads weights in a layout of its own, made when weights are bound
 
     def lanes(self, element_bytes: int) -> int:
         """Elements of one vector register."""
@@ -36,6 +39,10 @@ class Target:
     def panel(self, element_bytes: int) -> int:
         """Columns of a packed weight panel."""
         return self.lanes(element_bytes) * self.tile_vectors
+
+    def forms(self) -> Mapping[str, Callable[..., Any]]:
+        """Loop forms (see `lir/schedule.py`) by op name that this target has in place of the default ones."""
+        return {}
 
 
 AVX512 = Target(

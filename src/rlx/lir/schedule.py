@@ -49,6 +49,7 @@ class Scheduler:
     def __init__(self, graph: Graph, target: Target, notes: Mapping[str, str], inside: Scheduler | None = None) -> None:
         self.graph = graph
         self.target = target
+        self.forms: Mapping[str, LoopForm] = target.forms()
         self.views: dict[Value, View] = {}
         self.node: Node | None = None
         self.notes = notes
@@ -87,7 +88,8 @@ class Scheduler:
             case "const":
                 return [self._buffer(Buffer(self._fresh(f"const{node.id}"), node.types[0], CONST, node.attrs["value"]))]
             case _:
-                return form_of(node)(self, node)
+                form = self.forms.get(node.op) or form_of(node)
+                return form(self, node)
 
     def _fresh(self, name: str) -> str:
         """A name for a buffer that no input, param or other buffer has."""

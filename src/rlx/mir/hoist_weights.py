@@ -1,7 +1,8 @@
 """Weight hoisting: what depends on weights alone moves into the bind program, which runs once when weights are set.
 
 In: one MIR graph. Out: the main graph, in which derived weights are params called `@0`, `@1`, ..., and the bind graph
-that computes them. Right sides of matmuls are packed into panels there.
+that computes them. For a target that prepacks weights, right sides of matmuls are packed into panels there; for others
+matmuls read weights as they are, quantised ones as the blocks of the file.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Hoisted:
 
 
 def hoist_weights(graph: Graph, target: Target, *, certain: bool = True) -> Hoisted:
-    """Split the graph; matmuls by float matrices that are weights become packed `fused_matmul`s.
+    """Split the graph; matmuls by float matrices that are weights become packed `fused_matmul`s if the target prepacks.
 
     Of a body that is not `certain` to run, nothing that can fail leaves it.
     """
@@ -63,11 +64,14 @@ class _Hoister:
         return Hoisted(self.main.graph, bind, self.derived)
 
     def _main(self, node: Node) -> None:
-        packed = self._packed_bytes(node) if node.op == "integer_matmul" else self._packed_matmul(node)
-        if packed is None:
+        if node.op == "integer_matmul":
+            results = self._packed_bytes(node) if self.target.prepacks else None
+        else:
+            results = self._matmul_by_weights(node)
+        if results is None:
             operands = tuple(None if o is None else self._operand(o) for o in node.operands)
-            packed = self.main.graph.append(node.op, operands, node.attrs, node.types, node.origin).results
-        self.main.values.update(zip(node.results, packed, strict=True))
+            results = self.main.graph.append(node.op, operands, node.attrs, node.types, node.origin).results
+        self.main.values.update(zip(node.results, results, strict=True))
 
     def _operand(self, value: Value) -> Value:
         """A value for the main graph: itself, a plain param or constant, or a derived weight."""
@@ -80,6 +84,11 @@ class _Hoister:
                 one = self._operand(node.operands[0])
                 made = self.main.graph.append(node.op, (one,), node.attrs, node.types, node.origin)
                 self.main.values[value] = made[0]
+            elif node.op == "transpose" and not self.target.prepacks and node.operands[0] is not None:
+                # A view: kernels take strides, so there is no need for a second copy of the weight.
+                source = self._operand(node.operands[0])
+                made = self.main.graph.append(node.op, (source,), node.attrs, node.types, node.origin)
+                self.main.values[value] = made[0]
             else:
                 self.main.values[value] = self._derive(node, self.bind.values[value])
         return self.main.values[value]
@@ -90,7 +99,8 @@ class _Hoister:
         self.outputs.append(value)
         return self.main.graph.append("param", (), {"name": name}, (value.type,), like.origin.by("hoist_weights"))[0]
 
-    def _packed_matmul(self, node: Node) -> tuple[Value, ...] | None:
+    def _matmul_by_weights(self, node: Node) -> tuple[Value, ...] | None:
+        """The matmul that reads weights as the target's kernel does; None if the node stays as it is."""
         if node.op in ("matmul", "grouped_matmul"):
             weights, body = 1, identity(node[0])
         elif node.op in ("fused_matmul", "fused_grouped") and not node.attrs["packed"]:
@@ -104,26 +114,30 @@ class _Hoister:
             m.node in self.weights and m.rank == 2 + grouped and m.dtype.is_float for m in matrices
         ):
             return None
-        rows = [packed_rows(m) for m in matrices]
-        blocks = None
-        if rows[0] is not None and x.dtype is F32 and has_panels(rows[0].dtype):
-            blocks = rows[0].dtype
+        rows = tuple(r for m in matrices if (r := packed_rows(m)) is not None)
+        in_blocks = len(rows) == weights and x.dtype is F32
+        blocks = rows[0].dtype if in_blocks else None
+        if not self.target.prepacks:
+            if blocks is None:
+                return None
+            left, read = self._operand(x), [self._operand(r) for r in rows]
+        elif blocks is not None and has_panels(blocks):
             left = self._left(node, x, blocks)
-            panels = self._interleave(node, tuple(r for r in rows if r is not None), whole=left.dtype is I32)
+            read = [self._interleave(node, rows, whole=left.dtype is I32)]
         else:
-            panels = self._pack(node, tuple(matrices))
-            left = self._operand(x)
+            blocks = None
+            left, read = self._operand(x), [self._pack(node, tuple(matrices))]
         others = [self._operand(o) for o in rest[weights:]]
         return self.main.make(
             node,
             "fused_grouped" if grouped else "fused_matmul",
             left,
-            panels,
+            *read,
             *others,
             body=body,
             weights=weights,
             columns=matrices[0].shape[-1],
-            packed=True,
+            packed=self.target.prepacks,
             blocks=blocks,
         )
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlx.dtypes import F32, I8, I16, I32, U8, DType
 from rlx.dtypes import dtype as dtype_of
-from rlx.errors import GraphError, ShapeError
+from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.ir import evaluate
 from rlx.ir.graph import Graph, Value
 from rlx.ir.registry import CHECKS_DATA, FUSED, TAKES_PACKED, op
@@ -268,7 +268,9 @@ def _products(x: Any, ws: Sequence[Any], weights: int, columns: int, packed: boo
     if packed and blocks is None and x.dtype == np.uint8:
         numbers = _unpack_bytes(ws[0], columns).astype(np.float64)  # exact: sums are far below 2^53
         return [np.matmul(x.astype(np.float64), numbers).astype(np.int32)]
-    if blocks is not None:
+    if blocks is not None and not packed:
+        ws = [unpacked(w).swapaxes(-1, -2) for w in ws]
+    elif blocks is not None:
         whole = x.dtype == np.int32
         ws = deinterleave_array(ws[0], blocks, columns, weights, whole)
         x = numbers_of(x, blocks.block) if whole else x
@@ -288,13 +290,22 @@ def _fused_matmul(
 
 def _fused_matmul_apart(x: Value, *rest: Value, body: Graph, weights: int, packed: bool, **_: Any) -> tuple[Value, ...]:
     assert not packed, "panels stay packed"
-    return inline(x.graph, body, [*(x @ w for w in rest[:weights]), *rest[weights:]])
+    return inline(x.graph, body, [*(x @ _matrix(w) for w in rest[:weights]), *rest[weights:]])
 
 
-def _sums(where: str, x: TensorType, matrix: TensorType, blocks: DType | None) -> DType:
+def _matrix(weight: Value) -> Value:
+    """The numbers [..., k, n] of a weight; quantised ones are blocks of rows [..., n, k]."""
+    return weight.dequantise().mT if weight.dtype.is_packed else weight
+
+
+def _sums(where: str, x: TensorType, matrix: TensorType, packed: bool, blocks: DType | None) -> DType:
     """The type of sums over the inner sizes, which must be equal."""
     k, sums = matrix.shape[-2], x.dtype
-    if blocks is not None:
+    if blocks is not None and not packed:
+        if matrix.dtype is not blocks or x.dtype is not F32:
+            raise DTypeError(f"{where}: takes f32 and {blocks}, found {x.dtype} and {matrix.dtype}")
+        k = matrix.shape[-1]
+    elif blocks is not None:
         words = x.dtype is I32  # of 8-bit activations
         k, sums = matrix.shape[-3] * (activations_for(blocks.block).words if words else blocks.block), F32
     elif x.dtype is U8:
@@ -303,7 +314,7 @@ def _sums(where: str, x: TensorType, matrix: TensorType, blocks: DType | None) -
     return sums
 
 
-@op("fused_matmul", reference=_fused_matmul, traits=[FUSED], decompose=_fused_matmul_apart)
+@op("fused_matmul", reference=_fused_matmul, traits=[FUSED, TAKES_PACKED], decompose=_fused_matmul_apart)
 def fused_matmul(
     x: TensorType,
     *rest: TensorType,
@@ -317,12 +328,13 @@ def fused_matmul(
 
     Operands are x, the weights (one packed tensor, or `weights` matrices), then what the body reads beside the sums.
     `columns` is the width of each product; `blocks` is what the packed tensor holds where that is not plain numbers:
-    then x may be what `activation_blocks` makes. Bytes times bytes (`pack_bytes`) are summed up as i32.
+    then x may be what `activation_blocks` makes. With `blocks` and not `packed`, the matrices are rows [n, k] of such
+    blocks, as files have them. Bytes times bytes (`pack_bytes`) are summed up as i32.
     """
     _check_weights("fused_matmul", weights, body)
     used = 1 if packed else weights
     matrices = rest[:used]
-    sums = _sums("fused_matmul", x, matrices[0], blocks)
+    sums = _sums("fused_matmul", x, matrices[0], packed, blocks)
     leading = x.shape[:-2] if packed else broadcast(x.shape[:-2], matrices[0].shape[:-2], where="fused_matmul")
     acc = TensorType((*leading, x.shape[-2], columns), sums)
     return _check_body("fused_matmul", body, (acc,) * weights + tuple(rest[used:]))
@@ -347,11 +359,14 @@ def _fused_grouped_apart(
 ) -> tuple[Value, ...]:
     assert not packed, "panels stay packed"
     ws, index = rest[:weights], rest[weights]
-    sums = [x.graph.one("grouped_matmul", x, w, index) for w in ws]
+    sums = [x.graph.one("grouped_matmul", x, _matrix(w), index) for w in ws]
     return inline(x.graph, body, [*sums, *rest[weights + 1 :]])
 
 
-@op("fused_grouped", reference=_fused_grouped, traits=[FUSED, CHECKS_DATA], decompose=_fused_grouped_apart)
+@op(
+    "fused_grouped", reference=_fused_grouped, traits=[FUSED, CHECKS_DATA, TAKES_PACKED],
+    decompose=_fused_grouped_apart,
+)  # fmt: skip
 def fused_grouped(
     x: TensorType,
     *rest: TensorType,
@@ -367,7 +382,7 @@ def fused_grouped(
     """
     _check_weights("fused_grouped", weights, body)
     used = 1 if packed else weights
-    acc = TensorType((x.shape[0], columns), _sums("fused_grouped", x, rest[0], blocks))
+    acc = TensorType((x.shape[0], columns), _sums("fused_grouped", x, rest[0], packed, blocks))
     return _check_body("fused_grouped", body, (acc,) * weights + tuple(rest[used + 1 :]))
 
 
