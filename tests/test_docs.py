@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from targets import AVX2, supported
 
 from rlx import errors
 from rlx.cli.main import COMMANDS
@@ -26,7 +27,6 @@ from rlx.cli.ops import markdown
 from rlx.cli.tour import read
 from rlx.inspect.lineage import lineage
 from rlx.inspect.picture import picture
-from rlx.target import AVX2, supported
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from layers import SMOLLM, Llama, compiled, llama_graph, llama_inputs, llama_numpy, weights
+from targets import supported
 
 import rlx
 from rlx import CompileProfile, FusionPolicy, Graph, GraphModule
@@ -30,7 +31,6 @@ from rlx.profile import (
     Precision,
 )
 from rlx.runtime.compiled import CompiledGraph
-from rlx.target import supported
 
 Array = np.ndarray[Any, Any]
 DEVICES = pytest.mark.parametrize("device", ["reference", "cpu"])

@@ -25,6 +25,7 @@ import small_bert
 import tiny_llama
 from limits import LONGEST_S
 from runtime.test_caches import flip, nothing_loaded, source
+from targets import host
 
 from rlx.backends import cache
 from rlx.engine import model as model_module
@@ -38,7 +39,6 @@ from rlx.host_memory import owner
 from rlx.models import family
 from rlx.profile import CompileProfile
 from rlx.runtime.session import Session
-from rlx.target import host
 
 from .conftest import STORIES, language_model
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from layers import MINILM, TINY_LLAMA, bert_graph, bert_inputs, compiled, llama_graph, llama_inputs, same_bits, weights
+from targets import host
 
 import rlx
 from rlx.backends.base import Ceilings
 from rlx.errors import CapabilityError
 from rlx.inspect.profiler import LaunchReport
-from rlx.target import host
 
 
 @pytest.fixture(scope="module")

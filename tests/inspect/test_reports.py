@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from layers import MINILM, TINY_LLAMA, bert_graph, compiled, llama_graph, llama_inputs, weights
+from targets import AVX2, host
 
 import rlx
 from rlx.errors import BindError, CapabilityError
@@ -21,7 +22,6 @@ from rlx.inspect.picture import picture
 from rlx.ir.graph import Graph
 from rlx.lir.program import ARENA
 from rlx.runtime.plan import make_plan
-from rlx.target import AVX2, host
 
 
 def dispatch(graph: Graph) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from layers import Bert, bert_graph, bert_inputs, bert_numpy, relative, weights
+from targets import AVX512, supported
 
 import rlx
 from rlx import Graph
@@ -14,7 +15,6 @@ from rlx.dtypes import U8
 from rlx.errors import CapabilityError
 from rlx.mir.pipeline import optimise
 from rlx.profile import CompileProfile, Fusion, Precision
-from rlx.target import AVX512, supported
 
 Array = np.ndarray[Any, Any]
 INT8 = CompileProfile(precision=Precision("int8"))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from targets import AVX512
 
 from rlx import Graph
 from rlx.dtypes import DType
@@ -33,7 +34,6 @@ from rlx.mir.merge_matmuls import merge_gates, merge_matmuls
 from rlx.mir.merge_ropes import merge_ropes
 from rlx.mir.report import FusionReport
 from rlx.mir.unfuse import unfuse
-from rlx.target import AVX512
 from rlx.types import concrete
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "mir"
@@ -119,7 +119,9 @@ def test_a_pass_keeps_what_the_graph_means(name: str, case: Case) -> None:
     if isinstance(result, Hoisted):
         leaves |= zip(result.derived, run(result.bind, leaves, BINDING), strict=True)
         result = result.main
-    exact = name not in ("merge_gates", "merge_matmuls") and "hoist" not in name  # NumPy's products depend on their widths
+    exact = (
+        name not in ("merge_gates", "merge_matmuls") and "hoist" not in name
+    )  # NumPy's products depend on their widths
     for have, want in zip(run(result, leaves, BINDING), before, strict=True):
         assert have.dtype == want.dtype
         np.testing.assert_allclose(

@@ -10,11 +10,11 @@ import gguf
 import numpy as np
 import pytest
 from oracles import NUMPY, Array
+from targets import supported
 
 import rlx
 from rlx.errors import DTypeError, GraphError, KernelError, LowerError, ShapeError
 from rlx.lir.kernels import AttentionKernel
-from rlx.target import supported
 
 TARGETS = [t.name for t in supported()]
 BEST = TARGETS[0]

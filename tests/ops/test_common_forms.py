@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from oracles import ORACLES
 from sample_graphs import compile_sample, sample_graph
+from targets import host
 
 import rlx
 from rlx import CompileProfile, KernelDispatchConfig, KernelDispatchPolicy
 from rlx.errors import CapabilityError, LowerError
 from rlx.mir.common_forms import common_form
-from rlx.target import host
 
 COMMON = CompileProfile().with_kernel_dispatch(KernelDispatchPolicy.FORCE_COMMON)
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from targets import host, supported
 
 import rlx
 from rlx.errors import DTypeError, ShapeError
 from rlx.ops.sequence import CHUNK
-from rlx.target import host, supported
 from rlx.transforms import grad, value_and_grad
 
 Array = np.ndarray[Any, Any]

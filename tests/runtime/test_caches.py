@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 import pytest
 from limits import LONGEST_S
+from targets import host
 
 import rlx
 from rlx.backends import cache
 from rlx.errors import KernelError
 from rlx.runtime.plan import make_plan, relocated
 from rlx.runtime.session import Session
-from rlx.target import host
 
 PACKAGE = Path(rlx.__file__).resolve().parent
 CHILD = """

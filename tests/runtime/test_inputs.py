@@ -9,10 +9,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from targets import best
 
 import rlx
 from rlx.errors import BindError, CapabilityError, GraphError
-from rlx.target import best
 
 f32, i32 = np.float32, np.int32
 DEVICES = ["cpu", "reference"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from targets import host, supported
 
 from rlx.backends.cpu.ceilings import PRODUCTS, ceilings, ticks_per_second
-from rlx.target import Target, host, supported
+from rlx.target import Target
 
 
 def test_ceilings_are_those_of_a_machine() -> None:

@@ -14,6 +14,7 @@ import pytest
 import tiny_llama
 from layers import Bert, Llama, bert_graph, bert_inputs, compiled, llama_graph, llama_inputs, same_bits, weights
 from limits import LONGEST_S
+from targets import supported
 
 import rlx
 from rlx.backends.cpu.memory import PAGE, Guarded, aligned, guarded_scratch, guarded_stride
@@ -22,7 +23,6 @@ from rlx.engine.language import LanguageModel
 from rlx.engine.model import load
 from rlx.ir.registry import packed
 from rlx.profile import CompileProfile, Precision
-from rlx.target import supported
 from rlx.train import adamw, step
 
 Array = np.ndarray[Any, Any]

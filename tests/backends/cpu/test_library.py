@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from targets import host
 
 import rlx
 from rlx.backends.cpu import library, toolchain
 from rlx.lir.kernels import Kernel
 from rlx.runtime.plan import make_plan
-from rlx.target import host
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from targets import AVX512
 
 import rlx
 from rlx import Graph
@@ -12,7 +13,6 @@ from rlx.backends.cpu.builder import Module
 from rlx.lir.loops import LoopKernel
 from rlx.lir.schedule import schedule
 from rlx.mir.pipeline import optimise
-from rlx.target import AVX512
 
 
 def emitted(g: Graph) -> str:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pytest
 from forked import in_child
 from limits import LONGEST_S
+from targets import host
 
 from rlx.backends.cpu import driver, pool
 from rlx.backends.cpu.builder import Builder, Module, Value
@@ -29,7 +30,6 @@ from rlx.backends.cpu.memory import Guarded
 from rlx.backends.cpu.pool import Pool, shared
 from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
 from rlx.errors import CapabilityError
-from rlx.target import host
 
 Words = npt.NDArray[np.int64]
 STRIDE = 192

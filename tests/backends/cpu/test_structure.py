@@ -20,6 +20,7 @@ from layers import (
     llama_inputs,
     weights,
 )
+from targets import BY_NAME, supported
 
 from rlx.backends.cpu.driver import AHEAD, driver_text
 from rlx.backends.cpu.generators import kernel_text
@@ -28,7 +29,6 @@ from rlx.lir.loops import LoopKernel
 from rlx.lir.program import WEIGHT, Program
 from rlx.lir.views import View
 from rlx.runtime.plan import CompiledPlan, make_plan
-from rlx.target import BY_NAME, supported
 from rlx.types import evaluate
 
 TARGETS = [t.name for t in supported()]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rlx import target as targets
 from rlx.backends.base import Backend, Ceilings, Code, InputSpec
+from rlx.backends.cpu import targets
 from rlx.backends.cpu.executable import CpuExecutable
 from rlx.backends.cpu.image import Image
 from rlx.backends.cpu.library import kernels_compiled, library
@@ -36,7 +37,7 @@ class CpuBackend(Backend):
         return targets.BY_NAME
 
     def target(self, name: str | None = None) -> Target:
-        return targets.host() if name is None else super().target(name)
+        return super().target(os.environ.get("RLX_TARGET") or None if name is None else name)
 
     def identity(self, target: Target) -> str:
         return cpu_identity(target)
