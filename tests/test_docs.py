@@ -41,6 +41,7 @@ PAGES = [
     "adding-an-op.md",
     "adding-a-model.md",
     "architecture.md",
+    "adding-a-backend.md",
     "export.md",
 ]
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlx.dtypes import F32, DType
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -22,6 +24,10 @@ class Target:
     has_dot: bool = False  # multiplies bytes and adds four products in one instruction
     device: str = "cpu"  # the backend that generates code for it
     prepacks: bool = True  # the matmul kernel reads weights in a layout of its own, made when weights are bound
+
+    def native(self, dtype: DType) -> DType:
+        """The type in which arithmetic on `dtype` is done: floats of fewer than 32 bits are widened on load."""
+        return F32 if dtype.is_float and dtype.size < F32.size else dtype
 
     def lanes(self, element_bytes: int) -> int:
         """Elements of one vector register."""

@@ -17,7 +17,7 @@ from targets import AVX512
 
 import rlx
 from rlx.lir.memory import Plan, lifetimes, plan
-from rlx.lir.program import ARENA, Branch, Launch, Loop, Program, operand_words
+from rlx.lir.program import ARENA, Branch, Launch, Loop, Program
 from rlx.lir.schedule import schedule
 from rlx.lir.views import View, moving
 from rlx.mir.pipeline import optimise
@@ -201,7 +201,7 @@ class Runner:
 
     def launch(self, number: int) -> None:
         launch = self.p.launches[number]
-        written = operand_words(launch.kernel)
+        written = launch.kernel.operands()
         guarded = launch.kernel.symbol.startswith(GUARDED)
         for name, word in zip(launch.kernel.words, launch.words, strict=True):
             if isinstance(word, View) and (written[name] or not guarded):

@@ -119,9 +119,8 @@ def test_a_pass_keeps_what_the_graph_means(name: str, case: Case) -> None:
     if isinstance(result, Hoisted):
         leaves |= zip(result.derived, run(result.bind, leaves, BINDING), strict=True)
         result = result.main
-    exact = (
-        name not in ("merge_gates", "merge_matmuls") and "hoist" not in name
-    )  # NumPy's products depend on their widths
+    # NumPy's products depend on their widths.
+    exact = name not in ("merge_gates", "merge_matmuls") and "hoist" not in name
     for have, want in zip(run(result, leaves, BINDING), before, strict=True):
         assert have.dtype == want.dtype
         np.testing.assert_allclose(

@@ -11,11 +11,9 @@ import pytest
 
 import rlx
 from rlx.cli.main import main
-from rlx.dtypes import BOOL, I64
 from rlx.errors import GraphError, LowerError
 from rlx.ir import registry
-from rlx.lir.elementwise import apply, number
-from rlx.lir.loops import Apply, Choose, Const, Expr
+from rlx.lir.loops import Expr
 from rlx.lir.schedule import Elements, Scheduler, map_elements
 from rlx.lir.views import View
 from rlx.profile import CompileProfile, Precision
@@ -51,9 +49,8 @@ def tril_loop(s: Scheduler, node: Any) -> list[View]:
     row, column = x.rank - 2, x.rank - 1
 
     def body(e: Elements) -> tuple[tuple[()], list[Expr]]:
-        last = Apply("add", (e.index(row), Const(node.attrs["k"], I64)), I64)
-        inside = Apply("le", (e.index(column), last), BOOL)
-        return (), [Choose(inside, e.load(0), Const(0.0, x.dtype.compute))]
+        inside = e.index(column) <= e.index(row) + node.attrs["k"]
+        return (), [inside.choose(e.load(0), 0)]
 
     map_elements(s, "tril", y.shape, [x], [y], body, keep=(row, column))
     return [y]
@@ -90,7 +87,7 @@ def test_an_op_with_a_loop_form_and_an_attribute(device: str) -> None:
 @BOTH
 def test_an_op_of_one_element_fuses(device: str) -> None:
     def expression(x: Expr) -> Expr:
-        return apply("div", x, apply("add", apply("abs", x), number(1.0, x)))
+        return x / (abs(x) + 1)
 
     rlx.op("softsign", reference=lambda x: x / (1 + np.abs(x)), scalar=expression, doc="Softsign.")(same)
     a = rng.normal(size=(5, 7)).astype(np.float32)

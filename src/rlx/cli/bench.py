@@ -34,7 +34,6 @@ from rlx.engine.vision import VisionModel
 from rlx.errors import CapabilityError
 from rlx.hub.store import show_size
 from rlx.ir.graph import Graph
-from rlx.lir.kernels import arithmetic
 from rlx.lir.program import Program
 from rlx.runtime.kv_cache import CACHE_HELP, CACHES
 from rlx.types import evaluate
@@ -201,7 +200,7 @@ def least_seconds(program: Program, limits: Ceilings, batch: int, seq: int, *, c
     total = 0.0
     for launch in program.launches:
         seen = (seq + 1) / 2 / (sizes["blocks"] * 64) if causal and launch.kernel.kind == "attention" else 1.0
-        total += evaluate(launch.flops, sizes) * seen / limits.peak(arithmetic(launch.kernel))
+        total += evaluate(launch.flops, sizes) * seen / limits.peak(launch.kernel.arithmetic())
     return total
 
 

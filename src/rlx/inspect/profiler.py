@@ -13,7 +13,6 @@ import numpy as np
 
 from rlx.backends.base import Ceilings, Executable, Key, Trace, backend_of
 from rlx.inspect.memory import MemoryReport, memory_report, show_bytes
-from rlx.lir.kernels import arithmetic
 from rlx.types import evaluate
 
 Array = np.ndarray[Any, Any]
@@ -121,7 +120,7 @@ def profile(executable: Executable, fusion: str, key: Key | None, inputs: Sequen
         moved, flops = (evaluate(size, sizes) * runs for size in (launch.bytes, launch.flops))
         kernel = launch.kernel
         report.launches.append(
-            LaunchReport(kernel.symbol, kernel.kind, launch.where, moved, flops, taken, runs, arithmetic(kernel))
+            LaunchReport(kernel.symbol, kernel.kind, launch.where, moved, flops, taken, runs, kernel.arithmetic())
         )
     return report
 

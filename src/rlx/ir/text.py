@@ -366,9 +366,15 @@ def _string(text: str) -> str:
 
 def _array(text: str, types: tuple[TensorType, ...]) -> Array:
     """A constant's data; it has exactly the declared type."""
-    if len(types) != 1 or not all(isinstance(d, int) for d in types[0].shape):
+    if len(types) != 1:
         raise ParseError("a constant has one type of fixed sizes")
-    (want,) = types
+    return parse_array(text, types[0])
+
+
+def parse_array(text: str, want: TensorType) -> Array:
+    """The data that text says, of exactly one type."""
+    if not all(isinstance(d, int) for d in want.shape):
+        raise ParseError("a constant has one type of fixed sizes")
     if text.startswith("@"):
         raise ParseError(f"constant {text} has no data here", hint="print the graph with full=True")
     encoded = _ENCODED.fullmatch(text)

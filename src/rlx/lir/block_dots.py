@@ -18,8 +18,6 @@ from rlx.lir.blocks import (
     ARGUMENTS,
     Block,
     Panels,
-    Place,
-    Term,
     block_number,
     multiply_add,
     over_panel,
@@ -39,6 +37,7 @@ from rlx.lir.loops import (
     Load,
     LoopKernel,
     Param,
+    Place,
     Ref,
     Stmt,
     Store,
@@ -66,15 +65,15 @@ class Codes:
 
     step: int  # codes that share a scale
     offset: int  # what is taken off each code
-    word: Callable[[Block, int], Term]  # four codes, the first of which is at 4 times the number
-    scale: Callable[[Block, int], Term] | None = None  # a whole number for each run, beside the f16 of the block
-    minima: Callable[[Block], list[Term]] | None = None  # four in a word, beside the other f16
+    word: Callable[[Block, int], Expr]  # four codes, the first of which is at 4 times the number
+    scale: Callable[[Block, int], Expr] | None = None  # a whole number for each run, beside the f16 of the block
+    minima: Callable[[Block], list[Expr]] | None = None  # four in a word, beside the other f16
     plus: bool = False  # the other f16 is added to each weight
     halves: tuple[int, ...] = (0,)
     unit: Callable[[Block], Expr] | None = None  # the scale of the block, where that is not an f16
     # Four codes times 2 to the power of `raised`, where they are the upper bits of bytes: an operation less than to
     # move them down.
-    upper: Callable[[Block, int], Term | None] = lambda b, t: None
+    upper: Callable[[Block, int], Expr | None] = lambda b, t: None
     raised: int = 4
 
     def floats(self, b: Block) -> list[Expr]:
@@ -86,74 +85,70 @@ class Codes:
         return "dot_u8" if self.offset == 128 else "dot_u7"
 
 
-def _w(b: Block, index: int) -> Term:
-    return Term(b.word(Term(index)))
-
-
-def _nibbles(b: Block, first: int, t: int) -> Term:
+def _nibbles(b: Block, first: int, t: int) -> Expr:
     """Sixteen low halves, then sixteen high ones."""
-    return _w(b, first + t % 4) >> 4 * (t // 4) & NIBBLES
+    return b.word(first + t % 4) >> 4 * (t // 4) & NIBBLES
 
 
-def _upper(b: Block, t: int) -> Term | None:
-    return _w(b, t % 4) & UPPER if t // 4 else None
+def _upper(b: Block, t: int) -> Expr | None:
+    return b.word(t % 4) & UPPER if t // 4 else None
 
 
-def _fifth_bits(b: Block, t: int) -> Term:
-    bits = Term(b.keep("fifth", lambda: b.source.word(Term(0)))) >> 4 * t & 15
-    return Term(Apply("mul", (bits.expr(I32), Const(SPREAD, I32)), I32)) << 4 & ONES << 4
+def _fifth_bits(b: Block, t: int) -> Expr:
+    bits = b.keep("fifth", lambda: b.source.word(0)) >> 4 * t & 15
+    return bits * SPREAD << 4 & ONES << 4
 
 
-def _flipped(b: Block, t: int) -> Term:
+def _flipped(b: Block, t: int) -> Expr:
     """Signed bytes with 128 added."""
-    return Term(Apply("xor", (_w(b, t).expr(I32), Const(signed_word(0x80808080), I32)), I32))
+    return b.word(t) ^ signed_word(0x80808080)
 
 
-def _k_nibbles(b: Block, first: int, t: int) -> Term:
+def _k_nibbles(b: Block, first: int, t: int) -> Expr:
     """64 codes are 32 bytes: low halves, then high ones."""
     run = t // 8
-    return _w(b, first + 8 * (run // 2) + t % 8) >> 4 * (run % 2) & NIBBLES
+    return b.word(first + 8 * (run // 2) + t % 8) >> 4 * (run % 2) & NIBBLES
 
 
-def _k_upper(b: Block, first: int, t: int) -> Term | None:
+def _k_upper(b: Block, first: int, t: int) -> Expr | None:
     run = t // 8
-    return _w(b, first + 8 * (run // 2) + t % 8) & UPPER if run % 2 else None
+    return b.word(first + 8 * (run // 2) + t % 8) & UPPER if run % 2 else None
 
 
-def _k_fifth_bits(b: Block, t: int) -> Term:
-    return Term(b.keep(("fifth", t % 8), lambda: b.source.word(Term(3 + t % 8)))) >> t // 8 & ONES
+def _k_fifth_bits(b: Block, t: int) -> Expr:
+    return b.keep(("fifth", t % 8), lambda: b.source.word(3 + t % 8)) >> t // 8 & ONES
 
 
-def _six_bits(b: Block, group: int, which: int) -> Term:
+def _six_bits(b: Block, group: int, which: int) -> Expr:
     """Four scales (0) or minima (1) of 6 bits: the first four lie together, the others are split."""
 
-    def word(index: int) -> Term:
-        return Term(b.keep(("scales", index), lambda: b.source.word(Term(index))))
+    def word(index: int) -> Expr:
+        return b.keep(("scales", index), lambda: b.source.word(index))
 
     def made() -> Expr:
         if group == 0:
-            return (word(which) & SIXES).expr(I32)
-        return (word(2) >> 4 * which & NIBBLES | (word(which) >> 6 & PAIRS) << 4).expr(I32)
+            return word(which) & SIXES
+        return word(2) >> 4 * which & NIBBLES | (word(which) >> 6 & PAIRS) << 4
 
-    return Term(b.keep(("six", group, which), made))
+    return b.keep(("six", group, which), made)
 
 
-def _k_scale(b: Block, run: int) -> Term:
+def _k_scale(b: Block, run: int) -> Expr:
     return _six_bits(b, run // 4, 0) >> 8 * (run % 4) & 63
 
 
-def _k_minima(b: Block) -> list[Term]:
+def _k_minima(b: Block) -> list[Expr]:
     return [_six_bits(b, group, 1) for group in range(2)]
 
 
-def _six_bit_words(b: Block, t: int) -> list[Term]:
+def _six_bit_words(b: Block, t: int) -> list[Expr]:
     """The words that four codes of 6 bits are in: one, or for each fourth run of codes the top bits of three."""
     run, at = divmod(t, 4)
     group, which = divmod(run, 4)
-    return [_w(b, 4 + 12 * group + 4 * i + at) for i in (range(3) if which == 3 else (which,))]
+    return [b.word(4 + 12 * group + 4 * i + at) for i in (range(3) if which == 3 else (which,))]
 
 
-def _six_bit_codes(b: Block, t: int) -> Term:
+def _six_bit_codes(b: Block, t: int) -> Expr:
     first, *others = _six_bit_words(b, t)
     if not others:
         return first & SIXES
@@ -161,7 +156,7 @@ def _six_bit_codes(b: Block, t: int) -> Term:
     return first >> 6 & PAIRS | second >> 4 & PAIRS << 2 | third >> 2 & PAIRS << 4
 
 
-def _six_bit_upper(b: Block, t: int) -> Term | None:
+def _six_bit_upper(b: Block, t: int) -> Expr | None:
     first, *others = _six_bit_words(b, t)
     if not others:
         return None
@@ -171,19 +166,18 @@ def _six_bit_upper(b: Block, t: int) -> Term | None:
     return (high & UPPER | first >> 4 & NIBBLES) & signed_word(SIXES << 2)
 
 
-def _fp4_codes(b: Block, t: int) -> Term:
+def _fp4_codes(b: Block, t: int) -> Expr:
     """Sixteen more than 0, 1, 2, 3, 4, 6, 8, 12 or what is below zero by that: a sign, two bits of exponent, one more.
 
     From 4 on a number has more than its bits say: one for the last bit, two for the one before, two more for both.
     """
-    bits = Term(b.let(_nibbles(b, 0, t).expr(I32)))
-    large, sign = Term(b.let((bits >> 2 & ONES).expr(I32))), Term(b.let((bits >> 3 & ONES).expr(I32)))
-    last, second = (Term(b.let((bits >> n & large).expr(I32))) for n in range(2))
+    bits = b.let(_nibbles(b, 0, t))
+    large, sign = b.let(bits >> 2 & ONES), b.let(bits >> 3 & ONES)
+    last, second = (b.let(bits >> n & large) for n in range(2))
     size = (bits & 0x07070707) + last + (second << 1) + ((last & second) << 1)
     # Per byte: s becomes 31 - s where the sign is set, so that taking 15 off that and adding 16 to others is the same.
-    flip = b.let(((sign << 5) - sign).expr(I32))
-    turned = Term(Apply("xor", (size.expr(I32), flip), I32))
-    return turned + 16 * ONES - Term(flip)
+    flip = b.let((sign << 5) - sign)
+    return (size ^ flip) + 16 * ONES - flip
 
 
 CODES = {
@@ -200,7 +194,7 @@ CODES = {
         32, 0, lambda b, t: _k_nibbles(b, 11, t) | _k_fifth_bits(b, t) << 4, _k_scale, _k_minima, halves=(0, 1)
     ),
     "q6_k": Codes(
-        16, 32, _six_bit_codes, lambda b, run: b.signed(Term(run)), halves=(104,), upper=_six_bit_upper, raised=2
+        16, 32, _six_bit_codes, lambda b, run: b.signed(run), halves=(104,), upper=_six_bit_upper, raised=2
     ),
     "mxfp4": Codes(32, 16, _fp4_codes, unit=power_scale),
 }  # fmt: skip
@@ -232,13 +226,13 @@ def _sum(rows: _Rows, codes: Codes, r: int, run: int | Expr) -> Expr:
     if codes.offset == 0:
         return Const(0, I32)
     at = rows.form.sums
-    place: tuple[tuple[Expr, int | Arg], ...] = ()
+    place: Place = ()
     if rows.form.block > 32:
         if isinstance(run, int):
             at += run * (codes.step // 16)
         else:
             place = ((run, codes.step // 16),)
-    return (Term(rows.word(r, at, *place)) << codes.offset.bit_length() - 1).expr(I32)
+    return rows.word(r, at, *place) << codes.offset.bit_length() - 1
 
 
 @dataclass(frozen=True)
@@ -252,7 +246,7 @@ class _End:
 
 def _finish(rows: _Rows, codes: Codes, target: Target, row: int, whole: Expr, end: _End, total: Expr) -> Expr:
     """The end of a block: whole numbers times scales, added to the sum of a row."""
-    form, number = rows.form, Apply("cast", (whole,), F32)
+    form, number = rows.form, whole.cast(F32)
     unit = rows.number(row, form.scale)
     if end.minima:
         assert end.other is not None
@@ -262,11 +256,10 @@ def _finish(rows: _Rows, codes: Codes, target: Target, row: int, whole: Expr, en
             for i, four in enumerate(end.minima):
                 part = Apply("dot_u7", (part, four, rows.word(row, base + i)), I32)
             parts.append(part)
-        least = Apply("cast", (((Term(parts[0]) << 7) + Term(parts[1])).expr(I32),), F32)
-        below = Apply("neg", (end.other,), F32)
-        both = multiply_add(least, below, Apply("mul", (number, end.scale), F32), target)
+        least = ((parts[0] << 7) + parts[1]).cast(F32)
+        both = multiply_add(least, -end.other, number * end.scale, target)
         return multiply_add(both, unit, total, target)
-    total = multiply_add(number, Apply("mul", (end.scale, unit), F32), total, target)
+    total = multiply_add(number, end.scale * unit, total, target)
     if codes.plus:
         assert end.other is not None
         total = multiply_add(end.other, rows.number(row, form.total), total, target)
@@ -296,22 +289,18 @@ def dot_kernel(storage: DType, width: int, target: Target, count: int) -> LoopKe
         uppers: list[Expr] = [Const(0, I32)] * count
         for t in range(run * words, (run + 1) * words):
             upper = codes.upper(block, t) if target.has_dot else None  # without it, eight bits cost more than seven
-            four = block.let((upper or codes.word(block, t)).expr(I32))
+            four = block.let(codes.word(block, t) if upper is None else upper)
             into, dot = (sums, codes.dot) if upper is None else (uppers, "dot_u8")
             for r in range(count):
                 into[r] = block.let(Apply(dot, (into[r], four, rows.word(r, rows.form.codes + t)), I32))
         if isinstance(uppers[0], Ref):
-            sums = [
-                block.let((Term(x) + (Term(y) >> codes.raised)).expr(I32)) for x, y in zip(sums, uppers, strict=True)
-            ]
+            sums = [block.let(x + (y >> codes.raised)) for x, y in zip(sums, uppers, strict=True)]
         if codes.scale is None:
             wholes = sums
         else:
-            scale = block.let(codes.scale(block, run).expr(I32))
-            for r in range(count):
-                more = Term(Apply("mul", (sums[r], scale), I32))
-                wholes[r] = block.let((Term(wholes[r]) + more if isinstance(wholes[r], Ref) else more).expr(I32))
-    minima = [m.expr(I32) for m in codes.minima(block)] if codes.minima else []
+            scale = block.let(codes.scale(block, run))
+            wholes = [block.let(whole + x * scale) for whole, x in zip(wholes, sums, strict=True)]
+    minima = codes.minima(block) if codes.minima else []
     floats = codes.floats(block)
     end = _End(floats[0], floats[1] if len(floats) > 1 else None, minima)
     for r in range(count):
@@ -364,14 +353,14 @@ def codes_kernel(storage: DType, width: int, lanes: int) -> LoopKernel:
     block = Block(Panels(storage, lanes, block_number(Index("v"), width, lanes)))
     stmts = block.stmts
     for t in range(apart.scales):
-        four = codes.word(block, t).expr(I32)
+        four = codes.word(block, t)
         stmts.append(Store(3, apart.at(vector, t), four))
     if codes.scale is not None:
         for run in range(storage.block // codes.step):
-            scale = codes.scale(block, run).expr(I32)
+            scale = codes.scale(block, run)
             stmts.append(Store(3, apart.at(vector, apart.scales + run), scale))
     for i, four_minima in enumerate(codes.minima(block) if codes.minima else []):
-        stmts.append(Store(3, apart.at(vector, apart.minima + i), four_minima.expr(I32)))
+        stmts.append(Store(3, apart.at(vector, apart.minima + i), four_minima))
     for i, number in enumerate(codes.floats(block)):
         stmts.append(Store(4, apart.at(vector, apart.floats + i), number))
     params = (*panel_params(storage), Param("x_words", I32), Param("codes", I32, True), Param("numbers", F32, True))
@@ -416,9 +405,9 @@ def tile_kernel(storage: DType, width: int, target: Target, count: int) -> LoopK
     if codes.scale is not None:
         inner += [Let(f"scale{v}", load(0, v, apart.scales, width)) for v in vectors]
         for r, v in cells:
-            more = Apply("mul", (sums[r, v], Ref(f"scale{v}", I32)), I32)
-            sums[r, v] = Ref(f"whole{r}_{v}", I32)
-            inner.append(Assign(f"whole{r}_{v}", Apply("add", (sums[r, v], more), I32)))
+            whole = Ref(f"whole{r}_{v}", I32)
+            inner.append(Assign(whole.name, whole + sums[r, v] * Ref(f"scale{v}", I32)))
+            sums[r, v] = whole
         body = [*(Var(f"whole{r}_{v}", Const(0, I32)) for r, v in cells), For("g", runs, tuple(inner))]
     # Sums of runs take the registers that sums in f32 would have: those go through memory, once a block.
     kept = codes.scale is None

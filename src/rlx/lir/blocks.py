@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rlx.dtypes import BOOL, F16, F32, I16, I32, I64, U8, DType
+from rlx.dtypes import F16, F32, I16, I32, I64, U8, DType
 from rlx.errors import LowerError
 from rlx.lir.loops import (
-    Apply,
     Arg,
     Assign,
     Const,
@@ -25,10 +24,13 @@ from rlx.lir.loops import (
     Load,
     LoopKernel,
     Param,
+    Place,
     Ref,
     Stmt,
     Store,
     Var,
+    fma,
+    known,
 )
 from rlx.ops.fused import apart_of
 from rlx.target import Target
@@ -36,8 +38,6 @@ from rlx.target import Target
 UNIT = 2  # bytes
 GROUP = 64  # positions that are unrolled at most; longer blocks loop over groups of them
 RECENT = 12  # words that stay in registers
-
-Place = tuple[tuple[Expr, int | Arg], ...]
 
 
 def signed_word(bits: int) -> int:
@@ -55,80 +55,38 @@ def dot_rows(storage: DType) -> int:
     return 4 if storage.block <= GROUP else 2
 
 
-# -- arithmetic on what is known and what is not --------------------------------------------------------------------
-@dataclass(frozen=True)
-class Term:
-    """An integer: a number, or an expression. Known parts are computed at once."""
-
-    of: int | Expr
-
-    def __add__(self, other: Term | int) -> Term:
-        return _combine("add", self, other, lambda a, b: a + b)
-
-    def __sub__(self, other: Term | int) -> Term:
-        return _combine("sub", self, other, lambda a, b: a - b)
-
-    def __rshift__(self, other: Term | int) -> Term:
-        return _combine("shr", self, other, lambda a, b: a >> b)
-
-    def __lshift__(self, other: Term | int) -> Term:
-        return _combine("shl", self, other, lambda a, b: a << b)
-
-    def __and__(self, other: Term | int) -> Term:
-        return _combine("and", self, other, lambda a, b: a & b)
-
-    def __or__(self, other: Term | int) -> Term:
-        return _combine("or", self, other, lambda a, b: a | b)
-
-    def expr(self, dtype: DType) -> Expr:
-        """As an expression of an integer type."""
-        if isinstance(self.of, int):
-            return Const(self.of, dtype)
-        return self.of if self.of.dtype is dtype else Apply("cast", (self.of,), dtype)
+# -- positions ------------------------------------------------------------------------------------------------------
+Int = int | Expr  # a number that is known, or an expression
 
 
-def _combine(op: str, a: Term, other: Term | int, known: Callable[[int, int], int]) -> Term:
-    b = other if isinstance(other, Term) else Term(other)
-    if isinstance(a.of, int) and isinstance(b.of, int):
-        return Term(known(a.of, b.of))
-    if isinstance(b.of, int) and b.of == 0 and op in ("add", "sub", "shr", "shl", "or"):
-        return a
-    if isinstance(a.of, int) and a.of == 0 and op in ("add", "or"):
-        return b
-    kinds = [t.of.dtype for t in (a, b) if not isinstance(t.of, int)]
-    dtype = I32 if I32 in kinds else I64
-    return Term(Apply(op, (a.expr(dtype), b.expr(dtype)), dtype))
-
-
-def _where(condition: Term, then: Term, other: Term) -> Term:
+def _where(condition: Int, then: Expr, other: Expr) -> Expr:
     """`then` where the condition is not 0."""
-    if isinstance(condition.of, int):
-        return then if condition.of else other
-    test = Apply("ne", (condition.of, Const(0, condition.of.dtype)), BOOL)
-    return Term(Apply("select", (test, then.expr(I32), other.expr(I32)), I32))
+    if isinstance(condition, int):
+        return then if condition else other
+    return condition.ne(0).select(then, other)
 
 
 @dataclass(frozen=True)
 class Position:
     """Where in a block: `outer` groups of 2**span, then `inner` positions."""
 
-    outer: Term
+    outer: Int
     span: int
     inner: int
 
     @classmethod
     def of(cls, index: Expr) -> Position:
         """A position that is not known at all."""
-        return cls(Term(index), 0, 0)
+        return cls(index, 0, 0)
 
-    def __rshift__(self, n: int) -> Term:
+    def __rshift__(self, n: int) -> Int:
         if n > self.span:
             return self.outer >> n - self.span
         return (self.outer << self.span - n) + (self.inner >> n)
 
-    def __and__(self, mask: int) -> Term:
+    def __and__(self, mask: int) -> Int:
         high = mask >> self.span
-        return ((self.outer & high) << self.span) + (self.inner & mask) if high else Term(self.inner & mask)
+        return ((self.outer & high) << self.span) + (self.inner & mask) if high else self.inner & mask
 
 
 # -- where blocks lie -----------------------------------------------------------------------------------------------
@@ -147,21 +105,21 @@ class RowBlocks:
 
     def single(self, unit: int) -> Expr:
         """The f32 at two units, the low one first."""
-        low, high = (Term(self.word(Term(u))) for u in (unit, unit + 1))
-        return Apply("bits", ((low & 0xFFFF | high << 16).expr(I32),), F32)
+        low, high = (self.word(u) for u in (unit, unit + 1))
+        return (low & 0xFFFF | high << 16).bits()
 
-    def split(self, byte: Term) -> tuple[Term, Term]:
+    def split(self, byte: Int) -> tuple[Int, Int]:
         """The word that a byte is in, and its first bit there."""
-        return (byte >> 1, (byte & 1) << 3) if self.size == UNIT else (byte, Term(0))
+        return (byte >> 1, (byte & 1) << 3) if self.size == UNIT else (byte, 0)
 
     def byte(self, index: int) -> Expr:
         """A byte, where units are bytes, as an i32."""
-        return self.word(Term(index))
+        return self.word(index)
 
-    def word(self, index: Term) -> Expr:
+    def word(self, index: Int) -> Expr:
         """A unit as an i32."""
         kind = I16 if self.size == UNIT else U8
-        return Apply("cast", (Load(self.units, self.unit_at(index.expr(I64)), kind),), I32)
+        return Load(self.units, self.unit_at(known(index, I64)), kind).cast(I32)
 
 
 def first_word(storage: DType) -> int:
@@ -192,18 +150,18 @@ class Panels:
             (self.block, self.storage.size * self.lanes),
             (Const(apart_of(self.storage).index(index), I64), self.lanes),
         )
-        return Apply("cast", (Load(1, (*place, (Index("c"), 1)), U8),), I32)
+        return Load(1, (*place, (Index("c"), 1)), U8).cast(I32)
 
     def single(self, unit: int) -> Expr:
-        return Apply("bits", (self.word(Term(unit // 2)),), F32)
+        return self.word(unit // 2).bits()
 
-    def split(self, byte: Term) -> tuple[Term, Term]:
+    def split(self, byte: Int) -> tuple[Int, Int]:
         at = byte - first_word(self.storage)
         return at >> 2, (at & 3) << 3
 
-    def word(self, index: Term) -> Expr:
+    def word(self, index: Int) -> Expr:
         start = Const(len(apart_of(self.storage)) * self.storage.unit * self.lanes // 4, I64)
-        place = ((self.block, self.storage.size * self.lanes // 4), (start, 1), (index.expr(I64), self.lanes))
+        place = ((self.block, self.storage.size * self.lanes // 4), (start, 1), (known(index, I64), self.lanes))
         return Load(0, (*place, (Index("c"), 1)), I32)
 
 
@@ -221,7 +179,7 @@ class Block:
 
     def half(self, unit: int) -> Expr:
         """The f16 at a unit, widened."""
-        return self.keep(("half", unit), lambda: Apply("cast", (self.source.half(unit),), F32))
+        return self.keep(("half", unit), lambda: self.source.half(unit).cast(F32))
 
     def single(self, unit: int) -> Expr:
         """The f32 at two units."""
@@ -233,22 +191,22 @@ class Block:
             self._kept[key] = self.let(make())
         return self._kept[key]
 
-    def bits(self, byte: Term, first: Term | int, width: int) -> Term:
+    def bits(self, byte: Int, first: Int, width: int) -> Expr:
         """`width` bits of a byte, from bit `first` on."""
         index, start = self.source.split(byte)
-        return Term(self.word(index)) >> (start + first) & (1 << width) - 1
+        return self.word(index) >> (start + first) & (1 << width) - 1
 
-    def signed(self, byte: Term) -> Term:
+    def signed(self, byte: Int) -> Expr:
         """A byte as a signed number."""
         index, start = self.source.split(byte)
-        return Term(self.word(index)) << (Term(24) - start) >> 24
+        return self.word(index) << (24 - start) >> 24
 
-    def word(self, index: Term) -> Expr:
+    def word(self, index: Int) -> Expr:
         """A word, as wide as the source has them; the last few stay in registers."""
-        found = self._recent.pop(index.of, None)
+        found = self._recent.pop(index, None)
         if found is None:
             found = self.let(self.source.word(index))
-        self._recent[index.of] = found
+        self._recent[index] = found
         if len(self._recent) > RECENT:
             del self._recent[next(iter(self._recent))]
         return found
@@ -262,56 +220,48 @@ class Block:
         return Ref(name, value.dtype)
 
 
-def _float(term: Term) -> Expr:
-    return Apply("cast", (term.expr(I32),), F32)
-
-
-def _mul(a: Expr, b: Expr) -> Expr:
-    return Apply("mul", (a, b), F32)
-
-
 # -- the types ------------------------------------------------------------------------------------------------------
 Decoder = Callable[[Block, Position], Expr]
 
 
-def _nibble(b: Block, base: int, i: Position) -> Term:
+def _nibble(b: Block, base: int, i: Position) -> Expr:
     return b.bits((i & 15) + base, (i >> 4) << 2, 4)
 
 
-def _fifth(b: Block, base: int, i: Position) -> Term:
+def _fifth(b: Block, base: int, i: Position) -> Expr:
     return b.bits((i >> 3) + base, i & 7, 1) << 4
 
 
 def _q4_0(b: Block, i: Position) -> Expr:
-    return _mul(_float(_nibble(b, 2, i) - 8), b.half(0))
+    return (_nibble(b, 2, i) - 8).cast(F32) * b.half(0)
 
 
 def _q4_1(b: Block, i: Position) -> Expr:
-    return Apply("add", (_mul(_float(_nibble(b, 4, i)), b.half(0)), b.half(1)), F32)
+    return _nibble(b, 4, i).cast(F32) * b.half(0) + b.half(1)
 
 
 def _q5_0(b: Block, i: Position) -> Expr:
-    return _mul(_float((_nibble(b, 6, i) | _fifth(b, 2, i)) - 16), b.half(0))
+    return ((_nibble(b, 6, i) | _fifth(b, 2, i)) - 16).cast(F32) * b.half(0)
 
 
 def _q5_1(b: Block, i: Position) -> Expr:
-    return Apply("add", (_mul(_float(_nibble(b, 8, i) | _fifth(b, 4, i)), b.half(0)), b.half(1)), F32)
+    return (_nibble(b, 8, i) | _fifth(b, 4, i)).cast(F32) * b.half(0) + b.half(1)
 
 
 def _q8_0(b: Block, i: Position) -> Expr:
-    return _mul(_float(b.signed((i & 31) + 2)), b.half(0))
+    return b.signed((i & 31) + 2).cast(F32) * b.half(0)
 
 
-def _pair(b: Block, base: int, i: Position) -> Term:
+def _pair(b: Block, base: int, i: Position) -> Expr:
     """Two bits: 128 positions are four planes of 32 bytes."""
     return b.bits(((i >> 7) << 5) + (i & 31) + base, (i >> 5 & 3) << 1, 2)
 
 
 def _q2_k(b: Block, i: Position) -> Expr:
     s = i >> 4
-    scale = b.keep(("scale", s.of), lambda: _mul(b.half(40), _float(b.bits(s, 0, 4))))
-    least = b.keep(("min", s.of), lambda: _mul(b.half(41), _float(b.bits(s, 4, 4))))
-    return Apply("sub", (_mul(_float(_pair(b, 16, i)), scale), least), F32)
+    scale = b.keep(("scale", s), lambda: b.half(40) * b.bits(s, 0, 4).cast(F32))
+    least = b.keep(("min", s), lambda: b.half(41) * b.bits(s, 4, 4).cast(F32))
+    return _pair(b, 16, i).cast(F32) * scale - least
 
 
 def _q3_k(b: Block, i: Position) -> Expr:
@@ -319,10 +269,10 @@ def _q3_k(b: Block, i: Position) -> Expr:
 
     def scale() -> Expr:
         low, high = b.bits((s & 7) + 96, (s >> 3) << 2, 4), b.bits((s & 3) + 104, (s >> 2) << 1, 2)
-        return _mul(b.half(54), _float((low | high << 4) - 32))
+        return b.half(54) * ((low | high << 4) - 32).cast(F32)
 
     high = b.bits(i & 31, i >> 5, 1) << 2
-    return _mul(_float((_pair(b, 32, i) | high) - 4), b.keep(("scale", s.of), scale))
+    return ((_pair(b, 32, i) | high) - 4).cast(F32) * b.keep(("scale", s), scale)
 
 
 def _k_scales(b: Block, i: Position) -> tuple[Expr, Expr]:
@@ -332,40 +282,40 @@ def _k_scales(b: Block, i: Position) -> tuple[Expr, Expr]:
 
     def scale() -> Expr:
         split = b.bits(at + 12, 0, 4) | b.bits(at + 4, 6, 2) << 4
-        return _mul(b.half(0), _float(_where(late, split, b.bits(at + 4, 0, 6))))
+        return b.half(0) * _where(late, split, b.bits(at + 4, 0, 6)).cast(F32)
 
     def least() -> Expr:
         split = b.bits(at + 12, 4, 4) | b.bits(at + 8, 6, 2) << 4
-        return _mul(b.half(1), _float(_where(late, split, b.bits(at + 8, 0, 6))))
+        return b.half(1) * _where(late, split, b.bits(at + 8, 0, 6)).cast(F32)
 
-    return b.keep(("scale", j.of), scale), b.keep(("min", j.of), least)
+    return b.keep(("scale", j), scale), b.keep(("min", j), least)
 
 
-def _k_nibble(b: Block, base: int, i: Position) -> Term:
+def _k_nibble(b: Block, base: int, i: Position) -> Expr:
     """Four bits: 64 positions are 32 bytes, low halves first."""
     return b.bits(((i >> 6) << 5) + (i & 31) + base, (i >> 5 & 1) << 2, 4)
 
 
 def _q4_k(b: Block, i: Position) -> Expr:
     scale, least = _k_scales(b, i)
-    return Apply("sub", (_mul(_float(_k_nibble(b, 16, i)), scale), least), F32)
+    return _k_nibble(b, 16, i).cast(F32) * scale - least
 
 
 def _q5_k(b: Block, i: Position) -> Expr:
     scale, least = _k_scales(b, i)
     q = _k_nibble(b, 48, i) | b.bits((i & 31) + 16, i >> 5, 1) << 4
-    return Apply("sub", (_mul(_float(q), scale), least), F32)
+    return q.cast(F32) * scale - least
 
 
 def _q6_k(b: Block, i: Position) -> Expr:
     s = i >> 4
-    scale = b.keep(("scale", s.of), lambda: _mul(b.half(104), _float(b.signed(s + 192))))
+    scale = b.keep(("scale", s), lambda: b.half(104) * b.signed(s + 192).cast(F32))
     low = b.bits(((i >> 7) << 6) + (i & 63), (i >> 6 & 1) << 2, 4)
-    return _mul(_float((low | _pair(b, 128, i) << 4) - 32), scale)
+    return ((low | _pair(b, 128, i) << 4) - 32).cast(F32) * scale
 
 
 def _q8_k(b: Block, i: Position) -> Expr:
-    return _mul(_float(b.signed((i & 255) + 4)), b.single(0))
+    return b.signed((i & 255) + 4).cast(F32) * b.single(0)
 
 
 DECODERS: dict[str, Decoder] = {
@@ -395,7 +345,7 @@ ARGUMENTS = ("blocks", "x_row")
 
 def block_number(vector: Expr, width: int, lanes: int) -> Expr:
     """The number of block `u` of a vector of columns."""
-    return Apply("add", (Apply("mul", (Index("u"), Const(width // lanes, I64)), I64), vector), I64)
+    return Index("u") * (width // lanes) + vector
 
 
 def over_panel(width: int, lanes: int, body: tuple[Stmt, ...]) -> For:
@@ -404,11 +354,11 @@ def over_panel(width: int, lanes: int, body: tuple[Stmt, ...]) -> For:
     return For("all", 1, (For("u", Arg("blocks"), (columns,)),))
 
 
-def _grouped(storage: DType) -> tuple[Term, int, int]:
-    """How a block is walked: the group as a term, its length as a power of two, and how many groups there are."""
+def _grouped(storage: DType) -> tuple[Int, int, int]:
+    """How a block is walked: the group, its length as a power of two, and how many groups there are."""
     length = min(storage.block, GROUP)
     groups = storage.block // length
-    return (Term(Index("g")) if groups > 1 else Term(0)), length.bit_length() - 1, groups
+    return (Index("g") if groups > 1 else 0), length.bit_length() - 1, groups
 
 
 def _over_groups(groups: int, body: Sequence[Stmt]) -> tuple[Stmt, ...]:
@@ -423,7 +373,7 @@ def unpack_kernel(storage: DType, width: int, lanes: int) -> LoopKernel:
     body = block.stmts
     for inner in range(1 << span):
         value = decode(storage, block, Position(outer, span, inner))
-        row = ((Index("u"), storage.block * width), (outer.expr(I64), width << span), (Const(inner, I64), width))
+        row = ((Index("u"), storage.block * width), (known(outer, I64), width << span), (Const(inner, I64), width))
         body.append(Store(4, (*row, (Index("v"), lanes), (Index("c"), 1)), value))
     params = (*panel_params(storage), Param("x_words", I32), Param("x", F32), Param("out", F32, True))
     return LoopKernel(f"unpack_{storage}", params, ARGUMENTS, over_panel(width, lanes, _over_groups(groups, body)))
@@ -447,7 +397,7 @@ def dot_kernel(storage: DType, width: int, target: Target, rows: int) -> LoopKer
     blocks = [Block(Panels(storage, lanes, block_number(Const(v, I64), width, lanes)), prefix=f"c{v}") for v in vectors]
     body: list[Stmt] = [Let(f"sum{r}_{v}_0", Ref(f"sum{r}_{v}", F32)) for r, v in cells]
     for inner in range(1 << span):
-        at: Place = ((Index("u"), storage.block), (outer.expr(I64), 1 << span), (Const(inner, I64), 1))
+        at: Place = ((Index("u"), storage.block), (known(outer, I64), 1 << span), (Const(inner, I64), 1))
         for r in range(rows):
             here = (*at, (Const(r, I64), Arg("x_row"))) if r else at
             body.append(Let(f"x{r}_{inner}", Load(3, here, F32)))
@@ -471,6 +421,4 @@ def dot_kernel(storage: DType, width: int, target: Target, rows: int) -> LoopKer
 
 def multiply_add(x: Expr, y: Expr, total: Expr, target: Target) -> Expr:
     """x · y + total, rounded once where the target does that."""
-    if target.has_fma:
-        return Apply("fma", (x, y, total), F32)
-    return Apply("add", (_mul(x, y), total), F32)
+    return fma(x, y, total) if target.has_fma else x * y + total

@@ -10,14 +10,13 @@ from rlx.errors import LowerError
 from rlx.ir.graph import Node
 from rlx.lir.blocks import UNIT
 from rlx.lir.kernels import BEYOND_CAPACITY, KEY_BLOCK, AttentionKernel
-from rlx.lir.loops import Apply, Arg, Check, Choose, Const, Expr, For, Index, Let, Load, Reduce, Ref, Stmt, Store
+from rlx.lir.loops import Arg, Check, Const, Expr, For, Index, Let, Load, Place, Reduce, Ref, Stmt, Store
 from rlx.lir.program import ARENA, INPUT
-from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, cast, decode_unit, loop_form, map_elements, widened
+from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, decode_unit, loop_form, map_elements
 from rlx.lir.views import View
 from rlx.ops.attention import split_mask
 from rlx.types import Size, TensorType, contiguous_strides, dim_min, product
 
-Place = tuple[tuple[Expr, int | Arg], ...]
 NEW, POSITIONS, CACHE = range(3)  # parameters of the kernel that appends
 HALVES, BYTES = 2, 3  # a packed cache, seen twice
 
@@ -32,7 +31,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         cache = s.copied(cache)
     if new.buffer == cache.buffer:
         new = s.copied(new)
-    builder = LoopBuilder("kv_append")
+    builder = s.builder("kv_append")
     for view in (new, s.contiguous(positions)):
         builder.param(view)
     storage, capacity = node.types[0].dtype, cache.shape[2] * KEY_BLOCK if cache.rank == 5 else cache.shape[2]
@@ -48,7 +47,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     # In a ring every position has its place, unless there is none at all.
     limit = builder.arg("positions", dim_min(capacity, 1) * 2**62) if node.attrs["ring"] else size
     write = _quantise_token(builder, storage) if storage.is_packed else _write_token(builder)
-    check = Check(_below(_position(builder, "c"), limit), BEYOND_CAPACITY)
+    check = Check(_position(builder, "c") < limit, BEYOND_CAPACITY)
     body: tuple[Stmt, ...] = (
         *lets,
         For("c", builder.arg("tokens", tokens), (check,), vector=True),
@@ -62,23 +61,29 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 def _find_place(builder: LoopBuilder, limit: Arg, capacity: Arg) -> tuple[Stmt, ...]:
     """`at` is where token `t` goes, and 0 unless it is `ok`."""
-    p, place, zero = Ref("p", I64), Ref("place", I64), Const(0, I64)
+    p, place = Ref("p", I64), Ref("place", I64)
     return (
         Let("p", _position(builder, "t")),
-        Let("ok", Apply("and", (Apply("ge", (p, zero), BOOL), _below(p, limit)), BOOL)),
-        Let("place", Apply("select", (Ref("ok", BOOL), p, zero), I64)),
-        Let("at", place if limit == capacity else Apply("rem", (place, capacity), I64)),
+        Let("ok", (p >= 0) & (p < limit)),
+        Let("place", Ref("ok", BOOL).select(p, 0)),
+        Let("at", place if limit == capacity else place.rem(capacity)),
     )
 
 
 def _write_token(builder: LoopBuilder) -> tuple[Stmt, ...]:
     """Token `t` into its place, one element after the other along `j`."""
-    cache, new = builder.views[CACHE], builder.views[NEW]
-    old = widened(Load(CACHE, _place_in_cache(builder), cache.dtype))
-    fresh = widened(Load(NEW, _place_in_new(builder, Index("j")), new.dtype))
+    old = builder.load(CACHE, _place_in_cache(builder))
+    fresh = builder.load(NEW, _place_in_new(builder, Index("j")))
     kind = max(old.dtype, fresh.dtype, key=lambda d: d.size)  # where they differ, it holds both
-    value = Choose(Ref("ok", BOOL), cast(fresh, kind), cast(old, kind))
-    return (For("j", builder.arg("dim", new.shape[3]), (Store(CACHE, _place_in_cache(builder), value),), vector=True),)
+    value = Ref("ok", BOOL).choose(fresh.cast(kind), old.cast(kind))
+    return (
+        For(
+            "j",
+            builder.arg("dim", builder.views[NEW].shape[3]),
+            (Store(CACHE, _place_in_cache(builder), value),),
+            vector=True,
+        ),
+    )
 
 
 def _quantise_token(builder: LoopBuilder, storage: DType) -> tuple[Stmt, ...]:
@@ -88,7 +93,7 @@ def _quantise_token(builder: LoopBuilder, storage: DType) -> tuple[Stmt, ...]:
 
     def number(index: str) -> Expr:
         term = (Index("k"), builder.arg("block", new.strides[3] * size))
-        return cast(widened(Load(NEW, (*_place_in_new(builder, Index(index)), term), new.dtype)), F32)
+        return builder.load(NEW, (*_place_in_new(builder, Index(index)), term)).cast(F32)
 
     def place(param: int, *terms: tuple[Expr, int | Arg]) -> Place:
         row = _terms(builder, param, Ref("b", I64), Ref("h", I64), Ref("at", I64))
@@ -96,22 +101,19 @@ def _quantise_token(builder: LoopBuilder, storage: DType) -> tuple[Stmt, ...]:
 
     def store(param: int, value: Expr, *terms: tuple[Expr, int | Arg]) -> Store:
         at, dtype = place(param, *terms), builder.views[param].dtype
-        return Store(param, at, Choose(ok, value, cast(Load(param, at, dtype), value.dtype)))
+        return Store(param, at, ok.choose(value, Load(param, at, dtype).cast(value.dtype)))
 
     scaled, whole = Ref("scaled", F32), Ref("whole", I32)
-    beside = Apply("sub", (scaled, cast(whole, F32)), F32)  # exact, as is twice that: halves are rounded away from 0
+    beside = scaled - whole.cast(F32)  # exact, as is twice that: halves are rounded away from 0
     block: tuple[Stmt, ...] = (
-        Let("largest", Reduce("max", "i", size, Apply("abs", (number("i"),), F32))),
-        Let("scale", Apply("div", (Ref("largest", F32), Const(127.0, F32)), F32)),
-        Let("inverse", Apply("select", (
-            Apply("eq", (scale, Const(0.0, F32)), BOOL), Const(0.0, F32), Apply("div", (Const(1.0, F32), scale), F32),
-        ), F32)),
+        Let("largest", Reduce("max", "i", size, abs(number("i")))),
+        Let("scale", Ref("largest", F32) / 127),
+        Let("inverse", scale.eq(0).select(0, 1 / scale)),
         store(HALVES, scale),
         For("j", size, (
-            Let("scaled", Apply("mul", (number("j"), Ref("inverse", F32)), F32)),
-            Let("whole", cast(scaled, I32)),
-            store(BYTES, Apply("add", (whole, cast(Apply("add", (beside, beside), F32), I32)), I32),
-                  (Const(UNIT, I64), 1), (Index("j"), 1)),
+            Let("scaled", number("j") * Ref("inverse", F32)),
+            Let("whole", scaled.cast(I32)),
+            store(BYTES, whole + (beside + beside).cast(I32), (Const(UNIT, I64), 1), (Index("j"), 1)),
         ), vector=True),
     )  # fmt: skip
     return (For("k", builder.arg("blocks", new.shape[3] // size), block),)
@@ -130,8 +132,7 @@ def _place_in_cache(builder: LoopBuilder) -> Place:
     b, h, at, j = Ref("b", I64), Ref("h", I64), Ref("at", I64), Index("j")
     if builder.views[CACHE].rank == 4:
         return _terms(builder, CACHE, b, h, at, j)
-    block, lane = (Apply(op, (at, Const(KEY_BLOCK, I64)), I64) for op in ("quot", "rem"))
-    return _terms(builder, CACHE, b, h, block, j, lane)
+    return _terms(builder, CACHE, b, h, at.quot(KEY_BLOCK), j, at.rem(KEY_BLOCK))
 
 
 def _place_in_new(builder: LoopBuilder, j: Index) -> Place:
@@ -148,11 +149,7 @@ def _terms(builder: LoopBuilder, param: int, *indices: Expr) -> Place:
 
 def _position(builder: LoopBuilder, token: str) -> Expr:
     positions = builder.views[POSITIONS]
-    return cast(Load(POSITIONS, _terms(builder, POSITIONS, Ref("b", I64), Index(token)), positions.dtype), I64)
-
-
-def _below(a: Expr, b: Expr) -> Expr:
-    return Apply("lt", (a, b), BOOL)
+    return Load(POSITIONS, _terms(builder, POSITIONS, Ref("b", I64), Index(token)), positions.dtype).cast(I64)
 
 
 def may_write(s: Scheduler, node: Node, cache: View) -> bool:
@@ -220,11 +217,9 @@ def _narrow(s: Scheduler, positions: View) -> View:
     if positions.dtype is I32:
         return positions if positions.strides[-1] == 1 else s.copied(positions)
     out = s.temporary(TensorType(positions.shape, I32))
-    least, most = Const(-1, I64), Const(2**31 - 1, I64)
 
     def body(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
-        bounded = Apply("max", (Apply("min", (cast(e.load(0), I64), most), I64), least), I64)
-        return (), [cast(bounded, I32)]
+        return (), [e.load(0).cast(I64).min(2**31 - 1).max(-1).cast(I32)]
 
     map_elements(s, "positions", positions.shape, [positions], [out], body)
     return out

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlx.dtypes import BOOL, I64
+from rlx.dtypes import BOOL
 from rlx.ir.graph import Graph, Node
 from rlx.lir.kernels import OUT_OF_STEPS, UNFIT_SIZES
-from rlx.lir.loops import Apply, Check, Const, Expr, Let, Ref, Stmt
+from rlx.lir.loops import Check, Const, Expr, Let, Ref, Stmt, compare
 from rlx.lir.program import ARENA, Assertion, Branch, Loop
 from rlx.lir.schedule import Elements, Scheduler, loop_form, map_elements
-from rlx.lir.shape import compare, require_at_most
+from rlx.lir.shape import require_at_most
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, dim, dim_floordiv, product
 
@@ -71,10 +71,9 @@ def _check_sizes(s: Scheduler, asserted: Sequence[Assertion], fit: View) -> None
             relation = "eq" if a.relation == "==" else "le"
             holds = compare(relation, e.arg(f"a{i}", a.a), e.arg(f"b{i}", a.b))
             for j, steps in enumerate(a.steps):
-                none = compare("le", e.arg(f"steps{i}_{j}", steps), Const(0, I64))
-                holds = Apply("or", (none, holds), BOOL)
+                holds = (e.arg(f"steps{i}_{j}", steps) <= 0) | holds
             stmts += [Let(f"holds{i}", holds), Check(Ref(f"holds{i}", BOOL), UNFIT_SIZES + base + i)]
-            every = Apply("and", (every, Ref(f"holds{i}", BOOL)), BOOL)
+            every = every & Ref(f"holds{i}", BOOL)
         return stmts, [every]
 
     map_elements(s, "check_sizes", (), [], [fit], body)
@@ -172,7 +171,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     out = s.result(node)
 
     def body(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
-        return [Check(Apply("not", (e.load(1),), BOOL), OUT_OF_STEPS)], [e.load(0)]
+        return [Check(~e.load(1), OUT_OF_STEPS)], [e.load(0)]
 
     map_elements(s, "while_loop", out.shape, [s.view(o).expand(out.shape) for o in node.operands], [out], body)
     return [out]

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 
-from rlx.dtypes import BOOL, I64
+from rlx.dtypes import I64
 from rlx.ir.graph import Node
-from rlx.lir.loops import Apply, Choose, Const, Expr, For, Index, Let, Load, Reduce, Ref, Store
-from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_form, widened
+from rlx.lir.index import in_range
+from rlx.lir.loops import Const, Expr, For, Index, Let, Reduce, Ref, Store
+from rlx.lir.schedule import Scheduler, decode_unit, loop_form
 from rlx.lir.shape import require_at_most
 from rlx.lir.views import View
 from rlx.ops.conv import Pair, pair, span
 from rlx.types import product
 
 
-def _add(a: Expr, b: Expr) -> Expr:
-    return Apply("add", (a, b), I64)
-
-
-def _times(a: Expr, n: int) -> Expr:
-    return a if n == 1 else Apply("mul", (a, Const(n, I64)), I64)
-
-
 def _source(out: Expr, kernel: Expr, stride: int, padding: int, dilation: int) -> Expr:
     """Where on an axis of x an output looks, padding included: negative or too large there."""
-    return _add(_add(_times(out, stride), _times(kernel, dilation)), Const(-padding, I64))
-
-
-def _both(a: Expr, b: Expr) -> Expr:
-    return Apply("and", (a, b), BOOL)
-
-
-def _inside(at: Expr, size: Expr) -> Expr:
-    return _both(Apply("ge", (at, Const(0, I64)), BOOL), Apply("lt", (at, size), BOOL))
+    return out * stride + kernel * dilation + -padding
 
 
 class _Windows:
@@ -42,7 +29,7 @@ class _Windows:
         self, s: Scheduler, name: str, x: View, out: View, kernel: Sequence[int], stride: Pair, padding: Pair,
         dilation: Pair,
     ) -> None:  # fmt: skip
-        self.builder = LoopBuilder(name)
+        self.builder = s.builder(name)
         self.x, self.out = x, out
         self.builder.param(x)
         self.settings = list(zip(stride, padding, dilation, strict=True))
@@ -59,11 +46,13 @@ class _Windows:
         indices = (Ref("b", I64), channel, *at)
         place = tuple((i, builder.arg(f"x_{a}", self.x.strides[a])) for a, i in enumerate(indices[:3]))
         last = (indices[3], builder.stride(0, "3", self.x.strides[3], unit=True))
-        value = widened(Load(0, (*place, last), self.x.dtype))
-        checks = [_inside(i, builder.arg(f"size_{a}", self.x.shape[2 + a])) for a, i in enumerate(at) if self.padded[a]]
+        value = builder.load(0, (*place, last))
+        checks = [
+            in_range(i, builder.arg(f"size_{a}", self.x.shape[2 + a])) for a, i in enumerate(at) if self.padded[a]
+        ]
         if not checks:
             return value
-        return Choose(checks[0] if len(checks) == 1 else _both(*checks), value, Const(fill, value.dtype))
+        return functools.reduce(operator.and_, checks).choose(value, fill)
 
     def launch(self, s: Scheduler, value: Expr, flops: int) -> None:
         builder, out = self.builder, self.out
@@ -100,21 +89,18 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     group = channels // node.attrs["groups"]
     first: Expr = Const(0, I64)
     if node.attrs["groups"] > 1:
-        first = _times(Apply("quot", (Ref("c", I64), Const(group, I64)), I64), inside)
-        loops.lets.append(Let("first", first))
+        loops.lets.append(Let("first", Ref("c", I64).quot(group) * inside))
         first = Ref("first", I64)
     steps = (inside * kernel[0] * kernel[1], kernel[0] * kernel[1], kernel[1], 1)
 
     def term(channel: Expr, row: Expr, column: Expr) -> Expr:
         place = tuple(zip((Ref("c", I64), channel, row, column), steps, strict=True))
-        tap = widened(Load(taps, place, weight.dtype))
-        return Apply("mul", (loops.load(_add(first, channel), row, column, 0.0), tap), tap.dtype)
+        return loops.load(first + channel, row, column, 0.0) * builder.load(taps, place)
 
     total = _over("sum", [("i", inside), ("r", kernel[0]), ("q", kernel[1])], term)
     if node.operands[2] is not None:
         bias = builder.param(s.contiguous(s.view(node.operands[2])), name="bias")
-        offset = widened(Load(bias, ((Ref("c", I64), 1),), weight.dtype))
-        total = Apply("add", (total, cast(offset, total.dtype)), total.dtype)
+        total = total + builder.load(bias, ((Ref("c", I64), 1),)).cast(total.dtype)
     loops.launch(s, total, 2 * inside * kernel[0] * kernel[1])
     return [out]
 
@@ -131,6 +117,6 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     sizes = [("r", kernel[0]), ("q", kernel[1])]
     value = _over("max" if largest else "sum", sizes, lambda r, q: loops.load(Ref("c", I64), r, q, fill))
     if not largest:
-        value = Apply("div", (value, Const(float(kernel[0] * kernel[1]), value.dtype)), value.dtype)
+        value = value / (kernel[0] * kernel[1])
     loops.launch(s, value, kernel[0] * kernel[1])
     return [out]

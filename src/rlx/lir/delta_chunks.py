@@ -16,10 +16,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlx.dtypes import BOOL, I64
+from rlx.dtypes import I64
 from rlx.ir.graph import Node
-from rlx.lir.loops import Apply, Assign, Const, Expr, For, Index, Let, Reduce, Ref, Stmt, Store, Var
-from rlx.lir.named_operands import Operands, Place, add, binary, exp, fma, mul, number, sub
+from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Place, Reduce, Ref, Stmt, Store, Var, fma, known
+from rlx.lir.named_operands import Operands
 from rlx.lir.schedule import Scheduler, decode_unit
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, product
@@ -64,7 +64,7 @@ class _Axis:
         return ((TILE, self.width), *self.within(v))
 
     def within(self, v: int) -> Affine:
-        return _one(number(v * self.span), J)
+        return _one(known(v * self.span, I64), J)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class _Head:
         self.scheduler, self.chunk = s, chunk
         self.batch, self.seq, self.heads, size = out.shape
         assert isinstance(size, int)
-        self.n, self.kind = size, out.dtype.compute
+        self.n, self.kind = size, s.native(out.dtype)
         self.scale = Const(1 / math.sqrt(size), self.kind)
         self.zero = Const(0.0, self.kind)
         self.units = self.batch * self.heads * times
@@ -117,15 +117,15 @@ class _Head:
         """A unit does `before`, then `walk` for each chunk, from the last one if `backwards`, then `after`."""
         builder = self.operands.builder
         chunks = builder.arg("chunks", self.chunks)
-        turn = sub(sub(chunks, number(1)), Index("turn")) if backwards else Index("turn")
+        turn = chunks - 1 - Index("turn") if backwards else Index("turn")
         bounds: list[Stmt] = [
             Let("chunk", turn),
-            Let("first", mul(Ref("chunk", I64), number(self.chunk))),
-            Let("rest", binary("min", number(self.chunk), sub(builder.arg("seq", self.seq), FIRST))),
-            Let("pads", sub(number(self.chunk), REST)),
+            Let("first", Ref("chunk", I64) * self.chunk),
+            Let("rest", known(self.chunk, I64).min(builder.arg("seq", self.seq) - FIRST)),
+            Let("pads", self.chunk - REST),
         ]
         lets: list[Stmt] = [*decode_unit(builder, [self.batch, self.heads], ["b", "h"])]
-        lets.append(Let("work_base", mul(Index("u"), number(self.size))))
+        lets.append(Let("work_base", Index("u") * self.size))
         loop = For("turn", chunks, (*bounds, *walk))
         root = For("u", builder.arg("units", self.units), (*lets, *before, loop, *after))
         flops = product([self.units, self.seq, self.n, self.n * (12 if backwards else 6)])
@@ -138,7 +138,7 @@ class _Head:
 
     def at(self, name: str, row: Affine, column: Affine) -> Place:
         offset, stride = self.places[name]
-        return ((Ref("work_base", I64), 1), (number(offset), 1), *((e, m * stride) for e, m in row), *column)
+        return ((Ref("work_base", I64), 1), (known(offset, I64), 1), *((e, m * stride) for e, m in row), *column)
 
     def get(self, name: str, row: Affine, column: Affine) -> Expr:
         return self.operands.load_at("work", self.at(name, row, column))
@@ -153,14 +153,14 @@ class _Head:
     def each_of_state(self, store: Callable[[Expr, Affine], Store]) -> For:
         """A statement for each element: it is given its column, and its row and panel."""
         width = self.columns.width
-        column = add(mul(TILE, number(width)), J)
+        column = TILE * width + J
         inner = For("j", width, (store(column, self.panel_row(_one(R))),), vector=True)
         return For("tile", self.columns.panels, (For("r", self.n, (inner,)),))
 
     def each_token(self, *stmts: Stmt, columns: Sequence[Stmt] = ()) -> For:
         """Statements for each token of the chunk, and for each column of it."""
         inner = (For("j", self.n, tuple(columns), vector=True),) if columns else ()
-        return For("t", REST, (Let("token", add(FIRST, T)), *stmts, *inner))
+        return For("t", REST, (Let("token", FIRST + T), *stmts, *inner))
 
     # -- products ------------------------------------------------------------------------------------------------------
     def product(self, rows: int, axis: _Axis, terms: Sequence[_Term], finish: Finish) -> For:
@@ -170,7 +170,7 @@ class _Head:
         """
         fits = (h for h in HEIGHTS if rows % h == 0 and h * axis.vectors <= self.accumulators)
         height = next(fits, 1)
-        row: list[Affine] = [((ROWS, height), (number(r), 1)) for r in range(height)]
+        row: list[Affine] = [((ROWS, height), (known(r, I64), 1)) for r in range(height)]
         cells = [(r, v) for r in range(height) for v in range(axis.vectors)]
         total = {(r, v): Ref(f"total{r}_{v}", self.kind) for r, v in cells}
         body: list[Stmt] = [Var(x.name, self.zero) for x in total.values()]
@@ -187,9 +187,9 @@ class _Head:
             body += [stmt for (r, v), x in total.items() for stmt in term.then(row[r], v, x)]
         body += [stmt for (r, v), x in total.items() for stmt in finish(row[r], v, x)]
         bounds = (
-            Let("start", mul(ROWS, number(height))),
-            Let("upto", add(START, number(height))),
-            Let("later", sub(number(rows), START)),
+            Let("start", ROWS * height),
+            Let("upto", START + height),
+            Let("later", rows - START),
         )
         inner = For("j", axis.span, tuple(body), vector=True)
         return For("tile", axis.panels, (For("rows", rows // height, (*bounds, inner)),))
@@ -248,7 +248,7 @@ class _Head:
     def advance(self, row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
         """The state times all gates of the chunk, and what is new."""
         at = self.panel_row(row), self.columns.within(v)
-        whole = self.get("b", (), _one(number(self.chunk - 1)))
+        whole = self.get("b", (), _one(known(self.chunk - 1, I64)))
         return [self.put("state", fma(whole, self.get("state", *at), total), *at)]
 
     def solved(self, x: str, row: Affine, coefficient: Expr, changes: str, known: Affine, scaled: str, by: Expr) -> For:
@@ -259,7 +259,7 @@ class _Head:
         axis, kind = self.solved_at_once, self.kind
         sums = [Ref(f"sum{v}", kind) for v in range(axis.vectors)]
         left, change = Ref("left", kind), [Ref(f"change{v}", kind) for v in range(axis.vectors)]
-        step: list[Stmt] = [Let("left", Apply("neg", (coefficient,), kind))]
+        step: list[Stmt] = [Let("left", -coefficient)]
         starts: list[Stmt] = []
         ends: list[Stmt] = []
         for v, total in enumerate(sums):
@@ -268,28 +268,27 @@ class _Head:
             step.append(Assign(total.name, fma(left, self.get(changes, known, column), total)))
             ends += [
                 self.put(x, total, row, column),
-                Let(change[v].name, mul(self.get("rate", (), row), total)),
+                Let(change[v].name, self.get("rate", (), row) * total),
                 self.put(changes, change[v], row, column),
-                self.put(scaled, mul(by, change[v]), row, column),
+                self.put(scaled, by * change[v], row, column),
             ]
         inner = For("j", axis.span, (*starts, For("s", DONE, tuple(step)), *ends), vector=True)
-        lets = Let("done", T), Let("late", sub(number(self.chunk - 1), T))
+        lets = Let("done", T), Let("late", (self.chunk - 1) - T)
         return For("tile", axis.panels, (For("t", self.chunk, (*lets, inner)),))
 
     # -- a chunk -------------------------------------------------------------------------------------------------------
     def gates(self) -> list[Stmt]:
         """`gate`, `rate` (beta), b, w, D, and D without its diagonal as `below`."""
-        diagonal = Apply("eq", (J, T), BOOL)
         below, here, power = (Ref(name, self.kind) for name in ("below", "here", "power"))
         row = (
-            Let("below", mul(self.get("gate", (), _one(T)), self.get("w", (), _one(J)))),
-            Let("here", Apply("select", (diagonal, Const(1.0, self.kind), below), self.kind)),
+            Let("below", self.get("gate", (), _one(T)) * self.get("w", (), _one(J))),
+            Let("here", J.eq(T).select(1, below)),
             self.put("below", below, _one(T), _one(J)),
             self.put("D", here, _one(T), _one(J)),
             self.put("w", here, (), _one(J)),
         )
         start = (
-            self.put("gate", exp(self.get("gate", (), _one(J))), (), _one(J)),
+            self.put("gate", self.get("gate", (), _one(J)).exp(), (), _one(J)),
             self.put("w", self.zero, (), _one(J)),
         )
         given = {"gate": "g", "rate": "beta"}
@@ -302,7 +301,7 @@ class _Head:
             For("t", self.chunk, (For("j", self.chunk, row, vector=True),)),
             Var("power", Const(1.0, self.kind)),
             For("t", self.chunk, (
-                Assign("power", mul(power, self.get("gate", (), _one(T)))),
+                Assign("power", power * self.get("gate", (), _one(T))),
                 self.put("b", power, (), _one(T)),
             )),
         ]  # fmt: skip
@@ -322,8 +321,8 @@ class _Head:
 
         def finish(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
             column = self.tokens.column(v)
-            value = mul(total, self.get(gates, row, column))
-            return [self.put(into, Apply("neg", (value,), self.kind) if minus else value, row, column)]
+            value = total * self.get(gates, row, column)
+            return [self.put(into, -value if minus else value, row, column)]
 
         return finish
 
@@ -355,12 +354,12 @@ def forward(
     head.open()
 
     def lacking(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
-        seen = mul(head.get("b", (), row), total)
+        seen = head.get("b", (), row) * total
         at = row, columns.column(v)
-        return [head.put("miss", sub(head.get("miss", *at), seen), *at)]
+        return [head.put("miss", head.get("miss", *at) - seen, *at)]
 
     def read(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
-        return [Assign(total.name, mul(head.get("b", (), row), total))]
+        return [Assign(total.name, head.get("b", (), row) * total)]
 
     results = [operands.store("y", head.get("out", _one(T), _one(J)), B, TOKEN, H, J)]
     before: list[Stmt] = []
@@ -374,7 +373,7 @@ def forward(
     walk = [
         *before,
         *head.gates(),
-        *head.rows({"K": head.of_token("k"), "Q": mul(head.scale, head.of_token("q")), "miss": head.of_token("v")}),
+        *head.rows({"K": head.of_token("k"), "Q": head.scale * head.of_token("q"), "miss": head.of_token("v")}),
         head.transposed("KT", "K"),
         *head.scores(),
         head.product(tokens, columns, [head.by_state("K")], lacking),
@@ -410,7 +409,7 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
     head.open()
 
     def through_state(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
-        scaled = mul(head.get("w", (), row), total)
+        scaled = head.get("w", (), row) * total
         return [Assign(total.name, scaled), head.put("wKdS", total, row, columns.column(v))]
 
     def along_tokens(into: str, *, by: str = "") -> Finish:
@@ -418,7 +417,7 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
 
         def finish(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
             column = tokens.column(v)
-            return [head.put(into, mul(total, head.get(by, (), column)) if by else total, row, column)]
+            return [head.put(into, total * head.get(by, (), column) if by else total, row, column)]
 
         return finish
 
@@ -440,47 +439,47 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
 
     def queries(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
         column = columns.column(v)
-        return [head.put("dQ", add(total, head.get("QS", column, row)), row, column)]
+        return [head.put("dQ", total + head.get("QS", column, row), row, column)]
 
     def readers(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
         column = columns.column(v)
-        return [head.put("dK", add(total, head.get("KS", column, row)), row, column)]
+        return [head.put("dK", total + head.get("KS", column, row), row, column)]
 
     def writers(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
         """Keys as they are written with; `gap` is how far those that read are from them."""
         at = row, columns.column(v)
         wrote, had = Ref(f"wrote{total.name}", kind), Ref(f"had{total.name}", kind)
         return [
-            Let(wrote.name, add(total, head.get("CS", at[1], row))),
+            Let(wrote.name, total + head.get("CS", at[1], row)),
             Let(had.name, head.get("dK", *at)),
-            head.put("gap", sub(had, wrote), *at),
-            head.put("dK", add(had, wrote), *at),
+            head.put("gap", had - wrote, *at),
+            head.put("dK", had + wrote, *at),
         ]
 
     def dot(left: Callable[[Expr], Expr], right: str) -> Expr:
         """Of two rows of a token."""
         i = Index("x")
-        return Reduce("sum", "x", n, mul(left(i), head.get(right, _one(T), _one(i))))
+        return Reduce("sum", "x", n, left(i) * head.get(right, _one(T), _one(i)))
 
     def row_of(name: str) -> Callable[[Expr], Expr]:
         return lambda i: head.get(name, _one(T), _one(i))
 
     results_of_token: list[Stmt] = [
-        operands.store("dq", mul(head.scale, head.get("dQ", _one(T), _one(J))), B, TOKEN, H, J),
+        operands.store("dq", head.scale * head.get("dQ", _one(T), _one(J)), B, TOKEN, H, J),
         operands.store("dk", head.get("dK", _one(T), _one(J)), B, TOKEN, H, J),
         operands.store("dv", head.get("dV", _one(T), _one(J)), B, TOKEN, H, J),
     ]
-    gate_of_token = add(dot(row_of("Q"), "dQ"), dot(row_of("K"), "gap"))
+    gate_of_token = dot(row_of("Q"), "dQ") + dot(row_of("K"), "gap")
     rate_of_token = dot(lambda i: operands.load("misses", B, TOKEN, H, i), "E")
-    after = _one(LATE, number(1), S)
-    minus_b = Apply("neg", (head.get("b", (), _one(LATE)),), kind)
+    after = _one(LATE, known(1, I64), S)
+    minus_b = -head.get("b", (), _one(LATE))
     walk: list[Stmt] = [
-        operands.base("states", B, H, Ref("chunk", I64), number(0), number(0)),
+        operands.base("states", B, H, Ref("chunk", I64), known(0, I64), known(0, I64)),
         *head.gates(),
         *head.rows({
-            "K": head.of_token("k"), "Q": mul(head.scale, head.of_token("q")), "dO": head.of_token("d_out"),
-            "bdO": mul(head.get("b", (), _one(T)), head.of_token("d_out")),
-            "C": mul(head.get("rate", (), _one(T)), head.of_token("misses")),
+            "K": head.of_token("k"), "Q": head.scale * head.of_token("q"), "dO": head.of_token("d_out"),
+            "bdO": head.get("b", (), _one(T)) * head.of_token("d_out"),
+            "C": head.get("rate", (), _one(T)) * head.of_token("misses"),
         }),
         head.transposed("KT", "K"),
         head.transposed("CT", "C"),
@@ -503,9 +502,9 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
         ),
         *_of_ends(head),
         For("t", REST, (
-            Let("late", sub(sub(REST, number(1)), T)),
-            Assign("of_gates", add(Ref("of_gates", kind), head.get("dG", (), _one(LATE)))),
-            operands.store("dg", Ref("of_gates", kind), B, add(FIRST, LATE), H),
+            Let("late", REST - 1 - T),
+            Assign("of_gates", Ref("of_gates", kind) + head.get("dG", (), _one(LATE))),
+            operands.store("dg", Ref("of_gates", kind), B, FIRST + LATE, H),
         )),
         head.product(n, columns, [head.turned("Q", "bdO"), head.turned("K", "bdV")], head.advance),
     ]  # fmt: skip
@@ -527,8 +526,7 @@ def _of_ends(head: _Head) -> list[Stmt]:
         gradient = head.get("state", head.panel_row(_one(R)), columns.within(v))
         row.append(Assign(x.name, fma(head.operands.load_at("states", start_at(v)), gradient, x)))
     adding = [
-        head.put("both", add(head.get("both", (), columns.within(v)), x), (), columns.within(v))
-        for v, x in enumerate(sums)
+        head.put("both", head.get("both", (), columns.within(v)) + x, (), columns.within(v)) for v, x in enumerate(sums)
     ]
     inner = For(
         "j", columns.span, (*(Var(x.name, head.zero) for x in sums), For("r", n, tuple(row)), *adding), vector=True
@@ -536,6 +534,6 @@ def _of_ends(head: _Head) -> list[Stmt]:
     clear = For("j", columns.width, (head.put("both", head.zero, (), _one(J)),), vector=True)
     each = _one(Index("x"))
     kept = Reduce("sum", "x", columns.width, head.get("both", (), each))
-    changed = Reduce("sum", "x", head.chunk * n, mul(head.get("wKdS", (), each), head.get("C", (), each)))
-    whole = head.get("b", (), _one(number(head.chunk - 1)))
+    changed = Reduce("sum", "x", head.chunk * n, head.get("wKdS", (), each) * head.get("C", (), each))
+    whole = head.get("b", (), _one(known(head.chunk - 1, I64)))
     return [clear, For("tile", columns.panels, (inner,)), Var("of_gates", fma(whole, kept, changed))]

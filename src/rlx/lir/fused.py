@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.dtypes import BOOL, I32, I64
+from rlx.dtypes import I32, I64
 from rlx.ir.graph import Node
 from rlx.lir import linear as linear
 from rlx.lir import norm as norm
-from rlx.lir.blocks import Place, Term, first_word, signed_word, unit_of
+from rlx.lir.blocks import first_word, signed_word, unit_of
 from rlx.lir.elementwise import body_lets
-from rlx.lir.loops import Apply, Choose, Const, Expr, For, Index, Load, Ref, Stmt, Store
-from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, cast, decode_unit, loop_form, map_elements
+from rlx.lir.loops import Const, Expr, For, Index, Load, Place, Ref, Stmt, Store
+from rlx.lir.schedule import Elements, Scheduler, decode_unit, loop_form, map_elements
 from rlx.lir.views import View
 from rlx.ops.fused import FOUR, Bits, apart_of, word_runs
 from rlx.types import product
@@ -25,23 +25,13 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     ops = [n.op for n in body.nodes if n.op not in ("input", "const")]
 
     def emit(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
-        return body_lets(body, [e.load(i) for i in range(len(reads))])
+        return body_lets(body, [e.load(i) for i in range(len(reads))], s.target)
 
     map_elements(s, "_".join(ops)[:40], outs[0].shape, reads, outs, emit, flops=len(ops))
     return outs
 
 
-def _sum(*terms: tuple[Expr, int]) -> Expr:
-    """An index from its parts, each of which counts so many."""
-    total: Expr | None = None
-    for index, size in terms:
-        part = index if size == 1 else Apply("mul", (index, Const(size, I64)), I64)
-        total = part if total is None else Apply("add", (total, part), I64)
-    assert total is not None
-    return total
-
-
-def _moved(word: Term, bits: Bits) -> Term:
+def _moved(word: Expr, bits: Bits) -> Expr:
     """Bits of a word where a panel has them; no mask has bits that a shift of signed words would fill."""
     there = word >> bits.right if bits.right >= 0 else word << -bits.right
     return there & signed_word(bits.mask)
@@ -54,7 +44,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     matrices = [s.view(o) for o in node.operands]
     storage, lanes, width = node.operands[0].dtype, node.attrs["lanes"], node.attrs["width"]  # type: ignore[union-attr]
     part, unit_type, units = width // len(matrices), unit_of(storage), storage.size // storage.unit
-    builder = LoopBuilder(node.op)
+    builder = s.builder(node.op)
     for view in matrices:
         builder.param(View(view.buffer, unit_type, view.shape, view.strides, view.offset))
     whole = builder.param(View(out.buffer, I32, out.shape, out.strides, out.offset // 2), written=True)
@@ -71,21 +61,17 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     body: list[Stmt] = []
     for source in range(len(matrices)):  # whose vectors follow each other in a panel
         v, many = Index("v"), vectors // len(matrices)
-        at = _sum((Ref("p", I64), part), (v, lanes), (c, 1))
-        inside = Apply("lt", (at, columns), BOOL)
-        row_number = at
         panel: Expr = Ref("p", I64)
+        at = panel * part + v * lanes + c
+        inside, row_number = at < columns, at
         if groups:
-            rows_before, panels_before = (
-                Apply("mul", (Ref("g", I64), each), I64) for each in (columns, builder.arg("panels", out.shape[-4]))
-            )
-            row_number, panel = Apply("add", (rows_before, at), I64), Apply("add", (panels_before, panel), I64)
-        block = Apply("add", (Apply("mul", (panel, count), I64), Ref("k", I64)), I64)
-        number = _sum((block, vectors), (Const(source * many, I64), 1), (v, 1))
+            group = Ref("g", I64)
+            row_number, panel = group * columns + at, group * builder.arg("panels", out.shape[-4]) + panel
+        number = (panel * count + Ref("k", I64)) * vectors + source * many + v
         column: Place = ((row_number, row), (Ref("k", I64), units))
 
         def unit(*more: tuple[Expr, int], source: int = source, column: Place = column, inside: Expr = inside) -> Expr:
-            return Choose(inside, Load(source, (*column, *more), unit_type), Const(0, unit_type))
+            return inside.choose(Load(source, (*column, *more), unit_type), 0)
 
         inner: list[Stmt] = []
         for i, offset in enumerate(apart):
@@ -93,15 +79,16 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
             inner.append(For("c", lanes, (Store(half, place, unit((Const(offset, I64), 1))),), vector=True))
         done = 0
         for run in word_runs(storage, node.attrs["whole"]):
-            w, value = Index("w"), Term(0)
+            w = Index("w")
+            value: Expr = Const(0, I32)
             for moved in run.bits:
-                word = Term(0)
+                word: Expr = Const(0, I32)
                 for i in range(many_units):
-                    piece = cast(unit((w, many_units), (Const(first + many_units * moved.word + i, I64), 1)), I32)
-                    word = word | (Term(piece) & (1 << bits) - 1) << bits * i
+                    piece = unit((w, many_units), (Const(first + many_units * moved.word + i, I64), 1)).cast(I32)
+                    word = word | (piece & (1 << bits) - 1) << bits * i
                 value = value | _moved(word, moved)
             place = ((number, storage.size * lanes // 4), (Const(start + done * lanes, I64), 1), (w, lanes), (c, 1))
-            store = Store(whole, place, value.expr(I32))
+            store = Store(whole, place, value)
             inner.append(For("w", run.count, (For("c", lanes, (store,), vector=True),)))
             done += run.count
         body.append(For("v", many, tuple(inner)))
@@ -117,7 +104,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     A row of words has four rows of bytes.
     """
     matrices, out = [s.view(o) for o in node.operands], s.result(node)
-    builder = LoopBuilder(node.op)
+    builder = s.builder(node.op)
     width = node.attrs["width"]
     part = width // len(matrices)
     for view in matrices:
@@ -132,24 +119,19 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         row = builder.stride(i, "k", view.strides[-2])
         column = builder.stride(i, "n", view.strides[-1], unit=True)
         group: Place = ((Ref("g", I64), builder.stride(i, "g", view.strides[0])),) if groups else ()
-        at: Expr = Apply("add", (Apply("mul", (Ref("p", I64), Const(part, I64)), I64), j), I64)
-        inside = Apply("lt", (at, columns), BOOL)
-        zero = Const(view.dtype.numpy.type(0).item(), view.dtype)
+        at = Ref("p", I64) * part + j
+        inside = at < columns
         if node.op == "pack_bytes":
             value: Expr = Const(0, I32)
             for byte in range(FOUR):
-                k = Apply("add", (Apply("mul", (Ref("k", I64), Const(FOUR, I64)), I64), Const(byte, I64)), I64)
-                number = Choose(inside, Load(i, ((k, row), (at, column)), view.dtype), zero)
-                low = Apply("and", (cast(number, I32), Const(255, I32)), I32)
-                value = Apply("or", (value, Apply("shl", (low, Const(8 * byte, I32)), I32)), I32)
+                number = inside.choose(Load(i, ((Ref("k", I64) * FOUR + byte, row), (at, column)), view.dtype), 0)
+                value = value | (number.cast(I32) & 255) << 8 * byte
         else:
-            value = Choose(inside, Load(i, (*group, (Ref("k", I64), row), (at, column)), view.dtype), zero)
+            value = inside.choose(Load(i, (*group, (Ref("k", I64), row), (at, column)), view.dtype), 0)
         which: Expr = Ref("p", I64)
         if groups:
-            before = Apply("mul", (Ref("g", I64), builder.arg("panels", out.shape[-3])), I64)
-            which = Apply("add", (before, which), I64)
-        panel: Expr = Apply("mul", (which, depth), I64)
-        place = ((panel, width), (Ref("k", I64), width), (j, 1), (Const(part * i, I64), 1))
+            which = Ref("g", I64) * builder.arg("panels", out.shape[-3]) + which
+        place = ((which * depth, width), (Ref("k", I64), width), (j, 1), (Const(part * i, I64), 1))
         body.append(For("j", part, (Store(target, place, value),), vector=True))
     units = product(out.shape[:-1])
     builder.launch(s, For("u", builder.arg("units", units), (*lets, *body)), units, flops=product(out.shape))

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from rlx.dtypes import I64, DType
 from rlx.ir.graph import Node
 from rlx.lir import delta_chunks
-from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Ref, Stmt, Store, Var
-from rlx.lir.named_operands import Operands, Place, add, binary, exp, fma, mul, state_after, sub
-from rlx.lir.schedule import Scheduler, cast, decode_unit, loop_form, map_elements
+from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Place, Ref, Stmt, Store, Var, fma
+from rlx.lir.named_operands import Operands, state_after
+from rlx.lir.schedule import Scheduler, decode_unit, loop_form, map_elements
 from rlx.lir.views import View
 from rlx.ops.sequence import CHUNK
 from rlx.types import Size, TensorType, dim_min, product
@@ -70,7 +70,7 @@ def _by_token(s: Scheduler, node: Node, out: View, state: View | None, last: Vie
     operands = Operands(s, node.op)
     names = ("q", "k", "v", "g", "beta") if corrects else ("q", "k", "v", "g")
     batch, seq, heads, columns = out.shape
-    rows, kind = s.view(node.operands[0]).shape[3], out.dtype.compute
+    rows, kind = s.view(node.operands[0]).shape[3], s.native(out.dtype)
     assert isinstance(rows, int) and isinstance(columns, int)
     for name, operand in zip(names, node.operands, strict=False):
         operands.read(name, _exponentials(s, s.view(operand), kind) if name == "g" else s.view(operand))
@@ -86,12 +86,12 @@ def _by_token(s: Scheduler, node: Node, out: View, state: View | None, last: Vie
     builder = operands.builder
     lets = decode_unit(builder, [batch, heads, columns // width], ["b", "h", "c"])
     b, h, t, i, j = Ref("b", I64), Ref("h", I64), Index("t"), Index("i"), Index("j")
-    zero, first = Const(0, I64), mul(Ref("c", I64), Const(width, I64))
+    zero, first = Const(0, I64), Ref("c", I64) * width
     lets.append(operands.base("matrix", b, h, Ref("c", I64), zero, zero))
     group: Expr = h
     if not corrects:
         groups = s.view(node.operands[0]).shape[2]
-        lets.append(Let("group", binary("quot", h, builder.arg("group_heads", heads // groups))))
+        lets.append(Let("group", h.quot(builder.arg("group_heads", heads // groups))))
         group = Ref("group", I64)
 
     def cell(v: int) -> Place:
@@ -115,13 +115,13 @@ def _by_token(s: Scheduler, node: Node, out: View, state: View | None, last: Vie
     for v in range(vectors):
         value = operands.load_at("v", column("v", v))
         look.append(Assign(seen[v].name, fma(operands.load_at("matrix", cell(v)), key, seen[v])))
-        missing = mul(sub(value, mul(decay, seen[v])), rate) if corrects else value
+        missing = (value - decay * seen[v]) * rate if corrects else value
         changes.append(Let(change[v].name, missing))
-        kept = mul(decay, operands.load_at("matrix", cell(v)))
+        kept = decay * operands.load_at("matrix", cell(v))
         update.append(Let(new[v].name, fma(key, change[v], kept)))
         update.append(operands.store_at("matrix", new[v], cell(v)))
         update.append(Assign(read[v].name, fma(new[v], query, read[v])))
-        result = mul(read[v], Const(1 / math.sqrt(rows), kind)) if corrects else read[v]
+        result = read[v] * (1 / math.sqrt(rows)) if corrects else read[v]
         results.append(operands.store_at("out", result, column("out", v)))
     looks: tuple[Stmt, ...] = (*(Var(x.name, Const(0.0, kind)) for x in seen), For("i", rows, tuple(look)))
     of_columns: tuple[Stmt, ...] = (
@@ -149,7 +149,7 @@ def _whole_matrix(operands: Operands, rows: int, width: int, carried: bool, walk
     """The walk, between copying the columns of the state in and out, or from zeros."""
     kind = operands.builder.params[operands.numbers["matrix"]].dtype
     b, h, i, j = Ref("b", I64), Ref("h", I64), Index("i"), Index("j")
-    at = add(mul(Ref("c", I64), Const(width, I64)), j)
+    at = Ref("c", I64) * width + j
     here: Place = ((Ref("matrix_base", I64), 1), (i, width), (j, 1))
 
     def each_cell(store: Store) -> For:
@@ -165,5 +165,5 @@ def _whole_matrix(operands: Operands, rows: int, width: int, carried: bool, walk
 def _exponentials(s: Scheduler, x: View, kind: DType) -> View:
     """exp(x) in a launch of its own: lane by lane it costs more than a token's whole matrix."""
     out = s.temporary(TensorType(x.shape, kind))
-    map_elements(s, "exp", x.shape, [x], [out], lambda e: ((), [exp(cast(e.load(0), kind))]))
+    map_elements(s, "exp", x.shape, [x], [out], lambda e: ((), [e.load(0).cast(kind).exp()]))
     return out

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rlx.dtypes import BOOL, F32, I32
+from rlx.dtypes import F32, I32
 from rlx.formats import grids
-from rlx.lir.blocks import Block, Decoder, Position, Term
-from rlx.lir.loops import Apply, Const, Expr, Lookup, Table
+from rlx.lir.blocks import Block, Decoder, Int, Position
+from rlx.lir.loops import Expr, Lookup, Table, known
 from rlx.lir.small_floats import small_float
 
 _GRIDS = {name: Table.of(name, grids.words(name)) for name in grids.GRIDS}
@@ -20,63 +20,42 @@ _IQ4 = Table.of("iq4", grids.IQ4)
 _FP4 = Table.of("fp4", grids.FP4)
 _POWERS = Table.of("powers_of_3", (1, 3, 9, 27, 81))
 
-Make = Callable[[], Term]  # reads when asked, so that what is kept is read once
+Make = Callable[[], Expr]  # reads when asked, so that what is kept is read once
 
 
 # -- parts of expressions ---------------------------------------------------------------------------------------------
-def _at(table: Table, index: Term) -> Term:
-    return Term(table.values[index.of] if isinstance(index.of, int) else Lookup(table, index.of))
+def _at(table: Table, index: Int) -> Expr:
+    return known(table.values[index], I32) if isinstance(index, int) else Lookup(table, index)
 
 
-def _kept(b: Block, key: object, make: Make) -> Term:
-    """An integer that is read or looked up once a block or group."""
-    return Term(b.keep(key, lambda: make().expr(I32)))
-
-
-def _times(a: Term, b: Term) -> Term:
-    return Term(Apply("mul", (a.expr(I32), b.expr(I32)), I32))
-
-
-def _float(x: Term) -> Expr:
-    return Apply("cast", (x.expr(I32),), F32)
-
-
-def _mul(a: Expr, b: Expr | float) -> Expr:
-    return Apply("mul", (a, Const(b, F32) if isinstance(b, float) else b), F32)
-
-
-def _add(a: Expr, b: float) -> Expr:
-    return Apply("add", (a, Const(b, F32)), F32)
-
-
-def _little_endian(b: Block, byte: Term, count: int) -> Term:
+def _little_endian(b: Block, byte: Int, count: int) -> Expr:
     """Bytes as one integer; the fourth one's top bit is its sign."""
-    value = Term(0)
+    value = known(0, I32)
     for i in range(count):
         value = value | b.bits(byte + i, 0, 8) << 8 * i
     return value
 
 
-def _nibble(b: Block, byte: Term, which: Term) -> Term:
+def _nibble(b: Block, byte: Int, which: Int) -> Expr:
     return b.bits(byte, which << 2, 4)
 
 
-def _pairs(b: Block, base: int, which: Term) -> Term:
+def _pairs(b: Block, base: int, which: Int) -> Expr:
     """Nibbles in turn: low and high half of a byte, then those of the next."""
     return _nibble(b, (which >> 1) + base, which & 1)
 
 
 # -- vectors from a grid ----------------------------------------------------------------------------------------------
-def _digit(b: Block, name: str, i: Position, index: Make) -> Term:
+def _digit(b: Block, name: str, i: Position, index: Make) -> Expr:
     """The digit at a position, of a vector that is looked up once."""
     grid = grids.GRIDS[name]
     vector = i >> grid.length.bit_length() - 1
-    word = _kept(b, (name, vector.of), lambda: _at(_GRIDS[name], index()))
+    word = b.keep((name, vector), lambda: _at(_GRIDS[name], index()))
     at = i & grid.length - 1
     return word >> (at << 1 if grid.bits == 2 else (at << 1) + at) & (1 << grid.bits) - 1
 
 
-def _magnitude(b: Block, name: str, i: Position, index: Make) -> Term:
+def _magnitude(b: Block, name: str, i: Position, index: Make) -> Expr:
     """The level of a digit, by arithmetic: 8 25 43, 4 12 20 28 36 44 52 62, or 1 3 5 to 15."""
     digit = _digit(b, name, i, index)
     if name == "iq3_s":
@@ -86,27 +65,27 @@ def _magnitude(b: Block, name: str, i: Position, index: Make) -> Term:
     return (digit << 4) + digit + (digit >> 1) + 8
 
 
-def _signed(b: Block, magnitude: Term, i: Position, signs: Make) -> Expr:
+def _signed(b: Block, magnitude: Expr, i: Position, signs: Make) -> Expr:
     """Negative where the bit of eight signs is set that belongs to the position."""
-    eight = _kept(b, ("signs", (i >> 3).of), signs)
+    eight = b.keep(("signs", i >> 3), signs)
     sign = eight >> (i & 7) & 1
-    return _float(magnitude - ((magnitude & Term(0) - sign) << 1))
+    return (magnitude - ((magnitude & 0 - sign) << 1)).cast(F32)
 
 
-def _scale(b: Block, part: Term, make: Callable[[], Expr]) -> Expr:
-    return b.keep(("scale", part.of), make)
+def _scale(b: Block, part: Int, make: Callable[[], Expr]) -> Expr:
+    return b.keep(("scale", part), make)
 
 
-def _above_half(b: Block, scale: Term, factor: float) -> Expr:
-    return _mul(_mul(b.half(0), _add(_float(scale), 0.5)), factor)
+def _above_half(b: Block, scale: Expr, factor: float) -> Expr:
+    return b.half(0) * (scale.cast(F32) + 0.5) * factor
 
 
-def _odd(d: Expr, scale: Term) -> Expr:
+def _odd(d: Expr, scale: Expr) -> Expr:
     """d · (2 scale + 1)."""
-    return _mul(d, _float((scale << 1) + 1))
+    return d * ((scale << 1) + 1).cast(F32)
 
 
-def _quarter(word: Term, i: Position) -> Term:
+def _quarter(word: Expr, i: Position) -> Expr:
     """The signs of eight of 32 positions, of which a word has seven each, as an index."""
     which = i >> 3 & 3
     return word >> (which << 3) - which & 127
@@ -115,65 +94,65 @@ def _quarter(word: Term, i: Position) -> Term:
 def _iq2_xxs(b: Block, i: Position) -> Expr:
     part = i >> 5
     start = (part << 3) + 2
-    word = _kept(b, ("word", part.of), lambda: _little_endian(b, start + 4, 4))
+    word = b.keep(("word", part), lambda: _little_endian(b, start + 4, 4))
     scale = _scale(b, part, lambda: _above_half(b, word >> 28 & 15, 0.25))
     magnitude = _magnitude(b, "iq2_xxs", i, lambda: b.bits(start + (i >> 3 & 3), 0, 8))
-    return _mul(scale, _signed(b, magnitude, i, lambda: _at(_SIGNS, _quarter(word, i))))
+    return scale * _signed(b, magnitude, i, lambda: _at(_SIGNS, _quarter(word, i)))
 
 
 def _iq2_xs(b: Block, i: Position) -> Expr:
     code = ((i >> 3) << 1) + 2
     scale = _scale(b, i >> 4, lambda: _above_half(b, _pairs(b, 66, i >> 4), 0.25))
     magnitude = _magnitude(b, "iq2_xs", i, lambda: b.bits(code, 0, 8) | b.bits(code + 1, 0, 1) << 8)
-    return _mul(scale, _signed(b, magnitude, i, lambda: _at(_SIGNS, b.bits(code + 1, 1, 7))))
+    return scale * _signed(b, magnitude, i, lambda: _at(_SIGNS, b.bits(code + 1, 1, 7)))
 
 
 def _iq2_s(b: Block, i: Position) -> Expr:
     eight = i >> 3
 
-    def index() -> Term:
+    def index() -> Expr:
         return b.bits(eight + 2, 0, 8) | b.bits((eight >> 2) + 66, (eight & 3) << 1, 2) << 8
 
     scale = _scale(b, i >> 4, lambda: _above_half(b, _pairs(b, 74, i >> 4), 0.25))
     magnitude = _magnitude(b, "iq2_s", i, index)
-    return _mul(scale, _signed(b, magnitude, i, lambda: b.bits(eight + 34, 0, 8)))
+    return scale * _signed(b, magnitude, i, lambda: b.bits(eight + 34, 0, 8))
 
 
 def _iq3_xxs(b: Block, i: Position) -> Expr:
     part = i >> 5
-    word = _kept(b, ("word", part.of), lambda: _little_endian(b, (part << 2) + 66, 4))
+    word = b.keep(("word", part), lambda: _little_endian(b, (part << 2) + 66, 4))
     scale = _scale(b, part, lambda: _above_half(b, word >> 28 & 15, 0.5))
     magnitude = _magnitude(b, "iq3_xxs", i, lambda: b.bits((i >> 2) + 2, 0, 8))
-    return _mul(scale, _signed(b, magnitude, i, lambda: _at(_SIGNS, _quarter(word, i))))
+    return scale * _signed(b, magnitude, i, lambda: _at(_SIGNS, _quarter(word, i)))
 
 
 def _iq3_s(b: Block, i: Position) -> Expr:
     four = i >> 2
 
-    def index() -> Term:
+    def index() -> Expr:
         return b.bits(four + 2, 0, 8) | b.bits((four >> 3) + 66, four & 7, 1) << 8
 
     scale = _scale(b, i >> 5, lambda: _odd(b.half(0), _pairs(b, 106, i >> 5)))
     magnitude = _magnitude(b, "iq3_s", i, index)
-    return _mul(scale, _signed(b, magnitude, i, lambda: b.bits((i >> 3) + 74, 0, 8)))
+    return scale * _signed(b, magnitude, i, lambda: b.bits((i >> 3) + 74, 0, 8))
 
 
-def _shifted(b: Block, i: Position, index: Make, sign: Term) -> Expr:
+def _shifted(b: Block, i: Position, index: Make, sign: Expr) -> Expr:
     """-1, 0 or 1, and an eighth more, or less where the sign is set."""
     eighths = (_digit(b, "iq1", i, index) << 3) - 7 - (sign << 1)
-    return _mul(_float(eighths), 0.125)
+    return eighths.cast(F32) * 0.125
 
 
 def _iq1_s(b: Block, i: Position) -> Expr:
     part, eight = i >> 5, i >> 3
-    word = _kept(b, ("word", part.of), lambda: _little_endian(b, (part << 1) + 34, 2))
+    word = b.keep(("word", part), lambda: _little_endian(b, (part << 1) + 34, 2))
 
-    def index() -> Term:
+    def index() -> Expr:
         which = eight & 3
         return b.bits(eight + 2, 0, 8) | (word >> (which << 1) + which & 7) << 8
 
     scale = _scale(b, part, lambda: _odd(b.half(0), word >> 12 & 7))
-    return _mul(scale, _shifted(b, i, index, word >> 15 & 1))
+    return scale * _shifted(b, i, index, word >> 15 & 1)
 
 
 def _iq1_m(b: Block, i: Position) -> Expr:
@@ -181,23 +160,23 @@ def _iq1_m(b: Block, i: Position) -> Expr:
 
     def d() -> Expr:
         """The top nibbles of four words are a half."""
-        bits = Term(0)
+        bits = known(0, I32)
         for word in range(4):
-            bits = bits | b.bits(Term(49 + 2 * word), 4, 4) << 4 * word
+            bits = bits | b.bits(49 + 2 * word, 4, 4) << 4 * word
         return small_float(bits, "f16")
 
     def scale() -> Expr:
         word, which = _little_endian(b, (part >> 2 << 1) + 48, 2), part & 3
         return _odd(b.keep("d", d), word >> (which << 1) + which & 7)
 
-    high = _kept(b, ("high", eight.of), lambda: _pairs(b, 32, eight))
+    high = b.keep(("high", eight), lambda: _pairs(b, 32, eight))
     numbers = _shifted(b, i, lambda: b.bits(eight, 0, 8) | (high & 7) << 8, high >> 3)
-    return _mul(_scale(b, part, scale), numbers)
+    return _scale(b, part, scale) * numbers
 
 
 # -- codes of single numbers ------------------------------------------------------------------------------------------
 def _iq4_nl(b: Block, i: Position) -> Expr:
-    return _mul(_float(_at(_IQ4, _nibble(b, (i & 15) + 2, i >> 4))), b.half(0))
+    return _at(_IQ4, _nibble(b, (i & 15) + 2, i >> 4)).cast(F32) * b.half(0)
 
 
 def _iq4_xs(b: Block, i: Position) -> Expr:
@@ -205,10 +184,10 @@ def _iq4_xs(b: Block, i: Position) -> Expr:
 
     def scale() -> Expr:
         high = b.bits((part >> 2) + 2, (part & 3) << 1, 2)
-        return _mul(b.half(0), _float((_pairs(b, 4, part) | high << 4) - 32))
+        return b.half(0) * ((_pairs(b, 4, part) | high << 4) - 32).cast(F32)
 
     code = _nibble(b, (part << 4) + (i & 15) + 8, i >> 4 & 1)
-    return _mul(_float(_at(_IQ4, code)), _scale(b, part, scale))
+    return _at(_IQ4, code).cast(F32) * _scale(b, part, scale)
 
 
 def power_scale(b: Block) -> Expr:
@@ -216,15 +195,13 @@ def power_scale(b: Block) -> Expr:
 
     def made() -> Expr:
         e = b.let(b.source.byte(0))
-        least = Apply("lt", (e, Const(2, I32)), BOOL)
-        normal, small = (Term(e) - 1 << 23).expr(I32), (Term(0x200000) << Term(e)).expr(I32)
-        return Apply("bits", (Apply("select", (least, small, normal), I32),), F32)
+        return (e < 2).select(0x200000 << e, e - 1 << 23).bits()
 
     return b.keep("scale", made)
 
 
 def _mxfp4(b: Block, i: Position) -> Expr:
-    return _mul(_float(_at(_FP4, _nibble(b, (i & 15) + 1, i >> 4))), power_scale(b))
+    return _at(_FP4, _nibble(b, (i & 15) + 1, i >> 4)).cast(F32) * power_scale(b)
 
 
 def _nvfp4(b: Block, i: Position) -> Expr:
@@ -232,29 +209,28 @@ def _nvfp4(b: Block, i: Position) -> Expr:
 
     def scale() -> Expr:
         """E4M3 without a sign, halved; what would be NaN is 0."""
-        byte = b.bits(part, 0, 8).expr(I32)
-        value = _mul(Apply("bits", (((Term(byte) & 127) << 20).expr(I32),), F32), 2.0**119)
-        return Apply("select", (Apply("eq", (byte, Const(127, I32)), BOOL), Const(0.0, F32), value), F32)
+        byte = b.bits(part, 0, 8)
+        return byte.eq(127).select(0.0, ((byte & 127) << 20).bits() * 2.0**119)
 
     code = _nibble(b, (part << 3) + (i & 7) + 4, i >> 3 & 1)
-    return _mul(_float(_at(_FP4, code)), _scale(b, part, scale))
+    return _at(_FP4, code).cast(F32) * _scale(b, part, scale)
 
 
 # -- few bits ---------------------------------------------------------------------------------------------------------
 def _q8_1(b: Block, i: Position) -> Expr:
-    return _mul(_float(b.signed((i & 31) + 4)), b.half(0))
+    return b.signed((i & 31) + 4).cast(F32) * b.half(0)
 
 
 def _q1_0(b: Block, i: Position) -> Expr:
-    return _mul(_float((b.bits((i >> 3) + 2, i & 7, 1) << 1) - 1), b.half(0))
+    return ((b.bits((i >> 3) + 2, i & 7, 1) << 1) - 1).cast(F32) * b.half(0)
 
 
 def _q2_0(b: Block, i: Position) -> Expr:
-    return _mul(_float(b.bits((i >> 2) + 2, (i & 3) << 1, 2) - 1), b.half(0))
+    return (b.bits((i >> 2) + 2, (i & 3) << 1, 2) - 1).cast(F32) * b.half(0)
 
 
 def _tq2_0(b: Block, i: Position) -> Expr:
-    return _mul(_float(b.bits(((i >> 7) << 5) + (i & 31), (i >> 5 & 3) << 1, 2) - 1), b.half(32))
+    return (b.bits(((i >> 7) << 5) + (i & 31), (i >> 5 & 3) << 1, 2) - 1).cast(F32) * b.half(32)
 
 
 def _tq1_0(b: Block, i: Position) -> Expr:
@@ -263,10 +239,10 @@ def _tq1_0(b: Block, i: Position) -> Expr:
     later, last = part + 6 >> 4, part + 1 >> 4  # 1 from 160 on, 1 from 240 on
     first = ((part & 1) << 4 & later - 1) + (later << 5) + (last << 4)
     digit = (part >> 1 & later - 1) + (part - 10 & last - later)
-    byte = first + (i & 15) - ((i & 12) & Term(0) - last)
-    power = _at(_POWERS, digit + ((i >> 2 & 3) & Term(0) - last))
-    fraction = _times(b.bits(byte, 0, 8), power) & 255
-    return _mul(_float((_times(fraction, Term(3)) >> 8) - 1), b.half(26))
+    byte = first + (i & 15) - ((i & 12) & 0 - last)
+    power = _at(_POWERS, digit + ((i >> 2 & 3) & 0 - last))
+    fraction = b.bits(byte, 0, 8) * power & 255
+    return ((fraction * 3 >> 8) - 1).cast(F32) * b.half(26)
 
 
 DECODERS: dict[str, Decoder] = {

@@ -9,8 +9,8 @@ from rlx.ir.graph import Node
 from rlx.lir.index import in_range
 from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.linear import launch_matmul
-from rlx.lir.loops import Apply, Assign, Check, Expr, For, Index, Let, Load, Reduce, Ref, Stmt, Store, Var
-from rlx.lir.schedule import LoopBuilder, Scheduler, cast, loop_form
+from rlx.lir.loops import Assign, Check, Expr, For, Index, Let, Load, Reduce, Ref, Stmt, Store, Var
+from rlx.lir.schedule import Scheduler, loop_form
 from rlx.lir.views import View
 from rlx.types import TensorType
 
@@ -42,30 +42,30 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     rows, units = index.shape[0], node.types[2].shape[0]
     both = [s.temporary(TensorType((rows + units,), I32)) for _ in range(2)]
     starts = s.result(node, 2)
-    builder = LoopBuilder("group_rows")
+    builder = s.builder("group_rows")
     builder.param(index)
     for view in (*both, starts):
         builder.param(view, written=True)
     u, q, count, groups = Index("u"), Index("q"), builder.arg("rows", rows), builder.arg("groups", node.attrs["groups"])
-    here = cast(Load(0, ((q, 1),), index.dtype), I64)
-    aside: Expr = Apply("add", (count, u), I64)
+    here = Load(0, ((q, 1),), index.dtype).cast(I64)
+    aside = count + u
     own, at = Ref("own", BOOL), Ref("at", I64)
 
     def where(mine: Expr) -> Expr:
-        return Apply("select", (own, mine, aside), I64)
+        return own.select(mine, aside)
 
-    before = Reduce("sum", "q", count, Apply("cast", (Apply("lt", (here, u), BOOL),), I64))
+    before = Reduce("sum", "q", count, (here < u).cast(I64))
     walk: tuple[Stmt, ...] = (
         Let("group", here),
         Check(in_range(Ref("group", I64), groups), OUT_OF_RANGE),
-        Let("own", Apply("eq", (Ref("group", I64), u), BOOL)),
-        Store(1, ((where(at), 1),), cast(q, I32)),
-        Store(2, ((where(q), 1),), cast(at, I32)),
-        Assign("at", Apply("add", (at, Apply("cast", (own,), I64)), I64)),
+        Let("own", Ref("group", I64).eq(u)),
+        Store(1, ((where(at), 1),), q.cast(I32)),
+        Store(2, ((where(q), 1),), at.cast(I32)),
+        Assign("at", at + own.cast(I64)),
     )
     body: tuple[Stmt, ...] = (
         Let("start", before),
-        Store(3, ((u, 1),), cast(Ref("start", I64), I32)),
+        Store(3, ((u, 1),), Ref("start", I64).cast(I32)),
         Var("at", Ref("start", I64)),
         For("q", count, walk),
     )

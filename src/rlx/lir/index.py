@@ -8,16 +8,16 @@ from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
 from rlx.lir.cache import may_reuse
 from rlx.lir.kernels import OUT_OF_RANGE
-from rlx.lir.loops import Apply, Arg, Check, Choose, Const, Expr, For, Index, Let, Load, Ref, Stmt, Store
+from rlx.lir.loops import Check, Expr, For, Index, Let, Load, Place, Ref, Stmt, Store
 from rlx.lir.quant import element, packed_reads
-from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, cast, loop_form, map_elements, widened
+from rlx.lir.schedule import Elements, Scheduler, loop_form, map_elements
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, contiguous_strides, product
 
 
 def in_range(index: Expr, size: Expr) -> Expr:
     """0 <= index < size."""
-    return Apply("and", (Apply("ge", (index, Const(0, I64)), BOOL), Apply("lt", (index, size), BOOL)), BOOL)
+    return (index >= 0) & (index < size)
 
 
 @loop_form("gather")
@@ -37,7 +37,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         size = e.arg("size", table.shape[axis])
         step = e.arg("step", table.strides[axis])
         stmts: list[Stmt] = [
-            Let("at", cast(e.load(1), I64)),
+            Let("at", e.load(1).cast(I64)),
             Let("ok", in_range(Ref("at", I64), size)),
             Check(Ref("ok", BOOL), OUT_OF_RANGE),
         ]
@@ -46,7 +46,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
             found = element(e, storage, e.index(count), (row,), halves=2)
         else:
             found = e.load(0, row)
-        return stmts, [Choose(Ref("ok", BOOL), found, Const(0, out.dtype.compute))]
+        return stmts, [Ref("ok", BOOL).choose(found, 0)]
 
     if storage.is_packed:
         units, halves = packed_reads(table, out.shape, table_strides)
@@ -60,9 +60,9 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     """Narrow floats add up in a wide copy, so that they are rounded once and not with each update."""
     out = _table(s, node)
-    kind = out.dtype.compute
+    kind = s.native(out.dtype)
     total = out if out.dtype is kind else s.temporary(TensorType(out.shape, kind))
-    _scattered(s, node, total, lambda old, update: Apply("add", (old, cast(update, kind)), kind))
+    _scattered(s, node, total, lambda old, update: old + update.cast(kind))
     if total is not out:
         s.copy_into(total, out)
     return [out]
@@ -78,7 +78,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 def _table(s: Scheduler, node: Node) -> View:
     """Where the result goes: where the table lies if nothing needs that again and sums fit there, else elsewhere."""
     x, indices, updates = (s.view(o) for o in node.operands)
-    wide = node.op == "scatter" or x.dtype is x.dtype.compute
+    wide = node.op == "scatter" or x.dtype is s.native(x.dtype)
     free = x.is_contiguous() and not s.is_output(node) and may_reuse(s, node, x)
     return x if wide and free and x.buffer not in (indices.buffer, updates.buffer) else s.result(node)
 
@@ -90,7 +90,7 @@ def _scattered(s: Scheduler, node: Node, out: View, changed: Callable[[Expr, Exp
         s.copy_into(x, out)
     indices, updates = s.contiguous(indices), s.contiguous(updates)
     columns = product(x.shape[1:])
-    builder = LoopBuilder(node.op)
+    builder = s.builder(node.op)
     builder.param(indices)
     builder.param(updates)
     builder.param(out, written=True)
@@ -98,15 +98,16 @@ def _scattered(s: Scheduler, node: Node, out: View, changed: Callable[[Expr, Exp
     size = builder.arg("size", x.shape[0])
     stride = builder.arg("stride", contiguous_strides(x.shape)[0])
     u, j = Index("q"), Index("j")
-    place: tuple[tuple[Expr, int | Arg], ...] = ((Ref("at", I64), stride), (j, 1))
-    old = widened(Load(2, place, out.dtype))
-    new = changed(old, widened(Load(1, ((u, n), (j, 1)), updates.dtype)))
+    place: Place = ((Ref("at", I64), stride), (j, 1))
+    old = builder.load(2, place)
+    new = changed(old, builder.load(1, ((u, n), (j, 1))))
+    ok, found = Ref("ok", BOOL), Ref("found", I64)
     body: tuple[Stmt, ...] = (
-        Let("found", cast(Load(0, ((u, 1),), indices.dtype), I64)),
-        Let("ok", in_range(Ref("found", I64), size)),
-        Check(Ref("ok", BOOL), OUT_OF_RANGE),
-        Let("at", Apply("select", (Ref("ok", BOOL), Ref("found", I64), Const(0, I64)), I64)),
-        Store(2, place, Apply("select", (Ref("ok", BOOL), new, old), new.dtype)),
+        Let("found", Load(0, ((u, 1),), indices.dtype).cast(I64)),
+        Let("ok", in_range(found, size)),
+        Check(ok, OUT_OF_RANGE),
+        Let("at", ok.select(found, 0)),
+        Store(2, place, ok.select(new, old)),
     )
     walk = For("q", builder.arg("updates", product(indices.shape)), body)
     chunk = 256

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.dtypes import BOOL, I32, I64, U8
+from rlx.dtypes import U8
 from rlx.ir.graph import Node
-from rlx.lir.loops import Apply, Const, Expr, Index, Let, Reduce, Ref, Stmt, Store
+from rlx.lir.loops import Expr, Index, Let, Reduce, Ref, Stmt, Store
 from rlx.lir.norm import normalised, scale_vectors, summed, vector, written
 from rlx.lir.reduce import Rows, rows_over
-from rlx.lir.schedule import LoopBuilder, Scheduler, cast, loop_form
+from rlx.lir.schedule import Scheduler, loop_form
 from rlx.lir.views import View
 from rlx.ops.int8 import LEVELS
 from rlx.ops.quant import LEAST_SCALE
@@ -18,30 +18,21 @@ from rlx.types import product
 
 def _nearest(x: Expr) -> Expr:
     """The nearest integer, ties to even, of what is within the levels; 0 for what is no number."""
-    zero = Const(0.0, x.dtype)
-    number = Apply("select", (Apply("gt", (x, zero), BOOL), x, zero), x.dtype)
-    return Apply("nearest", (number,), I64 if x.dtype.size == 8 else I32)
+    return (x > 0).select(x, 0).nearest()
 
 
 def _quantised(rows: Rows, value: Expr, first: int) -> list[Stmt]:
     """Statements that find the range of the row whose element q is `value`, and write its integers, its scale and its
     offset: parameters `first` and the next two."""
-    kind = value.dtype
-
-    def binary(op: str, a: Expr, b: Expr) -> Expr:
-        return Apply(op, (a, b), kind)
-
-    low, step = Ref("low", kind), Ref("step", kind)
-    spread = binary("sub", Ref("high", kind), low)
-    number = _nearest(binary("mul", binary("sub", value, low), Ref("inverse", kind)))
+    low, high, step, inverse = (Ref(name, value.dtype) for name in ("low", "high", "step", "inverse"))
     return [
         Let("low", Reduce("min", "q", rows.extent(), value)),
         Let("high", Reduce("max", "q", rows.extent(), value)),
-        Let("step", binary("max", binary("div", spread, Const(float(LEVELS), kind)), Const(LEAST_SCALE, kind))),
-        Let("inverse", binary("div", Const(1.0, kind), step)),
+        Let("step", ((high - low) / LEVELS).max(LEAST_SCALE)),
+        Let("inverse", 1 / step),
         Store(first + 1, rows.place(first + 1), step),
         Store(first + 2, rows.place(first + 2), low),
-        written(rows, first, cast(number, U8)),
+        written(rows, first, _nearest((value - low) * inverse).cast(U8)),
     ]
 
 
@@ -51,7 +42,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     if x.strides[-1] != 1:
         x = s.copied(x)
     outs = [s.result(node, i) for i in range(3)]
-    builder = LoopBuilder("quantise_rows")
+    builder = s.builder("quantise_rows")
     builder.param(x)
     for out in outs:
         builder.param(out, written=True)
@@ -70,13 +61,13 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         x = s.copied(x)
     outs = [s.result(node, i) for i in range(len(node.types))]
     views = [x, *([] if residual is None else [residual]), *outs]
-    builder = LoopBuilder(f"quantised_{'' if residual is None else 'residual_'}{attrs['kind']}_norm")
+    builder = s.builder(f"quantised_{'' if residual is None else 'residual_'}{attrs['kind']}_norm")
     for i, view in enumerate(views):
         builder.param(view, written=i >= len(views) - len(outs))
     rows = rows_over(builder, views, x.shape, (x.rank - 1,))
     rows.vector = False
     gamma, beta = scale_vectors(s, builder, node, 2)
-    first, kind = len(views) - len(outs), x.dtype.compute
+    first, kind = len(views) - len(outs), s.native(x.dtype)
     total = 0 if residual is None else len(views) - 1
     stmts, value = normalised(rows, total, attrs["kind"] == "layer", attrs["eps"], gamma, beta)
     if attrs["keep"]:  # written first and read back while it is in cache, as the sum is
@@ -84,7 +75,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         value = rows.load(first + 3, Index("q"))
     if node.operands[4] is not None:
         factor = vector(rows, builder.param(s.contiguous(s.view(node.operands[4])), name="even"), kind)
-        value = Apply("mul", (value, factor), kind)
+        value = value * factor
     stmts = [*stmts, *_quantised(rows, value, first)]
     if residual is not None:
         stmts = [summed(rows, 0, 1, total), *stmts]

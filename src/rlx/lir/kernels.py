@@ -10,8 +10,8 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from rlx.dtypes import F64, I32, DType
-from rlx.lir.loops import Apply, Let, LoopKernel, Store, expr_text, expressions, statements
+from rlx.dtypes import I32, DType
+from rlx.lir.loops import INTEGER_DOTS, Let, LoopKernel, Store, expr_text, multiplied, statements
 from rlx.locks import cached_property
 
 ROW_BLOCK = 192  # rows of A that one unit of a matmul covers at most
@@ -60,12 +60,13 @@ class MatmulKernel:
     """C[batch, m, n] = epilogue(A[batch, m, k] B[batch, k, n]).
 
     `packed`: B is panels from the weight store, `[panels][k][panel]`, zero-padded to whole panels; else B is any
-    strided matrix and each panel is packed into scratch by the call that uses it. With `blocks`, panels hold packed
+    strided matrix and each panel is packed into scratch by the call that uses it. Products are added up in the type
+    `accumulator`, and so does the epilogue see them. With `blocks`, panels hold packed
     weights (see `lir/blocks.py`): `unpack` makes numbers of them in scratch, `dots` use them up at once where m is
     small. With `weights` 2, each panel holds half a panel of each of two matrices, and the epilogue sees both.
     `turned`: A lies in memory as [batch, k, m], and `a_row` is the step along k; tiles read it where it is.
     `epilogue` is a loop kernel over (rows, columns) of a tile: its first parameter is the tile (rows `panel` apart),
-    the others are `operands`; its arguments are `columns` and one row stride an operand. Without one, the only operand
+    the others are `tile`; its arguments are `columns` and one row stride an operand. Without one, the only operand
     is C of the same dtype. A unit is (batch, row block, panel), panel fastest.
 
     `grouped` "rows": there is no batch; row i is multiplied by B[index[i]], and rows next to each other that have the
@@ -77,13 +78,19 @@ class MatmulKernel:
     packed: bool
     weights: int
     epilogue: LoopKernel | None
-    operands: tuple[TileOperand, ...]
+    tile: tuple[TileOperand, ...]  # what the epilogue reads and writes
     blocks: Blocks | None = None
     turned: bool = False
     grouped: str = ""
     index: DType = I32  # of groups
+    sums: DType | None = None  # of the accumulators, where that is not the type of A and B
 
     kind = "matmul"
+
+    @property
+    def accumulator(self) -> DType:
+        """The type in which products are added up."""
+        return self.sums or self.dtype
 
     @property
     def row_block(self) -> int:
@@ -97,13 +104,25 @@ class MatmulKernel:
         head = (*addresses, "a", "b", "m", "n", "k", "row_blocks", "batch0", "batch1")
         strides = ("a_row", "a_batch0", "a_batch1", "b_k", "b_n", "b_batch0", "b_batch1")
         groups = ("index", "groups") if self.grouped else ()
-        tail = tuple(f"{p}{i}" for i in range(len(self.operands)) for p in ("ptr", "row", "outer", "inner"))
+        tail = tuple(f"{p}{i}" for i in range(len(self.tile)) for p in ("ptr", "row", "outer", "inner"))
         return head + strides + groups + tail
+
+    def operands(self) -> dict[str, bool]:
+        """The words that are addresses of operands, and whether the kernel writes there."""
+        read = ("a", "b", "index") if self.grouped else ("a", "b")
+        return dict.fromkeys(read, False) | {f"ptr{i}": o.written for i, o in enumerate(self.tile)}
+
+    def arithmetic(self) -> str:
+        """What it multiplies and adds; see `LoopKernel.arithmetic`."""
+        dots = {kernel.arithmetic() for kernel in self.blocks.kernels} if self.blocks else set()
+        return next((op for op in INTEGER_DOTS if op in dots), multiplied(self.dtype))
 
     @cached_property
     def fingerprint(self) -> str:
         inner = self.epilogue.fingerprint if self.epilogue else "-"
-        text = f"matmul|{self.dtype}|{self.packed}|{self.weights}|{inner}|{self.operands}"
+        text = f"matmul|{self.dtype}|{self.packed}|{self.weights}|{inner}|{self.tile}"
+        if self.sums:
+            text += f"|sums {self.sums}"
         if self.turned:
             text += "|turned"
         if self.grouped:
@@ -131,7 +150,8 @@ class MatmulKernel:
         pair = ", 2 weights interleaved" if self.weights == 2 else ""
         turned = " turned" if self.turned else ""
         groups = {"": "", "rows": ", a matrix a row", "depth": ", a piece of k a matrix"}[self.grouped]
-        lines = [f"kernel {self.symbol}(a: {self.dtype}{turned}, b: {self.dtype} {b}{pair}{groups})"]
+        sums = f", sums: {self.sums}" if self.sums else ""
+        lines = [f"kernel {self.symbol}(a: {self.dtype}{turned}, b: {self.dtype} {b}{pair}{groups}{sums})"]
         if self.blocks is not None:
             few, many = (", ".join(k.symbol for k in kernels) for kernels in (self.blocks.dots, self.blocks.tiles))
             lines.append(f"  blocks become numbers by {self.blocks.unpack.symbol}, few rows are multiplied by {few}")
@@ -190,6 +210,16 @@ class AttentionKernel:
         tail = ("lse", "lse_batch", "lse_head") if self.lse else ()
         return head + strides + ("mask_batch", "mask_head", "mask_query") + tail
 
+    def operands(self) -> dict[str, bool]:
+        """The words that are addresses of operands, and whether the kernel writes there."""
+        rows = {"lse": True} if self.lse else {}
+        beside = "positions" if self.cached else "mask"
+        return {"q": False, "k": False, "v": False, "out": True, beside: False} | rows
+
+    def arithmetic(self) -> str:
+        """What it multiplies and adds; see `LoopKernel.arithmetic`."""
+        return multiplied(self.dtype)
+
     @cached_property
     def fingerprint(self) -> str:
         text = "|".join(map(repr, ("attention", *(getattr(self, f) for f in self.__dataclass_fields__))))
@@ -237,6 +267,14 @@ class AttentionGradKernel:
         head = ("parts", *self.READS, *self.WRITES, "batch", "q_len", "k_len", "kv_heads")
         return head + strides + rows + ("mask_batch", "mask_head", "mask_query")
 
+    def operands(self) -> dict[str, bool]:
+        """The words that are addresses of operands, and whether the kernel writes there."""
+        return dict.fromkeys(self.READS, False) | dict.fromkeys(self.WRITES, True)
+
+    def arithmetic(self) -> str:
+        """What it multiplies and adds; see `LoopKernel.arithmetic`."""
+        return multiplied(self.attention.dtype)
+
     @property
     def fingerprint(self) -> str:
         return self.attention.fingerprint
@@ -250,20 +288,3 @@ class AttentionGradKernel:
 
 
 Kernel = LoopKernel | MatmulKernel | AttentionKernel | AttentionGradKernel
-
-
-def arithmetic(kernel: Kernel) -> str:
-    """What a kernel multiplies and adds: f32, f64, or 8-bit integers by `dot_u7` or `dot_u8` (see `lir/loops.py`)."""
-    parts: tuple[LoopKernel, ...] = ()
-    match kernel:
-        case LoopKernel():
-            parts, floats = (kernel,), {p.dtype for p in kernel.params}
-        case MatmulKernel():
-            parts, floats = kernel.blocks.kernels if kernel.blocks else (), {kernel.dtype}
-        case AttentionKernel():
-            floats = {kernel.dtype}
-        case AttentionGradKernel():
-            floats = {kernel.attention.dtype}
-    ops = {e.op for part in parts for e in expressions(part.root) if isinstance(e, Apply)}
-    integers = next((op for op in ("dot_u7", "dot_u8") if op in ops), None)  # the quicker of the two is the limit
-    return integers or ("f64" if F64 in floats else "f32")

@@ -12,8 +12,8 @@ from rlx.lir import block_dots
 from rlx.lir.blocks import dot_kernel, dot_rows, unpack_kernel
 from rlx.lir.elementwise import body_lets
 from rlx.lir.kernels import Blocks, MatmulKernel, TileOperand
-from rlx.lir.loops import Apply, Arg, Const, Expr, For, Index, Let, Load, LoopKernel, Param, Reduce, Ref, Store
-from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_form, map_elements, widened
+from rlx.lir.loops import Arg, Const, Expr, For, Index, Let, Load, LoopKernel, Param, Place, Reduce, Ref, Store
+from rlx.lir.schedule import Scheduler, decode_unit, loop_form, map_elements
 from rlx.lir.views import View, collapse
 from rlx.ops.activations import activations_for
 from rlx.ops.fused import FOUR
@@ -146,7 +146,7 @@ def _plain_index(s: Scheduler, index: View) -> View:
     if index.dtype in (I32, I64) and index.is_contiguous():
         return index
     plain = s.temporary(TensorType(index.shape, I64))
-    map_elements(s, "copy", plain.shape, [index], [plain], lambda e: ((), [cast(e.load(0), I64)]))
+    map_elements(s, "copy", plain.shape, [index], [plain], lambda e: ((), [e.load(0).cast(I64)]))
     return plain
 
 
@@ -219,16 +219,16 @@ def _epilogue(s: Scheduler, body: Graph | None, tile: Sequence[TileOperand], sum
     params = (Param("sums", sums), *(Param(o.name, o.dtype, o.written) for o in tile))
     inputs: list[Expr] = []
     for i in range(weights):
-        offset: tuple[tuple[Expr, int | Arg], ...] = ((Const(width // weights * i, I64), 1),) if i else ()
+        offset: Place = ((Const(width // weights * i, I64), 1),) if i else ()
         inputs.append(Load(0, ((r, width), (j, 1), *offset), sums))
 
-    def place(i: int) -> tuple[tuple[Expr, int | Arg], ...]:
-        row: tuple[tuple[Expr, int | Arg], ...] = ((r, Arg(f"row{i}")),)
+    def place(i: int) -> Place:
+        row: Place = ((r, Arg(f"row{i}")),)
         return (*row, (j, 1)) if tile[i].columns else row
 
     reads = [i for i, o in enumerate(tile) if not o.written]
-    inputs += [widened(Load(1 + i, place(i), tile[i].dtype)) for i in reads]
-    lets, values = body_lets(body, inputs)
+    inputs += [Load(1 + i, place(i), tile[i].dtype).cast(s.native(tile[i].dtype)) for i in reads]
+    lets, values = body_lets(body, inputs, s.target)
     writes = [i for i, o in enumerate(tile) if o.written]
     stores = [Store(1 + i, place(i), value) for i, value in zip(writes, values, strict=True)]
     inner = For("j", Arg("columns"), (*lets, *stores), vector=True)
@@ -239,7 +239,7 @@ def _epilogue(s: Scheduler, body: Graph | None, tile: Sequence[TileOperand], sum
 
 def _integer_matmul(s: Scheduler, a: View, b: View, out: View) -> None:
     """Plain loops: a unit is one row of the result, lanes run over its columns."""
-    builder = LoopBuilder("matmul_int")
+    builder = s.builder("matmul_int")
     lead = out.shape[:-2]
     a, b = a.expand((*lead, *a.shape[-2:])), b.expand((*lead, *b.shape[-2:]))
     for view, written in ((a, False), (b, False), (out, True)):
@@ -248,7 +248,7 @@ def _integer_matmul(s: Scheduler, a: View, b: View, out: View) -> None:
     lets: list[Let] = decode_unit(builder, [*lead, out.shape[-2]], names)
     k, j, kind = Index("q"), Index("j"), out.dtype
 
-    def place(param: int, view: View, axes: int, *inner: tuple[Expr, Size, bool]) -> tuple[tuple[Expr, int | Arg], ...]:
+    def place(param: int, view: View, axes: int, *inner: tuple[Expr, Size, bool]) -> Place:
         terms: list[tuple[Expr, int | Arg]] = []
         for axis in range(axes):
             step = builder.stride(param, names[axis], view.strides[axis])
@@ -259,10 +259,10 @@ def _integer_matmul(s: Scheduler, a: View, b: View, out: View) -> None:
         return tuple(terms)
 
     rows = len(lead) + 1
-    left = cast(Load(0, place(0, a, rows, (k, a.strides[-1], False)), a.dtype), kind)
+    left = Load(0, place(0, a, rows, (k, a.strides[-1], False)), a.dtype).cast(kind)
     right_place = place(1, b, rows - 1, (k, b.strides[-2], False), (j, b.strides[-1], True))
-    right = cast(Load(1, right_place, b.dtype), kind)
-    total = Reduce("sum", "q", builder.arg("k", a.shape[-1]), Apply("mul", (left, right), kind))
+    right = Load(1, right_place, b.dtype).cast(kind)
+    total = Reduce("sum", "q", builder.arg("k", a.shape[-1]), left * right)
     store = Store(2, place(2, out, rows, (j, 1, True)), total)
     units = product(out.shape[:-1])
     inner = For("j", builder.arg("n", out.shape[-1]), (store,), vector=True)

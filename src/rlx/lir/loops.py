@@ -8,143 +8,41 @@ combined in one fixed order, so bits never depend on how rows are split over thr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from rlx.dtypes import BOOL, I32, I64, DType
+from rlx.dtypes import BOOL, F32, F64, I32, I64, DType
+from rlx.lir.expressions import (
+    SCALAR_OPS,
+    Apply,
+    Arg,
+    Choose,
+    Const,
+    Expr,
+    Index,
+    Load,
+    Lookup,
+    Operand,
+    Place,
+    Reduce,
+    Ref,
+    Table,
+    binary,
+    children,
+    compare,
+    depends_on,
+    fma,
+    known,
+    number,
+    unary,
+    walk,
+)
 from rlx.locks import cached_property
 
-Scalar = float | int | bool
-
-
-@dataclass(frozen=True, slots=True)
-class Index:
-    """The loop variable called `name`, an i64."""
-
-    name: str
-
-    @property
-    def dtype(self) -> DType:
-        return I64
-
-
-@dataclass(frozen=True, slots=True)
-class Arg:
-    """A run-time integer of the launch: an extent, a stride or any other size."""
-
-    name: str
-
-    @property
-    def dtype(self) -> DType:
-        return I64
-
-
-@dataclass(frozen=True, slots=True)
-class Const:
-    """A number known when the kernel is made."""
-
-    value: Scalar
-    dtype: DType
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """The value of an earlier `Let` or `Var`."""
-
-    name: str
-    dtype: DType
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """One element of a parameter. `at` is a sum of (index, stride) terms, in elements.
-
-    A load may lie outside its buffer only where an enclosing `Choose` does not take it.
-    """
-
-    param: int
-    at: tuple[tuple[Expr, int | Arg], ...]
-    dtype: DType  # of the parameter
-
-
-@dataclass(frozen=True, slots=True)
-class Apply:
-    """A scalar operation by name; see `SCALAR_OPS`."""
-
-    op: str
-    args: tuple[Expr, ...]
-    dtype: DType
-
-
-@dataclass(frozen=True, slots=True)
-class Choose:
-    """`then` where `condition`, else `other`; the side that is not taken is not loaded."""
-
-    condition: Expr
-    then: Expr
-    other: Expr
-
-    @property
-    def dtype(self) -> DType:
-        return self.then.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    """All values of `value` for `index` in [0, extent), combined by `op`: sum, prod, max or min."""
-
-    op: str
-    index: str
-    extent: int | Arg
-    value: Expr
-
-    @property
-    def dtype(self) -> DType:
-        return self.value.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Integers that are part of the code; the name tells them apart from those of all other tables."""
-
-    name: str
-    values: tuple[int, ...] = field(repr=False, compare=False)
-
-    @classmethod
-    def of(cls, name: str, values: tuple[int, ...]) -> Table:
-        """A table whose name ends in a digest of its values."""
-        return cls(f"{name}.{hashlib.blake2b(repr(values).encode(), digest_size=4).hexdigest()}", values)
-
-
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """The integer of a table at an index that always lies inside it."""
-
-    table: Table
-    index: Expr
-
-    @property
-    def dtype(self) -> DType:
-        return I32
-
-
-Expr = Index | Arg | Const | Ref | Load | Apply | Choose | Reduce | Lookup
-
-# Names an emitter must know. Float arguments are f32 or f64 (narrow floats are widened on load).
-SCALAR_OPS = {
-    "add": 2, "sub": 2, "mul": 2, "div": 2, "floordiv": 2, "mod": 2, "pow": 2, "max": 2, "min": 2, "fma": 3,
-    "neg": 1, "abs": 1, "exp": 1, "log": 1, "tanh": 1, "erf": 1, "gelu": 1, "sqrt": 1, "sin": 1, "cos": 1,
-    "tan": 1, "atan": 1,
-    "eq": 2, "ne": 2, "lt": 2, "le": 2, "gt": 2, "ge": 2, "and": 2, "or": 2, "xor": 2, "not": 1, "shl": 2, "shr": 2,
-    "select": 3, "cast": 1, "order": 1, "bits": 1, "nearest": 1, "quot": 2, "rem": 2, "dot_u8": 3, "dot_u7": 3,
-}  # fmt: skip
-# order: a signed integer as wide as x that sorts as x does, -0.0 as 0.0 and NaN above everything.
-# bits: the f32 that has the bits of an i32.
-# nearest: the i32 (i64 of f64) nearest to x, ties to even, for |x| below 2^22 (2^51); any integer for others.
-# shl, shr: shifts of integers; bits that come in from the left are copies of the sign.
-# quot, rem: quotient and remainder of non-negative indices.
-# dot_u8(total, x, y): total plus the products of the four bytes of x, unsigned, and those of y, signed; all are i32.
-# dot_u7: the same where no byte of x is above 127, which some targets do faster.
+__all__ = [  # with the expressions, so that the language has one address
+    "SCALAR_OPS", "Apply", "Arg", "Choose", "Const", "Expr", "Index", "Load", "Lookup", "Operand", "Place", "Reduce",
+    "Ref", "Table", "binary", "children", "compare", "depends_on", "fma", "known", "number", "unary", "walk",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +74,7 @@ class Store:
     """Write one element of a parameter; `value` is cast to the parameter's type."""
 
     param: int
-    at: tuple[tuple[Expr, int | Arg], ...]
+    at: Place
     value: Expr
 
 
@@ -213,6 +111,14 @@ class Param:
     written: bool = False
 
 
+INTEGER_DOTS = ("dot_u7", "dot_u8")
+
+
+def multiplied(*dtypes: DType) -> str:
+    """The rate by which kernels of these types are measured: f64 where there is one, else f32."""
+    return "f64" if F64 in dtypes else "f32"
+
+
 @dataclass(frozen=True)
 class LoopKernel:
     """A whole kernel: `root` is split over threads.
@@ -235,6 +141,16 @@ class LoopKernel:
         """Names of the words of the argument block, pointers first."""
         return tuple(p.name for p in self.params) + self.args
 
+    def operands(self) -> dict[str, bool]:
+        """The words that are addresses of operands, and whether the kernel writes there."""
+        return {p.name: p.written for p in self.params}
+
+    def arithmetic(self) -> str:
+        """What it multiplies and adds: f32, f64, or 8-bit integers by `dot_u7` or `dot_u8`."""
+        ops = {e.op for e in expressions(self.root) if isinstance(e, Apply)}
+        dots = (op for op in INTEGER_DOTS if op in ops)  # the quicker of the two is the limit
+        return next(dots, multiplied(*(p.dtype for p in self.params)))
+
     @cached_property
     def fingerprint(self) -> str:
         """A digest of everything the machine code depends on, the target aside."""
@@ -245,116 +161,18 @@ class LoopKernel:
     def symbol(self) -> str:
         return f"{self.name}.{self.fingerprint[:8]}"
 
-    def text(self) -> str:
-        """The kernel as readable text."""
+    def text(self, *, full: bool = False) -> str:
+        """The kernel as readable text; in full with all that its expressions are made of (see `lir/text.py`)."""
+        show = _Printer(self.params, full)
         reads = ", ".join(f"{p.name}: {p.dtype}" for p in self.params if not p.written)
         writes = ", ".join(f"{p.name}: {p.dtype}" for p in self.params if p.written)
         lines = [f"kernel {self.symbol}({reads}) -> {writes}"]
         for let in self.lets:
-            lines += _stmt_lines(let, self.params, 1)
+            lines += show.lines(let, 1)
         mode = f" split by {self.chunk}" if self.chunk else " split"
-        head = _stmt_lines(self.root, self.params, 1)
+        head = show.lines(self.root, 1)
         head[0] = head[0][:-1] + mode + ":"
         return "\n".join(lines + head)
-
-
-# -- walking ------------------------------------------------------------------------------------------------------
-def children(expr: Expr) -> tuple[Expr, ...]:
-    """The expressions directly inside `expr`."""
-    match expr:
-        case Load():
-            return tuple(i for i, _ in expr.at)
-        case Apply():
-            return expr.args
-        case Choose():
-            return (expr.condition, expr.then, expr.other)
-        case Reduce():
-            return (expr.value,)
-        case Lookup():
-            return (expr.index,)
-        case _:
-            return ()
-
-
-def walk(expr: Expr) -> Iterator[Expr]:
-    """`expr` and everything inside it."""
-    yield expr
-    for child in children(expr):
-        yield from walk(child)
-
-
-def depends_on(expr: Expr, index: str) -> bool:
-    """Whether the value of `expr` changes with the loop variable (through the expression itself, not through refs)."""
-    return any(isinstance(e, Index) and e.name == index for e in walk(expr))
-
-
-# -- text -----------------------------------------------------------------------------------------------------------
-_INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%", "eq": "==", "ne": "!=", "lt": "<",
-    "le": "<=", "gt": ">", "ge": ">=", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>",
-}  # fmt: skip
-
-
-def expr_text(expr: Expr, params: tuple[Param, ...], lets: Mapping[str, Expr] | None = None) -> str:
-    """An expression as readable text; names in `lets` are written out."""
-
-    def show(e: Expr) -> str:
-        return expr_text(e, params, lets)
-
-    match expr:
-        case Ref() if lets and expr.name in lets:
-            return show(lets[expr.name])
-        case Index() | Arg() | Ref():
-            return expr.name
-        case Const():
-            return str(expr.value).lower() if expr.dtype is BOOL else f"{expr.value!r}"
-        case Load():
-            return f"{params[expr.param].name}[{_place(expr.at, params)}]"
-        case Apply(op="cast"):
-            return f"{expr.dtype}({show(expr.args[0])})"
-        case Apply() if expr.op in _INFIX:
-            return f"({show(expr.args[0])} {_INFIX[expr.op]} {show(expr.args[1])})"
-        case Apply():
-            return f"{expr.op}({', '.join(map(show, expr.args))})"
-        case Choose():
-            return f"({show(expr.then)} if {show(expr.condition)} else {show(expr.other)})"
-        case Reduce():
-            return f"{expr.op}({expr.index} in {_extent(expr.extent)}: {show(expr.value)})"
-        case Lookup():
-            return f"{expr.table.name.partition('.')[0]}[{show(expr.index)}]"
-
-
-def _extent(extent: int | Arg | Ref) -> str:
-    return str(extent) if isinstance(extent, int) else extent.name
-
-
-def _place(at: tuple[tuple[Expr, int | Arg], ...], params: tuple[Param, ...]) -> str:
-    terms = []
-    for index, stride in at:
-        factor = _extent(stride)
-        shown = expr_text(index, params)
-        terms.append(shown if factor == "1" else factor if shown == "1" else f"{shown}*{factor}")
-    return " + ".join(terms) or "0"
-
-
-def _stmt_lines(stmt: Stmt, params: tuple[Param, ...], depth: int) -> list[str]:
-    pad = "  " * depth
-    match stmt:
-        case Let() | Assign():
-            return [f"{pad}{stmt.name} = {expr_text(stmt.value, params)}"]
-        case Var():
-            return [f"{pad}var {stmt.name} = {expr_text(stmt.start, params)}"]
-        case Store():
-            place = _place(stmt.at, params)
-            return [f"{pad}{params[stmt.param].name}[{place}] = {expr_text(stmt.value, params)}"]
-        case Check():
-            return [f"{pad}check {expr_text(stmt.condition, params)} else fault {stmt.code}"]
-        case For():
-            mode = " vector" if stmt.vector else ""
-            lines = [f"{pad}for {stmt.index} in {_extent(stmt.extent)}{mode}:"]
-            for inner in stmt.body:
-                lines += _stmt_lines(inner, params, depth + 1)
-            return lines
 
 
 def statements(root: Stmt) -> Iterator[Stmt]:
@@ -375,3 +193,102 @@ def expressions(root: Stmt) -> Iterator[Expr]:
             elif part.name == "at":
                 for index, _ in value:
                     yield from walk(index)
+
+
+# -- text -----------------------------------------------------------------------------------------------------------
+INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%", "eq": "==", "ne": "!=", "lt": "<",
+    "le": "<=", "gt": ">", "ge": ">=", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>",
+}  # fmt: skip
+
+
+def expr_text(expr: Expr, params: tuple[Param, ...], lets: Mapping[str, Expr] | None = None) -> str:
+    """An expression as readable text; names in `lets` are written out."""
+    return _Printer(params, lets=lets or {}).expr(expr)
+
+
+def result_type(op: str, args: Sequence[Expr]) -> DType:
+    """The type of an operation, unless it says another (as casts do)."""
+    match op:
+        case "eq" | "ne" | "lt" | "le" | "gt" | "ge":
+            return BOOL
+        case "bits":
+            return F32
+        case "order" | "nearest":
+            return I64 if args[0].dtype.size == 8 else I32
+        case "select":
+            return args[1].dtype
+        case _:
+            return args[0].dtype
+
+
+@dataclass(frozen=True)
+class _Printer:
+    """Expressions and statements as text; in full with types of numbers where they are not i64 or f32."""
+
+    params: tuple[Param, ...]
+    full: bool = False
+    lets: Mapping[str, Expr] = field(default_factory=dict)
+
+    def expr(self, expr: Expr) -> str:
+        show = self.expr
+        match expr:
+            case Ref() if expr.name in self.lets:
+                return show(self.lets[expr.name])
+            case Index() | Arg() | Ref():
+                return expr.name
+            case Const():
+                return self.number(expr)
+            case Load():
+                return f"{self.params[expr.param].name}[{self.place(expr.at)}]"
+            case Apply(op="cast"):
+                return f"{expr.dtype}({show(expr.args[0])})"
+            case Apply() if self.full and expr.dtype is not result_type(expr.op, expr.args):
+                return f"{expr.op}:{expr.dtype}({', '.join(map(show, expr.args))})"
+            case Apply() if expr.op in INFIX:
+                return f"({show(expr.args[0])} {INFIX[expr.op]} {show(expr.args[1])})"
+            case Apply():
+                return f"{expr.op}({', '.join(map(show, expr.args))})"
+            case Choose():
+                return f"({show(expr.then)} if {show(expr.condition)} else {show(expr.other)})"
+            case Reduce():
+                return f"{expr.op}({expr.index} in {_extent(expr.extent)}: {show(expr.value)})"
+            case Lookup():
+                name = expr.table.name if self.full else expr.table.name.partition(".")[0]
+                return f"{name}[{show(expr.index)}]"
+
+    def number(self, number: Const) -> str:
+        shown = str(number.value).lower() if isinstance(number.value, bool) else f"{number.value!r}"
+        usual = BOOL if isinstance(number.value, bool) else I64 if isinstance(number.value, int) else F32
+        return f"{shown}:{number.dtype}" if self.full and number.dtype is not usual else shown
+
+    def place(self, at: Place) -> str:
+        terms = []
+        for index, stride in at:
+            factor = _extent(stride)
+            shown = self.expr(index)
+            one = shown == "1" and not self.full
+            terms.append(shown if factor == "1" else factor if one else f"{shown}*{factor}")
+        return " + ".join(terms) or ("" if self.full else "0")
+
+    def lines(self, stmt: Stmt, depth: int) -> list[str]:
+        pad = "  " * depth
+        match stmt:
+            case Let() | Assign():
+                return [f"{pad}{stmt.name} = {self.expr(stmt.value)}"]
+            case Var():
+                return [f"{pad}var {stmt.name} = {self.expr(stmt.start)}"]
+            case Store():
+                return [f"{pad}{self.params[stmt.param].name}[{self.place(stmt.at)}] = {self.expr(stmt.value)}"]
+            case Check():
+                return [f"{pad}check {self.expr(stmt.condition)} else fault {stmt.code}"]
+            case For():
+                mode = " vector" if stmt.vector else ""
+                lines = [f"{pad}for {stmt.index} in {_extent(stmt.extent)}{mode}:"]
+                for inner in stmt.body:
+                    lines += self.lines(inner, depth + 1)
+                return lines
+
+
+def _extent(extent: int | Arg | Ref) -> str:
+    return str(extent) if isinstance(extent, int) else extent.name

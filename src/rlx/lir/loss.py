@@ -9,9 +9,9 @@ from rlx.ir.graph import Node
 from rlx.lir.cache import may_reuse
 from rlx.lir.index import in_range
 from rlx.lir.kernels import OUT_OF_RANGE
-from rlx.lir.loops import Apply, Check, Choose, Const, Expr, For, Index, Let, Reduce, Ref, Stmt, Store
+from rlx.lir.loops import Check, Expr, For, Index, Let, Reduce, Ref, Stmt, Store, number
 from rlx.lir.reduce import Rows, rows_over
-from rlx.lir.schedule import LoopBuilder, Scheduler, cast, loop_form
+from rlx.lir.schedule import Scheduler, loop_form
 from rlx.lir.views import View
 from rlx.types import Size, product
 
@@ -22,26 +22,30 @@ def _rows(s: Scheduler, node: Node, x: View, out: View | None) -> tuple[Rows, li
     Without `out`, what is made is written over the logits.
     """
     views = [x, *(s.view(o) for o in node.operands[1:]), *([] if out is None else [out])]
-    builder = LoopBuilder(node.op)
+    builder = s.builder(node.op)
     for view in views:
         builder.param(view, written=view is out or (out is None and view is x))
     whole = [v if v.rank == x.rank else View(v.buffer, v.dtype, x.shape, (*v.strides, 0), v.offset) for v in views]
     rows = rows_over(builder, whole, x.shape, (x.rank - 1,))
     rows.vector = False
-    kind, q = x.dtype.compute, Index("q")
-    label, none = Ref("label", I64), Const(node.attrs["ignore_index"], I64)
-    power = Apply("exp", (Apply("sub", (rows.load(0, q), Ref("top", kind)), kind),), kind)
-    inside = in_range(label, rows.extent())
+    kind, label, ignored = s.native(x.dtype), Ref("label", I64), node.attrs["ignore_index"]
+    counts, inside = Ref("counts", BOOL), Ref("inside", BOOL)
+    power, within = _power(rows, kind), in_range(label, rows.extent())
     start: list[Stmt] = [
-        Let("label", cast(rows.load(1), I64)),
-        Let("counts", Apply("ne", (label, none), BOOL)),
-        Let("inside", inside),
-        Check(Apply("or", (Ref("inside", BOOL), Apply("eq", (label, none), BOOL)), BOOL), OUT_OF_RANGE),
-        Let("valid", Apply("and", (Ref("counts", BOOL), Ref("inside", BOOL)), BOOL)),
-        Let("top", Reduce("max", "q", rows.extent(), rows.load(0, q))),
+        Let("label", rows.load(1).cast(I64)),
+        Let("counts", label.ne(ignored)),
+        Let("inside", within),
+        Check(inside | label.eq(ignored), OUT_OF_RANGE),
+        Let("valid", counts & inside),
+        Let("top", Reduce("max", "q", rows.extent(), rows.load(0, Index("q")))),
         Let("total", Reduce("sum", "q", rows.extent(), power)),
     ]
     return rows, start, kind
+
+
+def _power(rows: Rows, kind: DType) -> Expr:
+    """exp of logit q less the largest."""
+    return (rows.load(0, Index("q")) - Ref("top", kind)).exp()
 
 
 def _logits(s: Scheduler, node: Node) -> View:
@@ -50,15 +54,15 @@ def _logits(s: Scheduler, node: Node) -> View:
 
 
 def _where_valid(value: Expr) -> Expr:
-    return Choose(Ref("valid", BOOL), value, Const(0.0, value.dtype))
+    return Ref("valid", BOOL).choose(value, 0)
 
 
 @loop_form("cross_entropy")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     out = s.result(node)
     rows, start, kind = _rows(s, node, _logits(s, node), out)
-    picked = Apply("sub", (rows.load(0, Ref("label", I64)), Ref("top", kind)), kind)
-    loss = Apply("sub", (Apply("log", (Ref("total", kind),), kind), picked), kind)
+    picked = rows.load(0, Ref("label", I64)) - Ref("top", kind)
+    loss = Ref("total", kind).log() - picked
     rows.launch(s, [*start, Store(2, rows.place(2), _where_valid(loss))], _work(node))
     return [out]
 
@@ -72,12 +76,11 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     out = None if over else s.result(node)
     rows, start, kind = _rows(s, node, x, out)
     q, target = Index("q"), 0 if out is None else 3
-    power = Apply("exp", (Apply("sub", (rows.load(0, q), Ref("top", kind)), kind),), kind)
-    share = Apply("div", (power, Ref("total", kind)), kind)
-    one = Apply("select", (Apply("eq", (q, Ref("label", I64)), BOOL), Const(1.0, kind), Const(0.0, kind)), kind)
-    value = Apply("mul", (Apply("sub", (share, one), kind), Ref("dy", kind)), kind)
+    share = _power(rows, kind) / Ref("total", kind)
+    one = q.eq(Ref("label", I64)).select(number(1, kind), 0)
+    value = (share - one) * Ref("dy", kind)
     write = For("q", rows.extent(), (Store(target, rows.place(target, q), value),), vector=True)
-    rows.launch(s, [*start, Let("dy", _where_valid(cast(rows.load(2), kind))), write], _work(node))
+    rows.launch(s, [*start, Let("dy", _where_valid(rows.load(2).cast(kind))), write], _work(node))
     return [x if out is None else out]
 
 

@@ -22,6 +22,7 @@ from rlx.lir.loops import (
     Lookup,
     LoopKernel,
     Param,
+    Place,
     Reduce,
     Ref,
     Stmt,
@@ -109,7 +110,7 @@ class _Renamer:
     def extent(self, extent: int | Arg) -> int | Arg:
         return extent if isinstance(extent, int) else Arg(f"{extent.name}{self.suffix}")
 
-    def at(self, at: tuple[tuple[Expr, int | Arg], ...]) -> tuple[tuple[Expr, int | Arg], ...]:
+    def at(self, at: Place) -> Place:
         return tuple((self.expr(i), self.extent(s)) for i, s in at)
 
     def expr(self, e: Expr) -> Expr:

@@ -1,43 +1,13 @@
-"""Parameters of a kernel by name, addressed by one index an axis; and short names for the arithmetic of kernels."""
+"""Parameters of a kernel by name, addressed by one index per axis."""
 
 from __future__ import annotations
 
 from rlx.dtypes import I64
 from rlx.ir.graph import Node
 from rlx.lir.cache import may_write
-from rlx.lir.loops import Apply, Arg, Const, Expr, Let, Load, Store
-from rlx.lir.schedule import LoopBuilder, Scheduler, widened
+from rlx.lir.loops import Const, Expr, Let, Place, Store
+from rlx.lir.schedule import Scheduler
 from rlx.lir.views import View
-
-Place = tuple[tuple[Expr, int | Arg], ...]
-
-
-def number(value: int) -> Const:
-    return Const(value, I64)
-
-
-def binary(op: str, a: Expr, b: Expr) -> Expr:
-    return Apply(op, (a, b), a.dtype)
-
-
-def add(a: Expr, b: Expr) -> Expr:
-    return binary("add", a, b)
-
-
-def sub(a: Expr, b: Expr) -> Expr:
-    return binary("sub", a, b)
-
-
-def mul(a: Expr, b: Expr) -> Expr:
-    return binary("mul", a, b)
-
-
-def fma(a: Expr, b: Expr, c: Expr) -> Expr:
-    return Apply("fma", (a, b, c), a.dtype)
-
-
-def exp(x: Expr) -> Expr:
-    return Apply("exp", (x,), x.dtype)
 
 
 def state_after(s: Scheduler, node: Node, state: View) -> View:
@@ -50,7 +20,7 @@ class Operands:
 
     def __init__(self, s: Scheduler, name: str) -> None:
         self.scheduler = s
-        self.builder = LoopBuilder(name)
+        self.builder = s.builder(name)
         self.numbers: dict[str, int] = {}
 
     def read(self, name: str, view: View) -> None:
@@ -78,8 +48,7 @@ class Operands:
         return self.load_at(name, self.place(name, *indices))
 
     def load_at(self, name: str, place: Place) -> Expr:
-        param = self.numbers[name]
-        return widened(Load(param, place, self.builder.params[param].dtype))
+        return self.builder.load(self.numbers[name], place)
 
     def store(self, name: str, value: Expr, *indices: Expr) -> Store:
         return self.store_at(name, value, self.place(name, *indices))
@@ -89,7 +58,7 @@ class Operands:
 
     def base(self, name: str, *indices: Expr) -> Let:
         """`{name}_base`, the sum of an address once and for all: loops that are inside need not add it up again."""
-        total: Expr = number(0)
+        total: Expr = Const(0, I64)
         for index, stride in self.place(name, *indices):
-            total = add(total, mul(index, number(stride) if isinstance(stride, int) else stride))
+            total = total + index * stride
         return Let(f"{name}_base", total)

@@ -6,36 +6,31 @@ from collections.abc import Sequence
 
 from rlx.dtypes import DType
 from rlx.ir.graph import Node
-from rlx.lir.loops import Apply, Const, Expr, For, Index, Let, Load, Reduce, Ref, Stmt, Store
+from rlx.lir.loops import Expr, For, Index, Let, Reduce, Ref, Stmt, Store
 from rlx.lir.reduce import Rows, Terms, reduce_columns, rows_over
-from rlx.lir.schedule import LoopBuilder, Scheduler, cast, loop_form, widened
+from rlx.lir.schedule import LoopBuilder, Scheduler, loop_form
 from rlx.lir.views import View
 from rlx.types import TensorType, product
-
-
-def _binary(op: str, a: Expr, b: Expr) -> Expr:
-    return Apply(op, (a, b), a.dtype)
 
 
 def normalised(
     rows: Rows, source: int, layer: bool, eps: float, gamma: int | None, beta: int | None
 ) -> tuple[list[Stmt], Expr]:
     """The norm of the row in parameter `source`: statements that prepare it, and its element q."""
-    k, kind = Index("q"), rows.builder.params[source].dtype.compute
-    count = cast(rows.builder.arg("count", rows.reduced[0]), kind)
-    x = rows.load(source, k)
+    kind = rows.builder.target.native(rows.builder.params[source].dtype)
+    count = rows.builder.arg("count", rows.reduced[0]).cast(kind)
+    x = rows.load(source, Index("q"))
     stmts: list[Stmt] = []
     if layer:
-        stmts.append(Let("mean", _binary("div", Reduce("sum", "q", rows.extent(), x), count)))
-        x = _binary("sub", x, Ref("mean", kind))
-    square = Reduce("sum", "q", rows.extent(), _binary("mul", x, x))
-    variance = _binary("add", _binary("div", square, count), Const(eps, kind))
-    stmts.append(Let("scale", _binary("div", Const(1.0, kind), Apply("sqrt", (variance,), kind))))
-    value = _binary("mul", x, Ref("scale", kind))
+        stmts.append(Let("mean", Reduce("sum", "q", rows.extent(), x) / count))
+        x = x - Ref("mean", kind)
+    variance = Reduce("sum", "q", rows.extent(), x * x) / count
+    stmts.append(Let("scale", 1 / (variance + eps).sqrt()))
+    value = x * Ref("scale", kind)
     if gamma is not None:
-        value = _binary("mul", value, vector(rows, gamma, kind))
+        value = value * vector(rows, gamma, kind)
     if beta is not None:
-        value = _binary("add", value, vector(rows, beta, kind))
+        value = value + vector(rows, beta, kind)
     return stmts, value
 
 
@@ -46,13 +41,13 @@ def written(rows: Rows, param: int, value: Expr) -> For:
 
 def summed(rows: Rows, a: int, b: int, total: int) -> For:
     """The loop that adds two rows; the sum is written first and read back while it is in cache."""
-    k = Index("q")
-    return written(rows, total, _binary("add", rows.load(a, k), rows.load(b, k)))
+    q = Index("q")
+    return written(rows, total, rows.load(a, q) + rows.load(b, q))
 
 
 def vector(rows: Rows, param: int, kind: DType) -> Expr:
     """Element q of a scale vector."""
-    return cast(widened(Load(param, ((Index("q"), 1),), rows.builder.params[param].dtype)), kind)
+    return rows.builder.load(param, ((Index("q"), 1),)).cast(kind)
 
 
 def scale_vectors(s: Scheduler, builder: LoopBuilder, node: Node, first: int) -> list[int | None]:
@@ -68,7 +63,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     x, out = s.view(node.operands[0]), s.result(node)
     if x.strides[-1] != 1:
         x = s.copied(x)
-    builder = LoopBuilder(node.op)
+    builder = s.builder(node.op)
     builder.param(x)
     builder.param(out, written=True)
     rows = rows_over(builder, [x, out], x.shape, (x.rank - 1,))
@@ -85,7 +80,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     out, total = s.result(node, 0), s.result(node, 1)
     if x.strides[-1] != 1:
         x = s.copied(x)
-    builder = LoopBuilder(f"residual_{node.attrs['kind']}_norm")
+    builder = s.builder(f"residual_{node.attrs['kind']}_norm")
     builder.param(x)
     builder.param(residual)
     builder.param(total, written=True)
@@ -102,7 +97,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     """By rows for x, whose means and scales are kept; then, if they are used, by columns for gamma and beta."""
     x, dy = (s.contiguous(s.view(o)) for o in node.operands[:2])
-    results, kind = [s.result(node, i) for i in range(3)], x.dtype.compute
+    results, kind = [s.result(node, i) for i in range(3)], s.native(x.dtype)
     kept = TensorType(x.shape[:-1], kind)
     inverse, mean = s.temporary(kept), s.temporary(kept) if node.attrs["kind"] == "layer" else None
     statistics = [v for v in (inverse, mean) if v is not None]
@@ -115,8 +110,8 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 def _gradients_of_rows(s: Scheduler, node: Node, x: View, dy: View, dx: View, statistics: Sequence[View]) -> None:
     """dx and the statistics of each row: one over its deviation, and its mean where that counts."""
-    kind, layer = x.dtype.compute, len(statistics) == 2
-    builder = LoopBuilder(f"{node.attrs['kind']}_norm_grad")
+    kind, layer = s.native(x.dtype), len(statistics) == 2
+    builder = s.builder(f"{node.attrs['kind']}_norm_grad")
     for view in (x, dy):
         builder.param(view)
     for view in (dx, *statistics):
@@ -125,19 +120,19 @@ def _gradients_of_rows(s: Scheduler, node: Node, x: View, dy: View, dx: View, st
     rows.vector = False
     gamma = None if node.operands[2] is None else builder.param(s.contiguous(s.view(node.operands[2])), name="gamma")
     stmts, normal = normalised(rows, 0, layer, node.attrs["eps"], None, None)
-    count = cast(builder.arg("count", rows.reduced[0]), kind)
+    count = builder.arg("count", rows.reduced[0]).cast(kind)
     c = rows.load(1, Index("q"))
-    c = c if gamma is None else _binary("mul", c, vector(rows, gamma, kind))
+    c = c if gamma is None else c * vector(rows, gamma, kind)
 
     def mean(value: Expr) -> Expr:
-        return _binary("div", Reduce("sum", "q", rows.extent(), value), count)
+        return Reduce("sum", "q", rows.extent(), value) / count
 
-    stmts.append(Let("along", mean(_binary("mul", c, normal))))
-    inner = _binary("sub", c, _binary("mul", normal, Ref("along", kind)))
+    stmts.append(Let("along", mean(c * normal)))
+    inner = c - normal * Ref("along", kind)
     if layer:
         stmts.append(Let("level", mean(c)))
-        inner = _binary("sub", inner, Ref("level", kind))
-    stmts.append(written(rows, 2, _binary("mul", inner, Ref("scale", kind))))
+        inner = inner - Ref("level", kind)
+    stmts.append(written(rows, 2, inner * Ref("scale", kind)))
     stmts += [Store(3 + i, rows.place(3 + i), Ref(n, kind)) for i, n in enumerate(("scale", "mean")[: len(statistics)])]
     rows.launch(s, stmts, product(x.shape) * 12)
 
@@ -153,8 +148,8 @@ def _gradients_of_columns(
 
     def sums(elements: Sequence[Expr]) -> Sequence[Expr]:
         normal, ct, inverse, *mean = elements
-        normal = _binary("sub", normal, mean[0]) if mean else normal
-        return _binary("mul", ct, _binary("mul", normal, inverse)), ct
+        normal = normal - mean[0] if mean else normal
+        return ct * (normal * inverse), ct
 
     reduce_columns(s, f"{node.attrs['kind']}_scale_grad", "sum", Terms(views, sums, flops=5), results)
 

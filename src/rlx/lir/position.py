@@ -8,13 +8,11 @@ from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
 from rlx.lir.index import in_range
 from rlx.lir.kernels import OUT_OF_RANGE
-from rlx.lir.loops import Apply, Arg, Check, Choose, Const, Expr, For, Index, Let, Load, Ref, Stmt, Store
-from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_form, widened
+from rlx.lir.loops import Check, Const, Expr, For, Index, Let, Load, Place, Ref, Stmt, Store
+from rlx.lir.schedule import Scheduler, decode_unit, loop_form
 from rlx.lir.shape import require_at_most
 from rlx.lir.views import View
 from rlx.types import product
-
-Terms = tuple[tuple[Expr, int | Arg], ...]  # of an address
 
 
 @loop_form("rope")
@@ -27,31 +25,27 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     half = cos.shape[1]
     require_at_most(s, half * 2, x.shape[3])
     pairs = node.attrs["style"] == "pairs"
-    builder = LoopBuilder(f"rope_{node.attrs['style']}")
+    builder = s.builder(f"rope_{node.attrs['style']}")
     for view in (x, cos, sin, positions):
         builder.param(view)
     builder.param(out, written=True)
-    kind = x.dtype.compute
+    kind = s.native(x.dtype)
     tokens, heads = x.shape[0] * x.shape[1], x.shape[2]
     lets = decode_unit(builder, [x.shape[0], x.shape[1], heads], ["b", "t", "h"])
     n = builder.arg("half", half)
     seq = builder.arg("seq", x.shape[1])
     table = builder.arg("table", cos.shape[0])
-    outer: Terms = tuple((Ref(i, I64), builder.arg(f"x_{i}", x.strides[a])) for a, i in enumerate("bth"))
-    target: Terms = tuple((Ref(i, I64), builder.arg(f"y_{i}", out.strides[a])) for a, i in enumerate("bth"))
+    outer: Place = tuple((Ref(i, I64), builder.arg(f"x_{i}", x.strides[a])) for a, i in enumerate("bth"))
+    target: Place = tuple((Ref(i, I64), builder.arg(f"y_{i}", out.strides[a])) for a, i in enumerate("bth"))
     j = Index("j")
-    first: Terms = ((j, 2),) if pairs else ((j, 1),)
-    second: Terms = (*first, (Const(1, I64), 1)) if pairs else (*first, (n, 1))
+    first: Place = ((j, 2),) if pairs else ((j, 1),)
+    second: Place = (*first, (Const(1, I64), 1)) if pairs else (*first, (n, 1))
 
-    def element(param: int, base: Terms, place: Terms) -> Expr:
-        return widened(Load(param, (*base, *place), builder.params[param].dtype))
+    def element(param: int, base: Place, place: Place) -> Expr:
+        return builder.load(param, (*base, *place))
 
     def angle(param: int) -> Expr:
-        value = widened(Load(param, ((Ref("p", I64), n), (j, 1)), builder.params[param].dtype))
-        return cast(Choose(Ref("ok", BOOL), value, Const(0.0, value.dtype)), kind)
-
-    def binary(op: str, a: Expr, b: Expr) -> Expr:
-        return Apply(op, (a, b), kind)
+        return Ref("ok", BOOL).choose(builder.load(param, ((Ref("p", I64), n), (j, 1))), 0).cast(kind)
 
     a, b, c, d = (Ref(name, kind) for name in ("first", "second", "cosine", "sine"))
     turn: tuple[Stmt, ...] = (
@@ -59,18 +53,18 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         Let("second", element(0, outer, second)),
         Let("cosine", angle(1)),
         Let("sine", angle(2)),
-        Store(4, (*target, *first), binary("sub", binary("mul", a, c), binary("mul", b, d))),
-        Store(4, (*target, *second), binary("add", binary("mul", b, c), binary("mul", a, d))),
+        Store(4, (*target, *first), a * c - b * d),
+        Store(4, (*target, *second), b * c + a * d),
     )
     body: list[Stmt] = [
         *lets,
-        Let("p", cast(Load(3, ((Ref("b", I64), seq), (Ref("t", I64), 1)), positions.dtype), I64)),
+        Let("p", Load(3, ((Ref("b", I64), seq), (Ref("t", I64), 1)), positions.dtype).cast(I64)),
         Let("ok", in_range(Ref("p", I64), table)),
         Check(Ref("ok", BOOL), OUT_OF_RANGE),
         For("j", n, turn, vector=True),
     ]
     if half * 2 != x.shape[3]:
-        rest: Terms = ((j, 1), (n, 2))
+        rest: Place = ((j, 1), (n, 2))
         copy = Store(4, (*target, *rest), element(0, outer, rest))
         body.append(For("j", builder.arg("rest", x.shape[3] - half * 2), (copy,), vector=True))
     units = tokens * heads

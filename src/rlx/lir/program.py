@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from rlx.dtypes import I16, U8
 from rlx.ir.graph import Array
-from rlx.lir.kernels import AttentionGradKernel, Kernel, MatmulKernel
+from rlx.lir.kernels import Kernel, MatmulKernel
 from rlx.lir.loops import Let, LoopKernel, Ref, statements, walk
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, contiguous_strides, evaluate
@@ -59,7 +59,7 @@ class Launch:
 
     def views(self, written: bool | None = None) -> list[View]:
         """Operand views; only those the kernel writes, or only those it reads, if asked."""
-        wanted = {w for w, is_written in operand_words(self.kernel).items() if written is None or is_written == written}
+        wanted = {w for w, is_written in self.kernel.operands().items() if written is None or is_written == written}
         return [
             v for name, v in zip(self.kernel.words, self.words, strict=True) if isinstance(v, View) and name in wanted
         ]
@@ -74,22 +74,6 @@ class Launch:
                 size = size * d if s != 0 else size
             total = total + size
         return total
-
-
-def operand_words(kernel: Kernel) -> dict[str, bool]:
-    """The words of a kernel that are operand addresses, and whether the kernel writes there."""
-    match kernel.kind:
-        case "loops":
-            return {p.name: p.written for p in kernel.params}  # type: ignore[union-attr]
-        case "matmul":
-            assert isinstance(kernel, MatmulKernel)
-            read = ("a", "b", "index") if kernel.grouped else ("a", "b")
-            return dict.fromkeys(read, False) | {f"ptr{i}": o.written for i, o in enumerate(kernel.operands)}
-        case "attention_grad":
-            assert isinstance(kernel, AttentionGradKernel)
-            return dict.fromkeys(kernel.READS, False) | dict.fromkeys(kernel.WRITES, True)
-        case _:
-            return {"q": False, "k": False, "v": False, "out": True, "mask": False, "positions": False, "lse": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +250,12 @@ class Program:
             for kind, names in (("inputs", self.inputs), ("weights", self.weights), ("outputs", self.outputs))
         }
 
-    def text(self, *, kernels: bool = True) -> str:
-        """The program as text: interface, buffers, launches, then the kernels."""
+    def text(self, *, kernels: bool = True, full: bool = False) -> str:
+        """The program as text: interface, buffers, launches, then the kernels. In full it can be read by `parse`."""
+        if full:
+            from rlx.lir.text import program_text
+
+            return program_text(self)
         lines = [*self.interface_lines(), *self.launch_lines(launch_text)]
         if kernels:
             for kernel in self.kernels().values():
@@ -289,15 +277,22 @@ class Program:
             inside = f" in {' by '.join(map(str, a.steps))} steps" if a.steps else ""
             yield f"  assert {a.a} {a.relation} {a.b}{inside}{' where it runs' if a.launched else ''}  # {a.where}"
 
-    def launch_lines(self, show: Callable[[Launch], str]) -> Iterator[str]:
-        """A line a launch, indented in loops and branches, whose edges have lines of their own."""
+    @classmethod
+    def parse(cls, text: str) -> Program:
+        """The program that `text(full=True)` has printed."""
+        from rlx.lir.parse import parse_program
+
+        return parse_program(text)
+
+    def launch_lines(self, show: Callable[[Launch], str], view: Callable[[View], str] = str) -> Iterator[str]:
+        """The text of each launch, indented in loops and branches, whose edges have lines of their own."""
         depth = 1
         for step in self.steps():
             if step.kind == LAUNCH:
-                yield "  " * depth + show(self.launches[step.number])
+                yield from ("  " * depth + line for line in show(self.launches[step.number]).split("\n"))
                 continue
             control = self.controls[step.number]
-            line = _edge_text(step.kind, control)
+            line = _edge_text(step.kind, control, view)
             if line:
                 yield "  " * (depth - (step.kind in (NEXT, JUMP))) + line
             depth += (step.kind == ENTER) + (step.kind == TEST and isinstance(control, Branch)) - (step.kind == LEAVE)
@@ -340,7 +335,7 @@ class _Walk:
             first = stop
 
 
-def _edge_text(kind: str, control: Control) -> str:
+def _edge_text(kind: str, control: Control, view: Callable[[View], str]) -> str:
     after = "  barrier" if control.barrier else ""
     match kind, control:
         case "enter", Loop():
@@ -349,9 +344,10 @@ def _edge_text(kind: str, control: Control) -> str:
             between = "  barrier between" if control.between else ""
             return f"{head} {control.symbol}{steps}, {control.parity}:{between}{after}"
         case "test", Loop():
-            return f"test {control.predicate}"
+            assert control.predicate is not None
+            return f"test {view(control.predicate)}"
         case "test", Branch():
-            return f"if {control.predicate}:{after}"
+            return f"if {view(control.predicate)}:{after}"
         case "next", Loop(last=last, end=end) if last < end:
             return "then:"
         case "jump", _:

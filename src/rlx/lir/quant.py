@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.dtypes import BOOL, F16, F32, I32, I64, DType
+from rlx.dtypes import F16, F32, I32, DType
 from rlx.ir.graph import Node
-from rlx.lir.blocks import Block, Place, Position, RowBlocks, Term, decode
-from rlx.lir.elementwise import number, scalar_form
-from rlx.lir.loops import Apply, Expr, Stmt
-from rlx.lir.schedule import Elements, Scheduler, cast, loop_form, map_elements
+from rlx.lir.blocks import Block, Position, RowBlocks, decode
+from rlx.lir.elementwise import scalar_form
+from rlx.lir.loops import Expr, Place, Stmt
+from rlx.lir.schedule import Elements, Scheduler, loop_form, map_elements
 from rlx.lir.small_floats import FLOATS, small_bits, small_float
 from rlx.lir.views import View
 from rlx.quant import QuantScheme
@@ -29,12 +29,12 @@ def packed_reads(rows: View, shape: tuple[Size, ...], strides: tuple[Size, ...])
 
 def element(e: Elements, storage: DType, index: Expr, *terms: Place, halves: int = 1) -> Expr:
     """The number at `index` of a packed row: read 0 is its units, read `halves` the same memory as halves."""
-    block = Term(index) >> storage.block.bit_length() - 1
-    within = Term(index) & storage.block - 1
+    block = index >> storage.block.bit_length() - 1
+    within = index & storage.block - 1
     units = storage.size // storage.unit
-    start: Place = (*e.at[0], *(t for place in terms for t in place), (block.expr(I64), units))
+    start: Place = (*e.at[0], *(t for place in terms for t in place), (block, units))
     rows = RowBlocks(lambda unit: (*start, (unit, 1)), units=0, halves=halves, size=storage.unit)
-    return decode(storage, Block(rows, lets=False), Position.of(within.expr(I64)))
+    return decode(storage, Block(rows, lets=False), Position.of(within))
 
 
 def _unpack(s: Scheduler, node: Node) -> Sequence[View]:
@@ -96,17 +96,13 @@ class _Layout:
         return [View(view.buffer, view.dtype, shape, steps, view.offset + step * i) for i in range(self.parts)]
 
 
-def _binary(op: str, a: Expr, b: Expr) -> Expr:
-    return Apply(op, (a, cast(b, a.dtype)), a.dtype)
-
-
 # -- dequantise -------------------------------------------------------------------------------------------------------
 def _number(stored: Expr, part: int, layout: _Layout) -> Expr:
     """What is stored, before zero points and scales."""
     if layout.parts == 1:
-        return small_float(Term(cast(stored, I32)), layout.kind) if layout.kind in FLOATS else cast(stored, F32)
-    nibble = Term(cast(stored, I32)) >> 4 * part & 15
-    return small_float(nibble, layout.kind) if layout.kind in FLOATS else cast(((nibble + 8 & 15) - 8).expr(I32), F32)
+        return small_float(stored.cast(I32), layout.kind) if layout.kind in FLOATS else stored.cast(F32)
+    nibble = stored.cast(I32) >> 4 * part & 15
+    return small_float(nibble, layout.kind) if layout.kind in FLOATS else ((nibble + 8 & 15) - 8).cast(F32)
 
 
 @loop_form("dequantise")
@@ -121,17 +117,17 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     def body(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
         values = []
         for part in range(layout.parts):
-            value = cast(_number(e.load(0), part, layout), out.dtype)
+            value = _number(e.load(0), part, layout).cast(out.dtype)
             scale = e.load(1 + part) if layout.scales else None
             zp = e.load(1 + len(layout.scales) + part) if layout.zero_points else None
             if layout.kind == "nvfp4":  # scales of blocks are eight bit floats, and there is one of all
                 assert scale is not None
-                factors: list[Expr | None] = [small_float(Term(cast(scale, I32)), "fp8e4m3"), zp]
+                factors: list[Expr | None] = [small_float(scale.cast(I32), "fp8e4m3"), zp]
             else:
-                value = value if zp is None else _binary("sub", value, zp)
+                value = value if zp is None else value - zp.cast(value.dtype)
                 factors = [scale]
             for factor in factors:
-                value = value if factor is None else _binary("mul", value, factor)
+                value = value if factor is None else value * factor.cast(value.dtype)
             values.append(value)
         return (), values
 
@@ -141,25 +137,19 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 
 # -- quantise ---------------------------------------------------------------------------------------------------------
-def _clipped(x: Expr, low: int, high: int) -> Expr:
-    return _binary("max", _binary("min", x, number(high, x)), number(low, x))
-
-
 def _whole(x: Expr, scale: Expr, zp: Expr | None, parts: int) -> Expr:
-    value = scalar_form["round"](_binary("div", x, scale))
-    value = value if zp is None else _binary("add", value, zp)
-    return value if parts == 1 else _clipped(value, -8, 7)
+    value = scalar_form["round"](x / scale.cast(x.dtype))
+    value = value if zp is None else value + zp.cast(x.dtype)
+    return value if parts == 1 else value.min(7).max(-8)
 
 
 def _small(x: Expr, scale: Expr, zp: Expr | None, layout: _Layout) -> Expr:
     """The bits of a float of few bits; a block whose scale is 0 is zeros."""
     if layout.kind != "nvfp4":
-        return small_bits(_binary("div", x, scale), layout.kind).expr(I32)
-    step = cast(small_float(Term(cast(scale, I32)), "fp8e4m3"), x.dtype)
-    step = step if zp is None else _binary("mul", step, zp)
-    zero = number(0, x)
-    number_ = Apply("select", (Apply("eq", (step, zero), BOOL), zero, _binary("div", x, step)), x.dtype)
-    return small_bits(number_, layout.kind).expr(I32)
+        return small_bits(x / scale.cast(x.dtype), layout.kind).cast(I32)
+    step = small_float(scale.cast(I32), "fp8e4m3").cast(x.dtype)
+    step = step if zp is None else step * zp.cast(x.dtype)
+    return small_bits(step.eq(0.0).select(0.0, x / step), layout.kind).cast(I32)
 
 
 @loop_form("quantise")
@@ -175,9 +165,9 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
             zp = e.load(2 * parts + part) if layout.zero_points else None
             stored.append(_small(x, scale, zp, layout) if layout.kind in FLOATS else _whole(x, scale, zp, parts))
         if parts == 1:
-            return (), [cast(stored[0], out.dtype)]
-        low, high = (Term(cast(v, I32)) & 15 for v in stored)
-        return (), [cast((low | high << 4).expr(I32), out.dtype)]
+            return (), [stored[0].cast(out.dtype)]
+        low, high = (v.cast(I32) & 15 for v in stored)
+        return (), [(low | high << 4).cast(out.dtype)]
 
     reads = [*layout.wide, *layout.scales, *layout.zero_points]
     map_elements(s, "quantise", layout.narrow.shape, reads, [layout.narrow], body, flops=3 * layout.parts)

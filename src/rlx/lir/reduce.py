@@ -11,10 +11,9 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from rlx.dtypes import BOOL, F32, F64, I32, I64, DType
+from rlx.dtypes import BOOL, F32, F64, I32, I64
 from rlx.ir.graph import Node
 from rlx.lir.loops import (
-    Apply,
     Arg,
     Assign,
     Const,
@@ -23,13 +22,16 @@ from rlx.lir.loops import (
     Index,
     Let,
     Load,
+    Place,
     Reduce,
     Ref,
     Stmt,
     Store,
     Var,
+    binary,
+    number,
 )
-from rlx.lir.schedule import LoopBuilder, Scheduler, cast, decode_unit, loop_form, widened
+from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit, loop_form
 from rlx.lir.shape import require_at_most
 from rlx.lir.views import View, collapse
 from rlx.ops.reduce import normal_axes
@@ -61,7 +63,7 @@ class Rows:
     def extent(self, axis: int = 0) -> Arg:
         return self.builder.arg(f"r{axis}", self.reduced[axis])
 
-    def place(self, param: int, *indices: Expr) -> tuple[tuple[Expr, int | Arg], ...]:
+    def place(self, param: int, *indices: Expr) -> Place:
         terms: list[tuple[Expr, int | Arg]] = []
         last = len(self.kept_sizes) - 1
         for axis, stride in enumerate(self.kept_strides[param]):
@@ -77,7 +79,7 @@ class Rows:
         return tuple(terms)
 
     def load(self, param: int, *indices: Expr) -> Expr:
-        return widened(Load(param, self.place(param, *indices), self.builder.params[param].dtype))
+        return self.builder.load(param, self.place(param, *indices))
 
     def launch(self, s: Scheduler, body: Sequence[Stmt], flops: Size) -> None:
         builder = self.builder
@@ -135,7 +137,7 @@ def _aligned(view: View, shape: Sequence[Size], axes: Sequence[int], keepdims: b
 
 def _plan(s: Scheduler, node: Node, axes: Sequence[int], name: str) -> tuple[Rows, View]:
     x, out = s.view(node.operands[0]), s.result(node)
-    builder = LoopBuilder(name)
+    builder = s.builder(name)
     builder.param(x)
     builder.param(out, written=True)
     keepdims = node.attrs.get("keepdims", False)
@@ -175,7 +177,7 @@ def _over(builder: LoopBuilder, value: Expr, count: Size | None) -> Expr:
     """A sum, or the mean of so many."""
     if count is None:
         return value
-    return Apply("div", (value, cast(builder.arg("count", count), value.dtype)), value.dtype)
+    return value / builder.arg("count", count).cast(value.dtype)
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ def reduce_columns(
     block, as_one = terms.block
     blocks, parts = rows // block, [terms]
     if not outer and (not isinstance(blocks, int) or blocks > 1):
-        reduced = [s.temporary(TensorType((blocks * as_one, columns), out.dtype.compute)) for out in outs]
+        reduced = [s.temporary(TensorType((blocks * as_one, columns), s.native(out.dtype))) for out in outs]
         shape = (blocks, columns * as_one)
         whole, rest = terms.cut(blocks)
         into = [View(v.buffer, v.dtype, shape, contiguous_strides(shape)) for v in reduced]
@@ -234,15 +236,13 @@ def _reduce_rows(
     count: Size | None = None,
 ) -> None:  # fmt: skip
     """A unit reduces all rows of a strip of columns, some rows together; what columns have so far is in memory."""
-    builder, combine = LoopBuilder(name), {"sum": "add", "prod": "mul"}.get(op, op)
+    builder = s.builder(name)
+    combine = functools.partial(binary, {"sum": "add", "prod": "mul"}.get(op, op))
     reads = [[builder.param(v) for v in part.views] for part in parts]
-    wide = [v if v.dtype is v.dtype.compute else s.temporary(TensorType(v.shape, v.dtype.compute)) for v in outs]
+    wide = [v if v.dtype is s.native(v.dtype) else s.temporary(TensorType(v.shape, s.native(v.dtype))) for v in outs]
     held = [builder.param(v, written=True) for v in wide]
     results = [h if v is out else builder.param(out, written=True) for h, v, out in zip(held, wide, outs, strict=True)]
     lets, width, rows = _strips(builder, outs[0].shape, widest)
-
-    def both(a: Expr, b: Expr) -> Expr:
-        return Apply(combine, (a, b), a.dtype)
 
     def over_columns(values: Sequence[Expr], into: Sequence[int]) -> For:
         named = [Let(f"value{i}", value) for i, value in enumerate(values)]  # all of them before the first is stored
@@ -252,22 +252,21 @@ def _reduce_rows(
     so_far: list[Expr] = [Load(p, rows.place(p), builder.params[p].dtype) for p in held]
     starts: list[list[Expr]] = []
     loops: list[For] = []
-    for number, (part, params) in enumerate(zip(parts, reads, strict=True)):
+    for which, (part, params) in enumerate(zip(parts, reads, strict=True)):
 
         def values(row: Expr, part: Terms = part, params: Sequence[int] = params) -> Sequence[Expr]:
             return part.values([rows.load(p, row) for p in params])
 
         extent = part.views[0].shape[-2]
         groups = max(extent - 1, 0) // TOGETHER if isinstance(extent, int) else extent // TOGETHER
-        first = builder.arg(f"first{number}", extent - groups * TOGETHER)  # rows before those that go together
-        q, totals = Index(f"q{number}"), so_far
+        first = builder.arg(f"first{which}", extent - groups * TOGETHER)  # rows before those that go together
+        q, totals = Index(f"q{which}"), so_far
         starts.append([Reduce(op, q.name, first, value) for value in values(q)])
         for i in range(TOGETHER):
-            row = Apply("add", (Apply("mul", (Index("g"), Const(TOGETHER, I64)), I64), Const(i, I64)), I64)
-            totals = list(map(both, totals, values(Apply("add", (row, first), I64))))
+            totals = list(map(combine, totals, values(Index("g") * TOGETHER + i + first)))
         if groups != 0:
-            loops.append(For("g", builder.arg(f"groups{number}", groups), (over_columns(totals, held),)))
-    body = [over_columns([functools.reduce(both, of_parts) for of_parts in zip(*starts, strict=True)], held), *loops]
+            loops.append(For("g", builder.arg(f"groups{which}", groups), (over_columns(totals, held),)))
+    body = [over_columns([functools.reduce(combine, of_parts) for of_parts in zip(*starts, strict=True)], held), *loops]
     if count is not None or results != held:
         body.append(over_columns([_over(builder, value, count) for value in so_far], results))
     units = product(rows.kept_sizes[:-1])
@@ -288,50 +287,47 @@ def _strips(builder: LoopBuilder, kept: Sequence[Size], widest: int) -> tuple[li
         rows.kept_strides.append([*strides[:-1], strides[-1] * step, strides[-1]])
     names = [f"k{i}" for i in range(len(kept))]
     whole, last = builder.arg("step", step), Ref(names[-1], I64)
-    left = Apply("sub", (builder.arg("columns", columns), Apply("mul", (last, whole), I64)), I64)
-    width = Let("width", Apply("min", (left, whole), I64))
+    width = Let("width", (builder.arg("columns", columns) - last * whole).min(whole))
     return [*decode_unit(builder, rows.kept_sizes[:-1], names), width], Ref(width.name, I64), rows
 
 
 @loop_form("softmax")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     x, out = s.view(node.operands[0]), s.result(node)
-    builder = LoopBuilder("softmax")
+    builder = s.builder("softmax")
     builder.param(x)
     builder.param(out, written=True)
     rows = rows_over(builder, [x, out], x.shape, (node.attrs["axis"] % x.rank,))
-    k = Index("q")
-    kind = x.dtype.compute
-    top = Let("top", Reduce("max", "q", rows.extent(), rows.load(0, k)))
-    shifted = Apply("sub", (rows.load(0, k), Ref("top", kind)), kind)
-    power = Apply("exp", (shifted,), kind)
+    q, kind = Index("q"), s.native(x.dtype)
+    top = Let("top", Reduce("max", "q", rows.extent(), rows.load(0, q)))
+    power = (rows.load(0, q) - Ref(top.name, kind)).exp()
     total = Let("total", Reduce("sum", "q", rows.extent(), power))
-    value = Apply("div", (power, Ref("total", kind)), kind)
-    store = For("q", rows.extent(), (Store(1, rows.place(1, k), value),), vector=not rows.vector)
-    rows.launch(s, [top, total, store], product(x.shape) * 8)
+    store = Store(1, rows.place(1, q), power / Ref("total", kind))
+    stores = For("q", rows.extent(), (store,), vector=not rows.vector)
+    rows.launch(s, [top, total, stores], product(x.shape) * 8)
     return [out]
 
 
 @loop_form("cumsum")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     x, out = s.view(node.operands[0]), s.result(node)
-    builder = LoopBuilder("cumsum_before" if node.attrs["exclusive"] else "cumsum")
+    builder = s.builder("cumsum_before" if node.attrs["exclusive"] else "cumsum")
     builder.param(x)
     builder.param(out, written=True)
     rows = rows_over(builder, [x, out], x.shape, (node.attrs["axis"] % x.rank,))
-    k, kind = Index("q"), x.dtype.compute
-    add = Assign("total", Apply("add", (Ref("total", kind), rows.load(0, k)), kind))
-    store = Store(1, rows.place(1, k), Ref("total", kind))
+    q, total = Index("q"), Ref("total", s.native(x.dtype))
+    add = Assign("total", total + rows.load(0, q))
+    store = Store(1, rows.place(1, q), total)
     step = (store, add) if node.attrs["exclusive"] else (add, store)
-    rows.launch(s, [Var("total", Const(0, kind)), For("q", rows.extent(), step)], product(x.shape))
+    rows.launch(s, [Var("total", number(0, total.dtype)), For("q", rows.extent(), step)], product(x.shape))
     return [out]
 
 
 def _key(value: Expr) -> Expr:
     """An integer that orders as the value does, NaN above everything."""
     if value.dtype in (F32, F64):
-        return cast(Apply("order", (value,), I32 if value.dtype is F32 else I64), I64)
-    return cast(value, I64)
+        return value.order().cast(I64)
+    return value.cast(I64)
 
 
 LEAST = -(2**63)
@@ -341,19 +337,18 @@ LEAST = -(2**63)
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     x = s.view(node.operands[0])
     rows, out = _plan(s, node, (node.attrs["axis"] % x.rank,), "argmax")
-    k = Index("q")
-    better = Apply("gt", (Ref("key", I64), Ref("best", I64)), BOOL)
+    q, key, best, at, better = Index("q"), *(Ref(name, I64) for name in ("key", "best", "at")), Ref("better", BOOL)
     step: tuple[Stmt, ...] = (
-        Let("key", _key(rows.load(0, k))),
-        Let("better", better),
-        Assign("at", Apply("select", (Ref("better", BOOL), k, Ref("at", I64)), I64)),
-        Assign("best", Apply("select", (Ref("better", BOOL), Ref("key", I64), Ref("best", I64)), I64)),
+        Let("key", _key(rows.load(0, q))),
+        Let("better", key > best),
+        Assign("at", better.select(q, at)),
+        Assign("best", better.select(key, best)),
     )
     body: list[Stmt] = [
         Var("best", Const(LEAST, I64)),
         Var("at", Const(0, I64)),
         For("q", rows.extent(), step),
-        Store(1, rows.place(1), cast(Ref("at", I64), I32)),
+        Store(1, rows.place(1), at.cast(I32)),
     ]
     rows.launch(s, body, product(x.shape))
     return [out]
@@ -365,40 +360,28 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     x = s.contiguous(s.view(node.operands[0]))
     require_at_most(s, node.attrs["k"], x.shape[-1])
     values, indices = s.result(node, 0), s.result(node, 1)
-    builder = LoopBuilder("topk")
+    builder = s.builder("topk")
     for view, written in ((x, False), (values, True), (indices, True)):
         builder.param(view, written=written)
     n, k = builder.arg("n", x.shape[-1]), builder.arg("k", node.attrs["k"])
     row, j, t = Index("u"), Index("q"), Index("t")
-    element = Load(0, ((row, n), (j, 1)), x.dtype)
-
-    def both(op: str, a: Expr, b: Expr) -> Expr:
-        return Apply(op, (a, b), BOOL)
-
-    def ref(name: str, kind: DType = I64) -> Ref:
-        return Ref(name, kind)
-
-    behind = both(
-        "or", both("lt", ref("key"), ref("last")),
-        both("and", both("eq", ref("key"), ref("last")), both("gt", j, ref("last_at"))),
-    )  # fmt: skip
-    first = both("lt", ref("last_at"), Const(0, I64))
-    ahead = both("or", both("gt", ref("key"), ref("best")), both("lt", ref("at"), Const(0, I64)))
-    better = both("and", both("or", first, behind), ahead)
+    key, best, at, last, last_at = (Ref(name, I64) for name in ("key", "best", "at", "last", "last_at"))
+    better = Ref("better", BOOL)
+    behind = (key < last) | (key.eq(last) & (j > last_at))
     scan: tuple[Stmt, ...] = (
-        Let("key", _key(widened(element))),
-        Let("better", better),
-        Assign("at", Apply("select", (ref("better", BOOL), j, ref("at")), I64)),
-        Assign("best", Apply("select", (ref("better", BOOL), ref("key"), ref("best")), I64)),
+        Let("key", _key(builder.load(0, ((row, n), (j, 1))))),
+        Let("better", ((last_at < 0) | behind) & ((key > best) | (at < 0))),
+        Assign("at", better.select(j, at)),
+        Assign("best", better.select(key, best)),
     )
     pass_: tuple[Stmt, ...] = (
         Var("best", Const(LEAST, I64)),
         Var("at", Const(-1, I64)),
         For("q", n, scan),
-        Assign("last", ref("best")),
-        Assign("last_at", ref("at")),
-        Store(1, ((row, k), (t, 1)), widened(Load(0, ((row, n), (ref("at"), 1)), x.dtype))),
-        Store(2, ((row, k), (t, 1)), cast(ref("at"), I32)),
+        Assign("last", best),
+        Assign("last_at", at),
+        Store(1, ((row, k), (t, 1)), builder.load(0, ((row, n), (at, 1)))),
+        Store(2, ((row, k), (t, 1)), at.cast(I32)),
     )
     body: tuple[Stmt, ...] = (Var("last", Const(LEAST, I64)), Var("last_at", Const(-1, I64)), For("t", k, pass_))
     units = product(x.shape[:-1])

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from rlx.dtypes import I64
 from rlx.ir.graph import Node
-from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Reduce, Ref, Stmt, Store, Var
-from rlx.lir.named_operands import Operands, Place, add, binary, exp, fma, mul, number, sub
+from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Place, Reduce, Ref, Stmt, Store, Var, fma, known
+from rlx.lir.named_operands import Operands
 from rlx.lir.schedule import CHUNK, Scheduler
 from rlx.lir.views import View
 from rlx.ops.sequence import chunks_of
@@ -36,7 +36,7 @@ class _Unit:
 
     def __init__(self, s: Scheduler, node: Node, results: Sequence[View]) -> None:
         self.chunk, self.n = node.attrs["chunk"], node.attrs["state_size"]
-        self.kind = results[0].dtype.compute
+        self.kind = s.native(results[0].dtype)
         self.lanes = s.target.lanes(self.kind.size)
         self.batch, self.seq, self.channels = results[0].shape
         self.blocks = (self.channels + (VECTORS * self.lanes - 1)) // (VECTORS * self.lanes)
@@ -62,7 +62,7 @@ class _Unit:
 
     def at(self, name: str, *rows: tuple[Expr, int], lane: Expr = J) -> Place:
         whole = ((row, times * self.lanes) for row, times in rows)
-        return ((WORK, 1), (number(self.starts[name] * self.lanes), 1), *whole, (lane, 1))
+        return ((WORK, 1), (known(self.starts[name] * self.lanes, I64), 1), *whole, (lane, 1))
 
     def get(self, name: str, *rows: tuple[Expr, int], lane: Expr = J) -> Expr:
         return self.operands.load_at("work", self.at(name, *rows, lane=lane))
@@ -70,81 +70,81 @@ class _Unit:
     def put(self, name: str, value: Expr, *rows: tuple[Expr, int]) -> Store:
         return self.operands.store_at("work", value, self.at(name, *rows))
 
-    def number(self, name: str) -> Ref:
+    def value(self, name: str) -> Ref:
         return Ref(name, self.kind)
 
     def token(self, at: Expr) -> list[Stmt]:
         """A token, its step, its input and their product."""
         return [
-            Let("token", add(FIRST, at)),
+            Let("token", FIRST + at),
             self.operands.base("x", B, TOKEN, CHANNEL),
-            self.operands.base("b", B, TOKEN, number(0)),
+            self.operands.base("b", B, TOKEN, known(0, I64)),
             Let("step", self.operands.load_at("delta", ROW)),
             Let("now", self.operands.load_at("x", ROW)),
-            Let("drive", mul(self.number("step"), self.number("now"))),
+            Let("drive", self.value("step") * self.value("now")),
         ]
 
     def component(self, name: str, k: int) -> Expr:
         """Of b or c at a token: one number for all channels."""
-        return self.operands.load_at(name, ((Ref("b_base", I64), 1), (G, self.together), (number(k), 1)))
+        return self.operands.load_at(name, ((Ref("b_base", I64), 1), (G, self.together), (known(k, I64), 1)))
 
     def each(self, name: str) -> list[Ref]:
-        return [self.number(f"{name}{k}") for k in range(self.together)]
+        return [self.value(f"{name}{k}") for k in range(self.together)]
 
     def vectors(self, *body: Stmt) -> For:
         """Statements for each channel of the unit."""
-        lets = [Let("channel", add(BLOCK, mul(V, number(self.lanes))))]
+        lets = [Let("channel", BLOCK + V * self.lanes)]
         width: int | Ref = self.lanes
         if not isinstance(self.channels, int) or self.channels % self.lanes:
-            left = sub(self.operands.builder.arg("channels", self.channels), CHANNEL)
-            lets.append(Let("width", binary("min", number(self.lanes), left)))
+            left = self.operands.builder.arg("channels", self.channels) - CHANNEL
+            lets.append(Let("width", known(self.lanes, I64).min(left)))
             width = WIDTH
         return For("v", MANY, (*lets, For("j", width, body, vector=True)))
 
     # -- a vector of channels in a chunk -------------------------------------------------------------------------------
     def of_vector(self, k: int) -> tuple[tuple[Expr, int], ...]:
-        return (V, self.n), (G, self.together), (number(k), 1)
+        return (V, self.n), (G, self.together), (known(k, I64), 1)
 
     def again(self) -> For:
         """The states of the chunk from the one before it: what is left of each, and its decay."""
         step: list[Stmt] = self.token(T)
         for k, (h, rate) in enumerate(zip(self.each("h"), self.each("rate"), strict=True)):
-            decay, kept = self.number(f"decay{k}"), self.number(f"kept{k}")
-            row = (T, self.together), (number(k), 1)
+            decay, kept = self.value(f"decay{k}"), self.value(f"kept{k}")
+            row = (T, self.together), (known(k, I64), 1)
             step += [
-                Let(decay.name, exp(mul(self.number("step"), rate))),
-                Let(kept.name, mul(decay, h)),
+                Let(decay.name, (self.value("step") * rate).exp()),
+                Let(kept.name, decay * h),
                 self.put("decay", decay, *row),
                 self.put("kept", kept, *row),
-                Assign(h.name, fma(self.number("drive"), self.component("b", k), kept)),
+                Assign(h.name, fma(self.value("drive"), self.component("b", k), kept)),
             ]
         return For("t", REST, tuple(step))
 
     def backwards(self) -> For:
         at = Ref("at", I64)
-        step, drive, out = (self.number(name) for name in ("step", "drive", "out"))
+        step, drive, out = (self.value(name) for name in ("step", "drive", "out"))
         drive_d: Expr = self.get("drive_d", (at, 1))
         step_d: Expr = self.get("step_d", (at, 1))
-        body: list[Stmt] = [Let("at", sub(sub(REST, number(1)), BACK)), *self.token(at)]
+        body: list[Stmt] = [Let("at", REST - 1 - BACK), *self.token(at)]
         body.append(Let("out", self.operands.load_at("d_out", ROW)))
         refs = zip(self.each("state_d"), self.each("rate_d"), self.each("rate"), strict=True)
         for k, (state_d, rate_d, rate) in enumerate(refs):
-            kept, key, growth = (self.number(f"{name}{k}") for name in ("kept", "key", "growth"))
-            row = (at, self.together), (number(k), 1)
-            of_token = (at, self.n), (G, self.together), (number(k), 1)
+            kept, key, growth = (self.value(f"{name}{k}") for name in ("kept", "key", "growth"))
+            row = (at, self.together), (known(k, I64), 1)
+            of_token = (at, self.n), (G, self.together), (known(k, I64), 1)
             body += [
                 Let(kept.name, self.get("kept", *row)),
                 Let(key.name, self.component("b", k)),
                 Assign(state_d.name, fma(self.component("c", k), out, state_d)),
                 self.put("dc", fma(fma(drive, key, kept), out, self.get("dc", *of_token)), *of_token),
                 self.put("db", fma(state_d, drive, self.get("db", *of_token)), *of_token),
-                Let(growth.name, mul(state_d, kept)),
+                Let(growth.name, state_d * kept),
                 Let(f"drive_d{k}", fma(state_d, key, drive_d)),
                 Let(f"step_d{k}", fma(growth, rate, step_d)),
                 Assign(rate_d.name, fma(growth, step, rate_d)),
-                Assign(state_d.name, mul(state_d, self.get("decay", *row))),
+                Assign(state_d.name, state_d * self.get("decay", *row)),
             ]
-            drive_d, step_d = self.number(f"drive_d{k}"), self.number(f"step_d{k}")
+            drive_d, step_d = self.value(f"drive_d{k}"), self.value(f"step_d{k}")
         body += [self.put("drive_d", drive_d, (at, 1)), self.put("step_d", step_d, (at, 1))]
         return For("back", REST, tuple(body))
 
@@ -153,7 +153,7 @@ class _Unit:
         starts: list[Stmt] = []
         ends: list[Stmt] = []
         for k in range(self.together):
-            where = add(mul(G, number(self.together)), number(k))
+            where = G * self.together + k
             place = (*self.operands.place("states", B, HERE, where, CHANNEL), (J, 1))
             starts += [
                 Var(f"h{k}", self.operands.load_at("states", place)),
@@ -162,20 +162,20 @@ class _Unit:
                 Var(f"rate_d{k}", self.get("rates_d", *self.of_vector(k))),
             ]
             ends += [
-                self.put("state_d", self.number(f"state_d{k}"), *self.of_vector(k)),
-                self.put("rates_d", self.number(f"rate_d{k}"), *self.of_vector(k)),
+                self.put("state_d", self.value(f"state_d{k}"), *self.of_vector(k)),
+                self.put("rates_d", self.value(f"rate_d{k}"), *self.of_vector(k)),
             ]
         return For("g", self.n // self.together, (*starts, self.again(), self.backwards(), *ends))
 
     def walk(self) -> list[Stmt]:
         """A chunk."""
-        zero, drive_d = Const(0.0, self.kind), self.number("of_drive")
+        zero, drive_d = Const(0.0, self.kind), self.value("of_drive")
         clear = For("t", REST, (self.put("drive_d", zero, (T, 1)), self.put("step_d", zero, (T, 1))))
-        ddelta = fma(drive_d, self.number("now"), self.get("step_d", (T, 1)))
+        ddelta = fma(drive_d, self.value("now"), self.get("step_d", (T, 1)))
         finish = For("t", REST, (
             *self.token(T),
             Let(drive_d.name, self.get("drive_d", (T, 1))),
-            self.operands.store_at("dx", mul(drive_d, self.number("step")), ROW),
+            self.operands.store_at("dx", drive_d * self.value("step"), ROW),
             self.operands.store_at("ddelta", ddelta, ROW),
         ))  # fmt: skip
         empty = [self.put(name, zero, (T, self.n), (ITH, 1)) for name in SUMS]
@@ -185,7 +185,7 @@ class _Unit:
             self.operands.store(into, Reduce("sum", "x", self.lanes, self.get(name, *row, lane=lane)), U, B, TOKEN, ITH)
             for name, into in SUMS.items()
         ]
-        added = For("t", REST, (Let("token", add(FIRST, T)), For("i", self.n, tuple(sums))))
+        added = For("t", REST, (Let("token", FIRST + T), For("i", self.n, tuple(sums))))
         return [empties, self.vectors(clear, self.components(), finish), added]
 
     def root(self) -> For:
@@ -200,20 +200,20 @@ class _Unit:
             return (*self.operands.place(name, *outer, CHANNEL, ITH), (J, n))
 
         bounds = (
-            Let("chunk", sub(sub(chunks, number(1)), TURN)),
-            Let("first", mul(HERE, number(self.chunk))),
-            Let("rest", binary("min", number(self.chunk), sub(builder.arg("seq", self.seq), FIRST))),
+            Let("chunk", chunks - 1 - TURN),
+            Let("first", HERE * self.chunk),
+            Let("rest", known(self.chunk, I64).min(builder.arg("seq", self.seq) - FIRST)),
         )
         of_batch = (
             for_state(self.put("state_d", self.operands.load_at("d_last", element("d_last", B)), *row)),
             For("turn", chunks, (*bounds, *self.walk())),
             for_state(self.operands.store_at("d_state", self.get("state_d", *row), element("d_state", B))),
         )
-        left = add(sub(builder.arg("channels", self.channels), BLOCK), number(self.lanes - 1))
+        left = builder.arg("channels", self.channels) - BLOCK + (self.lanes - 1)
         return For("u", builder.arg("blocks", self.blocks), (
-            Let("work", mul(U, number(self.rows * self.lanes))),
-            Let("block", mul(U, number(VECTORS * self.lanes))),
-            Let("vectors", binary("min", number(VECTORS), binary("quot", left, number(self.lanes)))),
+            Let("work", U * (self.rows * self.lanes)),
+            Let("block", U * (VECTORS * self.lanes)),
+            Let("vectors", known(VECTORS, I64).min(left.quot(self.lanes))),
             for_state(self.put("rates", self.operands.load_at("a", element("a")), *row)),
             for_state(self.put("rates_d", Const(0.0, self.kind), *row)),
             For("b", builder.arg("batch", self.batch), of_batch),
@@ -239,10 +239,10 @@ def _add_up(s: Scheduler, unit: _Unit, results: dict[str, View]) -> None:
         operands.read(part, given.builder.views[given.numbers[part]])
         operands.write(name, results[name])
         here = operands.load_at(part, ((U, stride), (J, 1)))
-        total = unit.number(f"total_{name}")
+        total = unit.value(f"total_{name}")
         body += [
             Var(total.name, Const(0.0, unit.kind)),
-            For("u", operands.builder.arg("blocks", unit.blocks), (Assign(total.name, add(total, here)),)),
+            For("u", operands.builder.arg("blocks", unit.blocks), (Assign(total.name, total + here),)),
             operands.store_at(name, total, ((J, 1),)),
         ]
     root = For("j", stride, tuple(body), vector=True)

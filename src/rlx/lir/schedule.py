@@ -15,7 +15,7 @@ from rlx.dtypes import I64, DType
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import RuleTable
 from rlx.lir.kernels import Kernel
-from rlx.lir.loops import Apply, Arg, Expr, For, Index, Let, Load, LoopKernel, Param, Ref, Stmt, Store
+from rlx.lir.loops import Arg, Expr, For, Index, Let, Load, LoopKernel, Param, Place, Ref, Stmt, Store
 from rlx.lir.merge_launches import merge_launches
 from rlx.lir.program import (
     ARENA,
@@ -167,6 +167,14 @@ class Scheduler:
             return self._buffer(Buffer(name, value.type, OUTPUT))
         return self._buffer(Buffer(self._fresh(f"t{node.id}{suffix}"), value.type, ARENA))
 
+    def builder(self, name: str) -> LoopBuilder:
+        """A loop kernel to be written."""
+        return LoopBuilder(name, self.target)
+
+    def native(self, dtype: DType) -> DType:
+        """The type in which the target computes with numbers of a type."""
+        return self.target.native(dtype)
+
     def is_output(self, node: Node) -> bool:
         """Whether the first result of `node` has its place already, so that it cannot lie where an operand does."""
         return node[0] in self._places or node[0] in self._outputs
@@ -220,6 +228,7 @@ class LoopBuilder:
     """Collects the parameters and run-time integers of a loop kernel while its statements are written."""
 
     name: str
+    target: Target
     params: list[Param] = field(default_factory=list)
     views: list[View] = field(default_factory=list)
     args: dict[str, Size] = field(default_factory=dict)
@@ -230,6 +239,11 @@ class LoopBuilder:
         self.params.append(Param(name or f"{'y' if written else 'x'}{index}", view.dtype, written))
         self.views.append(view)
         return index
+
+    def load(self, param: int, at: Place) -> Expr:
+        """An element of a parameter, in the type in which the target computes with it."""
+        dtype = self.params[param].dtype
+        return Load(param, at, dtype).cast(self.target.native(dtype))
 
     def arg(self, name: str, size: Size) -> Arg:
         """A run-time integer."""
@@ -287,15 +301,15 @@ def decode_unit(builder: LoopBuilder, sizes: Sequence[Size], names: Sequence[str
     rest: Expr = Index(unit)
     for i in range(len(sizes) - 1, 0, -1):
         extent = builder.arg(f"n_{names[i]}", sizes[i])
-        lets.append(Let(names[i], Apply("rem", (rest, extent), I64)))
-        quotient = Let(f"{names[i]}_q", Apply("quot", (rest, extent), I64))
+        lets.append(Let(names[i], rest.rem(extent)))
+        quotient = Let(f"{names[i]}_q", rest.quot(extent))
         lets.append(quotient)
         rest = Ref(quotient.name, I64)
     lets.append(Let(names[0], rest))
     return lets
 
 
-def places(builder: LoopBuilder, nest: Nest, count: int) -> list[tuple[tuple[Expr, int | Arg], ...]]:
+def places(builder: LoopBuilder, nest: Nest, count: int) -> list[Place]:
     """The address terms of each operand at the current indices of a nest."""
     last = len(nest.sizes) - 1
     chunked = len(nest.sizes) == 1
@@ -317,11 +331,11 @@ class Elements:
 
     builder: LoopBuilder
     nest: Nest
-    at: list[tuple[tuple[Expr, int | Arg], ...]]
+    at: list[Place]
 
     def load(self, i: int, *terms: tuple[Expr, int | Arg]) -> Expr:
         """The element of read i, moved by further address terms if given."""
-        return widened(Load(i, self.at[i] + terms, self.builder.params[i].dtype))
+        return self.builder.load(i, self.at[i] + terms)
 
     def index(self, axis: int) -> Expr:
         """The index on an axis of the shape; the axis must be kept."""
@@ -351,7 +365,7 @@ def map_elements(
 
     `body` gives statements, and one expression a write; axes in `keep` are not merged with others.
     """
-    builder = LoopBuilder(name)
+    builder = scheduler.builder(name)
     operands = [v.expand(tuple(shape)) if v.rank != len(shape) or v.shape != tuple(shape) else v for v in reads]
     operands += list(writes)
     sizes, strides, axes = collapse(shape, [v.strides for v in operands], keep=keep)
@@ -376,16 +390,6 @@ def map_elements(
     else:
         root = For("u", builder.arg("units", nest.outer), (*lets, inner))
         builder.launch(scheduler, root, nest.outer, flops=elements)
-
-
-def widened(load: Expr) -> Expr:
-    """A load in the type that arithmetic uses."""
-    return cast(load, load.dtype.compute)
-
-
-def cast(expr: Expr, to: DType) -> Expr:
-    """`expr` in another type; nothing where it has it."""
-    return expr if expr.dtype is to else Apply("cast", (expr,), to)
 
 
 # -- barriers ---------------------------------------------------------------------------------------------------------

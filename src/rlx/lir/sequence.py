@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.dtypes import BOOL, I64
+from rlx.dtypes import I64
 from rlx.ir.graph import Node
 from rlx.lir import gated_delta_net as gated_delta_net
 from rlx.lir import scan_gradient
-from rlx.lir.loops import Apply, Assign, Choose, Const, Expr, For, Index, Let, Ref, Stmt, Var
-from rlx.lir.named_operands import Operands, add, binary, exp, fma, mul, number, state_after, sub
-from rlx.lir.schedule import Elements, Scheduler, cast, loop_form, map_elements
+from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Ref, Stmt, Var, fma, known
+from rlx.lir.named_operands import Operands, state_after
+from rlx.lir.schedule import Elements, Scheduler, loop_form, map_elements
 from rlx.lir.views import View
 from rlx.ops.sequence import chunks_of
 from rlx.types import product
@@ -36,32 +36,33 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     if keeps:
         outs.append(s.result(node, 2))
         operands.write("states", outs[2])
-    n, kind = node.attrs["state_size"], outs[0].dtype.compute
+    n, kind = node.attrs["state_size"], s.native(outs[0].dtype)
     batch, seq, channels = outs[0].shape
     builder = operands.builder
     j, b, t = Index("j"), Index("b"), Ref("token", I64)
 
-    rates: list[Stmt] = [Let(f"a{i}", operands.load("a", j, number(i))) for i in range(n)]
-    start = [Var(f"h{i}", operands.load("state", b, j, number(i)) if carried else Const(0.0, kind)) for i in range(n)]
+    rates: list[Stmt] = [Let(f"a{i}", operands.load("a", j, Const(i, I64))) for i in range(n)]
+    start = [
+        Var(f"h{i}", operands.load("state", b, j, Const(i, I64)) if carried else Const(0.0, kind)) for i in range(n)
+    ]
     step: list[Stmt] = [Let("dt", operands.load("delta", b, t, j)), Let("now", operands.load("x", b, t, j))]
-    step.append(Let("drive", mul(Ref("dt", kind), Ref("now", kind))))
-    y: Expr = mul(operands.load("d", j), Ref("now", kind)) if "d" in operands.numbers else Const(0.0, kind)
+    step.append(Let("drive", Ref("dt", kind) * Ref("now", kind)))
+    y: Expr = operands.load("d", j) * Ref("now", kind) if "d" in operands.numbers else Const(0.0, kind)
     for i in range(n):
-        decay = exp(mul(Ref("dt", kind), Ref(f"a{i}", kind)))
-        driven = mul(Ref("drive", kind), operands.load("b", b, t, number(i)))
+        decay = (Ref("dt", kind) * Ref(f"a{i}", kind)).exp()
+        driven = Ref("drive", kind) * operands.load("b", b, t, Const(i, I64))
         step.append(Assign(f"h{i}", fma(decay, Ref(f"h{i}", kind), driven)))
-        step.append(Let(f"y{i}", fma(operands.load("c", b, t, number(i)), Ref(f"h{i}", kind), y)))
+        step.append(Let(f"y{i}", fma(operands.load("c", b, t, Const(i, I64)), Ref(f"h{i}", kind), y)))
         y = Ref(f"y{i}", kind)
     step.append(operands.store("y", y, b, t, j))
-    last = [operands.store("final", Ref(f"h{i}", kind), b, j, number(i)) for i in range(n)] if carried else []
+    last = [operands.store("final", Ref(f"h{i}", kind), b, j, Const(i, I64)) for i in range(n)] if carried else []
     if keeps:
         chunk, first = Index("chunk"), Ref("first", I64)
-        size = number(node.attrs["chunk"])
-        kept = [operands.store("states", Ref(f"h{i}", kind), b, chunk, number(i), j) for i in range(n)]
-        bounds = (
-            Let("first", mul(chunk, size)), Let("rest", binary("min", size, sub(builder.arg("seq", seq), first))),
-        )  # fmt: skip
-        tokens = For("t", Ref("rest", I64), (Let("token", add(first, Index("t"))), *step))
+        size = node.attrs["chunk"]
+        kept = [operands.store("states", Ref(f"h{i}", kind), b, chunk, Const(i, I64), j) for i in range(n)]
+        left = builder.arg("seq", seq) - first
+        bounds = Let("first", chunk * size), Let("rest", known(size, I64).min(left))
+        tokens = For("t", Ref("rest", I64), (Let("token", first + Index("t")), *step))
         walk = For("chunk", builder.arg("chunks", chunks_of(seq, node.attrs["chunk"])), (*bounds, *kept, tokens))
     else:
         walk = For("t", builder.arg("seq", seq), (Let("token", Index("t")), *step))
@@ -100,11 +101,10 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
             pad = (Const(k, I64), e.arg("pad_token", before.strides[1]))
             value = e.load(0, here)
             if k < size - 1:
-                early = Apply("lt", (token, Const(size - 1 - k, I64)), BOOL)
-                value = Choose(early, e.load(1, pad), value)
+                value = (token < size - 1 - k).choose(e.load(1, pad), value)
             tap = e.load(2, (Const(k, I64), 1))
-            product_ = mul(cast(value, tap.dtype), tap)
-            total = product_ if total is None else binary("add", total, product_)
+            term = value.cast(tap.dtype) * tap
+            total = term if total is None else total + term
         assert total is not None
         return (), [total]
 
@@ -124,22 +124,12 @@ def _last_tokens(s: Scheduler, node: Node, x: View, before: View, lengths: View)
     builder, size = operands.builder, node.attrs["kernel_size"]
     batch, seq, channels = x.shape
     j, b, end, limit = Index("j"), Index("b"), Ref("end", I64), builder.arg("seq", seq)
-    known = cast(operands.load("lengths", b), I64)
-    body: list[Stmt] = [Let("end", binary("min", binary("max", known, Const(0, I64)), limit))]
+    body: list[Stmt] = [Let("end", operands.load("lengths", b).cast(I64).max(0).min(limit))]
     for k in range(size - 1):
-        body.append(Let(f"at{k}", binary("add", end, Const(k, I64))))
         at = Ref(f"at{k}", I64)
-        early = Apply("lt", (at, Const(size - 1, I64)), BOOL)
-        late = binary("sub", at, Const(size - 1, I64))
-        body.append(
-            operands.store(
-                "final",
-                Choose(early, operands.load("state", b, at, j), operands.load("x", b, late, j)),
-                b,
-                Const(k, I64),
-                j,
-            )
-        )
+        before_x, in_x = operands.load("state", b, at, j), operands.load("x", b, at - (size - 1), j)
+        token = (at < size - 1).choose(before_x, in_x)
+        body += [Let(at.name, end + k), operands.store("final", token, b, Const(k, I64), j)]
     rows = For("b", builder.arg("batch", batch), tuple(body))
     root = For("j", builder.arg("channels", channels), (rows,), vector=True)
     units = (channels + (CHANNELS - 1)) // CHANNELS

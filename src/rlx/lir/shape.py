@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.dtypes import BOOL
 from rlx.ir.graph import Node
-from rlx.lir.loops import Apply, Choose, Const, Expr, Stmt
-from rlx.lir.schedule import Elements, Scheduler, cast, loop_form, map_elements
+from rlx.lir.loops import Expr, Stmt
+from rlx.lir.schedule import Elements, Scheduler, loop_form, map_elements
 from rlx.lir.views import View
 from rlx.types import Size, evaluate, is_monotone, symbols_of
 
@@ -59,10 +58,6 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     return [s.view(node.operands[0]).expand(node.types[0].shape)]
 
 
-def compare(op: str, a: Expr, b: Expr) -> Expr:
-    return Apply(op, (a, b), BOOL)
-
-
 @loop_form("concatenate")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     """Each element comes from the operand whose range its index on the axis lies in."""
@@ -79,10 +74,10 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         ends.append(at)
 
     def body(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
-        value = cast(e.load(len(reads) - 1), out.dtype.compute)
+        native = s.native(out.dtype)
+        value = e.load(len(reads) - 1).cast(native)
         for i in range(len(reads) - 2, -1, -1):
-            end = e.arg(f"end{i}", ends[i])
-            value = Choose(compare("lt", e.index(axis), end), cast(e.load(i), out.dtype.compute), value)
+            value = (e.index(axis) < e.arg(f"end{i}", ends[i])).choose(e.load(i).cast(native), value)
         return (), [value]
 
     map_elements(s, "concatenate", out.shape, reads, [out], body, keep=(axis,))
@@ -107,12 +102,11 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         for axis in padded:
             start = e.arg(f"low{axis}", low[axis])
             stop = e.arg(f"stop{axis}", low[axis] + view.shape[axis])
-            here = Apply("and", (compare("ge", e.index(axis), start), compare("lt", e.index(axis), stop)), BOOL)
-            inside = here if inside is None else Apply("and", (inside, here), BOOL)
+            here = (e.index(axis) >= start) & (e.index(axis) < stop)
+            inside = here if inside is None else inside & here
         value = e.load(0)
-        kind = out.dtype.compute
-        fill = Const(kind.numpy.type(node.attrs["value"]).item(), kind)
-        return (), [value if inside is None else Choose(inside, value, fill)]
+        fill = value.dtype.numpy.type(node.attrs["value"]).item()
+        return (), [value if inside is None else inside.choose(value, fill)]
 
     map_elements(s, "pad", out.shape, [inner], [out], body, keep=padded)
     return [out]

@@ -45,7 +45,7 @@ def _changed(s: Scheduler, node: Node, written: Sequence[int]) -> list[View]:
     made = written_out(node.definition, types, node.attrs)  # of one element
 
     def body(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
-        return body_lets(made, [e.load(numbers[i]) for i in given])
+        return body_lets(made, [e.load(numbers[i]) for i in given], s.target)
 
     shape = given[written[0]].shape
     map_elements(s, node.op, shape, list(reads.values()), list(mine.values()), body, flops=2 * len(given))

@@ -225,7 +225,7 @@ def _multiply_add(b: Builder, target: Target, x: Value, y: Value, total: Value) 
 def _nest(kernel: MatmulKernel, target: Target) -> Routine:
     """The loops over units, K slabs and tiles; what the epilogue computes is behind an address, so nests are shared."""
     form = geometry(kernel, target)
-    operands = "".join(f".{o.dtype.size}{'c' if o.columns else 'r'}" for o in kernel.operands)
+    operands = "".join(f".{o.dtype.size}{'c' if o.columns else 'r'}" for o in kernel.tile)
     finish = "epilogue" if kernel.epilogue else "copy"
     right = "panels" if kernel.packed else "rows"
     if kernel.blocks:
@@ -286,7 +286,7 @@ class _Nest:
     ) -> None:
         self.b, self.kernel, self.form = b, kernel, form
         self.lo, self.hi, self.scratch = lo, hi, scratch
-        places = (f"ptr{i}" for i in range(len(kernel.operands)))
+        places = (f"ptr{i}" for i in range(len(kernel.tile)))
         pointers = {"tiles", "epilogue", "blocks", "a", "b", "index", *places}
         self.word = {
             name: b.load("ptr" if name in pointers else "i64", b.offset(args, 8 * i), align=8)
@@ -302,8 +302,8 @@ class _Nest:
             self._cut_rows(self.word["m"])
         if kernel.epilogue is not None:
             self.epilogue_args = b.stack("i64", len(kernel.epilogue.words))
-            for i in range(len(kernel.operands)):
-                self._store_arg(2 + len(kernel.operands) + i, self.word[f"row{i}"])
+            for i in range(len(kernel.tile)):
+                self._store_arg(2 + len(kernel.tile) + i, self.word[f"row{i}"])
         if kernel.blocks is not None:
             self.block_args = b.stack("i64", 7)
         if not kernel.packed:
@@ -360,7 +360,7 @@ class _Nest:
                 b=b.offset(word["b"], b.mul(group, word["b_batch0"]), self.form.scalar),
                 operands=tuple(
                     b.offset(word[f"ptr{i}"], b.mul(start, word[f"row{i}"]), _unit(o))
-                    for i, o in enumerate(self.kernel.operands)
+                    for i, o in enumerate(self.kernel.tile)
                 ),
             )
             self.panels_of(index, rows)
@@ -388,7 +388,7 @@ class _Nest:
             a=moved("a", ("a_batch0", "a_batch1"), self.form.scalar),
             b=moved("b", ("b_batch0", "b_batch1"), self.form.scalar),
             operands=tuple(
-                moved(f"ptr{i}", (f"outer{i}", f"inner{i}"), _unit(o)) for i, o in enumerate(self.kernel.operands)
+                moved(f"ptr{i}", (f"outer{i}", f"inner{i}"), _unit(o)) for i, o in enumerate(self.kernel.tile)
             ),
         )
         if self.kernel.grouped == "depth":
@@ -455,7 +455,7 @@ class _Nest:
             b=here,
             operands=tuple(
                 b.offset(pointer, column, _unit(o)) if o.columns else pointer
-                for pointer, o in zip(rows.operands, self.kernel.operands, strict=True)
+                for pointer, o in zip(rows.operands, self.kernel.tile, strict=True)
             ),
             sums=b.offset(self.sums, b.mul(b.sub(panel, first), IN_PLACE_TILES * form.rows * form.panel), form.scalar),
             start=start,
@@ -464,7 +464,7 @@ class _Nest:
             last=b.icmp("eq", b.add(slab, 1), slabs),
         )
         if self.kernel.epilogue is not None:
-            self._store_arg(1 + len(self.kernel.operands), stripe.columns)
+            self._store_arg(1 + len(self.kernel.tile), stripe.columns)
         if self.kernel.blocks is not None:
             blocks = self.kernel.blocks
             many = self.each_tile_of_codes if blocks.tiles else self.each_tile_of_numbers
@@ -640,7 +640,7 @@ class _Nest:
         b, word = self.b, self.word
         places = [
             b.offset(pointer, b.mul(row, word[f"row{i}"]), _unit(o))
-            for i, (pointer, o) in enumerate(zip(stripe.operands, self.kernel.operands, strict=True))
+            for i, (pointer, o) in enumerate(zip(stripe.operands, self.kernel.tile, strict=True))
         ]
         if self.kernel.epilogue is None:
             _copy_tile(b, self.form, sums, places[0], word["row0"], height, stripe.columns)

@@ -1,0 +1,84 @@
+"""The toy backend: LIR kernels as Python over NumPy, in memory of its own. Small enough to read, see
+`docs/adding-a-backend.md`; it is the proof that a backend needs nothing but `loops` kernels."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from rlx import types
+from rlx.backends.base import Allocator, Backend, InputSpec
+from rlx.backends.toy import emitter, scalars
+from rlx.backends.toy.executable import ToyExecutable
+from rlx.backends.toy.memory import ToyAllocator, ToyBuffer
+from rlx.lir import expressions, kernels, loops, program, views
+from rlx.lir.kernels import Kernel
+from rlx.lir.loops import LoopKernel
+from rlx.lir.program import Program
+from rlx.target import Target
+
+__all__ = ["TOY", "ToyAllocator", "ToyBackend", "ToyBuffer", "ToyExecutable", "ToyTarget"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToyTarget(Target):
+    """A machine without vectors, tiles or panels: everything is a `loops` kernel."""
+
+    def forms(self) -> Mapping[str, Callable[..., Any]]:
+        from rlx.lir.portable import FORMS
+
+        return FORMS
+
+
+TOY = ToyTarget(
+    name="toy", arch="any", vector_bytes=16, tile_rows=1, tile_vectors=1, has_fma=False, cpu="", features="",
+    device="toy", prepacks=False,
+)  # fmt: skip
+
+
+class ToyBackend(Backend):
+    """Python and NumPy from LIR."""
+
+    name = "toy"
+    allocator: Allocator = ToyAllocator()
+
+    def targets(self) -> tuple[Target, ...]:
+        return (TOY,)
+
+    def identity(self, target: Target) -> str:
+        sources = "".join(map(inspect.getsource, (emitter, scalars)))
+        return f"numpy {np.__version__} {hashlib.blake2b(sources.encode(), digest_size=8).hexdigest()}"
+
+    def versions(self) -> Mapping[str, str]:
+        return {"numpy": np.__version__}
+
+    def compile(
+        self, program: Program, target: Target, *, threads: int | None = None,
+        inputs: Sequence[InputSpec] | None = None, long_lived: bool = False,
+    ) -> ToyExecutable:  # fmt: skip
+        return ToyExecutable(program, target)
+
+    def kernel_text(self, kernels: Iterable[Kernel], target: Target, *, assembly: bool = False) -> str:
+        return "\n\n".join(emitter.source(kernel) for kernel in kernels if isinstance(kernel, LoopKernel))
+
+    def image_modules(self) -> Sequence[ModuleType]:
+        """An image is the program itself, made of the records of LIR."""
+        return (types, expressions, loops, kernels, views, program)
+
+    def target_from(self, record: Mapping[str, Any]) -> Target:
+        return ToyTarget(**record)
+
+    def load(
+        self, image: Program, program: Callable[[], Program], target: Target, *, threads: int | None = None,
+        inputs: Sequence[InputSpec] | None = None, long_lived: bool = False,
+    ) -> ToyExecutable:  # fmt: skip
+        return ToyExecutable(image, target)
+
+    def kernels_compiled(self) -> int:
+        return emitter.functions_compiled()

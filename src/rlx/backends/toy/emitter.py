@@ -1,0 +1,295 @@
+"""The emitter: a `LoopKernel` as the source of a Python function over NumPy.
+
+Units run side by side, and so do the iterations of `vector` loops and the terms of reductions: each is an axis of
+arrays, the innermost first, so that NumPy's broadcasting lines them up. All other loops are loops of Python. Where only
+some lanes take part in a loop or a choice, a mask says which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rlx.backends.toy import scalars
+from rlx.dtypes import ALL, I64, DType
+from rlx.lir.loops import (
+    Apply,
+    Arg,
+    Assign,
+    Check,
+    Choose,
+    Const,
+    Expr,
+    For,
+    Index,
+    Let,
+    Load,
+    Lookup,
+    LoopKernel,
+    Reduce,
+    Ref,
+    Stmt,
+    Store,
+    Var,
+)
+
+# Operations as Python; NumPy's integers wrap, its maximum and minimum propagate NaN, its division of integers floors.
+PYTHON = {
+    "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "fma": "{} * {} + {}", "neg": "-{}",
+    "floordiv": "np.floor_divide({}, {})", "mod": "np.mod({}, {})", "quot": "{} // {}", "rem": "{} % {}",
+    "pow": "np.power({}, {})", "max": "np.maximum({}, {})", "min": "np.minimum({}, {})", "abs": "np.abs({})",
+    "exp": "np.exp({})", "log": "np.log({})", "tanh": "np.tanh({})", "erf": "erf({})", "gelu": "gelu({})",
+    "sqrt": "np.sqrt({})", "sin": "np.sin({})", "cos": "np.cos({})", "tan": "np.tan({})", "atan": "np.arctan({})",
+    "eq": "{} == {}", "ne": "{} != {}", "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}",
+    "and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "not": "np.logical_not({})", "shl": "{} << {}",
+    "shr": "{} >> {}", "select": "np.where({}, {}, {})", "order": "order({})", "bits": "bits({})",
+    "nearest": "nearest({})", "dot_u8": "dot_bytes({}, {}, {})", "dot_u7": "dot_bytes({}, {}, {})",
+}  # fmt: skip
+COMBINE = {"sum": "np.add", "prod": "np.multiply", "max": "np.maximum", "min": "np.minimum"}
+
+Function = Callable[..., None]
+SCOPE = {"np": np, **vars(scalars), **{d.name: d.numpy.type for d in ALL}, **{d.name.upper(): d for d in ALL}}
+UNIFORM = ("add", "sub", "mul", "quot", "rem", "and", "shl", "shr", "max", "min")  # give integers from integers
+
+
+_functions: dict[str, Function] = {}  # by fingerprint
+
+
+def function(kernel: LoopKernel) -> Function:
+    """The function of a kernel, compiled once per process."""
+    if kernel.fingerprint not in _functions:
+        scope: dict[str, Any] = dict(SCOPE)
+        exec(compile(source(kernel), kernel.symbol, "exec"), scope)
+        _functions[kernel.fingerprint] = scope["kernel"]
+    return _functions[kernel.fingerprint]
+
+
+def functions_compiled() -> int:
+    """How many kernels this process has compiled."""
+    return len(_functions)
+
+
+def source(kernel: LoopKernel) -> str:
+    """The Python of a kernel: `kernel(units, faults, memory and offset of each parameter, arguments)`."""
+    return _Emitter(kernel).run()
+
+
+@dataclass(frozen=True)
+class _Lanes:
+    """How many axes values have, the mask in force, and whether a vector loop is around."""
+
+    rank: int = 1
+    mask: str = ""
+    in_vector: bool = False
+
+
+@dataclass
+class _Emitter:
+    kernel: LoopKernel
+    lines: list[str] = field(default_factory=list)
+    indent: int = 0
+    lanes: _Lanes = field(default_factory=_Lanes)
+    names: dict[str, str] = field(default_factory=dict)  # Python names of loop variables, lets and variables
+    memo: dict[int, str] = field(default_factory=dict)  # Python names of expressions, by id
+    uniform: set[str] = field(default_factory=set)  # integers that are the same in all lanes, by Python name
+    variables: set[str] = field(default_factory=set)  # that change, by Python name
+    constants: dict[str, str] = field(default_factory=dict)  # text of each constant -> Python name
+    count: int = 0
+
+    def run(self) -> str:
+        kernel, root = self.kernel, self.kernel.root
+        memory = [name for p in kernel.params for name in (f"mem_{p.name}", f"at_{p.name}")]
+        arguments = [f"arg_{name}" for name in kernel.args]
+        self.line(f"def kernel({', '.join(('units', 'faults', *memory, *arguments))}):")
+        with self.block():
+            self.uniform.update(arguments)
+            for let in kernel.lets:
+                self.stmt(let)
+            stop = f"min(units * {kernel.chunk}, {self.extent(root.extent)})" if kernel.chunk else "units"
+            index = self.fresh(root.index)
+            self.line(f"for {index} in batches({', '.join((stop, *_widths(root.body)))}):")
+            with self.block(replace(self.lanes, in_vector=bool(kernel.chunk))):
+                self.names[root.index] = index
+                self.body(root.body)
+        constants = [f"{name} = {text}" for text, name in self.constants.items()]
+        return "\n".join([*constants, *self.lines, ""])
+
+    # -- text --
+    def line(self, text: str) -> None:
+        self.lines.append("    " * self.indent + text)
+
+    def fresh(self, name: str = "t") -> str:
+        self.count += 1
+        return f"{name}_{self.count}"
+
+    def let(self, text: str, *, uniform: bool = False) -> str:
+        """A new name for the value of some Python."""
+        name = self.fresh()
+        self.line(f"{name} = {text}")
+        if uniform:
+            self.uniform.add(name)
+        return name
+
+    def constant(self, text: str) -> str:
+        return self.constants.setdefault(text, f"c_{len(self.constants)}")
+
+    @contextmanager
+    def block(self, lanes: _Lanes | None = None) -> Iterator[None]:
+        """Indented lines. Names and values made inside do not leave; values from before may be out of date inside."""
+        saved = self.lanes, self.names, self.memo
+        self.lanes, self.names, self.memo = lanes or self.lanes, dict(self.names), {}
+        self.indent += 1
+        yield
+        self.indent -= 1
+        self.lanes, self.names, self.memo = saved
+
+    @contextmanager
+    def masked(self, mask: str) -> Iterator[None]:
+        """Code for the lanes where a mask holds, too."""
+        saved = self.lanes, self.memo
+        mask = self.let(f"{self.lanes.mask} & {mask}") if self.lanes.mask else mask
+        self.lanes, self.memo = replace(self.lanes, mask=mask), {}
+        yield
+        self.lanes, self.memo = saved
+
+    # -- statements --
+    def body(self, stmts: tuple[Stmt, ...]) -> None:
+        for stmt in stmts:
+            self.stmt(stmt)
+
+    def stmt(self, stmt: Stmt) -> None:
+        mask = f", {self.lanes.mask}" if self.lanes.mask else ""
+        match stmt:
+            case Let():
+                value = self.value(stmt.value)
+                self.names[stmt.name] = self.let(value) if value in self.variables else value
+            case Var():
+                name = self.fresh(stmt.name)
+                self.line(f"{name} = {self.value(stmt.start)}")
+                self.names[stmt.name] = name
+                self.variables.add(name)
+            case Assign():
+                name, value = self.names[stmt.name], self.value(stmt.value)
+                self.line(f"{name} = np.where({self.lanes.mask}, {value}, {name})" if mask else f"{name} = {value}")
+                self.memo = {}
+            case Store():
+                param = self.kernel.params[stmt.param]
+                value = self.cast(self.value(stmt.value), stmt.value.dtype, param.dtype)
+                self.line(f"store(mem_{param.name}, {self.address(stmt.param, stmt.at)}, {value}{mask})")
+                self.memo = {}
+            case Check():
+                self.line(f"check(faults, {self.value(stmt.condition)}, {stmt.code}{mask})")
+            case For():
+                self.loop(stmt)
+                self.memo = {}
+
+    def loop(self, loop: For) -> None:
+        """Side by side where it is a vector loop, unless one is around; else one after the other."""
+        extent, index = self.extent(loop.extent), self.fresh(loop.index)
+        varies = isinstance(loop.extent, Ref) and extent not in self.uniform
+        steps = self.let(f"longest({extent})") if varies else extent
+        lanes = self.lanes
+        if loop.vector and not lanes.in_vector:
+            self.line(f"if {steps} > 0:")
+            lanes = replace(lanes, rank=lanes.rank + 1, in_vector=True)
+        else:
+            self.line(f"for {index} in range({steps}):")
+            self.uniform.add(index)
+        with self.block(lanes):
+            if index not in self.uniform:
+                self.line(f"{index} = indices(0, {steps}, {lanes.rank - 1})")
+            self.names[loop.index] = index
+            if not varies:
+                self.body(loop.body)
+                return
+            with self.masked(self.let(f"{index} < {extent}")):
+                self.body(loop.body)
+
+    def extent(self, extent: int | Arg | Ref) -> str:
+        match extent:
+            case Arg():
+                return f"arg_{extent.name}"
+            case Ref():
+                return self.names[extent.name]
+        return str(extent)
+
+    # -- expressions --
+    def value(self, expr: Expr) -> str:
+        """The Python name (or number) of an expression; what is computed once under a mask is not computed again."""
+        match expr:
+            case Index() | Ref():
+                return self.names[expr.name]
+            case Arg():
+                return f"arg_{expr.name}"
+            case Const() if expr.dtype is I64:
+                return str(int(expr.value))
+            case Const():
+                plain = repr(expr.value) if math.isfinite(expr.value) else repr(str(expr.value))
+                return self.constant(f"{expr.dtype}({plain})")
+        if id(expr) not in self.memo:
+            self.memo[id(expr)] = self.computed(expr)
+        return self.memo[id(expr)]
+
+    def computed(self, expr: Expr) -> str:
+        match expr:
+            case Load():
+                memory, at = f"mem_{self.kernel.params[expr.param].name}", self.address(expr.param, expr.at)
+                mask = self.lanes.mask
+                return self.let(f"load({memory}, {at}, {mask})" if mask else f"{memory}[{at}]")
+            case Apply(op="cast"):
+                return self.cast(self.value(expr.args[0]), expr.args[0].dtype, expr.dtype)
+            case Apply():
+                args = [self.value(a) for a in expr.args]
+                whole = expr.dtype is I64 and expr.op in UNIFORM and all(self.is_uniform(a) for a in args)
+                return self.let(PYTHON[expr.op].format(*args), uniform=whole)
+            case Choose():
+                condition = self.value(expr.condition)
+                with self.masked(condition):
+                    then = self.value(expr.then)
+                with self.masked(self.let(f"np.logical_not({condition})")):
+                    other = self.value(expr.other)
+                return self.let(f"np.where({condition}, {then}, {other})")
+            case Reduce():
+                return self.reduction(expr)
+            case Lookup():
+                table = self.constant(f"np.array({expr.table.values}, np.int32)")
+                return self.let(f"{table}[{self.value(expr.index)}]")
+        raise AssertionError(f"{expr} is no expression")
+
+    def reduction(self, expr: Reduce) -> str:
+        term, index = self.fresh("term"), self.fresh(expr.index)
+        self.line(f"def {term}({index}):")
+        with self.block(replace(self.lanes, rank=self.lanes.rank + 1)):
+            self.names[expr.index] = index
+            self.line(f"return {self.value(expr.value)}")
+        start = self.constant(f"identity({expr.op!r}, {expr.dtype.name.upper()})")
+        extent = self.extent(expr.extent)
+        return self.let(f"reduce({COMBINE[expr.op]}, {start}, {extent}, {self.lanes.rank}, {term})")
+
+    def address(self, param: int, at: tuple[tuple[Expr, int | Arg], ...]) -> str:
+        terms = [f"at_{self.kernel.params[param].name}"]
+        for index, stride in at:
+            value = self.value(index)
+            terms.append(value if stride == 1 else f"{value} * {self.extent(stride)}")
+        return self.let(" + ".join(terms)) if at else terms[0]
+
+    def cast(self, value: str, have: DType, want: DType) -> str:
+        return value if have is want else self.let(f"cast({value}, {have.name.upper()}, {want.name.upper()})")
+
+    def is_uniform(self, value: str) -> bool:
+        return value in self.uniform or value.lstrip("-").isdigit()
+
+
+def _widths(body: tuple[Stmt, ...]) -> Iterator[str]:
+    """Python for the number of lanes in each vector loop of a body, as far as it is known before."""
+    for stmt in body:
+        if isinstance(stmt, For):
+            if stmt.vector and not isinstance(stmt.extent, Ref):
+                yield str(stmt.extent) if isinstance(stmt.extent, int) else f"arg_{stmt.extent.name}"
+            else:
+                yield from _widths(stmt.body)

@@ -1,0 +1,165 @@
+"""The scalar vocabulary of `lir/loops.py` in NumPy: what the functions that the emitter writes call.
+
+Values are numbers or arrays with one axis per loop that runs side by side, the innermost loop first. Memory is flat.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from rlx.dtypes import BF16, BOOL, F32, F64, DType
+
+Array = np.ndarray[Any, Any]
+REDUCE_BLOCK = 32  # terms of a reduction that are combined side by side; part of the order of sums
+LANES = 1 << 16  # iterations that run side by side at most, reductions aside
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+def load(memory: Array, at: Any, mask: Any) -> Any:
+    """The elements at `at` where the mask holds; anything elsewhere, without looking there."""
+    if not memory.size:
+        return np.zeros(np.broadcast_shapes(np.shape(at), np.shape(mask)), memory.dtype)
+    return memory[np.where(mask, at, 0)]
+
+
+def store(memory: Array, at: Any, value: Any, mask: Any = True) -> None:
+    """Write `value` where the mask holds."""
+    if mask is True and np.shape(at) == np.shape(value):
+        memory[at] = value
+        return
+    at, value, mask = np.broadcast_arrays(at, value, mask)
+    memory[at[mask]] = value[mask]
+
+
+def check(faults: list[int], condition: Any, code: int, mask: Any = True) -> None:
+    """Report a fault if the condition does not hold everywhere under the mask."""
+    if not np.all(np.logical_not(mask) | condition):
+        faults.append(code)
+
+
+# -- loops ------------------------------------------------------------------------------------------------------------
+def indices(first: int, stop: int, rank: int) -> Array:
+    """The values of a loop variable along a new first axis, in front of `rank` others."""
+    return np.arange(first, stop).reshape(-1, *[1] * rank)
+
+
+def batches(stop: int, *widths: int) -> Iterator[Array]:
+    """The units in runs, so that few enough iterations run side by side; `widths` are those of the loops inside."""
+    step = max(1, LANES // max((1, *widths)))
+    for first in range(0, stop, step):
+        yield np.arange(first, min(first + step, stop))
+
+
+def longest(extent: Any) -> int:
+    """The most steps that any lane takes."""
+    return int(np.max(extent, initial=0))
+
+
+def reduce(combine: Callable[[Any, Any], Any], start: Any, extent: int, rank: int, term: Callable[[Any], Any]) -> Any:
+    """All terms, combined block after block. A block is combined by halves, as if identities filled it up.
+
+    So there is one order, whatever else runs side by side, and zeros at the end of a sum do not change it.
+    """
+    total = start
+    for first in range(0, extent, REDUCE_BLOCK):
+        index = indices(first, min(first + REDUCE_BLOCK, extent), rank)
+        terms = term(index)
+        terms = np.broadcast_to(terms, np.broadcast_shapes(np.shape(terms), index.shape))
+        half = REDUCE_BLOCK // 2
+        while len(terms) > 1:
+            low, high = terms[:half], terms[half:]
+            pairs = combine(low[: len(high)], high)
+            terms = np.concatenate([pairs, low[len(high) :]]) if len(high) < len(low) else pairs
+            half //= 2
+        total = combine(total, terms[0])
+    return total
+
+
+def identity(op: str, dtype: DType) -> Any:
+    """What a reduction starts from."""
+    if op in ("sum", "prod"):
+        return dtype.numpy.type(op == "prod")
+    if dtype.is_float:
+        return dtype.numpy.type(-np.inf if op == "max" else np.inf)
+    if dtype is BOOL:
+        return np.bool_(op == "min")
+    limits = np.iinfo(dtype.numpy)
+    return dtype.numpy.type(limits.min if op == "max" else limits.max)
+
+
+# -- types ------------------------------------------------------------------------------------------------------------
+def cast(x: Any, have: DType, want: DType) -> Any:
+    """Another type: floats round to nearest even, integers wrap; float to integer saturates, NaN is 0."""
+    x = np.asarray(x)
+    if want is BOOL:
+        return x != 0
+    if have.is_float and not want.is_float:
+        return _to_integer(x, want)
+    if want.is_float and want.size == 2:
+        if not have.is_float:
+            x = x.astype(F32.numpy)
+        elif have is F64 and want is BF16:
+            x = _round_to_odd(x)
+    return x.astype(want.numpy)
+
+
+def _to_integer(x: Array, want: DType) -> Array:
+    """Saturates in f64, in which all limits but those of i64 are exact; 2^63 itself becomes the largest i64."""
+    limits = np.iinfo(want.numpy)
+    wide = np.nan_to_num(x.astype(F64.numpy), nan=0.0, posinf=np.inf, neginf=-np.inf)
+    inside = np.clip(wide, limits.min, np.nextafter(2.0**63, 0) if limits.max == 2**63 - 1 else limits.max)
+    return np.where(wide >= limits.max, limits.max, inside.astype(want.numpy)).astype(want.numpy)
+
+
+def _round_to_odd(x: Array) -> Array:
+    """f64 as f32 such that rounding again, to bf16, gives what rounding once would."""
+    near = x.astype(np.float32)
+    even = near.view(np.int32) & 1 == 0
+    other = np.nextafter(near, np.where(x > near, np.float32(np.inf), np.float32(-np.inf)))
+    return np.where(np.isfinite(near) & (near != x) & even, other, near)
+
+
+# -- operations -------------------------------------------------------------------------------------------------------
+def erf(x: Any) -> Any:
+    """Through f64."""
+    return np.asarray(_erf(x), np.float64).astype(np.asarray(x).dtype)
+
+
+def gelu(x: Any) -> Any:
+    """x · erfc(-x / √2) / 2, which does not cancel far below zero."""
+    wide = np.asarray(x, np.float64)
+    return (0.5 * wide * np.asarray(_erfc(-wide / math.sqrt(2)), np.float64)).astype(np.asarray(x).dtype)
+
+
+_erf, _erfc = (np.frompyfunc(function, 1, 1) for function in (math.erf, math.erfc))
+
+
+def order(x: Any) -> Any:
+    """A signed integer that sorts as x does: -0.0 as 0.0, NaN above everything."""
+    plain = np.asarray(x) + np.asarray(x).dtype.type(0)
+    bits = plain.view(np.int64 if plain.itemsize == 8 else np.int32)
+    largest = bits.dtype.type(np.iinfo(bits.dtype).max)
+    return np.where(np.isnan(plain), largest, np.where(bits < 0, bits ^ largest, bits))
+
+
+def bits(x: Any) -> Any:
+    """The f32 that has the bits of an i32."""
+    return np.asarray(x).view(np.float32)
+
+
+def nearest(x: Any) -> Any:
+    """The nearest integer, ties to even."""
+    x = np.asarray(x)
+    with np.errstate(all="ignore"):
+        return np.rint(x).astype(np.int64 if x.itemsize == 8 else np.int32)
+
+
+def dot_bytes(total: Any, x: Any, y: Any) -> Any:
+    """total plus the products of the four bytes of x, unsigned, and those of y, signed."""
+    for byte in range(4):
+        total = total + ((x >> 8 * byte) & 255) * (y << 24 - 8 * byte >> 24)
+    return total

@@ -1,0 +1,448 @@
+"""Expressions of the loop language: scalar values that kernels compute, written with Python's operators.
+
+An expression is a tree of frozen records: loop indices, run-time sizes, numbers, loads, operations, reductions. Each
+has one element type.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rlx.dtypes import BOOL, F32, I32, I64, DType
+from rlx.errors import LowerError
+
+Scalar = float | int | bool
+
+
+class Formula:
+    """Operators of expressions, so that `a * b + 1` is the expression that computes it; `==` compares structure.
+
+    Python numbers take the type of the expression beside them. Otherwise both sides have one type, but for counts of
+    shifts. Integers that are known are computed at once, and x + 0, x * 1 and the like are x.
+    """
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        @property
+        def dtype(self) -> DType: ...
+
+    def __bool__(self) -> bool:
+        raise LowerError(
+            "expression: has no truth value before a kernel runs", hint="condition.select(a, b); a.eq(b) for equality"
+        )
+
+    # -- arithmetic --
+    def __add__(self, other: Operand) -> Expr:
+        return binary("add", self, other)
+
+    def __radd__(self, other: Scalar) -> Expr:
+        return binary("add", other, self)
+
+    def __sub__(self, other: Operand) -> Expr:
+        return binary("sub", self, other)
+
+    def __rsub__(self, other: Scalar) -> Expr:
+        return binary("sub", other, self)
+
+    def __mul__(self, other: Operand) -> Expr:
+        return binary("mul", self, other)
+
+    def __rmul__(self, other: Scalar) -> Expr:
+        return binary("mul", other, self)
+
+    def __truediv__(self, other: Operand) -> Expr:
+        return binary("div", self, other)
+
+    def __rtruediv__(self, other: Scalar) -> Expr:
+        return binary("div", other, self)
+
+    def __floordiv__(self, other: Operand) -> Expr:
+        return binary("floordiv", self, other)
+
+    def __mod__(self, other: Operand) -> Expr:
+        return binary("mod", self, other)
+
+    def quot(self, other: Operand) -> Expr:
+        """`self // other` where neither is negative, which is faster."""
+        return binary("quot", self, other)
+
+    def rem(self, other: Operand) -> Expr:
+        """`self % other` where neither is negative, which is faster."""
+        return binary("rem", self, other)
+
+    def min(self, other: Operand) -> Expr:
+        return binary("min", self, other)
+
+    def max(self, other: Operand) -> Expr:
+        return binary("max", self, other)
+
+    def __neg__(self) -> Expr:
+        return unary("neg", self)
+
+    def __abs__(self) -> Expr:
+        return unary("abs", self)
+
+    # -- bits and conditions --
+    def __and__(self, other: Operand) -> Expr:
+        return binary("and", self, other)
+
+    def __rand__(self, other: Scalar) -> Expr:
+        return binary("and", other, self)
+
+    def __or__(self, other: Operand) -> Expr:
+        return binary("or", self, other)
+
+    def __ror__(self, other: Scalar) -> Expr:
+        return binary("or", other, self)
+
+    def __xor__(self, other: Operand) -> Expr:
+        return binary("xor", self, other)
+
+    def __lshift__(self, other: Operand) -> Expr:
+        return binary("shl", self, other)
+
+    def __rlshift__(self, other: int) -> Expr:
+        return binary("shl", other, self)
+
+    def __rshift__(self, other: Operand) -> Expr:
+        return binary("shr", self, other)
+
+    def __invert__(self) -> Expr:
+        return unary("not", self)
+
+    def __lt__(self, other: Operand) -> Expr:
+        return compare("lt", self, other)
+
+    def __le__(self, other: Operand) -> Expr:
+        return compare("le", self, other)
+
+    def __gt__(self, other: Operand) -> Expr:
+        return compare("gt", self, other)
+
+    def __ge__(self, other: Operand) -> Expr:
+        return compare("ge", self, other)
+
+    def eq(self, other: Operand) -> Expr:
+        """Whether the numbers are equal; `==` asks whether the expressions are."""
+        return compare("eq", self, other)
+
+    def ne(self, other: Operand) -> Expr:
+        return compare("ne", self, other)
+
+    def select(self, then: Operand, other: Operand) -> Expr:
+        """`then` where this condition holds, else `other`; both are computed."""
+        a, b = _alike("select", then, other)
+        return Apply("select", (_expr(self), a, b), a.dtype)
+
+    def choose(self, then: Operand, other: Operand) -> Expr:
+        """The same, but the side that is not taken is not loaded."""
+        return Choose(_expr(self), *_alike("choose", then, other))
+
+    # -- functions --
+    def cast(self, dtype: DType) -> Expr:
+        """In another type; nothing where it has it."""
+        return _expr(self) if self.dtype is dtype else unary("cast", self, dtype)
+
+    def exp(self) -> Expr:
+        return unary("exp", self)
+
+    def log(self) -> Expr:
+        return unary("log", self)
+
+    def sqrt(self) -> Expr:
+        return unary("sqrt", self)
+
+    def tanh(self) -> Expr:
+        return unary("tanh", self)
+
+    def bits(self) -> Expr:
+        """The f32 that has the bits of an i32."""
+        return unary("bits", self, F32)
+
+    def order(self) -> Expr:
+        """A signed integer as wide that sorts as this does, -0.0 as 0.0 and NaN above everything."""
+        return unary("order", self, I64 if self.dtype.size == 8 else I32)
+
+    def nearest(self) -> Expr:
+        """The nearest integer as wide, ties to even, of what is small (see `SCALAR_OPS`)."""
+        return unary("nearest", self, I64 if self.dtype.size == 8 else I32)
+
+
+@dataclass(frozen=True, slots=True)
+class Index(Formula):
+    """The loop variable called `name`, an i64."""
+
+    name: str
+
+    @property
+    def dtype(self) -> DType:
+        return I64
+
+
+@dataclass(frozen=True, slots=True)
+class Arg(Formula):
+    """A run-time integer of the launch: an extent, a stride or any other size."""
+
+    name: str
+
+    @property
+    def dtype(self) -> DType:
+        return I64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Const(Formula):
+    """A number known when the kernel is made, equal to what is written the same: NaN to NaN, but 0.0 not to -0.0."""
+
+    value: Scalar
+    dtype: DType
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Const) and self.dtype is other.dtype and repr(self.value) == repr(other.value)
+
+    def __hash__(self) -> int:
+        return hash((repr(self.value), self.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Ref(Formula):
+    """The value of an earlier `Let` or `Var`."""
+
+    name: str
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class Load(Formula):
+    """One element of a parameter.
+
+    A load may lie outside its buffer only where an enclosing `Choose` does not take it.
+    """
+
+    param: int
+    at: Place
+    dtype: DType  # of the parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Apply(Formula):
+    """A scalar operation by name; see `SCALAR_OPS`."""
+
+    op: str
+    args: tuple[Expr, ...]
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class Choose(Formula):
+    """`then` where `condition`, else `other`; the side that is not taken is not loaded."""
+
+    condition: Expr
+    then: Expr
+    other: Expr
+
+    @property
+    def dtype(self) -> DType:
+        return self.then.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce(Formula):
+    """All values of `value` for `index` in [0, extent), combined by `op`: sum, prod, max or min."""
+
+    op: str
+    index: str
+    extent: int | Arg
+    value: Expr
+
+    @property
+    def dtype(self) -> DType:
+        return self.value.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Integers that are part of the code; the name tells them apart from those of all other tables."""
+
+    name: str
+    values: tuple[int, ...] = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, name: str, values: tuple[int, ...]) -> Table:
+        """A table whose name ends in a digest of its values."""
+        return cls(f"{name}.{hashlib.blake2b(repr(values).encode(), digest_size=4).hexdigest()}", values)
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup(Formula):
+    """The integer of a table at an index that always lies inside it."""
+
+    table: Table
+    index: Expr
+
+    @property
+    def dtype(self) -> DType:
+        return I32
+
+
+Expr = Index | Arg | Const | Ref | Load | Apply | Choose | Reduce | Lookup
+Operand = Formula | Scalar
+Place = tuple[tuple[Expr, int | Arg], ...]  # an address: a sum of indices, each times a stride, in elements
+
+# Names an emitter must know. Float arguments are f32 or f64 (narrow floats are widened on load).
+SCALAR_OPS = {
+    "add": 2, "sub": 2, "mul": 2, "div": 2, "floordiv": 2, "mod": 2, "pow": 2, "max": 2, "min": 2, "fma": 3,
+    "neg": 1, "abs": 1, "exp": 1, "log": 1, "tanh": 1, "erf": 1, "gelu": 1, "sqrt": 1, "sin": 1, "cos": 1,
+    "tan": 1, "atan": 1,
+    "eq": 2, "ne": 2, "lt": 2, "le": 2, "gt": 2, "ge": 2, "and": 2, "or": 2, "xor": 2, "not": 1, "shl": 2, "shr": 2,
+    "select": 3, "cast": 1, "order": 1, "bits": 1, "nearest": 1, "quot": 2, "rem": 2, "dot_u8": 3, "dot_u7": 3,
+}  # fmt: skip
+# order: a signed integer as wide as x that sorts as x does, -0.0 as 0.0 and NaN above everything.
+# bits: the f32 that has the bits of an i32.
+# nearest: the i32 (i64 of f64) nearest to x, ties to even, for |x| below 2^22 (2^51); any integer for others.
+# shl, shr: shifts of integers; bits that come in from the left are copies of the sign.
+# quot, rem: quotient and remainder of non-negative indices.
+# dot_u8(total, x, y): total plus the products of the four bytes of x, unsigned, and those of y, signed; all are i32.
+# dot_u7: the same where no byte of x is above 127, which some targets do faster.
+
+
+# -- arithmetic on expressions ----------------------------------------------------------------------------------------
+def number(value: Scalar, dtype: DType) -> Const:
+    """A number of a type; a fraction is none of an integer type."""
+    if dtype.is_float:
+        return Const(float(value), dtype)
+    if isinstance(value, float):
+        raise LowerError(f"expression: {value!r} beside {dtype}, which has no fractions", hint="cast the other side")
+    return Const(bool(value) if dtype is BOOL else int(value), dtype)
+
+
+def binary(op: str, a: Operand, b: Operand) -> Expr:
+    """An operation of two numbers of a type, which the result has too."""
+    left, right = _alike(op, a, b)
+    if isinstance(left, Const) or isinstance(right, Const):
+        known = _folded(op, left, right)
+        if known is not None:
+            return known
+    return Apply(op, (left, right), left.dtype)
+
+
+def compare(op: str, a: Operand, b: Operand) -> Expr:
+    return Apply(op, _alike(op, a, b), BOOL)
+
+
+def unary(op: str, x: Formula, dtype: DType | None = None) -> Expr:
+    """An operation of one number, whose result has its type unless said otherwise."""
+    return Apply(op, (_expr(x),), dtype or x.dtype)
+
+
+def fma(a: Expr, b: Expr, c: Expr) -> Expr:
+    """a * b + c, rounded once."""
+    return Apply("fma", (a, b, c), a.dtype)
+
+
+def known(value: int | Expr, dtype: DType) -> Expr:
+    """An integer that may be known as an expression of a type."""
+    return Const(value, dtype) if isinstance(value, int) else value.cast(dtype)
+
+
+def _expr(x: Formula) -> Expr:
+    return x  # type: ignore[return-value]  # nothing else is a Formula
+
+
+def _alike(op: str, a: Operand, b: Operand) -> tuple[Expr, Expr]:
+    """Both sides of an operation in one type."""
+    if not isinstance(a, Formula):
+        assert isinstance(b, Formula), "one side is an expression"
+        return number(a, b.dtype), _expr(b)
+    if not isinstance(b, Formula):
+        return _expr(a), number(b, a.dtype)
+    if a.dtype is not b.dtype:
+        if op not in ("shl", "shr"):
+            raise LowerError(f"expression: {op} of {a.dtype} and {b.dtype}", hint="cast one of them")
+        return _expr(a), b.cast(a.dtype)
+    return _expr(a), _expr(b)
+
+
+_EXACT: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "and": operator.and_, "or": operator.or_,
+    "xor": operator.xor, "shl": operator.lshift, "shr": operator.rshift, "min": min, "max": max,
+    "floordiv": operator.floordiv, "mod": operator.mod, "quot": operator.floordiv, "rem": operator.mod,
+}  # fmt: skip
+_KEEP_LEFT = {  # x op number is x
+    0: {"add", "sub", "or", "xor", "shl", "shr"}, 1: {"mul", "floordiv", "quot"},
+}  # fmt: skip
+_KEEP_RIGHT = {0: {"add", "or", "xor"}, 1: {"mul"}}  # number op x is x
+
+
+def _folded(op: str, a: Expr, b: Expr) -> Expr | None:
+    """What is known of an operation with a constant, or None. Floats are computed as they are written."""
+    dtype = a.dtype
+    if dtype is BOOL:
+        return _folded_condition(op, a, b)
+    if not dtype.is_integer:
+        return None
+    if isinstance(a, Const) and isinstance(b, Const):
+        x, y = int(a.value), int(b.value)
+        defined = 0 <= y < 8 * dtype.size if op in ("shl", "shr") else y > 0 or op not in _DIVISIONS
+        return Const(_wrapped(_EXACT[op](x, y), dtype), dtype) if op in _EXACT and defined else None
+    if isinstance(b, Const):
+        if op in _KEEP_LEFT.get(int(b.value), ()):
+            return a
+        return Const(0, dtype) if b.value == 0 and op in ("mul", "and") else None
+    assert isinstance(a, Const)
+    if op in _KEEP_RIGHT.get(int(a.value), ()):
+        return b
+    return Const(0, dtype) if a.value == 0 and op in ("mul", "and", "shl", "shr") else None
+
+
+_DIVISIONS = ("floordiv", "mod", "quot", "rem")
+
+
+def _folded_condition(op: str, a: Expr, b: Expr) -> Expr | None:
+    for one, other in ((a, b), (b, a)):
+        if isinstance(one, Const) and op in ("and", "or"):
+            return other if bool(one.value) is (op == "and") else one
+    return None
+
+
+def _wrapped(value: int, dtype: DType) -> int:
+    """An integer modulo what a type holds."""
+    bits = 8 * dtype.size
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if dtype.kind == "int" and value >> bits - 1 else value
+
+
+# -- walking ------------------------------------------------------------------------------------------------------
+def children(expr: Expr) -> tuple[Expr, ...]:
+    """The expressions directly inside `expr`."""
+    match expr:
+        case Load():
+            return tuple(i for i, _ in expr.at)
+        case Apply():
+            return expr.args
+        case Choose():
+            return (expr.condition, expr.then, expr.other)
+        case Reduce():
+            return (expr.value,)
+        case Lookup():
+            return (expr.index,)
+        case _:
+            return ()
+
+
+def walk(expr: Expr) -> Iterator[Expr]:
+    """`expr` and everything inside it."""
+    yield expr
+    for child in children(expr):
+        yield from walk(child)
+
+
+def depends_on(expr: Expr, index: str) -> bool:
+    """Whether the value of `expr` changes with the loop variable (through the expression itself, not through refs)."""
+    return any(isinstance(e, Index) and e.name == index for e in walk(expr))

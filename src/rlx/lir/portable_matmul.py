@@ -1,0 +1,160 @@
+"""Matrix products as plain loops: one sum per element of the result, over run-time strides.
+
+A unit is a row of the result, its columns are a vector loop. Quantised weights are read as the blocks that files have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rlx.dtypes import BOOL, F16, F32, I64, DType
+from rlx.errors import LowerError
+from rlx.ir.graph import Graph, Node
+from rlx.lir.blocks import Block, Position, RowBlocks, decode
+from rlx.lir.elementwise import body_lets
+from rlx.lir.index import in_range
+from rlx.lir.kernels import OUT_OF_RANGE
+from rlx.lir.loops import Assign, Check, Expr, For, Index, Let, Place, Reduce, Ref, Stmt, Store, Var, number
+from rlx.lir.schedule import Scheduler, decode_unit
+from rlx.lir.views import View
+from rlx.types import product
+
+
+class Strided:
+    """The parameters of a kernel under construction, each addressed by one index per axis."""
+
+    def __init__(self, s: Scheduler, name: str) -> None:
+        self.builder = s.builder(name)
+
+    def read(self, view: View) -> int:
+        return self.builder.param(view)
+
+    def write(self, view: View) -> int:
+        return self.builder.param(view, written=True)
+
+    def at(self, param: int, *indices: Expr) -> Place:
+        """The address of an element, given its index on each axis, or on the first ones."""
+        strides = self.builder.views[param].strides
+        last = len(strides) - 1
+        steps = [self.builder.stride(param, str(axis), size, unit=axis == last) for axis, size in enumerate(strides)]
+        return tuple((index, step) for index, step in zip(indices, steps, strict=False) if step != 0)
+
+    def load(self, param: int, *indices: Expr) -> Expr:
+        return self.builder.load(param, self.at(param, *indices))
+
+    def store(self, param: int, value: Expr, *indices: Expr) -> Store:
+        return Store(param, self.at(param, *indices), value)
+
+    def packed(self, rows: View, storage: DType) -> Callable[..., Expr]:
+        """Reads packed rows: the number at the last index, in the row that the indices before it name."""
+        units, halves = self.read(rows), self.read(View(rows.buffer, F16, rows.shape, rows.strides, rows.offset))
+
+        def load(*indices: Expr) -> Expr:
+            *row, at = indices
+            block = at >> storage.block.bit_length() - 1
+            start = (*self.at(units, *row), (block, storage.size // storage.unit))
+            source = RowBlocks(lambda unit: (*start, (unit, 1)), units, halves, storage.unit)
+            return decode(storage, Block(source, lets=False), Position.of(at & storage.block - 1))
+
+        return load
+
+
+# -- forms ------------------------------------------------------------------------------------------------------------
+def matmul(s: Scheduler, node: Node) -> Sequence[View]:
+    """Of floats or integers; leading axes broadcast."""
+    a, b = (s.view(o) for o in node.operands)
+    out = s.result(node)
+    multiply(s, a, [b], [], [out])
+    return [out]
+
+
+def grouped_matmul(s: Scheduler, node: Node) -> Sequence[View]:
+    x, w, index = (s.view(o) for o in node.operands)
+    out = s.result(node)
+    multiply(s, x, [w], [], [out], index=index)
+    return [out]
+
+
+def fused_matmul(s: Scheduler, node: Node) -> Sequence[View]:
+    """With one or several weights and an epilogue, grouped or not."""
+    attrs = node.attrs
+    if attrs["packed"]:
+        hint = "optimise the graph for a target that does not prepack weights"
+        raise LowerError(f"{node.op}: the weight is packed for another target than {s.target.name}", hint=hint)
+    a, *rest = (s.view(o) for o in node.operands)
+    weights = attrs["weights"]
+    matrices, operands = rest[:weights], rest[weights:]
+    index = operands.pop(0) if node.op == "fused_grouped" else None
+    outs = [s.result(node, i) for i in range(len(node.types))]
+    multiply(s, a, matrices, operands, outs, attrs["body"], storage=attrs["blocks"], index=index)
+    return outs
+
+
+def multiply(
+    s: Scheduler, a: View, matrices: Sequence[View], operands: Sequence[View], outs: Sequence[View],
+    body: Graph | None = None, *, storage: DType | None = None, index: View | None = None,
+) -> None:  # fmt: skip
+    """outs = body(a @ each matrix, operands). With an `index`, row i is multiplied by `matrix[index[i]]`.
+
+    Matrices are [..., k, n]; with a `storage`, packed rows [..., n, k].
+    """
+    out, j, q = outs[0], Index("j"), Index("q")
+    *lead, rows, columns = out.shape
+    t = Strided(s, "matmul" if storage is None else f"matmul_{storage}")
+    builder = t.builder
+    names = [f"i{axis}" for axis in range(len(lead) + 1)]
+    stmts: list[Stmt] = [*decode_unit(builder, [*lead, rows], names)]
+    at = [Ref(name, I64) for name in names]
+    which: list[Expr] = list(at[:-1])
+    if index is not None:
+        position = t.load(t.read(index), at[-1]).cast(I64)
+        ok = in_range(Ref("group", I64), builder.arg("groups", matrices[0].shape[0]))
+        stmts += [Let("group", position), Let("ok", ok), Check(Ref("ok", BOOL), OUT_OF_RANGE)]
+        which = [Ref("group", I64)]
+    kind = F32 if storage is not None else s.native(out.dtype if a.dtype.is_integer else a.dtype)
+    left = t.load(t.read(a.expand((*lead, rows, a.shape[-1]))), *at, q).cast(kind)
+    sums: list[Let] = []
+    for i, matrix in enumerate(matrices):
+        shape = matrix.shape if index is not None else (*lead, *matrix.shape[-2:])
+        if storage is not None:
+            right = t.packed(matrix.expand(shape), storage)(*which, j, q)
+        else:
+            right = t.load(t.read(matrix.expand(shape)), *which, q, j).cast(kind)
+        if index is not None:
+            right = Ref("ok", BOOL).choose(right, number(0, kind))
+        sums.append(Let(f"sum{i}", Reduce("sum", "q", builder.arg("k", a.shape[-1]), left * right)))
+    values: list[Expr] = [Ref(let.name, kind) for let in sums]
+    lets: list[Let] = []
+    if body is not None:
+        beside = [t.load(t.read(v.expand(out.shape)), *at, j) for v in operands]
+        lets, values = body_lets(body, [*values, *beside], s.target)
+    stores = [t.store(t.write(view), value, *at, j) for view, value in zip(outs, values, strict=True)]
+    columns_loop = For("j", builder.arg("n", columns), (*sums, *lets, *stores), vector=True)
+    units = product([*lead, rows])
+    flops = product(out.shape) * a.shape[-1] * (2 * len(matrices))
+    builder.launch(s, For("u", builder.arg("units", units), (*stmts, columns_loop)), units, flops=flops)
+
+
+def outer_of_runs(s: Scheduler, node: Node) -> Sequence[View]:
+    """out[g] = x[:, a:b] @ y[a:b] for the run from a = starts[g] to b = starts[g + 1]: how long it is, is data."""
+    x, y, starts = (s.view(o) for o in node.operands)
+    out = s.result(node)
+    t = Strided(s, "outer_of_runs")
+    left, right, begins, result = t.read(x), t.read(y), t.read(starts), t.write(out)
+    g, i, j, q = Ref("g", I64), Ref("i", I64), Index("j"), Ref("first", I64) + Index("q")
+    total = Ref("total", out.dtype)
+    column: tuple[Stmt, ...] = (
+        Var("total", number(0, out.dtype)),
+        For("q", Ref("count", I64), (Assign("total", total + t.load(left, i, q) * t.load(right, q, j)),)),
+        t.store(result, total, g, i, j),
+    )
+    body: tuple[Stmt, ...] = (
+        *decode_unit(t.builder, out.shape[:2], ["g", "i"]),
+        Let("first", t.load(begins, g).cast(I64)),
+        Let("count", t.load(begins, g + 1).cast(I64) - Ref("first", I64)),
+        For("j", t.builder.arg("n", out.shape[2]), column, vector=True),
+    )
+    units = product(out.shape[:2])
+    flops = product(out.shape[1:]) * x.shape[1] * 2
+    t.builder.launch(s, For("u", t.builder.arg("units", units), body), units, flops=flops)
+    return [out]
