@@ -131,7 +131,6 @@ class Model:
         profile: CompileProfile | str | Path | None = None, patch: Patch | None = None,
         session: Session | None = None, prepared: Prepared | None = None,
     ) -> None:  # fmt: skip
-        _choose("device", device, ("cpu",))
         self._checkpoint: Checkpoint | KeptCheckpoint | None = checkpoint
         kept = getattr(checkpoint, "facts", None)
         self.facts: Facts = Facts.of(self.checkpoint) if kept is None else kept
@@ -144,7 +143,7 @@ class Model:
         if patch is not None and not callable(patch):
             raise RequestError(f"load: patch is {shown(patch)}, expected a function from a flow to a flow")
         self._patch = patch
-        self._session = prepared.session if prepared else session or Session(device, threads=threads)
+        self._session = prepared.session if prepared else session or _session(device, threads)
         self._lock = Lock()
         self._arrays: dict[str, Array] = {} if prepared is None else dict(prepared.params)
         self._captures: dict[frozenset[str], tuple[BuiltModel, CompiledGraph]] = {}
@@ -534,9 +533,8 @@ def _load(path: Path, name: str | None, threads: int | None, settings: dict[str,
     """The model as it was kept the last time; without that, from its files, and kept for the next time."""
     from rlx.engine import starts
 
-    _choose("device", settings["device"], ("cpu",))
     _choose("cache", settings["cache"], CACHES)
-    session = Session(settings["device"], threads=threads)
+    session = _session(settings["device"], threads)
     found: Mapping[str, starts.Start] = {}
     if settings["patch"] is None:
         settings["profile"] = _profile(settings["profile"], path)
@@ -612,6 +610,14 @@ def _releasing(file: TensorFile) -> Iterator[None]:
 
 
 # -- checks --
+def _session(device: str, threads: int | None) -> Session:
+    session = Session(device, threads=threads)
+    if session.device.backend.interprets:
+        hint = "rlx verify MODEL compares a model with the reference, op by op"
+        raise CapabilityError(f"load: device {device!r} is the oracle for graphs, and runs no models", hint=hint)
+    return session
+
+
 def _choose(what: str, given: str, known: Sequence[str], of: str = "") -> str:
     if given not in known:
         raise CapabilityError(f"load: {what} {given!r} is not supported{of}", hint=f"there is: {', '.join(known)}")
