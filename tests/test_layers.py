@@ -65,24 +65,27 @@ def test_a_backend_sees_no_op() -> None:
             assert not named, f"{path.name} imports {named}"
 
 
-CPU = "rlx.backends.cpu"
+# What the rest of rlx may know of backends: the protocol, and the cache folder.
+OPEN = ("rlx.backends.base", "rlx.backends.cache")
 
 
-def names_cpu(path: Path) -> list[str]:
-    return [name for name in imports(path) if name == CPU or name.startswith(f"{CPU}.")]
+def closed(path: Path) -> list[str]:
+    """Imports of single backends."""
+    inside = [name for name in imports(path) if name.startswith("rlx.backends.")]
+    return [name for name in inside if name not in OPEN and not name.startswith(tuple(f"{o}." for o in OPEN))]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_only_the_cpu_backend_imports_itself(path: Path) -> None:
-    """All others find backends by name, and speak to `backends/base.py`."""
-    if not path.is_relative_to(ROOT / "backends" / "cpu"):
-        assert not names_cpu(path)
+def test_nobody_else_imports_a_backend(path: Path) -> None:
+    """They are found by name, and answer through `backends/base.py`."""
+    if not path.is_relative_to(ROOT / "backends"):
+        assert not [name for name in closed(path) if name != "rlx.backends.cache"]
 
 
-def test_so_do_tests() -> None:
+def test_tests_import_a_backend_only_in_its_folder() -> None:
     tests = Path(__file__).parent
-    others = [p for p in tests.rglob("*.py") if not p.is_relative_to(tests / "backends" / "cpu")]
-    assert not {str(p.relative_to(tests)): found for p in others if (found := names_cpu(p))}
+    others = [p for p in tests.rglob("*.py") if not p.is_relative_to(tests / "backends")]
+    assert not {str(p.relative_to(tests)): found for p in others if (found := closed(p))}
 
 
 def test_a_backend_sees_no_other() -> None:

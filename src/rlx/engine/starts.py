@@ -156,8 +156,9 @@ def keep(model: Model, start: Start) -> bool:
     image = compiled.executable.image()
     if image is None or not _is_builtin(compiled):
         return False
-    placed = _in_place(start, checkpoint, compiled)
-    weights = {n: a for n, a in compiled.executable.weights.items() if n not in placed}
+    bound = compiled.host_weights()
+    placed = _in_place(start, checkpoint, bound)
+    weights = {n: a for n, a in bound.items() if n not in placed}
     tokenizer = checkpoint.tokenizer
     packed, tables = (b"", {}) if tokenizer is None else tokenizer.packed()
     if _is_there(start):
@@ -221,12 +222,12 @@ def _is_builtin(compiled: CompiledGraph) -> bool:
 Place = tuple[int, int, str, list[int]]  # number of the file, offset, element type, shape
 
 
-def _in_place(start: Start, checkpoint: Checkpoint, compiled: CompiledGraph) -> dict[str, Place]:
+def _in_place(start: Start, checkpoint: Checkpoint, bound: Mapping[str, Array]) -> dict[str, Place]:
     """The weights that are mapped from the model's files: which file, where, and as what."""
     found: dict[str, Place] = {}
     numbers = {os.path.realpath(path): i for i, path in enumerate(start.files)}
     source = checkpoint.weights
-    for name, array in compiled.executable.weights.items():
+    for name, array in bound.items():
         if source.has(name) and isinstance(getattr(owner(array), "obj", None), mmap.mmap):
             entry = source.entry(name)
             number = numbers.get(os.path.realpath(entry.file))

@@ -156,6 +156,12 @@ class CompiledGraph:
         """The weights as they were given, those that are still here."""
         return self._params or (self._sources_of() if self._sources_of is not None else {})
 
+    def host_weights(self) -> dict[str, Array]:
+        """All weights that the program reads, in host memory; those that were given there are not copied."""
+        bound = self.executable.weights
+        host = {n: self._params[n] for n in bound if isinstance(self._params.get(n), np.ndarray)}
+        return {n: host[n] if n in host else self.allocator.download(b) for n, b in bound.items()}
+
     def lend(self, params: Mapping[str, Any]) -> None:
         """Let other graphs of these params use the derived weights that this one came with."""
         if not self._params:
@@ -284,7 +290,8 @@ class CompiledGraph:
         leaves = self._param_leaves(self.param_types)
         leaves += [Leaf(f"input {n!r}", buffers[n], t) for n, t in self.input_types.items()]
         sizes = solve_symbols(leaves, self._limits)
-        return {n: self.allocator.upload(b) for n, b in buffers.items()}, sizes
+        owns, upload = self.allocator.owns, self.allocator.upload
+        return {n: b if owns(b) else upload(b) for n, b in buffers.items()}, sizes
 
     def _param_leaves(self, names: Iterable[str]) -> list[Leaf]:
         """The weights among `names` that have run-time sizes: these must agree with each other and with the inputs."""

@@ -104,8 +104,7 @@ def _placed(origin: Origin) -> Origin:
 def _embedded(compiled: CompiledGraph) -> dict[str, Array]:
     """All that the main program reads, and the weights by whose shapes sizes are known."""
     compiled.prepare()
-    held = dict(compiled.executable.weights)
-    return held | {n: compiled._params[n] for n, t in compiled.param_types.items() if has_symbols(t)}
+    return compiled.host_weights() | {n: compiled._params[n] for n, t in compiled.param_types.items() if has_symbols(t)}
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def from_snapshot(
     executable = backend.load(image, lambda: plan().main, target, threads=session.threads, inputs=input_specs(of))
     if executable is None:
         return None
-    executable.bind(weights)
+    executable.bind({name: session.weights.on_device(weight) for name, weight in weights.items()})
 
     @functools.cache
     def binder() -> Executable:
