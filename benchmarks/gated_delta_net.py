@@ -22,7 +22,7 @@ import numpy as np
 from harness import command, describe_machine, timestamp, write_json
 
 import rlx
-from rlx.backends.cpu.ceilings import ceilings
+from rlx.backends.base import backend
 from rlx.ops.sequence import CHUNK
 from rlx.transforms import value_and_grad
 
@@ -99,7 +99,7 @@ def main() -> None:
     times, results = {}, {}
     for name, run in subjects(inputs, args.heads, args.dim).items():
         times[name], results[name] = best_time(run, args.repeat)
-    peak = ceilings(rlx.Session("cpu").target, 1).gflops
+    peak = backend("cpu").ceilings(rlx.Session("cpu").target, 1).gflops
     floor = flops / peak / 1e9
     print(f"gated_delta_net, seq {args.seq}, {args.heads} heads of {args.dim}, f32, 1 thread")
     print(f"peak {peak:.0f} GFLOP/s, so that a forward pass takes {floor * 1e3:.1f} ms at least")

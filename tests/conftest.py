@@ -71,9 +71,7 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pools may have more threads than this machine has cores."""
-    from rlx.backends.cpu import pool
-
-    monkeypatch.setattr(pool, "thread_limit", lambda: 64)
+    monkeypatch.setattr("rlx.backends.cpu.pool.thread_limit", lambda: 64)
 
 
 @pytest.fixture

@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from targets import AVX2, supported
 
 from rlx import errors
 from rlx.cli.main import COMMANDS
 from rlx.cli.ops import markdown
 from rlx.cli.tour import read
-from rlx.runtime.lineage import lineage
-from rlx.runtime.picture import picture
-from rlx.target import AVX2, supported
+from rlx.inspect.lineage import lineage
+from rlx.inspect.picture import picture
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -40,6 +40,7 @@ PAGES = [
     "training.md",
     "adding-an-op.md",
     "adding-a-model.md",
+    "architecture.md",
     "adding-a-backend.md",
     "export.md",
 ]

@@ -13,14 +13,14 @@ import rlx
 ROOT = Path(rlx.__file__).parent
 # Lowest first; layers of one row do not import each other.
 ROWS = [
-    ["errors", "locks"], ["resources", "dtypes"], ["types"], ["profile", "target", "quant"], ["ir", "formats"], ["ops"],
-    ["hir"],
-    ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["runtime"], ["functional"], ["debug"], ["flow", "hub"],
-    ["models"], ["engine", "train"], ["server"], ["cli"], ["__main__"],
+    ["errors", "locks", "cgroups", "host_memory"], ["resources", "dtypes"], ["types"], ["profile", "target", "quant"],
+    ["ir", "formats"], ["ops"], ["hir"], ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["inspect"],
+    ["runtime"], ["functional"], ["debug"], ["flow", "hub"], ["models"], ["engine", "train"], ["server"], ["cli"],
+    ["__main__"],
 ]  # fmt: skip
 RANK = {layer: rank for rank, row in enumerate(ROWS) for layer in row}
-# Lazy reaches upwards: `Graph.define` and `Graph.hir` give modules.
-ALLOWED = {("ir/graph.py", "rlx.module.GraphModule")}
+# Lazy reaches upwards: `Graph.define` and `Graph.hir` give modules, `GraphModule.plan` is for this machine by default.
+ALLOWED = {("ir/graph.py", "rlx.module.GraphModule"), ("module.py", "rlx.backends.base.backend")}
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
 
 
@@ -63,3 +63,36 @@ def test_a_backend_sees_no_op() -> None:
         if path.relative_to(ROOT).parts[0] == "backends":
             named = [n for n in imports(path) if n.startswith(("rlx.ops", "rlx.ir.registry", "rlx.hir", "rlx.mir"))]
             assert not named, f"{path.name} imports {named}"
+
+
+# What the rest of rlx may know of backends: the protocol, and the cache folder.
+OPEN = ("rlx.backends.base", "rlx.backends.cache")
+
+
+def closed(path: Path) -> list[str]:
+    """Imports of single backends."""
+    inside = [name for name in imports(path) if name.startswith("rlx.backends.")]
+    return [name for name in inside if name not in OPEN and not name.startswith(tuple(f"{o}." for o in OPEN))]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_nobody_else_imports_a_backend(path: Path) -> None:
+    """They are found by name, and answer through `backends/base.py`."""
+    if not path.is_relative_to(ROOT / "backends"):
+        assert not [name for name in closed(path) if name != "rlx.backends.cache"]
+
+
+def test_tests_import_a_backend_only_in_its_folder() -> None:
+    tests = Path(__file__).parent
+    others = [p for p in tests.rglob("*.py") if not p.is_relative_to(tests / "backends")]
+    assert not {str(p.relative_to(tests)): found for p in others if (found := closed(p))}
+
+
+def test_a_backend_sees_no_other() -> None:
+    backends = ROOT / "backends"
+    for path in sorted(backends.rglob("*.py")):
+        own = path.relative_to(backends).with_suffix("").parts[0]
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[:2] == ["rlx", "backends"] and len(parts) > 2 and own != "base":
+                assert parts[2] in (own, "base", "cache", "faults"), f"{path.name} imports {name}"

@@ -30,9 +30,9 @@ from layers import (
     same_bits,
     weights,
 )
+from targets import supported
 
 import rlx
-from rlx.target import supported
 
 TOLERANCE = 1e-5
 TARGETS = [t.name for t in supported()]

@@ -10,13 +10,13 @@ import gguf
 import numpy as np
 import pytest
 from scipy.special import erf
+from targets import supported
 
 import rlx
 from rlx import FusionPolicy, Graph, GraphModule, GraphStage, LirModule, MaskKind, Value
 from rlx.errors import BindError, CapabilityError, GraphError, ShapeError
 from rlx.ir.registry import HIR
 from rlx.profile import CompileProfile, Fusion
-from rlx.target import supported
 
 Array = np.ndarray[Any, Any]
 DEVICES = pytest.mark.parametrize("device", ["reference", "cpu"])

@@ -62,6 +62,9 @@ if TYPE_CHECKING:
     from rlx.functional.transforms import vjp as vjp
     from rlx.functional.transforms import vmap as vmap
     from rlx.hir.blocks import Activation as Activation
+    from rlx.inspect.dispatch import DispatchReport as DispatchReport
+    from rlx.inspect.memory import MemoryReport as MemoryReport
+    from rlx.inspect.profiler import Report as Report
     from rlx.ir.custom import MultiOutputHandle as MultiOutputHandle
     from rlx.ir.diff import diff as diff
     from rlx.ir.graph import Graph as Graph
@@ -79,9 +82,6 @@ if TYPE_CHECKING:
     from rlx.profile import KernelDispatchPolicy as KernelDispatchPolicy
     from rlx.quant import QuantScheme as QuantScheme
     from rlx.runtime.compiled import CompiledGraph as CompiledGraph
-    from rlx.runtime.dispatch import DispatchReport as DispatchReport
-    from rlx.runtime.memory_report import MemoryReport as MemoryReport
-    from rlx.runtime.profiler import Report as Report
     from rlx.runtime.session import Session as Session
     from rlx.runtime.session import compile as compile
     from rlx.runtime.variants import CompilationMode as CompilationMode
@@ -107,7 +107,7 @@ _PUBLIC = {
     "DecodeBindings": ("rlx.flow.state", "DecodeBindings"),
     "Dim": ("rlx.types", "Dim"),
     "DimBinding": ("rlx.types", "DimBinding"),
-    "DispatchReport": ("rlx.runtime.dispatch", "DispatchReport"),
+    "DispatchReport": ("rlx.inspect.dispatch", "DispatchReport"),
     "EmbeddingModel": ("rlx.engine.embed", "EmbeddingModel"),
     "Emit": ("rlx.flow.emit", "Emit"),
     "FlowCtx": ("rlx.flow.context", "FlowCtx"),
@@ -127,7 +127,7 @@ _PUBLIC = {
     "LirModule": ("rlx.module", "LirModule"),
     "MapWeights": ("rlx.flow.weights", "MapWeights"),
     "MaskKind": ("rlx.ops.attention", "MaskKind"),
-    "MemoryReport": ("rlx.runtime.memory_report", "MemoryReport"),
+    "MemoryReport": ("rlx.inspect.memory", "MemoryReport"),
     "Model": ("rlx.engine.model", "Model"),
     "ModelExecutionConfig": ("rlx.runtime.variants", "ModelExecutionConfig"),
     "ModelFlow": ("rlx.flow.flow", "ModelFlow"),
@@ -136,7 +136,7 @@ _PUBLIC = {
     "ModelVariant": ("rlx.runtime.variants", "ModelVariant"),
     "MultiOutputHandle": ("rlx.ir.custom", "MultiOutputHandle"),
     "QuantScheme": ("rlx.quant", "QuantScheme"),
-    "Report": ("rlx.runtime.profiler", "Report"),
+    "Report": ("rlx.inspect.profiler", "Report"),
     "Session": ("rlx.runtime.session", "Session"),
     "SideOutputs": ("rlx.flow.side", "SideOutputs"),
     "TensorType": ("rlx.types", "TensorType"),

@@ -24,7 +24,7 @@ from rlx.lir.program import ARENA, Program
 from rlx.lir.schedule import schedule
 from rlx.mir.pipeline import Optimised, optimise
 from rlx.profile import CompileProfile, Fusion, FusionPolicy
-from rlx.target import Target, host
+from rlx.target import Target
 from rlx.types import DimBinding, ShapeLike, Size, TensorType, evaluate
 
 Built = TypeVar("Built")
@@ -352,7 +352,10 @@ class GraphModule:
             return self
         if not self._graph.outputs:
             raise GraphError(f"plan: module {self.name!r} has no outputs", hint="call set_outputs([...])")
-        return GraphModule.from_lir(plan_lir(self._graph.verify(), target or host(), self.profile(profile)))
+        from rlx.backends.base import backend
+
+        chosen = target or backend("cpu").target()
+        return GraphModule.from_lir(plan_lir(self._graph.verify(), chosen, self.profile(profile)))
 
     def profile(self, given: CompileProfile | None = None) -> CompileProfile:
         """The profile to compile by: the one given, else the default one with the module's own fusion policy."""

@@ -26,16 +26,14 @@ class FusionPolicy(enum.Enum):
     FUSABLE = "fusable"
 
 
-# Devices that a profile may be meant for, then the processors that `rlx.target` knows.
-DEVICES = ("cpu", "cuda", "metal", "mlx", "rocm", "wgpu", "tpu")
-PROCESSORS = ("avx512vnni", "avx512", "avx2", "baseline", "neon")
+Option = bool | int | float | str  # a setting of a backend
 NARROW = ("f16", "bf16")
 MAX_CHARS = 1 << 20  # of a file
 
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """Fusion. `target` is auto, a device or a processor; `assert_clean` makes a missed fusion an error."""
+    """Fusion. `target` is auto, a device or a target; `assert_clean` makes a missed fusion an error."""
 
     policy: FusionPolicy = FusionPolicy.DIRECT
     target: str = "auto"
@@ -44,7 +42,8 @@ class Fusion:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", _one_of("fusion.policy", self.policy, FusionPolicy))
-        _choice("fusion.target", self.target, ("auto", *DEVICES, *PROCESSORS))
+        if not isinstance(self.target, str) or not self.target:
+            raise CapabilityError(f"profile: fusion.target is {self.target!r}, expected auto, a device or a target")
         _flags("fusion", self)
         if self.skip and self.assert_clean:
             raise CapabilityError("profile: fusion.skip and fusion.assert_clean exclude each other")
@@ -122,36 +121,35 @@ class KernelDispatchConfig:
         return KernelDispatchPolicy.FORCE_COMMON if op in self.force_common_kinds else self.policy
 
 
-@dataclass(frozen=True, slots=True)
-class CpuBackend:
-    """On the CPU: with `unfuse_regions` elementwise ops do not join each other in one kernel."""
+@dataclass(frozen=True)
+class BackendOptions:
+    """Settings of single devices, a table for each. A backend checks its own when it compiles; others change nothing.
 
-    unfuse_regions: bool = False
+    >>> BackendOptions({"cpu": {"unfuse_regions": True}}).of("cpu")
+    {'unfuse_regions': True}
+    """
 
-    def __post_init__(self) -> None:
-        _flags("backend.cpu", self)
-
-
-@dataclass(frozen=True, slots=True)
-class MetalBackend:
-    """For a Metal device, which rlx does not have: kept and written back, so that profiles of others can be read."""
-
-    skip_fusion: bool = False
-    unfuse_regions: bool = False
+    tables: Mapping[str, Mapping[str, Option]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _flags("backend.metal", self)
+        for device, options in self.tables.items():
+            if not isinstance(options, Mapping):
+                raise CapabilityError(
+                    f"profile: backend.{device} is {options!r}, expected a table", hint=f"write [backend.{device}]"
+                )
+            for name, value in options.items():
+                if not isinstance(value, (bool, int, float, str)):
+                    raise CapabilityError(f"profile: backend.{device}.{name} is {value!r}, expected a plain value")
+        # Sorted and without empty tables, so that equal settings have equal text.
+        plain = {device: dict(sorted(self.tables[device].items())) for device in sorted(self.tables)}
+        object.__setattr__(self, "tables", {device: options for device, options in plain.items() if options})
 
+    def of(self, device: str) -> Mapping[str, Option]:
+        """The settings of one device."""
+        return self.tables.get(device, {})
 
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """Settings of single devices; those of another device than the one that is compiled for change nothing."""
-
-    cpu: CpuBackend = field(default_factory=CpuBackend)
-    metal: MetalBackend = field(default_factory=MetalBackend)
-
-    def __post_init__(self) -> None:
-        _parts("backend.", self)
+    def __hash__(self) -> int:
+        return hash(tuple((device, tuple(options.items())) for device, options in self.tables.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +160,7 @@ class CompileProfile:
     passes: Passes = field(default_factory=Passes)
     precision: Precision = field(default_factory=Precision)
     kernel_dispatch: KernelDispatchConfig = field(default_factory=KernelDispatchConfig)
-    backend: Backend = field(default_factory=Backend)
+    backend: BackendOptions = field(default_factory=BackendOptions)
 
     def __post_init__(self) -> None:
         _parts("", self)
@@ -293,6 +291,8 @@ def _record(where: str, name: str, kind: Any, values: Any) -> Any:
     """A record from a table, and its parts from the tables inside that."""
     if not isinstance(values, dict):
         raise FormatError(f"{where}: {name} is {values!r}, expected a table", hint=f"write [{name}]")
+    if kind is BackendOptions:
+        return BackendOptions(values)
     _known(where, f"[{name}] " if name else "", values, kind)
     inner = {part: f"{name}.{part}" if name else part for part in _parts_of(kind)}
     made = {part: _record(where, inner[part], of, values.get(part, {})) for part, of in _parts_of(kind).items()}
@@ -301,6 +301,11 @@ def _record(where: str, name: str, kind: Any, values: Any) -> Any:
 
 def _tables(name: str, record: Any) -> list[str]:
     """The table of a record, if it has fields of its own, and those of its parts."""
+    if isinstance(record, BackendOptions):
+        return [
+            "\n".join([f"[{name}.{device}]", *(f"{key} = {_toml(value)}" for key, value in options.items())])
+            for device, options in record.tables.items()
+        ]
     parts = _parts_of(record)
     lines = [f"{f.name} = {_toml(getattr(record, f.name))}" for f in fields(record) if f.name not in parts]
     found = ["\n".join([f"[{name}]", *lines])] if lines else []
@@ -320,6 +325,8 @@ def _known(where: str, place: str, values: Mapping[str, Any], record: Any) -> No
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return f'"{value.value if isinstance(value, enum.Enum) else value}"'

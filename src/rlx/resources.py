@@ -7,10 +7,15 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from rlx.cgroups import groups
 from rlx.errors import FormatError, ResourceError
 
 SMALL = 64 << 20  # bytes that are allocated without a look at what is free
 ADDRESSES = 1 << 63  # bytes and elements beyond this have no address, whatever the machine has
+_FILES = {  # of a control group, by version: limit, use, and the name of the page cache in memory.stat
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 SMALLER = "close other programs, or choose a smaller model"
 
 
@@ -65,7 +70,8 @@ def writable(path: str | os.PathLike[str]) -> Path:
 def _limits(root: Path) -> Iterator[int]:
     with contextlib.suppress(OSError, ValueError, LookupError):
         yield _fields(root / "proc/meminfo")["MemAvailable:"] * 1024
-    for folder, limit, used, cached in _groups(root):
+    for folder, version in groups(root, "memory"):
+        limit, used, cached = _FILES[version]
         with contextlib.suppress(OSError, ValueError, LookupError):  # "max" is no number: no limit
             # A control group counts the page cache as used, but gives it up before it refuses.
             reclaimable = _fields(folder / "memory.stat").get(cached, 0)
@@ -76,26 +82,6 @@ def _limits(root: Path) -> Iterator[int]:
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)
         if soft != resource.RLIM_INFINITY:
             yield soft - int((root / "proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
-def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """The control groups of this process, the innermost first, and the names of limit, use and cache in each.
-
-    In a container the innermost one may be mounted as the root; its path on the host then leads nowhere.
-    """
-    mount = root / "sys/fs/cgroup"
-    v1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-    v2 = "memory.max", "memory.current", "inactive_file"
-    lines = [":memory:/", "0::/"]
-    with contextlib.suppress(OSError, ValueError):
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        inner = (mount / "memory" if controllers else mount) / path.lstrip("/")
-        for folder in [inner, *inner.parents][: len(Path(path).parts)]:
-            yield folder, *(v1 if controllers else v2)
 
 
 def _number(path: Path) -> int:

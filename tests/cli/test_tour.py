@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from targets import AVX2, supported
 
 import rlx
 from rlx.cli.console import UsageError
 from rlx.cli.main import main
 from rlx.cli.tour import read, tour
 from rlx.errors import GraphError, RlxError, ShapeError
-from rlx.target import AVX2, supported
 
 HAS_AVX2 = pytest.mark.skipif(AVX2 not in supported(), reason="needs AVX2")
 

@@ -16,8 +16,8 @@ from runtime.test_caches import nothing_loaded
 
 from rlx.backends import cache
 from rlx.engine.model import load
+from rlx.engine.starts import KeptCheckpoint
 from rlx.errors import FormatError
-from rlx.runtime.kept import KeptGraph
 
 from .test_starts import settle
 
@@ -57,7 +57,7 @@ def opened(path: Path, start: str) -> Any:
     if start == "warm":
         load(path)
     model = load(path)
-    assert isinstance(model.compiled, KeptGraph) == (start == "warm")
+    assert isinstance(model._checkpoint, KeptCheckpoint) == (start == "warm")
     return model
 
 

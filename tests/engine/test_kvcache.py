@@ -20,22 +20,22 @@ def filled(store: CacheStore, tokens: list[int]) -> KvCache:
     cache.reserve(len(tokens))
     cache.tokens[0] = list(tokens)
     for p in range(len(tokens)):
-        cache.arrays["keys.1"][0, :, p // 64, :, p % 64] = p
-        cache.arrays["values.0"][0, :, p] = p
+        cache.buffers["keys.1"][0, :, p // 64, :, p % 64] = p
+        cache.buffers["values.0"][0, :, p] = p
     return cache
 
 
 def test_capacity_doubles_up_to_the_context_and_keeps_what_is_there() -> None:
     cache = KvCache(SPEC, 2, 1000)
     assert cache.blocks == 4
-    cache.arrays["values.1"][:] = 7
+    cache.buffers["values.1"][:] = 7
     sizes = []
     for tokens in (256, 257, 600, 1000):
         cache.reserve(tokens)
         sizes.append(cache.blocks)
     assert sizes == [4, 8, 16, 16]
-    assert cache.arrays["keys.0"].shape == (2, 3, 16, 8, 64) and cache.arrays["values.0"].shape == (2, 3, 1024, 8)
-    assert (cache.arrays["values.1"][:, :, :256] == 7).all() and not cache.arrays["values.1"][:, :, 256:].any()
+    assert cache.buffers["keys.0"].shape == (2, 3, 16, 8, 64) and cache.buffers["values.0"].shape == (2, 3, 1024, 8)
+    assert (cache.buffers["values.1"][:, :, :256] == 7).all() and not cache.buffers["values.1"][:, :, 256:].any()
 
 
 def test_f16_takes_half() -> None:
@@ -77,8 +77,8 @@ def test_another_conversation_that_begins_alike_keeps_its_own() -> None:
     cache = store.take([*range(70), 999, 998])
     assert cache is not old and cache.tokens[0] == list(range(70)) and len(old.tokens[0]) == 200
     for p in range(70):
-        assert (cache.arrays["keys.1"][0, :, p // 64, :, p % 64] == p).all()
-        assert (cache.arrays["values.0"][0, :, p] == p).all()
+        assert (cache.buffers["keys.1"][0, :, p // 64, :, p % 64] == p).all()
+        assert (cache.buffers["values.0"][0, :, p] == p).all()
     assert store.take(list(range(201))) is old
 
 
@@ -124,7 +124,7 @@ def test_rows_of_a_batch_are_filled_from_neighbours_and_from_the_store() -> None
     assert store.fill(batch, 2, [*range(50), 6, 6]) == 50
     assert store.fill(batch, 0, [9] * 50) == 0
     for row, count in ((1, 80), (2, 50)):
-        assert [int(batch.arrays["values.0"][row, 0, p, 0]) for p in range(count)] == list(range(count))
+        assert [int(batch.buffers["values.0"][row, 0, p, 0]) for p in range(count)] == list(range(count))
     assert batch.gains([*range(150)], [[*range(140)]]) and not batch.gains([*range(90)], [[*range(85)]])
 
 
@@ -139,7 +139,7 @@ def test_the_longest_rows_of_a_batch_are_kept_as_copies() -> None:
     assert store.nbytes == kvcache.KEPT * KvCache(SPEC, 1, 1000).nbytes
     cache = store.take([*rows[7], 5])
     assert cache.tokens[0] == rows[7]
-    assert [int(cache.arrays["keys.1"][0, 2, p // 64, 7, p % 64]) for p in range(70)] == list(range(70))
+    assert [int(cache.buffers["keys.1"][0, 2, p // 64, 7, p % 64]) for p in range(70)] == list(range(70))
     assert store.take([*rows[4], 5]).tokens[0] == rows[4] and store.take([*rows[3], 5]).tokens[0] == []
 
 

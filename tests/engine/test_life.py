@@ -21,9 +21,8 @@ from runtime.test_caches import nothing_loaded, source
 from rlx.engine.embed import EmbeddingModel
 from rlx.engine.language import LanguageModel
 from rlx.engine.model import load
+from rlx.engine.starts import KeptCheckpoint
 from rlx.errors import RequestError
-from rlx.runtime.compiled import CpuGraph
-from rlx.runtime.kept import KeptGraph
 
 from .conftest import language_model
 from .test_starts import settle
@@ -115,9 +114,9 @@ def test_a_model_that_nobody_has_any_more_gives_its_memory_back(
     for do in (lambda model: None, use):
         model = load(folder / kind)
         compiled = model.compiled
-        assert isinstance(compiled, CpuGraph) and isinstance(compiled, KeptGraph) == (start != "off")
+        assert isinstance(model._checkpoint, KeptCheckpoint) == (start != "off")
         do(model)
-        weights = [weakref.ref(array) for array in compiled.executable._weights.values()]
+        weights = [weakref.ref(array) for array in compiled.executable.weights.values()]
         others = [weakref.ref(x) for x in (model, compiled, model._session, model.checkpoint)]
         assert str(folder) in MAPS.read_text()
         del model, compiled

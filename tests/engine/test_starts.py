@@ -25,21 +25,20 @@ import small_bert
 import tiny_llama
 from limits import LONGEST_S
 from runtime.test_caches import flip, nothing_loaded, source
+from targets import host
 
 from rlx.backends import cache
-from rlx.backends.cpu import toolchain
-from rlx.backends.cpu.memory import owner
 from rlx.engine import model as model_module
 from rlx.engine import starts
 from rlx.engine.embed import EmbeddingModel
 from rlx.engine.language import LanguageModel
 from rlx.engine.model import load
+from rlx.engine.starts import KeptCheckpoint
 from rlx.errors import CapabilityError, FormatError
+from rlx.host_memory import owner
 from rlx.models import family
 from rlx.profile import CompileProfile
-from rlx.runtime.kept import KeptGraph
 from rlx.runtime.session import Session
-from rlx.target import host
 
 from .conftest import STORIES, language_model
 
@@ -51,7 +50,7 @@ import rlx
 model = rlx.load({path!r}, threads=2)
 made = model.generate({prompt!r}, max_tokens=12, temperature=0.0)
 modules = sorted(m for m in sys.modules if m.startswith("rlx.") or m == "llvmlite")
-from rlx.backends.cpu.library import kernels_compiled
+from rlx.backends.base import kernels_compiled
 print(json.dumps({{
     "tokens": made.tokens, "text": made.text, "kept": "rlx.models.load" not in modules, "modules": modules,
     "compiled": kernels_compiled(), "logits": model.logits({prompt!r}).tobytes().hex()[-4096:],
@@ -121,7 +120,7 @@ def noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def is_kept(model: LanguageModel | EmbeddingModel) -> bool:
     """Whether it is from a start of an earlier load."""
-    return isinstance(model.compiled, KeptGraph) and model._session not in made
+    return isinstance(model._checkpoint, KeptCheckpoint) and model._session not in made
 
 
 def unkept(path: Path) -> LanguageModel | EmbeddingModel:
@@ -129,7 +128,7 @@ def unkept(path: Path) -> LanguageModel | EmbeddingModel:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(starts, "find", lambda *_: {})
         model = load(path)
-    assert isinstance(model, (LanguageModel, EmbeddingModel)) and not isinstance(model.compiled, KeptGraph)
+    assert isinstance(model, (LanguageModel, EmbeddingModel)) and not isinstance(model._checkpoint, KeptCheckpoint)
     return model
 
 
@@ -259,7 +258,7 @@ def test_weights_that_are_read_as_they_are_stay_in_the_model_s_file(folder: Path
     manifest = starts.container.read(path).manifest
     names = {name for name, *_ in manifest["sections"]["weights"]["arrays"]}
     assert "model.embed_tokens.weight" in manifest["in_place"] and names.isdisjoint(manifest["in_place"])
-    assert names | set(manifest["in_place"]) == set(first.compiled.executable._weights)  # type: ignore[attr-defined]
+    assert names | set(manifest["in_place"]) == set(first.compiled.executable.weights)  # type: ignore[attr-defined]
 
 
 @needs_stories
@@ -323,7 +322,7 @@ def test_a_start_made_by_another_llvm_is_not_used(
 ) -> None:
     expected = bits(language_model(tiny_path))
     assert is_kept(language_model(tiny_path))
-    monkeypatch.setattr(toolchain, "llvm_identity", lambda: "another")
+    monkeypatch.setattr("rlx.backends.cpu.toolchain.llvm_identity", lambda: "another")
     other = language_model(tiny_path)
     assert not is_kept(other) and bits(other) == expected
     assert is_kept(language_model(tiny_path)) and len(kept(folder)) == 1  # that of the LLVM before is gone
@@ -495,7 +494,7 @@ def test_a_start_that_another_process_has_written_meanwhile_is_used(
 
     monkeypatch.setattr(starts, "keep", late)
     model = language_model(tiny_path)
-    assert isinstance(model.compiled, KeptGraph) and not is_kept(model) and bits(model) == expected
+    assert isinstance(model._checkpoint, KeptCheckpoint) and not is_kept(model) and bits(model) == expected
     assert kept(folder) == [path] and path.samefile(theirs)
     assert is_kept(language_model(tiny_path))
 
@@ -537,7 +536,7 @@ def test_a_damaged_start_that_another_process_has_replaced_is_not_removed(
 
     monkeypatch.setattr(starts.container, "read", late)
     model = language_model(tiny_path)
-    assert isinstance(model.compiled, KeptGraph) and not is_kept(model) and bits(model) == expected
+    assert isinstance(model._checkpoint, KeptCheckpoint) and not is_kept(model) and bits(model) == expected
     assert path.samefile(theirs)
 
 

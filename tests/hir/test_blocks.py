@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from oracles import Array, expected
+from targets import host
 
 import rlx
 from rlx import FusionPolicy, Graph, GraphModule
@@ -17,7 +18,6 @@ from rlx.hir.lower import direct, lower, lowering
 from rlx.ir.registry import FUSED, HIR, OPS, Sample, get
 from rlx.module import plan_lir
 from rlx.profile import CompileProfile, Fusion
-from rlx.target import host
 
 BLOCKS = sorted(name for name, d in OPS.items() if d.level == HIR)
 EVERY_BLOCK = pytest.mark.parametrize("name", BLOCKS)

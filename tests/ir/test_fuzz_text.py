@@ -17,6 +17,7 @@ import layers
 import numpy as np
 import pytest
 from loop_graphs import odd_graph
+from targets import AVX512
 
 import rlx
 from rlx import Graph
@@ -24,7 +25,6 @@ from rlx.dtypes import ALL
 from rlx.errors import RlxError
 from rlx.ir import registry
 from rlx.mir.pipeline import optimise
-from rlx.target import AVX512
 
 
 # -- texts -----------------------------------------------------------------------------------------------------------

@@ -277,7 +277,7 @@ from graphs import any_graphs, examples
 from layers import MINILM, SMOLLM, bert_graph, llama_graph
 from rlx.lir.schedule import schedule
 from rlx.mir.pipeline import optimise
-from rlx.target import AVX512
+from targets import AVX512
 for g in (bert_graph(MINILM), llama_graph(SMOLLM, past=True)):
     done = optimise(g, AVX512)
     print(g.fingerprint(), done.main.fingerprint(), done.bind.fingerprint())

@@ -6,13 +6,14 @@ import inspect
 import threading
 from pathlib import Path
 
+from targets import AVX512
+
 import rlx
 from rlx import Graph
 from rlx.hir.lower import lower
 from rlx.ir.provenance import Origin
 from rlx.lir.schedule import schedule
 from rlx.mir.pipeline import optimise
-from rlx.target import AVX512
 
 
 def line() -> int:

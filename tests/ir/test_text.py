@@ -11,6 +11,7 @@ import pytest
 from graphs import any_graphs, examples
 from hypothesis import given
 from hypothesis import strategies as st
+from targets import AVX512
 
 from rlx import Graph
 from rlx.dtypes import ALL, DType
@@ -18,7 +19,6 @@ from rlx.errors import ParseError
 from rlx.ir import text as text_module
 from rlx.ir.text import attr_text, parse_attr
 from rlx.mir.pipeline import optimise
-from rlx.target import AVX512
 from rlx.types import dim, parse_dim
 
 

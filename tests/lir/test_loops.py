@@ -13,6 +13,7 @@ from graphs import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from loop_graphs import loop_graphs, odd_graph
+from targets import AVX512
 
 import rlx
 from rlx.lir.memory import Plan, lifetimes, plan
@@ -20,7 +21,6 @@ from rlx.lir.program import ARENA, Branch, Launch, Loop, Program
 from rlx.lir.schedule import schedule
 from rlx.lir.views import View, moving
 from rlx.mir.pipeline import optimise
-from rlx.target import AVX512
 from rlx.types import evaluate
 
 

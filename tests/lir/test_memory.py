@@ -10,12 +10,12 @@ from graphs import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from layers import MINILM, SMOLLM, bert_graph, llama_graph
+from targets import AVX512
 
 from rlx.lir.memory import ALIGNMENT, Lifetime, Plan, lifetimes, liveness_bound, plan
 from rlx.lir.program import ARENA, Program
 from rlx.lir.schedule import schedule
 from rlx.mir.pipeline import optimise
-from rlx.target import AVX512
 from rlx.types import evaluate
 
 lives_and_sizes = st.lists(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from layers import Llama, llama_graph
+from targets import AVX512
 
 import rlx
 from rlx import Graph
@@ -19,7 +20,6 @@ from rlx.lir.program import Launch, Program
 from rlx.lir.schedule import schedule
 from rlx.lir.views import View
 from rlx.mir.pipeline import optimise
-from rlx.target import AVX512
 from rlx.types import Size, dim
 
 N = dim("n")

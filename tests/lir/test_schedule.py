@@ -10,6 +10,7 @@ import pytest
 from graphs import examples, float_graphs
 from hypothesis import given
 from layers import Bert, Llama, bert_graph, llama_graph
+from targets import AVX2, AVX512
 
 import rlx
 from rlx import Graph
@@ -17,7 +18,6 @@ from rlx.errors import LowerError
 from rlx.lir.program import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Program
 from rlx.lir.schedule import place_barriers, schedule
 from rlx.mir.pipeline import optimise
-from rlx.target import AVX2, AVX512
 
 
 def program(g: Graph) -> Program:

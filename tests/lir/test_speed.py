@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from layers import MINILM, SMOLLM, bert_graph, llama_graph
+from targets import AVX512
 
 from rlx import Graph
 from rlx.lir.memory import lifetimes, plan
 from rlx.lir.schedule import schedule
 from rlx.mir.pipeline import optimise
-from rlx.target import AVX512
 from rlx.types import compile_sizes
 
 SLACK = 3

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_programs import PROGRAMS, plan
 from loop_graphs import loop_graphs, odd_graph
+from targets import AVX2, AVX512
 
 import rlx
 from rlx.dtypes import BF16, BOOL, F32, F64, I32, I64, U8, DType, dtype
@@ -43,7 +44,6 @@ from rlx.lir.program import Program
 from rlx.lir.text import kernel_text
 from rlx.module import plan_lir
 from rlx.profile import CompileProfile
-from rlx.target import AVX2, AVX512
 
 rlx.Graph("any")  # declares the ops
 OPS = [

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from targets import AVX512
 
 import rlx
 from rlx.errors import VerifyError
 from rlx.hir.lower import lower
 from rlx.ir.graph import Node
 from rlx.mir.pipeline import optimise
-from rlx.target import AVX512
 
 f32 = np.float32
 SHAPES: dict[str, tuple[Any, ...]] = {"c": (2, 8), "w": (8, 8), "v": (8, 8), "x": (2, 8)}

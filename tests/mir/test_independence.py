@@ -9,13 +9,13 @@ import pytest
 from graphs import examples, float_graphs, random_leaves
 from hypothesis import given
 from layers import TINY_BERT, TINY_LLAMA, bert_graph, llama_graph
+from targets import AVX512
 
 import rlx
 from rlx import Graph
 from rlx.ir.graph import Value
 from rlx.mir.independence import independent_symbol
 from rlx.mir.pipeline import optimise
-from rlx.target import AVX512
 
 Make = Callable[[Graph, Value], Value]
 BATCH = rlx.dim("batch")

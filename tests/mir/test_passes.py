@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from targets import AVX512
 
 from rlx import Graph
 from rlx.dtypes import DType
@@ -33,7 +34,6 @@ from rlx.mir.merge_matmuls import merge_gates, merge_matmuls
 from rlx.mir.merge_ropes import merge_ropes
 from rlx.mir.report import FusionReport
 from rlx.mir.unfuse import unfuse
-from rlx.target import AVX512
 from rlx.types import concrete
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "mir"

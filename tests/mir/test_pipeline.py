@@ -13,13 +13,13 @@ from graphs import examples, float_graphs, random_leaves
 from hypothesis import given
 from hypothesis import strategies as st
 from layers import Bert, Llama, bert_graph, llama_graph
+from targets import AVX2, AVX512, BASELINE
 
 import rlx
 from rlx import Graph
 from rlx.errors import CapabilityError
 from rlx.ir.evaluate import run
 from rlx.mir.pipeline import Optimised, optimise
-from rlx.target import AVX2, AVX512, BASELINE
 from rlx.types import concrete
 
 Array = np.ndarray[Any, Any]

@@ -162,7 +162,7 @@ def test_a_prompt_leaves_no_table_in_memory(packed: Path, plain: Path, monkeypat
     released: list[np.ndarray[Any, Any]] = []
     monkeypatch.setattr(graphs, "release", released.append)
     model = load(packed)
-    held: dict[str, Any] = model.compiled.executable._weights  # type: ignore[attr-defined]
+    held: dict[str, Any] = model.compiled.executable.weights  # type: ignore[attr-defined]
     model.generate(Golden(NAME).rows[0], max_tokens=3)
     assert len(released) == 1 and released[0] is held[TABLE]  # for the prompt, not for each token
     load(plain).generate(Golden(NAME).rows[0], max_tokens=3)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from oracles import ORACLES, Array
+from targets import supported
 
 import rlx
 from rlx.dtypes import DType, dtype
@@ -14,7 +15,6 @@ from rlx.ir.registry import packed
 from rlx.lir.block_dots import CODES
 from rlx.ops.activations import WHOLE
 from rlx.profile import CompileProfile, Precision
-from rlx.target import supported
 
 TARGETS = [t.name for t in supported()]
 INT8 = CompileProfile(precision=Precision(activations="int8"))

@@ -10,12 +10,11 @@ import gguf
 import numpy as np
 import pytest
 from oracles import NUMPY, Array
+from targets import supported
 
 import rlx
-from rlx.backends.cpu.executable import Executable
 from rlx.errors import DTypeError, GraphError, KernelError, LowerError, ShapeError
 from rlx.lir.kernels import AttentionKernel
-from rlx.target import supported
 
 TARGETS = [t.name for t in supported()]
 BEST = TARGETS[0]
@@ -491,7 +490,7 @@ def test_a_step_is_two_launches_and_the_same_ones_for_all_sizes() -> None:
     """Keys and values are appended together; nothing is copied, and nothing depends on how long the cache is."""
     graph = step_graph(6, 2, 64)
     run = compiled(graph, BEST)
-    executable: Executable = run.executable
+    executable = run.executable
     assert [x.kernel.kind for x in executable.program.launches] == ["loops", "attention"]
     assert executable.program.launches[0].barrier
     kernel = executable.program.launches[1].kernel

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from targets import supported
 
 import rlx
 from rlx.errors import RlxError
 from rlx.mir.dce import dce
-from rlx.target import supported
 from rlx.types import evaluate
 
 N, M = rlx.dim("n"), rlx.dim("m")

@@ -9,7 +9,7 @@ import pytest
 from oracles import ORACLES
 
 import rlx
-from rlx.backends.cpu.library import kernels_compiled
+from rlx.backends.base import kernels_compiled
 from rlx.errors import GraphError, ShapeError
 
 rng = np.random.default_rng(3)

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from targets import AVX2
 
 import rlx
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.mir.bind_dims import bind_dims
 from rlx.mir.pipeline import optimise
-from rlx.target import AVX2
 
 Array = np.ndarray[Any, Any]
 BOTH = pytest.mark.parametrize("device", ("reference", "cpu"))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from sample_graphs import element_types, sample_graph, user_ops
+from targets import host
 
 from rlx.runtime import codec
 from rlx.runtime.plan import make_plan, plan_records
-from rlx.target import host
 
 NAMES = [op.name for op in user_ops() if element_types(op)]
 

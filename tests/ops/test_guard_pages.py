@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from limits import LONGEST_S
+from targets import supported
 
 import rlx
-from rlx.target import supported
 
 HERE = Path(__file__).resolve().parent
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from targets import supported
 
 import rlx
 from rlx.errors import DTypeError
-from rlx.target import supported
 
 Array = np.ndarray[Any, Any]
 TARGETS = [t.name for t in supported()]

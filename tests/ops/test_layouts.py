@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from oracles import NUMPY, Array
 from sample_graphs import element_types, sample_graph, user_ops
+from targets import supported
 
 import rlx
 from rlx.ir import registry
-from rlx.target import supported
 
 BEST = supported()[0].name
 

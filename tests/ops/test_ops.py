@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from sample_graphs import compile_sample, element_types, sample_graph, user_ops
-
-from rlx.target import supported
+from targets import supported
 
 PLACES = ["reference", *(t.name for t in supported())]
 EVERY_CASE = [(op.name, name) for op in user_ops() for name in element_types(op)]

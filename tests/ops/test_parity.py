@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from oracles import Array
+from targets import supported
 
 import rlx
-from rlx.target import supported
 
 pytestmark = pytest.mark.parity
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from limits import LONGEST_S
 from oracles import ORACLES, Array, wide
+from targets import supported
 
 import rlx
 from rlx import QuantScheme
@@ -20,7 +21,6 @@ from rlx.dtypes import PACKED, DType
 from rlx.errors import BindError, DTypeError, GraphError, ShapeError
 from rlx.ir.registry import packed
 from rlx.profile import CompileProfile, Precision
-from rlx.target import supported
 
 TARGETS = [t.name for t in supported()]
 EVERY_TYPE = pytest.mark.parametrize("storage", PACKED, ids=str)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import scipy.stats  # type: ignore[import-untyped]
 from oracles import ORACLES
+from targets import supported
 
 import rlx
 from rlx.errors import ShapeError
 from rlx.ops.random import philox
-from rlx.target import supported
 
 WHERE = ["reference", *(t.name for t in supported())]
 KEY = np.array([0xA4093822, 0x299F31D0], np.uint32)

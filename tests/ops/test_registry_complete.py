@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from oracles import ORACLES
 from sample_graphs import element_types, sample_graph, samples_of, user_ops
+from targets import AVX512
 
 import rlx
 import rlx.lir.forms
@@ -23,7 +24,6 @@ from rlx.lir.elementwise import COMPARISONS, scalar_form
 from rlx.lir.loops import SCALAR_OPS, Check, LoopKernel, statements
 from rlx.lir.schedule import loop_form, schedule
 from rlx.mir.pipeline import optimise
-from rlx.target import AVX512
 from rlx.types import parse_type
 
 rlx.Graph("any")  # declares the ops

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from oracles import Array
+from targets import supported
 
 import rlx
 from rlx.errors import BindError, KernelError
-from rlx.target import supported
 from rlx.transforms import vmap
 
 PLACES = ["reference", *(t.name for t in supported())]

@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from targets import host, supported
 
 import rlx
 from rlx.errors import DTypeError, ShapeError
 from rlx.ops.sequence import CHUNK
-from rlx.runtime.compiled import CpuGraph
-from rlx.target import host, supported
 from rlx.transforms import grad, value_and_grad, vmap
 
 Array = np.ndarray[Any, Any]
@@ -171,7 +170,6 @@ def test_the_kept_states_are_those_before_each_chunk(seq: int) -> None:
 def test_a_gradient_is_three_launches_and_keeps_one_state_for_each_chunk() -> None:
     channels, n = 64, 64
     f = rlx.compile(value_and_grad(summed(channels, n, "f32"), NAMES))
-    assert isinstance(f, CpuGraph)
     program = f.plan.main
     assert not program.controls
     named = [launch.kernel.name for launch in program.launches]

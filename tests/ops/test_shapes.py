@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from oracles import NUMPY, Array, assert_matches, expected, magnitude
 from sample_graphs import limit
+from targets import supported
 
 import rlx
-from rlx.backends.cpu.library import kernels_compiled
+from rlx.backends.base import kernels_compiled
 from rlx.ir import registry
-from rlx.target import supported
 
 SIZES = (0, 1, 2, 3, 5, 7, 15, 16, 17, 31, 37, 63, 64, 65, 127, 131, 257)
 FEW = (0, 1, 2, 5, 16, 17, 33, 65)

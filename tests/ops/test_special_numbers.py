@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from oracles import EXACT, FLOATS, INTEGERS, NUMPY, Array, assert_matches, expected, rounded
 from sample_graphs import user_ops
+from targets import supported
 
 import rlx
 from rlx.ir import registry
 from rlx.ir.registry import ELEMENTWISE
-from rlx.target import supported
 
 PLACES = ["reference", *(t.name for t in supported())]
 EVERY_PLACE = pytest.mark.parametrize("place", PLACES)

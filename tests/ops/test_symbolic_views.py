@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from sample_graphs import VIEWS, element_types, sample_graph, user_ops
+from targets import supported
 
 import rlx
 from rlx.ir import registry
-from rlx.target import supported
 
 BEST = supported()[0].name
 ALIKE = {registry.ELEMENTWISE, registry.COMPOSED}  # one loop form, or none of their own

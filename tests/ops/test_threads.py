@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from targets import supported
 
 import rlx
-from rlx.target import supported
 
 ROWS, COLUMNS = 517, 1031  # primes: parts are uneven, and no chunk is whole
 Build = Callable[[Any, Any, Any], Any]

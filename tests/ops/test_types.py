@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from oracles import EXACT, FLOATS, INTEGERS, NUMPY, Array, assert_matches, expected, magnitude, rounded, tolerance, wide
+from targets import supported
 
 import rlx
 from rlx import dtypes
-from rlx.target import supported
 
 PLACES = ["reference", *(t.name for t in supported())]
 EVERY_PLACE = pytest.mark.parametrize("place", PLACES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import importlib
 import json
 import math
 import os
@@ -24,15 +25,13 @@ from typing import Any
 import numpy as np
 import pytest
 from limits import LONGEST_S
+from targets import host
 
 import rlx
 from rlx.backends import cache
-from rlx.backends.cpu import library as libraries
-from rlx.backends.cpu.library import library
 from rlx.errors import KernelError
-from rlx.runtime.compiled import CpuGraph
 from rlx.runtime.plan import make_plan, relocated
-from rlx.target import host
+from rlx.runtime.session import Session
 
 PACKAGE = Path(rlx.__file__).resolve().parent
 CHILD = """
@@ -46,7 +45,7 @@ f = rlx.compile(g)
 f.set_param("w", np.ones((20, 30), np.float32))
 outputs = f.run({{"x": np.full((7, 20), 0.25, np.float32)}})
 from rlx.backends import cache
-from rlx.backends.cpu.library import kernels_compiled
+from rlx.backends.base import kernels_compiled
 store = cache.current()
 print(json.dumps({{
     "result": outputs[0].tolist(), "compiled": kernels_compiled(),
@@ -156,13 +155,13 @@ def test_damaged_entries_are_built_again(damage: Callable[[bytes], bytes], fille
     assert result(start(str(filled), tmp_path, before=FORBID))["compiled"] == 0
 
 
-@pytest.mark.parametrize("kind", ["objects", "routines", "linked"])
+@pytest.mark.parametrize("kind", ["objects", "routines", "compiled"])
 def test_lost_entries_are_built_again(kind: str, filled: Path, tmp_path: Path) -> None:
     lost = files(filled / kind)
     assert lost
-    for path in {*lost, *files(filled / "linked")}:
+    for path in {*lost, *files(filled / "compiled")}:
         path.unlink()
-    assert (result(start(str(filled), tmp_path))["compiled"] > 0) == (kind != "linked")
+    assert (result(start(str(filled), tmp_path))["compiled"] > 0) == (kind != "compiled")
     assert {p.name for p in lost} <= {p.name for p in files(filled / kind)}
 
 
@@ -295,8 +294,9 @@ def test_size_and_clear_count_entries(folder: Path) -> None:
 
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code that other tests have loaded is from other folders."""
+    libraries = importlib.import_module("rlx.backends.cpu.library")
     monkeypatch.setattr(libraries, "_libraries", {})
-    library(host()).driver()  # the pool has that of the library before
+    libraries.library(host()).driver()  # the pool has that of the library before
 
 
 # -- what is not mixed up -----------------------------------------------------------------------------------------
@@ -328,20 +328,25 @@ def test_a_line_that_became_several_is_planned_anew() -> None:
     assert relocated(plan, (*elsewhere[:-1], "other.py:1")) is None
 
 
-def test_a_target_has_one_library() -> None:
-    assert library(host()) is library(host())
-
-
 def test_a_compiled_graph_goes_with_its_last_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLX_CACHE", str(tmp_path))
     nothing_loaded(monkeypatch)
     gc.disable()
     try:
-        for kind in ("CpuGraph", "LinkedGraph"):
+        for linked in (1, 0):  # compiled, then from the cache
+            links: list[int] = []
+            link = Session.link
+
+            def counted(*given: Any, links: list[int] = links, link: Any = link) -> Any:
+                links.append(1)
+                return link(*given)
+
+            monkeypatch.setattr(Session, "link", counted)
             g = rlx.Graph("product")
             g.set_outputs([g.input("x", ("n", 4)) @ g.param("w", (4, 8))])
             compiled, weight = rlx.compile(g), np.ones((4, 8), np.float32)
-            assert isinstance(compiled, CpuGraph) and type(compiled).__name__ == kind
+            monkeypatch.setattr(Session, "link", link)
+            assert len(links) == linked
             compiled.set_param("w", weight)
             assert compiled.run({"x": np.ones((1, 4), np.float32)})[0].tolist() == [[4.0] * 8]
             assert compiled.report().launches and compiled.dispatch().counts

@@ -9,10 +9,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from targets import best
 
 import rlx
 from rlx.errors import BindError, CapabilityError, GraphError
-from rlx.target import best
 
 f32, i32 = np.float32, np.int32
 DEVICES = ["cpu", "reference"]
@@ -319,7 +319,7 @@ def test_devices_and_targets_that_are_not_there() -> None:
         rlx.Session(target="avx51")
     assert "avx512" in str(caught.value.hint)
     for target in (replace(best(), arch="vax"), 3):
-        with pytest.raises(CapabilityError, match=f"target: expected one for {best().arch}"):
+        with pytest.raises(CapabilityError, match="target: expected one of cpu"):
             rlx.Session(target=target)  # type: ignore[arg-type]
 
 

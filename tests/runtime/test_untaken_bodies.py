@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from targets import AVX512
 
 import rlx
 from rlx.errors import BindError, KernelError, RlxError
 from rlx.mir.pipeline import optimise
-from rlx.target import AVX512
 
 f32, i32 = np.float32, np.int32
 Build = Callable[..., Any]

@@ -53,7 +53,7 @@ def test_graphs_of_a_session_share_what_they_derive_from_the_same_fixed_array() 
     for f in graphs:
         f.set_param("w", w)
         f.prepare()
-    held = [f.executable._weights for f in graphs]  # type: ignore[attr-defined]
+    held = [f.executable.weights for f in graphs]  # type: ignore[attr-defined]
     assert held[0]["@0"] is held[1]["@0"]
     del graphs, held, f
     gc.collect()
@@ -73,8 +73,8 @@ def test_a_weight_that_comes_on_top_does_not_keep_a_second_copy_of_the_others() 
     second.set_params(given)
     assert first.run({"x": ONES})[0][0, 0] == 128
     assert [y[0, 0] for y in second.run({"x": ONES})] == [128, 192]
-    (shared,) = first.executable._weights.values()  # type: ignore[attr-defined]
-    others = [a for a in second.executable._weights.values() if a is not shared]  # type: ignore[attr-defined]
+    (shared,) = first.executable.weights.values()  # type: ignore[attr-defined]
+    others = [a for a in second.executable.weights.values() if a is not shared]  # type: ignore[attr-defined]
     assert len(others) == 1
     while others[0].base is not None:
         others = [others[0].base]

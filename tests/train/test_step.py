@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import rlx
-from rlx.backends.cpu.library import kernels_compiled
+from rlx.backends.base import kernels_compiled
 from rlx.errors import BindError, FormatError, GraphError, KernelError, LowerError, RequestError, ShapeError
 from rlx.profile import Precision
 from rlx.train import Optimiser, TrainStep, adamw, sgd, step

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from targets import supported
 
 import rlx
-from rlx.target import supported
 from rlx.transforms import vjp
 
 Array = npt.NDArray[Any]

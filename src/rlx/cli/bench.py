@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from rlx import hub
-from rlx.backends.cpu.ceilings import Ceilings, ceilings
+from rlx.backends.base import Ceilings, backend_of
 from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.cli.inspect import phase_sizes
@@ -31,10 +31,10 @@ from rlx.cli.loading import load
 from rlx.engine.embed import EmbeddingModel
 from rlx.engine.language import LanguageModel
 from rlx.engine.vision import VisionModel
+from rlx.errors import CapabilityError
 from rlx.hub.store import show_size
 from rlx.ir.graph import Graph
 from rlx.lir.program import Program
-from rlx.runtime.compiled import CpuGraph
 from rlx.runtime.kv_cache import CACHE_HELP, CACHES
 from rlx.types import evaluate
 
@@ -93,11 +93,12 @@ def run(arguments: argparse.Namespace) -> int:
     loading = time.perf_counter() - begin
     with model:
         compiled = model.compiled
-        assert isinstance(compiled, CpuGraph)
         with console.status("compiling"):
             compiling = compile_seconds(model.built.module, cold=arguments.cold)
         with console.status("measuring the machine"):
-            limits = ceilings(compiled.target, compiled.threads)
+            limits = backend_of(compiled.target).ceilings(compiled.target, compiled.threads)
+        if limits is None:
+            raise CapabilityError(f"bench: nobody has measured what {compiled.device} can do")
         rows = [
             Row("load", loading, "s", note="until it is ready"),
             Row("compile", compiling, "s", note="without the cache" if arguments.cold else "from the cache"),
@@ -114,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     print(
         f"{files.name} on {compiled.target.name}, {compiled.threads} threads; machine: {limits.gflops:.0f} GFLOPS f32, "
-        f"{limits.u7_gops:.0f} GOPS int8, {limits.memory_gb_per_second:.1f} GB/s from memory"
+        f"{limits.gops['dot_u7']:.0f} GOPS int8, {limits.memory_gb_per_second:.1f} GB/s from memory"
     )
     console.table(("row", "value", "unit", "of what is possible"), [row.cells() for row in rows])
     return 0
@@ -253,7 +254,6 @@ def _median(name: str, repeat: int, seconds: Callable[[], float]) -> float:
 
 def _program(model: LanguageModel | EmbeddingModel) -> Program:
     compiled = model.compiled
-    assert isinstance(compiled, CpuGraph)
     return compiled.plan.main
 
 

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     compiled = rlx.compile(graph)
     print(f"\nCompiled in {(time.perf_counter() - started) * 1e3:.0f} ms. Its program:\n")
-    print(compiled.plan.main.text(kernels=False))  # type: ignore[attr-defined]
+    print(compiled.plan.main.text(kernels=False))
     rng = np.random.default_rng(0)
     params = {n: rng.standard_normal(t.shape, np.float32) / 16 for n, t in compiled.param_types.items()}  # type: ignore[arg-type]
     x = rng.standard_normal((arguments.rows, HIDDEN), np.float32)

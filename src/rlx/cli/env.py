@@ -7,10 +7,8 @@ import platform
 from importlib.metadata import version
 
 import rlx
-from rlx import target
+from rlx.backends.base import available, backend
 from rlx.backends.cache import current
-from rlx.backends.cpu.pool import default_threads, shared
-from rlx.backends.cpu.toolchain import llvm_version
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -19,29 +17,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    chosen, store = target.host(), current()
-    threads = shared(default_threads())
+    store = current()
     rows = {
         "rlx": rlx.__version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "numpy": version("numpy"),
-        "llvmlite": f"{version('llvmlite')} (LLVM {llvm_version()})",
-        "processor": _processor(),
-        "target": f"{chosen.name} ({chosen.vector_bytes * 8}-bit vectors)",
-        "runs": ", ".join(t.name for t in target.supported()),
-        "threads": f"{threads.threads}" + (f" ({threads.why_single})" if threads.why_single else ""),
+        **backend("cpu").describe(),
         "cache": f"{store.folder}" + ("" if store.writable else " (read only)")
         if store.folder
         else f"none: {store.why}",
+        "devices": ", ".join(available()),
     }
     for name, value in rows.items():
         print(f"{name:10} {value}")
     return 0
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or "unknown"

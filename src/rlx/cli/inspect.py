@@ -14,8 +14,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import rlx.hir.blocks  # noqa: F401  declares the ops that files may use
-from rlx import hub, target
-from rlx.backends.cpu.generators import kernel_text
+from rlx import hub
+from rlx.backends.base import backend, backend_of
 from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.engine.kvcache import ring_blocks
@@ -24,6 +24,7 @@ from rlx.errors import FormatError, NotFoundError
 from rlx.flow.flow import BuiltModel
 from rlx.hir.lower import lower
 from rlx.hub.store import show_size
+from rlx.inspect.page import graph_page
 from rlx.ir.graph import Graph, Node
 from rlx.ir.text import node_text
 from rlx.lir import memory
@@ -34,8 +35,8 @@ from rlx.models.load import Checkpoint, open_checkpoint
 from rlx.models.pooling import pooled, read_settings
 from rlx.profile import CompileProfile
 from rlx.runtime.kv_cache import CACHE_HELP, CACHES
-from rlx.runtime.page import graph_page
 from rlx.runtime.plan import cached_plan
+from rlx.target import Target
 from rlx.types import evaluate
 
 LEVELS = ("hir", "mir", "lir", "llvm", "asm")
@@ -63,7 +64,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    machine = target.named(arguments.target) if arguments.target else target.host()
+    machine = backend("cpu").target(arguments.target)
     graph, profile, about = _opened(arguments)
     if arguments.html is not None:
         page = graph_page(graph, machine, profile=profile, assembly=arguments.level == "asm")
@@ -157,7 +158,7 @@ def matches(pattern: str | None, where: str) -> bool:
 
 # -- levels ----------------------------------------------------------------------------------------------------------
 def show(
-    graph: Graph, level: str, machine: target.Target, *, profile: CompileProfile | None = None,
+    graph: Graph, level: str, machine: Target, *, profile: CompileProfile | None = None,
     stage: str | None = None, sizes: Mapping[str, int] | None = None, built: bool = False, bind: bool = False,
     fusion: bool = False,
 ) -> Iterator[str]:  # fmt: skip
@@ -178,7 +179,8 @@ def show(
             yield from _program_lines(program, launches, sizes or {}, whole=stage is None)
         else:
             kernels = {x.kernel.symbol: x.kernel for x in launches}
-            yield from kernel_text(kernels.values(), machine, level=level).splitlines()
+            text = backend_of(machine).kernel_text(kernels.values(), machine, assembly=level == "asm")
+            yield from text.splitlines()
         report = str(plan.fusion)
     if fusion:
         yield f"\n{report}"

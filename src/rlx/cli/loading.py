@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from rlx.backends.cpu import faults
+from rlx.backends.base import device
 from rlx.cli.console import BAD_FILE
 from rlx.engine import model
 
@@ -23,7 +23,8 @@ _AFTER = (
 def load(*args: Any, **settings: Any) -> Loaded:
     # The code that catches bus errors is there before the first load, if it need not be compiled: a cold start loads
     # LLVM beside other work, and should not wait for it here.
-    faults.install(BAD_FILE, _BEFORE, _AFTER, compiling=False)
+    backend = device(settings.get("device", "cpu")).backend
+    backend.catch_bus_errors(BAD_FILE, _BEFORE, _AFTER, compiling=False)
     found = model.load(*args, **settings)
-    faults.install(BAD_FILE, _BEFORE, _AFTER)
+    backend.catch_bus_errors(BAD_FILE, _BEFORE, _AFTER)
     return found

@@ -19,17 +19,16 @@ from typing import Any, NoReturn
 import numpy as np
 
 import rlx.hir.blocks  # noqa: F401  declares the ops
-from rlx import target as targets
-from rlx.backends.cpu.generators import kernel_text
+from rlx.backends.base import backend, backend_of
 from rlx.cli.console import UsageError, is_rich
 from rlx.errors import RlxError, ShapeError, nearest
+from rlx.inspect.lineage import Lineage, lineage
+from rlx.inspect.page import assembly_lines, busiest, easiest, graph_page
+from rlx.inspect.picture import picture
 from rlx.ir import registry
 from rlx.ir.diff import diff
 from rlx.ir.graph import Graph, Value
 from rlx.mir import pipeline
-from rlx.runtime.lineage import Lineage, lineage
-from rlx.runtime.page import assembly_lines, busiest, easiest, graph_page
-from rlx.runtime.picture import picture
 from rlx.runtime.session import compile
 from rlx.target import Target
 from rlx.types import Size, TensorType, as_size, concrete
@@ -60,7 +59,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    machine = targets.named(arguments.target) if arguments.target else targets.host()
+    machine = backend("cpu").target(arguments.target)
     graph = read(arguments.expression, dict(map(_shape, arguments.shape)), arguments.input)
     if arguments.svg or arguments.html:
         if arguments.svg:
@@ -301,7 +300,7 @@ def _levels(graph: Graph, machine: Target, lines: int) -> Iterator[tuple[str, st
     kernel = easiest(line.plan.main)
     if kernel is not None:
         about = f"{kernel.symbol} where it works hardest; `rlx inspect` shows all of it."
-        text = kernel_text([kernel], machine, level="llvm").splitlines()
+        text = backend_of(machine).kernel_text([kernel], machine).splitlines()
         yield "LLVM", about, _plain("\n".join(busiest(text, lines)))
         code = busiest(assembly_lines(kernel, machine), lines)
         yield "Assembly", "The same on this machine.", _plain("\n".join(code))

@@ -376,7 +376,7 @@ def _inputs(model: Any) -> dict[str, Array]:
     if model.built.cache is not None:
         cache = KvCache(model.built.cache, 1, model.context)
         cache.reserve(count)
-        given |= cache.arrays
+        given |= cache.buffers
     return {name: given[name] for name in model.compiled.input_types}
 
 

@@ -230,7 +230,7 @@ class EmbeddingModel(Model):
         positions = np.repeat(np.arange(shape[1], dtype=np.int32)[None], shape[0], axis=0)
         given = {"tokens": tokens, "token_types": np.zeros_like(tokens), "positions": positions, "attention_mask": mask}
         compiled = self.compiled
-        return compiled.run({name: given[name] for name in compiled.input_types})[0]
+        return np.asarray(compiled.run({name: given[name] for name in compiled.input_types})[0])
 
 
 def batches(lengths: dict[int, int], size: int | None = None, threads: int = 1) -> Iterator[list[int]]:

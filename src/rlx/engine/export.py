@@ -34,15 +34,16 @@ from rlx.models.load import Checkpoint
 from rlx.models.pooling import EmbedSettings
 from rlx.profile import CompileProfile
 from rlx.runtime import codec
-from rlx.runtime.compiled import CompiledGraph, CpuGraph
+from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.export import (
     WEIGHTS,
     Content,
-    ExportedGraph,
     ExportFile,
-    Parts,
+    Extras,
     consistent,
     export_graph,
+    from_export,
+    leaves,
     open_export,
 )
 from rlx.runtime.kv_cache import CACHES
@@ -75,7 +76,7 @@ def load_exported(
     """
     file = open_export(path, verify=verify)
     if file.manifest["kind"] == "graph":
-        return ExportedGraph(file, threads=threads)
+        return from_export(file, threads=threads)
     return _model(file, threads, model)
 
 
@@ -98,7 +99,7 @@ def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
     """Write a loaded model to a file; with `embed` its weights too, packed as the kernels read them."""
     model._check_usable()
     built, compiled, checkpoint = model.built, model.compiled, model.checkpoint
-    if not isinstance(compiled, CpuGraph) or isinstance(compiled, ExportedGraph):
+    if isinstance(built, _Built):
         raise CapabilityError(
             f"export: {model.name} comes from an export itself", hint="export the model it was made of"
         )
@@ -125,7 +126,7 @@ def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
     }
     if tokenizer is not None:
         contents["tokenizer"], contents["tokenizer.tables"] = tokenizer.packed()
-    return export_graph(compiled, path, embed=embed, parts=Parts(model.family.kind, {"model": about}, contents))
+    return export_graph(compiled, path, embed=embed, extras=Extras(model.family.kind, {"model": about}, contents))
 
 
 def _classes(family: Family) -> dict[str, type]:
@@ -149,16 +150,17 @@ def _model(file: ExportFile, threads: int | None, moved: PathLike | None) -> Any
     about = file.manifest["model"]
     family, records = _described(file)
     checkpoint = _checkpoint(file, family, records, moved)
-    session = Session("cpu", threads=threads, target=file.target)
-    compiled = ExportedGraph(file, threads=session.threads, store=session.weights)
+    session = Session(file.target.device, threads=threads, target=file.target)
+    compiled = from_export(file, threads=session.threads, store=session.weights)
     made = file.arrays("made")
-    params = Params(compiled.leaves, made, checkpoint.weights)
+    own = leaves(file)
+    params = Params(own, made, checkpoint.weights)
     known = {} if WEIGHTS in file.manifest["sections"] else dict(params)
     if known:
         compiled.set_params(known)
         compiled.prepare()
     profile = compiled.profile or CompileProfile()
-    built = _Built(compiled, params, about["outputs"], records["cache"], profile)
+    built = _Built(own, compiled, params, about["outputs"], records["cache"], profile)
     with consistent(file):
         model = class_of(family.kind)(
             checkpoint, context=about["context"], cache=about["cache"], name=about["name"], profile=profile,
@@ -219,10 +221,10 @@ class _Built(BuiltModel):
     """What was built when the model was exported; the graph is read when somebody asks."""
 
     def __init__(
-        self, compiled: ExportedGraph, params: Params, output_names: list[str], cache: KvCacheSpec | None,
+        self, own: Graph, compiled: CompiledGraph, params: Params, output_names: list[str], cache: KvCacheSpec | None,
         profile: CompileProfile,
     ) -> None:  # fmt: skip
-        super().__init__(compiled.leaves, params, output_names, cache, profile)
+        super().__init__(own, params, output_names, cache, profile)
         self.__dict__["compiled"] = compiled
         del self.__dict__["module"]
 

@@ -48,12 +48,12 @@ class Decoder:
         self.compiled = compiled
         self.cache = cache
         self._cancel = Cancel() if cancel is None else cancel
-        self._step: tuple[Any, dict[str, Array]] = (None, {})  # what it was made for, and the inputs of a step
+        self._step: tuple[Any, dict[str, Any]] = (None, {})  # what it was made for, and the inputs of a step
 
     @classmethod
     def start(cls, compiled: CompiledGraph, spec: KvCacheSpec, batch: int, context: int) -> Decoder:
         """With an empty cache."""
-        return cls(compiled, KvCache(spec, batch, context))
+        return cls(compiled, KvCache(spec, batch, context, compiled.allocator))
 
     def feed(self, tokens: Sequence[Sequence[int]], starts: Sequence[int], first: int = 0) -> Array:
         """Logits `[row, vocab]` after the last token of each row; row i begins at position starts[i].
@@ -71,7 +71,7 @@ class Decoder:
             picked = [i * width + max(len(piece) - 1, 0) for i, piece in enumerate(pieces)]
             begins = [s + at for s in starts]
             logits = self.run(pieces, begins, np.array(picked, np.int32), first, lengths=lengths)[0]
-            self.compiled.forget_rows()
+            self.compiled.drop_table_pages()
             if result is None:
                 result = logits
             for i, piece in enumerate(pieces):
@@ -95,7 +95,7 @@ class Decoder:
 
     def run(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], picked: Array, first: int = 0,
-        more: Mapping[str, Array] | None = None, lengths: Sequence[int] | None = None,
+        more: Mapping[str, Any] | None = None, lengths: Sequence[int] | None = None,
     ) -> list[Array]:  # fmt: skip
         """One call: the outputs for these tokens, with logits for the `picked` ones of rows × longest row.
 
@@ -122,11 +122,11 @@ class Decoder:
             self.cache.tokens[first + i] += row
         return outputs
 
-    def _call(self, inputs: Mapping[str, Array], first: int, end: int) -> list[Array]:
+    def _call(self, inputs: Mapping[str, Any], first: int, end: int) -> list[Array]:
         if self._cancel.wanted:
             raise Cancelled
         try:
-            return self.compiled.run(inputs)
+            return [np.asarray(output) for output in self.compiled.run(inputs)]
         except BaseException:
             self.cache.interrupted(first, end)
             raise
@@ -146,7 +146,7 @@ class Decoder:
         key = (first, len(tokens), self.cache.blocks)
         if self._step[0] != key:
             shape, count = (len(tokens), 1), len(tokens)
-            given: dict[str, Array] = {"tokens": np.zeros(shape, np.int32), "positions": np.zeros(shape, np.int32)}
+            given: dict[str, Any] = {"tokens": np.zeros(shape, np.int32), "positions": np.zeros(shape, np.int32)}
             given["last_token_idx"] = np.arange(count, dtype=np.int32)
             if self.cache.spec.lengths:
                 given["lengths"] = np.zeros(count, np.int32)

@@ -15,17 +15,17 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from rlx.backends.base import HOST, Allocator
 from rlx.dtypes import dtype
 from rlx.locks import Lock
 from rlx.resources import require
 from rlx.runtime.kv_cache import KvCacheSpec
 
-Array = np.ndarray[Any, Any]
 BLOCK = 64
 KEPT = 4  # caches that wait for the next prompt
 KEPT_BYTES = 512 << 20  # of all but the last one
@@ -36,12 +36,13 @@ SPARE = 512  # positions of a ring beyond its window: so many tokens a call may 
 class KvCache:
     """Keys, values and recurrent states of some sequences, and the tokens they came from."""
 
-    def __init__(self, spec: KvCacheSpec, batch: int, context: int) -> None:
+    def __init__(self, spec: KvCacheSpec, batch: int, context: int, memory: Allocator = HOST) -> None:
         self.spec = spec
+        self._memory = memory  # of the device that decodes
         self.batch = batch
         self.most = -(-context // BLOCK)
         self.blocks = 0
-        self.arrays: dict[str, Array] = {}
+        self.buffers: dict[str, Any] = {}
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
         self.windows = {i: window for i in range(spec.layers) if (window := spec.window(i)) is not None}
         self._rings = {window: self._most(window) * BLOCK for window in self.windows.values() if window}
@@ -50,7 +51,7 @@ class KvCache:
         self._least = [0] * batch  # tokens of a row that have to stay: what came before them may be overwritten
         self._states = {name: (batch, *shape) for name, shape in spec.states}
         require("recurrent states", sum(map(math.prod, self._states.values())) * 4, hint="a smaller batch")
-        self.arrays |= {name: np.zeros(shape, np.float32) for name, shape in self._states.items()}
+        self.buffers |= {name: memory.zeros(shape, np.dtype(np.float32)) for name, shape in self._states.items()}
         self.reserve(1)
 
     def reserve(self, tokens: int) -> None:
@@ -77,13 +78,13 @@ class KvCache:
         return min(ring_blocks(window), self.most) if window else self.most
 
     def _grow(self, name: str, shape: tuple[int, ...]) -> None:
-        old = self.arrays.get(name)
+        old = self.buffers.get(name)
         if old is not None and old.shape == shape:
             return
-        new = np.zeros(shape, dtype(self.spec.dtype).numpy)
+        new = self._memory.zeros(shape, dtype(self.spec.dtype).numpy)
         if old is not None:
-            new[:, :, : old.shape[2]] = old
-        self.arrays[name] = new
+            self._memory.copy(old, self._memory.part(new, slice(None), slice(None), slice(old.shape[2])))
+        self.buffers[name] = new
 
     def going_to_write(self, row: int, start: int, end: int, length: int | None = None) -> None:
         """Positions `start` .. `end` of a row are about to be written; what rings hold in their places is gone.
@@ -98,7 +99,7 @@ class KvCache:
         if start == 0:
             self._least[row] = 0
             for name in self._states:
-                self.arrays[name][row] = 0
+                self._memory.clear(self._memory.part(self.buffers[name], row))
         for window, capacity in self._rings.items():
             if end > capacity:
                 self._least[row] = max(self._least[row], end - capacity + window - 1)
@@ -138,24 +139,29 @@ class KvCache:
             for row in self.tokens[first:end]:
                 row.clear()
 
-    def rows(self, first: int, end: int) -> dict[str, Array]:
+    def rows(self, first: int, end: int) -> dict[str, Any]:
         """The memory of some neighbouring sequences, as a decoder takes it."""
         if first == 0 and end == self.batch:
-            return self.arrays
-        return {name: array[first:end] for name, array in self.arrays.items()}
+            return self.buffers
+        return {name: self._memory.part(buffer, slice(first, end)) for name, buffer in self.buffers.items()}
 
     def copy_row(self, row: int, source: KvCache, source_row: int, count: int) -> None:
         """Take over the first `count` tokens of a sequence of `source`."""
         self.reserve(count)
         end = -(-count // BLOCK)
-        for name, array in self.arrays.items():
+        part = self._memory.part
+        for name, buffer in self.buffers.items():
+            old = source.buffers[name]
             if name in self._states:
                 assert count == len(source.tokens[source_row]), "a recurrent state has all tokens in it"
-                array[row] = source.arrays[name][source_row]
+                self._memory.copy(part(old, source_row), part(buffer, row))
                 continue
-            to, old = (_in_blocks(a) for a in (array[row], source.arrays[name][source_row]))
-            blocks = np.arange(max(end - self._most(self.windows[int(name.rpartition(".")[2])]), 0), end)
-            to[:, blocks % to.shape[1]] = old[:, blocks % old.shape[1]]
+            size = BLOCK if name.startswith("values.") else 1  # elements of a block along axis 2
+            first = max(end - self._most(self.windows[int(name.rpartition(".")[2])]), 0)
+            for begin, length in _runs(first, end, old.shape[2] // size, buffer.shape[2] // size):
+                from_, to = (begin % (b.shape[2] // size) * size for b in (old, buffer))
+                blocks = part(old, source_row, slice(None), slice(from_, from_ + length * size))
+                self._memory.copy(blocks, part(buffer, row, slice(None), slice(to, to + length * size)))
         self.tokens[row] = source.tokens[source_row][:count]
         self._least[row] = source._least[source_row]
         self._turned[row] = _cut(source._turned[source_row], count)
@@ -181,7 +187,7 @@ class KvCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(a.nbytes for a in self.arrays.values())
+        return sum(buffer.nbytes for buffer in self.buffers.values())
 
 
 class CacheStore:
@@ -191,9 +197,10 @@ class CacheStore:
     Hence `give` never waits for it: it leaves the cache where whoever has the lock next puts it in order.
     """
 
-    def __init__(self, spec: KvCacheSpec, context: int) -> None:
+    def __init__(self, spec: KvCacheSpec, context: int, memory: Allocator = HOST) -> None:
         self.spec = spec
         self.context = context
+        self.memory = memory
         self._given: deque[KvCache] = deque()  # given back, not yet in order
         self._kept: list[KvCache] = []  # the last one given back is last
         self._closed = False
@@ -202,7 +209,7 @@ class CacheStore:
 
     def new(self, batch: int) -> KvCache:
         """An empty cache, known to the count of bytes."""
-        cache = KvCache(self.spec, batch, self.context)
+        cache = KvCache(self.spec, batch, self.context, self.memory)
         with self._lock:
             self._made.add(cache)
         return cache
@@ -312,11 +319,12 @@ def _cut(runs: Sequence[tuple[int, tuple[int, ...]]], count: int) -> list[tuple[
     return [(min(end, count), turned) for begin, (end, turned) in zip(begins, runs, strict=False) if begin < count]
 
 
-def _in_blocks(array: Array) -> Array:
-    """Keys or values of a row as `[kv_heads, blocks, ...]`."""
-    if array.ndim == 4:
-        return array
-    return array.reshape(array.shape[0], -1, BLOCK, array.shape[2])
+def _runs(first: int, end: int, *rings: int) -> Iterator[tuple[int, int]]:
+    """Blocks from `first` to `end` as runs (begin, length) that wrap around in none of the rings of so many blocks."""
+    while first < end:
+        length = min(end - first, *(ring - first % ring for ring in rings))
+        yield first, length
+        first += length
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

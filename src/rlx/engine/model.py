@@ -17,18 +17,16 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, TypeVar
 import numpy as np
 
 import rlx
-from rlx.backends.cpu.memory import owner
-from rlx.backends.cpu.toolchain import put_away
 from rlx.engine.kvcache import CacheStore
 from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, RequestError, nearest
 from rlx.formats.tokenizer import Tokenizer
+from rlx.host_memory import address, owner
 from rlx.hub.pull import resolve
 from rlx.locks import Lock
 from rlx.profile import CompileProfile, Precision
-from rlx.runtime.compiled import CompiledGraph, CpuGraph
+from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.container import SUFFIX
-from rlx.runtime.kept import KeptGraph
 from rlx.runtime.kv_cache import CACHES, KvCacheSpec
 from rlx.runtime.session import Session
 
@@ -133,7 +131,6 @@ class Model:
         profile: CompileProfile | str | Path | None = None, patch: Patch | None = None,
         session: Session | None = None, prepared: Prepared | None = None,
     ) -> None:  # fmt: skip
-        _choose("device", device, ("cpu",))
         self._checkpoint: Checkpoint | KeptCheckpoint | None = checkpoint
         kept = getattr(checkpoint, "facts", None)
         self.facts: Facts = Facts.of(self.checkpoint) if kept is None else kept
@@ -146,7 +143,7 @@ class Model:
         if patch is not None and not callable(patch):
             raise RequestError(f"load: patch is {shown(patch)}, expected a function from a flow to a flow")
         self._patch = patch
-        self._session = prepared.session if prepared else session or Session(device, threads=threads)
+        self._session = prepared.session if prepared else session or _session(device, threads)
         self._lock = Lock()
         self._arrays: dict[str, Array] = {} if prepared is None else dict(prepared.params)
         self._captures: dict[frozenset[str], tuple[BuiltModel, CompiledGraph]] = {}
@@ -158,7 +155,7 @@ class Model:
         if prepared is None:
             self._compiled = self._compile(self.built)
         spec = self.built.cache if prepared is None else prepared.cache
-        self.caches = None if spec is None else CacheStore(spec, self.context)
+        self.caches = None if spec is None else CacheStore(spec, self.context, self._session.device.backend.allocator)
         # now: a call may end after the file was closed
         self.digest = weights_digest(checkpoint.file) if prepared is None else prepared.digest
 
@@ -188,7 +185,7 @@ class Model:
                 made = built.params.get(name)
                 arrays[name] = checkpoint.weights.array(name) if made is None else made
             compiled.set_param(name, arrays[name])
-        if isinstance(kept, KeptGraph):
+        if kept is not None:
             kept.lend(dict(arrays))
         with _releasing(checkpoint.file):
             compiled.prepare()
@@ -259,8 +256,7 @@ class Model:
 
     @property
     def threads(self) -> int:
-        compiled = self.compiled
-        return compiled.threads if isinstance(compiled, CpuGraph) else 1
+        return self.compiled.threads
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -456,16 +452,15 @@ class Model:
             graphs += [graph for edited in self._edits.values() for graph in edited.graphs]
             graphs += [applied.compiled for applied in self._applications.values()]
         for compiled in graphs:
-            held = list(compiled._params.values())
-            if isinstance(compiled, CpuGraph):  # what went into derived weights was let go of
-                held = list(compiled.executable._weights.values())
-                arena += sum(i.arena.nbytes + i.scratch.nbytes for i in compiled.executable._instances)
-            for array in held:
-                held_by = owner(array)
+            arena += compiled.executable.reserved_bytes()
+            for buffer in compiled.executable.weights.values():  # what went into derived weights was released
+                held_by = owner(buffer)
                 if isinstance(held_by, np.ndarray):
-                    weights[held_by.ctypes.data] = held_by.nbytes
-                else:
-                    mapped[array.ctypes.data] = max(array.nbytes, mapped.get(array.ctypes.data, 0))
+                    weights[address(held_by)] = held_by.nbytes
+                elif isinstance(buffer, np.ndarray):
+                    mapped[address(buffer)] = max(buffer.nbytes, mapped.get(address(buffer), 0))
+                else:  # in memory of a device
+                    weights[id(buffer)] = buffer.nbytes
         cache = 0 if self.caches is None else self.caches.nbytes
         return Memory(sum(weights.values()), sum(mapped.values()), cache, arena)
 
@@ -538,9 +533,8 @@ def _load(path: Path, name: str | None, threads: int | None, settings: dict[str,
     """The model as it was kept the last time; without that, from its files, and kept for the next time."""
     from rlx.engine import starts
 
-    _choose("device", settings["device"], ("cpu",))
     _choose("cache", settings["cache"], CACHES)
-    session = Session(settings["device"], threads=threads)
+    session = _session(settings["device"], threads)
     found: Mapping[str, starts.Start] = {}
     if settings["patch"] is None:
         settings["profile"] = _profile(settings["profile"], path)
@@ -554,7 +548,7 @@ def _load(path: Path, name: str | None, threads: int | None, settings: dict[str,
     if mine is not None and starts.keep(model, mine):
         model.close()  # before its weights are mapped: they are in memory once, and the system may drop them
         model = starts.opened(mine, name, settings) or _made(path, name, session, settings)
-    put_away()
+    session.device.backend.trim()
     return model
 
 
@@ -616,6 +610,14 @@ def _releasing(file: TensorFile) -> Iterator[None]:
 
 
 # -- checks --
+def _session(device: str, threads: int | None) -> Session:
+    session = Session(device, threads=threads)
+    if session.device.backend.interprets:
+        hint = "rlx verify MODEL compares a model with the reference, op by op"
+        raise CapabilityError(f"load: device {device!r} is the oracle for graphs, and runs no models", hint=hint)
+    return session
+
+
 def _choose(what: str, given: str, known: Sequence[str], of: str = "") -> str:
     if given not in known:
         raise CapabilityError(f"load: {what} {given!r} is not supported{of}", hint=f"there is: {', '.join(known)}")

@@ -19,14 +19,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlx.backends import cache
-from rlx.backends.cpu.library import Homes, library
-from rlx.backends.cpu.memory import owner
-from rlx.backends.cpu.toolchain import cpu_identity
 from rlx.dtypes import dtype
 from rlx.engine.model import Facts, Model, Prepared, auto_cache, class_of, weights_digest, with_precision
 from rlx.errors import FormatError, ResourceError, RlxError
@@ -34,15 +31,15 @@ from rlx.formats import special_tokens
 from rlx.formats.mapped import FileMap
 from rlx.formats.tensors import PART_NAME, FileBytes, open_bytes
 from rlx.formats.tokenizer import Tokenizer
+from rlx.host_memory import address, owner
 from rlx.locks import Lock
 from rlx.runtime import codec, container
-from rlx.runtime.compiled import CompiledGraph, CpuGraph
+from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.container import Container
 from rlx.runtime.inputs import has_symbols
-from rlx.runtime.kept import KeptGraph, kept_records
 from rlx.runtime.kv_cache import AUTO
 from rlx.runtime.session import Session
-from rlx.runtime.weights import Recipe
+from rlx.runtime.snapshot import from_snapshot, snapshot_records
 
 if TYPE_CHECKING:
     from rlx.engine.model import Loaded
@@ -80,7 +77,7 @@ def find(path: Path, session: Session, settings: Mapping[str, Any]) -> dict[str,
     Where that type is auto, it is known when the files are opened, and until then there are several.
     """
     store, profile = cache.current(), settings["profile"]
-    if store.folder is None or session.device.name != "cpu" or _has_foreign_families():
+    if store.folder is None or session.device.backend.interprets or _has_foreign_families():
         return {}
     if profile.shows_passes:
         return {}
@@ -93,7 +90,8 @@ def find(path: Path, session: Session, settings: Mapping[str, Any]) -> dict[str,
         asked = " ".join(f"{name}={settings[name]!r}" for name in ("context", "precision"))
     except (OSError, ValueError):  # whoever opens the model says what is wrong
         return {}
-    made_by = f"{cache.source_digest()}|{cpu_identity(session.target)}"  # LLVM, and the instructions that it may use
+    identity = session.device.backend.identity(session.target)  # the compiler, and the instructions that it may use
+    made_by = f"{cache.source_digest()}|{identity}"
     found = {}
     for kind in AUTO if settings["cache"] == "auto" else (settings["cache"],):
         whose = f"{session.target}|{os.path.realpath(path)}|{profile.key()}|{asked} cache={kind}"
@@ -151,16 +149,16 @@ def _state(files: Sequence[Path]) -> str:
 def keep(model: Model, start: Start) -> bool:
     """Have the start of a model that was just loaded; False where it cannot be written, or there is no room for it."""
     compiled, checkpoint = model.compiled, model.checkpoint
-    if model.facts.kind not in KINDS or not _is_new(compiled) or not _is_settled(start):
+    if model.facts.kind not in KINDS or not _is_settled(start):
         return False
     if any(map(has_symbols, compiled.param_types.values())):
         return False
-    layout = compiled.executable.layout
-    homes = library(compiled.target).homes(layout.routines())
-    if homes is None or not _is_builtin(compiled):
+    image = compiled.executable.image()
+    if image is None or not _is_builtin(compiled):
         return False
-    placed = _in_place(start, checkpoint, compiled)
-    weights = {n: a for n, a in compiled.executable._weights.items() if n not in placed}
+    bound = compiled.host_weights()
+    placed = _in_place(start, checkpoint, bound)
+    weights = {n: a for n, a in bound.items() if n not in placed}
     tokenizer = checkpoint.tokenizer
     packed, tables = (b"", {}) if tokenizer is None else tokenizer.packed()
     if _is_there(start):
@@ -170,21 +168,19 @@ def keep(model: Model, start: Start) -> bool:
         return False
     records: dict[str, Any] = {
         "signature": compiled.signature,
-        "layout": layout,
-        "derived": compiled._derived_by,
+        "image": image,
+        "derived": compiled.parts.derived,
         "cache": model.built.cache,
         "tokenizer": None if tokenizer is None else tokenizer.described(),
         "embed": getattr(model, "settings", None),
     }
-    text, arrays = codec.encode(records, _classes(model.facts.kind))
+    text, arrays = codec.encode(records, _classes(model.facts.kind, start.session))
     manifest = {
         "kind": KIND,
         "key": start.key,
         "facts": asdict(model.facts),
         "digest": model.digest,
         "auto": auto_cache(checkpoint, model.profile),
-        "objects": dict(homes.objects),
-        "driver": homes.driver,
         "in_place": placed,
         "sampled": [_sampled(weights), _sampled(tables)],
     }
@@ -208,13 +204,6 @@ def _is_there(start: Start) -> bool:
     return path is not None and cache.file_of(path) not in ("", start.seen)
 
 
-def _is_new(compiled: CompiledGraph) -> TypeGuard[CpuGraph]:
-    """Whether it was compiled for this model, or an equal one: not a graph of a start, or of an export."""
-    from rlx.runtime.linked import LinkedGraph
-
-    return type(compiled) in (CpuGraph, LinkedGraph)
-
-
 def _is_settled(start: Start) -> bool:
     """Whether the files are still as they were before the model was opened, and were so for longer than a tick."""
     try:
@@ -224,29 +213,32 @@ def _is_settled(start: Start) -> bool:
         return False
 
 
-def _is_builtin(compiled: CpuGraph) -> bool:
+def _is_builtin(compiled: CompiledGraph) -> bool:
     from rlx.runtime.program_cache import is_builtin
 
     return is_builtin(compiled.graph)
 
 
-def _in_place(start: Start, checkpoint: Checkpoint, compiled: CpuGraph) -> dict[str, tuple[int, int, str, list[int]]]:
+Place = tuple[int, int, str, list[int]]  # number of the file, offset, element type, shape
+
+
+def _in_place(start: Start, checkpoint: Checkpoint, bound: Mapping[str, Array]) -> dict[str, Place]:
     """The weights that are mapped from the model's files: which file, where, and as what."""
-    found: dict[str, tuple[int, int, str, list[int]]] = {}
+    found: dict[str, Place] = {}
     numbers = {os.path.realpath(path): i for i, path in enumerate(start.files)}
     source = checkpoint.weights
-    for name, array in compiled.executable._weights.items():
+    for name, array in bound.items():
         if source.has(name) and isinstance(getattr(owner(array), "obj", None), mmap.mmap):
             entry = source.entry(name)
             number = numbers.get(os.path.realpath(entry.file))
-            same = array.ctypes.data == source.file.array(entry.name).ctypes.data and array.nbytes == entry.nbytes
+            same = address(array) == address(source.file.array(entry.name)) and array.nbytes == entry.nbytes
             if number is not None and same:
                 found[name] = number, entry.offset, dtype(array.dtype).name, list(array.shape)
     return found
 
 
-def _classes(kind: str) -> dict[str, type]:
-    found = {**kept_records(), **codec.records_of(special_tokens), "Recipe": Recipe}
+def _classes(kind: str, session: Session) -> dict[str, type]:
+    found = {**snapshot_records(session.device.name), **codec.records_of(special_tokens)}
     if kind == "encoder":
         from rlx.models.pooling import EmbedSettings
 
@@ -293,11 +285,8 @@ def _opened(start: Start, file: Container, name: str | None, settings: Mapping[s
         raise FormatError(f"{file.path}: expected the start {start.key}, found {manifest['key']}")
     file.check(name for name in manifest["sections"] if name not in (WEIGHTS, TABLES))
     facts = Facts(**manifest["facts"])
-    homes = Homes({k: tuple(v) for k, v in manifest["objects"].items()}, manifest["driver"])
-    if not library(session.target).load(homes):
-        raise FormatError(f"{file.path}: its machine code is gone")
     arrays = list(file.arrays("records.arrays").values())
-    records = codec.decode(file.section("records"), _classes(facts.kind), arrays, str(file.path))
+    records = codec.decode(file.section("records"), _classes(facts.kind, session), arrays, str(file.path))
     weights = file.arrays(WEIGHTS)
     if [_sampled(weights), _sampled(file.arrays(TABLES))] != manifest["sampled"]:
         raise FormatError(f"{file.path}: its weights or tables are damaged")
@@ -310,10 +299,10 @@ def _opened(start: Start, file: Container, name: str | None, settings: Mapping[s
         built = blueprint.built  # when somebody asks for it
         return built.module, built.params
 
-    graph = KeptGraph(
-        records["signature"], records["layout"], records["derived"], weights, session.target, session.threads,
-        session.weights, with_precision(settings["profile"], settings["precision"]), source,
-    )  # fmt: skip
+    profile = with_precision(settings["profile"], settings["precision"])
+    graph = from_snapshot(records["signature"], records["image"], records["derived"], weights, session, profile, source)
+    if graph is None:
+        raise FormatError(f"{file.path}: its machine code is gone")
     own = {name: weights[name] for name in graph.param_types if name in weights}  # other graphs need no second map
     prepared = Prepared(session, None, graph, own, manifest["digest"], records["cache"])
     asked = {n: settings[n] for n in ("context", "precision", "profile")}

@@ -9,6 +9,8 @@ from typing import Any, overload
 
 import numpy as np
 
+from rlx.backends.base import DeviceArray
+from rlx.backends.base import device as find_device
 from rlx.errors import DTypeError, GraphError, nearest
 from rlx.functional import tree
 from rlx.functional.graph_values import on_values
@@ -26,9 +28,11 @@ class Jitted:
     """A function that is compiled for arguments of given structures, shapes and element types, and run."""
 
     def __init__(
-        self, function: Fun, dims: Mapping[str, Any], static_argnums: Sequence[int], static_argnames: Sequence[str]
-    ) -> None:
+        self, function: Fun, dims: Mapping[str, Any], static_argnums: Sequence[int], static_argnames: Sequence[str],
+        device: str = "cpu",
+    ) -> None:  # fmt: skip
         self.function = need_function("jit", function)
+        self.device = str(find_device(device))
         self.dims = dict(dims)
         self.static = set(static_argnames)
         self.signature = _signature(function)
@@ -53,7 +57,7 @@ class Jitted:
             return on_values(self.function)(*args, **kwargs)
         paths = self._paths(moving)
         try:
-            arrays = [as_array(x) for x in leaves]
+            arrays = [x if isinstance(x, DeviceArray) else np.asarray(as_array(x), order="C") for x in leaves]
         except DTypeError:
             leaf_types("jit", leaves, paths)  # says which one it is
             raise
@@ -66,12 +70,12 @@ class Jitted:
             called, inputs = self._called(static), tree.structure(((moving,), {}))
             function = trace_leaves(called, inputs, types, paths, weak=weak, prints=True)
             graph = function.whole
-            found = self.compiled[key] = (function, session().compile(graph) if graph.outputs else None)
+            found = self.compiled[key] = (function, session(self.device).compile(graph) if graph.outputs else None)
         function, compiled = found
         outputs: list[Any] = []
         if compiled is not None:
             names = [n.attrs["name"] for n in leaf_nodes(function.graph)]
-            outputs = compiled.run({n: np.asarray(a, order="C") for n, a in zip(names, arrays, strict=True)})
+            outputs = compiled.run(dict(zip(names, arrays, strict=True)))
         if function.prints:
             say_all(function, outputs)
         return function.outputs(outputs[: len(function.graph.outputs)])
@@ -162,27 +166,28 @@ def jit(function: Fun) -> Jitted: ...
 @overload
 def jit(
     function: None = None, *, dims: Mapping[str, Any] | None = None, static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    static_argnames: str | Sequence[str] = (), device: str = "cpu",
 ) -> Callable[[Fun], Jitted]: ...  # fmt: skip
 @overload
 def jit(
     function: Fun, *, dims: Mapping[str, Any] | None = None, static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    static_argnames: str | Sequence[str] = (), device: str = "cpu",
 ) -> Jitted: ...  # fmt: skip
 def jit(
     function: Fun | None = None, *, dims: Mapping[str, Any] | None = None, static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    static_argnames: str | Sequence[str] = (), device: str = "cpu",
 ) -> Any:  # fmt: skip
     """The function, traced and compiled for the shapes of its arguments; `@rlx.jit` or `@rlx.jit(dims=...)`.
 
     `dims={"x": ("batch", "seq", None)}` names axes whose sizes the code does not depend on: it is compiled once for all
-    of them. Static arguments are Python values, of which each new one is traced anew.
+    of them. Static arguments are Python values, of which each new one is traced anew. Arguments and results are NumPy
+    arrays on the CPU; another `device` gives arrays in its own memory, and takes them without a copy.
     """
     numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
     if function is None:
-        return lambda f: Jitted(f, dims or {}, numbers, names)
-    return Jitted(function, dims or {}, numbers, names)
+        return lambda f: Jitted(f, dims or {}, numbers, names, device)
+    return Jitted(function, dims or {}, numbers, names, device)
 
 
 def explain(function: Any) -> str:

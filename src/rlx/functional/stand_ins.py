@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from rlx.backends.base import DeviceArray
 from rlx.dtypes import DType, WeakScalar, dtype, promote, weak
 from rlx.errors import DTypeError, GraphError, nearest
 from rlx.functional import tree
@@ -412,5 +413,5 @@ def type_of(x: Any) -> TensorType:
     x = held_value(x)
     if isinstance(x, (Traced, Value)):
         return x.value.type if isinstance(x, Traced) else x.type
-    found = as_array(x)
+    found = x if isinstance(x, DeviceArray) else as_array(x)
     return TensorType(found.shape, dtype(found.dtype))

@@ -150,15 +150,12 @@ def trace(function: Callable[..., Any], *args: Any) -> Callable[..., Graph]:
 # -- running ----------------------------------------------------------------------------------------------------------
 _compiled: OrderedDict[str, Any] = OrderedDict()
 _KEPT = 512  # compiled graphs
-_session: Session | None = None
 
 
-def session() -> Session:
-    """What runs functions outside of a trace: the CPU."""
-    global _session
-    if _session is None:
-        _session = Session("cpu")
-    return _session
+@functools.cache
+def session(device: str = "cpu") -> Session:
+    """What runs functions outside of a trace."""
+    return Session(device)
 
 
 def run(graph: Graph, arrays: Sequence[Any]) -> list[Array]:

@@ -95,7 +95,7 @@ def merge(report: FusionReport, *, gates: bool, certain: bool = True) -> tuple[P
     )
 
 
-def fuse(report: FusionReport, profile: CompileProfile) -> tuple[Pass, ...]:
+def fuse(report: FusionReport, profile: CompileProfile, target: Target) -> tuple[Pass, ...]:
     """Passes that join elementwise work, after weights are packed."""
     if profile.fusion.skip:
         return (weights_first, partial(fuse_regions, join=False), dce)
@@ -103,7 +103,7 @@ def fuse(report: FusionReport, profile: CompileProfile) -> tuple[Pass, ...]:
         weights_first,
         partial(fuse_norms, report=report),
         partial(quantise_norms, report=report),
-        partial(fuse_regions, report=report, join=not profile.backend.cpu.unfuse_regions),
+        partial(fuse_regions, report=report, join=not profile.backend.of(target.device).get("unfuse_regions")),
         partial(fuse_epilogues, report=report),
         dce,
     )
@@ -129,7 +129,7 @@ def split(
 
     def body(inner: Graph, certain: bool) -> Hoisted:
         parts = split(unfuse(inner), target, inside, report, log, certain=certain)
-        return replace(parts, main=run_passes(parts.main, chosen(fuse(report, profile), profile), log))
+        return replace(parts, main=run_passes(parts.main, chosen(fuse(report, profile, target), profile), log))
 
     graph = optimise_bodies(graph, body)
     merging = (patches_as_matmuls, legalize) if profile.fusion.skip else merge(report, gates=not int8, certain=certain)
@@ -147,8 +147,8 @@ def optimise(graph: Graph, target: Target, profile: CompileProfile | None = None
     for part in (hoisted.main, hoisted.bind):
         verify(part, log.typed)
         dump(part, "hoist_weights")
-    main = run_passes(hoisted.main, chosen(fuse(report, profile), profile), log)
-    bind = run_passes(hoisted.bind, chosen(fuse(FusionReport(), profile), profile), log)
+    main = run_passes(hoisted.main, chosen(fuse(report, profile, target), profile), log)
+    bind = run_passes(hoisted.bind, chosen(fuse(FusionReport(), profile, target), profile), log)
     if not profile.fusion.skip:
         report_unfused(main, report)
     log.typed.clear()  # nodes of all passes

@@ -28,7 +28,7 @@ from rlx.runtime.manifest import CONTAINER, LINE, check, check_sections
 Array = np.ndarray[Any, Any]
 Content = bytes | Mapping[str, Array]  # of a section
 SUFFIX = ".rlxp"  # of an export
-MAGIC, VERSION = b"RLXP", 3
+MAGIC, VERSION = b"RLXP", 4
 _DIGEST = 32  # bytes
 _HEAD = struct.Struct(f"<4sIQ{_DIGEST}s")  # magic, version, bytes of the manifest, its digest
 _CHUNK = 8 << 20  # bytes that are written at once: whole huge pages

@@ -8,35 +8,34 @@ mapped, not read. The file is executable code: load only what you would also run
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import rlx
-from rlx import target as targets
 from rlx.backends import cache
-from rlx.backends.cpu.library import Code, library
-from rlx.backends.cpu.toolchain import llvm_version
+from rlx.backends.base import Code, Device, backend, backend_of
 from rlx.errors import BindError, CapabilityError, FormatError, GraphError, LowerError
 from rlx.formats.tensors import PathLike, quoted
 from rlx.ir import provenance
 from rlx.ir.graph import Graph
 from rlx.ir.provenance import Origin
-from rlx.locks import cached_property
 from rlx.profile import CompileProfile
 from rlx.resources import writable
 from rlx.runtime import codec, container, plan
-from rlx.runtime.compiled import CpuGraph
+from rlx.runtime.compiled import CompiledGraph, Parts, input_specs
 from rlx.runtime.container import SUFFIX as SUFFIX
 from rlx.runtime.container import Container
 from rlx.runtime.container import Content as Content
 from rlx.runtime.inputs import as_array, check_fixed, has_symbols
 from rlx.runtime.manifest import EXPORT, EXPORTED_MODEL, check
+from rlx.runtime.signature import Signature
 from rlx.runtime.weights import WeightStore
 from rlx.target import Target
 from rlx.types import parse_type
@@ -47,8 +46,8 @@ PLACES = codec.records_of(provenance)
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What goes into a file beside the compiled graph."""
+class Extras:
+    """What goes into a file besides the compiled graph."""
 
     kind: str = "graph"
     about: Mapping[str, Any] = field(default_factory=dict)  # for the manifest
@@ -56,13 +55,14 @@ class Parts:
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
-def export_graph(compiled: CpuGraph, path: PathLike, *, embed: bool = False, parts: Parts | None = None) -> Path:
+def export_graph(compiled: CompiledGraph, path: PathLike, *, embed: bool = False, extras: Extras | None = None) -> Path:
     """Write a compiled graph to a file; with `embed` its weights too, as the kernels read them."""
     path = writable(path)
-    parts = parts or Parts()
+    extras = extras or Extras()
     text, constants = codec.encode(compiled.plan, plan.plan_records())
     programs = compiled.plan.main, compiled.plan.bind
-    code = library(compiled.target).code({s: k for p in programs for s, k in p.kernels().items()}.values())
+    backend = backend_of(compiled.target)
+    code = backend.code(programs, compiled.target)
     graph = compiled.graph
     origins, _ = codec.encode([_placed(n.origin) for n in graph.nodes], PLACES)
     contents: dict[str, Content] = {
@@ -70,18 +70,17 @@ def export_graph(compiled: CpuGraph, path: PathLike, *, embed: bool = False, par
         "constants": {str(i): a for i, a in enumerate(constants)},
         "graph": graph.text(full=True).encode(),
         "origins": origins.encode(),
-        "code": code.routines,
-        "driver": code.driver,
-        **parts.contents,
+        **code.sections,
+        **extras.contents,
     }
     if embed:
         contents[WEIGHTS] = _embedded(compiled)
     manifest = {
-        "kind": parts.kind,
+        "kind": extras.kind,
         "name": graph.name,
         "rlx": rlx.__version__,
         "source": cache.source_digest(),
-        "llvm": llvm_version(),
+        "versions": dict(backend.versions()),
         "target": asdict(compiled.target),
         "profile": compiled.profile.to_toml() if compiled.profile else None,
         "level": graph.level,
@@ -91,7 +90,8 @@ def export_graph(compiled: CpuGraph, path: PathLike, *, embed: bool = False, par
         "outputs": [str(v.type) for v in graph.outputs],
         "kernels": sorted({k for p in programs for k in p.kernels()}),
         "routines": code.symbols,
-        **parts.about,
+        "code": list(code.sections),
+        **extras.about,
     }
     return container.write(path, manifest, contents)
 
@@ -101,11 +101,10 @@ def _placed(origin: Origin) -> Origin:
     return replace(origin, file=os.path.basename(origin.file), merged=tuple(map(_placed, origin.merged)))
 
 
-def _embedded(compiled: CpuGraph) -> dict[str, Array]:
+def _embedded(compiled: CompiledGraph) -> dict[str, Array]:
     """All that the main program reads, and the weights by whose shapes sizes are known."""
     compiled.prepare()
-    held = dict(compiled.executable._weights)
-    return held | {n: compiled._params[n] for n, t in compiled.param_types.items() if has_symbols(t)}
+    return compiled.host_weights() | {n: compiled._params[n] for n, t in compiled.param_types.items() if has_symbols(t)}
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -116,8 +115,8 @@ class ExportFile(Container):
     @property
     def target(self) -> Target:
         """What the code is for."""
-        known = {f.name for f in fields(Target)}
-        return Target(**{name: value for name, value in self.manifest["target"].items() if name in known})
+        record = self.manifest["target"]
+        return backend(record["device"]).target_from(record)
 
 
 def open_export(path: PathLike, *, verify: bool = False) -> ExportFile:
@@ -163,48 +162,43 @@ def _check_target(file: ExportFile) -> None:
     target, forced = file.target, os.environ.get("RLX_TARGET")
     if forced and forced != target.name:
         raise CapabilityError(f"{file.path}: its code is for {target.name}, RLX_TARGET asks for {forced}")
-    needed = set(filter(None, target.features.split(",")))
-    runs = targets.supported()
-    if not any(t.arch == target.arch and needed <= set(t.features.split(",")) for t in runs):
-        raise CapabilityError(
-            f"{file.path}: its code is for {target.name} ({target.arch} {target.features}), this machine runs "
-            + ", ".join(t.name for t in runs),
-            hint=f"export it on this machine, or with RLX_TARGET={runs[0].name} where it was made",
-        )
+    backend_of(target).check_runs(target, str(file.path))
 
 
 # -- running ---------------------------------------------------------------------------------------------------------
-class ExportedGraph(CpuGraph):
-    """A compiled graph from a file. The graph that it was built from is read when somebody asks for it."""
+def from_export(file: ExportFile, *, threads: int | None = None, store: WeightStore | None = None) -> CompiledGraph:
+    """The compiled graph of a file. The graph that it was built from is read when somebody asks for it."""
+    found, manifest, target = _program(file), file.manifest, file.target
+    profile = CompileProfile.from_toml(manifest["profile"]) if manifest["profile"] else None
+    signature = replace(Signature.of(leaves(file)), outputs=tuple(map(parse_type, manifest["outputs"])))
+    own = backend_of(target)
+    derived = dict(zip(found.derived, found.recipes, strict=True))
+    with consistent(file):
+        sections = {name: file.section(name) for name in manifest["code"]}
+        own.adopt(Code(tuple(manifest["routines"]), sections), target)
+        main = own.compile(found.main, target, threads=threads, inputs=input_specs(signature))
+        binder = own.compile(found.bind, target, threads=threads, long_lived=True) if derived else None
+    parts = Parts(
+        main, functools.cache(lambda: _graph(file)), lambda: found, derived, None if binder is None else lambda: binder
+    )
+    weights = file.arrays(WEIGHTS) if WEIGHTS in manifest["sections"] else None
+    if weights is not None:
+        _check_weights(file, found, weights)
+        main.bind({n: own.allocator.upload(weights[n]) for n in found.main.weights})
+    params = {n: weights[n] for n in signature.params if n in weights} if weights is not None else None
+    shared = store or WeightStore(own.allocator)
+    return CompiledGraph(signature, parts, Device(own.name), shared, profile, bound=weights is not None, params=params)
 
-    def __init__(self, file: ExportFile, *, threads: int | None = None, store: WeightStore | None = None) -> None:
-        self._file = file
-        found = _program(file)
-        profile = CompileProfile.from_toml(file.manifest["profile"]) if file.manifest["profile"] else None
-        self.leaves = _leaves(file.manifest)
-        with consistent(file):
-            routines = tuple(file.manifest["routines"])
-            library(file.target).adopt(Code(file.section("code"), routines, file.section("driver")))
-            super().__init__(self.leaves, found, file.target, threads, store or WeightStore(), profile)
-        del self.graph
-        self.signature = replace(self.signature, outputs=tuple(map(parse_type, file.manifest["outputs"])))
-        if WEIGHTS in file.manifest["sections"]:
-            arrays = file.arrays(WEIGHTS)
-            _check_weights(file, found, arrays)
-            self._params = {n: arrays[n] for n in self.param_types if n in arrays}
-            self.executable.bind({n: arrays[n] for n in found.main.weights})
-            self._stale = False
 
-    @cached_property
-    def graph(self) -> Graph:
-        """The graph, as it was built."""
-        import rlx.hir.blocks  # noqa: F401  the ops and blocks that the text may name
+def _graph(file: ExportFile) -> Graph:
+    """The graph, as it was built."""
+    import rlx.hir.blocks  # noqa: F401  the ops and blocks that the text may name
 
-        graph = Graph.parse(self._file.section("graph").decode())
-        origins = codec.decode(self._file.section("origins"), PLACES, [], f"{self._file.path}: origins")
-        for node, origin in zip(graph.nodes, origins, strict=True):
-            object.__setattr__(node, "origin", origin)  # text does not say where nodes were built
-        return graph
+    graph = Graph.parse(file.section("graph").decode())
+    origins = codec.decode(file.section("origins"), PLACES, [], f"{file.path}: origins")
+    for node, origin in zip(graph.nodes, origins, strict=True):
+        object.__setattr__(node, "origin", origin)  # text does not say where nodes were built
+    return graph
 
 
 def _program(file: ExportFile) -> plan.CompiledPlan:
@@ -255,11 +249,11 @@ def consistent(file: ExportFile) -> Iterator[None]:
         raise FormatError(f"{file.path}: its parts do not fit together: {why}", hint="export it again") from error
 
 
-def _leaves(manifest: Mapping[str, Any]) -> Graph:
+def leaves(file: ExportFile) -> Graph:
     """A graph of inputs and params only: all that checks of arrays need."""
+    manifest = file.manifest
     graph = Graph(manifest["name"], level=manifest["level"])
-    leaves = [*manifest["inputs"], *(("param", n, t) for n, t in manifest["params"].items())]
-    for op, name, type_ in leaves:
+    for op, name, type_ in [*manifest["inputs"], *(("param", n, t) for n, t in manifest["params"].items())]:
         graph.append(op, (), {"name": name}, (parse_type(type_),), Origin())
     graph.limits = dict(manifest["limits"])
     return graph

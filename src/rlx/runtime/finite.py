@@ -97,7 +97,7 @@ class Watched:
     def _error(self, found: Mapping[str, Bad]) -> NonFiniteError:
         where, bad = next(iter(found.items()))
         seen = [f"seen in: {name} of {self.compiled.name!r}, {b}" for name, b in found.items()]
-        weights = self.compiled._sources()
+        weights = self.compiled.known_params()
         if any(n not in weights for n in self.compiled.param_types):
             hint = "only packed weights are here; run the graph that it was exported from"
             return NonFiniteError(f"{self.compiled.name}: {where} has {bad}", hint=hint)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlx.backends.base import Allocator
 from rlx.dtypes import dtype
 from rlx.errors import BindError, DTypeError, nearest
 from rlx.resources import require
@@ -22,7 +23,7 @@ class Leaf(NamedTuple):
     """An array and what it is given for; `label` is such as `input 'x'`."""
 
     label: str
-    array: Array
+    array: Any  # or a buffer of a device: only its shape is looked at
     type: TensorType
 
 
@@ -67,6 +68,17 @@ def as_array(what: str, name: str, value: Any, type_: TensorType) -> Array:
         require(f"{what} {name!r}: a contiguous copy", array.nbytes, "give a C-contiguous array, which is not copied")
         array = np.ascontiguousarray(array)
     return array
+
+
+def as_buffer(what: str, name: str, value: Any, type_: TensorType, allocator: Allocator) -> Any:
+    """Like `as_array`, but a buffer that is in memory of the device already stays there."""
+    if allocator.is_host or not allocator.owns(value):
+        return as_array(what, name, value, type_)
+    if value.dtype != type_.dtype.numpy:
+        raise BindError(f"{what} {name!r}: element type is {value.dtype}, wanted {type_.dtype}")
+    if len(value.shape) != len(type_.array_shape):
+        raise BindError(f"{what} {name!r}: shape is {_shape(value)}, wanted {type_}")
+    return value
 
 
 def _as_blocks(what: str, name: str, value: Array, type_: TensorType) -> Array:

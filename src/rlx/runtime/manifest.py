@@ -68,19 +68,15 @@ def element_type(value: Any) -> None:
 
 SECTION = {"at": count, "bytes": count, "digest": str, "arrays?": [(str, element_type, [count], count)]}
 CONTAINER = {"bytes": count, "sections": Named(SECTION)}
-_PROGRAM = {name: SECTION for name in ("program", "constants", "graph", "origins", "code", "driver")}
+_PROGRAM = {name: SECTION for name in ("program", "constants", "graph", "origins")}
 _MODEL = {name: SECTION for name in ("records", "records.arrays", "made")}
-_TARGET = {
-    "name": str, "arch": str, "vector_bytes": {16, 32, 64}, "tile_rows": positive, "tile_vectors": positive,
-    "has_fma": bool, "cpu": str, "features": str, "has_dot": bool,
-}  # fmt: skip
 EXPORT = {
     "kind": str,
     "name": str,
     "rlx": str,
     "source": str,
-    "llvm": str,
-    "target": _TARGET,
+    "versions": Named(str),
+    "target": {"device": str},  # the rest is for its backend
     "profile": Maybe(str),
     "level": {"hir", "mir"},
     "limits": Named(count),
@@ -89,6 +85,7 @@ EXPORT = {
     "outputs": [tensor_type],
     "kernels": [str],
     "routines": [str],
+    "code": [str],
     "sections": _PROGRAM,
 }
 EXPORTED_MODEL = EXPORT | {

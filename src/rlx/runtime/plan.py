@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 
 from rlx import types
 from rlx.backends import cache
-from rlx.backends.cpu.library import library
+from rlx.backends.base import backend_of
 from rlx.ir.graph import Graph
-from rlx.lir import kernels, loops, program, views
+from rlx.lir import expressions, kernels, loops, program, views
 from rlx.lir.program import Program
 from rlx.mir import report
 from rlx.mir.report import FusionReport
 from rlx.profile import CompileProfile
 from rlx.runtime import codec, program_cache, weights
+from rlx.runtime.program_cache import Keys
 from rlx.runtime.weights import Recipe, recipes
 from rlx.target import Target
 
@@ -47,15 +48,14 @@ def make_plan(graph: Graph, target: Target, profile: CompileProfile | None = Non
     return planned(plan_lir(graph, target, profile or CompileProfile()), graph)
 
 
-def _begun(graph: Graph, target: Target, profile: CompileProfile) -> CompiledPlan:
-    """`make_plan` for a graph that will run: its kernels are compiled meanwhile, as far as there is a meanwhile."""
-    code = library(target)
-    code.prepare()
+def _make_and_compile(graph: Graph, target: Target, profile: CompileProfile) -> CompiledPlan:
+    """Like `make_plan`, but starts compiling kernels in the background as soon as they are known."""
+    backend = backend_of(target)
+    backend.start_compiler(target)
     from rlx.module import plan_lir
 
     lir = plan_lir(graph, target, profile)
-    for part in (lir.main, lir.bind) if lir.optimised.derived else (lir.main,):
-        code.begin(part.kernels().values())
+    backend.start_compiling((lir.main, lir.bind) if lir.optimised.derived else (lir.main,), target)
     return planned(lir, graph)
 
 
@@ -71,7 +71,7 @@ def _origins(graph: Graph) -> tuple[str, ...]:
 
 
 def cached_plan(
-    graph: Graph, target: Target, profile: CompileProfile | None = None, *, run: bool = False
+    graph: Graph, target: Target, profile: CompileProfile | None = None, *, run: bool = False, keys: Keys | None = None
 ) -> CompiledPlan:
     """The plan from the program cache, or made and stored there: not with users' ops, whose source it does not know.
 
@@ -80,8 +80,8 @@ def cached_plan(
     """
     store = cache.current()
     profile = profile or CompileProfile()
-    make = _begun if run else make_plan
-    key = program_cache.key(graph, target, profile)
+    make = _make_and_compile if run else make_plan
+    key = (keys or Keys.of(graph, target, profile)).plan
     if key is None:
         return make(graph, target, profile)
     data = None if profile.shows_passes else store.read("programs", key)  # what is read has no passes to tell of
@@ -104,7 +104,9 @@ def keep_plan(plan: CompiledPlan, key: str) -> None:
 @functools.cache
 def plan_records() -> Mapping[str, type]:
     """The records that plans are made of, by name."""
-    return codec.records_of(types, loops, kernels, views, program, report, weights) | {"CompiledPlan": CompiledPlan}
+    return codec.records_of(types, expressions, loops, kernels, views, program, report, weights) | {
+        "CompiledPlan": CompiledPlan
+    }
 
 
 def relocated(plan: CompiledPlan, origins: tuple[str, ...]) -> CompiledPlan | None:

@@ -7,11 +7,13 @@ import json
 import math
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from rlx.backends import cache
+from rlx.backends.base import backend_of
 from rlx.dtypes import dtype
 from rlx.errors import FormatError
 from rlx.ir.graph import Graph
@@ -24,11 +26,25 @@ DAMAGED = (FormatError, struct.error, TypeError, ValueError)  # what reading an 
 T = TypeVar("T")
 
 
-def key(graph: Graph, target: Target, profile: CompileProfile, *others: str) -> str | None:
-    """The name of a graph's entries; None with users' ops, whose source it does not know, or without a folder."""
-    if cache.current().folder is None or not is_builtin(graph):
-        return None
-    parts = (graph.fingerprint(), graph.name, str(target), profile.key(), cache.source_digest(), *others)
+@dataclass(frozen=True)
+class Keys:
+    """The names of a graph's cache entries: of its plan, and of its compiled code, which also depends on the compiler.
+
+    None with users' ops, whose source the cache does not know, or without a folder.
+    """
+
+    plan: str | None
+    code: str | None
+
+    @classmethod
+    def of(cls, graph: Graph, target: Target, profile: CompileProfile) -> Keys:
+        if cache.current().folder is None or not is_builtin(graph):
+            return cls(None, None)
+        parts = (graph.fingerprint(), graph.name, str(target), profile.key(), cache.source_digest())
+        return cls(_digest(*parts), _digest(*parts, backend_of(target).identity(target)))
+
+
+def _digest(*parts: str) -> str:
     return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rlx import target as targets
-from rlx.backends.base import MAX_THREADS
+from rlx.backends.base import MAX_THREADS, Backend, available, backend_of
 from rlx.backends.base import device as find_device
-from rlx.errors import CapabilityError, GraphError
+from rlx.errors import CapabilityError, GraphError, nearest
 from rlx.locks import Lock, Waits
-from rlx.profile import PROCESSORS, CompileProfile, Fusion, FusionPolicy
+from rlx.profile import CompileProfile, Fusion, FusionPolicy
 from rlx.runtime.weights import WeightStore
 from rlx.target import Target
 
 if TYPE_CHECKING:  # a session may never compile: a model that was started before comes with its code
     from rlx.ir.graph import Graph
     from rlx.module import GraphModule
-    from rlx.runtime.compiled import CompiledGraph
+    from rlx.runtime.compiled import CompiledGraph, Parts
+    from rlx.runtime.plan import CompiledPlan
 
 # One thread compiles at a time: Python and LLVM are serial, so more would only take turns. Fork waits for it: a child
 # has no use for half of a compilation.
@@ -31,8 +32,8 @@ class Session:
     def __init__(self, device: str = "cpu", *, threads: int | None = None, target: str | Target | None = None) -> None:
         self.device = find_device(device)
         self.threads = _checked_threads(threads)
-        self.target = _checked_target(target)
-        self.weights = WeightStore()  # shared by all graphs that this session compiles
+        self.target = _checked_target(self.device.backend, target)
+        self.weights = WeightStore(self.device.backend.allocator)  # shared by all graphs that this session compiles
 
     def compile(self, graph: Graph | GraphModule, *, profile: CompileProfile | None = None) -> CompiledGraph:
         """A graph, or a module at any level, ready to run on this session's device; `profile` says how to compile."""
@@ -48,7 +49,6 @@ class Session:
 
     def _compile_module(self, module: GraphModule, profile: CompileProfile | None) -> CompiledGraph:
         from rlx.module import GraphModule
-        from rlx.runtime.compiled import CpuGraph
         from rlx.runtime.plan import planned
 
         if not isinstance(module, GraphModule):
@@ -65,37 +65,81 @@ class Session:
             if lir.target != target:
                 found = f"module {module.name!r} is planned for {lir.target.name}, this session is for {target.name}"
                 raise CapabilityError(f"compile: {found}", hint="plan it for this target")
-            return CpuGraph(source, planned(lir, source), target, self.threads, self.weights, chosen)
+            return self.graph_of(source, self.link(planned(lir, source), source, target), chosen)
 
     def _compile(self, source: Graph, profile: CompileProfile) -> CompiledGraph:
-        """What is imported grows with what is to do: for a graph that was compiled before, hardly anything is."""
+        """Imports lazily: a cache hit loads almost none of the compiler."""
+        self.device.backend.check_options(profile.backend.of(self.device.name))
         target = self._target(profile.fusion.target)
-        if self.device.name == "reference":
-            from rlx.hir.lower import lower
-            from rlx.mir.pipeline import rounded
-            from rlx.runtime.compiled import ReferenceGraph
+        parts = self._interpreted(source, profile) or self._linked(source, target, profile)
+        return self.graph_of(source, parts, profile)
 
-            return ReferenceGraph(rounded(lower(source, profile.fusion.policy), profile), "reference")
-        from rlx.runtime.linked import LinkedGraph, find_linked, keep_linked
+    def _interpreted(self, source: Graph, profile: CompileProfile) -> Parts | None:
+        """The parts of a graph on a device that runs MIR."""
+        backend = self.device.backend
+        if not backend.interprets:
+            return None
+        from rlx.hir.lower import lower
+        from rlx.mir.pipeline import rounded
+        from rlx.runtime.compiled import Parts
 
-        linked = find_linked(source, target, profile)
-        if linked is not None:
-            return LinkedGraph(source, linked, target, self.threads, self.weights, profile)
-        from rlx.runtime.compiled import CpuGraph
-        from rlx.runtime.plan import cached_plan
+        graph = rounded(lower(source, profile.fusion.policy), profile)
+        return Parts(backend.interpret(graph), lambda: graph, None)
 
-        plan = cached_plan(source, target, profile, run=True)
-        compiled = CpuGraph(source, plan, target, self.threads, self.weights, profile)
-        keep_linked(compiled, profile)
-        return compiled
+    def _linked(self, source: Graph, target: Target, profile: CompileProfile) -> Parts:
+        """The parts of a graph from the compile cache, or compiled now and stored there."""
+        from rlx.runtime import compile_cache
+        from rlx.runtime.program_cache import Keys
+
+        keys = Keys.of(source, target, profile)
+        found = compile_cache.find(source, keys, target, profile, self.threads)
+        if found is None:
+            from rlx.runtime.plan import cached_plan
+
+            plan = cached_plan(source, target, profile, run=True, keys=keys)
+            found = self.link(plan, source, target)
+            compile_cache.keep(found, keys)
+        return found
+
+    def link(self, plan: CompiledPlan, source: Graph, target: Target) -> Parts:
+        """Compile the programs of a plan."""
+        from rlx.runtime.compiled import Parts, input_specs
+        from rlx.runtime.signature import Signature
+
+        backend, specs = backend_of(target), input_specs(Signature.of(source))
+        main = backend.compile(plan.main, target, threads=self.threads, inputs=specs)
+        derived = dict(zip(plan.derived, plan.recipes, strict=True))
+        binder = backend.compile(plan.bind, target, threads=self.threads, long_lived=True) if derived else None
+        return Parts(main, lambda: source, lambda: plan, derived, None if binder is None else lambda: binder)
+
+    def graph_of(self, source: Graph, parts: Parts | Callable[[], Parts], profile: CompileProfile) -> CompiledGraph:
+        """A compiled graph of this session."""
+        from rlx.runtime.compiled import CompiledGraph
+        from rlx.runtime.signature import Signature
+
+        return CompiledGraph(Signature.of(source), parts, self.device, self.weights, profile)
+
+    def compile_later(self, graph: Graph, profile: CompileProfile) -> CompiledGraph:
+        """A graph that is compiled when it first runs; until then it only takes weights."""
+        source, chosen = _source(graph), profile.in_environment()
+
+        def parts() -> Parts:
+            with _guard:
+                return self._compile(source, chosen).parts
+
+        return self.graph_of(source, parts, chosen)
 
     def _target(self, wanted: str) -> Target:
         """The target that a profile is for, if this session's device has it."""
-        if wanted in ("auto", self.device.name) or self.device.name == "reference":  # the oracle of every device
+        backend = self.device.backend
+        if wanted in ("auto", self.device.name) or backend.interprets:  # the oracle of every device
             return self.target
-        if wanted in PROCESSORS:
-            return targets.named(wanted)
-        raise CapabilityError(f"compile: the profile is for {wanted}, the session's device is {self.device.name}")
+        if wanted in backend.known_targets():
+            return backend.target(wanted)
+        hint = nearest(wanted, ["auto", *available(), *backend.known_targets()])
+        raise CapabilityError(
+            f"compile: the profile is for {wanted}, the session's device is {self.device.name}", hint=hint
+        )
 
 
 def _source(graph: Graph) -> Graph:
@@ -112,14 +156,12 @@ def _checked_threads(threads: int | None) -> int | None:
     raise CapabilityError(f"threads: expected a number from 1 to {MAX_THREADS}, or None for all cores, found {given}")
 
 
-def _checked_target(target: str | Target | None) -> Target:
-    if target is None:
-        return targets.host()
-    if isinstance(target, str):
-        return targets.named(target)
-    if isinstance(target, Target) and target.arch == targets.best().arch:
+def _checked_target(backend: Backend, target: str | Target | None) -> Target:
+    if target is None or isinstance(target, str):
+        return backend.target(target)
+    if isinstance(target, Target) and backend.accepts(target):
         return target
-    raise CapabilityError(f"target: expected one for {targets.best().arch} or its name, found {target!r}")
+    raise CapabilityError(f"target: expected one of {backend.name} or its name, found {target!r}")
 
 
 def compile(

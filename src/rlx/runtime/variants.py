@@ -20,13 +20,9 @@ from rlx.ir.graph import Graph
 from rlx.mir.bind_dims import bind_dims
 from rlx.module import GraphModule
 from rlx.profile import CompileProfile, KernelDispatchConfig, KernelDispatchPolicy
-from rlx.runtime.compiled import Array, CompiledGraph
-from rlx.runtime.dispatch import DispatchReport
-from rlx.runtime.memory_report import MemoryReport
-from rlx.runtime.profiler import Report
+from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.program_cache import is_builtin
 from rlx.runtime.session import Session
-from rlx.runtime.signature import Signature
 from rlx.types import DimBinding, Size, as_size, sym, symbol_name
 
 Extras = tuple[tuple[str, int], ...]
@@ -186,7 +182,7 @@ class ModelExecutionConfig:
             case CompilationMode.EAGER:
                 return session.compile(special, profile=self.profile)
             case CompilationMode.LAZY:
-                return LazyGraph(special, session, self.profile)
+                return session.compile_later(special, self.profile)
             case _:
                 return self._ahead(special, session, folder)
 
@@ -195,12 +191,10 @@ class ModelExecutionConfig:
         return f"rlx_{_digest(self.cache_key(), graph.fingerprint(), session.target.name)}.rlxp"
 
     def _ahead(self, graph: Graph, session: Session, folder: str | os.PathLike[str] | None) -> CompiledGraph:
-        from rlx.runtime.export import ExportedGraph, open_export  # which only this mode needs
+        from rlx.runtime.export import from_export, open_export  # which only this mode needs
 
-        if session.device.name != "cpu":
-            raise CapabilityError(
-                f"compile: ahead of time is for the device cpu, the session's is {session.device.name}"
-            )
+        if session.device.backend.interprets:
+            raise CapabilityError(f"compile: device {session.device} has no machine code to keep in a file")
         if folder is None:
             raise CapabilityError("compile: ahead of time needs a folder for its file", hint="compile(..., folder=...)")
         if not is_builtin(graph):
@@ -208,50 +202,11 @@ class ModelExecutionConfig:
         path = Path(folder) / self.file_name(graph, session)
         if path.exists():
             with contextlib.suppress(FormatError):  # damaged or of another version: made again
-                return ExportedGraph(open_export(path), threads=session.threads, store=session.weights)
+                return from_export(open_export(path), threads=session.threads, store=session.weights)
         compiled = session.compile(graph, profile=self.profile)
         _make_folder(path.parent)
         compiled.export(path)
         return compiled
-
-
-class LazyGraph(CompiledGraph):
-    """Compiles when it first runs, or when its weights are first made ready; until then it only takes weights."""
-
-    def __init__(self, graph: Graph, session: Session, profile: CompileProfile) -> None:
-        super().__init__(Signature.of(graph), session.device.name)
-        self.graph = graph
-        self._session = session
-        self._profile = profile
-        self.compiled: CompiledGraph | None = None
-
-    def _bind(self) -> None:
-        made = self.compiled or self._session.compile(self.graph, profile=self._profile)
-        made.set_params(self._params)
-        self.compiled = made
-
-    def _ready(self) -> CompiledGraph:
-        self._bound()
-        assert self.compiled is not None
-        return self.compiled
-
-    def run(self, inputs: Mapping[str, Any] | None = None, *, trace: str | Path | None = None) -> list[Array]:
-        return self._ready().run(inputs, trace=trace)
-
-    def report(self, inputs: Mapping[str, Any] | None = None) -> Report:
-        return self._ready().report(inputs)
-
-    def dispatch(self) -> DispatchReport:
-        return self._ready().dispatch()
-
-    def memory(self, sizes: Mapping[str, int] | None = None) -> MemoryReport:
-        return self._ready().memory(sizes)
-
-    def page(self, path: str | Path, *, assembly: bool = False) -> Path:
-        return self._ready().page(path, assembly=assembly)
-
-    def export(self, path: str | Path, *, weights: bool = False) -> Path:
-        return self._ready().export(path, weights=weights)
 
 
 def _has_past(graph: Graph) -> bool:

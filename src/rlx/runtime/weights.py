@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlx.backends.cpu.memory import side_by_side
+from rlx.backends.base import Allocator
 from rlx.locks import Lock
 
 if TYPE_CHECKING:
@@ -67,11 +67,24 @@ class _Entry:
 
 
 class WeightStore:
-    """Derived weights of some graphs."""
+    """Derived weights of some graphs, and those of their weights that had to be uploaded, in memory of a device."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator
         self._lock = Lock()
         self._entries: dict[Key, _Entry] = {}
+
+    def on_device(self, weight: Any) -> Any:
+        """The weight in memory of the device: uploaded once for all graphs, if nobody can change it."""
+        if self._allocator.owns(weight):
+            return weight
+        recipe, params = Recipe("upload", ("weight",)), {"weight": weight}
+        with self._lock:
+            found = self._known(recipe, params)
+            if found is None:
+                found = self._allocator.upload(weight)
+                self._add(recipe, params, found)
+            return found
 
     def find(self, recipes: Sequence[Recipe], params: Mapping[str, Array]) -> list[Array] | None:
         """All of them, or nothing where one is missing: a bind program makes them together."""
@@ -87,7 +100,7 @@ class WeightStore:
             known = [self._known(recipe, params) for recipe in recipes]
             new = [array for array, there in zip(made, known, strict=True) if there is None]
             if len(new) < len(made):  # they lie in one piece with those that are there already, and would keep it alive
-                new = _copied(new)
+                new = self._copied(new)
             rest = iter(new)
             shared = [next(rest) if there is None else there for there in known]
             for recipe, array, there in zip(recipes, shared, known, strict=True):
@@ -101,28 +114,27 @@ class WeightStore:
             if self._known(recipe, params) is None:
                 self._add(recipe, params, derived)
 
-    def _add(self, recipe: Recipe, params: Mapping[str, Array], derived: Array) -> None:
+    def _copied(self, buffers: Sequence[Any]) -> list[Any]:
+        copies = self._allocator.long_lived([(buffer.shape, buffer.dtype) for buffer in buffers])
+        for copy, buffer in zip(copies, buffers, strict=True):
+            self._allocator.copy(buffer, copy)
+        return copies
+
+    def _add(self, recipe: Recipe, params: Mapping[str, Any], derived: Any) -> None:
         sources = recipe.sources(params)
         if _fixed(sources):
             self._entries[_key(recipe, sources)] = _Entry(weakref.ref(derived), tuple(map(weakref.ref, sources)))
 
-    def _known(self, recipe: Recipe, params: Mapping[str, Array]) -> Array | None:
+    def _known(self, recipe: Recipe, params: Mapping[str, Any]) -> Any | None:
         sources = recipe.sources(params)
         entry = self._entries.get(_key(recipe, sources)) if _fixed(sources) else None
         return None if entry is None else entry.match(sources)
-
-
-def _copied(arrays: Sequence[Array]) -> list[Array]:
-    copies = side_by_side([(array.shape, array.dtype) for array in arrays])
-    for copy, array in zip(copies, arrays, strict=True):
-        copy[...] = array
-    return copies
 
 
 def _key(recipe: Recipe, sources: Sequence[Array]) -> Key:
     return recipe.digest, tuple(map(id, sources))
 
 
-def _fixed(sources: Sequence[Array]) -> bool:
-    """Whether nobody can have changed them since."""
-    return not any(array.flags.writeable for array in sources)
+def _fixed(sources: Sequence[Any]) -> bool:
+    """Whether nobody can have changed them since: arrays that are read-only, such as maps of files."""
+    return all(isinstance(array, np.ndarray) and not array.flags.writeable for array in sources)

@@ -31,7 +31,7 @@ from rlx.transforms.api import Policy, Wrt, as_graph, chosen
 from rlx.types import TensorType, concrete
 
 if TYPE_CHECKING:
-    from rlx.runtime.profiler import Report
+    from rlx.inspect.profiler import Report
 
 Array = np.ndarray[Any, Any]
 TINY = 1e-6  # what is added to the norm of all gradients before dividing by it, as torch does
@@ -132,10 +132,11 @@ def step(
     `rlx.transforms.value_and_grad`.
     """
     made = step_graph(loss, optimiser, wrt, clip=clip, has_aux=has_aux, keep=keep)
-    in_place = device != "reference"
+    session = Session(device, threads=threads)
+    in_place = not session.device.backend.interprets
     if not in_place:  # it changes nothing in place: what should be in the states comes out beside the loss
         made.graph.set_outputs([*made.graph.outputs, *made.updated])
-    compiled = Session(device, threads=threads).compile(made.graph, profile=profile)
+    compiled = session.compile(made.graph, profile=profile)
     return TrainStep(made, compiled, optimiser, has_norm=clip is not None, in_place=in_place)
 
 
@@ -152,7 +153,9 @@ class TrainStep:
         self.norm: float | None = None  # of all gradients in the last step, where they are clipped
         self._made = made
         self._has_norm, self._in_place = has_norm, in_place
-        self._states = {s: np.zeros(concrete(t.shape, {}), t.dtype.numpy) for s, t in self._types().items()}
+        self._memory = compiled.allocator
+        zeros = self._memory.zeros
+        self._states = {s: zeros(concrete(t.shape, {}), t.dtype.numpy) for s, t in self._types().items()}
         self._set: set[str] = set()
         self._lock = Lock(waits=Waits.TRAIN_STEP)  # in a child, half of an update would be lost
 
@@ -165,7 +168,11 @@ class TrainStep:
     def params(self) -> dict[str, Array]:
         """The trained params as they are now, as copies; `compiled.set_params` of another graph takes them."""
         with self._lock:
-            return {name: self._states[name].copy() for name in self._made.params}
+            return {name: self._copied(name) for name in self._made.params}
+
+    def _copied(self, state: str) -> Array:
+        """A copy in host memory."""
+        return np.array(self._memory.download(self._states[state]))
 
     def set_params(self, values: Mapping[str, Any]) -> None:
         """Set params, trained ones (which are copied) and others. Moments stay as they are."""
@@ -183,7 +190,7 @@ class TrainStep:
                 type_ = self._made.params[name]
                 array = as_array("param", name, value, type_)
                 check_fixed("param", name, array, type_)
-                self._states[name][...] = array
+                self._memory.copy(array, self._states[name])
                 self._set.add(name)
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -197,12 +204,12 @@ class TrainStep:
             outputs = self.compiled.run(given)
             if not self._in_place:
                 for name, array in zip(self._made.states, outputs[-len(self._made.states) :], strict=True):
-                    self._states[name][...] = array
+                    self._memory.copy(array, self._states[name])
                 outputs = outputs[: -len(self._made.states)]
             self.steps += 1
             if self._has_norm:
-                self.norm = float(outputs.pop())
-        loss = float(outputs[0].reshape(()))
+                self.norm = float(np.asarray(outputs.pop()))
+        loss = float(np.asarray(outputs[0]).reshape(()))
         return (loss, outputs[1:]) if len(outputs) > 1 else loss
 
     def __call__(self, **inputs: Any) -> Any:
@@ -225,12 +232,12 @@ class TrainStep:
     def report(self, inputs: Mapping[str, Any]) -> Report:
         """Where the time of a step goes. It makes several steps; parameters are put back as they were."""
         with self._lock:
-            before = {name: array.copy() for name, array in self._states.items()}
+            before = {name: self._copied(name) for name in self._states}
             try:
                 return self.compiled.report(self._given(inputs, self.lr))
             finally:
                 for name, array in before.items():
-                    self._states[name][...] = array
+                    self._memory.copy(array, self._states[name])
 
     # -- files --------------------------------------------------------------------------------------------------------
     def save(self, path: str | PathLike[str]) -> Path:
@@ -241,11 +248,14 @@ class TrainStep:
         part = file.with_name(f".{file.name}.part")  # a checkpoint that was there stays until the new one is complete
         try:
             with self._lock:
-                tensors = {n: (t, partial(self._states.__getitem__, n)) for n, t in self._types().items()}
+                tensors = {n: (t, partial(self._saved, n)) for n, t in self._types().items()}
                 write_safetensors(part, tensors, optimiser=self.optimiser.name, steps=str(self.steps))
             return part.replace(file)
         finally:
             part.unlink(missing_ok=True)
+
+    def _saved(self, state: str) -> Array:
+        return self._memory.download(self._states[state])
 
     def load(self, path: str | PathLike[str]) -> None:
         """Go on from what `save` wrote."""
@@ -264,7 +274,7 @@ class TrainStep:
             check_fixed("param", n, arrays[n], type_)
         with self._lock:
             for n, array in arrays.items():
-                self._states[n][...] = array
+                self._memory.copy(array, self._states[n])
             self._set.update(self._made.params)
             self.steps = int(steps)
 

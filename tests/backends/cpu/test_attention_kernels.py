@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import targets
 from guarded import guarded, guarded_copy
+from targets import AVX512, BASELINE
 
-from rlx import target as targets
 from rlx.backends.cpu import attention, toolchain
 from rlx.backends.cpu.builder import Module
 from rlx.backends.cpu.routine import Routine
 from rlx.dtypes import BF16, BOOL, F16, F32, F64, I8, I32, U8, DType
 from rlx.errors import LowerError
 from rlx.lir.kernels import AttentionKernel
-from rlx.target import AVX512, BASELINE, Target
+from rlx.target import Target
 
 Array = npt.NDArray[Any]
 

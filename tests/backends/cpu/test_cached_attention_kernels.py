@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from guarded import guarded, guarded_copy
+from targets import AVX512
 from test_attention_kernels import (
     EVERY_TARGET,
     Compiled,
@@ -28,7 +29,7 @@ from rlx.backends.cpu import attention, toolchain
 from rlx.dtypes import BF16, BY_NAME, F16, F32, F64, I32, DType
 from rlx.errors import LowerError
 from rlx.lir.kernels import BEYOND_CAPACITY, AttentionKernel
-from rlx.target import AVX512, Target
+from rlx.target import Target
 
 Array = npt.NDArray[Any]
 Q8 = BY_NAME["q8_0"]

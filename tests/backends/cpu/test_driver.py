@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
+from targets import host
 from test_pool import chunks, emit_mirror, steady, within, word
 
 from rlx.backends.cpu import driver as d
 from rlx.backends.cpu.builder import Builder, Module, Value
 from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
-from rlx.target import host
 
 Words = npt.NDArray[np.int64]
 STRIDE, PRIVATE = 1024, 256  # bytes of scratch, and where in it loops have their words

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from targets import NEON, host, supported
 
 from rlx.backends.cpu import driver, elf, toolchain
 from rlx.backends.cpu.builder import Builder, Module, Value, const, vector
 from rlx.errors import CapabilityError, FormatError
-from rlx.target import NEON, Target, host, supported
+from rlx.target import Target
 
 pytestmark = pytest.mark.skipif(not elf.can_load(), reason="x86-64 Linux only")
 CALL_MEMSET = """

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from interleaved import Life, Machine, translated
+from targets import BASELINE
 
 from rlx.backends.cpu import driver as d
-from rlx.target import BASELINE
 
 HOME, STRIDE, KERNEL, FAULT = 64, 256, 1, 7
 ENDLESS = 1 << 62

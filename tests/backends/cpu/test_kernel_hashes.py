@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 from kernel_programs import PROGRAMS, plan
+from targets import AVX2, AVX512
 
 from rlx.backends.cpu.generators import entry, module_text
 from rlx.backends.cpu.routine import Routine
-from rlx.target import AVX2, AVX512, Target
+from rlx.target import Target
 
 HASHES = Path(__file__).parent / "kernel_hashes.json"
 DIGESTS = re.compile(r"\.[0-9a-f]{16}\b|\.[0-9a-f]{8}\b")  # of LIR kernels, in names

@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from targets import host
 
 import rlx
 from rlx.backends.cpu import library, toolchain
 from rlx.lir.kernels import Kernel
 from rlx.runtime.plan import make_plan
-from rlx.target import host
 
 
 @pytest.fixture
@@ -69,3 +69,7 @@ def test_a_child_compiles_what_its_parent_has_begun(code: library.KernelLibrary)
         os._exit(0 if is_whole else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert len(code.link(wanted)) == len(wanted)
+
+
+def test_a_target_has_one_library() -> None:
+    assert library.library(host()) is library.library(host())

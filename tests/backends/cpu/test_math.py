@@ -14,10 +14,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import scipy.special  # type: ignore[import-untyped]
+from targets import BASELINE, BY_NAME, supported
 
 from rlx.backends.cpu import math as vector_math
 from rlx.backends.cpu.builder import Builder, Module, Value, vector
-from rlx.target import BASELINE, BY_NAME, Target, supported
+from rlx.target import Target
 
 llvm.initialize_all_targets()
 llvm.initialize_all_asmprinters()

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import targets
 from guarded import guarded, guarded_copy
+from targets import AVX512, BASELINE
 
-from rlx import target as targets
 from rlx.backends.cpu import matmul, toolchain
 from rlx.backends.cpu.builder import Builder, Module, Value, const
 from rlx.backends.cpu.routine import Entry, Routine
@@ -23,7 +24,7 @@ from rlx.dtypes import BF16, F32, F64, I32, DType
 from rlx.errors import LowerError
 from rlx.lir.kernels import ROW_BLOCK, MatmulKernel, TileOperand
 from rlx.lir.loops import For, LoopKernel, Param
-from rlx.target import AVX512, BASELINE, Target
+from rlx.target import Target
 
 Array = npt.NDArray[Any]
 

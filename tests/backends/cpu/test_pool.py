@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pytest
 from forked import in_child
 from limits import LONGEST_S
+from targets import host
 
 from rlx.backends.cpu import driver, pool
 from rlx.backends.cpu.builder import Builder, Module, Value
@@ -29,7 +30,6 @@ from rlx.backends.cpu.memory import Guarded
 from rlx.backends.cpu.pool import Pool, shared
 from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
 from rlx.errors import CapabilityError
-from rlx.target import host
 
 Words = npt.NDArray[np.int64]
 STRIDE = 192
@@ -340,6 +340,20 @@ def test_a_brief_run_does_not_wake_workers() -> None:
     assert any(own.execute(request.ctypes.data) == 2 for _ in range(1000))
     request[driver.SHORTEST // 8] = 1 << 40  # a long one
     assert after_a_pause() == 2
+
+
+@within()
+def test_runs_that_stay_on_their_callers_are_counted_too() -> None:
+    """Whoever pauses between calls for longer than runs stay alone would otherwise meet the late worker each time."""
+    own = Pool(2, pool.compiled_driver(), adapts=False)
+    chain = Mirror(units=64, phases=3, threads=2)
+    chain.run(own)
+    assert own._job is not None
+    words = own._job.view(np.int64)
+    words[driver.MILLISECOND // 8] = 1 << 40  # ticks: no run is late by itself
+    words[driver.ALONE_UNTIL // 8], words[driver.ALONE_RUNS // 8] = 0, 3
+    assert [chain.run(own) for _ in range(5)] == [1, 1, 1, 2, 2]
+    own.close()
 
 
 # -- cores ---------------------------------------------------------------------------------------------------------

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from limits import LONGEST_S
+from targets import AVX2, AVX512, BASELINE, BY_NAME, NEON, host, supported
 
 from rlx.backends.cpu import driver, llvm, toolchain
 from rlx.backends.cpu.builder import Builder, Module, Value, const, vector
 from rlx.errors import FormatError, LowerError
-from rlx.target import AVX2, AVX512, BASELINE, BY_NAME, NEON, Target, host, supported
+from rlx.target import Target
 
 SIGNATURE = (("ptr", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr", "scratch"))
 FOREIGN = NEON if host().arch == "x86_64" else BASELINE

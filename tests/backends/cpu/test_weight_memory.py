@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlx.backends.cpu.memory import HUGE, HUGE_FROM, LINE, address, owner, release, side_by_side
+from rlx.backends.cpu.memory import HUGE, HUGE_FROM, LINE, side_by_side
 from rlx.formats.tensors import open_bytes
+from rlx.host_memory import address, owner, release
 
 Types = list[tuple[tuple[int, ...], np.dtype[np.generic]]]
 SMALL: Types = [((3, 5), np.dtype(np.float32)), ((0,), np.dtype(np.int8)), ((7,), np.dtype(np.int8))]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from on_toy import OnToy
+from targets import AVX2
 
 import rlx
 from rlx.backends import base
@@ -18,7 +19,7 @@ from rlx.lir.schedule import schedule
 from rlx.module import plan_lir
 from rlx.profile import CompileProfile
 from rlx.runtime import codec
-from rlx.target import AVX2, Target
+from rlx.target import Target
 
 Array = np.ndarray[Any, Any]
 

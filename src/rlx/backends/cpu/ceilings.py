@@ -7,40 +7,24 @@ from __future__ import annotations
 
 import functools
 import time
-from dataclasses import dataclass
 
 import numpy as np
 
+from rlx.backends.base import Ceilings
 from rlx.backends.cpu import loops, math, pool
 from rlx.backends.cpu.builder import Builder, Module, Value, const, vector
 from rlx.backends.cpu.library import library
-from rlx.backends.cpu.memory import address, aligned
+from rlx.backends.cpu.memory import aligned
 from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
+from rlx.host_memory import address
 from rlx.target import Target
 
 CACHE_BYTES = 256 << 10  # a thread; well inside the second-level cache
 MEMORY_BYTES = 256 << 20  # all threads; well outside the last-level cache
 ROUNDS = 1 << 15
-# Kinds of multiply-adds, in the order of `Ceilings`, and the bytes of a vector that each number takes.
+# Kinds of multiply-adds (dot_u7: 8-bit integers, those of one side below 128), and the bytes of each number.
 PRODUCTS = {"f32": 4, "f64": 8, "dot_u7": 1, "dot_u8": 1}
 UNROLL = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Ceilings:
-    """The best rates seen, all threads together. A multiply-add counts as two, whatever its numbers are."""
-
-    gflops: float  # f32
-    f64_gflops: float
-    u7_gops: float  # 8-bit integers, those of one side below 128
-    u8_gops: float  # any 8-bit integers
-    cache_gb_per_second: float
-    memory_gb_per_second: float
-
-    def peak(self, arithmetic: str) -> float:
-        """Multiply-adds per second of a kind (`LoopKernel.arithmetic`), each counted as two."""
-        rates = {"f32": self.gflops, "f64": self.f64_gflops, "dot_u7": self.u7_gops, "dot_u8": self.u8_gops}
-        return rates[arithmetic] * 1e9
 
 
 @functools.cache
@@ -64,17 +48,17 @@ def ceilings(target: Target, threads: int) -> Ceilings:
         return best / ticks_per_second(target)
 
     chains = target.tile_rows * target.tile_vectors * ROUNDS * threads
-    f32, f64, u7, u8 = (
-        2.0 * chains * target.vector_bytes / size / seconds(code[name], [ROUNDS], 30) / 1e9
+    gops = {
+        name: 2.0 * chains * target.vector_bytes / size / seconds(code[name], [ROUNDS], 30) / 1e9
         for name, size in PRODUCTS.items()
-    )
+    }
     memory = aligned(MEMORY_BYTES)
     memory[:] = 1  # untouched pages would all be the kernel's one zero page
     passes = 400
     cached = seconds(code["read"], [address(memory), CACHE_BYTES, passes], 10)
     share = MEMORY_BYTES // threads // 4096 * 4096
     whole = seconds(code["read"], [address(memory), share, 1], 4)
-    return Ceilings(f32, f64, u7, u8, CACHE_BYTES * passes * threads / cached / 1e9, share * threads / whole / 1e9)
+    return Ceilings(gops, CACHE_BYTES * passes * threads / cached / 1e9, share * threads / whole / 1e9)
 
 
 @functools.cache

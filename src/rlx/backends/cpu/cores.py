@@ -7,6 +7,8 @@ import math
 import os
 from pathlib import Path
 
+from rlx.cgroups import groups
+
 ROOT = Path("/")
 
 
@@ -19,28 +21,13 @@ def usable_cores() -> int:
 @functools.cache
 def quota(root: Path) -> float:
     """The smallest CPU quota of the process's cgroups and their parents, in cores; infinite where there is none."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # not Linux, or /proc is hidden
-        return math.inf
-    quotas = [math.inf]
-    for line in lines:  # hierarchy:controllers:path
-        _, controllers, path = line.split(":", 2)
-        mounts = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
-        if controllers:
-            mounts = [root / "sys/fs/cgroup" / controllers] if "cpu" in controllers.split(",") else []
-        for mount in mounts:
-            folder = mount / path.lstrip("/")
-            # A container often sees its own cgroup as the root of the mount, whatever its path says.
-            folders = {folder, *(p for p in folder.parents if p.is_relative_to(mount)), mount}
-            quotas += [_quota_of(f) for f in folders]
-    return min(quotas)
+    return min((_quota_of(folder, version) for folder, version in groups(root, "cpu")), default=math.inf)
 
 
-def _quota_of(folder: Path) -> float:
+def _quota_of(folder: Path, version: int) -> float:
     """The quota of one cgroup: `cpu.max` in version 2, two files in version 1."""
     try:
-        if (folder / "cpu.max").exists():
+        if version == 2:
             limit, period = (folder / "cpu.max").read_text().split()
         else:
             limit, period = ((folder / name).read_text().strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))

@@ -79,7 +79,7 @@ LAUNCHES, UNITS, TESTS = BEFORE
 POOL_THREADS, SPIN, LOOK, MILLISECOND = range(88, 120, 8)
 SLICE_CHUNKS = 120  # of the run that is going on: the chunks of a slice
 BUSY = 1 * LINE  # 1 while a run has the pool; what follows in this line belongs to its caller (AFTER: the next BEFORE)
-RUNS, ENDED, SLEPT, ALL_SLEPT, ALL_TAKEN, ALONE_UNTIL, ALONE_FOR, *AFTER = range(BUSY + 8, BUSY + 88, 8)
+RUNS, ENDED, SLEPT, ALL_SLEPT, ALL_TAKEN, ALONE_UNTIL, ALONE_RUNS, ALONE_FOR, *AFTER = range(BUSY + 8, BUSY + 96, 8)
 DONE = 2 * LINE  # units that are done, as all threads add them up
 SLEEPERS, WAKES = DONE + 8, DONE + 12  # 1 where threads may sleep until more are, and the word that they sleep on
 TESTED = 3 * LINE  # twice the number of the last test, and its outcome
@@ -105,7 +105,8 @@ OUT, IN, WATCHED = range(3)  # of INSIDE; WATCHED is IN, with a caller that slee
 # on its caller, if the one before ended more than a twentieth ago: by then workers sleep. In a loop they do not.
 BRIEF, REST = 5, 20
 # Workers are late where the caller has slept for more than an eighth of the last eight runs or so: some of them have
-# units in hand but no core. The next runs then stay on their callers for a while, twice as long each time.
+# units in hand but no core. The next runs then stay on their callers for a while, twice as long each time: for so many
+# milliseconds, and for one run per `LEAST_ALONE` of them, because between runs there may be pauses.
 WINDOW, LATE_SHARE = 8, 8
 LEAST_ALONE, MOST_ALONE = 16, 256  # milliseconds
 TRUST = 1024  # milliseconds for which runs are shared all the same, because one alone was no faster

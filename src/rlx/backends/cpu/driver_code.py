@@ -520,19 +520,22 @@ class Driver:
             return [i64(1)]
 
         def several() -> list[Value]:
-            begin, until = self.now(b), _load(b, b.offset(job, d.ALONE_UNTIL), "i64")
+            begin = self.now(b)
+            until, runs = (_load(b, b.offset(job, field), "i64") for field in (d.ALONE_UNTIL, d.ALONE_RUNS))
             shortest, ended = word(request, d.SHORTEST), word(job, d.ENDED)
             brief = b.op("and", b.icmp("ne", shortest, 0), b.icmp("slt", b.mul(shortest, d.BRIEF), unit))
             brief = b.op("and", brief, b.icmp("sgt", b.mul(b.sub(begin, ended), d.REST), unit))
 
             def held() -> list[Value]:
+                _store(b, b.max(b.sub(runs, 1), 0), b.offset(job, d.ALONE_RUNS))
                 alone()
                 end, shared = self.now(b), word(request, d.TOGETHER)
                 # It was no faster: sharing is right, however late others are.
                 slow = b.icmp("sgt", b.sub(end, begin), b.sub(shared, b.op("ashr", shared, i64(4))))
 
                 def trust() -> None:
-                    _store(b, i64(0), b.offset(job, d.ALONE_UNTIL))
+                    for field in (d.ALONE_UNTIL, d.ALONE_RUNS):
+                        _store(b, i64(0), b.offset(job, field))
                     note(request, d.TRUSTED, b.add(end, b.mul(unit, d.TRUST)))
 
                 b.when(b.op("and", b.icmp("ne", shared, 0), slow), trust)
@@ -542,7 +545,7 @@ class Driver:
                 free = _replace(b, b.offset(job, d.BUSY), 0, 1)
                 return b.when(free, lambda: together(begin), alone)
 
-            late = b.icmp("slt", begin, until)
+            late = b.op("or", b.icmp("slt", begin, until), b.icmp("sgt", runs, 0))
             (taking_part,) = b.when(late, held, lambda: b.when(brief, alone, shared))
             end = self.now(b)
             taken = b.sub(end, begin)
@@ -580,6 +583,7 @@ class Driver:
         def stay() -> list[Value]:
             pause = b.max(word(d.ALONE_FOR), b.mul(unit, d.LEAST_ALONE))
             _store(b, b.add(end, pause), b.offset(job, d.ALONE_UNTIL))
+            _store(b, b.sdiv(pause, b.mul(unit, d.LEAST_ALONE)), b.offset(job, d.ALONE_RUNS))
             note(d.ALONE_FOR, b.min(b.mul(pause, 2), b.mul(unit, d.MOST_ALONE)))
             # Half of what makes workers late: another late run is enough, a good one wipes it out.
             return [b.sdiv(all_taken, 2 * d.LATE_SHARE), all_taken]

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.backends import base
+from rlx.backends.base import ArrayType, InputSpec, RunMemory, Trace, bytes_of
 from rlx.backends.cpu import driver, repeat
 from rlx.backends.cpu import pool as pools
+from rlx.backends.cpu.image import Image
 from rlx.backends.cpu.layout import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Layout, lay_out
 from rlx.backends.cpu.library import library
 from rlx.backends.cpu.memory import (
-    PAGE,
     Bytes,
     Guarded,
-    address,
     aligned,
     checking,
     guarded_scratch,
@@ -30,9 +31,10 @@ from rlx.backends.cpu.memory import (
     side_by_side,
 )
 from rlx.backends.cpu.records import ARGUMENTS, FUNCTION, UNITS
-from rlx.backends.cpu.repeat import Repeat, Results, Taken
-from rlx.backends.cpu.room import ArrayType, bytes_of, out_of_memory
+from rlx.backends.cpu.repeat import Repeat, Results
+from rlx.backends.cpu.room import out_of_memory
 from rlx.errors import BindError, KernelError
+from rlx.host_memory import PAGE, address
 from rlx.lir.memory import Plan, plan
 from rlx.locks import cached_property
 from rlx.resources import ADDRESSES, fits
@@ -50,19 +52,6 @@ FEW_ROWS = 8  # of a product that waits for its weights rather than for arithmet
 # Fewer would read weights too often. Measured on encoders of width 384: 1.02 to 1.12 times as fast.
 PIECE_ROWS = 256
 CACHE_BYTES = 1 << 20  # of a thread: where all of a run's arena fits in, there is nothing to gain
-
-
-@dataclass
-class Trace:
-    """Time stamps of a run in ticks, [.., thread, begin and end].
-
-    A launch ends as long after it first began as it ran in all, however often that was. A loop or branch has the time
-    when it was first entered and that when it was last left; `steps` has all steps of each loop, by its number.
-    """
-
-    launches: Array
-    controls: Array
-    steps: dict[int, int]
 
 
 @dataclass
@@ -96,7 +85,7 @@ class Pieces:
 class Instance:
     """Memory for one run at a time."""
 
-    def __init__(self, executable: Executable) -> None:
+    def __init__(self, executable: CpuExecutable) -> None:
         plan = executable.records
         self.words = np.zeros(plan.word_count, np.int64)
         self.view = memoryview(self.words)  # type: ignore[arg-type]
@@ -120,20 +109,22 @@ class Instance:
         self.again: Repeat = _never
 
 
-class Executable:
-    """A linked program. `bind` gives it weights, `run` runs it.
+class CpuExecutable(base.Executable):
+    """A linked program, whose machine code is loaded.
 
-    Its machine code is loaded. `program` is only asked for by reports, for the words of an error, and for scratch that
-    depends on sizes: a layout from a cache has what else there is to know.
+    `program` is only asked for by reports, for the words of an error, and for scratch that depends on sizes: a layout
+    from a cache has all else.
     """
 
     def __init__(
         self, layout: Layout, program: Callable[[], Program], target: Target, threads: int | None = None, *,
-        aligned_outputs: bool = False,
+        inputs: Sequence[InputSpec] | None = None, long_lived: bool = False,
     ) -> None:  # fmt: skip
         # Weights that kernels read again and again are worth starting on a cache line: NumPy's memory does not, and a
         # vector that straddles two lines is read twice.
-        self._allocate = side_by_side if aligned_outputs else _each_new
+        self._allocate = side_by_side if long_lived else _each_new
+        self._inputs = inputs
+        self.symbols, self.reads = layout.symbols, layout.names[WEIGHT]
         self._make_program = program
         self.layout, self.records = layout, layout.records
         self.target = target
@@ -150,7 +141,6 @@ class Executable:
         self._pieces: dict[tuple[int, ...], Pieces | None] = {}
         self._check = checking()
         self.bind({})
-        self.takes: Sequence[Taken] | None = None  # the inputs; whoever calls `again` says what they are
         self._template = np.zeros(layout.records.word_count, np.int64)  # the words that no size changes
         for position, symbols in layout.tables:
             self._template[position] = code.address(symbols)
@@ -162,21 +152,32 @@ class Executable:
 
     @classmethod
     def of(
-        cls, program: Program, target: Target, threads: int | None = None, *, aligned_outputs: bool = False
-    ) -> Executable:
+        cls, program: Program, target: Target, threads: int | None = None, *, inputs: Sequence[InputSpec] | None = None,
+        long_lived: bool = False,
+    ) -> CpuExecutable:  # fmt: skip
         """Compile and link a program."""
         entries = library(target).link(program.kernels().values())
         layout = lay_out(program, entries, target)
-        return cls(layout, lambda: program, target, threads, aligned_outputs=aligned_outputs)
+        return cls(layout, lambda: program, target, threads, inputs=inputs, long_lived=long_lived)
 
     @cached_property
     def program(self) -> Program:
-        """What it was laid out from."""
         return self._make_program()
 
+    @property
+    def asks_program(self) -> bool:
+        return bool(self.layout.scratch_of)
+
+    def image(self) -> Image | None:
+        homes = library(self.target).homes(self.layout.routines())
+        return None if homes is None else Image(self.layout, homes)
+
     # -- weights -------------------------------------------------------------------------------------------------------
+    @property
+    def weights(self) -> Mapping[str, Array]:
+        return self._weights
+
     def bind(self, weights: Mapping[str, Array]) -> None:
-        """Use these arrays as weights; they are contiguous and of the declared types."""
         self._weights = dict(weights)
         read = {**self.layout.constants, **weights}
         self._read = {name: Guarded.copy(array).bytes for name, array in read.items()} if self._check else read
@@ -192,6 +193,17 @@ class Executable:
                 self._frames.clear()
             self._frames[key] = found
         return found
+
+    def outputs(self, key: tuple[int, ...]) -> list[ArrayType]:
+        return self.frame(key).outputs
+
+    def memory(self, key: tuple[int, ...]) -> RunMemory:
+        largest = self.largest(key)
+        frame = self.frame(largest)
+        return RunMemory(largest, frame.plan, frame.scratch)
+
+    def reserved_bytes(self) -> int:
+        return sum(instance.arena.nbytes + instance.scratch.nbytes for instance in self._instances)
 
     def plan_memory(self, key: tuple[int, ...]) -> Plan:
         """The arena for a size class: each symbol rounded up to a power of two, where sizes can only grow with it."""
@@ -270,8 +282,8 @@ class Executable:
         if instance.frame is not frame or self._check:
             self._make_room(instance, frame, frame.output_bytes if into is None else 0)
             self._fill(instance, frame)
-        elif instance.again is _never and self.takes is not None and repeat.usable():  # the second run of these sizes
-            self._prepare_repeat(instance, frame, inputs, self.takes)
+        elif instance.again is _never and self._inputs is not None and repeat.usable():  # the second run of these sizes
+            self._prepare_repeat(instance, frame, inputs)
         outputs = self._allocate(frame.outputs) if into is None else list(into)
         if self._check:
             self._run_checked(instance, inputs, outputs, trace)
@@ -285,8 +297,7 @@ class Executable:
         instances.append(instance)  # where it was: with new weights there is another list
         return outputs
 
-    def again(self, inputs: object) -> list[Array] | None:
-        """The outputs, where inputs are such as those of the run before; else None, and `run` must do it."""
+    def run_again(self, inputs: object) -> list[Array] | None:
         instances = self._instances
         try:
             instance = instances.pop()
@@ -408,14 +419,13 @@ class Executable:
         instance.call, instance.again = address(instance.request), _never
         instance.frame, instance.read = frame, read
 
-    def _prepare_repeat(
-        self, instance: Instance, frame: Frame, inputs: Sequence[Array], takes: Sequence[Taken]
-    ) -> None:
+    def _prepare_repeat(self, instance: Instance, frame: Frame, inputs: Sequence[Array]) -> None:
+        assert self._inputs is not None
         results = Results(frame.outputs, [None] * len(frame.outputs), frame.output_bytes <= KEPT_BYTES)
         moved = instance.inputs + [(at, len(inputs) + buffer, offset) for at, buffer, offset in instance.outputs]
         instance.results = results
         instance.request = repeat.block(
-            instance.request, address(self.pool.job), address(instance.words), takes, inputs, results, moved
+            instance.request, address(self.pool.job), address(instance.words), self._inputs, inputs, results, moved
         )
         instance.call = address(instance.request)
         instance.again = repeat.function(self.pool.repeat, instance.request)
@@ -461,7 +471,7 @@ class Executable:
         """A run on guarded copies: what is only read is read-only, and a write just before an array is found."""
         names = self.layout.names
         taken, given = dict(zip(names[INPUT], inputs, strict=True)), dict(zip(names[OUTPUT], outputs, strict=True))
-        states = {leaf.name for leaf in self.takes or () if leaf.written}
+        states = {leaf.name for leaf in self._inputs or () if leaf.written}
         read = {name: Guarded.copy(array, written=name in states) for name, array in taken.items()}
         made = {name: Guarded(array.nbytes) for name, array in given.items()}
         self._point_outputs(instance, [guard.bytes for guard in made.values()])
@@ -493,8 +503,9 @@ class Executable:
         notes = [f"built at: {launch.where}"] if launch and launch.where else []
         return KernelError(f"{where}: {_fault_text(code)}", notes=notes)
 
-    def trace_run(self, key: tuple[int, ...], inputs: Sequence[Array]) -> tuple[list[Array], Trace]:
-        """A run, and its time stamps."""
+    def trace(self, key: tuple[int, ...], inputs: Sequence[Array]) -> tuple[list[Array], Trace]:
+        from rlx.backends.cpu.ceilings import ticks_per_second
+
         stamps = np.zeros((len(self.records.walk), self.threads, 2), np.int64)
         outputs = self.run(key, inputs, stamps)
         entered: dict[int, int] = {}
@@ -504,7 +515,8 @@ class Executable:
                 entered.setdefault(step.number, record)
                 if step.kind == driver.NEXT:
                     steps[step.number] = int(stamps[record, :, 1].max())
-        return outputs, Trace(stamps[self.records.launches], stamps[list(entered.values())], steps)
+        seconds = stamps / ticks_per_second(self.target)
+        return outputs, Trace(seconds[self.records.launches], seconds[list(entered.values())], steps)
 
 
 def _never(inputs: object) -> None:

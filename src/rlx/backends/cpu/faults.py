@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from rlx.backends.base import backend
 from rlx.backends.cpu import elf
 from rlx.backends.cpu.library import library
 from rlx.backends.cpu.toolchain import CodeLibrary
 from rlx.formats.mapped import TABLE
-from rlx.target import host
 
 HANDLER, BLOCK = "bus_error", "bus_block"  # the function of the object, and the constant that has the block's address
 
@@ -64,7 +64,7 @@ def install(code: int, before: str, after: str, *, compiling: bool = True) -> bo
     if sys.platform != "linux" or sys.maxsize < 2**32:
         return False
     if not _installed:
-        known = library(host()).kept(HANDLER, handler_text, compiling=compiling)
+        known = library(backend("cpu").target()).kept(HANDLER, handler_text, compiling=compiling)
         if known is not None:
             _install(known, code, before.encode(), after.encode())
     return bool(_installed)

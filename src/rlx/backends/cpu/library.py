@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlx.backends import cache
+from rlx.backends.base import Code
 from rlx.backends.cpu import driver
+from rlx.backends.cpu.image import Homes
 from rlx.backends.cpu.toolchain import CodeLibrary, Compilation, compile_text, cpu_identity
 from rlx.errors import RlxError
 from rlx.locks import Lock, Waits, in_child
@@ -29,23 +30,6 @@ if TYPE_CHECKING:
 # of a thread that it does not have.
 _guard = Lock(waits=Waits.LIBRARY)
 MODULE_CHARACTERS = 60_000  # of LLVM IR, about, after which another module begins: several are compiled at once
-
-
-@dataclass(frozen=True, slots=True)
-class Code:
-    """Machine code of some kernels and of the driver, good for every process of the same sources and target."""
-
-    routines: bytes  # an object
-    symbols: tuple[str, ...]  # what it defines
-    driver: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Homes:
-    """Where machine code lies in the cache folder: the object of each routine, and that of the driver."""
-
-    objects: Mapping[str, tuple[str, ...]]  # the routines of an object
-    driver: str
 
 
 class KernelLibrary:
@@ -93,15 +77,15 @@ class KernelLibrary:
         texts = module_text(list(routines.values())), driver.driver_text(self.target)
         made, drives = self._compiling(texts).objects()
         self.compiled += len(routines)
-        return Code(made, tuple(routines), drives)
+        return Code(tuple(routines), {"code": made, "driver": drives})
 
     def adopt(self, code: Code) -> None:
         """Load machine code that is given, where it is not here already: no LLVM, no cache."""
         with _guard:
             if not self._addresses.keys() >= set(code.symbols):
-                self._addresses = self._code.load(code.routines, code.symbols) | self._addresses
+                self._addresses = self._code.load(code.sections["code"], code.symbols) | self._addresses
             if not self._driver:
-                self._driver = self._code.load(code.driver, driver.SYMBOLS)
+                self._driver = self._code.load(code.sections["driver"], driver.SYMBOLS)
 
     def homes(self, routines: Iterable[str]) -> Homes | None:
         """Where the code of loaded routines lies on disk; None where some of it does not."""

@@ -13,48 +13,20 @@ from typing import Any
 
 import numpy as np
 
+from rlx.backends.base import ArrayType, HostAllocator
+from rlx.host_memory import PAGE, address
+
+Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 LINE = 64  # bytes of a cache line
 HUGE = 2 << 20  # bytes of a huge page
 HUGE_FROM = 3 << 19  # bytes in a huge page from which on it is worth having: it is there as a whole
-PAGE = mmap.PAGESIZE
-_EMPTY = ctypes.c_char * 0
 _NOBODY, _READERS = 0, 1  # PROT_NONE, PROT_READ
 
 
 def checking() -> bool:
     """Whether runs use guarded memory."""
     return os.environ.get("RLX_CHECK") == "1"
-
-
-def address(array: np.ndarray[Any, Any]) -> int:
-    """Where the data of a contiguous array is."""
-    try:
-        return ctypes.addressof(_EMPTY.from_buffer(array))  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # read-only, empty, or of a type that has no buffer protocol
-        return int(array.__array_interface__["data"][0])
-
-
-def owner(array: np.ndarray[Any, Any]) -> Any:
-    """The array that owns the memory, or the map of a file."""
-    found: Any = array
-    while isinstance(found, np.ndarray) and found.base is not None:
-        found = found.base
-    # Asked of the map, not of the view: what was written to a private one is in no file.
-    if isinstance(found, memoryview) and not (isinstance(found.obj, mmap.mmap) and memoryview(found.obj).readonly):
-        return np.frombuffer(found, np.uint8)
-    return found
-
-
-def release(array: np.ndarray[Any, Any]) -> None:
-    """Let go of the pages of an array that lies in a file: whoever reads it next gets them from there."""
-    file = getattr(owner(array), "obj", None)
-    if not isinstance(file, mmap.mmap) or not array.nbytes or not hasattr(mmap, "MADV_DONTNEED"):
-        return
-    first = address(array) - address(np.frombuffer(file, np.uint8))
-    start = first // PAGE * PAGE
-    with contextlib.suppress(OSError):  # locked into memory, by mlockall
-        file.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
 
 
 def aligned(nbytes: int) -> Bytes:
@@ -64,7 +36,14 @@ def aligned(nbytes: int) -> Bytes:
     return block[start : start + nbytes]
 
 
-def side_by_side(types: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[np.ndarray[Any, Any]]:
+class CpuAllocator(HostAllocator):
+    """Host memory; arrays that live long start on cache lines, in huge pages."""
+
+    def long_lived(self, types: Sequence[ArrayType]) -> list[Array]:
+        return side_by_side(types)
+
+
+def side_by_side(types: Sequence[ArrayType]) -> list[Array]:
     """Uninitialised arrays, each from a cache line on, that are read again and again: in huge pages where that pays.
 
     An encoder's weights are read once a run, in pages that the processor has forgotten since: with pages of 4 KiB it

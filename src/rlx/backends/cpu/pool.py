@@ -20,13 +20,12 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from rlx.backends.base import MAX_THREADS
+from rlx.backends.base import MAX_THREADS, backend
 from rlx.backends.cpu import driver
 from rlx.backends.cpu.cores import usable_cores
 from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
 from rlx.errors import CapabilityError
 from rlx.locks import Lock, in_child
-from rlx.target import host
 
 SPIN_SECONDS = 30e-6  # how long a thread spins before it sleeps; waking a sleeper takes about as long
 LOOK_SECONDS = 0.3e-6  # how long it waits at a barrier before it looks for units that others have not begun
@@ -62,7 +61,7 @@ def default_threads() -> int:
 @functools.cache
 def compiled_driver() -> Mapping[str, int]:
     """The driver's addresses, compiled for this machine."""
-    target = host()
+    target = backend("cpu").target()
     return CodeLibrary().load(compile_text(driver.driver_text(target), target), driver.SYMBOLS)
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from rlx.backends.base import InputSpec
 from rlx.backends.cpu.driver import REQUEST_WORDS
 
 Array = np.ndarray[Any, Any]
@@ -43,14 +44,6 @@ TABLE, JOB, WORDS, KEPT, KEEPS, TAKES, GIVES, MOVES, HELD, TAKEN, GIVEN, MOVED =
 HEAD_WORDS = REQUEST_WORDS + 12
 NAME, DTYPE, MASK, AXES, SHAPE = range(0, 40, 8)  # of an input; of an output, whose name are arguments of `empty`
 LEAF_WORDS, MOVED_WORDS = 5, 3  # a moved word: its position, what was given or made, and an offset
-
-
-class Taken(NamedTuple):
-    """An input, as the caller gives it; `written` where it is a state."""
-
-    name: str
-    dtype: np.dtype[Any]
-    written: bool
 
 
 class Results(NamedTuple):
@@ -86,7 +79,7 @@ def usable() -> bool:
 
 
 def block(
-    request: Words, job: int, words: int, taken: Sequence[Taken], arrays: Sequence[Array], results: Results,
+    request: Words, job: int, words: int, taken: Sequence[InputSpec], arrays: Sequence[Array], results: Results,
     moved: Sequence[tuple[int, int, int]],
 ) -> Words:  # fmt: skip
     """What `repeat` reads, for a run that has been made with `arrays`.

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
+from rlx.backends.base import ArrayType, bytes_of
 from rlx.errors import ResourceError
 from rlx.lir.memory import Plan
 from rlx.resources import ADDRESSES, lacking, show
 
 if TYPE_CHECKING:
-    from rlx.backends.cpu.executable import Executable
-
-ArrayType = tuple[tuple[int, ...], np.dtype[Any]]  # shape and element type
-
-
-def bytes_of(arrays: Sequence[ArrayType]) -> int:
-    """Bytes of all these arrays."""
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays)
+    from rlx.backends.cpu.executable import CpuExecutable
 
 
 def out_of_memory(
-    executable: Executable, key: tuple[int, ...], arena: Plan, outputs: Sequence[ArrayType]
+    executable: CpuExecutable, key: tuple[int, ...], arena: Plan, outputs: Sequence[ArrayType]
 ) -> ResourceError:
     """The error for a run with these sizes of the symbols."""
     layout, program = executable.layout, executable.program

@@ -16,8 +16,8 @@ from rlx.ir.provenance import Origin
 from rlx.ir.rewrite import Rewriter
 from rlx.lir.program import Program
 from rlx.locks import cached_property
+from rlx.module import LirModule, plan_lir
 from rlx.profile import CompileProfile
-from rlx.runtime.plan import CompiledPlan, make_plan
 from rlx.target import Target
 
 _MARK = re.compile(r"#([0-9]+)")
@@ -30,7 +30,7 @@ class Lineage:
     graph: Graph  # as it was built, with its own origins
     steps: list[tuple[str, Graph]]  # (pass, main graph after it); the first is the graph as lowered
     bind_steps: list[tuple[str, Graph]]
-    plan: CompiledPlan
+    plan: LirModule
 
     @property
     def lowered(self) -> Graph:
@@ -47,7 +47,7 @@ class Lineage:
     @cached_property
     def _weights(self) -> dict[str, frozenset[int]]:
         """For each derived weight, the weights that it is made of."""
-        made = zip(self.plan.derived, self.bind.outputs, strict=True)
+        made = zip(self.plan.optimised.derived, self.bind.outputs, strict=True)
         needed = {name: self.bind.reachable([output]) for name, output in made}
         return {
             name: frozenset().union(*(marks(n) for n in nodes if n.op == "param")) for name, nodes in needed.items()
@@ -76,7 +76,7 @@ class Lineage:
 def lineage(graph: Graph, target: Target, profile: CompileProfile | None = None) -> Lineage:
     """Compile the graph again, marked."""
     with watched() as seen:
-        made = make_plan(_marked(graph), target, profile)
+        made = plan_lir(_marked(graph), target, profile or CompileProfile())
     main = [(name, g) for name, g in seen if g.name == graph.name]
     bind = [(name, g) for name, g in seen if g.name == f"{graph.name}.bind"]
     return Lineage(graph, main, bind, made)

@@ -14,6 +14,7 @@ import pytest
 import tiny_llama
 from layers import Bert, Llama, bert_graph, bert_inputs, compiled, llama_graph, llama_inputs, same_bits, weights
 from limits import LONGEST_S
+from targets import supported
 
 import rlx
 from rlx.backends.cpu.memory import PAGE, Guarded, aligned, guarded_scratch, guarded_stride
@@ -22,7 +23,6 @@ from rlx.engine.language import LanguageModel
 from rlx.engine.model import load
 from rlx.ir.registry import packed
 from rlx.profile import CompileProfile, Precision
-from rlx.target import supported
 from rlx.train import adamw, step
 
 Array = np.ndarray[Any, Any]
@@ -106,11 +106,11 @@ TAMPERED = """
 import sys
 import numpy as np
 import rlx
-from rlx.backends.cpu.executable import Executable
+from rlx.backends.cpu.executable import CpuExecutable
 from rlx.errors import KernelError
 
 kind, which, by = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-make_frame = Executable._make_frame
+make_frame = CpuExecutable._make_frame
 
 def tampered(self, key):
     if self.layout.name == "chain" and kind == "scratch":
@@ -122,7 +122,7 @@ def tampered(self, key):
         frame.words[self.layout.pointers[kind].positions[which]] += by
     return frame
 
-Executable._make_frame = tampered
+CpuExecutable._make_frame = tampered
 g = rlx.Graph("chain")
 x, w, v = g.input("x", ("rows", 40)), g.param("w", (40, 64)), g.input("v", (64, 30))
 g.set_outputs([(x @ w).tanh() @ v])

@@ -18,7 +18,7 @@ import pytest
 import rlx
 from rlx.backends.cpu import repeat
 from rlx.errors import BindError, KernelError
-from rlx.runtime.compiled import CpuGraph
+from rlx.runtime.compiled import CompiledGraph
 
 f32, i32 = np.float32, np.int32
 X, IDS = np.arange(8, dtype=f32).reshape(2, 4), np.array([3, 1], i32)
@@ -26,16 +26,15 @@ W = np.arange(12, dtype=f32).reshape(4, 3)
 pytestmark = pytest.mark.skipif(not repeat.usable(), reason="objects lie elsewhere in memory here")
 
 
-def compiled(outputs: Callable[[rlx.Graph], list[rlx.Value]], **params: Any) -> CpuGraph:
+def compiled(outputs: Callable[[rlx.Graph], list[rlx.Value]], **params: Any) -> CompiledGraph:
     g = rlx.Graph("small")
     f = rlx.compile(g.set_outputs(outputs(g)), "cpu")
     f.set_params(params)
-    assert isinstance(f, CpuGraph)
     return f
 
 
 @pytest.fixture
-def table() -> CpuGraph:
+def table() -> CompiledGraph:
     """`hidden @ weight` and the rows `ids` of a table, ready to be repeated."""
 
     def build(g: rlx.Graph) -> list[rlx.Value]:
@@ -45,7 +44,7 @@ def table() -> CpuGraph:
     return twice(compiled(build, weight=W), {"hidden": X, "ids": IDS})
 
 
-def twice(f: CpuGraph, inputs: dict[str, Any] | None) -> CpuGraph:
+def twice(f: CompiledGraph, inputs: dict[str, Any] | None) -> CompiledGraph:
     """The second run makes ready for more of the kind; one that comes alone should not take longer for it."""
     for _ in range(2):
         f.run(inputs)
@@ -56,7 +55,7 @@ def good(outputs: list[Any], x: Any = X, ids: Any = IDS) -> bool:
     return np.array_equal(outputs[0], x @ W) and np.array_equal(outputs[1], W[ids])
 
 
-def forbid(f: CpuGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+def forbid(f: CompiledGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on, only repeats work."""
 
     def refuse(*_: Any) -> Any:
@@ -66,7 +65,7 @@ def forbid(f: CpuGraph, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- what is repeated -----------------------------------------------------------------------------------------------
-def test_equal_shapes_are_repeated(table: CpuGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_shapes_are_repeated(table: CompiledGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid(table, monkeypatch)
     for i in range(5):
         x, ids = X + i, (IDS + i) % 4
@@ -81,7 +80,9 @@ def test_a_graph_without_inputs_is_repeated(monkeypatch: pytest.MonkeyPatch) -> 
         assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_empty_arrays_and_names_made_at_run_time_are_repeated(table: CpuGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_arrays_and_names_made_at_run_time_are_repeated(
+    table: CompiledGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
     none = {"hidden": np.zeros((0, 4), f32), "ids": np.zeros(0, i32)}
     twice(table, none)
     forbid(table, monkeypatch)
@@ -102,14 +103,14 @@ def test_states_are_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache[0, 0, :5, 3].tolist() == [1, 2, 3, 4, 0]
 
 
-def test_new_weights_are_seen(table: CpuGraph) -> None:
+def test_new_weights_are_seen(table: CompiledGraph) -> None:
     for factor in (1, 2, 3):
         table.set_param("weight", W * factor)
         for _ in range(3):
             assert np.array_equal(table.run({"hidden": X, "ids": IDS})[0], X @ W * factor)
 
 
-def test_a_watched_and_a_traced_run_are_not_repeated(table: CpuGraph, tmp_path: Any) -> None:
+def test_a_watched_and_a_traced_run_are_not_repeated(table: CompiledGraph, tmp_path: Any) -> None:
     inputs = {"hidden": np.full((2, 4), np.nan, f32), "ids": IDS}
     twice(table, inputs)
     with rlx.debug.nans(), pytest.raises(rlx.errors.NonFiniteError):
@@ -122,7 +123,7 @@ def test_without_the_builtin_everything_is_the_same(monkeypatch: pytest.MonkeyPa
     f = compiled(lambda g: [g.input("x", ("n", 4)) @ g.param("w", (4, 3))], w=W)
     for _ in range(3):
         assert np.array_equal(f.run({"x": X})[0], X @ W)
-        assert f.executable.again({"x": X}) is None
+        assert f.executable.run_again({"x": X}) is None
 
 
 # -- what is not ----------------------------------------------------------------------------------------------------
@@ -150,10 +151,10 @@ OTHER: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", OTHER)
-def test_other_good_inputs_take_the_long_way(table: CpuGraph, kind: str) -> None:
+def test_other_good_inputs_take_the_long_way(table: CompiledGraph, kind: str) -> None:
     given = OTHER[kind]
     for _ in range(2):
-        assert table.executable.again(given) is None
+        assert table.executable.run_again(given) is None
         assert good(table.run({"hidden": X, "ids": IDS}))
         assert good(table.run(given), np.asarray(given["hidden"], f32))
         assert good(table.run({"hidden": X, "ids": IDS}))
@@ -182,7 +183,7 @@ def test_errors_are_those_of_a_first_run(kind: str) -> None:
         used.run(WRONG[kind])
     with pytest.raises(BindError) as of_new:
         new.run(WRONG[kind])
-    assert used.executable.again(WRONG[kind]) is None
+    assert used.executable.run_again(WRONG[kind]) is None
     assert str(of_used.value) == str(of_new.value) and of_used.value.hint == of_new.value.hint
     assert np.array_equal(used.run({"hidden": X, "ids": IDS})[0], X * 2)
 
@@ -207,7 +208,7 @@ class Trap(str):
         return str.__eq__(self, other)
 
 
-def test_names_may_change_the_mapping_while_it_is_read(table: CpuGraph) -> None:
+def test_names_may_change_the_mapping_while_it_is_read(table: CompiledGraph) -> None:
     """The array that was found first is let go of by everybody else, and its memory is asked for again."""
     trap = Trap("ids")
     given: dict[str, Any] = {"hidden": np.ones((2, 4), f32), trap: IDS}
@@ -218,18 +219,18 @@ def test_names_may_change_the_mapping_while_it_is_read(table: CpuGraph) -> None:
         spoiled.extend(np.full((2, 4), np.nan, f32) for _ in range(50))
 
     trap.action = action
-    assert np.array_equal(table.executable.again(given)[0], np.ones((2, 4), f32) @ W)  # type: ignore[index]
+    assert np.array_equal(table.executable.run_again(given)[0], np.ones((2, 4), f32) @ W)  # type: ignore[index]
     assert spoiled
 
 
-def test_an_error_of_a_name_is_the_callers(table: CpuGraph) -> None:
+def test_an_error_of_a_name_is_the_callers(table: CompiledGraph) -> None:
     trap = Trap("ids")
 
     def action() -> None:
         raise ZeroDivisionError
 
     trap.action = action
-    assert table.executable.again({"hidden": X, trap: IDS}) is None
+    assert table.executable.run_again({"hidden": X, trap: IDS}) is None
     with pytest.raises(ZeroDivisionError):
         table.run({"hidden": X, trap: IDS})
     assert good(table.run({"hidden": X, "ids": IDS}))
@@ -244,7 +245,7 @@ HOLDERS: list[Callable[[Any], Any]] = [lambda a: a, lambda a: a.T, lambda a: a[1
 
 
 @pytest.mark.parametrize("hold", HOLDERS)
-def test_outputs_that_somebody_holds_are_left_alone(table: CpuGraph, hold: Callable[[Any], Any]) -> None:
+def test_outputs_that_somebody_holds_are_left_alone(table: CompiledGraph, hold: Callable[[Any], Any]) -> None:
     held = hold(table.run({"hidden": X, "ids": IDS})[0])
     for i in range(3):
         table.run({"hidden": X + i, "ids": IDS})
@@ -259,7 +260,7 @@ def test_an_output_may_be_the_next_input() -> None:
         assert (given["x"] == i + 1).all()
 
 
-def test_outputs_that_nobody_holds_are_used_again(table: CpuGraph) -> None:
+def test_outputs_that_nobody_holds_are_used_again(table: CompiledGraph) -> None:
     places = {place(table.run({"hidden": X + i, "ids": IDS})[0]) for i in range(1, 50)}
     table.run({"hidden": X, "ids": IDS})
     kept = table.executable._instances[-1].results
@@ -278,7 +279,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_outputs_that_the_caller_has_changed_are_not_used_again(table: CpuGraph, change: str) -> None:
+def test_outputs_that_the_caller_has_changed_are_not_used_again(table: CompiledGraph, change: str) -> None:
     CHANGES[change](table.run({"hidden": X, "ids": IDS})[0])
     for _ in range(2):
         outputs = table.run({"hidden": X, "ids": IDS})
@@ -286,7 +287,7 @@ def test_outputs_that_the_caller_has_changed_are_not_used_again(table: CpuGraph,
         del outputs
 
 
-def test_weak_references_to_outputs_end_with_the_run_after(table: CpuGraph) -> None:
+def test_weak_references_to_outputs_end_with_the_run_after(table: CompiledGraph) -> None:
     """An array that came back would be taken for the one that was looked at before."""
     seen = weakref.ref(table.run({"hidden": X, "ids": IDS})[0])
     outputs = table.run({"hidden": X + 1, "ids": IDS})
@@ -318,14 +319,14 @@ def test_without_memory_for_an_output_nothing_has_happened(monkeypatch: pytest.M
     f = twice(compiled(lambda g: [g.input("x", ("n", 4)) + 1.0, g.named("x") * 2.0]), {"x": X})
     for enough in (2, 0, 1, 1, 0, 2):  # of the two outputs, neither or the first finds memory
         left = enough
-        made = f.executable.again({"x": X.copy()})
+        made = f.executable.run_again({"x": X.copy()})
         assert (made is not None) == (enough == 2)
         f.executable._instances[-1].results.kept[:] = [None, None]  # type: ignore[union-attr]
         if made is not None:
             assert np.array_equal(made[0], X + 1) and np.array_equal(made[1], X * 2)
 
 
-def test_no_reference_is_lost_or_kept(table: CpuGraph) -> None:
+def test_no_reference_is_lost_or_kept(table: CompiledGraph) -> None:
     x, ids, bad = X.copy(), IDS.copy(), np.full(2, 9, i32)
     watched: list[Any] = [x, ids, bad, "hidden", "ids", x.dtype, ids.dtype, np.ndarray, dict, np.empty]
     others: list[Any] = [
@@ -339,7 +340,7 @@ def test_no_reference_is_lost_or_kept(table: CpuGraph) -> None:
     def use() -> None:
         assert good(twice(table, {"hidden": x, "ids": ids}).run({"hidden": x, "ids": ids}))
         for given in others:
-            assert table.executable.again(given) is None
+            assert table.executable.run_again(given) is None
         with pytest.raises(KernelError):
             table.run({"hidden": x, "ids": bad})
         assert good(table.run({"hidden": x, "ids": ids}))
@@ -363,7 +364,7 @@ def test_what_blocks_point_to_outlives_the_module() -> None:
 
 
 # -- faults and threads ---------------------------------------------------------------------------------------------
-def test_a_fault_is_raised_by_the_run_that_has_it(table: CpuGraph) -> None:
+def test_a_fault_is_raised_by_the_run_that_has_it(table: CompiledGraph) -> None:
     for _ in range(5):
         with pytest.raises(KernelError, match="gather"):
             table.run({"hidden": X, "ids": np.array([0, 4], i32)})
@@ -381,7 +382,7 @@ def test_other_threads_go_on_while_a_repeat_runs() -> None:
     def work() -> None:
         begun.set()
         for _ in range(50):  # a busy machine may wake the other one late
-            f.executable.again(given)
+            f.executable.run_again(given)
             if seen.is_set():
                 break
         over.set()

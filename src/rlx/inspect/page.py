@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from rlx.backends.cpu.generators import kernel_text
+from rlx.backends.base import backend_of
+from rlx.inspect.dispatch import dispatch_report
+from rlx.inspect.lineage import Lineage, launch_sources, lineage
 from rlx.ir.diff import diff
 from rlx.ir.graph import Graph, Node
 from rlx.ir.registry import HIR, LEAF
@@ -20,8 +22,6 @@ from rlx.ir.text import graph_text, node_text, value_text
 from rlx.lir.kernels import Kernel
 from rlx.lir.program import Launch, Program, launch_text
 from rlx.profile import CompileProfile
-from rlx.runtime.dispatch import dispatch_report
-from rlx.runtime.lineage import Lineage, launch_sources, lineage
 from rlx.target import Target
 
 SHOWN_ORIGINS = 4  # places that a tooltip names
@@ -167,7 +167,8 @@ def _assembly_lines(line: Lineage, target: Target) -> Iterator[Line]:
 
 def assembly_lines(kernel: Kernel, target: Target) -> list[str]:
     """The instructions and labels of a kernel, without directives."""
-    lines = (text.expandtabs(4) for text in kernel_text([kernel], target, level="asm").splitlines())
+    text = backend_of(target).kernel_text([kernel], target, assembly=True)
+    lines = (line.expandtabs(4) for line in text.splitlines())
     return [x for x in lines if x.strip() and (x.rstrip().endswith(":") or x.lstrip()[0] not in ".#")]
 
 
@@ -207,7 +208,7 @@ def _details(line: Lineage) -> Iterator[str]:
         if change:
             marked = ((mark, text) for mark, text in change.lines())
             yield _folded(f"pass {name}: {change.summary()}", marked)
-    yield _folded("fusion", ((" ", text) for text in str(line.plan.fusion).splitlines()))
+    yield _folded("fusion", ((" ", text) for text in str(line.plan.optimised.report).splitlines()))
     yield _folded("dispatch", ((" ", text) for text in str(dispatch_report(line)).splitlines()))
 
 

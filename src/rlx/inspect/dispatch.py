@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from rlx.inspect.lineage import Lineage, inner_nodes, marks, sources
 from rlx.ir.graph import Graph, Node
 from rlx.ir.registry import HIR, LEAF, VIEW
 from rlx.mir.common_forms import common_form
 from rlx.mir.weights import weight_nodes
-from rlx.runtime.lineage import Lineage, inner_nodes, marks, sources
 
 # At run time a node is computed by machine code of its own op, by the ops that it is decomposed into, or in Python ...
 NATIVE, DECOMPOSED, HOST = "native", "decomposed", "host"

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from rlx.backends.cpu.ceilings import Ceilings, ceilings, ticks_per_second
-from rlx.backends.cpu.executable import Executable, Trace
-from rlx.runtime.memory_report import MemoryReport, memory_report, show_bytes
+from rlx.backends.base import Ceilings, Executable, Key, Trace, backend_of
+from rlx.inspect.memory import MemoryReport, memory_report, show_bytes
 from rlx.types import evaluate
-
-if TYPE_CHECKING:
-    from rlx.runtime.compiled import CpuGraph
 
 Array = np.ndarray[Any, Any]
 RUNS = 5  # traced runs; the fastest of each launch counts
@@ -79,8 +75,7 @@ class Report:
         if self.ceilings is not None:
             c = self.ceilings
             lines.append(
-                f"  machine: {c.gflops:.0f} GFLOPS f32, {c.u7_gops:.0f} GOPS int8, "
-                f"{c.cache_gb_per_second:.0f} GB/s from cache, "
+                f"  machine: {_rates(c)}, {c.cache_gb_per_second:.0f} GB/s from cache, "
                 f"{c.memory_gb_per_second:.0f} GB/s from memory; run {self.seconds * 1e6:.0f} µs"
             )
         lines.append(f"  {'kernel':40} {'kind':9} {'µs':>9} {'GB/s':>7} {'GFLOPS':>7} {'ceiling':>7}  where")
@@ -93,28 +88,33 @@ class Report:
         return "\n".join(lines)
 
 
+def _rates(limits: Ceilings) -> str:
+    integers = f", {limits.gops['dot_u7']:.0f} GOPS int8" if "dot_u7" in limits.gops else ""
+    return f"{limits.gflops:.0f} GFLOPS f32{integers}"
+
+
 def _label(launch: LaunchReport) -> str:
     runs = f" × {launch.runs}" if launch.runs != 1 else ""
     return launch.kernel[: 40 - len(runs)] + runs
 
 
-def profile(compiled: CpuGraph, key: tuple[int, ...] | None, inputs: Sequence[Array]) -> Report:
-    """A report of a compiled graph; with sizes and inputs it is run and timed."""
-    executable = compiled.executable
-    program = executable.program
+def profile(executable: Executable, fusion: str, key: Key | None, inputs: Sequence[Any]) -> Report:
+    """A report of an executable; with sizes and inputs it is run and timed. `fusion` is what the passes say."""
+    program, target = executable.program, executable.target
     sizes = dict(zip(program.symbols, key, strict=True)) if key is not None else dict.fromkeys(program.symbols, 1)
     report = Report(
-        compiled.graph.name, compiled.device, executable.threads, executable.target.name,
+        program.name, target.device, executable.threads, target.name,
         kernels=len(program.kernels()),
         weight_bytes=sum(evaluate(program.buffers[n].type.bytes, sizes) for n in program.weights),
         dispatch={f"{i} {x.kernel.symbol}": _path(x.kernel.kind) for i, x in enumerate(program.launches)},
-        fusion=str(compiled.plan.fusion),
+        fusion=fusion,
     )  # fmt: skip
-    seconds, steps = [0.0] * len(program.launches), program.all_steps(sizes)
+    seconds = [0.0] * len(program.launches)
+    steps: Mapping[int, int] = program.all_steps(sizes)
     if key is not None:
         report.memory = memory_of(executable, key)
         report.arena_bytes, report.arena_bound = report.memory.arena, report.memory.bound
-        report.ceilings = ceilings(executable.target, executable.threads)
+        report.ceilings = backend_of(target).ceilings(target, executable.threads)
         seconds, report.seconds, steps = _time(executable, key, inputs)
     for launch, taken, runs in zip(program.launches, seconds, program.runs(steps), strict=True):
         moved, flops = (evaluate(size, sizes) * runs for size in (launch.bytes, launch.flops))
@@ -129,31 +129,27 @@ def _path(kind: str) -> str:
     return "host" if kind == "host" else "native"
 
 
-def memory_of(executable: Executable, key: tuple[int, ...]) -> MemoryReport:
+def memory_of(executable: Executable, key: Key) -> MemoryReport:
     """The memory of a run with these sizes."""
-    key = executable.largest(key)
-    frame = executable.frame(key)
-    sizes = dict(zip(executable.program.symbols, key, strict=True))
-    return memory_report(executable.program, sizes, frame.plan, frame.scratch)
+    memory = executable.memory(key)
+    sizes = dict(zip(executable.program.symbols, memory.key, strict=True))
+    return memory_report(executable.program, sizes, memory.plan, memory.scratch)
 
 
-def _time(
-    executable: Executable, key: tuple[int, ...], inputs: Sequence[Array]
-) -> tuple[list[float], float, dict[int, int]]:
+def _time(executable: Executable, key: Key, inputs: Sequence[Any]) -> tuple[list[float], float, Mapping[int, int]]:
     """Seconds of each launch (the slowest thread, best of some runs) and of a whole run; the steps of loops."""
     executable.run(key, inputs)
-    ticks = ticks_per_second(executable.target)
     best = np.full(len(executable.program.launches), np.inf)
     whole = np.inf
     for _ in range(RUNS):
         start = time.perf_counter()
-        _, trace = executable.trace_run(key, inputs)
+        _, trace = executable.trace(key, inputs)
         whole = min(whole, time.perf_counter() - start)
-        best = np.minimum(best, (trace.launches[:, :, 1] - trace.launches[:, :, 0]).max(axis=1) / ticks)
+        best = np.minimum(best, (trace.launches[:, :, 1] - trace.launches[:, :, 0]).max(axis=1))
     return [float(b) for b in best], float(whole), trace.steps
 
 
-def write_trace(path: Path, executable: Executable, trace: Trace, key: tuple[int, ...]) -> None:
+def write_trace(path: Path, executable: Executable, trace: Trace, key: Key) -> None:
     """A timeline that Perfetto and chrome://tracing read, in microseconds; one row a thread.
 
     Of a loop the sum of all steps is shown: its launches one after the other, each as long as its runs together.
@@ -163,15 +159,14 @@ def write_trace(path: Path, executable: Executable, trace: Trace, key: tuple[int
     name = f"{program.name} on {executable.target.name}"
     events: list[dict[str, Any]] = [_named("process_name", 0, name)]
     events += [_named("thread_name", t, f"thread {t}") for t in range(stamps.shape[1])]
-    ticks = ticks_per_second(executable.target) / 1e6
-    start = int(stamps[stamps > 0].min()) if (stamps > 0).any() else 0
+    start = float(stamps[stamps > 0].min()) if (stamps > 0).any() else 0.0
     loops = program.outermost_loops()
     runs = program.runs(trace.steps)
 
-    def event(name: str, kind: str, thread: int, begin: int, end: int, about: dict[str, Any]) -> None:
+    def event(name: str, kind: str, thread: int, begin: float, end: float, about: dict[str, Any]) -> None:
         events.append({
-            "name": name, "cat": kind, "ph": "X", "pid": 0, "tid": thread, "ts": int(begin - start) / ticks,
-            "dur": int(end - begin) / ticks, "args": about,
+            "name": name, "cat": kind, "ph": "X", "pid": 0, "tid": thread, "ts": float(begin - start) * 1e6,
+            "dur": float(end - begin) * 1e6, "args": about,
         })  # fmt: skip
 
     for thread in range(stamps.shape[1]):
@@ -180,7 +175,7 @@ def write_trace(path: Path, executable: Executable, trace: Trace, key: tuple[int
             if begin:
                 inside = {"steps": trace.steps[outer], "launches": loops.count(outer)}
                 event(f"loop {outer}", "loop", thread, begin, end, inside)
-    ended: dict[tuple[int, int], int] = {}  # where the launches of a loop end so far, by loop and thread
+    ended: dict[tuple[int, int], float] = {}  # where the launches of a loop end so far, by loop and thread
     for number, (launch, row) in enumerate(zip(program.launches, stamps, strict=True)):
         about = {
             "launch": number, "where": launch.where, "units": evaluate(launch.units, sizes), "runs": runs[number],
@@ -189,7 +184,7 @@ def write_trace(path: Path, executable: Executable, trace: Trace, key: tuple[int
         loop = loops[number]
         for thread, (begin, end) in enumerate(row):
             if end > begin:
-                at = begin if loop is None else ended.get((loop, thread), int(begin))
+                at = begin if loop is None else ended.get((loop, thread), float(begin))
                 event(launch.kernel.symbol, launch.kernel.kind, thread, at, at + end - begin, about)
                 if loop is not None:
                     ended[loop, thread] = at + end - begin

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
-from rlx.runtime.lineage import Lineage
-from rlx.runtime.page import GOLDEN, Column, Line, built_lines, excerpt, main_part
+from rlx.inspect.lineage import Lineage
+from rlx.inspect.page import GOLDEN, Column, Line, built_lines, excerpt, main_part
 from rlx.target import Target
 
 CHARACTER, ROW = 6.6, 16.0  # pixels of a character and of a line, at 11 pixels

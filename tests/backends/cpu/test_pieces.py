@@ -15,7 +15,7 @@ from rlx import Graph
 from rlx.backends.cpu import executable
 from rlx.errors import KernelError
 from rlx.profile import CompileProfile, Precision
-from rlx.runtime.compiled import CpuGraph
+from rlx.runtime.compiled import CompiledGraph
 
 SIZES = Bert(64, 2, 128, layers=2)
 PROFILES = {"f32": CompileProfile(), "int8": CompileProfile(precision=Precision("int8"))}
@@ -28,14 +28,13 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def encoder(threads: int, precision: str = "f32") -> CpuGraph:
+def encoder(threads: int, precision: str = "f32") -> CompiledGraph:
     f = rlx.compile(bert_graph(SIZES), threads=threads, profile=PROFILES[precision])
-    assert isinstance(f, CpuGraph)
     f.set_params(weights(SIZES))
     return f
 
 
-def sizes_of(f: CpuGraph, batch: int, seq: int) -> list[int]:
+def sizes_of(f: CompiledGraph, batch: int, seq: int) -> list[int]:
     symbols = f.executable.layout.symbols
     pieces = f.executable.pieces(tuple({"batch": batch, "seq": seq}[s] for s in symbols))
     return [batch] if pieces is None else [stop - start for start, stop, _ in pieces.parts]
@@ -83,7 +82,7 @@ def test_what_meets_along_the_batch_is_not_cut() -> None:
     g = Graph("g")
     x = g.input("x", ("batch", 64)) @ g.param("w", (64, 64))
     f = rlx.compile(g.set_outputs([x - x.mean(axis=0, keepdims=True)]))
-    assert isinstance(f, CpuGraph) and f.executable.layout.batch is None
+    assert f.executable.layout.batch is None
     rng = np.random.default_rng(0)
     data, w = rng.normal(size=(100, 64)).astype(np.float32), rng.normal(size=(64, 64)).astype(np.float32)
     f.set_param("w", w)
@@ -95,7 +94,7 @@ def test_a_single_product_is_not_cut() -> None:
     """It leaves nothing in memory that the next launch would read."""
     g = Graph("g")
     f = rlx.compile(g.set_outputs([g.input("x", ("batch", 64)) @ g.param("w", (64, 64))]), threads=1)
-    assert isinstance(f, CpuGraph) and f.executable.layout.batch == 0
+    assert f.executable.layout.batch == 0
     assert f.executable.pieces((1000,)) is None
 
 

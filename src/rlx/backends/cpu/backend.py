@@ -1,0 +1,138 @@
+"""The CPU backend: machine code for this processor, generated through LLVM, on all its cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rlx.backends.base import Backend, Ceilings, Code, InputSpec
+from rlx.backends.cpu import targets
+from rlx.backends.cpu.executable import CpuExecutable
+from rlx.backends.cpu.image import Image
+from rlx.backends.cpu.library import kernels_compiled, library
+from rlx.backends.cpu.memory import CpuAllocator
+from rlx.backends.cpu.toolchain import cpu_identity, llvm_version, put_away
+from rlx.errors import CapabilityError, FormatError, shortened
+from rlx.target import Target
+
+if TYPE_CHECKING:
+    from rlx.lir.kernels import Kernel
+    from rlx.lir.program import Program
+
+
+class CpuBackend(Backend):
+    """Runs machine code on the cores of this machine."""
+
+    name = "cpu"
+    allocator = CpuAllocator()
+    options: ClassVar[Mapping[str, type]] = {"unfuse_regions": bool}  # elementwise ops do not join in one kernel
+
+    # -- targets -------------------------------------------------------------------------------------------------------
+    def targets(self) -> tuple[Target, ...]:
+        return targets.supported()
+
+    def known_targets(self) -> Mapping[str, Target]:
+        return targets.BY_NAME
+
+    def target(self, name: str | None = None) -> Target:
+        return super().target(os.environ.get("RLX_TARGET") or None if name is None else name)
+
+    def identity(self, target: Target) -> str:
+        return cpu_identity(target)
+
+    def versions(self) -> Mapping[str, str]:
+        return {"llvm": llvm_version()}
+
+    def target_from(self, record: Mapping[str, Any]) -> Target:
+        kinds = {"name": str, "arch": str, "has_fma": bool, "cpu": str, "features": str, "has_dot": bool}
+        sizes = {"vector_bytes": (16, 32, 64), "tile_rows": range(1, 65), "tile_vectors": range(1, 65)}
+        wrong = [name for name, kind in kinds.items() if type(record.get(name)) is not kind]
+        wrong += [n for n, known in sizes.items() if type(record.get(n)) is not int or record[n] not in known]
+        if wrong:
+            raise FormatError(f"target: {', '.join(wrong)} of {shortened(repr(dict(record)), 200)} cannot be a CPU's")
+        return super().target_from(record)
+
+    def check_runs(self, target: Target, where: str) -> None:
+        needed = set(filter(None, target.features.split(",")))
+        runs = self.targets()
+        if not any(t.arch == target.arch and needed <= set(t.features.split(",")) for t in runs):
+            raise CapabilityError(
+                f"{where}: its code is for {target.name} ({target.arch} {target.features}), this machine runs "
+                + ", ".join(t.name for t in runs),
+                hint=f"export it on this machine, or with RLX_TARGET={runs[0].name} where it was made",
+            )
+
+    # -- compiling -----------------------------------------------------------------------------------------------------
+    def start_compiler(self, target: Target) -> None:
+        library(target).prepare()
+
+    def start_compiling(self, programs: Iterable[Program], target: Target) -> None:
+        for program in programs:
+            library(target).begin(program.kernels().values())
+
+    def compile(
+        self, program: Program, target: Target, *, threads: int | None = None,
+        inputs: Sequence[InputSpec] | None = None, long_lived: bool = False,
+    ) -> CpuExecutable:  # fmt: skip
+        return CpuExecutable.of(program, target, threads, inputs=inputs, long_lived=long_lived)
+
+    def kernel_text(self, kernels: Iterable[Kernel], target: Target, *, assembly: bool = False) -> str:
+        from rlx.backends.cpu.generators import kernel_text
+
+        return kernel_text(kernels, target, level="asm" if assembly else "llvm")
+
+    # -- what is stored ------------------------------------------------------------------------------------------------
+    def image_modules(self) -> Sequence[ModuleType]:
+        from rlx import types
+        from rlx.backends.cpu import image, layout, records
+        from rlx.lir import memory
+
+        return types, memory, records, layout, image
+
+    def load(
+        self, image: Any, program: Callable[[], Program], target: Target, *, threads: int | None = None,
+        inputs: Sequence[InputSpec] | None = None, long_lived: bool = False,
+    ) -> CpuExecutable | None:  # fmt: skip
+        assert isinstance(image, Image)
+        if not library(target).load(image.homes):
+            return None
+        return CpuExecutable(image.layout, program, target, threads, inputs=inputs, long_lived=long_lived)
+
+    def code(self, programs: Iterable[Program], target: Target) -> Code:
+        return library(target).code({s: k for p in programs for s, k in p.kernels().items()}.values())
+
+    def adopt(self, code: Code, target: Target) -> None:
+        library(target).adopt(code)
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+    def describe(self) -> Mapping[str, str]:
+        from importlib.metadata import version
+
+        from rlx.backends.cpu.pool import default_threads, shared
+
+        target, threads = self.target(), shared(default_threads())
+        return {
+            "llvmlite": f"{version('llvmlite')} (LLVM {llvm_version()})",
+            "processor": targets.processor(),
+            "target": f"{target.name} ({target.vector_bytes * 8}-bit vectors)",
+            "runs": ", ".join(t.name for t in self.targets()),
+            "threads": f"{threads.threads}" + (f" ({threads.why_single})" if threads.why_single else ""),
+        }
+
+    def ceilings(self, target: Target, threads: int) -> Ceilings:
+        from rlx.backends.cpu.ceilings import ceilings
+
+        return ceilings(target, threads)
+
+    def kernels_compiled(self) -> int:
+        return kernels_compiled()
+
+    def trim(self) -> None:
+        put_away()
+
+    def catch_bus_errors(self, status: int, before: str, after: str, *, compiling: bool = True) -> None:
+        from rlx.backends.cpu import faults
+
+        faults.install(status, before, after, compiling=compiling)

@@ -1,0 +1,46 @@
+"""Compiled graphs from snapshots of loaded models: their weights are bound, and nothing is built, planned or packed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlx.backends.base import Executable
+from rlx.profile import CompileProfile
+from rlx.runtime import codec, kv_cache, signature
+from rlx.runtime.compiled import CompiledGraph, Parts, input_specs, later_plan
+from rlx.runtime.session import Session
+from rlx.runtime.signature import Signature
+from rlx.runtime.weights import Recipe
+
+if TYPE_CHECKING:
+    from rlx.ir.graph import Graph
+
+
+@functools.cache
+def snapshot_records(device: str) -> Mapping[str, type]:
+    """The records that the snapshot of a graph on a device is made of, by name."""
+    from rlx.backends.base import backend
+
+    return codec.records_of(*backend(device).image_modules(), signature, kv_cache) | {"Recipe": Recipe}
+
+
+def from_snapshot(
+    of: Signature, image: Any, derived: Mapping[str, Recipe], weights: Mapping[str, Any], session: Session,
+    profile: CompileProfile, source: Callable[[], tuple[Graph, Mapping[str, Any]]],
+) -> CompiledGraph | None:  # fmt: skip
+    """A compiled graph; None if its machine code is gone. `source` builds its graph and finds its params."""
+    backend, target = session.device.backend, session.target
+    plan = later_plan(lambda: source()[0], target, profile)  # not through the graph itself: that would be a cycle
+    executable = backend.load(image, lambda: plan().main, target, threads=session.threads, inputs=input_specs(of))
+    if executable is None:
+        return None
+    executable.bind({name: session.weights.on_device(weight) for name, weight in weights.items()})
+
+    @functools.cache
+    def binder() -> Executable:
+        return backend.compile(plan().bind, target, threads=session.threads, long_lived=True)
+
+    parts = Parts(executable, lambda: source()[0], plan, derived, binder if derived else None)
+    return CompiledGraph(of, parts, session.device, session.weights, profile, bound=True, sources=lambda: source()[1])

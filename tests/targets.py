@@ -1,0 +1,16 @@
+"""Targets of the CPU backend, for tests that compile for one or for all of them."""
+
+from __future__ import annotations
+
+from rlx.backends.base import backend
+from rlx.target import Target
+
+CPU = backend("cpu")
+BY_NAME = CPU.known_targets()
+AVX512, AVX2, BASELINE, NEON = (BY_NAME[name] for name in ("avx512", "avx2", "baseline", "neon"))
+supported, host = CPU.targets, CPU.target
+
+
+def best() -> Target:
+    """The widest target that this machine runs."""
+    return supported()[0]
