@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from on_toy import OnToy
+from on_toy import run
 from targets import AVX2
 
 import rlx
@@ -61,9 +61,9 @@ def test_targets_of_different_devices_have_different_keys() -> None:
 # -- memory -----------------------------------------------------------------------------------------------------------
 def test_buffers_are_no_arrays_and_feed_the_next_run_as_they_are() -> None:
     g = rlx.Graph("step")
-    toy = OnToy(g.set_outputs([g.input("x", (3,)) * 2.0]))
-    (once,) = toy.run_there({"x": np.float32([1, 2, 3])})
-    (twice,) = toy.run_there({"x": once})
+    toy = rlx.compile(g.set_outputs([g.input("x", (3,)) * 2.0]), "toy")
+    (once,) = toy.run({"x": np.float32([1, 2, 3])})
+    (twice,) = toy.run({"x": once})
     assert isinstance(once, ToyBuffer) and not isinstance(once, np.ndarray) and once is not twice
     assert np.asarray(twice).tolist() == [4, 8, 12] and np.from_dlpack(twice).tolist() == [4, 8, 12]
     download = np.asarray(once)
@@ -89,37 +89,37 @@ def test_a_state_is_written_in_place() -> None:
     g = rlx.Graph("append")
     keys = g.state("values", (1, 2, "capacity", 3))
     new, at = g.input("new", (1, "seq", 2, 3)), g.input("positions", (1, "seq"), "i32")
-    toy = OnToy(g.set_outputs([g.kv_append(keys, new, at, kind="values").sum()]))
-    state = toy.backend.allocator.zeros((1, 2, 5, 3), np.dtype(np.float32))
+    toy = rlx.compile(g.set_outputs([g.kv_append(keys, new, at, kind="values").sum()]), "toy")
+    state = toy.allocator.zeros((1, 2, 5, 3), np.dtype(np.float32))
     for position in (1, 4):
-        toy.run({"values": state, "new": np.full((1, 1, 2, 3), position, np.float32), "positions": [[position]]})
+        run(toy, {"values": state, "new": np.full((1, 1, 2, 3), position, np.float32), "positions": [[position]]})
     assert np.asarray(state)[0, 0, :, 0].tolist() == [0, 1, 0, 0, 4]
 
 
 def test_the_arena_is_planned_for_the_sizes_of_a_run() -> None:
-    toy = OnToy(mlp())
-    few, many = (toy.main.memory((rows,)).plan.size for rows in (2, 200))
+    toy = rlx.compile(mlp(), "toy")
+    few, many = (toy.executable.memory((rows,)).plan.size for rows in (2, 200))
     assert 0 < few < many
-    assert toy.main.outputs((2,)) == [((2, 8), np.dtype(np.float32)), ((2,), np.dtype(np.float32))]
+    assert toy.executable.outputs((2,)) == [((2, 8), np.dtype(np.float32)), ((2,), np.dtype(np.float32))]
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
 def test_an_index_outside_its_axis_is_an_error() -> None:
     g = rlx.Graph("gather")
-    toy = OnToy(g.set_outputs([g.gather(g.input("x", ("n", 2)), g.input("i", (3,), "i32"))]))
-    toy.run({"x": np.ones((4, 2), np.float32), "i": np.int32([0, 1, 3])})
+    toy = rlx.compile(g.set_outputs([g.gather(g.input("x", ("n", 2)), g.input("i", (3,), "i32"))]), "toy")
+    run(toy, {"x": np.ones((4, 2), np.float32), "i": np.int32([0, 1, 3])})
     with pytest.raises(KernelError, match=r"gather.*: an index lies outside the axis it selects from"):
-        toy.run({"x": np.ones((4, 2), np.float32), "i": np.int32([0, 4, 1])})
+        run(toy, {"x": np.ones((4, 2), np.float32), "i": np.int32([0, 4, 1])})
 
 
 def test_a_row_that_chooses_no_matrix_is_an_error() -> None:
     g = rlx.Graph("grouped")
     y = g.grouped_matmul(g.input("x", (2, 4)), g.input("w", ("groups", 4, 3)), g.input("i", (2,), "i32"))
-    toy = OnToy(g.set_outputs([y]))
+    toy = rlx.compile(g.set_outputs([y]), "toy")
     for groups in (0, 2):
         with pytest.raises(KernelError, match="outside the axis"):
             arrays = {"x": np.ones((2, 4), np.float32), "w": np.ones((groups, 4, 3), np.float32)}
-            toy.run({**arrays, "i": np.int32([0, groups])})
+            run(toy, {**arrays, "i": np.int32([0, groups])})
 
 
 @pytest.mark.parametrize("ring", [False, True])
@@ -128,12 +128,12 @@ def test_a_position_beyond_a_cache_is_an_error(ring: bool) -> None:
     q, keys, values = g.input("q", (1, 2, 2, 8)), g.input("k", (1, 1, 1, 8, 64)), g.input("v", (1, 1, 64, 8))
     options = {"mask_kind": "sliding(40)", "ring": True} if ring else {}
     y = g.cached_attention(q, keys, values, g.input("p", (1, 2), "i32"), **options)
-    toy = OnToy(g.set_outputs([y]))
+    toy = rlx.compile(g.set_outputs([y]), "toy")
     arrays = {"q": np.ones((1, 2, 2, 8)), "k": np.ones((1, 1, 1, 8, 64)), "v": np.ones((1, 1, 64, 8))}
     inputs: dict[str, Any] = {name: array.astype(np.float32) for name, array in arrays.items()}
-    assert np.asarray(toy.run(inputs | {"p": np.int32([[63, -1]])})[0])[0, :, 0, 0].tolist() == [1, 0]
+    assert np.asarray(run(toy, inputs | {"p": np.int32([[63, -1]])})[0])[0, :, 0, 0].tolist() == [1, 0]
     with pytest.raises(KernelError, match="a position lies outside the capacity of a cache"):
-        toy.run(inputs | {"p": np.int32([[10, 80]] if ring else [[3, 64]])})
+        run(toy, inputs | {"p": np.int32([[10, 80]] if ring else [[3, 64]])})
 
 
 def test_a_while_loop_that_does_not_end_is_an_error() -> None:
@@ -142,19 +142,19 @@ def test_a_while_loop_that_does_not_end_is_an_error() -> None:
     body.set_outputs([body.input("n", (), "i32") + 1])
     g = rlx.Graph("while")
     (last,) = g.while_loop([g.input("n", (), "i32")], cond, body, max_steps=5)
-    toy = OnToy(g.set_outputs([g.build("ended", (last, last < 100), {})[0]]))
-    assert toy.run({"n": np.int32(97)})[0] == 100
+    toy = rlx.compile(g.set_outputs([g.build("ended", (last, last < 100), {})[0]]), "toy")
+    assert run(toy, {"n": np.int32(97)})[0] == 100
     with pytest.raises(KernelError, match="its condition still holds after max_steps"):
-        toy.run({"n": np.int32(3)})
+        run(toy, {"n": np.int32(3)})
 
 
 def test_sizes_that_do_not_fit_are_an_error() -> None:
     g = rlx.Graph("sizes")
     x, y = g.input("x", ("n",)), g.input("y", ("m",))
-    toy = OnToy(g.set_outputs([x.assume_equal(shape=y.shape) + y]))
-    assert toy.run({"x": np.ones(3, np.float32), "y": np.ones(3, np.float32)})[0].tolist() == [2, 2, 2]
+    toy = rlx.compile(g.set_outputs([x.assume_equal(shape=y.shape) + y]), "toy")
+    assert run(toy, {"x": np.ones(3, np.float32), "y": np.ones(3, np.float32)})[0].tolist() == [2, 2, 2]
     with pytest.raises(BindError, match="assume_equal: n is 2, m is 3"):
-        toy.run({"x": np.ones(2, np.float32), "y": np.ones(3, np.float32)})
+        run(toy, {"x": np.ones(2, np.float32), "y": np.ones(3, np.float32)})
 
 
 def test_sizes_of_a_branch_must_fit_only_if_it_runs() -> None:
@@ -164,11 +164,11 @@ def test_sizes_of_a_branch_must_fit_only_if_it_runs() -> None:
         body.set_outputs([(x.assume_equal(shape=("m",)) + y).sum() if body is yes else y.sum()])
     g = rlx.Graph("sizes")
     x, y = g.input("x", ("n",)), g.input("y", ("m",))
-    toy = OnToy(g.set_outputs([g.cond(y.sum() > 0.0, [x, y], yes, no)]))
+    toy = rlx.compile(g.set_outputs([g.cond(y.sum() > 0.0, [x, y], yes, no)]), "toy")
     x_, y_ = np.ones(2, np.float32), np.ones(3, np.float32)
-    assert toy.run({"x": x_, "y": -y_})[0] == -3
+    assert run(toy, {"x": x_, "y": -y_})[0] == -3
     with pytest.raises(BindError, match="assume_equal: n is 2, m is 3"):
-        toy.run({"x": x_, "y": y_})
+        run(toy, {"x": x_, "y": y_})
 
 
 # -- looking ----------------------------------------------------------------------------------------------------------
@@ -177,42 +177,44 @@ def test_a_trace_says_when_launches_and_loops_ran() -> None:
     body.set_outputs([(body.input("c", (3, 3)) @ body.input("w", (3, 3))).tanh()])
     g = rlx.Graph("loop")
     (last,), _ = g.scan_general([g.input("c", (3, 3))], body, 6, broadcasts=[g.input("w", (3, 3))])
-    toy = OnToy(g.set_outputs([last]))
-    key, inputs = toy.prepared({"c": np.eye(3, dtype=np.float32), "w": np.eye(3, dtype=np.float32)})
-    _, trace = toy.main.trace(key, inputs)
-    assert trace.launches.shape == (len(toy.lir.main.launches), 1, 2) and trace.steps == {0: 6}
+    toy = rlx.compile(g.set_outputs([last]), "toy")
+    eye = toy.allocator.upload(np.eye(3, dtype=np.float32))
+    _, trace = toy.executable.trace((), [eye, eye])
+    assert trace.launches.shape == (len(toy.plan.main.launches), 1, 2) and trace.steps == {0: 6}
     assert (trace.launches[..., 0] > 0).all() and (trace.launches[..., 1] >= trace.launches[..., 0]).all()
     assert trace.controls[0, 0, 0] < trace.controls[0, 0, 1]
 
 
 def test_an_image_runs_in_another_executable() -> None:
-    toy, backend = OnToy(mlp()), ToyBackend()
+    toy, backend = rlx.compile(mlp(), "toy"), base.backend("toy")
     records = codec.records_of(*backend.image_modules())
-    text, arrays = codec.encode(toy.main.image(), records)
-    again = backend.load(codec.decode(text, records, arrays, "image"), lambda: toy.lir.main, TOY)
+    text, arrays = codec.encode(toy.executable.image(), records)
+    again = backend.load(codec.decode(text, records, arrays, "image"), lambda: toy.plan.main, TOY)
     toy.set_params({"w": np.ones((4, 8), np.float32), "b": np.zeros(8, np.float32)})
-    again.bind(toy.main.weights)
-    key, inputs = toy.prepared({"x": np.ones((3, 4), np.float32)})
-    for a, b in zip(again.run(key, inputs), toy.main.run(key, inputs), strict=True):
-        assert np.array_equal(np.asarray(a), np.asarray(b))
+    x = np.ones((3, 4), np.float32)
+    wanted = run(toy, {"x": x})
+    assert again is not None
+    again.bind(toy.executable.weights)
+    for a, b in zip(again.run((3,), [toy.allocator.upload(x)]), wanted, strict=True):
+        assert np.array_equal(np.asarray(a), b)
 
 
 def test_kernels_are_compiled_once_and_shown_as_python() -> None:
-    toy = OnToy(mlp())
-    before = toy.backend.kernels_compiled()
-    assert OnToy(mlp()).backend.kernels_compiled() == before > 0
-    text = toy.backend.kernel_text(toy.lir.main.kernels().values(), TOY)
-    assert text.count("def kernel(") == len(toy.lir.main.kernels()) and "np.exp(" in text
-    assert all(isinstance(kernel, LoopKernel) for kernel in toy.lir.main.kernels().values())
+    backend, toy = base.backend("toy"), rlx.compile(mlp(), "toy")
+    before = backend.kernels_compiled()
+    assert before > 0 and rlx.compile(mlp(), "toy") is not toy and backend.kernels_compiled() == before
+    text = backend.kernel_text(toy.plan.main.kernels().values(), TOY)
+    assert text.count("def kernel(") == len(toy.plan.main.kernels()) and "np.exp(" in text
+    assert all(isinstance(kernel, LoopKernel) for kernel in toy.plan.main.kernels().values())
 
 
 def test_the_order_of_sums_does_not_depend_on_the_number_of_rows() -> None:
     g = rlx.Graph("rows")
-    toy = OnToy(g.set_outputs([g.input("x", ("rows", 1000)).sum(axis=1)]))
+    toy = rlx.compile(g.set_outputs([g.input("x", ("rows", 1000)).sum(axis=1)]), "toy")
     x = np.random.default_rng(0).standard_normal((300, 1000)).astype(np.float32)
-    (together,) = toy.run({"x": x})
+    (together,) = run(toy, {"x": x})
     for row in (0, 7, 299):
-        assert toy.run({"x": x[row : row + 1]})[0].tobytes() == together[row : row + 1].tobytes()
+        assert run(toy, {"x": x[row : row + 1]})[0].tobytes() == together[row : row + 1].tobytes()
 
 
 # -- finding it -------------------------------------------------------------------------------------------------------

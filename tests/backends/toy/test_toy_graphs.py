@@ -10,7 +10,7 @@ import pytest
 from graphs import examples
 from hypothesis import given
 from loop_graphs import loop_graphs, odd_graph
-from on_toy import OnToy
+from on_toy import run
 from oracles import ORACLES
 from small_llama import SETTINGS, difference, forward, random_weights
 
@@ -41,7 +41,7 @@ def test_a_scan_of_any_length_gives_what_numpy_gives(steps: int) -> None:
     g = rlx.Graph("scan")
     finals, ys = g.scan_general([g.input("c", (3,))], body, rlx.dim("t"), xs=[g.input("x", ("t", 3))], reverse=True)
     c, x = numbers(3), numbers(steps, 3)
-    last, rows = OnToy(g.set_outputs([*finals, *ys])).run({"c": c, "x": x})
+    last, rows = run(rlx.compile(g.set_outputs([*finals, *ys]), "toy"), {"c": c, "x": x})
     wanted = np.zeros((steps, 3), np.float32)
     for t in reversed(range(steps)):
         wanted[t] = c * x[t]
@@ -61,7 +61,7 @@ def test_a_while_loop_ends_when_its_condition_says_so(start: int) -> None:
     wanted = start
     while wanted < 100:
         wanted = wanted * 3 + 1
-    assert OnToy(g.set_outputs([last])).run({"n": np.int32(start)})[0] == wanted
+    assert run(rlx.compile(g.set_outputs([last]), "toy"), {"n": np.int32(start)})[0] == wanted
 
 
 @pytest.mark.parametrize("value", [-1.0, 1.0])
@@ -71,23 +71,23 @@ def test_only_one_side_of_a_branch_runs(value: float) -> None:
     no.set_outputs([no.gather(no.input("x", (3,)), no.constant(np.int32([7, 7])))])  # a fault, if it ran
     g = rlx.Graph("cond")
     x = g.input("x", (3,))
-    toy = OnToy(g.set_outputs([g.cond(x.sum() > 0.0, [x], yes, no)]))
+    toy = rlx.compile(g.set_outputs([g.cond(x.sum() > 0.0, [x], yes, no)]), "toy")
     if value < 0:
         with pytest.raises(rlx.errors.KernelError, match="outside the axis"):
-            toy.run({"x": np.full(3, value, np.float32)})
+            run(toy, {"x": np.full(3, value, np.float32)})
     else:
-        assert toy.run({"x": np.float32([1, 2, 3])})[0].tolist() == [3, 1]
+        assert run(toy, {"x": np.float32([1, 2, 3])})[0].tolist() == [3, 1]
 
 
 def test_loops_in_loops_with_branches_in_them() -> None:
     graph = odd_graph()
-    toy = OnToy(graph)
+    toy = rlx.compile(graph, "toy")
     w = numbers(5, 5)
     toy.set_params({"w": w})
     for batch, time in ((1, 1), (3, 4), (2, 5)):
         inputs = {"c": numbers(batch, 5), "xs": numbers(time, batch, 5)}
         wanted = evaluate.run(graph, {**inputs, "w": w}, {"batch": batch, "time": time})
-        for a, b in zip(toy.run(inputs), wanted, strict=True):
+        for a, b in zip(run(toy, inputs), wanted, strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
@@ -95,9 +95,9 @@ def test_loops_in_loops_with_branches_in_them() -> None:
 @given(graph=loop_graphs())
 def test_random_loops_and_branches(graph: rlx.Graph) -> None:
     arrays = {name: np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4) for name in ("x0", "x1", "w")}
-    toy = OnToy(graph)
+    toy = rlx.compile(graph, "toy")
     toy.set_params({"w": arrays["w"]})
-    found = toy.run({name: arrays[name] for name in ("x0", "x1")})
+    found = run(toy, {name: arrays[name] for name in ("x0", "x1")})
     for a, b in zip(found, evaluate.run(graph, arrays, {}), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
@@ -108,38 +108,36 @@ def test_a_matmul_reads_the_blocks_of_a_file(storage: DType) -> None:
     g = rlx.Graph("product")
     w = g.param("w", (5, 2 * storage.block), storage)
     y = g.input("x", ("rows", 2 * storage.block)) @ w.dequantise().mT
-    toy = OnToy(g.set_outputs([y + 1.0]))
-    assert not toy.lir.optimised.derived, "blocks are read as they are"
+    toy = rlx.compile(g.set_outputs([y + 1.0]), "toy")
+    assert not toy.plan.derived, "blocks are read as they are"
     blocks, x = packed(str(storage), 5, 2 * storage.block).array(rng), numbers(3, 2 * storage.block)
     toy.set_params({"w": blocks})
     wanted = x.astype(np.float64) @ ORACLES["dequantise"](blocks).astype(np.float64).T + 1
-    np.testing.assert_allclose(toy.run({"x": x})[0], wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+    np.testing.assert_allclose(run(toy, {"x": x})[0], wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
 
 
 def test_a_matmul_by_a_transposed_weight_reads_it_where_it_is() -> None:
     g = rlx.Graph("product")
     y = g.input("x", (2, 4)) @ g.param("w", (3, 4)).mT
-    toy = OnToy(g.set_outputs([y]))
-    assert not toy.lir.optimised.derived
+    toy = rlx.compile(g.set_outputs([y]), "toy")
+    assert not toy.plan.derived
     x, w = numbers(2, 4), numbers(3, 4)
     toy.set_params({"w": w})
-    np.testing.assert_allclose(toy.run({"x": x})[0], x @ w.T, rtol=1e-5)
+    np.testing.assert_allclose(run(toy, {"x": x})[0], x @ w.T, rtol=1e-5)
 
 
 @pytest.mark.parametrize("precision", [Precision(compute="int8"), Precision(activations="int8")])
 def test_integer_precisions_come_near_without_packed_words(precision: Precision) -> None:
     g = rlx.Graph("product")
     dense = g.input("x", (4, 64)) @ g.param("w", (64, 64))
-    toy = OnToy(
-        g.set_outputs([dense @ g.param("blocks", (96, 64), "q8_0").dequantise().mT]),
-        CompileProfile(precision=precision),
-    )
+    g.set_outputs([dense @ g.param("blocks", (96, 64), "q8_0").dequantise().mT])
+    toy = rlx.compile(g, "toy", profile=CompileProfile(precision=precision))
     x, w = numbers(4, 64), numbers(64, 64)
     blocks = gguf.quants.quantize(numbers(96, 64), gguf.GGMLQuantizationType.Q8_0)
     toy.set_params({"w": w, "blocks": blocks.view(rlx.dtype("q8_0").numpy)})
     wanted = x @ w @ gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0).T
-    assert np.abs(toy.run({"x": x})[0] - wanted).max() < 0.03 * np.abs(wanted).max()
-    names = {launch.kernel.name for launch in (*toy.lir.main.launches, *toy.lir.bind.launches)}
+    assert np.abs(run(toy, {"x": x})[0] - wanted).max() < 0.03 * np.abs(wanted).max()
+    names = {launch.kernel.name for launch in (*toy.plan.main.launches, *toy.plan.bind.launches)}
     assert not {"pack_panels", "pack_bytes", "interleave_blocks", "activation_blocks"} & names
 
 
@@ -157,12 +155,12 @@ def test_a_llama_with_caches_equals_its_forward_pass_in_numpy(kind: str | None) 
             plain[name] = gguf.quants.dequantize(blocks, ggml)
     config = configs.from_hf(llama.Config, settings, "test")
     built = llama.decoder("llama", config, 128, None).build(MapWeights(weights))
-    toy = OnToy(built.module)
+    toy = rlx.compile(built.module, "toy")
     params: dict[str, Any] = weights | dict(built.params)
     toy.set_params({node.attrs["name"]: params[node.attrs["name"]] for node in built.module.params})
     spec = built.cache
     assert spec is not None
-    zeros = toy.backend.allocator.zeros
+    zeros = toy.allocator.zeros
     caches: dict[str, Any] = {}
     for i in range(spec.layers):
         caches[f"keys.{i}"] = zeros((1, spec.kv_heads, 2, spec.head_dim, 64), np.dtype(np.float32))
@@ -173,7 +171,7 @@ def test_a_llama_with_caches_equals_its_forward_pass_in_numpy(kind: str | None) 
         rows = np.int32([tokens[first:last]])
         given = {"tokens": rows, "positions": np.arange(first, last, dtype=np.int32)[None]}
         given |= {"last_token_idx": np.arange(last - first, dtype=np.int32)}
-        found.append(toy.run({**given, **caches})[0])
+        found.append(run(toy, {**given, **caches})[0])
     assert difference(np.concatenate(found), forward(settings, plain, tokens)) < 1e-4
 
 
@@ -182,14 +180,14 @@ def test_gradients_of_attention_are_those_of_finite_differences() -> None:
     q, k, v = (g.input(n, (1, 5, h, 4), "f64") for n, h in (("q", 4), ("k", 2), ("v", 2)))
     y = g.attention(q, k, v, mask_kind="causal", softcap=3.0)
     g.set_outputs([(y * y).sum()])
-    backward, loss = OnToy(grad(g, ["q", "k", "v"])), OnToy(g)
+    backward, loss = rlx.compile(grad(g, ["q", "k", "v"]), "toy"), rlx.compile(g, "toy")
     arrays = {n: rng.standard_normal((1, 5, h, 4)) for n, h in (("q", 4), ("k", 2), ("v", 2))}
-    for name, found in zip("qkv", backward.run(arrays), strict=True):
+    for name, found in zip("qkv", run(backward, arrays), strict=True):
         step = np.zeros_like(arrays[name])
         for at in ((0, 1, 0, 2), (0, 4, 1, 3)):
             step[...] = 0
             step[at] = 1e-5
-            up, down = (loss.run(arrays | {name: arrays[name] + s})[0] for s in (step, -step))
+            up, down = (run(loss, arrays | {name: arrays[name] + s})[0] for s in (step, -step))
             np.testing.assert_allclose(found[at], (up - down) / 2e-5, rtol=1e-6, atol=1e-8)
 
 
@@ -197,10 +195,10 @@ def test_masked_keys_have_no_part_in_attention_or_its_gradients() -> None:
     g = rlx.Graph("loss")
     q, k, v = (g.input(n, (2, 3, 2, 4)) for n in "qkv")
     y = g.attention(q, k, v, g.input("mask", (2, 3), "bool"), mask_kind="custom")
-    toy = OnToy(grad(g.set_outputs([(y * y).sum()]), ["q", "k", "v"]))
+    toy = rlx.compile(grad(g.set_outputs([(y * y).sum()]), ["q", "k", "v"]), "toy")
     arrays = {n: numbers(2, 3, 2, 4) for n in "qkv"} | {"mask": np.array([[True, False, True], [False, False, False]])}
-    clean = toy.run(arrays)
+    clean = run(toy, arrays)
     hidden = ~arrays["mask"][..., None, None]
-    dirty = toy.run(arrays | {n: np.where(hidden, np.float32(np.nan), arrays[n]) for n in "kv"})
+    dirty = run(toy, arrays | {n: np.where(hidden, np.float32(np.nan), arrays[n]) for n in "kv"})
     for a, b in zip(clean, dirty, strict=True):
         assert a.tobytes() == b.tobytes() and np.isfinite(a).all()

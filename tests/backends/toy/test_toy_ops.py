@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from on_toy import OnToy
+from on_toy import run
+from oracles import expected
 from sample_graphs import element_types, sample_graph, user_ops
+
+import rlx
 
 EVERY_CASE = [(op.name, name) for op in user_ops() for name in element_types(op)]
 
@@ -12,16 +16,34 @@ EVERY_CASE = [(op.name, name) for op in user_ops() for name in element_types(op)
 @pytest.mark.parametrize(("op", "element_type"), EVERY_CASE)
 def test_an_op_gives_what_its_oracle_says(op: str, element_type: str) -> None:
     case = sample_graph(op, element_type)
-    case.check(OnToy(case.graph).run(case.inputs))
+    case.check(run(rlx.compile(case.graph, "toy"), case.inputs))
 
 
-@pytest.mark.parametrize("op", ["matmul", "grouped_matmul", "attention", "attention_grad", "cached_attention"])
-@pytest.mark.parametrize("leaf", ["strided", "sized", "param"])
-def test_portable_forms_read_views_and_sizes_of_run_time(op: str, leaf: str) -> None:
+VIEWS = [(op, leaf) for op in ("matmul", "grouped_matmul") for leaf in ("strided", "sized", "param")]
+VIEWS += [(op, leaf) for op in ("attention", "attention_grad", "cached_attention") for leaf in ("strided", "param")]
+
+
+@pytest.mark.parametrize(("op", "leaf"), VIEWS)
+def test_portable_forms_read_views_and_weights(op: str, leaf: str) -> None:
     case = sample_graph(op, "f32", leaf)
-    toy = OnToy(case.graph)
+    toy = rlx.compile(case.graph, "toy")
     if leaf == "param":
         toy.set_params(case.inputs)
-        case.check(toy.run())
-    else:
-        case.check(toy.run(case.inputs))
+    case.check(run(toy, None if leaf == "param" else case.inputs))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 3, 70), (1, 5, 2), (0, 3, 3), (2, 0, 4)])
+def test_attention_has_sizes_of_run_time(sizes: tuple[int, int, int]) -> None:
+    batch, queries, keys = sizes
+    g = rlx.Graph("attention")
+    q = g.input("q", ("batch", "queries", 4, 8))
+    k, v = (g.input(n, ("batch", "keys", 2, 8)) for n in "kv")
+    g.set_outputs(g.attention_lse(q, k, v, mask_kind="causal"))
+    rng = np.random.default_rng(keys)
+    shapes = {"q": (batch, queries, 4, 8), "k": (batch, keys, 2, 8), "v": (batch, keys, 2, 8)}
+    arrays = {n: rng.standard_normal(shape).astype(np.float32) for n, shape in shapes.items()}
+    attrs = {"mask_kind": "causal", "scale": None, "softcap": None}
+    wanted = expected("attention_lse", [*arrays.values(), None], attrs)
+    for a, b in zip(run(rlx.compile(g, "toy"), arrays), wanted, strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
