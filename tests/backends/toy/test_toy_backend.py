@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -12,7 +13,7 @@ from targets import AVX2
 
 import rlx
 from rlx.backends import base
-from rlx.backends.toy import TOY, ToyBackend, ToyBuffer, ToyTarget
+from rlx.backends.toy import TOY, ToyBackend, ToyBuffer, ToyTarget, emitter
 from rlx.errors import BindError, CapabilityError, KernelError, LowerError
 from rlx.lir.loops import LoopKernel
 from rlx.lir.schedule import schedule
@@ -83,6 +84,14 @@ def test_the_allocator_copies_parts_and_clears() -> None:
     memory.copy(buffer, other)
     memory.clear(buffer)
     assert memory.download(other)[1, 0] == 7 and not memory.download(buffer).any()
+
+
+def test_a_part_with_gaps_is_refused_by_kernels() -> None:
+    g = rlx.Graph("sum")
+    toy = rlx.compile(g.set_outputs([g.input("x", (2, 2)).sum()]), "toy")
+    whole = toy.allocator.upload(np.ones((2, 3), np.float32))
+    with pytest.raises(BindError, match=r"float32\[2, 2\]>: is a part of a buffer, with gaps"):
+        toy.run({"x": toy.allocator.part(whole, slice(None), slice(0, 2))})
 
 
 def test_a_state_is_written_in_place() -> None:
@@ -206,6 +215,14 @@ def test_kernels_are_compiled_once_and_shown_as_python() -> None:
     text = backend.kernel_text(toy.plan.main.kernels().values(), TOY)
     assert text.count("def kernel(") == len(toy.plan.main.kernels()) and "np.exp(" in text
     assert all(isinstance(kernel, LoopKernel) for kernel in toy.plan.main.kernels().values())
+
+
+def test_names_of_a_kernel_cannot_be_code() -> None:
+    kernel = plan_lir(mlp(), TOY, CompileProfile()).main.launches[0].kernel
+    assert isinstance(kernel, LoopKernel)
+    param = replace(kernel.params[0], name="x): pass\nprint('hello')\ndef f(")
+    with pytest.raises(LowerError, match="is no name for a value of a kernel"):
+        emitter.source(replace(kernel, params=(param, *kernel.params[1:])))
 
 
 def test_the_order_of_sums_does_not_depend_on_the_number_of_rows() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from rlx.backends.toy import scalars
 from rlx.dtypes import ALL, I64, DType
+from rlx.errors import LowerError
 from rlx.lir.loops import (
     Apply,
     Arg,
@@ -103,6 +104,8 @@ class _Emitter:
 
     def run(self) -> str:
         kernel, root = self.kernel, self.kernel.root
+        for name in kernel.words:
+            _checked(name)
         memory = [name for p in kernel.params for name in (f"mem_{p.name}", f"at_{p.name}")]
         arguments = [f"arg_{name}" for name in kernel.args]
         self.line(f"def kernel({', '.join(('units', 'faults', *memory, *arguments))}):")
@@ -110,7 +113,7 @@ class _Emitter:
             self.uniform.update(arguments)
             for let in kernel.lets:
                 self.stmt(let)
-            stop = f"min(units * {kernel.chunk}, {self.extent(root.extent)})" if kernel.chunk else "units"
+            stop = f"min(units * {int(kernel.chunk)}, {self.extent(root.extent)})" if kernel.chunk else "units"
             index = self.fresh(root.index)
             self.line(f"for {index} in batches({', '.join((stop, *_widths(root.body)))}):")
             with self.block(replace(self.lanes, in_vector=bool(kernel.chunk))):
@@ -125,7 +128,7 @@ class _Emitter:
 
     def fresh(self, name: str = "t") -> str:
         self.count += 1
-        return f"{name}_{self.count}"
+        return f"{_checked(name)}_{self.count}"
 
     def let(self, text: str, *, uniform: bool = False) -> str:
         """A new name for the value of some Python."""
@@ -183,7 +186,7 @@ class _Emitter:
                 self.line(f"store(mem_{param.name}, {self.address(stmt.param, stmt.at)}, {value}{mask})")
                 self.memo = {}
             case Check():
-                self.line(f"check(faults, {self.value(stmt.condition)}, {stmt.code}{mask})")
+                self.line(f"check(faults, {self.value(stmt.condition)}, {int(stmt.code)}{mask})")
             case For():
                 self.loop(stmt)
                 self.memo = {}
@@ -216,7 +219,7 @@ class _Emitter:
                 return f"arg_{extent.name}"
             case Ref():
                 return self.names[extent.name]
-        return str(extent)
+        return str(int(extent))
 
     # -- expressions --
     def value(self, expr: Expr) -> str:
@@ -257,7 +260,7 @@ class _Emitter:
             case Reduce():
                 return self.reduction(expr)
             case Lookup():
-                table = self.constant(f"np.array({expr.table.values}, np.int32)")
+                table = self.constant(f"np.array({[int(v) for v in expr.table.values]}, np.int32)")
                 return self.let(f"{table}[{self.value(expr.index)}]")
         raise AssertionError(f"{expr} is no expression")
 
@@ -285,11 +288,18 @@ class _Emitter:
         return value in self.uniform or value.lstrip("-").isdigit()
 
 
+def _checked(name: str) -> str:
+    """A name of a kernel, which becomes part of a Python name: programs may come from files."""
+    if not name.isidentifier():
+        raise LowerError(f"toy: {name!r} is no name for a value of a kernel")
+    return name
+
+
 def _widths(body: tuple[Stmt, ...]) -> Iterator[str]:
     """Python for the number of lanes in each vector loop of a body, as far as it is known before."""
     for stmt in body:
         if isinstance(stmt, For):
             if stmt.vector and not isinstance(stmt.extent, Ref):
-                yield str(stmt.extent) if isinstance(stmt.extent, int) else f"arg_{stmt.extent.name}"
+                yield f"arg_{stmt.extent.name}" if isinstance(stmt.extent, Arg) else str(int(stmt.extent))
             else:
                 yield from _widths(stmt.body)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlx.backends.base import Allocator, ArrayType, DeviceArray
+from rlx.errors import BindError
 
 Array = np.ndarray[Any, Any]
 
@@ -28,7 +29,8 @@ class ToyBuffer(DeviceArray):
     @property
     def memory(self) -> Array:
         """The bytes that kernels read and write."""
-        assert self._contents.flags.c_contiguous, "kernels take buffers without gaps"
+        if not self._contents.flags.c_contiguous:
+            raise BindError(f"{self!r}: is a part of a buffer, with gaps", hint="copy it into a buffer of its own")
         return self._contents.reshape(-1).view(np.uint8)
 
 
