@@ -195,7 +195,8 @@ def attention_grad(s: Scheduler, node: Node) -> Sequence[View]:
         *a.masked(_optional(s, node.operands[6]), a.seen(KEY)),
         Let("weight", (Ref("masked", a.kind) - Ref("base", a.kind)).exp()),
         a.store(a.write(p), weight, BATCH, HEAD, QUERY, KEY),
-        a.store(a.write(ds), weight * (gain - Ref("delta", a.kind)) * Ref("slope", a.kind), BATCH, HEAD, QUERY, KEY),
+        Let("change", weight * (gain - Ref("delta", a.kind)) * Ref("slope", a.kind)),
+        a.store(a.write(ds), weight.ne(0.0).select(Ref("change", a.kind), 0.0), BATCH, HEAD, QUERY, KEY),
     ]
     row = For("t", a.builder.arg("keys", k.shape[1]), tuple(of_key), vector=True)
     a.launch(s, [row], product(scratch.shape) * (2 * (head_dim + value_dim)))
@@ -211,10 +212,10 @@ def attention_grad(s: Scheduler, node: Node) -> Sequence[View]:
         return _reshaped(s.contiguous(view), (batch, kv_heads, queries * group, view.shape[3]))
 
     out = _reshaped(heads_first(dq), (*by_head, queries, head_dim))
-    multiply(s, _reshaped(ds, (*by_head, queries, k.shape[1])), [_one_group(heads_first(k))], [], [out])
+    multiply(s, _reshaped(ds, (*by_head, queries, k.shape[1])), [_one_group(heads_first(k))], [], [out], masked=True)
     for left, right, result in ((ds, q, dk), (p, dy, dv)):
         turned = per_key(left).transpose((0, 1, 3, 2))
-        multiply(s, turned, [per_key(heads_first(right))], [], [heads_first(result)])
+        multiply(s, turned, [per_key(heads_first(right))], [], [heads_first(result)], masked=True)
     return [dq, dk, dv]
 
 

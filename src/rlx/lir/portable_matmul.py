@@ -92,11 +92,12 @@ def fused_matmul(s: Scheduler, node: Node) -> Sequence[View]:
 
 def multiply(
     s: Scheduler, a: View, matrices: Sequence[View], operands: Sequence[View], outs: Sequence[View],
-    body: Graph | None = None, *, storage: DType | None = None, index: View | None = None,
+    body: Graph | None = None, *, storage: DType | None = None, index: View | None = None, masked: bool = False,
 ) -> None:  # fmt: skip
     """outs = body(a @ each matrix, operands). With an `index`, row i is multiplied by `matrix[index[i]]`.
 
-    Matrices are [..., k, n]; with a `storage`, packed rows [..., n, k].
+    Matrices are [..., k, n]; with a `storage`, packed rows [..., n, k]. Where `masked`, a zero of a adds nothing,
+    whatever it is multiplied by: NaN, say, in keys that nobody sees.
     """
     out, j, q = outs[0], Index("j"), Index("q")
     *lead, rows, columns = out.shape
@@ -122,7 +123,8 @@ def multiply(
             right = t.load(t.read(matrix.expand(shape)), *which, q, j).cast(kind)
         if index is not None:
             right = Ref("ok", BOOL).choose(right, number(0, kind))
-        sums.append(Let(f"sum{i}", Reduce("sum", "q", builder.arg("k", a.shape[-1]), left * right)))
+        term = left.ne(0.0).choose(left * right, 0.0) if masked else left * right
+        sums.append(Let(f"sum{i}", Reduce("sum", "q", builder.arg("k", a.shape[-1]), term)))
     values: list[Expr] = [Ref(let.name, kind) for let in sums]
     lets: list[Let] = []
     if body is not None:

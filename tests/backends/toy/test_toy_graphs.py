@@ -191,3 +191,16 @@ def test_gradients_of_attention_are_those_of_finite_differences() -> None:
             step[at] = 1e-5
             up, down = (loss.run(arrays | {name: arrays[name] + s})[0] for s in (step, -step))
             np.testing.assert_allclose(found[at], (up - down) / 2e-5, rtol=1e-6, atol=1e-8)
+
+
+def test_masked_keys_have_no_part_in_attention_or_its_gradients() -> None:
+    g = rlx.Graph("loss")
+    q, k, v = (g.input(n, (2, 3, 2, 4)) for n in "qkv")
+    y = g.attention(q, k, v, g.input("mask", (2, 3), "bool"), mask_kind="custom")
+    toy = OnToy(grad(g.set_outputs([(y * y).sum()]), ["q", "k", "v"]))
+    arrays = {n: numbers(2, 3, 2, 4) for n in "qkv"} | {"mask": np.array([[True, False, True], [False, False, False]])}
+    clean = toy.run(arrays)
+    hidden = ~arrays["mask"][..., None, None]
+    dirty = toy.run(arrays | {n: np.where(hidden, np.float32(np.nan), arrays[n]) for n in "kv"})
+    for a, b in zip(clean, dirty, strict=True):
+        assert a.tobytes() == b.tobytes() and np.isfinite(a).all()
