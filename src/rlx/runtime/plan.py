@@ -13,7 +13,7 @@ from rlx import types
 from rlx.backends import cache
 from rlx.backends.cpu.library import library
 from rlx.ir.graph import Graph
-from rlx.lir import kernels, loops, program, views
+from rlx.lir import expressions, kernels, loops, program, views
 from rlx.lir.program import Program
 from rlx.mir import report
 from rlx.mir.report import FusionReport
@@ -104,7 +104,9 @@ def keep_plan(plan: CompiledPlan, key: str) -> None:
 @functools.cache
 def plan_records() -> Mapping[str, type]:
     """The records that plans are made of, by name."""
-    return codec.records_of(types, loops, kernels, views, program, report, weights) | {"CompiledPlan": CompiledPlan}
+    return codec.records_of(types, expressions, loops, kernels, views, program, report, weights) | {
+        "CompiledPlan": CompiledPlan
+    }
 
 
 def relocated(plan: CompiledPlan, origins: tuple[str, ...]) -> CompiledPlan | None:
