@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
+from targets import AVX512, BY_NAME
 
 import rlx
 from rlx.backends.cpu import loops, matmul
@@ -16,7 +17,7 @@ from rlx.lir.program import Program
 from rlx.mir.legalize import legalize
 from rlx.module import plan_lir
 from rlx.profile import CompileProfile, Precision
-from rlx.target import AVX512, BY_NAME, Target
+from rlx.target import Target
 
 
 class TensorCores(Target):
