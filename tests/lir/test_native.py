@@ -8,7 +8,7 @@ import pytest
 from targets import AVX512, BY_NAME
 
 import rlx
-from rlx.backends.cpu import loops, matmul
+from rlx.backends.base import backend
 from rlx.dtypes import ALL, BF16, F16, F32, DType
 from rlx.errors import LowerError
 from rlx.lir.kernels import MatmulKernel
@@ -113,4 +113,4 @@ def test_rounding_knows_how_many_bits_a_native_float_has() -> None:
 def test_cpus_refuse_products_of_narrow_floats() -> None:
     (kernel,) = matmuls(main(product(), TENSOR_CORES))
     with pytest.raises(LowerError, match="no tiles of bf16"):
-        matmul.entry(kernel, AVX512, loops.routine)
+        backend("cpu").kernel_text([kernel], AVX512)
