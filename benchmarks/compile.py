@@ -83,6 +83,23 @@ def in_fresh_process(name: str, threads: int, cache: Path, bytecode: Path) -> di
     return seconds
 
 
+def engine(case: Any, threads: int) -> Any:
+    """For the harness: seconds of a fresh process up to its first result; the case is such as `bert cold`."""
+    from worker import Prepared  # here, because a measuring process must start without NumPy
+
+    name, state = case.name.split()
+    folder = tempfile.TemporaryDirectory(prefix="rlx-bench-")
+    bytecode, warm = Path(folder.name, "bytecode"), Path(folder.name, "warm")
+    in_fresh_process(name, threads, warm, bytecode)
+
+    def seconds() -> float:
+        with tempfile.TemporaryDirectory(dir=folder.name) as empty:
+            steps = in_fresh_process(name, threads, warm if state == "warm" else Path(empty), bytecode)
+        return sum(steps[step] for step in STEPS if step != "second run")
+
+    return Prepared(seconds, seconds=seconds)
+
+
 def cold_and_warm(name: str, threads: int, repetitions: int) -> dict[str, Any]:
     """All repetitions of both, and what the cold process left in the cache."""
     rounds: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}

@@ -18,8 +18,10 @@ from typing import Any
 import encoder
 import gemm
 import llm
+import startup
 import train
 from command import add_minilm, finished, minilm, options, print_rows
+from compile import GRAPHS
 from embed import Encoder, sentences, shared_folder
 from harness import Library, Result, compare, geometric_mean, print_heading
 from worker import Case
@@ -32,6 +34,8 @@ WORK = {
     "encoder int8": "encoder_engines:rlx_int8",
     "llm": "llm_engines:rlx",
     "train": "train_engines:rlx",
+    "compile": "compile:engine",
+    "startup": "llm_engines:rlx",
 }
 
 
@@ -43,6 +47,10 @@ def cases(work: str, args: argparse.Namespace, folder: Path) -> list[Case]:
             return [case for case in llm.cases(llm.model_file(args.llm)) if case.name in LLM_CASES]
         case "train":
             return [train.case_of(train.SIZES | {"losses": 3})]
+        case "compile":
+            return [Case(f"{graph} {state}", {}, 0.0, 4e6) for graph in GRAPHS for state in ("cold", "warm")]
+        case "startup":
+            return startup.start_cases(llm.model_file(args.llm))
     return encoder.cases(Encoder(args.model), list(encoder.SHAPES), str(folder), work.split()[1])
 
 

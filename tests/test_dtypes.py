@@ -101,7 +101,7 @@ def test_a_dtype_survives_pickling_as_itself(d: DType) -> None:
 
 
 def test_narrow_floats_compute_in_f32() -> None:
-    assert {d.name: d.compute.name for d in ALL if d.compute is not d} == {"f16": "f32", "bf16": "f32"}
+    assert {d.name: d.wide.name for d in ALL if d.wide is not d} == {"f16": "f32", "bf16": "f32"}
 
 
 # -- scalars in graphs ------------------------------------------------------------------------------------------------

@@ -242,6 +242,15 @@ def test_a_feed_forward_is_named_as_its_stage_wants_it() -> None:
     with pytest.raises(GraphError, match=r"SwiGlu.hf_mlp: 'model.layers.0' is a layer") as caught:
         SwiGlu.hf_mlp("model.layers.0")
     assert "hf_mlp('model.layers.0.mlp')" in (caught.value.hint or "")
+    for layer in ("encoder.block.11", "h.3", "0"):
+        with pytest.raises(GraphError, match=r"is a layer, expected its feed-forward"):
+            SwiGlu.hf_mlp(layer)
+    for inner in ("model.layers.0.mlp.experts.3", "model.layers.0.mlp.shared_expert", "l"):
+        assert SwiGlu.hf_mlp(inner).gate_key == f"{inner}.gate_proj.weight"
+    weights = {f"l.mlp.{name}_proj.weight": draws(4, 4) for name in ("gate", "up", "down")}
+    with pytest.raises(BindError, match=r"weight 'l.gate_proj.weight' is not among the weights") as missing:
+        ModelFlow("f").input("x", (2, 4)).swiglu_hf_mlp("l").build(weights)
+    assert "did you mean 'l.mlp.gate_proj.weight'" in (missing.value.hint or "")
     with pytest.raises(GraphError, match=r"GeGlu.hf_mlp: 'l.mlp' is a feed-forward") as caught:
         GeGlu.hf_mlp("l.mlp")
     assert "hf_mlp('l')" in (caught.value.hint or "")

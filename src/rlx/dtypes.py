@@ -65,8 +65,11 @@ class DType:
         return 1 if self.size % 2 else 2
 
     @property
-    def compute(self) -> DType:
-        """The type that arithmetic on the CPU uses: narrow floats are storage only."""
+    def wide(self) -> DType:
+        """The type in which ops are defined: narrow floats are widened, computed with in f32, and results rounded.
+
+        What a machine computes in is another question, which `Target.native` answers.
+        """
         return F32 if self.kind == "float" and self.size < 4 else self
 
 

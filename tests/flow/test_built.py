@@ -12,6 +12,7 @@ import small_llama
 import rlx
 from rlx import BuiltModel, Emit, FlowValue, GraphModule, ModelExecutionConfig, ModelFlow, sym
 from rlx.errors import BindError, GraphError
+from rlx.flow.weights import MapWeights
 from rlx.ir.graph import Graph
 
 Array = np.ndarray[Any, Any]
@@ -116,3 +117,25 @@ def test_a_layer_of_small_stages_is_the_layer() -> None:
     for whole, composed in (found[:2], found[2:]):
         np.testing.assert_allclose(composed, whole, rtol=1e-5, atol=1e-5)
     assert np.abs(found[0] - found[2]).max() > 1e-3
+
+
+def test_a_model_of_small_stages_takes_part_in_a_cache() -> None:
+    """Prefill and steps of a flow that was put together by hand, against NumPy."""
+    c = small_llama.SETTINGS
+    weights = small_llama.random_weights(c)
+    heads = c["num_attention_heads"], c["num_key_value_heads"], c["hidden_size"] // c["num_attention_heads"]
+    angles = np.outer(np.arange(32), c["rope_theta"] ** (-np.arange(0, heads[2], 2) / heads[2]))
+    flow = ModelFlow("f").input("tokens", ("batch", "seq"), "i32").rope_tables(np.cos(angles), np.sin(angles))
+    flow = flow.kv_cache(c["num_hidden_layers"], *heads[1:]).token_embed()
+    for i in range(c["num_hidden_layers"]):
+        flow = flow.llama_prefill_layer_composed(i, *heads, c["rms_norm_eps"])
+    flow = flow.final_norm(c["rms_norm_eps"]).gather_last_token()
+    flow = flow.lm_head(c["vocab_size"], c["hidden_size"], tied=c["tie_word_embeddings"])
+    driver = small_llama.Driver(flow.build(weights), MapWeights(weights), 1, 32)
+    tokens = [7, 1, 42, 63, 0, 9, 5]
+    for chunk in (7, 3, 1):
+        found = driver.by_chunks(tokens, chunk)
+        assert small_llama.difference(found, small_llama.forward(c, weights, tokens)) < 1e-4
+    with pytest.raises(GraphError, match="SelfAttnPrefill: reads a cache, and layer_idx is not given"):
+        plain = ModelFlow("f").input("x", ("batch", "seq", 8)).kv_cache(1, 2, 4)
+        plain.self_attn_prefill("q", "k", "v", 2, 2, 4, rope=None).build({n: np.ones((8, 8)) for n in "qkv"})

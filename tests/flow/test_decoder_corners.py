@@ -234,6 +234,77 @@ def test_rows_of_one_step_are_not_tables() -> None:
     )
 
 
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_a_step_has_one_row_per_new_token(symbolic: bool) -> None:
+    """A whole table in place of the rows of a step would turn new tokens as the first ones."""
+    stage = LlamaDecodeLayer(**SIZES, layer_idx=0)
+    whole = {"rope_cos": GLOBAL[0], "rope_sin": GLOBAL[1]}
+    if not symbolic:
+        with pytest.raises(ShapeError, match="stage LlamaDecodeLayer: a step of 2 tokens has 16 rows of RoPE tables"):
+            step(stage, **whole)[0].build(weights())
+        return
+    flow = ModelFlow("step").input("x", ("batch", "seq", HIDDEN))
+    for name in ("past_k_0", "past_v_0"):
+        flow = flow.input(name, ("batch", "past", KV * HEAD))
+    flow = flow.input("rope_cos", ("rows", HEAD // 2)).input("rope_sin", ("rows", HEAD // 2))
+    run = flow.bind_decode_inputs(1).stage(stage).build(weights()).compile("cpu")
+    given = {"x": draws(44, 2, 2, HIDDEN), "past_k_0": PAST[0], "past_v_0": PAST[1]}
+    found = run.run({**given, "rope_cos": GLOBAL[0][ROWS], "rope_sin": GLOBAL[1][ROWS]})[0]
+    close(found, Oracle(weights(), GLOBAL)(given["x"].astype(np.float64), np.arange(3, 5)[None], PAST))
+    with pytest.raises(RlxError):
+        run.run({**given, **whole})
+
+
+def pairs_of_halves(w: dict[str, Array]) -> dict[str, Array]:
+    """Weights whose queries and keys lie in pairs where those given lie in halves."""
+    order = np.arange(HEAD).reshape(2, HEAD // 2).T.reshape(-1)
+    moved = dict(w)
+    for n in "qk":
+        rows = w[f"l.self_attn.{n}_proj.weight"]
+        moved[f"l.self_attn.{n}_proj.weight"] = rows.reshape(-1, HEAD, HIDDEN)[:, order].reshape(rows.shape)
+    return moved
+
+
+@pytest.mark.parametrize("how", ["fixed rows", "rows of the main tables", "rows of other tables"])
+def test_rows_of_a_step_turn_in_their_own_style(how: str) -> None:
+    w, rows = weights(), {"rope_cos": GLOBAL[0][ROWS], "rope_sin": GLOBAL[1][ROWS]}
+    other = {f"rope.local_{of}": table for of, table in zip(("cos", "sin"), (t[ROWS] for t in GLOBAL), strict=True)}
+    pairs = RopeTables(*LOCAL, style="pairs", cos_key="rope.local.cos", sin_key="rope.local.sin")
+    past = tuple(p.reshape(2, 3, KV, HEAD // 2, 2).swapaxes(-1, -2).reshape(p.shape) for p in PAST)
+    match how:
+        case "fixed rows":  # after tables of the other style
+            before = (RopeTables(*LOCAL), DecodeRopeParams(GLOBAL[0][ROWS], GLOBAL[1][ROWS], "pairs"))
+            flow, given = step(LlamaDecodeLayer(**SIZES, layer_idx=0), before)
+            w, wanted_past = pairs_of_halves(w), (past[0], PAST[1])
+        case "rows of the main tables":  # which are halves, whatever was made last
+            flow, given = step(LlamaDecodeLayer(**SIZES, layer_idx=0), (RopeTables(*GLOBAL), pairs), **rows)
+            wanted_past = PAST
+        case _:
+            stage = LlamaDecodeLayer(**SIZES, layer_idx=0, rope="rope.local")
+            flow, given = step(stage, (pairs, RopeTables(*GLOBAL)), **rows, **other)
+            w, wanted_past = pairs_of_halves(w), (past[0], PAST[1])
+    wanted = Oracle(weights(), GLOBAL)(given["x"].astype(np.float64), np.arange(3, 5)[None], wanted_past)
+    close(flow.build(w).compile("reference").run(given)[0], wanted)
+
+
+def test_a_step_of_layers_that_do_not_turn_needs_no_rows() -> None:
+    w, still = weights(), (np.ones_like(GLOBAL[0]), np.zeros_like(GLOBAL[1]))
+    given = {"x": draws(44, 2, 2, HIDDEN), "past_k_0": PAST[0], "past_v_0": PAST[1]}
+    flow = ModelFlow("step").input("x", (2, 2, HIDDEN)).input("past_k_0", PAST[0].shape)
+    flow = flow.input("past_v_0", PAST[1].shape).bind_decode_inputs(1, rope=False)
+    found = flow.stage(LlamaDecodeLayer(**SIZES, layer_idx=0, rope=None)).build(w).compile("reference").run(given)[0]
+    close(found, Oracle(w, still)(given["x"].astype(np.float64), np.arange(3, 5)[None], PAST))
+    with pytest.raises(GraphError, match="stage LlamaDecodeLayer: no RoPE tables flow here"):
+        flow.stage(LlamaDecodeLayer(**SIZES, layer_idx=0)).build(w)
+
+
+def test_rows_of_a_step_have_one_shape() -> None:
+    with pytest.raises(ShapeError, match="stage DecodeRopeParams: cos and sin"):
+        DecodeRopeParams(GLOBAL[0][:1], GLOBAL[1][:2])
+    with pytest.raises(GraphError, match="stage DecodeRopeParams: style is 'half'"):
+        DecodeRopeParams(GLOBAL[0][:1], GLOBAL[1][:1], "half")
+
+
 @pytest.mark.parametrize(
     "stage",
     [
@@ -272,7 +343,7 @@ def test_tables_that_are_too_short_are_seen_while_building() -> None:
         flow.build(weights())
     with pytest.raises(ShapeError, match="RoPE tables have 4 rows, positions go up to 4"):
         step(LlamaDecodeLayer(**SIZES, layer_idx=0), (short,))[0].build(weights())
-    with pytest.raises(ShapeError, match="RoPE tables have 1 rows, positions go up to 1"):
+    with pytest.raises(ShapeError, match="a step of 2 tokens has 1 rows of RoPE tables"):
         one = DecodeRopeParams(GLOBAL[0][:1], GLOBAL[1][:1])
         step(LlamaDecodeLayer(**SIZES, layer_idx=0), (one,))[0].build(weights())
 

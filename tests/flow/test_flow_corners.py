@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pickle
 import re
 from typing import Any
 
@@ -71,8 +72,24 @@ def test_unused_weights_are_known() -> None:
     weights = {"w": np.ones((3, 6), np.float32), "v": np.ones(3, np.float32)}
     assert flow().linear("w").build(weights).unused_weights == ["v"]
     assert flow().linear("w", bias_key="v").build(weights, strict=True).unused_weights == []
-    with pytest.raises(BindError, match="flow 'f': 1 weights are not used: 'v'"):
+    with pytest.raises(BindError, match="flow 'f': 1 weight is not used: 'v'"):
         flow().linear("w").build(weights, strict=True)
+
+
+def test_unused_weights_are_a_warning_that_names_them(caplog: pytest.LogCaptureFixture) -> None:
+    weights = {"w": np.ones((3, 6), np.float32), "wieght": np.ones(3, np.float32), "x" * 500: np.ones(3, np.float32)}
+    with caplog.at_level("WARNING", logger="rlx"):
+        flow().linear("w").build(weights)
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert record.name == "rlx.flow" and message.startswith("flow 'f': 2 weights are not used: 'wieght', 'xxx")
+    assert "strict=False" in message and len(message) < 500
+    caplog.clear()
+    with caplog.at_level("WARNING", logger="rlx"):
+        flow().linear("w").build(weights, strict=False)
+        flow().linear("w").build({"w": weights["w"]})
+        flow().linear("w").init(KEY, shapes={"w": (3, 6)})
+    assert not caplog.records
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
@@ -150,6 +167,28 @@ def test_vmap_has_an_axis_of_its_own() -> None:
     assert str(twice.named("x").type) == "f32[batch_1, batch, 3]"
 
 
+def test_tables_of_a_flow_stay_fixed_in_text_transforms_and_exports(tmp_path: Any) -> None:
+    def loss(emit: Any, value: Any) -> Any:
+        return (value * emit.synth_param("table", np.ones(6))).sum(axis=0).sum(axis=0)
+
+    given = {"w": np.eye(6, dtype=np.float32), "table": np.ones(6, np.float32)}
+    module = flow().linear("w").custom(loss).build({"w": given["w"]}).module
+    text = module.text()
+    assert text.startswith('graph @f hir fixed("table") {')
+    parsed = rlx.Graph.parse(text)
+    assert parsed.fixed == {"table"} and parsed == module and parsed.text() == text
+    assert pickle.loads(pickle.dumps(module)).fixed == {"table"}
+    compiled = rlx.compile(module)
+    compiled.set_params(given)
+    exported: Any = rlx.load_exported(compiled.export(tmp_path / "f.rlxp"))
+    assert rlx.transforms.vmap(module).fixed == {"table"}
+    for graph in (parsed, exported.graph, rlx.transforms.value_and_grad(module)):
+        step = rlx.train.step(graph, rlx.train.sgd(0.5), has_aux=True, device="reference")
+        assert set(step.params) == {"w"}
+    tables = flow().custom(loss).build().module  # no param is left to be trained, so inputs are what is meant
+    assert [str(v.type) for v in rlx.transforms.grad(tables).outputs] == ["f32[2, 6]"]
+
+
 # -- origins ---------------------------------------------------------------------------------------------------------
 def test_nodes_come_from_the_line_that_added_their_stage() -> None:
     at = line() + 1
@@ -162,6 +201,19 @@ def test_nodes_come_from_the_line_that_added_their_stage() -> None:
         ("rms_norm", "norm", at), ("rms_norm", "block.norm", at + 1), ("matmul", "block", at + 1), ("mul", "", at + 2)
     ]  # fmt: skip
     assert {n.origin.file for n in nodes} == {__file__}
+
+
+def test_an_edit_leaves_stages_where_they_were_added() -> None:
+    weights = {"n": np.ones(6, np.float32), "w": np.eye(6, dtype=np.float32)}
+    at = line() + 1
+    first = flow().layer("block", lambda stack: stack.rms_norm("n", 1e-5).linear("w"))
+    second = first.repeat_layers(2, lambda i: RmsNorm("n", 1e-5)).rms_norm("n", 1e-5)
+    third = second.edit("block.norm", lambda s: RmsNorm("n", 1e-4)).edit("layers.1", lambda s: s)
+    fourth = third.edit("norm", lambda s: RmsNorm("n", 1e-3))
+    nodes = [n for n in fourth.build(weights).module.nodes if n.op in ("rms_norm", "matmul")]
+    assert [(n.origin.stage, n.origin.line) for n in nodes] == [
+        ("block.norm", at), ("block", at), ("layers.0", at + 1), ("layers.1", at + 1), ("norm", at + 3)
+    ]  # fmt: skip
 
 
 def test_errors_name_the_line_that_added_the_stage() -> None:
@@ -186,6 +238,33 @@ def test_the_standard_library_and_numpy_are_not_users() -> None:
     at = line() + 1
     applied = np.vectorize(functools.partial(g.mul, x), otypes=[object])([1.0, 2.0])
     assert {(v.node.origin.file, v.node.origin.line) for v in applied} == {(__file__, at)}
+
+
+# -- errors of an author's own code ----------------------------------------------------------------------------------
+def test_plain_errors_say_which_stage_they_are_of() -> None:
+    named = flow().layer("block", lambda stack: stack.custom_named("mine", lambda e, v: e.hir.softmax(v)))
+    with pytest.raises(AttributeError) as caught:
+        named.build()
+    assert caught.value.__notes__ == ["  in stage: block.mine"]
+    with pytest.raises(TypeError) as other:
+        flow().custom(lambda v: v).build()  # type: ignore[arg-type, misc]
+    assert other.value.__notes__ == ["  in stage: Custom"]
+
+
+def test_functions_of_numpy_take_what_flows() -> None:
+    made = flow().custom(lambda e, v: np.maximum(np.tanh(v), np.float32(0.1)) + np.ones(6, np.float32) * np.exp(v))
+    found = made.build().compile("reference").run({"x": X})[0]
+    np.testing.assert_allclose(found, np.maximum(np.tanh(X), 0.1) + np.exp(X), rtol=1e-6)
+    with pytest.raises(GraphError, match=r"numpy\.median: takes numbers, and a graph value has none yet"):
+        flow().custom(lambda e, v: np.median(v)).build()
+
+
+def test_a_linear_weight_of_the_other_order_is_named() -> None:
+    with pytest.raises(GraphError, match=r"weight 'w': takes vectors of 3, the value is f32\[2, 6\]") as caught:
+        flow().linear("w").build({"w": np.ones((6, 3), np.float32)})
+    assert caught.value.hint == "the weight is read as [out, in]: is it the transpose?"
+    ones = flow().linear("w", transpose=False).build({"w": np.ones((6, 3), np.float32)})
+    assert ones.primary_shape == (2, 3)
 
 
 # -- variants --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,16 @@ import pytest
 import rlx
 from rlx.errors import GraphError, RlxError, ShapeError
 from rlx.flow import ModelFlow
-from rlx.flow.stages import AttnMask, BertEncoderLayer, GatherAdd, GatherFromInput, NomicEncoderLayer, VitSelfAttn
+from rlx.flow.stages import (
+    AttnMask,
+    BertEncoderLayer,
+    Custom,
+    GatherAdd,
+    GatherFromInput,
+    NomicEncoderLayer,
+    VitSelfAttn,
+)
+from rlx.flow.stages.encoder import EarlierTokens, NearTokens
 
 Array = np.ndarray[Any, Any]
 BATCH, SEQ, HIDDEN, HEADS, HEAD = 3, 5, 8, 2, 4
@@ -97,6 +106,31 @@ def test_encoder_layers_take_the_masks_of_tokenizers(stage: Any, kind: str) -> N
     np.testing.assert_array_equal(*found)
     everything = f.run({"x": X, "attention_mask": np.ones_like(mask)})[0]
     assert np.abs(everything - found[0]).max() > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["f32", "i64", "i32", "u8", "bool"])
+def test_masks_of_steps_and_of_near_tokens_have_any_type(kind: str) -> None:
+    mask = MASK.astype(rlx.dtype(kind).numpy)
+    bias = (
+        ModelFlow("f").input("x", X.shape).input("attention_mask", MASK.shape, kind).stage(NearTokens("near", 1))
+        .custom(lambda e, v: e.named("near"))
+    )  # fmt: skip
+    at = np.repeat(np.arange(SEQ, dtype=np.int32)[None], BATCH, 0)
+    found = bias.build().compile("reference").run({"x": X, "attention_mask": mask, "positions": at})[0]
+    near = np.abs(np.arange(SEQ)[:, None] - np.arange(SEQ)) <= 1
+    np.testing.assert_array_equal(found[:, 0] == 0, near & MASK[:, None])
+    earlier = bias.with_stages((EarlierTokens(), Custom(lambda e, v: e.named("attention_bias"))))
+    found = earlier.build().compile("reference").run({"x": X, "attention_mask": mask})[0]
+    np.testing.assert_array_equal(found[:, 0] == 0, np.tri(SEQ, dtype=bool) & MASK[:, None])
+
+
+def test_the_edge_of_a_mask_of_floats_is_the_same_everywhere() -> None:
+    """0.5 keeps a token, as in attention with a custom mask."""
+    given = np.float32([[0.5, 0.49, 1, 0, 2]])
+    flow = ModelFlow("f").input("x", (1, SEQ, HIDDEN)).input("attention_mask", given.shape).stage(EarlierTokens())
+    found = flow.custom(lambda e, v: e.named("attention_bias")).build().compile("reference")
+    seen = found.run({"x": X[:1], "attention_mask": given})[0][0, 0, -1]
+    assert (seen == 0).tolist() == [True, False, True, False, True]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -102,8 +102,9 @@ CASES: dict[str, Case] = {
     ),
     "ZeroBeta": Case(st.ZeroBeta("z", 4), {"name": "y", "len": 5}),
     "BindDecodeInputs": Case(
-        st.BindDecodeInputs(1), {"num_layers": 2, "use_custom_mask": True}, before=TABLES, inputs=STEP["inputs"],
-        after=(st.Custom(lambda e, v: _bound(e, v)),),
+        st.BindDecodeInputs(1), {"num_layers": 2, "use_custom_mask": True, "rope": False}, inputs=(
+            *STEP["inputs"], ("rope_cos", (3, 2), "f32"), ("rope_sin", (3, 2), "f32")
+        ), after=(st.Custom(lambda e, v: _bound(e, v)),),
     ),
     "AttnMask": Case(st.AttnMask(2, 3), {"batch": 3, "seq": 4, "input_name": "m"}),
     "LlamaDecodeLayer": Case(st.LlamaDecodeLayer(*SIZES, layer_idx=0), layer(**FIVE), **STEP),
@@ -165,9 +166,10 @@ CASES: dict[str, Case] = {
          "intermediate_size": 6, "activation": "relu"},
     ),
     "SelfAttnPrefill": Case(
-        st.SelfAttnPrefill("q", "k", "v", HEADS, KV, HEAD),
+        st.SelfAttnPrefill("q", "k", "v", HEADS, KV, HEAD, layer_idx=0),
         {"q_key": "a", "k_key": "b", "v_key": "c", "num_heads": 2, "num_kv_heads": 4, "head_dim": 2,
-         "mask": MaskKind.NONE, "score_scale": 0.3, "attn_logit_softcap": 2.0}, before=TABLES,
+         "mask": MaskKind.NONE, "score_scale": 0.3, "attn_logit_softcap": 2.0, "rope": "other", "layer_idx": 1},
+        **CACHED,
     ),
     "GdnScan": Case(
         st.GdnScan(4, True, "s"), {"state_size": 8, "carry_state": False, "state_key": "t"},
@@ -216,7 +218,7 @@ CASES: dict[str, Case] = {
     "EmbedScale": Case(st.EmbedScale(16), {"hidden_size": 25}),
     "LogitSoftcap": Case(st.LogitSoftcap(3.0), {"cap": 2.0}),
     "DecodeRopeParams": Case(
-        st.DecodeRopeParams(COS[:3], SIN[:3]), {"cos": COS[:4], "sin": SIN[1:4]},
+        st.DecodeRopeParams(COS[:3], SIN[:3]), {"cos": COS[1:4], "sin": SIN[1:4], "style": "pairs"},
         after=(st.BindDecodeInputs(1), st.LlamaDecodeLayer(*SIZES, layer_idx=0)), inputs=PAST,
     ),
     "MoeFfn": Case(
@@ -233,8 +235,8 @@ CASES: dict[str, Case] = {
 
 def _bound(emit: Any, value: Any) -> Any:
     step = emit.state.decode
-    for bound in (*step.past_k, *step.past_v, *([] if step.mask is None else [step.mask])):
-        value = value + bound.sum()
+    for bound in (*step.past_k, *step.past_v, step.mask, step.cos, step.sin):
+        value = value if bound is None else value + bound.sum()
     return value
 
 

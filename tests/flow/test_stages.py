@@ -441,7 +441,9 @@ def line() -> ModelFlow:
         ("times", lambda s: Times(7), 50 * np.tanh(X * 7 * 6 * 10 / 50)),
         ("layers.1", lambda s: Sequence([s, Times(-1)]), 50 * np.tanh(X * -120 / 50)),
         ("layers.*", lambda s: None, 50 * np.tanh(X * 20 / 50)),
-        ("*softcap", lambda s: None, X * 120),
+        ("end.softcap", lambda s: None, X * 120),
+        ("**softcap", lambda s: None, X * 120),
+        ("*.softcap", lambda s: None, X * 120),
         ("end", lambda s: Times(0.5), X * 6),
     ],
 )
@@ -455,6 +457,19 @@ def test_an_edit_that_meets_nothing_says_what_there_is() -> None:
     with pytest.raises(GraphError, match=r"edit: no stage of 'f' matches 'layer\.1'") as caught:
         line().edit("layer.1", lambda s: s)
     assert "layers.1" in (caught.value.hint or "")
+
+
+def test_a_star_of_an_edit_stops_at_dots() -> None:
+    """The same patterns as those of captures."""
+    for pattern in ("*softcap", "l*1.0", "?imes.*", "end?softcap"):
+        with pytest.raises(GraphError, match="edit: no stage of 'f' matches"):
+            line().edit(pattern, lambda s: None)
+    seen: list[FlowStage] = []
+    line().edit("**", lambda s: seen.append(s) or s)
+    assert [type(s) for s in seen] == [Times, Repeat, Sequence]
+    seen.clear()
+    line().edit("layers.[!1]", lambda s: seen.append(s) or s)
+    assert seen == [Times(1.0), Times(3.0)]
 
 
 def test_an_edit_must_give_a_stage() -> None:

@@ -154,13 +154,21 @@ def computed(model: Any, case: Case) -> tuple[Array, dict[str, Array]]:
         pad = case.settings.get("pad_token_id", 0) if case.kind == "encoder" else 0
         length = max(min(case.length, longest - (pad + 2 if case.kind == "encoder" else 0)), 1)
         tokens = rng.integers(4, case.settings["vocab_size"], length).astype(np.int32)
-        fresh(model)
         if case.kind == "decoder":
+            fresh(model)
             found = model(torch.from_numpy(tokens[None]).long(), use_cache=False).logits[0]
-        else:
-            encoder = model.model if case.embeds else model
-            found = encoder(torch.from_numpy(tokens[None]).long()).last_hidden_state[0]
-        return found.numpy(), {"tokens": tokens}
+            return found.numpy(), {"tokens": tokens}
+        encoder = model.model if case.embeds else model
+        rows = []
+        for text in texts(tokens):
+            fresh(model)
+            rows.append(encoder(torch.from_numpy(text[None]).long()).last_hidden_state[0].numpy())
+        return np.concatenate(rows), {"tokens": tokens}
+
+
+def texts(tokens: Array) -> list[Array]:
+    """What an encoder is given: all tokens, and the first half of them, which is padded in a batch of both."""
+    return [tokens, tokens[: (tokens.size + 1) // 2]]
 
 
 def fresh(model: Any) -> None:
@@ -182,12 +190,15 @@ def answers(checkpoint: Any, case: Case, given: dict[str, Array], device: str) -
     compiled = checkpoint.family.flow(checkpoint.config).build(checkpoint.weights).compile(device)
     if case.kind == "vision":
         return [compiled.run(checkpoint.config.inputs(given["pixels"]))[1]]
-    tokens = given["tokens"][None]
+    rows = texts(given["tokens"])
+    mask = np.array([np.arange(rows[0].size) < row.size for row in rows])
+    tokens = np.where(mask, rows[0], case.settings.get("pad_token_id", 0)).astype(np.int32)
+    positions = np.broadcast_to(np.arange(rows[0].size, dtype=np.int32), tokens.shape)
     inputs = {
-        "tokens": tokens, "token_types": np.zeros_like(tokens), "attention_mask": np.ones(tokens.shape, np.float32),
-        "positions": np.arange(tokens.size, dtype=np.int32)[None],
+        "tokens": tokens, "token_types": np.zeros_like(tokens), "attention_mask": mask.astype(np.float32),
+        "positions": positions,
     }  # fmt: skip
-    return [compiled.run({n: inputs[n] for n in compiled.input_types})[0][0]]
+    return [compiled.run({n: inputs[n] for n in compiled.input_types})[0][mask]]
 
 
 def difference(found: Array, wanted: Array) -> float:

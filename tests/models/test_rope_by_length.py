@@ -134,6 +134,24 @@ def test_a_row_that_grows_beyond_the_limit_is_read_again(small: Any) -> None:
     assert np.abs(small.logits(tokens[:17])[:10] - short).max() > 0.01 * np.abs(short).max()
 
 
+def test_a_text_of_dynamic_frequencies_may_fill_the_context(tmp_path: Path) -> None:
+    """There are frequencies for every length up to the last; what is compared is one row with two of a batch."""
+    from small_llama import SETTINGS, random_weights, write_folder
+
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    said = {**SETTINGS, "rope_scaling": scaling, "max_position_embeddings": 16}
+    write_folder(tmp_path, random_weights(SETTINGS), said)
+    tokens = [int(t) % 64 for t in TOKENS[:32]]
+    with rlx.load(tmp_path) as model:
+        assert model.context == 32
+        for start in (31, 27, 9):
+            found = model.generate(tokens[:start], max_tokens=32, stop=[])
+            assert len(found.tokens) == 32 - start
+        both = model.generate([tokens[:9], tokens[:27]], max_tokens=32, stop=[])
+        assert both[0].tokens == found.tokens and len(both[1].tokens) == 5
+        assert np.isfinite(model.logits(tokens)).all()
+
+
 def test_a_prompt_goes_on_only_from_keys_of_its_side_of_the_limit(small: Any) -> None:
     tokens = [int(t) % 64 for t in TOKENS[:40]]
     assert small.generate(tokens[:12], max_tokens=2).usage.cached_tokens == 0

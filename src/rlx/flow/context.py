@@ -11,7 +11,7 @@ import numpy as np
 from rlx.dtypes import F32, DTypeLike
 from rlx.errors import BindError, FormatError, GraphError, RlxError, ShapeError, nearest
 from rlx.flow.state import FlowState, FlowValue, Shape
-from rlx.flow.weights import MapWeights, Wanting, WeightSource, as_source
+from rlx.flow.weights import MapWeights, TakenWeights, Wanting, WeightSource, as_source
 from rlx.ir import provenance
 from rlx.ir.graph import Graph, Value
 from rlx.module import GraphModule
@@ -113,7 +113,9 @@ class FlowCtx:
         return getattr(self.weights, "file", None)
 
     def _no_weights(self) -> str | None:
-        return None if next(iter(self.weights.keys()), None) is not None else "no weights were given: build(weights)"
+        """What to say where there are none at all; a source that only gives does not know its keys."""
+        given = isinstance(self.weights, TakenWeights) or next(iter(self.weights.keys()), None) is not None
+        return None if given else "no weights were given: build(weights)"
 
     def _unfit(self, kind: type[RlxError], what: str, hint: str | None = None) -> RlxError:
         """An error of a weight: the weights', or their file's where they come from one, which has a `file`."""
@@ -196,10 +198,10 @@ def _may_be(have: TensorType, wanted: TensorType) -> bool:
     return same_kind and have.rank == wanted.rank and all(known_equal(a, b) is not False for a, b in sizes)
 
 
-def note_stage(error: RlxError, otherwise: str = "") -> None:
+def note_stage(error: Exception, otherwise: str = "") -> None:
     """Say once, at the innermost stage, where an error comes from."""
     path = provenance.here().stage or otherwise
-    if path and not any(note.startswith(_IN_STAGE) for note in error.notes):
+    if path and not any(note.startswith(_IN_STAGE) for note in getattr(error, "__notes__", ())):
         error.add_note(f"{_IN_STAGE}{path}")
 
 

@@ -5,29 +5,27 @@ ModelFlow("llama").input("tokens", (BATCH, SEQ), "i32").token_embed().repeat_lay
 
 from __future__ import annotations
 
-import fnmatch
-import functools
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from rlx.dtypes import F32, DType, DTypeLike
-from rlx.errors import BindError, GraphError, RequestError, nearest
+from rlx.errors import BindError, GraphError, RequestError, nearest, shortened
 from rlx.flow.context import Array, FlowCtx
 from rlx.flow.emit import Emit
 from rlx.flow.init import Initialiser, Rules, WantedWeights, as_initialiser, make
 from rlx.flow.layers import StageList
+from rlx.flow.patterns import matches
 from rlx.flow.side import SideOutputs
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.embed import LmHead
 from rlx.flow.stages.structure import Sequence as StageSequence
 from rlx.flow.stages.structure import edited, emit_all
 from rlx.flow.state import CacheBindings, FlowValue, Shape
-from rlx.flow.weights import LayeredWeights, MapWeights, WeightSource, as_source
+from rlx.flow.weights import LayeredWeights, MapWeights, Wanting, WeightSource, as_source
 from rlx.ir.graph import Graph, Value
-from rlx.ir.provenance import Origin
+from rlx.ir.provenance import Origin, here
 from rlx.ir.registry import HIR, LEAF, MIR
 from rlx.ir.rewrite import Rewriter, rebuild
 from rlx.module import GraphModule
@@ -283,35 +281,40 @@ class ModelFlow(StageList):
     def edit(self, pattern: str, f: Callable[[FlowStage], FlowStage | None]) -> Self:
         """The flow with other stages at the paths that match a pattern: `edit("layers.*", f)` puts `f(stage)` there.
 
-        Where `f` gives None the stage is left out. A stage without a path goes by the name of its class.
+        `*` stands for anything but a dot, `**` for anything. Where `f` gives None the stage is left out. A stage
+        without a path goes by the name of its class.
         """
         seen: list[str] = []
-        matched: list[str] = []
+        put: list[FlowStage] = []
 
         def visit(path: str, stage: FlowStage) -> FlowStage | None:
             seen.append(path)
-            if not fnmatch.fnmatchcase(path, pattern):
+            if not matches(path, pattern):
                 return None
-            matched.append(path)
             given = f(stage)
             if given is not None and not isinstance(given, FlowStage):
                 raise GraphError(f"edit {path!r}: its function gave a {type(given).__name__}, expected a stage or None")
-            return StageSequence(()) if given is None else given
+            put.append(StageSequence(()) if given is None else given)
+            return put[-1]
 
-        flow = self.with_stages(edited(stage, visit) for stage in self.stages)
-        if not matched:
+        stages = tuple(edited(stage, visit) for stage in self.stages)
+        if not put:
             raise GraphError(f"edit: no stage of {self.name!r} matches {pattern!r}", hint=nearest(pattern, seen))
-        return flow
+        place, old = here(), self.places_of(self.stages)
+        # a stage with others inside stays where it was added
+        places = (place if any(stage is new for new in put) else at for stage, at in zip(stages, old, strict=True))
+        return replace(self, stages=stages, places=tuple(places))
 
     # -- building --
     def build(
         self, weights: WeightSource | Mapping[str, Any] | None = None, capture: Sequence[str] = (), *,
-        strict: bool = False,
+        strict: bool | None = None,
     ) -> BuiltModel:  # fmt: skip
-        """The graph of this flow over these weights; with `strict` all of them have to be used.
+        """The graph of this flow over these weights.
 
-        `capture` has patterns of stage paths such as `layers.*.attn`; what they match become outputs too. `*` stands
-        for anything but a dot, `**` for anything.
+        Weights that no stage asks for are logged as a warning, refused with `strict=True` and left alone with
+        `strict=False`. `capture` has patterns of stage paths such as `layers.*.attn`; what they match become outputs
+        too. `*` stands for anything but a dot, `**` for anything.
         """
         if not self.inputs:
             raise GraphError(f"flow {self.name!r}: has no input")
@@ -337,9 +340,17 @@ class ModelFlow(StageList):
         graph.set_outputs(list(found.values()))
         cache = None if ctx.state.cache is None else ctx.state.cache.bound
         built = BuiltModel(graph, Params(graph, ctx.params, source), list(found), cache, self.compile_profile)
-        if strict and (unused := built.unused_weights):
-            shown = ", ".join(map(repr, unused[:4])) + (", ..." if unused[4:] else "")
-            raise BindError(f"flow {self.name!r}: {len(unused)} weights are not used: {shown}")
+        # the tensors of a file were compared with its configuration when it was opened
+        checked = getattr(source, "file", None) is not None or isinstance(source, Wanting)
+        if (strict or (strict is None and not checked)) and (unused := built.unused_weights):
+            count = f"{len(unused)} weights are" if unused[1:] else "1 weight is"
+            shown = ", ".join(shortened(repr(name), 80) for name in unused[:4]) + (", ..." if unused[4:] else "")
+            problem = f"flow {self.name!r}: {count} not used: {shown}"
+            if strict:
+                raise BindError(problem, hint=nearest(unused[0], built.params))
+            import logging  # most builds have nothing to say
+
+            logging.getLogger("rlx.flow").warning("%s; build(weights, strict=False) silences this", problem)
         return built
 
     def build_with(
@@ -413,19 +424,6 @@ def matching(values: Mapping[str, Value], pattern: str) -> dict[str, Value]:
         plain = pattern.removesuffix(OUT)
         found = {path + OUT: value for path, value in values.items() if matches(path, plain)}
     return found
-
-
-def matches(path: str, pattern: str) -> bool:
-    """Whether a pattern means a path: `*` is anything but a dot, `**` anything; `?` and `[ab]` are one letter."""
-    return re.fullmatch(_regular(pattern), path) is not None
-
-
-@functools.lru_cache(maxsize=256)
-def _regular(pattern: str) -> str:
-    parts = (re.findall(r"[^*]+|\*+", pattern)) or [""]
-    words = {"*": r"[^.]*", "**": ".*"}
-    # what is between stars goes through fnmatch, which knows the rest; its frame, (?s:...)\Z, is taken off
-    return "".join(words.get(p, ".*") if p[0:1] == "*" else fnmatch.translate(p)[4:-3] for p in parts)
 
 
 def _captured(module: Graph, patterns: Sequence[str], output: str) -> dict[str, Value]:

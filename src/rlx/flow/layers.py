@@ -13,6 +13,7 @@ from rlx.flow.side import SideOutputs
 from rlx.flow.stages import attention, decoder, embed, encoder, ffn, norm, parts, streams, structure, vision
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.custom import Author, Custom, plugin_stage
+from rlx.flow.state import MAIN_ROPE
 from rlx.ir.provenance import Origin, here
 from rlx.ops.attention import MaskKind
 from rlx.types import Size
@@ -106,13 +107,13 @@ class StageList(ABC):
     def llama_prefill_layer_composed(
         self, i: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, mask: str = MaskKind.CAUSAL
     ) -> Self:
-        """The same out of small stages, each of which can be edited; for flows without a cache."""
+        """The same out of small stages, each of which can be edited."""
         at = f"model.layers.{i}"
         q, k, v = (f"{at}.self_attn.{name}_proj.weight" for name in "qkv")
         return self.layer(
             f"layers.{i}",
             lambda stack: stack.residual_save().rms_norm(f"{at}.input_layernorm.weight", eps)
-            .self_attn_prefill(q, k, v, num_heads, num_kv_heads, head_dim, mask)
+            .self_attn_prefill(q, k, v, num_heads, num_kv_heads, head_dim, mask, layer_idx=i)
             .linear(f"{at}.self_attn.o_proj.weight").residual_add()
             .residual_save().rms_norm(f"{at}.post_attention_layernorm.weight", eps)
             .swiglu_hf_mlp(f"{at}.mlp").residual_add(),
@@ -262,12 +263,13 @@ class StageList(ABC):
     def attn_mask_ones(self, batch: Size | str, seq: Size | str) -> Self:
         return self.stage(parts.AttnMask(batch, seq))
 
-    def decode_rope_params(self, cos: Array, sin: Array) -> Self:
-        """RoPE tables of one position, `[1, half]`."""
-        return self.stage(parts.DecodeRopeParams(cos, sin))
+    def decode_rope_params(self, cos: Array, sin: Array, style: str = "halves") -> Self:
+        """RoPE rows of a decode step, `[1, half]`, or one per new token."""
+        return self.stage(parts.DecodeRopeParams(cos, sin, style))
 
-    def bind_decode_inputs(self, num_layers: int, use_custom_mask: bool = False) -> Self:
-        return self.stage(parts.BindDecodeInputs(num_layers, use_custom_mask))
+    def bind_decode_inputs(self, num_layers: int, use_custom_mask: bool = False, *, rope: bool = True) -> Self:
+        """The inputs of a decode step whose caller keeps the cache."""
+        return self.stage(parts.BindDecodeInputs(num_layers, use_custom_mask, rope=rope))
 
     # -- parts of layers --
     def rms_norm(self, key: str, eps: float) -> Self:
@@ -286,10 +288,18 @@ class StageList(ABC):
     def self_attn_prefill(
         self, q_key: str, k_key: str, v_key: str, num_heads: int, num_kv_heads: int, head_dim: int,
         mask: str = MaskKind.CAUSAL, score_scale: float | None = None, attn_logit_softcap: float | None = None,
+        *, rope: str | None = MAIN_ROPE, layer_idx: int | None = None,
     ) -> Self:  # fmt: skip
-        """Attention by three weights with rotary positions, without the output projection."""
+        """Causal attention with grouped heads by three weights, without the output projection.
+
+        Heads turn by the RoPE tables of this name, or not at all with `rope=None`. A flow that has a cache needs
+        `layer_idx`.
+        """
         heads = num_heads, num_kv_heads, head_dim
-        return self.stage(attention.SelfAttnPrefill(q_key, k_key, v_key, *heads, mask, score_scale, attn_logit_softcap))
+        stage = attention.SelfAttnPrefill(
+            q_key, k_key, v_key, *heads, mask, score_scale, attn_logit_softcap, rope=rope, layer_idx=layer_idx
+        )
+        return self.stage(stage)
 
     def vit_self_attn(
         self, qkv_weight: str, qkv_bias: str, out_weight: str, out_bias: str, num_heads: int, head_dim: int

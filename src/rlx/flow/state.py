@@ -14,13 +14,14 @@ from rlx.runtime.kv_cache import KvCacheSpec
 from rlx.types import Size, dim, sym
 
 Shape = tuple[Size, ...]
+MAIN_ROPE = "rope"  # the name of the tables that layers turn by unless they name others
 
 
 def _by_value(name: str) -> Callable[..., Any]:
     """A method of `FlowValue` that does what its graph value does."""
 
-    def method(self: FlowValue, *operands: Any) -> Any:
-        return _flowing(getattr(self.id, name)(*operands))
+    def method(self: FlowValue, *operands: Any, **settings: Any) -> Any:
+        return _flowing(getattr(self.id, name)(*operands, **settings))
 
     method.__name__ = name
     return method
@@ -53,7 +54,8 @@ class FlowValue:
             return _flowing(found)
         return lambda *operands, **attrs: _flowing(found(*operands, **attrs))
 
-    __array_ufunc__ = None  # NumPy hands `array + value` to us instead of looping over elements
+    # NumPy hands `np.tanh(value)` and `array + value` to us
+    __array_ufunc__, __array_function__ = _by_value("__array_ufunc__"), _by_value("__array_function__")
     __add__, __radd__ = _by_value("__add__"), _by_value("__radd__")
     __sub__, __rsub__ = _by_value("__sub__"), _by_value("__rsub__")
     __mul__, __rmul__ = _by_value("__mul__"), _by_value("__rmul__")
@@ -130,8 +132,8 @@ class CacheBindings:
 class DecodeBindings:
     """The inputs of a decode step whose caller keeps the cache: one past K and one past V per layer."""
 
-    cos: Value
-    sin: Value
+    cos: Value | None  # None where no layer turns
+    sin: Value | None
     mask: Value | None
     past_k: list[Value]
     past_v: list[Value]
@@ -184,6 +186,15 @@ class FlowState:
         self.named.pop(f"{name}.rows", None)
         if rows is not None:
             self.named[f"{name}.rows"] = rows
+
+    def bind_rope_rows(self, cos: Value, sin: Value, style: str) -> None:
+        """Have one row per new token in place of tables of all positions, for a step that is bound next."""
+        self.rope_cos, self.rope_sin, self.rope_style, self.rope_rows = cos, sin, style, None
+        self.rope_styles[MAIN_ROPE], self.rope_per_token = style, True
+
+    def style_of(self, rope: str) -> str:
+        """Which parts of a head turn together by the tables of this name."""
+        return self.rope_styles.get(rope, self.rope_style)
 
     def claim(self, path: str) -> None:
         """Say that a stage was given this path as its name; an error if another was."""

@@ -11,9 +11,11 @@
       return %2
     }
 
-Constants of more than 64 elements print as `const(value=@digest)`, or in full as base64 with `full=True`. The parser
-takes any white space, and comments from `#` to the end of a line; its errors tell the line. It matches all brackets
-once and then jumps over them, so that its time is linear in the text, however deep that is nested.
+Between the level and the brace stand the largest sizes of symbols, `max(seq=512)`, and the params that training leaves
+alone, `fixed("rope.cos", "rope.sin")`, where there are any. Constants of more than 64 elements print as
+`const(value=@digest)`, or in full as base64 with `full=True`. The parser takes any white space, and comments from `#`
+to the end of a line; its errors tell the line. It matches all brackets once and then jumps over them, so that its time
+is linear in the text, however deep that is nested.
 """
 
 from __future__ import annotations
@@ -41,14 +43,23 @@ INLINE = 64  # constants up to this many elements print their numbers
 def graph_text(graph: Graph, *, full: bool = False, origins: bool = False, pad: str = "") -> str:
     """The graph as text; `pad` stands before every line but the first."""
     name = graph.name if re.fullmatch(_PLAIN_NAME, graph.name) else json.dumps(graph.name)
-    limits = ", ".join(f"{k}={v}" for k, v in sorted(graph.limits.items()))
-    lines = [f"graph @{name} {graph.level} {f'max({limits}) ' if limits else ''}{{"]
+    head = f"graph @{name} {graph.level} "
+    if graph.limits:
+        head += f"max({', '.join(f'{k}={v}' for k, v in sorted(graph.limits.items()))}) "
+    if fixed := _fixed(graph):
+        head += f"fixed({', '.join(map(json.dumps, fixed))}) "
+    lines = [head + "{"]
     for node in graph.nodes:
         line = f"{pad}  {node_text(node, full=full, pad=pad + '  ')}"
         origin = str(node.origin) if origins else ""
         lines.append(f"{line}  # {origin}" if origin else line)
     lines.append(f"{pad}  return " + ", ".join([value_text(v) for v in graph.outputs]))
     return "\n".join(lines) + f"\n{pad}}}"
+
+
+def _fixed(graph: Graph) -> list[str]:
+    """The fixed params that the graph still has."""
+    return sorted(graph.fixed.intersection(n.attrs["name"] for n in graph.params)) if graph.fixed else []
 
 
 def value_text(value: Value | None) -> str:
@@ -104,7 +115,10 @@ MAX_NESTING = 200  # brackets in each other, of all kinds; a body takes two
 
 _STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _PLAIN_NAME = r"[\w.+-]*"
-_HEAD = re.compile(rf"\s*graph\s+@({_STRING}|{_PLAIN_NAME})\s+(\w+)\s*(?:max\(([^()]*)\)\s*)?\{{")
+_HEAD = re.compile(
+    rf"\s*graph\s+@({_STRING}|{_PLAIN_NAME})\s+(\w+)\s*(?:max\(([^()]*)\)\s*)?"
+    rf"(?:fixed\(((?:[\s,]*+{_STRING})*+[\s,]*+)\)\s*)?\{{"
+)
 _BODY = re.compile(r"graph\s+@")
 _COMMENT = re.compile(rf'({_STRING})|#[^\n]*|"')
 _BRACKET = re.compile(rf"{_STRING}|[][(){{}}]")
@@ -200,7 +214,7 @@ class _Parser:
         head = _HEAD.match(self.text, at)
         if head is None:
             self.fail(at, f"expected 'graph @name level {{', found {self.text[at : at + 40].strip()!r}")
-        name, level, limits = head.groups()
+        name, level, limits, fixed = head.groups()
         if level not in (registry.HIR, registry.MIR):
             self.fail(at, f"level {level!r} is not hir or mir")
         try:
@@ -221,7 +235,18 @@ class _Parser:
             self.fail(at, f"@{name} has no return")
         for start, stop in zip(starts, [*starts[1:], end], strict=True):
             self.statement(graph, *self._trimmed(start, stop), last=stop == end)
+        self.fix(graph, re.findall(_STRING, fixed or ""), at)
         return graph, end + 1
+
+    def fix(self, graph: Graph, names: list[str], at: int) -> None:
+        """Note the params that training leaves alone."""
+        try:
+            graph.fixed = {_string(name) for name in names}
+        except ParseError as error:
+            self.fail(at, str(error), error)
+        for name in sorted(graph.fixed):
+            if not graph.has(name) or graph.named(name).node.op != "param":
+                self.fail(at, f"fixed: {shortened(repr(name), 80)} is not a param")
 
     def statement(self, graph: Graph, start: int, stop: int, *, last: bool) -> None:
         try:

@@ -48,7 +48,7 @@ def _scales(builder: LoopBuilder, block: int) -> list[Stmt]:
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     x, out = s.contiguous(s.view(node.operands[0])), s.result(node)
     block = node.attrs["block"]
-    builder = s.builder(node.op)
+    builder = LoopBuilder(node.op)
     builder.param(x)
     builder.param(out, written=True)
     at = ((_BLOCK, block), (Index("i"), 1))
@@ -62,7 +62,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     x, out = s.contiguous(s.view(node.operands[0])), s.result(node)
     form = activations_for(node.attrs["block"])
-    builder = s.builder(node.op)
+    builder = LoopBuilder(node.op)
     builder.param(x)
     for dtype in (I32, F32, I8):
         builder.param(View(out.buffer, dtype, out.shape, out.strides, out.offset * (4 // dtype.size)), written=True)

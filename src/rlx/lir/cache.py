@@ -31,7 +31,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         cache = s.copied(cache)
     if new.buffer == cache.buffer:
         new = s.copied(new)
-    builder = s.builder("kv_append")
+    builder = LoopBuilder("kv_append")
     for view in (new, s.contiguous(positions)):
         builder.param(view)
     storage, capacity = node.types[0].dtype, cache.shape[2] * KEY_BLOCK if cache.rank == 5 else cache.shape[2]

@@ -10,7 +10,7 @@ from rlx.dtypes import I64
 from rlx.ir.graph import Node
 from rlx.lir.index import in_range
 from rlx.lir.loops import Const, Expr, For, Index, Let, Reduce, Ref, Store
-from rlx.lir.schedule import Scheduler, decode_unit, loop_form
+from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit, loop_form
 from rlx.lir.shape import require_at_most
 from rlx.lir.views import View
 from rlx.ops.conv import Pair, pair, span
@@ -29,7 +29,7 @@ class _Windows:
         self, s: Scheduler, name: str, x: View, out: View, kernel: Sequence[int], stride: Pair, padding: Pair,
         dilation: Pair,
     ) -> None:  # fmt: skip
-        self.builder = s.builder(name)
+        self.builder = LoopBuilder(name)
         self.x, self.out = x, out
         self.builder.param(x)
         self.settings = list(zip(stride, padding, dilation, strict=True))

@@ -84,7 +84,7 @@ class _Head:
         self.scheduler, self.chunk = s, chunk
         self.batch, self.seq, self.heads, size = out.shape
         assert isinstance(size, int)
-        self.n, self.kind = size, s.native(out.dtype)
+        self.n, self.kind = size, out.dtype.wide
         self.scale = Const(1 / math.sqrt(size), self.kind)
         self.zero = Const(0.0, self.kind)
         self.units = self.batch * self.heads * times

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from rlx.dtypes import BOOL, DType, promote
+from rlx.dtypes import BF16, BOOL, F16, F32, F64, DType, promote
 from rlx.ir import registry
 from rlx.ir.graph import Graph, Value
 from rlx.lir.loops import Apply, Const, Expr, Let, Ref, compare, fma
@@ -14,6 +14,7 @@ from rlx.target import Target
 ScalarForm = Callable[..., Expr]
 scalar_form: registry.RuleTable[ScalarForm] = registry.RuleTable("scalar form", "src/rlx/lir/{group}.py")
 
+FRACTION_BITS = {F64: 52, F32: 23, F16: 10, BF16: 7}  # of floats: from 2 to this power on they are whole numbers
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
@@ -34,8 +35,8 @@ def _(x: Expr) -> Expr:
 
 @scalar_form("round")
 def _(x: Expr) -> Expr:
-    """Numbers next to 2^23 (2^52 in f64) are whole, so adding that rounds; the sign of zero is kept."""
-    big, size = 2.0 ** (52 if x.dtype.size == 8 else 23), abs(x)
+    """Numbers next to 2^23 in f32 are whole, so adding that rounds; the sign of zero is kept."""
+    big, size = 2.0 ** FRACTION_BITS[x.dtype], abs(x)
     whole = (size < big).select(size + big - big, size)
     return x.eq(0.0).select(x, (x < 0.0).select(-whole, whole))
 

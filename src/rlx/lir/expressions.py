@@ -295,7 +295,7 @@ Expr = Index | Arg | Const | Ref | Load | Apply | Choose | Reduce | Lookup
 Operand = Formula | Scalar
 Place = tuple[tuple[Expr, int | Arg], ...]  # an address: a sum of indices, each times a stride, in elements
 
-# Names an emitter must know. Float arguments are f32 or f64 (narrow floats are widened on load).
+# Names an emitter must know. Float arguments are f32 or f64, or narrow ones that are native (`Target.native`).
 SCALAR_OPS = {
     "add": 2, "sub": 2, "mul": 2, "div": 2, "floordiv": 2, "mod": 2, "pow": 2, "max": 2, "min": 2, "fma": 3,
     "neg": 1, "abs": 1, "exp": 1, "log": 1, "tanh": 1, "erf": 1, "gelu": 1, "sqrt": 1, "sin": 1, "cos": 1,

@@ -11,7 +11,7 @@ from rlx.lir import norm as norm
 from rlx.lir.blocks import first_word, signed_word, unit_of
 from rlx.lir.elementwise import body_lets
 from rlx.lir.loops import Const, Expr, For, Index, Load, Place, Ref, Stmt, Store
-from rlx.lir.schedule import Elements, Scheduler, decode_unit, loop_form, map_elements
+from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, decode_unit, loop_form, map_elements
 from rlx.lir.views import View
 from rlx.ops.fused import FOUR, Bits, apart_of, word_runs
 from rlx.types import product
@@ -44,7 +44,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     matrices = [s.view(o) for o in node.operands]
     storage, lanes, width = node.operands[0].dtype, node.attrs["lanes"], node.attrs["width"]  # type: ignore[union-attr]
     part, unit_type, units = width // len(matrices), unit_of(storage), storage.size // storage.unit
-    builder = s.builder(node.op)
+    builder = LoopBuilder(node.op)
     for view in matrices:
         builder.param(View(view.buffer, unit_type, view.shape, view.strides, view.offset))
     whole = builder.param(View(out.buffer, I32, out.shape, out.strides, out.offset // 2), written=True)
@@ -104,7 +104,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     A row of words has four rows of bytes.
     """
     matrices, out = [s.view(o) for o in node.operands], s.result(node)
-    builder = s.builder(node.op)
+    builder = LoopBuilder(node.op)
     width = node.attrs["width"]
     part = width // len(matrices)
     for view in matrices:

@@ -70,7 +70,7 @@ def _by_token(s: Scheduler, node: Node, out: View, state: View | None, last: Vie
     operands = Operands(s, node.op)
     names = ("q", "k", "v", "g", "beta") if corrects else ("q", "k", "v", "g")
     batch, seq, heads, columns = out.shape
-    rows, kind = s.view(node.operands[0]).shape[3], s.native(out.dtype)
+    rows, kind = s.view(node.operands[0]).shape[3], out.dtype.wide
     assert isinstance(rows, int) and isinstance(columns, int)
     for name, operand in zip(names, node.operands, strict=False):
         operands.read(name, _exponentials(s, s.view(operand), kind) if name == "g" else s.view(operand))
@@ -165,5 +165,5 @@ def _whole_matrix(operands: Operands, rows: int, width: int, carried: bool, walk
 def _exponentials(s: Scheduler, x: View, kind: DType) -> View:
     """exp(x) in a launch of its own: lane by lane it costs more than a token's whole matrix."""
     out = s.temporary(TensorType(x.shape, kind))
-    map_elements(s, "exp", x.shape, [x], [out], lambda e: ((), [e.load(0).cast(kind).exp()]))
+    map_elements(s, "exp", x.shape, [x], [out], lambda e: ((), [e.load_wide(0).cast(kind).exp()]))
     return out

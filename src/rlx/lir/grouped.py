@@ -10,7 +10,7 @@ from rlx.lir.index import in_range
 from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.linear import launch_matmul
 from rlx.lir.loops import Assign, Check, Expr, For, Index, Let, Load, Reduce, Ref, Stmt, Store, Var
-from rlx.lir.schedule import Scheduler, loop_form
+from rlx.lir.schedule import LoopBuilder, Scheduler, loop_form
 from rlx.lir.views import View
 from rlx.types import TensorType
 
@@ -42,7 +42,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     rows, units = index.shape[0], node.types[2].shape[0]
     both = [s.temporary(TensorType((rows + units,), I32)) for _ in range(2)]
     starts = s.result(node, 2)
-    builder = s.builder("group_rows")
+    builder = LoopBuilder("group_rows")
     builder.param(index)
     for view in (*both, starts):
         builder.param(view, written=True)

@@ -10,7 +10,7 @@ from rlx.lir.cache import may_reuse
 from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.loops import Check, Expr, For, Index, Let, Load, Place, Ref, Stmt, Store
 from rlx.lir.quant import element, packed_reads
-from rlx.lir.schedule import Elements, Scheduler, loop_form, map_elements
+from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, loop_form, map_elements
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, contiguous_strides, product
 
@@ -60,7 +60,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     """Narrow floats add up in a wide copy, so that they are rounded once and not with each update."""
     out = _table(s, node)
-    kind = s.native(out.dtype)
+    kind = out.dtype.wide
     total = out if out.dtype is kind else s.temporary(TensorType(out.shape, kind))
     _scattered(s, node, total, lambda old, update: old + update.cast(kind))
     if total is not out:
@@ -78,7 +78,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 def _table(s: Scheduler, node: Node) -> View:
     """Where the result goes: where the table lies if nothing needs that again and sums fit there, else elsewhere."""
     x, indices, updates = (s.view(o) for o in node.operands)
-    wide = node.op == "scatter" or x.dtype is s.native(x.dtype)
+    wide = node.op == "scatter" or x.dtype is x.dtype.wide
     free = x.is_contiguous() and not s.is_output(node) and may_reuse(s, node, x)
     return x if wide and free and x.buffer not in (indices.buffer, updates.buffer) else s.result(node)
 
@@ -90,7 +90,7 @@ def _scattered(s: Scheduler, node: Node, out: View, changed: Callable[[Expr, Exp
         s.copy_into(x, out)
     indices, updates = s.contiguous(indices), s.contiguous(updates)
     columns = product(x.shape[1:])
-    builder = s.builder(node.op)
+    builder = LoopBuilder(node.op)
     builder.param(indices)
     builder.param(updates)
     builder.param(out, written=True)

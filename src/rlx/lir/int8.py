@@ -9,7 +9,7 @@ from rlx.ir.graph import Node
 from rlx.lir.loops import Expr, Index, Let, Reduce, Ref, Stmt, Store
 from rlx.lir.norm import normalised, scale_vectors, summed, vector, written
 from rlx.lir.reduce import Rows, rows_over
-from rlx.lir.schedule import Scheduler, loop_form
+from rlx.lir.schedule import LoopBuilder, Scheduler, loop_form
 from rlx.lir.views import View
 from rlx.ops.int8 import LEVELS
 from rlx.ops.quant import LEAST_SCALE
@@ -42,7 +42,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     if x.strides[-1] != 1:
         x = s.copied(x)
     outs = [s.result(node, i) for i in range(3)]
-    builder = s.builder("quantise_rows")
+    builder = LoopBuilder("quantise_rows")
     builder.param(x)
     for out in outs:
         builder.param(out, written=True)
@@ -61,13 +61,13 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         x = s.copied(x)
     outs = [s.result(node, i) for i in range(len(node.types))]
     views = [x, *([] if residual is None else [residual]), *outs]
-    builder = s.builder(f"quantised_{'' if residual is None else 'residual_'}{attrs['kind']}_norm")
+    builder = LoopBuilder(f"quantised_{'' if residual is None else 'residual_'}{attrs['kind']}_norm")
     for i, view in enumerate(views):
         builder.param(view, written=i >= len(views) - len(outs))
     rows = rows_over(builder, views, x.shape, (x.rank - 1,))
     rows.vector = False
     gamma, beta = scale_vectors(s, builder, node, 2)
-    first, kind = len(views) - len(outs), s.native(x.dtype)
+    first, kind = len(views) - len(outs), x.dtype.wide
     total = 0 if residual is None else len(views) - 1
     stmts, value = normalised(rows, total, attrs["kind"] == "layer", attrs["eps"], gamma, beta)
     if attrs["keep"]:  # written first and read back while it is in cache, as the sum is

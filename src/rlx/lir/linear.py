@@ -13,7 +13,7 @@ from rlx.lir.blocks import dot_kernel, dot_rows, unpack_kernel
 from rlx.lir.elementwise import body_lets
 from rlx.lir.kernels import Blocks, MatmulKernel, TileOperand
 from rlx.lir.loops import Arg, Const, Expr, For, Index, Let, Load, LoopKernel, Param, Place, Reduce, Ref, Store
-from rlx.lir.schedule import Scheduler, decode_unit, loop_form, map_elements
+from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit, loop_form, map_elements
 from rlx.lir.views import View, collapse
 from rlx.ops.activations import activations_for
 from rlx.ops.fused import FOUR
@@ -112,17 +112,18 @@ def launch_matmul(
         return own[0], own[1], own[2]
 
     tile = _tile_operands(operands, outs)
-    sums = F32 if whole else a.dtype
-    epilogue = None if _is_plain(body) else _epilogue(s, body, tile, sums, weights)
+    dtype = F32 if whole else a.dtype
+    panel = s.target.panel(dtype.size)
+    epilogue = None if _is_plain(body) else _epilogue(s, body, tile, dtype.wide, panel, weights)
     blocks = None if storage is None else (_whole_blocks if whole else _blocks)(storage, s.target)
     turned = _is_turned(a)
-    kernel = MatmulKernel(sums, packed, weights, epilogue, tuple(tile), blocks, turned)
+    sums = None if dtype is dtype.wide else dtype.wide
+    kernel = MatmulKernel(dtype, packed, weights, epilogue, tuple(tile), blocks, turned, sums=sums)
     b_batch0 = steps(1)[0]
     if index is not None:
         index = _plain_index(s, index)
         kernel = replace(kernel, grouped="depth" if depth else "rows", index=index.dtype)
-        b_batch0 = 0 if depth else b.strides[0] * b.dtype.size // sums.size
-    panel = s.target.panel(a.dtype.size) // weights
+        b_batch0 = 0 if depth else b.strides[0] * b.dtype.size // dtype.size
     row_blocks = (m + (kernel.row_block - 1)) // kernel.row_block
     words: dict[str, View | Size | None] = {
         "a": a, "b": b, "m": m, "n": columns, "k": k, "row_blocks": row_blocks, "batch0": batch0, "batch1": batch1,
@@ -134,10 +135,11 @@ def launch_matmul(
     for i, view in enumerate([*operands, *outs]):
         outer, inner, row = steps(2 + i)
         words |= {f"ptr{i}": view, f"row{i}": row, f"outer{i}": outer, f"inner{i}": inner}
-    panels = (columns + (panel - 1)) // panel
+    width = panel // weights  # columns of a panel
+    panels = (columns + (width - 1)) // width
     units = batch0 * batch1 * panels * row_blocks
     products = batch1 * m if depth else product(outs[0].shape[:-1])  # rows, each of which has all of k
-    flops = products * columns * k * (2 * weights) * (4 if sums is I32 else 1)
+    flops = products * columns * k * (2 * weights) * (4 if dtype is I32 else 1)
     s.launch(kernel, words, units, "panels", flops=flops)
 
 
@@ -211,10 +213,11 @@ def _tile_operands(operands: Sequence[View], outs: Sequence[View]) -> list[TileO
     return tile
 
 
-def _epilogue(s: Scheduler, body: Graph | None, tile: Sequence[TileOperand], sums: DType, weights: int) -> LoopKernel:
-    """The body over one tile: rows of sums in scratch, operands at the tile's place."""
+def _epilogue(
+    s: Scheduler, body: Graph | None, tile: Sequence[TileOperand], sums: DType, width: int, weights: int
+) -> LoopKernel:
+    """The body over one tile: rows of sums in scratch, `width` apart, operands at the tile's place."""
     assert body is not None
-    width = s.target.panel(sums.size)
     r, j = Index("r"), Index("j")
     params = (Param("sums", sums), *(Param(o.name, o.dtype, o.written) for o in tile))
     inputs: list[Expr] = []
@@ -227,7 +230,7 @@ def _epilogue(s: Scheduler, body: Graph | None, tile: Sequence[TileOperand], sum
         return (*row, (j, 1)) if tile[i].columns else row
 
     reads = [i for i, o in enumerate(tile) if not o.written]
-    inputs += [Load(1 + i, place(i), tile[i].dtype).cast(s.native(tile[i].dtype)) for i in reads]
+    inputs += [Load(1 + i, place(i), tile[i].dtype).cast(s.target.native(tile[i].dtype)) for i in reads]
     lets, values = body_lets(body, inputs, s.target)
     writes = [i for i, o in enumerate(tile) if o.written]
     stores = [Store(1 + i, place(i), value) for i, value in zip(writes, values, strict=True)]
@@ -239,7 +242,7 @@ def _epilogue(s: Scheduler, body: Graph | None, tile: Sequence[TileOperand], sum
 
 def _integer_matmul(s: Scheduler, a: View, b: View, out: View) -> None:
     """Plain loops: a unit is one row of the result, lanes run over its columns."""
-    builder = s.builder("matmul_int")
+    builder = LoopBuilder("matmul_int")
     lead = out.shape[:-2]
     a, b = a.expand((*lead, *a.shape[-2:])), b.expand((*lead, *b.shape[-2:]))
     for view, written in ((a, False), (b, False), (out, True)):

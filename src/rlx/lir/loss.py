@@ -11,7 +11,7 @@ from rlx.lir.index import in_range
 from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.loops import Check, Expr, For, Index, Let, Reduce, Ref, Stmt, Store, number
 from rlx.lir.reduce import Rows, rows_over
-from rlx.lir.schedule import Scheduler, loop_form
+from rlx.lir.schedule import LoopBuilder, Scheduler, loop_form
 from rlx.lir.views import View
 from rlx.types import Size, product
 
@@ -22,13 +22,13 @@ def _rows(s: Scheduler, node: Node, x: View, out: View | None) -> tuple[Rows, li
     Without `out`, what is made is written over the logits.
     """
     views = [x, *(s.view(o) for o in node.operands[1:]), *([] if out is None else [out])]
-    builder = s.builder(node.op)
+    builder = LoopBuilder(node.op)
     for view in views:
         builder.param(view, written=view is out or (out is None and view is x))
     whole = [v if v.rank == x.rank else View(v.buffer, v.dtype, x.shape, (*v.strides, 0), v.offset) for v in views]
     rows = rows_over(builder, whole, x.shape, (x.rank - 1,))
     rows.vector = False
-    kind, label, ignored = s.native(x.dtype), Ref("label", I64), node.attrs["ignore_index"]
+    kind, label, ignored = x.dtype.wide, Ref("label", I64), node.attrs["ignore_index"]
     counts, inside = Ref("counts", BOOL), Ref("inside", BOOL)
     power, within = _power(rows, kind), in_range(label, rows.extent())
     start: list[Stmt] = [

@@ -6,7 +6,7 @@ from rlx.dtypes import I64
 from rlx.ir.graph import Node
 from rlx.lir.cache import may_write
 from rlx.lir.loops import Const, Expr, Let, Place, Store
-from rlx.lir.schedule import Scheduler
+from rlx.lir.schedule import LoopBuilder, Scheduler
 from rlx.lir.views import View
 
 
@@ -20,7 +20,7 @@ class Operands:
 
     def __init__(self, s: Scheduler, name: str) -> None:
         self.scheduler = s
-        self.builder = s.builder(name)
+        self.builder = LoopBuilder(name)
         self.numbers: dict[str, int] = {}
 
     def read(self, name: str, view: View) -> None:

@@ -17,7 +17,7 @@ def normalised(
     rows: Rows, source: int, layer: bool, eps: float, gamma: int | None, beta: int | None
 ) -> tuple[list[Stmt], Expr]:
     """The norm of the row in parameter `source`: statements that prepare it, and its element q."""
-    kind = rows.builder.target.native(rows.builder.params[source].dtype)
+    kind = rows.builder.params[source].dtype.wide
     count = rows.builder.arg("count", rows.reduced[0]).cast(kind)
     x = rows.load(source, Index("q"))
     stmts: list[Stmt] = []
@@ -63,7 +63,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     x, out = s.view(node.operands[0]), s.result(node)
     if x.strides[-1] != 1:
         x = s.copied(x)
-    builder = s.builder(node.op)
+    builder = LoopBuilder(node.op)
     builder.param(x)
     builder.param(out, written=True)
     rows = rows_over(builder, [x, out], x.shape, (x.rank - 1,))
@@ -80,7 +80,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     out, total = s.result(node, 0), s.result(node, 1)
     if x.strides[-1] != 1:
         x = s.copied(x)
-    builder = s.builder(f"residual_{node.attrs['kind']}_norm")
+    builder = LoopBuilder(f"residual_{node.attrs['kind']}_norm")
     builder.param(x)
     builder.param(residual)
     builder.param(total, written=True)
@@ -97,7 +97,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     """By rows for x, whose means and scales are kept; then, if they are used, by columns for gamma and beta."""
     x, dy = (s.contiguous(s.view(o)) for o in node.operands[:2])
-    results, kind = [s.result(node, i) for i in range(3)], s.native(x.dtype)
+    results, kind = [s.result(node, i) for i in range(3)], x.dtype.wide
     kept = TensorType(x.shape[:-1], kind)
     inverse, mean = s.temporary(kept), s.temporary(kept) if node.attrs["kind"] == "layer" else None
     statistics = [v for v in (inverse, mean) if v is not None]
@@ -110,8 +110,8 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 def _gradients_of_rows(s: Scheduler, node: Node, x: View, dy: View, dx: View, statistics: Sequence[View]) -> None:
     """dx and the statistics of each row: one over its deviation, and its mean where that counts."""
-    kind, layer = s.native(x.dtype), len(statistics) == 2
-    builder = s.builder(f"{node.attrs['kind']}_norm_grad")
+    kind, layer = x.dtype.wide, len(statistics) == 2
+    builder = LoopBuilder(f"{node.attrs['kind']}_norm_grad")
     for view in (x, dy):
         builder.param(view)
     for view in (dx, *statistics):

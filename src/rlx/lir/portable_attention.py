@@ -35,7 +35,7 @@ class _Queries(Strided):
         self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
         self.softcap: float | None = node.attrs["softcap"]
         self.mask_kind, self.window = split_mask(node.attrs["mask_kind"])
-        self.kind = s.native(q.dtype)
+        self.kind = q.dtype.wide  # sums are wide on every target
         self.q, self.head_dim, self.units = self.read(q), head_dim, product(q.shape[:3])
         unit = decode_unit(self.builder, q.shape[:3], ["b", "i", "h"])
         self.lets: list[Stmt] = [*unit, Let("kv", HEAD.quot(heads // kv_heads))]

@@ -15,7 +15,7 @@ from rlx.lir.elementwise import body_lets
 from rlx.lir.index import in_range
 from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.loops import Assign, Check, Expr, For, Index, Let, Place, Reduce, Ref, Stmt, Store, Var, number
-from rlx.lir.schedule import Scheduler, decode_unit
+from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit
 from rlx.lir.views import View
 from rlx.types import product
 
@@ -24,7 +24,7 @@ class Strided:
     """The parameters of a kernel under construction, each addressed by one index per axis."""
 
     def __init__(self, s: Scheduler, name: str) -> None:
-        self.builder = s.builder(name)
+        self.builder = LoopBuilder(name)
 
     def read(self, view: View) -> int:
         return self.builder.param(view)
@@ -112,7 +112,7 @@ def multiply(
         ok = in_range(Ref("group", I64), builder.arg("groups", matrices[0].shape[0]))
         stmts += [Let("group", position), Let("ok", ok), Check(Ref("ok", BOOL), OUT_OF_RANGE)]
         which = [Ref("group", I64)]
-    kind = F32 if storage is not None else s.native(out.dtype if a.dtype.is_integer else a.dtype)
+    kind = F32 if storage is not None else (out.dtype if a.dtype.is_integer else a.dtype).wide
     left = t.load(t.read(a.expand((*lead, rows, a.shape[-1]))), *at, q).cast(kind)
     sums: list[Let] = []
     for i, matrix in enumerate(matrices):

@@ -9,7 +9,7 @@ from rlx.ir.graph import Node
 from rlx.lir.index import in_range
 from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.loops import Check, Const, Expr, For, Index, Let, Load, Place, Ref, Stmt, Store
-from rlx.lir.schedule import Scheduler, decode_unit, loop_form
+from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit, loop_form
 from rlx.lir.shape import require_at_most
 from rlx.lir.views import View
 from rlx.types import product
@@ -25,11 +25,11 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     half = cos.shape[1]
     require_at_most(s, half * 2, x.shape[3])
     pairs = node.attrs["style"] == "pairs"
-    builder = s.builder(f"rope_{node.attrs['style']}")
+    builder = LoopBuilder(f"rope_{node.attrs['style']}")
     for view in (x, cos, sin, positions):
         builder.param(view)
     builder.param(out, written=True)
-    kind = s.native(x.dtype)
+    kind = x.dtype.wide
     tokens, heads = x.shape[0] * x.shape[1], x.shape[2]
     lets = decode_unit(builder, [x.shape[0], x.shape[1], heads], ["b", "t", "h"])
     n = builder.arg("half", half)

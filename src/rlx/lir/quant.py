@@ -117,9 +117,9 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     def body(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
         values = []
         for part in range(layout.parts):
-            value = _number(e.load(0), part, layout).cast(out.dtype)
-            scale = e.load(1 + part) if layout.scales else None
-            zp = e.load(1 + len(layout.scales) + part) if layout.zero_points else None
+            value = _number(e.load_wide(0), part, layout).cast(out.dtype)
+            scale = e.load_wide(1 + part) if layout.scales else None
+            zp = e.load_wide(1 + len(layout.scales) + part) if layout.zero_points else None
             if layout.kind == "nvfp4":  # scales of blocks are eight bit floats, and there is one of all
                 assert scale is not None
                 factors: list[Expr | None] = [small_float(scale.cast(I32), "fp8e4m3"), zp]
@@ -161,8 +161,8 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         parts = layout.parts
         stored = []
         for part in range(parts):
-            x, scale = e.load(part), e.load(parts + part)
-            zp = e.load(2 * parts + part) if layout.zero_points else None
+            x, scale = e.load_wide(part), e.load_wide(parts + part)
+            zp = e.load_wide(2 * parts + part) if layout.zero_points else None
             stored.append(_small(x, scale, zp, layout) if layout.kind in FLOATS else _whole(x, scale, zp, parts))
         if parts == 1:
             return (), [stored[0].cast(out.dtype)]

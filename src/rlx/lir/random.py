@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rlx.dtypes import F32, I64
 from rlx.ir.graph import Node
 from rlx.lir.loops import Const, Expr, For, Index, Let, Load, Ref, Stmt, Store
-from rlx.lir.schedule import CHUNK, Scheduler, loop_form
+from rlx.lir.schedule import CHUNK, LoopBuilder, Scheduler, loop_form
 from rlx.lir.views import View
 from rlx.ops.random import MULTIPLIERS, ROUNDS, WEYL, WORD
 from rlx.types import product
@@ -53,7 +53,7 @@ def _word(names: _Names, index: Expr, key: list[Expr]) -> Expr:
 @loop_form("random_bits", "random_uniform")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     key, out = s.contiguous(s.view(node.operands[0])), s.result(node)
-    builder = s.builder(node.op)
+    builder = LoopBuilder(node.op)
     source, target = builder.param(key), builder.param(out, written=True)
     names = _Names()
     words = [names.let(Load(source, ((Const(i, I64), 1),), key.dtype).cast(I64)) for i in range(2)]

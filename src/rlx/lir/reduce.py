@@ -137,7 +137,7 @@ def _aligned(view: View, shape: Sequence[Size], axes: Sequence[int], keepdims: b
 
 def _plan(s: Scheduler, node: Node, axes: Sequence[int], name: str) -> tuple[Rows, View]:
     x, out = s.view(node.operands[0]), s.result(node)
-    builder = s.builder(name)
+    builder = LoopBuilder(name)
     builder.param(x)
     builder.param(out, written=True)
     keepdims = node.attrs.get("keepdims", False)
@@ -222,7 +222,7 @@ def reduce_columns(
     block, as_one = terms.block
     blocks, parts = rows // block, [terms]
     if not outer and (not isinstance(blocks, int) or blocks > 1):
-        reduced = [s.temporary(TensorType((blocks * as_one, columns), s.native(out.dtype))) for out in outs]
+        reduced = [s.temporary(TensorType((blocks * as_one, columns), out.dtype.wide)) for out in outs]
         shape = (blocks, columns * as_one)
         whole, rest = terms.cut(blocks)
         into = [View(v.buffer, v.dtype, shape, contiguous_strides(shape)) for v in reduced]
@@ -236,10 +236,10 @@ def _reduce_rows(
     count: Size | None = None,
 ) -> None:  # fmt: skip
     """A unit reduces all rows of a strip of columns, some rows together; what columns have so far is in memory."""
-    builder = s.builder(name)
+    builder = LoopBuilder(name)
     combine = functools.partial(binary, {"sum": "add", "prod": "mul"}.get(op, op))
     reads = [[builder.param(v) for v in part.views] for part in parts]
-    wide = [v if v.dtype is s.native(v.dtype) else s.temporary(TensorType(v.shape, s.native(v.dtype))) for v in outs]
+    wide = [v if v.dtype is v.dtype.wide else s.temporary(TensorType(v.shape, v.dtype.wide)) for v in outs]
     held = [builder.param(v, written=True) for v in wide]
     results = [h if v is out else builder.param(out, written=True) for h, v, out in zip(held, wide, outs, strict=True)]
     lets, width, rows = _strips(builder, outs[0].shape, widest)
@@ -294,11 +294,11 @@ def _strips(builder: LoopBuilder, kept: Sequence[Size], widest: int) -> tuple[li
 @loop_form("softmax")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     x, out = s.view(node.operands[0]), s.result(node)
-    builder = s.builder("softmax")
+    builder = LoopBuilder("softmax")
     builder.param(x)
     builder.param(out, written=True)
     rows = rows_over(builder, [x, out], x.shape, (node.attrs["axis"] % x.rank,))
-    q, kind = Index("q"), s.native(x.dtype)
+    q, kind = Index("q"), x.dtype.wide
     top = Let("top", Reduce("max", "q", rows.extent(), rows.load(0, q)))
     power = (rows.load(0, q) - Ref(top.name, kind)).exp()
     total = Let("total", Reduce("sum", "q", rows.extent(), power))
@@ -311,11 +311,11 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 @loop_form("cumsum")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     x, out = s.view(node.operands[0]), s.result(node)
-    builder = s.builder("cumsum_before" if node.attrs["exclusive"] else "cumsum")
+    builder = LoopBuilder("cumsum_before" if node.attrs["exclusive"] else "cumsum")
     builder.param(x)
     builder.param(out, written=True)
     rows = rows_over(builder, [x, out], x.shape, (node.attrs["axis"] % x.rank,))
-    q, total = Index("q"), Ref("total", s.native(x.dtype))
+    q, total = Index("q"), Ref("total", x.dtype.wide)
     add = Assign("total", total + rows.load(0, q))
     store = Store(1, rows.place(1, q), total)
     step = (store, add) if node.attrs["exclusive"] else (add, store)
@@ -360,7 +360,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     x = s.contiguous(s.view(node.operands[0]))
     require_at_most(s, node.attrs["k"], x.shape[-1])
     values, indices = s.result(node, 0), s.result(node, 1)
-    builder = s.builder("topk")
+    builder = LoopBuilder("topk")
     for view, written in ((x, False), (values, True), (indices, True)):
         builder.param(view, written=written)
     n, k = builder.arg("n", x.shape[-1]), builder.arg("k", node.attrs["k"])

@@ -36,7 +36,7 @@ class _Unit:
 
     def __init__(self, s: Scheduler, node: Node, results: Sequence[View]) -> None:
         self.chunk, self.n = node.attrs["chunk"], node.attrs["state_size"]
-        self.kind = s.native(results[0].dtype)
+        self.kind = results[0].dtype.wide
         self.lanes = s.target.lanes(self.kind.size)
         self.batch, self.seq, self.channels = results[0].shape
         self.blocks = (self.channels + (VECTORS * self.lanes - 1)) // (VECTORS * self.lanes)

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rlx.dtypes import I64, DType
+from rlx.dtypes import I64
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import RuleTable
 from rlx.lir.kernels import Kernel
@@ -167,14 +167,6 @@ class Scheduler:
             return self._buffer(Buffer(name, value.type, OUTPUT))
         return self._buffer(Buffer(self._fresh(f"t{node.id}{suffix}"), value.type, ARENA))
 
-    def builder(self, name: str) -> LoopBuilder:
-        """A loop kernel to be written."""
-        return LoopBuilder(name, self.target)
-
-    def native(self, dtype: DType) -> DType:
-        """The type in which the target computes with numbers of a type."""
-        return self.target.native(dtype)
-
     def is_output(self, node: Node) -> bool:
         """Whether the first result of `node` has its place already, so that it cannot lie where an operand does."""
         return node[0] in self._places or node[0] in self._outputs
@@ -228,7 +220,6 @@ class LoopBuilder:
     """Collects the parameters and run-time integers of a loop kernel while its statements are written."""
 
     name: str
-    target: Target
     params: list[Param] = field(default_factory=list)
     views: list[View] = field(default_factory=list)
     args: dict[str, Size] = field(default_factory=dict)
@@ -241,9 +232,9 @@ class LoopBuilder:
         return index
 
     def load(self, param: int, at: Place) -> Expr:
-        """An element of a parameter, in the type in which the target computes with it."""
+        """An element of a parameter, in the type in which ops are defined: sums and the like are wide everywhere."""
         dtype = self.params[param].dtype
-        return Load(param, at, dtype).cast(self.target.native(dtype))
+        return Load(param, at, dtype).cast(dtype.wide)
 
     def arg(self, name: str, size: Size) -> Arg:
         """A run-time integer."""
@@ -332,9 +323,15 @@ class Elements:
     builder: LoopBuilder
     nest: Nest
     at: list[Place]
+    target: Target
 
     def load(self, i: int, *terms: tuple[Expr, int | Arg]) -> Expr:
-        """The element of read i, moved by further address terms if given."""
+        """The element of read i, moved by further address terms if given, in the type the target computes in."""
+        dtype = self.builder.params[i].dtype
+        return Load(i, self.at[i] + terms, dtype).cast(self.target.native(dtype))
+
+    def load_wide(self, i: int, *terms: tuple[Expr, int | Arg]) -> Expr:
+        """The same for ops that round once after several operations, as `LoopBuilder.load` does."""
         return self.builder.load(i, self.at[i] + terms)
 
     def index(self, axis: int) -> Expr:
@@ -365,7 +362,7 @@ def map_elements(
 
     `body` gives statements, and one expression a write; axes in `keep` are not merged with others.
     """
-    builder = scheduler.builder(name)
+    builder = LoopBuilder(name)
     operands = [v.expand(tuple(shape)) if v.rank != len(shape) or v.shape != tuple(shape) else v for v in reads]
     operands += list(writes)
     sizes, strides, axes = collapse(shape, [v.strides for v in operands], keep=keep)
@@ -378,7 +375,7 @@ def map_elements(
         builder.param(v, written=True)
     lets = [] if len(sizes) == 1 else decode_unit(builder, sizes[:-1], nest.names[:-1])
     at = places(builder, nest, len(operands))
-    stmts, values = body(Elements(builder, nest, at))
+    stmts, values = body(Elements(builder, nest, at, scheduler.target))
     stores = [Store(len(reads) + i, at[len(reads) + i], value) for i, value in enumerate(values)]
     inner = For("j", builder.arg("n", sizes[-1]), (*stmts, *stores), vector=True)
     elements: Size = flops

@@ -36,7 +36,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     if keeps:
         outs.append(s.result(node, 2))
         operands.write("states", outs[2])
-    n, kind = node.attrs["state_size"], s.native(outs[0].dtype)
+    n, kind = node.attrs["state_size"], outs[0].dtype.wide
     batch, seq, channels = outs[0].shape
     builder = operands.builder
     j, b, t = Index("j"), Index("b"), Ref("token", I64)
@@ -99,10 +99,10 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         for k in range(size):
             here = (Const(k, I64), e.arg("x_token", x.strides[1]))
             pad = (Const(k, I64), e.arg("pad_token", before.strides[1]))
-            value = e.load(0, here)
+            value = e.load_wide(0, here)
             if k < size - 1:
-                value = (token < size - 1 - k).choose(e.load(1, pad), value)
-            tap = e.load(2, (Const(k, I64), 1))
+                value = (token < size - 1 - k).choose(e.load_wide(1, pad), value)
+            tap = e.load_wide(2, (Const(k, I64), 1))
             term = value.cast(tap.dtype) * tap
             total = term if total is None else total + term
         assert total is not None

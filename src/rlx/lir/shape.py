@@ -74,7 +74,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         ends.append(at)
 
     def body(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
-        native = s.native(out.dtype)
+        native = s.target.native(out.dtype)
         value = e.load(len(reads) - 1).cast(native)
         for i in range(len(reads) - 2, -1, -1):
             value = (e.index(axis) < e.arg(f"end{i}", ends[i])).choose(e.load(i).cast(native), value)

@@ -52,7 +52,7 @@ def _(x: Value) -> Any:
 def _(x: Value, *, axis: int) -> Any:
     if x.shape[axis] == 0:
         return x  # it has no largest element to take off
-    wide = x.astype(x.dtype.compute)
+    wide = x.astype(x.dtype.wide)
     powers = (wide - wide.max(axis=axis, keepdims=True)).exp()
     return (powers / powers.sum(axis=axis, keepdims=True)).astype(x.dtype)
 
@@ -65,13 +65,13 @@ def _normed(centred: Value, eps: float, gamma: Value | None, beta: Value | None,
 
 @common_form("layer_norm")
 def _(x: Value, gamma: Value | None, beta: Value | None, *, eps: float) -> Any:
-    wide = x.astype(x.dtype.compute)
+    wide = x.astype(x.dtype.wide)
     return _normed(wide - wide.mean(axis=-1, keepdims=True), eps, gamma, beta, x)
 
 
 @common_form("rms_norm")
 def _(x: Value, gamma: Value | None, beta: Value | None, *, eps: float) -> Any:
-    return _normed(x.astype(x.dtype.compute), eps, gamma, beta, x)
+    return _normed(x.astype(x.dtype.wide), eps, gamma, beta, x)
 
 
 # -- recurrences ------------------------------------------------------------------------------------------------------

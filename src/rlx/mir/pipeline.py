@@ -82,11 +82,11 @@ def simplify() -> tuple[Pass, ...]:
     return (canonicalize, fold_constants, cse, dce)
 
 
-def merge(report: FusionReport, *, gates: bool, certain: bool = True) -> tuple[Pass, ...]:
+def merge(report: FusionReport, target: Target, *, gates: bool, certain: bool = True) -> tuple[Pass, ...]:
     """Passes that join work on whole tensors, before weights are packed; `certain` as in `hoist_weights`."""
     return (
         patches_as_matmuls,
-        legalize,
+        partial(legalize, target=target),
         *((partial(merge_gates, report=report, certain=certain),) if gates else ()),
         partial(merge_matmuls, report=report, certain=certain),
         canonicalize,
@@ -132,7 +132,9 @@ def split(
         return replace(parts, main=run_passes(parts.main, chosen(fuse(report, profile, target), profile), log))
 
     graph = optimise_bodies(graph, body)
-    merging = (patches_as_matmuls, legalize) if profile.fusion.skip else merge(report, gates=not int8, certain=certain)
+    merging = merge(report, target, gates=not int8, certain=certain)
+    if profile.fusion.skip:
+        merging = (patches_as_matmuls, partial(legalize, target=target))
     passes = (*simplify(), *merging, *((int8_matmuls,) if int8 else ()), dce)
     return hoist_weights(run_passes(graph, chosen(passes, profile), log), target, certain=certain)
 

@@ -1,9 +1,10 @@
 """Precision: f32 values become f16 or bf16 between ops. MIR in, MIR out, inputs, params and outputs as they were.
 
-Narrow floats are storage: kernels widen what they load, compute in f32 and round what they store, so that ops fused
-into one kernel hand f32 on. Left alone are integers and whatever floats integers and decisions are made of (token ids
-that arrive as floats stay whole, what is compared is compared as it was) and floats that are made of integers, random
-numbers and scales; f64, scalar constants, caches that the caller owns, and packed weights. Ops of users get f32.
+Where narrow floats are not native (`Target.native`) they are storage: kernels widen what they load, compute in f32 and
+round what they store, so that ops fused into one kernel hand f32 on. Left alone are integers and whatever floats
+integers and decisions are made of (token ids that arrive as floats stay whole, what is compared is compared as it was)
+and floats that are made of integers, random numbers and scales; f64, scalar constants, caches that the caller owns, and
+packed weights. Ops of users get f32.
 """
 
 from __future__ import annotations

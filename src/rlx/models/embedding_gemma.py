@@ -4,11 +4,12 @@ a mean and two dense layers, is said by the files beside the weights."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
+from rlx.flow.side import SideOutputs
 from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, RmsNorm
 from rlx.flow.stages.encoder import NearTokens, attend
 from rlx.formats import TensorFile
@@ -17,6 +18,7 @@ from rlx.models import gemma
 from rlx.models.config import FULL, MAX_POSITIONS, SLIDING, key
 from rlx.models.family import family
 from rlx.models.rope import rope_stage
+from rlx.ops.attention import MaskKind
 from rlx.types import sym
 
 
@@ -43,9 +45,13 @@ class Config(gemma.Config3):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingGemmaLayer(GemmaDecoder):
-    """A layer of Gemma 3 that looks both ways."""
+    """A layer of Gemma 3 that looks both ways, without a cache."""
 
     near: bool = False
+    layer_idx: int | None = field(init=False, default=None)  # these four have no meaning here
+    mask: str = field(init=False, default=MaskKind.NONE)
+    attn_logit_softcap: float | None = field(init=False, default=None)
+    kv_sink: SideOutputs | None = field(init=False, default=None)
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
         heads = self.self_attention()

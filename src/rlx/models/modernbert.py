@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from rlx.errors import FormatError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
-from rlx.flow.stages import FlowStage, LayerNorm, Sequence
+from rlx.flow.stages import FlowStage, LayerNorm
 from rlx.flow.stages.encoder import NearTokens, attend, split_qkv, turned
 from rlx.flow.stages.ffn import activate, linear
 from rlx.flow.state import FlowValue
@@ -20,6 +20,8 @@ from rlx.models.config import FULL, SLIDING, EncoderConfig, check_layer_types, k
 from rlx.models.family import family
 from rlx.models.rope import Rope, of_layer_kind, rope_stage
 from rlx.types import sym
+
+LOCAL, GLOBAL = "rope.local", "rope.global"  # names of RoPE tables
 
 
 @dataclass(frozen=True)
@@ -97,16 +99,18 @@ def settings(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 @family("modernbert", kind="encoder", gguf=["modern-bert"], hf=["modernbert"], config=Config, weights=WEIGHTS,
         prefixes=["model."], settings=settings)  # fmt: skip
 def modernbert(c: Config) -> ModelFlow:
-    def layer(i: int) -> FlowStage:
-        near = c.is_local(i)
-        rope, name = (c.local_rope, "rope.local") if near else (c.global_rope, "rope.global")
-        return Sequence((rope_stage(rope, c.context, name=name), ModernBertLayer(c, i, near)))
+    near = [c.is_local(i) for i in range(c.layers)]
+
+    def turning(flow: ModelFlow, rope: Rope, name: str) -> ModelFlow:
+        return flow.stage(rope_stage(rope, c.context, name=name))
 
     return (
         ModelFlow("modernbert").input("tokens", (sym.BATCH, sym.SEQ), "i32")
         .token_embed("embeddings.tok_embeddings.weight", shape=(c.vocab, c.dim))
         .stage(norm(c, "embeddings.norm")).stage(NearTokens(SLIDING, c.window // 2))
-        .repeat_layers(c.layers, layer).stage(norm(c, "final_norm"))
+        .when(any(near), lambda flow: turning(flow, c.local_rope, LOCAL))
+        .when(not all(near), lambda flow: turning(flow, c.global_rope, GLOBAL))
+        .repeat_layers(c.layers, lambda i: ModernBertLayer(c, i, near[i])).stage(norm(c, "final_norm"))
     )  # fmt: skip
 
 
@@ -136,7 +140,7 @@ class ModernBertLayer(FlowStage):
         c = self.c
         qkv = self.dense(ctx, x, "attn.Wqkv", 3 * c.dim, c.attention_bias)
         q, k, v = split_qkv(qkv, c.heads, c.head_dim)
-        q, k = turned(ctx, "ModernBertLayer", q, k)
+        q, k = turned(ctx, "ModernBertLayer", q, k, rope=LOCAL if self.near else GLOBAL)
         out = attend(ctx, q, k, v, "attention_mask", SLIDING if self.near else FULL)
         return self.dense(ctx, out, "attn.Wo", c.dim, c.attention_bias)
 

@@ -63,7 +63,7 @@ def _check(where: str, x: TensorType, block: int) -> int:
 
 def rounded(x: Any, block: int) -> tuple[Any, Any]:
     """Codes [..., blocks, block] and their scales [..., blocks, 1], in the type that arithmetic has."""
-    parts = x.astype(dtype_of(x.dtype).compute.numpy).reshape(*x.shape[:-1], -1, block)
+    parts = x.astype(dtype_of(x.dtype).wide.numpy).reshape(*x.shape[:-1], -1, block)
     kind = parts.dtype.type
     largest = np.abs(parts).max(axis=-1, keepdims=True)
     with np.errstate(all="ignore"):

@@ -181,7 +181,7 @@ def attention_lse(
 
 def row_type(q: TensorType) -> TensorType:
     """A number for each query."""
-    return TensorType((q.shape[0], q.shape[2], q.shape[1]), q.dtype.compute)
+    return TensorType((q.shape[0], q.shape[2], q.shape[1]), q.dtype.wide)
 
 
 def _grad_sample(forward: Sample) -> Sample:

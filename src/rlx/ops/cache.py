@@ -193,8 +193,8 @@ def cached_attention(
         raise ShapeError(f"{where}: q is [batch, seq, heads, head_dim], the last two fixed numbers above 0, found {q}")
     for kind, cache in zip(KINDS, (keys, values), strict=True):
         _check_cache(where, kind, cache)
-    width = F32 if keys.dtype is PACKED else keys.dtype.compute
-    if not q.dtype.is_float or keys.dtype is not values.dtype or width is not q.dtype.compute:
+    width = F32 if keys.dtype is PACKED else keys.dtype.wide
+    if not q.dtype.is_float or keys.dtype is not values.dtype or width is not q.dtype.wide:
         raise DTypeError(
             f"{where}: both caches have one type, of the width of q or narrower; found q {q.dtype}, "
             f"keys {keys.dtype}, values {values.dtype}"

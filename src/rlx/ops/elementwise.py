@@ -97,7 +97,7 @@ def binary(
         return TensorType(broadcast(a.shape, b.shape, where=name), result or common)
 
     def promoted(a: Any, b: Any) -> Any:
-        common = promote(dtype_of(a.dtype), dtype_of(b.dtype)).compute.numpy
+        common = promote(dtype_of(a.dtype), dtype_of(b.dtype)).wide.numpy
         return reference(a.astype(common), b.astype(common))
 
     default = (sample(f32(4, 5), f32(4, 5)), sample(f32(3, 1, 65), f32(2, 1)), sample(f32(7), f32()))
@@ -225,7 +225,7 @@ gelu_tanh = unary(
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
-    common = promote(dtype_of(a.dtype), dtype_of(b.dtype)).compute.numpy
+    common = promote(dtype_of(a.dtype), dtype_of(b.dtype)).wide.numpy
     return np.where(condition, a.astype(common), b.astype(common))
 
 

@@ -33,7 +33,7 @@ def _check_floats(where: str, a: TensorType, b: TensorType) -> None:
 
 
 def _wide(a: Any, b: Any) -> Any:
-    return promote(dtype_of(a.dtype), dtype_of(b.dtype)).compute.numpy
+    return promote(dtype_of(a.dtype), dtype_of(b.dtype)).wide.numpy
 
 
 def _grouped_matmul(x: Any, w: Any, index: Any) -> Any:
@@ -113,9 +113,9 @@ def _grouped_outer(x: Any, y: Any, index: Any, *, groups: int) -> Any:
 def _grouped_outer_apart(x: Value, y: Value, index: Value, *, groups: Size) -> Value:
     order, _, starts = index.group_rows(groups=groups)
     type_ = promote(x.dtype, y.dtype)
-    left, right = (v.astype(type_.compute) if v.dtype is not type_.compute else v for v in (x, y))
+    left, right = (v.astype(type_.wide) if v.dtype is not type_.wide else v for v in (x, y))
     made = x.graph.one("outer_of_runs", left.gather(order).mT, right.gather(order), starts)
-    return made if type_ is type_.compute else made.astype(type_)
+    return made if type_ is type_.wide else made.astype(type_)
 
 
 @op(

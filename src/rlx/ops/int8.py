@@ -40,7 +40,7 @@ def quantise_rows(x: TensorType) -> tuple[TensorType, TensorType, TensorType]:
         raise ShapeError("quantise_rows: needs an axis, found a scalar")
     if not x.dtype.is_float:
         raise DTypeError(f"quantise_rows: takes floats, found {x}")
-    one = TensorType((*x.shape[:-1], 1), x.dtype.compute)
+    one = TensorType((*x.shape[:-1], 1), x.dtype.wide)
     return x.with_dtype(U8), one, one
 
 

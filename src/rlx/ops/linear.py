@@ -14,7 +14,7 @@ from rlx.types import TensorType, broadcast, require_equal
 
 
 def _matmul(a: Any, b: Any) -> Any:
-    common = promote(dtype_of(a.dtype), dtype_of(b.dtype)).compute.numpy
+    common = promote(dtype_of(a.dtype), dtype_of(b.dtype)).wide.numpy
     return np.matmul(a.astype(common), b.astype(common))
 
 

@@ -62,7 +62,7 @@ def cross_entropy(logits: TensorType, labels: TensorType, *, ignore_index: int =
     Narrow floats give f32.
     """
     _check("cross_entropy", logits, labels)
-    return TensorType(logits.shape[:-1], logits.dtype.compute)
+    return TensorType(logits.shape[:-1], logits.dtype.wide)
 
 
 def _cross_entropy_grad(logits: Any, labels: Any, dy: Any, *, ignore_index: int) -> Any:
@@ -75,7 +75,7 @@ def _cross_entropy_grad(logits: Any, labels: Any, dy: Any, *, ignore_index: int)
 
 def _cross_entropy_grad_apart(logits: Value, labels: Value, dy: Value, *, ignore_index: int) -> Value:
     g, classes = logits.graph, logits.shape[-1]
-    wide = logits.astype(logits.dtype.compute)
+    wide = logits.astype(logits.dtype.wide)
     ones = g.one("expand", g.constant(1, "i64"), shape=(classes,))
     number = g.one("cumsum", ones, axis=0, exclusive=True)
     rows = labels.reshape(*labels.shape, 1)

@@ -86,7 +86,7 @@ def _norm_grad_apart(
     x: Value, dy: Value, gamma: Value | None = None, *, kind: str, eps: float
 ) -> tuple[Value, Value, Value]:
     """With x̂ the normalised operand and c = dy · gamma: (c - mean(c x̂) x̂ [- mean(c)]) / deviation."""
-    g, wide = x.graph, x.dtype.compute
+    g, wide = x.graph, x.dtype.wide
 
     def mean(value: Value) -> Value:
         return g.one("mean", value, axis=-1, keepdims=True)
@@ -125,5 +125,5 @@ def norm_grad(
         raise ShapeError(f"norm_grad: dy is {dy}, x is {x}")
     for have, want in zip(dy.shape, x.shape, strict=True):
         require_equal(have, want, f"norm_grad: dy is {dy}, x is {x}")
-    vector = TensorType(x.shape[-1:], x.dtype.compute)
+    vector = TensorType(x.shape[-1:], x.dtype.wide)
     return x, vector, vector

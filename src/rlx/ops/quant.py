@@ -324,7 +324,7 @@ def _quant_scale(x: Any, *, axis: int | None = None, scheme: str | None = None) 
 
 def _quant_scale_apart(x: Value, *, axis: int | None, scheme: str | None) -> Value:
     given = None if scheme is None else QuantScheme(scheme)
-    size = abs(x.astype(x.dtype.compute))
+    size = abs(x.astype(x.dtype.wide))
     if given is not None and given.block > 1:
         *leading, k, n = x.shape
         size = size.reshape(*leading, k // given.block, given.block, n)
@@ -333,7 +333,7 @@ def _quant_scale_apart(x: Value, *, axis: int | None, scheme: str | None) -> Val
         others = _scale_axes(x.rank, axis, given)
         if any(x.shape[a] == 0 for a in others):  # nothing has a largest, but a scale nevertheless
             shape = tuple(d for a, d in enumerate(x.shape) if a not in others)
-            return x.graph.one("expand", x.graph.constant(LEAST_SCALE, x.dtype.compute), shape=shape)
+            return x.graph.one("expand", x.graph.constant(LEAST_SCALE, x.dtype.wide), shape=shape)
         largest = x.graph.one("max", size, axis=others)
     return (largest / _levels(given)).maximum(LEAST_SCALE)  # type: ignore[no-any-return]
 
@@ -362,7 +362,7 @@ def quant_scale(x: TensorType, *, axis: int | None = None, scheme: str | None = 
         raise ShapeError(f"quant_scale: {given} takes [..., k, n] and no axis, found {x} and axis={axis}")
     else:
         shape = scale_shape("quant_scale", x.shape, given)
-    return TensorType(shape, x.dtype.compute)
+    return TensorType(shape, x.dtype.wide)
 
 
 # -- quantisation in training -----------------------------------------------------------------------------------------
@@ -408,8 +408,8 @@ def _fake_quantise(x: Any, scale: Any = None, *, bits: int = 8, axis: int | None
 
 def _fake_quantise_apart(x: Value, scale: Value | None = None, *, bits: int, axis: int | None) -> Value:
     if 0 in x.shape:
-        return x.astype(x.dtype.compute).astype(x.dtype)
-    top, wide = _top(bits), x.astype(x.dtype.compute)
+        return x.astype(x.dtype.wide).astype(x.dtype)
+    top, wide = _top(bits), x.astype(x.dtype.wide)
     step = _steps_apart(wide, scale, bits, axis)
     rounded: Value = (wide / step).round().maximum(-top).minimum(top) * step
     return rounded.astype(x.dtype)
@@ -443,12 +443,12 @@ def _running_scale(x: Any, state: Any, *, bits: int = 8, axis: int | None = None
 
 
 def _running_scale_apart(x: Value, state: Value, *, bits: int, axis: int | None, decay: float) -> Value:
-    wide = x.astype(x.dtype.compute)
+    wide = x.astype(x.dtype.wide)
     if 0 in x.shape:
         now = x.graph.one("expand", x.graph.constant(LEAST_SCALE, state.dtype), shape=state.shape)
     else:
         now = _steps_apart(wide, None, bits, axis).reshape(*state.shape).astype(state.dtype)
-    rest = 1 - np.dtype(state.dtype.compute.numpy).type(decay)  # as the number is that is multiplied by
+    rest = 1 - np.dtype(state.dtype.wide.numpy).type(decay)  # as the number is that is multiplied by
     return (state > 0).where(state * decay + now * float(rest), now)  # type: ignore[no-any-return]
 
 
@@ -493,10 +493,10 @@ def _fake_quantise_grad(
 def _fake_quantise_grad_apart(
     x: Value, dy: Value, scale: Value | None, *, bits: int, axis: int | None, ste: str
 ) -> Value:
-    given, dy = dy.dtype, dy.astype(dy.dtype.compute)
+    given, dy = dy.dtype, dy.astype(dy.dtype.wide)
     if ste == "identity" or (ste == "clipped" and scale is None) or 0 in x.shape:
         return dy.astype(given)
-    top, wide = _top(bits), x.astype(x.dtype.compute)
+    top, wide = _top(bits), x.astype(x.dtype.wide)
     step = _steps_apart(wide, scale, bits, axis)
     if ste == "clipped":
         inside = (abs(wide) <= step * top).where(dy, 0.0)
@@ -542,7 +542,7 @@ def _fake_quantise_scale_grad(x: Any, scale: Any, dy: Any, *, bits: int = 8, axi
 
 
 def _fake_quantise_scale_grad_apart(x: Value, scale: Value, dy: Value, *, bits: int, axis: int | None) -> Value:
-    top, wide = _top(bits), x.astype(x.dtype.compute)
+    top, wide = _top(bits), x.astype(x.dtype.wide)
     z = wide / _steps_apart(wide, scale, bits, axis)
     slope = (abs(z) <= top).where(z.round() - z, (z > 0).where(wide * 0 + top, -float(top)))
     others = _scale_axes(x.rank, axis, None)

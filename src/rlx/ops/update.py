@@ -77,7 +77,7 @@ def _adamw_apart(
     p: Value, m: Value, v: Value, grad: Value, rate: Value, decay: Value, root: Value, scale: Value | None, *,
     beta1: float, beta2: float, eps: float,
 ) -> tuple[Value, ...]:  # fmt: skip
-    kind, wide = p.dtype, p.dtype.compute
+    kind, wide = p.dtype, p.dtype.wide
     p, m, v, grad, rate, decay, root = (x.astype(wide) for x in (p, m, v, grad, rate, decay, root))
     g = grad if scale is None else grad * scale.astype(wide)
     m = m * beta1 + g * (1 - beta1)
@@ -138,7 +138,7 @@ def _sgd_apart(
     p: Value, grad: Value, rate: Value, velocity: Value | None, scale: Value | None, *, momentum: float,
     nesterov: bool, weight_decay: float,
 ) -> tuple[Value, ...]:  # fmt: skip
-    kind, wide = p.dtype, p.dtype.compute
+    kind, wide = p.dtype, p.dtype.wide
     p, grad, rate = (x.astype(wide) for x in (p, grad, rate))
     g = grad if scale is None else grad * scale.astype(wide)
     g = g + p * weight_decay

@@ -112,7 +112,7 @@ def _norm(graph: Graph, grads: Sequence[Value]) -> Value:
     """The square root of the sum of all squares."""
     total: Value | None = None
     for grad in grads:
-        wide = grad.astype(grad.dtype.compute)
+        wide = grad.astype(grad.dtype.wide)
         squares = graph.one("sum", wide * wide)
         total = squares if total is None else total + squares
     assert total is not None

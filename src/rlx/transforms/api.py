@@ -51,8 +51,8 @@ def chosen(where: str, graph: Graph, wrt: Wrt) -> list[Node]:
     None: all float params but those that the model computes itself, or else inputs.
     """
     if wrt is None:
-        params = [n for n in graph.params if n.types[0].dtype.is_float and n.attrs["name"] not in graph.fixed]
-        found = params or [n for n in leaves(graph) if n.types[0].dtype.is_float]
+        floats = [n for n in leaves(graph) if n.types[0].dtype.is_float and n.attrs["name"] not in graph.fixed]
+        found = [n for n in floats if n.op == "param"] or floats
         if not found:
             raise GraphError(f"{where}: graph {graph.name!r} has no inputs that are floats")
         return found
@@ -80,7 +80,7 @@ def _name(where: str, wrt: str | Value) -> str:
 def started(graph: Graph, name: str) -> tuple[Graph, list[Value]]:
     """A new graph with the same leaves."""
     made = Graph(f"{graph.name}_{name}")
-    made.limits = dict(graph.limits)
+    made.limits, made.fixed = dict(graph.limits), set(graph.fixed)
     return made, [made.append(n.op, (), n.attrs, n.types, n.origin)[0] for n in leaves(graph)]
 
 
@@ -278,7 +278,7 @@ def vmap(graph: Any, in_axes: Axes = 0, out_axes: int | Sequence[int] = 0, *, si
     source = as_graph("vmap", graph)
     count = as_size(_unused_symbol(source) if size is None else size)
     made = Graph(f"{source.name}_vmap")
-    made.limits = dict(source.limits)
+    made.limits, made.fixed = dict(source.limits), set(source.fixed)
     given, flags = [], []
     for node, axis in _in_axes(source, in_axes):
         type_ = node.types[0]

@@ -30,6 +30,7 @@ from rlx.lir.loops import (
     Load,
     Lookup,
     LoopKernel,
+    Place,
     Reduce,
     Ref,
     Stmt,
@@ -313,7 +314,7 @@ class _Emitter:
             return self.b.extract(self.cast(self.load(load), load.dtype, I64), 0)
 
     # -- addresses --------------------------------------------------------------------------------------------------
-    def address(self, param: int, at: tuple[tuple[Expr, int | Arg], ...]) -> _Address:
+    def address(self, param: int, at: Place) -> _Address:
         b = self.b
         offset: Value = i64(0)
         step: int | Value = 0

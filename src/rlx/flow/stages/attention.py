@@ -16,13 +16,11 @@ from rlx.flow.side import SideOutputs
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.ffn import linear
 from rlx.flow.stages.norm import GemmaRmsNorm, RmsNorm
-from rlx.flow.state import DecodeBindings, FlowValue
+from rlx.flow.state import MAIN_ROPE, DecodeBindings, FlowValue
 from rlx.hir.lower import counted
 from rlx.ir.graph import Graph, Value
 from rlx.ops.attention import MaskKind, split_mask
-from rlx.types import Size, sym
-
-MAIN_ROPE = "rope"  # the name of the tables that layers turn by unless they name others
+from rlx.types import Size, known_equal
 
 
 @dataclass(frozen=True)
@@ -90,8 +88,8 @@ class SelfAttention:
         graph, past, (batch, seq) = ctx.hir(), self.bindings(ctx), x.shape[:2]
         rows = None if past is None else self.rows_of_step(ctx, past, self.rope)
         if rows is not None:
-            check_rows(self.stage, rows[0].shape[0], seq)
-            return *rows, counted(graph, batch, seq), ctx.state.rope_style
+            cos, sin = (self.of_new_tokens(table, seq) for table in rows)
+            return cos, sin, counted(graph, batch, seq), ctx.state.style_of(self.rope)
         cos, sin, by_length, style = rope_tables_of(ctx, self.stage, self.rope)
         if by_length is not None:
             if past is not None:
@@ -108,10 +106,19 @@ class SelfAttention:
         positions = counted(graph, batch, seq)
         return cos, sin, positions if past is None else positions + size_of(graph, before), style
 
+    def of_new_tokens(self, table: Value, seq: Size) -> Value:
+        """Rows of a step, one per new token. A number of rows that is known at run time only is checked then."""
+        if known_equal(table.shape[0], seq) is False:
+            raise ShapeError(
+                f"stage {self.stage}: a step of {seq} tokens has {table.shape[0]} rows of RoPE tables",
+                hint="give one row per new token, or put RopeTables before BindDecodeInputs",
+            )
+        return table if table.shape[0] == seq else table.assume_equal(shape=(seq, *table.shape[1:]))
+
     def rows_of_step(self, ctx: FlowCtx, past: DecodeBindings, rope: str) -> tuple[Value, Value] | None:
         """One row per new token where the caller gives them: the bound ones, or inputs `<rope>_cos` and `_sin`."""
         if rope == MAIN_ROPE:
-            return (past.cos, past.sin) if past.rows else None
+            return (past.cos, past.sin) if past.rows and past.cos is not None and past.sin is not None else None
         names = f"{rope}_cos", f"{rope}_sin"
         if not all(name in ctx.state.inputs for name in names):
             return None
@@ -195,7 +202,7 @@ def has_positions(ctx: FlowCtx) -> bool:
 def token_positions(ctx: FlowCtx, x: Value) -> Value:
     """[batch, seq]: an input where a cache or the flow asks for it, else counted from 0."""
     if has_positions(ctx):
-        return ctx.input("positions", (sym.BATCH, sym.SEQ), "i32")
+        return ctx.input("positions", x.shape[:2], "i32")
     return counted(ctx.hir(), x.shape[0], x.shape[1])
 
 
@@ -209,7 +216,7 @@ def rope_tables_of(ctx: FlowCtx, stage: str, name: str) -> tuple[Value, Value, V
     if name == MAIN_ROPE and (cos is None or sin is None):
         cos, sin, rows = state.rope_cos, state.rope_sin, state.rope_rows
     if cos is not None and sin is not None:
-        return cos, sin, rows, state.rope_styles.get(name, state.rope_style)
+        return cos, sin, rows, state.style_of(name)
     known = [key.removesuffix(".cos") for key in state.named if key.endswith(".cos")]
     hint = nearest(name, known) or "put RopeTables before the layers"
     which = "" if name == MAIN_ROPE else f" under the name {name!r}"
@@ -250,7 +257,10 @@ def _seen_and_kept(q: Value, k: Value, kind: str, kept: Value) -> Value:
 # -- stages ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class SelfAttnPrefill(FlowStage):
-    """Attention over the value by three weights, with rotary positions and without the output projection."""
+    """Attention over the value by three weights, with rotary positions and without the output projection.
+
+    Where the flow has a cache it attends over that, so decode steps take it too.
+    """
 
     q_key: str
     k_key: str
@@ -261,12 +271,15 @@ class SelfAttnPrefill(FlowStage):
     mask: str = MaskKind.CAUSAL
     score_scale: float | None = None
     attn_logit_softcap: float | None = None
+    _: KW_ONLY
+    rope: str | None = MAIN_ROPE  # the name of its tables; None: heads do not turn
+    layer_idx: int | None = None  # needed where the flow has a cache
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "SelfAttnPrefill")
         attention = SelfAttention(
             "SelfAttnPrefill", self.q_key, self.k_key, self.v_key, self.num_heads, self.num_kv_heads, self.head_dim,
-            self.mask, self.score_scale, self.attn_logit_softcap,
+            self.mask, self.score_scale, self.attn_logit_softcap, rope=self.rope, layer_idx=self.layer_idx,
         )  # fmt: skip
         return ctx.wrap(attention.emit(ctx, x))
 

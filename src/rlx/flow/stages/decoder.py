@@ -7,52 +7,71 @@ keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from rlx.errors import GraphError
 from rlx.flow.context import FlowCtx
 from rlx.flow.side import SideOutputs
-from rlx.flow.stages.attention import MAIN_ROPE, SelfAttention
+from rlx.flow.stages.attention import SelfAttention
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.ffn import SwiGlu, linear
 from rlx.flow.stages.norm import GemmaRmsNorm, RmsNorm
 from rlx.flow.stages.structure import emit_stage
-from rlx.flow.state import FlowValue
+from rlx.flow.state import MAIN_ROPE, FlowValue
 from rlx.ir.graph import Value
 from rlx.ir.provenance import stage as provenance
 from rlx.ops.attention import MaskKind
 from rlx.types import Size
 
 
-def pre_norm_layer(
-    ctx: FlowCtx, x: Value, norm: Callable[[Value, str], Value], attention: Callable[[Value], Value], ffn: FlowStage,
-    post_norms: bool,
-) -> FlowValue:  # fmt: skip
-    """x + attention(norm x), then + feed-forward(norm ·). With `post_norms` what is added is normed too (Gemma 2)."""
-    with provenance("attn"):
-        attended = attention(norm(x, "input"))
-        if post_norms:
-            attended = norm(attended, "post_attention")
-    x = x + attended
-    with provenance("ffn.norm"):
-        normed = norm(x, "pre_feedforward" if post_norms else "post_attention")
-    added = ctx.need(emit_stage(ctx, ffn, ctx.wrap(normed)), "ffn")
-    if post_norms:
-        with provenance("ffn.post_norm"):
-            added = norm(added, "post_feedforward")
-    return ctx.wrap(x + added)
+class PreNormLayer(FlowStage):
+    """x + attention(norm x), then + feed-forward(norm ·). Subclasses have these fields, and say how they attend.
 
+    With `post_norms` what is added is normed too (Gemma 2).
+    """
 
-def layer_norm(ctx: FlowCtx, x: Value, prefix: str, name: str, eps: float, unit_offset: bool) -> Value:
-    """A norm of the layer at `prefix`, by its weight or by 1 + weight."""
-    kind = GemmaRmsNorm if unit_offset else RmsNorm
-    return kind(f"{prefix}.{name}_layernorm.weight", eps).emit(ctx, ctx.wrap(x)).id
+    layer_prefix: str
+    eps: float
+    intermediate_size: int | None
+    activation: str
+    mlp_bias: bool
+    unit_offset: bool
+    ffn: FlowStage | None
+    post_norms: bool = False
+
+    @abstractmethod
+    def attention(self, ctx: FlowCtx, x: Value) -> Value:
+        """What is added to x `[batch, seq, hidden]`, of x after its norm."""
+
+    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
+        x = ctx.need(value, type(self).__name__)
+        with provenance("attn"):
+            attended = self.attention(ctx, self.norm(ctx, x, "input"))
+            if self.post_norms:
+                attended = self.norm(ctx, attended, "post_attention")
+        x = x + attended
+        with provenance("ffn.norm"):
+            normed = self.norm(ctx, x, "pre_feedforward" if self.post_norms else "post_attention")
+        ffn = self.ffn or SwiGlu.hf_mlp(
+            f"{self.layer_prefix}.mlp", intermediate_size=self.intermediate_size, bias=self.mlp_bias,
+            activation=self.activation,
+        )  # fmt: skip
+        added = ctx.need(emit_stage(ctx, ffn, ctx.wrap(normed)), "ffn")
+        if self.post_norms:
+            with provenance("ffn.post_norm"):
+                added = self.norm(ctx, added, "post_feedforward")
+        return ctx.wrap(x + added)
+
+    def norm(self, ctx: FlowCtx, x: Value, name: str) -> Value:
+        """A norm of this layer, by its weight or by 1 + weight."""
+        kind = GemmaRmsNorm if self.unit_offset else RmsNorm
+        return kind(f"{self.layer_prefix}.{name}_layernorm.weight", self.eps).emit(ctx, ctx.wrap(x)).id
 
 
 @dataclass(frozen=True)
-class DecoderLayer(FlowStage):
+class DecoderLayer(PreNormLayer):
     """A layer that attends to the tokens given, and to those in the runtime's cache where the flow has one."""
 
     layer_prefix: str
@@ -76,18 +95,6 @@ class DecoderLayer(FlowStage):
     rope: str | None = MAIN_ROPE  # the name of the tables that this layer turns by; None: heads do not turn
     ffn: FlowStage | None = None  # in place of the gated one
     kv_sink: SideOutputs | None = None  # gets the keys and values of the tokens given
-
-    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
-        x = ctx.need(value, type(self).__name__)
-        ffn = self.ffn or SwiGlu.hf_mlp(
-            f"{self.layer_prefix}.mlp", intermediate_size=self.intermediate_size, bias=self.mlp_bias,
-            activation=self.activation,
-        )  # fmt: skip
-
-        def norm(x: Value, name: str) -> Value:
-            return layer_norm(ctx, x, self.layer_prefix, name, self.eps, self.unit_offset)
-
-        return pre_norm_layer(ctx, x, norm, lambda x: self.attention(ctx, x), ffn, self.post_norms)
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
         return self.projected(ctx, self.self_attention().emit(ctx, x), x.shape[-1])

@@ -10,12 +10,12 @@ import numpy as np
 from rlx.dtypes import BOOL
 from rlx.errors import GraphError, nearest
 from rlx.flow.context import FlowCtx
-from rlx.flow.stages.attention import check_rows, has_positions, token_positions
+from rlx.flow.stages.attention import check_rows, has_positions, rope_tables_of, token_positions
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.ffn import GeluFfn, SwiGlu, linear
 from rlx.flow.stages.norm import LayerNorm
 from rlx.flow.stages.structure import emit_stage
-from rlx.flow.state import FlowValue
+from rlx.flow.state import MAIN_ROPE, FlowValue
 from rlx.hir.lower import counted
 from rlx.ir.graph import Value
 from rlx.ir.provenance import stage as provenance
@@ -64,7 +64,12 @@ def attend(
 def kept_tokens(ctx: FlowCtx, shape: Sequence[Size]) -> Value:
     """Which tokens are no padding, `[batch, seq]` truth values: the input `attention_mask` of whatever type."""
     mask = ctx.mask_input("attention_mask", shape)
-    return mask if mask.dtype is BOOL else mask > 0.5
+    return mask if mask.dtype is BOOL else mask >= 0.5
+
+
+def _rows(value: FlowValue | None) -> Sequence[Size]:
+    """[batch, seq] of the tokens that flow."""
+    return (sym.BATCH, sym.SEQ) if value is None else value.shape[:2]
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class NearTokens(FlowStage):
     reach: int
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        rows = (sym.BATCH, sym.SEQ)
+        rows = _rows(value)
         positions, kept = ctx.input("positions", rows, "i32"), kept_tokens(ctx, rows)
         batch, seq = positions.shape
         apart = positions.reshape(batch, 1, seq, 1) - positions.reshape(batch, 1, 1, seq)
@@ -89,7 +94,7 @@ class EarlierTokens(FlowStage):
     """A mask of the tokens up to each token, which layers add to their scores: encoders that read from the left."""
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        kept = kept_tokens(ctx, (sym.BATCH, sym.SEQ))
+        kept = kept_tokens(ctx, _rows(value))
         batch, seq = kept.shape
         at = counted(ctx.hir(), batch, seq)
         earlier = at.reshape(batch, 1, 1, seq) <= at.reshape(batch, 1, seq, 1)
@@ -105,17 +110,14 @@ def split_qkv(qkv: Value, heads: int, head_dim: int) -> list[Value]:
     return [qkv[:, :, i * width : (i + 1) * width].reshape(batch, seq, heads, head_dim) for i in range(3)]
 
 
-def turned(ctx: FlowCtx, stage: str, *heads: Value) -> list[Value]:
-    """Queries and keys by the RoPE tables that flow, at the `positions` that the flow declares or counted from 0."""
-    cos, sin = ctx.state.rope_cos, ctx.state.rope_sin
-    if cos is None or sin is None:
-        raise GraphError(f"stage {stage}: no RoPE tables flow here", hint="put RopeTables before the layers")
-    positions = ctx.state.rope_rows
-    if positions is None:
-        positions = token_positions(ctx, heads[0])
+def turned(ctx: FlowCtx, stage: str, *heads: Value, rope: str = MAIN_ROPE) -> list[Value]:
+    """Queries and keys by the RoPE tables of a name, at the `positions` that the flow declares or counted from 0."""
+    cos, sin, rows, style = rope_tables_of(ctx, stage, rope)
+    if rows is None:
+        rows = token_positions(ctx, heads[0])
         if not has_positions(ctx):
             check_rows(stage, cos.shape[0], heads[0].shape[1])
-    return [x.rope(cos, sin, positions, style=ctx.state.rope_style) for x in heads]
+    return [x.rope(cos, sin, rows, style=style) for x in heads]
 
 
 def post_norm_layer(

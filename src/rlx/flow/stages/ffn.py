@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.errors import CapabilityError, GraphError
+from rlx.errors import CapabilityError, GraphError, ShapeError
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
 from rlx.ir.graph import Value
-from rlx.types import Size
+from rlx.ir.provenance import here
+from rlx.types import Size, known_equal
 
 # By the names of Hugging Face (`hidden_act`); those that have weights of their own (prelu, xielu) are no part of it.
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
@@ -68,6 +69,12 @@ def linear(
     """
     shape = None if out is None else (x.shape[-1], out)
     weight = ctx.load_param(weight_key, transpose, shape=shape)
+    if weight.rank == 2 and x.rank and known_equal(x.shape[-1], weight.shape[0]) is False:
+        raise ShapeError(
+            f"weight {weight_key!r}: takes vectors of {weight.shape[0]}, the value is {x.type}",
+            hint=f"the weight is read as {'[out, in]' if transpose else '[in, out]'}: is it the transpose?",
+            notes=[f"built at: {here()}"],
+        )
     try:
         y = x @ weight
     except GraphError as error:
@@ -92,8 +99,8 @@ class SwiGlu(FlowStage):
         cls, prefix: str, *, intermediate_size: int | None = None, bias: bool = False, activation: str = "silu"
     ) -> SwiGlu:
         """The names under which Hugging Face keeps the Llama feed-forward at `prefix`, such as `model.layers.0.mlp`."""
-        parts = prefix.split(".")
-        if len(parts) > 1 and parts[-2] == "layers":
+        before, _, last = prefix.rpartition(".")
+        if last.isdecimal() and not before.endswith("experts"):  # an expert is a feed-forward with a number
             raise GraphError(
                 f"SwiGlu.hf_mlp: {prefix!r} is a layer, expected its feed-forward", hint=f"hf_mlp('{prefix}.mlp')"
             )

@@ -8,11 +8,11 @@ from itertools import accumulate, pairwise
 
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage
-from rlx.flow.stages.decoder import DecoderLayer, layer_norm, pre_norm_layer
-from rlx.flow.stages.ffn import SwiGlu, activate, linear, softplus
+from rlx.flow.stages.decoder import DecoderLayer, PreNormLayer
+from rlx.flow.stages.ffn import activate, linear, softplus
 from rlx.flow.stages.parts import GdnScan
 from rlx.flow.stages.recurrent import short_conv, state_of, where_present
-from rlx.flow.state import FlowValue, GdnInputSlots
+from rlx.flow.state import GdnInputSlots
 from rlx.ir.graph import Value
 
 
@@ -33,7 +33,7 @@ class GatedAttentionLayer(DecoderLayer):
 
 
 @dataclass(frozen=True)
-class DeltaNetLayer(FlowStage):
+class DeltaNetLayer(PreNormLayer):
     """A layer with the gated delta rule (Yang et al., 2024) in place of attention, after a short convolution."""
 
     layer_prefix: str
@@ -52,18 +52,6 @@ class DeltaNetLayer(FlowStage):
     mlp_bias: bool = False
     unit_offset: bool = True
     ffn: FlowStage | None = None  # in place of the gated one
-
-    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
-        x = ctx.need(value, "DeltaNetLayer")
-        ffn = self.ffn or SwiGlu.hf_mlp(
-            f"{self.layer_prefix}.mlp", intermediate_size=self.intermediate_size, bias=self.mlp_bias,
-            activation=self.activation,
-        )  # fmt: skip
-
-        def norm(x: Value, name: str) -> Value:
-            return layer_norm(ctx, x, self.layer_prefix, name, self.eps, self.unit_offset)
-
-        return pre_norm_layer(ctx, x, norm, lambda x: self.attention(ctx, x), ffn, post_norms=False)
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
         base, lead, n, heads = f"{self.layer_prefix}.linear_attn", x.shape[:2], self.state_size, self.value_heads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from numbers import Real
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from rlx.errors import GraphError
 from rlx.flow.context import Array, FlowCtx
 from rlx.flow.stages.base import FlowStage
-from rlx.flow.stages.embed import rows_input
+from rlx.flow.stages.embed import check_style, check_tables, rows_input
 from rlx.flow.stages.ffn import linear
 from rlx.flow.state import DecodeBindings, FlowValue
 from rlx.ir.graph import Value
@@ -177,15 +177,22 @@ class AttnMask(FlowStage):
 
 @dataclass(frozen=True, eq=False)
 class DecodeRopeParams(FlowStage):
-    """Fixed RoPE rows `[1, half]` for a decode step. The flowing value passes."""
+    """Fixed RoPE rows for a decode step, `[1, half]`, or one per new token. The flowing value passes."""
 
     cos: Array
     sin: Array
+    style: str = "halves"  # which parts of a head turn together: halves, or pairs of neighbours
+
+    def __post_init__(self) -> None:
+        check_style("DecodeRopeParams", self.style)
+        check_tables("DecodeRopeParams", self.cos, self.sin)
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        ctx.state.rope_cos = ctx.synth_param("decode.rope.cos", np.asarray(self.cos, np.float32))
-        ctx.state.rope_sin = ctx.synth_param("decode.rope.sin", np.asarray(self.sin, np.float32))
-        ctx.state.rope_rows, ctx.state.rope_per_token = None, True
+        cos, sin = (
+            ctx.synth_param(f"decode.rope.{of}", np.asarray(rows, np.float32))
+            for of, rows in (("cos", self.cos), ("sin", self.sin))
+        )
+        ctx.state.bind_rope_rows(cos, sin, self.style)
         return value
 
 
@@ -194,16 +201,19 @@ class BindDecodeInputs(FlowStage):
     """The inputs of a decode step as `FlowState.decode`: RoPE rows, a mask, one past K and V per layer.
 
     The flow declares `past_k_0`, `past_v_0` and so on, and `mask` if it is used. Rows of RoPE tables, one per new
-    token, are inputs `rope_cos` and `rope_sin` or those of `DecodeRopeParams`. Where `RopeTables` flow instead, the new
-    tokens come after the past, or are at the `positions` that the flow declares. The flowing value passes.
+    token, are inputs `rope_cos` and `rope_sin` (in the style of the tables that flow, else halves) or those of
+    `DecodeRopeParams`. Where `RopeTables` flow instead, the new tokens come after the past, or are at the `positions`
+    that the flow declares. With `rope=False` no layer turns, and no rows are needed. The flowing value passes.
     """
 
     num_layers: int
     use_custom_mask: bool = False
+    _: KW_ONLY
+    rope: bool = True
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         cos, sin, rows = ctx.state.rope_cos, ctx.state.rope_sin, ctx.state.rope_per_token
-        if cos is None or sin is None or "rope_cos" in ctx.state.inputs:
+        if self.rope and (cos is None or sin is None or "rope_cos" in ctx.state.inputs):
             cos, sin, rows = self.bound(ctx, "rope_cos"), self.bound(ctx, "rope_sin"), True
         past_k, past_v = ([self.bound(ctx, f"past_{x}_{i}") for i in range(self.num_layers)] for x in "kv")
         mask = self.bound(ctx, "mask") if self.use_custom_mask else None

@@ -1,7 +1,8 @@
 """RoPE that depends on how long a sequence is: frequencies are chosen when the graph runs, for each row of a batch.
 
 The length is that of the whole sequence once all tokens of a call, or of the prompt that a call is a part of, are in
-it: with a cache of the runtime it is the input `lengths`, without one the number of tokens that are no padding.
+it: with a cache of the runtime it is the input `lengths`; without one it ends at the last position of a token that is
+no padding.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlx.errors import GraphError, ShapeError
 from rlx.flow.context import Array, FlowCtx
-from rlx.flow.stages.attention import MAIN_ROPE, check_rows, has_positions, token_positions
+from rlx.flow.stages.attention import check_rows, has_positions, token_positions
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.embed import check_style, check_tables
 from rlx.flow.stages.encoder import kept_tokens
-from rlx.flow.state import FlowValue
+from rlx.flow.state import MAIN_ROPE, FlowValue
 from rlx.hir.lower import counted
 from rlx.ir.graph import Value
 from rlx.types import sym
@@ -25,7 +27,8 @@ from rlx.types import sym
 class RopeSwitch(FlowStage):
     """Two pairs of tables: one for sequences of up to `limit` tokens, one for longer ones (longrope).
 
-    `cos` and `sin` are `[limit + positions, half]`: the rows for short sequences, then those for long ones.
+    `cos` and `sin` are `[limit + positions, half]`: the rows for short sequences, then those for long ones. Without a
+    cache the input `attention_mask` says which tokens count.
     """
 
     cos: Array
@@ -37,11 +40,14 @@ class RopeSwitch(FlowStage):
     def __post_init__(self) -> None:
         check_style("RopeSwitch", self.style)
         check_tables("RopeSwitch", self.cos, self.sin)
+        _check_limit("RopeSwitch", self.limit)
+        if self.limit >= len(self.cos):
+            raise ShapeError(f"stage RopeSwitch: limit is {self.limit}, and tables have {len(self.cos)} rows in all")
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         x = ctx.need(value, "RopeSwitch")
         if not has_positions(ctx):
-            check_rows("RopeSwitch", len(self.cos) - self.limit, x.shape[1])
+            check_rows("RopeSwitch", max(self.limit, len(self.cos) - self.limit), x.shape[1])
         is_long = (sequence_lengths(ctx, x, self.limit, grows=False) > self.limit).astype("i32")
         rows = token_positions(ctx, x).maximum(0) + is_long.reshape(x.shape[0], 1) * self.limit
         cos, sin = (
@@ -54,7 +60,10 @@ class RopeSwitch(FlowStage):
 
 @dataclass(frozen=True, eq=False)
 class RopeGrowth(FlowStage):
-    """Frequencies for every length beyond `limit` (dynamic NTK): `[lengths, half]`, the first row for all up to it."""
+    """Frequencies for every length beyond `limit` (dynamic NTK): `[lengths, half]`, the first row for all up to it.
+
+    Without a cache the input `attention_mask` says which tokens count.
+    """
 
     frequencies: Array
     limit: int
@@ -64,6 +73,10 @@ class RopeGrowth(FlowStage):
 
     def __post_init__(self) -> None:
         check_style("RopeGrowth", self.style)
+        _check_limit("RopeGrowth", self.limit)
+        if len(np.shape(self.frequencies)) != 2 or not len(self.frequencies):
+            found = np.shape(self.frequencies)
+            raise ShapeError(f"stage RopeGrowth: frequencies are [lengths, half], found shape {found}")
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         x = ctx.need(value, "RopeGrowth")
@@ -72,8 +85,8 @@ class RopeGrowth(FlowStage):
             check_rows("RopeGrowth", self.limit + len(self.frequencies) - 1, seq)
         lengths = sequence_lengths(ctx, x, self.limit, grows=True)
         table = ctx.synth_param(f"{self.name}.frequencies", np.asarray(self.frequencies, np.float32))
-        rows, half = self.frequencies.shape
-        chosen = table.gather((lengths - self.limit).maximum(0).minimum(rows - 1))
+        half = table.shape[1]
+        chosen = table.gather((lengths - self.limit).maximum(0))  # a length that it has no row for is a fault
         positions = token_positions(ctx, x).maximum(0).astype("f32").reshape(batch, seq, 1)
         angles = (positions * chosen.reshape(batch, 1, half)).reshape(batch * seq, half)
         each = counted(ctx.hir(), 1, batch * seq).reshape(batch, seq)  # a row of the tables for each token
@@ -87,5 +100,12 @@ def sequence_lengths(ctx: FlowCtx, x: Value, limit: int, grows: bool) -> Value:
     if ctx.state.cache is not None:
         ctx.state.cache.lengths.append((limit, grows))
         return ctx.input("lengths", (sym.BATCH,), "i32")
-    present: Value = kept_tokens(ctx, x.shape[:2]).astype("i32").sum(axis=1)
-    return present
+    present = kept_tokens(ctx, x.shape[:2]).astype("i32")
+    if has_positions(ctx):  # the tokens may be a part of the sequence
+        return ctx.hir().one("max", (token_positions(ctx, x) + 1) * present, axis=1)
+    return ctx.hir().one("sum", present, axis=1)
+
+
+def _check_limit(stage: str, limit: int) -> None:
+    if not hasattr(limit, "__index__") or limit < 1:
+        raise GraphError(f"stage {stage}: limit is {limit!r}, expected a number of tokens from 1")

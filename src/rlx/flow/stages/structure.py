@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 
-from rlx.errors import GraphError, RlxError, ShapeError
+from rlx.errors import GraphError, ShapeError
 from rlx.flow.context import FlowCtx, note_stage
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
@@ -27,7 +27,7 @@ def emit_stage(ctx: FlowCtx, stage: FlowStage, value: FlowValue | None, name: st
             if is_named:
                 ctx.state.claim(here().stage)
             result = stage.emit(ctx, value)
-        except RlxError as error:
+        except Exception as error:  # those of an author's own code too
             note_stage(error, type(stage).__name__)
             raise
     if result is not None and not isinstance(result, FlowValue):
@@ -159,6 +159,6 @@ def edited(stage: FlowStage, visit: Visit, at: str = "", name: str = "") -> Flow
             parts = [edited(stage.at(i), visit, here, f"{stage.name}.{i}") for i in range(stage.count)]
             return replace(stage, stage_for_index=parts.__getitem__)
         case Sequence():
-            return Sequence(edited(part, visit, here) for part in stage.stages)
+            return replace(stage, stages=[edited(part, visit, here) for part in stage.stages])
         case _:
             return stage

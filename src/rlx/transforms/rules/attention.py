@@ -69,7 +69,7 @@ class Scores:
 
 def score(q: Value, k: Value, mask: Value | None, mask_kind: str, scale: float | None, softcap: float | None) -> Scores:
     """The scores of all queries and keys."""
-    graph, wide = q.graph, q.dtype.compute
+    graph, wide = q.graph, q.dtype.wide
     batch, seq, heads, dim = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
     assert isinstance(dim, int) and isinstance(kv_heads, int)
@@ -120,7 +120,7 @@ def _(
     q: Value, k: Value, v: Value, dy: Value, lse: Value, delta: Value, mask: Value | None, *, mask_kind: str,
     scale: float | None, softcap: float | None,
 ) -> tuple[Value, Value, Value]:  # fmt: skip
-    s, wide = score(q, k, mask, mask_kind, scale, softcap), q.dtype.compute
+    s, wide = score(q, k, mask, mask_kind, scale, softcap), q.dtype.wide
     dy, v, lse, delta = (in_type(x, wide) for x in (dy, v, lse, delta))
     batch, seq, heads, _ = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
@@ -149,7 +149,7 @@ def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple
     attrs = {name: node.attrs[name] for name in ("mask_kind", "scale", "softcap")}
     q, k, v, mask = operands
     assert q is not None and k is not None and v is not None
-    types, wide = (node.types[0], row_type(q.type)), q.dtype.compute
+    types, wide = (node.types[0], row_type(q.type)), q.dtype.wide
     y, lse = into.append("attention_lse", tuple(operands), attrs, types, node.origin).results
 
     def pull(cts: Given) -> Given:

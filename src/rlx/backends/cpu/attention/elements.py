@@ -42,7 +42,7 @@ def widen(b: Builder, plan: Plan, stored: Value, dtype: DType) -> Value:
         stored = half_to_float(b, stored, plan.target)
     elif dtype is BF16:
         stored = bfloat_to_float(b, stored, plan.target)
-    if dtype.compute is plan.compute:
+    if plan.target.native(dtype) is plan.compute:
         return stored
     return b.convert("fpext" if plan.compute is F64 else "fptrunc", stored, vector(lanes_of(stored.type), plan.scalar))
 

@@ -83,7 +83,7 @@ class Plan:
             if kernel.head_dim % blocks or kernel.value_dim % blocks:
                 sizes = f"{kernel.head_dim} and {kernel.value_dim}"
                 raise LowerError(f"cpu attention: heads of {sizes} are no whole blocks of {blocks} ({self.stored})")
-        elif not self.stored.is_float or self.stored.compute is not self.compute:
+        elif not self.stored.is_float or self.target.native(self.stored) is not self.compute:
             raise LowerError(f"cpu attention: queries of {kernel.dtype} over a cache of {self.stored}")
 
     @property
@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def compute(self) -> DType:
-        return self.kernel.dtype.compute
+        return self.target.native(self.kernel.dtype)
 
     @property
     def scalar(self) -> str:
