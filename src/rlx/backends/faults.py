@@ -16,12 +16,13 @@ TEXTS = {
 }
 
 
-def fault(program: Program, launch: Launch, code: int, sizes: Mapping[str, int]) -> KernelError | BindError:
-    """The error for a fault code that a launch has reported."""
+def fault(program: Program, launch: Launch | None, code: int, sizes: Mapping[str, int]) -> KernelError | BindError:
+    """The error for a fault code that a launch has reported; None if it is not known which."""
     if code >= UNFIT_SIZES:
         return unfit(program.assertions[code - UNFIT_SIZES], sizes)
-    notes = [f"built at: {launch.where}"] if launch.where else []
-    return KernelError(f"{launch.kernel.symbol}: {TEXTS.get(code, f'fault {code}')}", notes=notes)
+    where = launch.kernel.symbol if launch is not None else "a kernel"
+    notes = [f"built at: {launch.where}"] if launch is not None and launch.where else []
+    return KernelError(f"{where}: {TEXTS.get(code, f'fault {code}')}", notes=notes)
 
 
 def unfit(assertion: Assertion, sizes: Mapping[str, int]) -> BindError:

@@ -39,7 +39,7 @@ from rlx.lir.memory import Plan, plan
 from rlx.locks import cached_property
 from rlx.resources import ADDRESSES, fits
 from rlx.target import Target
-from rlx.types import compile_sizes, evaluate, round_up_power_of_two
+from rlx.types import compile_sizes, round_up_power_of_two
 
 if TYPE_CHECKING:
     from rlx.lir.program import Program
@@ -485,23 +485,20 @@ class CpuExecutable(base.Executable):
 
     def _unfit(self, number: int, key: tuple[int, ...]) -> BindError:
         """What to say of an assertion that does not hold."""
-        said, sizes = self.program.assertions[number], dict(zip(self.layout.symbols, key, strict=True))
-        return BindError(said.message(evaluate(said.a, sizes), evaluate(said.b, sizes)), notes=[said.where])
+        from rlx.backends.faults import unfit
+
+        return unfit(self.program.assertions[number], dict(zip(self.layout.symbols, key, strict=True)))
 
     def _fault(self, instance: Instance) -> KernelError | BindError:
         """What the threads have left in their scratch headers: a code, and the number of the first record to fail."""
-        from rlx.lir import kernels
+        from rlx.backends.faults import fault
 
         status = instance.status
         record, code = min((status[at + 1], status[at]) for at in instance.headers if status[at])
-        if code >= kernels.UNFIT_SIZES:
-            assert instance.frame is not None
-            return self._unfit(code - kernels.UNFIT_SIZES, instance.frame.key)
+        assert instance.frame is not None
         step = self.records.walk[record - 1] if 0 < record <= len(self.records.walk) else None
         launch = self.program.launches[step.number] if step is not None else None
-        where = launch.kernel.symbol if launch else "a kernel"
-        notes = [f"built at: {launch.where}"] if launch and launch.where else []
-        return KernelError(f"{where}: {_fault_text(code)}", notes=notes)
+        return fault(self.program, launch, code, dict(zip(self.layout.symbols, instance.frame.key, strict=True)))
 
     def trace(self, key: tuple[int, ...], inputs: Sequence[Array]) -> tuple[list[Array], Trace]:
         from rlx.backends.cpu.ceilings import ticks_per_second
@@ -521,17 +518,6 @@ class CpuExecutable(base.Executable):
 
 def _never(inputs: object) -> None:
     """A run cannot be repeated."""
-
-
-def _fault_text(code: int) -> str:
-    from rlx.lir.kernels import BEYOND_CAPACITY, OUT_OF_RANGE, OUT_OF_STEPS
-
-    known = {
-        OUT_OF_RANGE: "an index lies outside the axis it selects from",
-        BEYOND_CAPACITY: "a position lies outside the capacity of a cache",
-        OUT_OF_STEPS: "its condition still holds after max_steps",
-    }
-    return known.get(code, f"fault {code}")
 
 
 def _each_new(types: Sequence[ArrayType]) -> list[Array]:
