@@ -185,9 +185,9 @@ def attention_grad(s: Scheduler, node: Node) -> Sequence[View]:
     keys, values, outer, sums, deltas = (a.read(view) for view in (k, v, dy, lse, delta))
     a.lets += [
         Let("position", QUERY + a.builder.arg("ahead", k.shape[1] - queries)),
-        Let("lse", a.load(sums, BATCH, HEAD, QUERY)),
+        Let("lse", a.load(sums, BATCH, HEAD, QUERY).cast(a.kind)),
         Let("base", Ref("lse", a.kind).eq(-math.inf).select(0.0, Ref("lse", a.kind))),
-        Let("delta", a.load(deltas, BATCH, HEAD, QUERY)),
+        Let("delta", a.load(deltas, BATCH, HEAD, QUERY).cast(a.kind)),
     ]
     weight, gain = Ref("weight", a.kind), a.dot(outer, lambda d: a.load(values, BATCH, KEY, KV_HEAD, d), value_dim)
     of_key: list[Stmt] = [

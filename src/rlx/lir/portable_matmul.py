@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rlx.dtypes import BOOL, F16, F32, I64, DType
+from rlx.dtypes import BOOL, F16, I64, DType
 from rlx.errors import LowerError
 from rlx.ir.graph import Graph, Node
 from rlx.lir.blocks import Block, Position, RowBlocks, decode
@@ -112,13 +112,13 @@ def multiply(
         ok = in_range(Ref("group", I64), builder.arg("groups", matrices[0].shape[0]))
         stmts += [Let("group", position), Let("ok", ok), Check(Ref("ok", BOOL), OUT_OF_RANGE)]
         which = [Ref("group", I64)]
-    kind = F32 if storage is not None else (out.dtype if a.dtype.is_integer else a.dtype).wide
+    kind = out.dtype if a.dtype.is_integer else a.dtype.wide  # of sums
     left = t.load(t.read(a.expand((*lead, rows, a.shape[-1]))), *at, q).cast(kind)
     sums: list[Let] = []
     for i, matrix in enumerate(matrices):
         shape = matrix.shape if index is not None else (*lead, *matrix.shape[-2:])
         if storage is not None:
-            right = t.packed(matrix.expand(shape), storage)(*which, j, q)
+            right = t.packed(matrix.expand(shape), storage)(*which, j, q).cast(kind)
         else:
             right = t.load(t.read(matrix.expand(shape)), *which, q, j).cast(kind)
         if index is not None:
@@ -144,10 +144,11 @@ def outer_of_runs(s: Scheduler, node: Node) -> Sequence[View]:
     t = Strided(s, "outer_of_runs")
     left, right, begins, result = t.read(x), t.read(y), t.read(starts), t.write(out)
     g, i, j, q = Ref("g", I64), Ref("i", I64), Index("j"), Ref("first", I64) + Index("q")
-    total = Ref("total", out.dtype)
+    kind = out.dtype.wide
+    total, term = Ref("total", kind), t.load(left, i, q).cast(kind) * t.load(right, q, j).cast(kind)
     column: tuple[Stmt, ...] = (
-        Var("total", number(0, out.dtype)),
-        For("q", Ref("count", I64), (Assign("total", total + t.load(left, i, q) * t.load(right, q, j)),)),
+        Var("total", number(0, kind)),
+        For("q", Ref("count", I64), (Assign("total", total + term),)),
         t.store(result, total, g, i, j),
     )
     body: tuple[Stmt, ...] = (

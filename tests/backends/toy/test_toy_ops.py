@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 from on_toy import run
@@ -9,6 +11,13 @@ from oracles import expected
 from sample_graphs import element_types, sample_graph, user_ops
 
 import rlx
+from rlx.backends import base
+from rlx.backends.toy import TOY, ToyTarget
+from rlx.dtypes import BF16, DType
+from rlx.lir.kernels import Kernel
+from rlx.lir.loops import LoopKernel, Reduce, expressions
+from rlx.module import plan_lir
+from rlx.profile import CompileProfile
 
 EVERY_CASE = [(op.name, name) for op in user_ops() for name in element_types(op)]
 
@@ -47,3 +56,26 @@ def test_attention_has_sizes_of_run_time(sizes: tuple[int, int, int]) -> None:
     for a, b in zip(run(rlx.compile(g, "toy"), arrays), wanted, strict=True):
         assert a.shape == b.shape
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+class Narrow(ToyTarget):
+    """A machine that computes with bf16 as it is."""
+
+    def native(self, dtype: DType) -> DType:
+        return dtype if dtype is BF16 else super().native(dtype)
+
+
+@pytest.mark.parametrize("op", ["matmul", "attention", "attention_grad", "grouped_matmul"])
+def test_sums_of_narrow_floats_are_wide_even_where_those_are_native(op: str) -> None:
+    case = sample_graph(op, "bf16")
+    target = Narrow(**{f.name: getattr(TOY, f.name) for f in fields(TOY)})
+    program = plan_lir(case.graph, target, CompileProfile()).main
+    assert all(e.dtype is not BF16 for k in program.kernels().values() for e in reductions(k))
+    backend = base.backend("toy")
+    buffers = [backend.allocator.upload(case.inputs[name]) for name in program.inputs]
+    case.check([np.asarray(y) for y in backend.compile(program, target).run((), buffers)])
+
+
+def reductions(kernel: Kernel) -> list[Reduce]:
+    assert isinstance(kernel, LoopKernel)
+    return [e for e in expressions(kernel.root) if isinstance(e, Reduce)]
