@@ -14,13 +14,13 @@ import rlx
 from rlx.errors import BindError, KernelError
 from rlx.transforms import vmap
 
-PLACES = ["reference", *(t.name for t in supported())]
+PLACES = ["reference", "toy", *(t.name for t in supported())]
 EVERY_PLACE = pytest.mark.parametrize("place", PLACES)
 N = rlx.dim("n")
 
 
 def compiled(place: str, graph: rlx.Graph) -> rlx.CompiledGraph:
-    return rlx.compile(graph, "reference") if place == "reference" else rlx.compile(graph, target=place)
+    return rlx.compile(graph, place) if place in ("reference", "toy") else rlx.compile(graph, target=place)
 
 
 def ones(*shape: int) -> Array:
