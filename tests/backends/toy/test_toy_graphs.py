@@ -202,3 +202,24 @@ def test_masked_keys_have_no_part_in_attention_or_its_gradients() -> None:
     dirty = run(toy, arrays | {n: np.where(hidden, np.float32(np.nan), arrays[n]) for n in "kv"})
     for a, b in zip(clean, dirty, strict=True):
         assert a.tobytes() == b.tobytes() and np.isfinite(a).all()
+
+
+def test_a_ring_gives_the_bits_of_a_cache_of_everything() -> None:
+    """Positions 0 to 299 through a ring of 128 places with a window of 50, and through a cache of 320."""
+    graphs = []
+    for ring, places in ((True, 128), (False, 320)):
+        g = rlx.Graph("cached")
+        q, at = g.input("q", (1, "n", 2, 8)), g.input("p", (1, "n"), "i32")
+        keys, values = g.state("k", (1, 1, places // 64, 8, 64)), g.state("v", (1, 1, places, 8))
+        keys = g.kv_append(keys, g.input("new_k", (1, "n", 1, 8)), at, kind="keys", ring=ring)
+        values = g.kv_append(values, g.input("new_v", (1, "n", 1, 8)), at, kind="values", ring=ring)
+        y = g.cached_attention(q, keys, values, at, mask_kind="sliding(50)", ring=ring)
+        graphs.append(rlx.compile(g.set_outputs([y]), "toy"))
+    zeros = graphs[0].allocator.zeros
+    f32 = np.dtype(np.float32)
+    caches = [{"k": zeros((1, 1, n // 64, 8, 64), f32), "v": zeros((1, 1, n, 8), f32)} for n in (128, 320)]
+    for first in range(0, 300, 60):
+        inputs = {"q": numbers(1, 60, 2, 8), "new_k": numbers(1, 60, 1, 8), "new_v": numbers(1, 60, 1, 8)}
+        positions = np.arange(first, first + 60, dtype=np.int32)[None]
+        found = [run(g, {**inputs, **c, "p": positions})[0] for g, c in zip(graphs, caches, strict=True)]
+        assert found[0].tobytes() == found[1].tobytes() and np.isfinite(found[0]).all()
