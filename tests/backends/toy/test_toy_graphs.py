@@ -141,6 +141,29 @@ def test_integer_precisions_come_near_without_packed_words(precision: Precision)
     assert not {"pack_panels", "pack_bytes", "interleave_blocks", "activation_blocks"} & names
 
 
+@pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_k"])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_gate_and_up_are_one_launch_over_both_weights(kind: str, grouped: bool) -> None:
+    storage, groups, rows, n, k = rlx.dtype(kind), 3, 7, 5, 256
+    g = rlx.Graph("gate")
+    x, index = g.input("x", (rows, k)), g.input("index", (rows,), "i32")
+    shape = (groups, n, k) if grouped else (n, k)
+    weights = [g.param(name, shape, storage) for name in ("gate", "up")]
+    sides = [w.dequantise().mT if storage.is_packed else w.mT for w in weights]
+    gate, up = (g.grouped_matmul(x, w, index) if grouped else x @ w for w in sides)
+    toy = rlx.compile(g.set_outputs([gate.silu() * up]), "toy")
+    assert len(toy.plan.main.launches) == 1 and not toy.plan.derived and "weights=2" in toy.plan.main_text
+    stored = [packed(kind, *shape).array(rng) if storage.is_packed else numbers(*shape) for _ in range(2)]
+    wide = [(ORACLES["dequantise"](w) if storage.is_packed else w).astype(np.float64) for w in stored]
+    largest = max(np.abs(w).max() for w in wide)
+    a, at = numbers(rows, k) / np.float32(largest), rng.integers(0, groups, rows).astype(np.int32)
+    toy.set_params(dict(zip(("gate", "up"), stored, strict=True)))
+    left, right = (np.einsum("rk,rnk->rn", a, w[at] if grouped else w[None].repeat(rows, 0)) for w in wide)
+    wanted = left / (1 + np.exp(-left)) * right
+    (found,) = run(toy, {"x": a, "index": at})
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+
+
 # -- models -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", [None, "q8_0", "q4_0"])
 def test_a_llama_with_caches_equals_its_forward_pass_in_numpy(kind: str | None) -> None:
