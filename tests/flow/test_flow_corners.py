@@ -133,6 +133,22 @@ def test_a_star_stops_at_dots_and_two_do_not() -> None:
         captured("*.a.b")
 
 
+def test_a_captured_stage_does_not_take_the_place_of_an_output() -> None:
+    weights = {"n": np.ones(6, np.float32), "w": np.ones((3, 6), np.float32)}
+    plain = flow().rms_norm("n", 1e-5).linear("w")
+    with pytest.raises(RequestError, match="capture: 'norm' is a stage of 'f' and the name of its main output"):
+        plain.output("norm").build(weights, ["norm"])
+    assert plain.output("norm").build(weights).primary_shape == (2, 3)
+    built = plain.output("out").build(weights, ["norm"])
+    assert built.output_names == ["out", "norm"] and [v.shape for v in built.module.outputs] == [(2, 3), (2, 6)]
+    named = (
+        flow().rms_norm("n", 1e-5).custom(lambda e, v: e.set_named("norm", v * 2.0)).linear("w").outputs("y", "norm")
+    )
+    _, found = named.build(weights, ["norm"]).compile("reference").run({"x": X})
+    wanted = X / np.sqrt((X.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(found, 2 * wanted, rtol=1e-5)
+
+
 # -- training --------------------------------------------------------------------------------------------------------
 def test_tables_of_a_flow_are_not_trained_unless_they_are_named() -> None:
     def loss(emit: Any, value: Any) -> Any:

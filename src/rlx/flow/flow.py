@@ -336,7 +336,13 @@ class ModelFlow(StageList):
         main = ctx.need(value, self.name)
         outputs = [(self.output_name, main), *self._extra(ctx, main)]
         _distinct([name for name, _ in outputs])
-        found = dict(outputs) | _captured(graph, capture, self.output_name)
+        captured = _captured(graph, capture, self.output_name)
+        if captured.get(self.output_name, main) is not main:
+            raise RequestError(
+                f"capture: {self.output_name!r} is a stage of {self.name!r} and the name of its main output",
+                hint="flow.output(name) gives the output another name",
+            )
+        found = {**dict(outputs), **captured, **dict(outputs)}  # outputs come first, and win over stages of their name
         graph.set_outputs(list(found.values()))
         cache = None if ctx.state.cache is None else ctx.state.cache.bound
         built = BuiltModel(graph, Params(graph, ctx.params, source), list(found), cache, self.compile_profile)
