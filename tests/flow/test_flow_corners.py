@@ -6,6 +6,7 @@ import functools
 import inspect
 import pickle
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import rlx
 from rlx import ModelExecutionConfig, ModelFlow
 from rlx.errors import BindError, GraphError, RequestError
 from rlx.flow.stages import Custom, LmHead, Named, RmsNorm, Sequence
+from rlx.flow.weights import MapWeights
 
 Array = np.ndarray[Any, Any]
 KEY = rlx.random.key(0)
@@ -76,6 +78,12 @@ def test_unused_weights_are_known() -> None:
         flow().linear("w").build(weights, strict=True)
 
 
+class OfAFile(MapWeights):
+    """Weights of a file, which are compared with its configuration when it is opened."""
+
+    file = SimpleNamespace(path="f.safetensors")
+
+
 def test_unused_weights_are_a_warning_that_names_them(caplog: pytest.LogCaptureFixture) -> None:
     weights = {"w": np.ones((3, 6), np.float32), "wieght": np.ones(3, np.float32), "x" * 500: np.ones(3, np.float32)}
     with caplog.at_level("WARNING", logger="rlx"):
@@ -84,6 +92,10 @@ def test_unused_weights_are_a_warning_that_names_them(caplog: pytest.LogCaptureF
     message = record.getMessage()
     assert record.name == "rlx.flow" and message.startswith("flow 'f': 2 weights are not used: 'wieght', 'xxx")
     assert "strict=False" in message and len(message) < 500
+    caplog.clear()
+    with caplog.at_level("WARNING", logger="rlx"):
+        flow().linear("w").build_with(OfAFile({"w": weights["w"], "unused": weights["w"]}), {"v": weights["w"]})
+    assert [r.getMessage().partition(";")[0] for r in caplog.records] == ["flow 'f': 1 weight is not used: 'v'"]
     caplog.clear()
     with caplog.at_level("WARNING", logger="rlx"):
         flow().linear("w").build(weights, strict=False)

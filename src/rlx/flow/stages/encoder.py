@@ -134,7 +134,10 @@ def post_norm_layer(
 
 @dataclass(frozen=True)
 class BertEncoderLayer(FlowStage):
-    """norm(x + attention(x)), then norm(· + feed-forward(·))."""
+    """norm(x + attention(x)), then norm(· + feed-forward(·)).
+
+    The mask is an input of f32, unless the flow declares it as integers, as tokenizers give it, or as truth values.
+    """
 
     layer_prefix: str
     hidden_size: int
