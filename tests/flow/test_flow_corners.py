@@ -15,6 +15,7 @@ import pytest
 import rlx
 from rlx import ModelExecutionConfig, ModelFlow
 from rlx.errors import BindError, GraphError, RequestError
+from rlx.flow.flow import stage_values
 from rlx.flow.stages import Custom, LmHead, Named, RmsNorm, Sequence
 from rlx.flow.weights import MapWeights
 
@@ -143,6 +144,27 @@ def test_a_star_stops_at_dots_and_two_do_not() -> None:
     assert captured("layers.*.out") == ["layers.0.out", "layers.1.out"]
     with pytest.raises(RequestError, match=r"no stage of 'f' matches '\*\.a\.b'"):
         captured("*.a.b")
+
+
+def test_a_captured_stage_is_what_it_gave_whatever_it_built_besides() -> None:
+    side = rlx.SideOutputs()
+
+    def doubled(emit: Any, value: Any) -> Any:
+        twice = value * 2.0
+        side.push(twice + 1.0, "aside")
+        return twice
+
+    taps = Sequence([Custom(doubled, "a"), Custom(lambda e, v: side.push(v - 5.0, "tap"), "tap")])
+    made = flow().repeat_layers(1, lambda i: taps).logit_softcap(9.0).with_extra_outputs(side)
+    names = ["output", "aside", "tap", "layers.0", "layers.0.a"]
+    built = made.build(capture=["layers.0", "layers.0.a"])
+    assert built.output_names == names
+    for model in (built, built.with_extra_outputs(rlx.SideOutputs())):
+        found = dict(zip(names, model.compile("reference").run({"x": X}), strict=True))
+        np.testing.assert_array_equal(found["layers.0"], 2 * X)
+        np.testing.assert_array_equal(found["layers.0.a"], 2 * X)
+        np.testing.assert_array_equal(found["tap"], 2 * X - 5)
+        assert stage_values(model.module)["layers.0"].graph is model.module
 
 
 def test_a_captured_stage_does_not_take_the_place_of_an_output() -> None:

@@ -336,7 +336,7 @@ class ModelFlow(StageList):
         main = ctx.need(value, self.name)
         outputs = [(self.output_name, main), *self._extra(ctx, main)]
         _distinct([name for name, _ in outputs])
-        captured = _captured(graph, capture, self.output_name)
+        captured = _captured(graph, capture, dict(outputs))
         if captured.get(self.output_name, main) is not main:
             raise RequestError(
                 f"capture: {self.output_name!r} is a stage of {self.name!r} and the name of its main output",
@@ -418,14 +418,14 @@ def _distinct(names: list[str]) -> list[str]:
 
 
 def stage_values(module: Graph) -> dict[str, Value]:
-    """The value of each stage by its path: the last node that was built under it."""
+    """The value of each stage by its path: what it gave; for parts of stages, the last node built under the path."""
     values: dict[str, Value] = {}
     for node in module.nodes:
         if node.origin.stage and LEAF not in node.definition.traits:
             parts = node.origin.stage.split(".")
             for n in range(len(parts), 0, -1):
                 values[".".join(parts[:n])] = node[0]
-    return values
+    return values | module.stages
 
 
 def matching(values: Mapping[str, Value], pattern: str) -> dict[str, Value]:
@@ -437,14 +437,15 @@ def matching(values: Mapping[str, Value], pattern: str) -> dict[str, Value]:
     return found
 
 
-def _captured(module: Graph, patterns: Sequence[str], output: str) -> dict[str, Value]:
+def _captured(module: Graph, patterns: Sequence[str], outputs: Iterable[str]) -> dict[str, Value]:
+    """The stages that patterns match; a pattern may also mean what is an output already."""
     values = stage_values(module) if patterns else {}
     found: dict[str, Value] = {}
     for pattern in patterns:
         matched = matching(values, pattern)
-        if not matched and not matches(output, pattern):
+        if not matched and not any(matches(name, pattern) for name in outputs):
             raise RequestError(
-                f"capture: no stage of {module.name!r} matches {pattern!r}", hint=nearest(pattern, [*values, output])
+                f"capture: no stage of {module.name!r} matches {pattern!r}", hint=nearest(pattern, [*values, *outputs])
             )
         found |= matched
     return found
