@@ -257,6 +257,10 @@ class Backend(ABC):
     allocator: Allocator = HOST
     interprets: ClassVar[bool] = False  # whether it runs MIR graphs (`interpret`) rather than LIR programs
 
+    def __init__(self, index: int = 0) -> None:
+        """There is one for each device of a machine: `cuda:1` has index 1."""
+        self.index = index
+
     # -- targets
     @abstractmethod
     def targets(self) -> tuple[Target, ...]:
@@ -386,22 +390,22 @@ class Device:
 
     @property
     def backend(self) -> Backend:
-        return backend(self.name)
+        return backend(self.name, self.index)
 
     def __str__(self) -> str:
         return f"{self.name}:{self.index}" if self.index else self.name
 
 
-_found: dict[str, Backend] = {}
+_found: dict[tuple[str, int], Backend] = {}
 _lock = Lock(reentrant=True)
 
 
-def backend(name: str) -> Backend:
-    """The backend called `name`, imported when it is first asked for."""
-    found = _found.get(name)
+def backend(name: str, index: int = 0) -> Backend:
+    """The backend called `name`, for the device with this index; imported when it is first asked for."""
+    found = _found.get((name, index))
     if found is None:
         with _lock:
-            found = _found.get(name) or _found.setdefault(name, _class(name)())
+            found = _found.get((name, index)) or _found.setdefault((name, index), _class(name)(index))
     return found
 
 
@@ -410,7 +414,7 @@ def backend_of(target: Target) -> Backend:
     return backend(target.device)
 
 
-def _class(name: str) -> Callable[[], Backend]:
+def _class(name: str) -> Callable[[int], Backend]:
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name][0].partition(":")
         return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
@@ -447,7 +451,7 @@ def device(text: str) -> Device:
         raise CapabilityError(f"device: expected a name such as 'cpu' or 'cuda:1', found {text!r}")
     found = Device(match[1], int(match[2] or 0))
     if found.index:
-        count = found.backend.device_count()
+        count = backend(found.name).device_count()
         if found.index >= count:
             raise CapabilityError(f"device: {text!r} is asked for, there are {count} devices of {found.name!r}")
     elif found.name not in BUILT_IN:
@@ -456,5 +460,5 @@ def device(text: str) -> Device:
 
 
 def kernels_compiled() -> int:
-    """How many kernels this process has compiled, on all devices."""
-    return sum(found.kernels_compiled() for found in _found.values())
+    """How many kernels this process has compiled, by all backends."""
+    return sum(found.kernels_compiled() for (_, index), found in _found.items() if not index)
