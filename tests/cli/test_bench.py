@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import rlx
-from rlx.backends.base import Ceilings
+from rlx.backends.reports import Ceilings
 from rlx.cli import bench
 from rlx.cli.bench import Row
 from rlx.cli.main import main

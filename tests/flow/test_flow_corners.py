@@ -6,6 +6,7 @@ import functools
 import inspect
 import pickle
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ import pytest
 import rlx
 from rlx import ModelExecutionConfig, ModelFlow
 from rlx.errors import BindError, GraphError, RequestError
+from rlx.flow.flow import stage_values
 from rlx.flow.stages import Custom, LmHead, Named, RmsNorm, Sequence
+from rlx.flow.weights import MapWeights
 
 Array = np.ndarray[Any, Any]
 KEY = rlx.random.key(0)
@@ -76,6 +79,12 @@ def test_unused_weights_are_known() -> None:
         flow().linear("w").build(weights, strict=True)
 
 
+class OfAFile(MapWeights):
+    """Weights of a file, which are compared with its configuration when it is opened."""
+
+    file = SimpleNamespace(path="f.safetensors")
+
+
 def test_unused_weights_are_a_warning_that_names_them(caplog: pytest.LogCaptureFixture) -> None:
     weights = {"w": np.ones((3, 6), np.float32), "wieght": np.ones(3, np.float32), "x" * 500: np.ones(3, np.float32)}
     with caplog.at_level("WARNING", logger="rlx"):
@@ -84,6 +93,10 @@ def test_unused_weights_are_a_warning_that_names_them(caplog: pytest.LogCaptureF
     message = record.getMessage()
     assert record.name == "rlx.flow" and message.startswith("flow 'f': 2 weights are not used: 'wieght', 'xxx")
     assert "strict=False" in message and len(message) < 500
+    caplog.clear()
+    with caplog.at_level("WARNING", logger="rlx"):
+        flow().linear("w").build_with(OfAFile({"w": weights["w"], "unused": weights["w"]}), {"v": weights["w"]})
+    assert [r.getMessage().partition(";")[0] for r in caplog.records] == ["flow 'f': 1 weight is not used: 'v'"]
     caplog.clear()
     with caplog.at_level("WARNING", logger="rlx"):
         flow().linear("w").build(weights, strict=False)
@@ -131,6 +144,43 @@ def test_a_star_stops_at_dots_and_two_do_not() -> None:
     assert captured("layers.*.out") == ["layers.0.out", "layers.1.out"]
     with pytest.raises(RequestError, match=r"no stage of 'f' matches '\*\.a\.b'"):
         captured("*.a.b")
+
+
+def test_a_captured_stage_is_what_it_gave_whatever_it_built_besides() -> None:
+    side = rlx.SideOutputs()
+
+    def doubled(emit: Any, value: Any) -> Any:
+        twice = value * 2.0
+        side.push(twice + 1.0, "aside")
+        return twice
+
+    taps = Sequence([Custom(doubled, "a"), Custom(lambda e, v: side.push(v - 5.0, "tap"), "tap")])
+    made = flow().repeat_layers(1, lambda i: taps).logit_softcap(9.0).with_extra_outputs(side)
+    names = ["output", "aside", "tap", "layers.0", "layers.0.a"]
+    built = made.build(capture=["layers.0", "layers.0.a"])
+    assert built.output_names == names
+    for model in (built, built.with_extra_outputs(rlx.SideOutputs())):
+        found = dict(zip(names, model.compile("reference").run({"x": X}), strict=True))
+        np.testing.assert_array_equal(found["layers.0"], 2 * X)
+        np.testing.assert_array_equal(found["layers.0.a"], 2 * X)
+        np.testing.assert_array_equal(found["tap"], 2 * X - 5)
+        assert stage_values(model.module)["layers.0"].graph is model.module
+
+
+def test_a_captured_stage_does_not_take_the_place_of_an_output() -> None:
+    weights = {"n": np.ones(6, np.float32), "w": np.ones((3, 6), np.float32)}
+    plain = flow().rms_norm("n", 1e-5).linear("w")
+    with pytest.raises(RequestError, match="capture: 'norm' is a stage of 'f' and the name of its main output"):
+        plain.output("norm").build(weights, ["norm"])
+    assert plain.output("norm").build(weights).primary_shape == (2, 3)
+    built = plain.output("out").build(weights, ["norm"])
+    assert built.output_names == ["out", "norm"] and [v.shape for v in built.module.outputs] == [(2, 3), (2, 6)]
+    named = (
+        flow().rms_norm("n", 1e-5).custom(lambda e, v: e.set_named("norm", v * 2.0)).linear("w").outputs("y", "norm")
+    )
+    _, found = named.build(weights, ["norm"]).compile("reference").run({"x": X})
+    wanted = X / np.sqrt((X.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(found, 2 * wanted, rtol=1e-5)
 
 
 # -- training --------------------------------------------------------------------------------------------------------

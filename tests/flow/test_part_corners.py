@@ -13,10 +13,19 @@ from rlx.flow import ModelFlow
 from rlx.flow.stages import (
     AttnMask,
     BertEncoderLayer,
+    ClsTokenPool,
     Custom,
+    DeltaNetLayer,
+    FlowStage,
     GatherAdd,
     GatherFromInput,
+    GatherLastToken,
+    GemmaKvTap,
+    LlamaDecoder,
+    LlamaKvTap,
+    MoeFfn,
     NomicEncoderLayer,
+    SelfAttnPrefill,
     VitSelfAttn,
 )
 from rlx.flow.stages.encoder import EarlierTokens, NearTokens
@@ -140,6 +149,23 @@ def test_a_mask_of_ones_may_have_sizes_of_the_run(device: str) -> None:
     close(flow.build(VIT).compile(device).run({"x": X})[0], attended(X.astype(np.float64), MASK | True))
     with pytest.raises(RlxError, match=r"not a size"):
         ModelFlow("f").input("x", X.shape).attn_mask_ones(1.5, 2).build()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(SEQ, HIDDEN), (1, BATCH, SEQ, HIDDEN)])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        BertEncoderLayer("p", HIDDEN, HEADS, HEAD, 1e-5), NomicEncoderLayer("p", HIDDEN, HEADS, HEAD, 1e-5),
+        VitSelfAttn("qkv", None, "out", None, HEADS, HEAD), LlamaDecoder("p", HEADS, HEADS, HEAD, 1e-5),
+        DeltaNetLayer("p", 1e-5, layer_idx=0), SelfAttnPrefill("q", "k", "v", HEADS, HEADS, HEAD),
+        LlamaKvTap("p", HEAD, 1e-5, rlx.SideOutputs()), GemmaKvTap("p", HEAD, rlx.SideOutputs()), MoeFfn("m", 4, 2),
+        ClsTokenPool(), GatherLastToken(),
+    ],
+    ids=lambda stage: type(stage).__name__ if isinstance(stage, FlowStage) else str(len(stage)),
+)  # fmt: skip
+def test_layers_say_that_they_take_sequences(stage: FlowStage, shape: tuple[int, ...]) -> None:
+    with pytest.raises(GraphError, match=rf"stage {type(stage).__name__}: takes \[batch, seq, hidden\], found f32"):
+        ModelFlow("f").input("x", shape).stage(stage).build()
 
 
 # -- rows of tables --------------------------------------------------------------------------------------------------

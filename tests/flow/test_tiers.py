@@ -112,6 +112,23 @@ def test_a_residual_is_seen_through_a_stage_of_ones_own(tiny: tuple[Path, dict[s
     assert list(model.run(TOKENS, capture="norm")) == ["norm"]  # built again, with its own side outputs
 
 
+def test_what_a_tap_computes_is_not_the_value_of_its_layer(tiny: tuple[Path, dict[str, Array]]) -> None:
+    folder, weights = tiny
+    side = SideOutputs()
+
+    def tapped(stage: FlowStage) -> FlowStage:
+        return Sequence([stage, Custom(lambda emit, value: side.push(value * 3.0, "three"), "tap")])
+
+    model = load(folder, patch=lambda flow: flow.edit("layers.0", tapped).with_extra_outputs(side))
+    wanted = tiny_llama.forward(weights, TOKENS)
+    found = model.run(TOKENS, capture=["layers.0", "three"])
+    largest = np.abs(wanted["layers.0"]).max()
+    assert np.abs(found["layers.0"] - wanted["layers.0"]).max() / largest < 2e-5
+    assert np.abs(found["three"] - 3 * wanted["layers.0"]).max() / largest < 6e-5
+    changed = model.run(TOKENS, edit={"layers.0": lambda value: value * 0.0})
+    assert not changed["three"].any() and np.abs(changed["logits"] - wanted["logits"]).max() > 1e-2
+
+
 def test_a_stage_is_replaced_and_the_text_changes(tiny: tuple[Path, dict[str, Array]]) -> None:
     folder, weights = tiny
     half = "model.layers.1.mlp.down_proj.weight"

@@ -13,7 +13,7 @@ from layers import MINILM, TINY_LLAMA, bert_graph, bert_inputs, compiled, llama_
 from targets import host
 
 import rlx
-from rlx.backends.base import Ceilings
+from rlx.backends.reports import Ceilings
 from rlx.errors import CapabilityError
 from rlx.inspect.profiler import LaunchReport
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx.dtypes import BOOL, F32, F64, I32, I64, U8
+from rlx.dtypes import BOOL, F32, F64, I32, I64, U8, DType
 from rlx.errors import LowerError
 from rlx.lir.loops import Apply, Arg, Choose, Const, Expr, Index, Load, Param, Ref, expr_text, fma, known
 
@@ -76,12 +76,22 @@ def test_integers_times_zero_are_zero() -> None:
         assert zero == Const(0, I64)
 
 
-def test_floats_are_computed_as_they_are_written() -> None:
+def test_floats_that_are_not_known_are_computed_as_they_are_written() -> None:
     """-0.0 + 0.0 is 0.0, and nan * 0.0 is nan."""
     assert shown(X + 0) == "(x + 0.0)"
     assert shown(X * 0) == "(x * 0.0)"
     assert shown(X * 1) == "(x * 1.0)"
-    assert shown(Const(1.0, F32) + Const(2.0, F32)) == "(1.0 + 2.0)"
+
+
+@given(st.sampled_from(["+", "-", "*", "/"]), st.sampled_from([F32, F64]), st.data())
+def test_known_floats_are_computed_as_numpy_rounds_them(name: str, kind: DType, data: st.DataObject) -> None:
+    signs = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+    a, b = (data.draw(st.floats(width=8 * kind.size)) for _ in range(2))  # type: ignore[arg-type]
+    with np.errstate(all="ignore"):
+        wanted = signs[name](np.array(a, kind.numpy), np.array(b, kind.numpy))
+    found = signs[name](Const(a, kind), b)
+    assert isinstance(found, Const)
+    assert np.array(found.value, kind.numpy).tobytes() == wanted.tobytes() or np.isnan(wanted)
 
 
 def test_conditions_that_are_known_vanish() -> None:
@@ -141,6 +151,7 @@ def test_known_integers_become_constants_of_a_type() -> None:
         (lambda: J < I, "lt of i64 and i32"),
         (lambda: (J < N).select(X, J), "select of f32 and i64"),
         (lambda: J + 0.5, "0.5 beside i64"),
+        (lambda: I & 0xFFFFFFFF, "4294967295 beside i32"),
         (lambda: bool(J < N), "no truth value"),
     ],
 )

@@ -11,9 +11,10 @@ import rlx
 from rlx.backends.base import backend
 from rlx.dtypes import ALL, BF16, F16, F32, DType
 from rlx.errors import LowerError
-from rlx.lir.kernels import MatmulKernel
+from rlx.lir.kernels import AttentionGradKernel, MatmulKernel
 from rlx.lir.loops import Param
 from rlx.lir.program import Program
+from rlx.lir.views import View
 from rlx.mir.legalize import legalize
 from rlx.module import plan_lir
 from rlx.profile import CompileProfile, Precision
@@ -91,6 +92,20 @@ def test_loops_compute_in_the_native_type() -> None:
     (narrow,), (wide,) = main(g, TENSOR_CORES).launches, main(g, AVX512).launches
     assert "f32" not in narrow.kernel.text()
     assert "f32(x0[j])" in wide.kernel.text()
+
+
+def test_gradients_of_attention_read_native_tensors_and_wide_sums() -> None:
+    g = rlx.Graph("attention")
+    q, k, v = (g.input(name, (2, "seq", 2, 16), BF16) for name in "qkv")
+    g.set_outputs([g.one("attention", q, k, v).astype(F32).sum()])
+    graph = rlx.transforms.value_and_grad(g, ["q", "k", "v"])
+    (launch,) = (x for x in main(graph, TENSOR_CORES).launches if isinstance(x.kernel, AttentionGradKernel))
+    types = {name: v.dtype for name, v in zip(launch.kernel.words, launch.words, strict=True) if isinstance(v, View)}
+    assert {types[name] for name in ("q", "k", "v", "dy", "dq", "dk", "dv")} == {BF16}
+    assert {types[name] for name in ("lse", "delta")} == {F32}
+    assert launch.kernel.attention.dtype is BF16
+    (launch,) = (x for x in main(graph, AVX512).launches if isinstance(x.kernel, AttentionGradKernel))
+    assert {view.dtype for view in launch.views()} == {F32}
 
 
 def test_sums_and_ops_of_several_roundings_stay_wide() -> None:

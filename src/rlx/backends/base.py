@@ -22,10 +22,10 @@ from rlx.errors import CapabilityError, nearest
 from rlx.locks import Lock
 from rlx.target import Target
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a process that only runs a graph needs none of these
+    from rlx.backends.reports import Ceilings, Code, RunMemory, Trace
     from rlx.ir.graph import Graph
     from rlx.lir.kernels import Kernel
-    from rlx.lir.memory import Plan
     from rlx.lir.program import Program
 
 Array = np.ndarray[Any, Any]
@@ -189,46 +189,6 @@ class InputSpec(NamedTuple):
     written: bool
 
 
-@dataclass(frozen=True)
-class Trace:
-    """Times of a run in seconds since some moment; one row per thread, stream or whatever the device runs on.
-
-    For a launch inside a loop, `end` is its first start plus the sum of its run times. A loop or branch has the time
-    when it was first entered and that when it was last left; `steps` counts the steps of each loop, by its number.
-    """
-
-    launches: Array  # [launches, rows, 2], 0 where a row had no part in it
-    controls: Array  # [loops and branches, rows, 2]
-    steps: Mapping[int, int]
-
-
-@dataclass(frozen=True)
-class RunMemory:
-    """The memory of a run: the sizes that it was planned for, the arena, and scratch bytes per thread."""
-
-    key: Key
-    plan: Plan
-    scratch: int
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """The best rates measured on this device. A multiply-add counts as two operations."""
-
-    gops: Mapping[str, float]  # by arithmetic (`kernel.arithmetic`): f32, f64, dot_u7, ...
-    cache_gb_per_second: float
-    memory_gb_per_second: float
-
-    @property
-    def gflops(self) -> float:
-        """Of f32."""
-        return self.gops["f32"]
-
-    def peak(self, arithmetic: str) -> float:
-        """Operations per second."""
-        return self.gops[arithmetic] * 1e9
-
-
 class Executable(ABC):
     """A program ready to run on a device, from any number of threads at once. `bind` gives it weights."""
 
@@ -289,14 +249,6 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 # -- backends --------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Code:
-    """Compiled kernels as bytes for another machine: what they define, and sections that the backend understands."""
-
-    symbols: tuple[str, ...]
-    sections: Mapping[str, bytes]
-
-
 class Backend(ABC):
     """A kind of device. Subclass it, and name the subclass in the entry point group `rlx.backends`."""
 
@@ -304,6 +256,10 @@ class Backend(ABC):
     options: ClassVar[Mapping[str, type]] = {}  # settings that it takes in `profile.backend`, and their types
     allocator: Allocator = HOST
     interprets: ClassVar[bool] = False  # whether it runs MIR graphs (`interpret`) rather than LIR programs
+
+    def __init__(self, index: int = 0) -> None:
+        """There is one for each device of a machine: `cuda:1` has index 1."""
+        self.index = index
 
     # -- targets
     @abstractmethod
@@ -434,22 +390,22 @@ class Device:
 
     @property
     def backend(self) -> Backend:
-        return backend(self.name)
+        return backend(self.name, self.index)
 
     def __str__(self) -> str:
         return f"{self.name}:{self.index}" if self.index else self.name
 
 
-_found: dict[str, Backend] = {}
+_found: dict[tuple[str, int], Backend] = {}
 _lock = Lock(reentrant=True)
 
 
-def backend(name: str) -> Backend:
-    """The backend called `name`, imported when it is first asked for."""
-    found = _found.get(name)
+def backend(name: str, index: int = 0) -> Backend:
+    """The backend called `name`, for the device with this index; imported when it is first asked for."""
+    found = _found.get((name, index))
     if found is None:
         with _lock:
-            found = _found.get(name) or _found.setdefault(name, _class(name)())
+            found = _found.get((name, index)) or _found.setdefault((name, index), _class(name)(index))
     return found
 
 
@@ -458,7 +414,7 @@ def backend_of(target: Target) -> Backend:
     return backend(target.device)
 
 
-def _class(name: str) -> Callable[[], Backend]:
+def _class(name: str) -> Callable[[int], Backend]:
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name][0].partition(":")
         return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
@@ -495,7 +451,7 @@ def device(text: str) -> Device:
         raise CapabilityError(f"device: expected a name such as 'cpu' or 'cuda:1', found {text!r}")
     found = Device(match[1], int(match[2] or 0))
     if found.index:
-        count = found.backend.device_count()
+        count = backend(found.name).device_count()
         if found.index >= count:
             raise CapabilityError(f"device: {text!r} is asked for, there are {count} devices of {found.name!r}")
     elif found.name not in BUILT_IN:
@@ -504,5 +460,5 @@ def device(text: str) -> Device:
 
 
 def kernels_compiled() -> int:
-    """How many kernels this process has compiled, on all devices."""
-    return sum(found.kernels_compiled() for found in _found.values())
+    """How many kernels this process has compiled, by all backends."""
+    return sum(found.kernels_compiled() for (_, index), found in _found.items() if not index)

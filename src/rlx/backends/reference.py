@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlx.backends.base import Backend, Executable, InputSpec, Key, Trace
+from rlx.backends.base import Backend, Executable, InputSpec, Key
+from rlx.backends.reports import Trace
 from rlx.errors import CapabilityError
 from rlx.resources import require
 from rlx.target import Target

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from rlx import hub
-from rlx.backends.base import Ceilings, backend_of
+from rlx.backends.base import backend_of
+from rlx.backends.reports import Ceilings
 from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.cli.inspect import phase_sizes

@@ -68,6 +68,13 @@ class FlowCtx:
             )
         return value.id
 
+    def need_sequence(self, value: FlowValue | None, stage: str) -> Value:
+        """The flowing value, which is `[batch, seq, hidden]`."""
+        x = self.need(value, stage)
+        if x.rank != 3:
+            raise GraphError(f"stage {stage}: takes [batch, seq, hidden], found {x.type}")
+        return x
+
     # -- weights --
     def load_param(
         self, key: str, transpose: bool = False, *, shape: Sequence[Size] | None = None, init: Any = None

@@ -23,7 +23,7 @@ from rlx.flow.stages.embed import LmHead
 from rlx.flow.stages.structure import Sequence as StageSequence
 from rlx.flow.stages.structure import edited, emit_all
 from rlx.flow.state import CacheBindings, FlowValue, Shape
-from rlx.flow.weights import LayeredWeights, MapWeights, Wanting, WeightSource, as_source
+from rlx.flow.weights import LayeredWeights, MapWeights, WeightSource, as_source, unchecked
 from rlx.ir.graph import Graph, Value
 from rlx.ir.provenance import Origin, here
 from rlx.ir.registry import HIR, LEAF, MIR
@@ -336,22 +336,33 @@ class ModelFlow(StageList):
         main = ctx.need(value, self.name)
         outputs = [(self.output_name, main), *self._extra(ctx, main)]
         _distinct([name for name, _ in outputs])
-        found = dict(outputs) | _captured(graph, capture, self.output_name)
+        captured = _captured(graph, capture, dict(outputs))
+        if captured.get(self.output_name, main) is not main:
+            raise RequestError(
+                f"capture: {self.output_name!r} is a stage of {self.name!r} and the name of its main output",
+                hint="flow.output(name) gives the output another name",
+            )
+        found = {**dict(outputs), **captured, **dict(outputs)}  # outputs come first, and win over stages of their name
         graph.set_outputs(list(found.values()))
         cache = None if ctx.state.cache is None else ctx.state.cache.bound
         built = BuiltModel(graph, Params(graph, ctx.params, source), list(found), cache, self.compile_profile)
-        # the tensors of a file were compared with its configuration when it was opened
-        checked = getattr(source, "file", None) is not None or isinstance(source, Wanting)
-        if (strict or (strict is None and not checked)) and (unused := built.unused_weights):
-            count = f"{len(unused)} weights are" if unused[1:] else "1 weight is"
-            shown = ", ".join(shortened(repr(name), 80) for name in unused[:4]) + (", ..." if unused[4:] else "")
-            problem = f"flow {self.name!r}: {count} not used: {shown}"
-            if strict:
-                raise BindError(problem, hint=nearest(unused[0], built.params))
-            import logging  # most builds have nothing to say
-
-            logging.getLogger("rlx.flow").warning("%s; build(weights, strict=False) silences this", problem)
+        if strict is not False:
+            self._check_used(built, source, strict)
         return built
+
+    def _check_used(self, built: BuiltModel, source: WeightSource, strict: bool | None) -> None:
+        """Raise for weights that no stage asked for, or log those that nobody has compared with the flow."""
+        unused = built.unused_weights if strict else [name for name in unchecked(source) if name not in built.params]
+        if not unused:
+            return
+        count = f"{len(unused)} weights are" if unused[1:] else "1 weight is"
+        shown = ", ".join(shortened(repr(name), 80) for name in unused[:4]) + (", ..." if unused[4:] else "")
+        problem = f"flow {self.name!r}: {count} not used: {shown}"
+        if strict:
+            raise BindError(problem, hint=nearest(unused[0], built.params))
+        import logging  # most builds have nothing to say
+
+        logging.getLogger("rlx.flow").warning("%s; build(weights, strict=False) silences this", problem)
 
     def build_with(
         self, weights: WeightSource | Mapping[str, Any] | None, packed: Mapping[str, Any], capture: Sequence[str] = ()
@@ -407,14 +418,14 @@ def _distinct(names: list[str]) -> list[str]:
 
 
 def stage_values(module: Graph) -> dict[str, Value]:
-    """The value of each stage by its path: the last node that was built under it."""
+    """The value of each stage by its path: what it gave; for parts of stages, the last node built under the path."""
     values: dict[str, Value] = {}
     for node in module.nodes:
         if node.origin.stage and LEAF not in node.definition.traits:
             parts = node.origin.stage.split(".")
             for n in range(len(parts), 0, -1):
                 values[".".join(parts[:n])] = node[0]
-    return values
+    return values | module.stages
 
 
 def matching(values: Mapping[str, Value], pattern: str) -> dict[str, Value]:
@@ -426,14 +437,15 @@ def matching(values: Mapping[str, Value], pattern: str) -> dict[str, Value]:
     return found
 
 
-def _captured(module: Graph, patterns: Sequence[str], output: str) -> dict[str, Value]:
+def _captured(module: Graph, patterns: Sequence[str], outputs: Iterable[str]) -> dict[str, Value]:
+    """The stages that patterns match; a pattern may also mean what is an output already."""
     values = stage_values(module) if patterns else {}
     found: dict[str, Value] = {}
     for pattern in patterns:
         matched = matching(values, pattern)
-        if not matched and not matches(output, pattern):
+        if not matched and not any(matches(name, pattern) for name in outputs):
             raise RequestError(
-                f"capture: no stage of {module.name!r} matches {pattern!r}", hint=nearest(pattern, [*values, output])
+                f"capture: no stage of {module.name!r} matches {pattern!r}", hint=nearest(pattern, [*values, *outputs])
             )
         found |= matched
     return found

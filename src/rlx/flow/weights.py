@@ -133,3 +133,10 @@ class LayeredWeights:
 
     def keys(self) -> Iterable[str]:
         return dict.fromkeys(chain.from_iterable(source.keys() for source in self.sources))
+
+
+def unchecked(source: WeightSource) -> Iterable[str]:
+    """Keys that nobody has compared with what a model needs; those of a file were, when it was opened."""
+    if isinstance(source, LayeredWeights):
+        return dict.fromkeys(chain.from_iterable(map(unchecked, source.sources)))
+    return () if isinstance(source, Wanting) or getattr(source, "file", None) is not None else source.keys()

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from rlx.backends.base import Ceilings, Executable, Key, Trace, backend_of
+from rlx.backends.base import Executable, Key, backend_of
+from rlx.backends.reports import Ceilings, Trace
 from rlx.inspect.memory import MemoryReport, memory_report, show_bytes
 from rlx.types import evaluate
 

@@ -315,6 +315,7 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
         self._named: dict[str, Node] = {}
         self.limits: dict[str, int] = {}  # symbol -> largest size allowed at run time
         self.fixed: set[str] = set()  # params that training leaves alone unless it is told their names
+        self.stages: dict[str, Value] = {}  # what stages of a flow gave, by path; text does not have it
 
     # -- modules ----------------------------------------------------------------------------------------------------
     @staticmethod

@@ -78,7 +78,9 @@ def rebuild(graph: Graph, visit: Visitor, *, made_by: str) -> Graph:
             continue
         results = rewriter.copy(node) if given is None else (given,) if isinstance(given, Value) else tuple(given)
         rewriter.values.update(zip(node.results, results, strict=True))
-    rewriter.graph.outputs = tuple(rewriter.values[o] for o in graph.outputs)
+    values = rewriter.values
+    rewriter.graph.outputs = tuple(values[o] for o in graph.outputs)
+    rewriter.graph.stages = {path: values[value] for path, value in graph.stages.items() if value in values}
     return rewriter.graph
 
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rlx.dtypes import BOOL, F32, I32, I64, DType
+import numpy as np
+
+from rlx.dtypes import BOOL, F32, F64, I32, I64, DType
 from rlx.errors import LowerError
 
 Scalar = float | int | bool
@@ -22,7 +24,7 @@ class Formula:
     """Operators of expressions, so that `a * b + 1` is the expression that computes it; `==` compares structure.
 
     Python numbers take the type of the expression beside them. Otherwise both sides have one type, but for counts of
-    shifts. Integers that are known are computed at once, and x + 0, x * 1 and the like are x.
+    shifts. What is known is computed at once, and x + 0, x * 1 and the like are x where they are integers.
     """
 
     __slots__ = ()
@@ -314,21 +316,23 @@ SCALAR_OPS = {
 
 # -- arithmetic on expressions ----------------------------------------------------------------------------------------
 def number(value: Scalar, dtype: DType) -> Const:
-    """A number of a type; a fraction is none of an integer type."""
+    """A number of a type that holds it."""
     if dtype.is_float:
         return Const(float(value), dtype)
-    if isinstance(value, float):
-        raise LowerError(f"expression: {value!r} beside {dtype}, which has no fractions", hint="cast the other side")
-    return Const(bool(value) if dtype is BOOL else int(value), dtype)
+    if dtype is BOOL:
+        return Const(bool(value), dtype)
+    if isinstance(value, float) or _wrapped(value, dtype) != value:
+        raise LowerError(f"expression: {value!r} beside {dtype}, which does not hold it", hint="cast the other side")
+    return Const(int(value), dtype)
 
 
 def binary(op: str, a: Operand, b: Operand) -> Expr:
     """An operation of two numbers of a type, which the result has too."""
     left, right = _alike(op, a, b)
     if isinstance(left, Const) or isinstance(right, Const):
-        known = _folded(op, left, right)
-        if known is not None:
-            return known
+        folded = _folded(op, left, right)
+        if folded is not None:
+            return folded
     return Apply(op, (left, right), left.dtype)
 
 
@@ -374,6 +378,7 @@ _EXACT: dict[str, Callable[[int, int], int]] = {
     "xor": operator.xor, "shl": operator.lshift, "shr": operator.rshift, "min": min, "max": max,
     "floordiv": operator.floordiv, "mod": operator.mod, "quot": operator.floordiv, "rem": operator.mod,
 }  # fmt: skip
+_FLOATS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
 _KEEP_LEFT = {  # x op number is x
     0: {"add", "sub", "or", "xor", "shl", "shr"}, 1: {"mul", "floordiv", "quot"},
 }  # fmt: skip
@@ -381,12 +386,12 @@ _KEEP_RIGHT = {0: {"add", "or", "xor"}, 1: {"mul"}}  # number op x is x
 
 
 def _folded(op: str, a: Expr, b: Expr) -> Expr | None:
-    """What is known of an operation with a constant, or None. Floats are computed as they are written."""
+    """What is known of an operation with a constant, or None."""
     dtype = a.dtype
     if dtype is BOOL:
         return _folded_condition(op, a, b)
-    if not dtype.is_integer:
-        return None
+    if dtype.is_float:
+        return _folded_floats(op, a, b)
     if isinstance(a, Const) and isinstance(b, Const):
         x, y = int(a.value), int(b.value)
         defined = 0 <= y < 8 * dtype.size if op in ("shl", "shr") else y > 0 or op not in _DIVISIONS
@@ -409,6 +414,15 @@ def _folded_condition(op: str, a: Expr, b: Expr) -> Expr | None:
         if isinstance(one, Const) and op in ("and", "or"):
             return other if bool(one.value) is (op == "and") else one
     return None
+
+
+def _folded_floats(op: str, a: Expr, b: Expr) -> Expr | None:
+    """Two numbers as a machine rounds them. Nothing else: -0.0 + 0.0 is not -0.0, and nan * 0.0 is not 0.0."""
+    if not isinstance(a, Const) or not isinstance(b, Const) or op not in _FLOATS or a.dtype not in (F32, F64):
+        return None
+    kind = a.dtype.numpy.type
+    with np.errstate(all="ignore"):
+        return Const(float(_FLOATS[op](kind(a.value), kind(b.value))), a.dtype)
 
 
 def _wrapped(value: int, dtype: DType) -> int:

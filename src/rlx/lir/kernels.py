@@ -252,7 +252,7 @@ class AttentionGradKernel:
     `lse` and `delta` are `[batch][head][q_len]`.
     """
 
-    attention: AttentionKernel  # f32 or f64, without a cache
+    attention: AttentionKernel  # of a type that is native, without a cache; lse and delta are wide
 
     kind = "attention_grad"
     READS = ("q", "k", "v", "dy", "lse", "delta", "mask")

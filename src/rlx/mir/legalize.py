@@ -7,7 +7,7 @@ attention, but for masks, which are read as they are. Norms and attention read t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rlx.dtypes import DType
 from rlx.ir.graph import Graph, Node, Value
@@ -16,7 +16,8 @@ from rlx.target import Target
 
 
 def legalize(graph: Graph, *, target: Target | None = None) -> Graph:
-    """Matmuls, grouped ones too, and gradients of attention have operands of one type that is native on the target.
+    """Matmuls, grouped ones too, and gradients of attention have operands of one type that is native on the target;
+    sums of rows that gradients read are wide.
 
     Without a target, as on the reference device, narrow floats are wide while they are computed with.
     """
@@ -25,47 +26,40 @@ def legalize(graph: Graph, *, target: Target | None = None) -> Graph:
         return graph
     casts: dict[tuple[Value, DType], Value] = {}  # matmuls that share an operand share its cast, or none would merge
 
-    def visit(rewriter: Rewriter, node: Node) -> Value | tuple[Value, ...] | None:
+    def visit(rewriter: Rewriter, node: Node) -> tuple[Value, ...] | None:
         if not _is_illegal(node, native):
             return None
-        computed = native(node.types[0].dtype)
-        if node.op == "attention_grad":
-            return _native_gradient(rewriter, node, computed)
-        given = [o for o in rewriter.operands(node) if o is not None]
-        operands, index = given[:2], given[2:]
-        for o in operands:
-            if o.dtype is not computed and (o, computed) not in casts:
-                casts[o, computed] = rewriter.one(node, "cast", o, dtype=computed)
-        product = rewriter.one(node, node.op, *(casts.get((o, computed), o) for o in operands), *index)
-        type_ = node.types[0]
-        return product if product.type == type_ else rewriter.one(node, "cast", product, dtype=type_.dtype)
+
+        def in_type(value: Value, dtype: DType) -> Value:
+            if value.dtype is dtype:
+                return value
+            if (value, dtype) not in casts:
+                casts[value, dtype] = rewriter.one(node, "cast", value, dtype=dtype)
+            return casts[value, dtype]
+
+        pairs = zip(rewriter.operands(node), operand_types(node, native), strict=True)
+        operands = [o if o is None or wanted is None else in_type(o, wanted) for o, wanted in pairs]
+        made = rewriter.make(node, node.op, *operands, **node.attrs)
+        return tuple(in_type(value, type_.dtype) for value, type_ in zip(made, node.types, strict=True))
 
     return rebuild(graph, visit, made_by="legalize")
 
 
-def _wide(dtype: DType) -> DType:
-    return dtype.wide
+def operand_types(node: Node, native: Callable[[DType], DType]) -> Sequence[DType | None]:
+    """The types that kernels take operands in; None for those that are read as they are."""
+    if node.op not in ("matmul", "grouped_matmul", "attention_grad"):
+        return [None] * len(node.operands)
+    computed = native(node.types[0].dtype)
+    if node.op == "attention_grad":  # q, k, v, dy; lse and delta, which are sums; the mask
+        return [*[computed] * 4, computed.wide, computed.wide, None]
+    return [computed, computed, *[None] * (len(node.operands) - 2)]
 
 
 def _is_illegal(node: Node, native: Callable[[DType], DType]) -> bool:
-    """Whether it has operands that kernels do not take."""
-    if node.op == "attention_grad":
-        tensors = node.operands[:-1]
-    elif node.op in ("matmul", "grouped_matmul"):
-        tensors = node.operands[:2]
-    else:
-        return False
-    computed = native(node.types[0].dtype)
-    return any(o is not None and o.dtype is not computed for o in tensors)
+    """Whether it has operands of types that kernels do not take."""
+    pairs = zip(node.operands, operand_types(node, native), strict=True)
+    return any(o is not None and wanted is not None and o.dtype is not wanted for o, wanted in pairs)
 
 
-def _native_gradient(rewriter: Rewriter, node: Node, computed: DType) -> tuple[Value, ...]:
-    dtype = node.types[0].dtype
-    *tensors, mask = rewriter.operands(node)
-    native = [o if o is None else _in_type(rewriter, node, o, computed) for o in tensors]
-    made = rewriter.make(node, node.op, *native, mask, **node.attrs)
-    return tuple(_in_type(rewriter, node, m, dtype) for m in made)
-
-
-def _in_type(rewriter: Rewriter, node: Node, value: Value, dtype: DType) -> Value:
-    return value if value.dtype is dtype else rewriter.one(node, "cast", value, dtype=dtype)
+def _wide(dtype: DType) -> DType:
+    return dtype.wide

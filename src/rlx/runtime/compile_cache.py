@@ -10,10 +10,10 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlx.backends import cache
-from rlx.backends.base import Backend, Executable, backend_of
+from rlx.backends.base import Backend, Executable
 from rlx.ir.graph import Graph
 from rlx.profile import CompileProfile
 from rlx.runtime import codec, program_cache
@@ -22,6 +22,9 @@ from rlx.runtime.program_cache import Keys
 from rlx.runtime.signature import Signature
 from rlx.runtime.weights import Recipe
 from rlx.target import Target
+
+if TYPE_CHECKING:
+    from rlx.runtime.session import Session
 
 KIND = "compiled"  # of entries in the cache
 
@@ -40,13 +43,13 @@ def _classes(backend: Backend) -> Mapping[str, type]:
     return {**codec.records_of(*backend.image_modules()), "Entry": Entry, "Recipe": Recipe}
 
 
-def find(graph: Graph, keys: Keys, target: Target, profile: CompileProfile, threads: int | None) -> Parts | None:
+def find(graph: Graph, keys: Keys, session: Session, target: Target, profile: CompileProfile) -> Parts | None:
     """An equal graph that was compiled before; None where there is none, or some of its code is lost."""
     # With a profile that shows passes, they have to run.
     data = None if keys.code is None or profile.shows_passes else cache.current().read(KIND, keys.code)
     if data is None:
         return None
-    backend = backend_of(target)
+    backend, threads = session.device.backend, session.threads
     with contextlib.suppress(*program_cache.DAMAGED):  # written by something else
         entry = program_cache.unpacked(data, _classes(backend), Entry)
         plan = later_plan(lambda: graph, target, profile)  # not through the compiled graph: that would be a cycle
@@ -64,7 +67,7 @@ def find(graph: Graph, keys: Keys, target: Target, profile: CompileProfile, thre
     return None
 
 
-def keep(parts: Parts, keys: Keys) -> None:
+def keep(parts: Parts, keys: Keys, backend: Backend) -> None:
     """Store what `find` gives."""
     assert parts.plan is not None
     binder = None if parts.binder is None else parts.binder()
@@ -72,7 +75,7 @@ def keep(parts: Parts, keys: Keys) -> None:
     if keys.code is None or main is None or (binder is not None and bind is None):
         return
     entry = Entry(main, bind, parts.derived)
-    cache.current().write(KIND, keys.code, program_cache.packed(entry, _classes(backend_of(parts.executable.target))))
+    cache.current().write(KIND, keys.code, program_cache.packed(entry, _classes(backend)))
     if parts.executable.asks_program or (binder is not None and binder.asks_program):
         from rlx.runtime.plan import keep_plan
 

@@ -20,7 +20,8 @@ import numpy as np
 
 import rlx
 from rlx.backends import cache
-from rlx.backends.base import Code, Device, backend, backend_of
+from rlx.backends.base import Device, backend, backend_of
+from rlx.backends.reports import Code
 from rlx.errors import BindError, CapabilityError, FormatError, GraphError, LowerError
 from rlx.formats.tensors import PathLike, quoted
 from rlx.ir import provenance

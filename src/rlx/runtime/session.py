@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rlx.backends.base import MAX_THREADS, Backend, available, backend_of
+from rlx.backends.base import MAX_THREADS, Backend, available
 from rlx.backends.base import device as find_device
 from rlx.errors import CapabilityError, GraphError, nearest
 from rlx.locks import Lock, Waits
@@ -92,13 +92,13 @@ class Session:
         from rlx.runtime.program_cache import Keys
 
         keys = Keys.of(source, target, profile)
-        found = compile_cache.find(source, keys, target, profile, self.threads)
+        found = compile_cache.find(source, keys, self, target, profile)
         if found is None:
             from rlx.runtime.plan import cached_plan
 
             plan = cached_plan(source, target, profile, run=True, keys=keys)
             found = self.link(plan, source, target)
-            compile_cache.keep(found, keys)
+            compile_cache.keep(found, keys, self.device.backend)
         return found
 
     def link(self, plan: CompiledPlan, source: Graph, target: Target) -> Parts:
@@ -106,7 +106,7 @@ class Session:
         from rlx.runtime.compiled import Parts, input_specs
         from rlx.runtime.signature import Signature
 
-        backend, specs = backend_of(target), input_specs(Signature.of(source))
+        backend, specs = self.device.backend, input_specs(Signature.of(source))
         main = backend.compile(plan.main, target, threads=self.threads, inputs=specs)
         derived = dict(zip(plan.derived, plan.recipes, strict=True))
         binder = backend.compile(plan.bind, target, threads=self.threads, long_lived=True) if derived else None

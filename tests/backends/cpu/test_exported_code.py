@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import rlx
-from rlx.backends.base import Code
 from rlx.backends.cpu import driver, elf
 from rlx.backends.cpu.library import KernelLibrary
+from rlx.backends.reports import Code
 from rlx.runtime.export import open_export
 
 

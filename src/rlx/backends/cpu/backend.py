@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rlx.backends.base import Backend, Ceilings, Code, InputSpec
+from rlx.backends.base import Backend, InputSpec
 from rlx.backends.cpu import targets
 from rlx.backends.cpu.executable import CpuExecutable
 from rlx.backends.cpu.image import Image
@@ -18,6 +18,7 @@ from rlx.errors import CapabilityError, FormatError, shortened
 from rlx.target import Target
 
 if TYPE_CHECKING:
+    from rlx.backends.reports import Ceilings, Code
     from rlx.lir.kernels import Kernel
     from rlx.lir.program import Program
 

@@ -10,12 +10,12 @@ import time
 
 import numpy as np
 
-from rlx.backends.base import Ceilings
 from rlx.backends.cpu import loops, math, pool
 from rlx.backends.cpu.builder import Builder, Module, Value, const, vector
 from rlx.backends.cpu.library import library
 from rlx.backends.cpu.memory import aligned
 from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
+from rlx.backends.reports import Ceilings
 from rlx.host_memory import address
 from rlx.target import Target
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlx.backends import base
-from rlx.backends.base import ArrayType, InputSpec, RunMemory, Trace, bytes_of
+from rlx.backends.base import ArrayType, InputSpec, bytes_of
 from rlx.backends.cpu import driver, repeat
 from rlx.backends.cpu import pool as pools
 from rlx.backends.cpu.image import Image
@@ -42,6 +42,7 @@ from rlx.target import Target
 from rlx.types import compile_sizes, round_up_power_of_two
 
 if TYPE_CHECKING:
+    from rlx.backends.reports import RunMemory, Trace
     from rlx.lir.program import Program
 
 Array = np.ndarray[Any, Any]
@@ -198,6 +199,8 @@ class CpuExecutable(base.Executable):
         return self.frame(key).outputs
 
     def memory(self, key: tuple[int, ...]) -> RunMemory:
+        from rlx.backends.reports import RunMemory
+
         largest = self.largest(key)
         frame = self.frame(largest)
         return RunMemory(largest, frame.plan, frame.scratch)
@@ -502,6 +505,7 @@ class CpuExecutable(base.Executable):
 
     def trace(self, key: tuple[int, ...], inputs: Sequence[Array]) -> tuple[list[Array], Trace]:
         from rlx.backends.cpu.ceilings import ticks_per_second
+        from rlx.backends.reports import Trace
 
         stamps = np.zeros((len(self.records.walk), self.threads, 2), np.int64)
         outputs = self.run(key, inputs, stamps)

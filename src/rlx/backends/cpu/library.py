@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlx.backends import cache
-from rlx.backends.base import Code
 from rlx.backends.cpu import driver
 from rlx.backends.cpu.image import Homes
 from rlx.backends.cpu.toolchain import CodeLibrary, Compilation, compile_text, cpu_identity
@@ -24,6 +23,7 @@ from rlx.target import Target
 
 if TYPE_CHECKING:
     from rlx.backends.cpu.routine import Entry, Routine
+    from rlx.backends.reports import Code
     from rlx.lir.kernels import Kernel
 
 # One thread at a time finds, loads or compiles, and a fork waits for it: a child inherits whole libraries, and no lock
@@ -72,6 +72,7 @@ class KernelLibrary:
     def code(self, kernels: Iterable[Kernel]) -> Code:
         """Machine code of these kernels and of the driver, made anew, for other processes to adopt."""
         from rlx.backends.cpu.generators import entry, module_text
+        from rlx.backends.reports import Code
 
         routines = {r.symbol: r for k in kernels for r in entry(k, self.target).routines()}
         texts = module_text(list(routines.values())), driver.driver_text(self.target)

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rlx.backends.base import ArrayType, Executable, Key, RunMemory, Trace, bytes_of
+from rlx.backends.base import ArrayType, Executable, Key, bytes_of
 from rlx.backends.faults import check_sizes, fault
+from rlx.backends.reports import RunMemory, Trace
 from rlx.backends.toy.emitter import function
 from rlx.backends.toy.memory import ToyBuffer
 from rlx.errors import BindError, LowerError

@@ -276,7 +276,7 @@ class SelfAttnPrefill(FlowStage):
     layer_idx: int | None = None  # needed where the flow has a cache
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
-        x = ctx.need(value, "SelfAttnPrefill")
+        x = ctx.need_sequence(value, "SelfAttnPrefill")
         attention = SelfAttention(
             "SelfAttnPrefill", self.q_key, self.k_key, self.v_key, self.num_heads, self.num_kv_heads, self.head_dim,
             self.mask, self.score_scale, self.attn_logit_softcap, rope=self.rope, layer_idx=self.layer_idx,
@@ -303,7 +303,7 @@ class LlamaKvTap(FlowStage):
     rope: str | None = MAIN_ROPE
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        x = ctx.wrap(ctx.need(value, "LlamaKvTap"))
+        x = ctx.wrap(ctx.need_sequence(value, "LlamaKvTap"))
         normed = RmsNorm(f"{self.layer_prefix}.input_layernorm.weight", self.eps).emit(ctx, x)
         _tap(ctx, self, normed.id, unit_offset=False)
         return value
@@ -322,7 +322,7 @@ class GemmaKvTap(FlowStage):
     rope: str | None = MAIN_ROPE
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        _tap(ctx, self, ctx.need(value, "GemmaKvTap"), unit_offset=self.unit_offset)
+        _tap(ctx, self, ctx.need_sequence(value, "GemmaKvTap"), unit_offset=self.unit_offset)
         return value
 
 

@@ -46,7 +46,7 @@ class PreNormLayer(FlowStage):
         """What is added to x `[batch, seq, hidden]`, of x after its norm."""
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
-        x = ctx.need(value, type(self).__name__)
+        x = ctx.need_sequence(value, type(self).__name__)
         with provenance("attn"):
             attended = self.attention(ctx, self.norm(ctx, x, "input"))
             if self.post_norms:

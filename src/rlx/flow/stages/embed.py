@@ -125,9 +125,7 @@ class GatherLastToken(FlowStage):
             raise GraphError("stage GatherLastToken: has a batch and an index", hint="the index is one for all rows")
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
-        x = ctx.need(value, "GatherLastToken")
-        if x.rank != 3:
-            raise GraphError(f"stage GatherLastToken: takes [batch, seq, hidden], found {x.type}")
+        x = ctx.need_sequence(value, "GatherLastToken")
         if self.index is not None:
             return ctx.wrap(x[:, self.index])
         batch, seq, hidden = x.shape

@@ -134,7 +134,10 @@ def post_norm_layer(
 
 @dataclass(frozen=True)
 class BertEncoderLayer(FlowStage):
-    """norm(x + attention(x)), then norm(· + feed-forward(·))."""
+    """norm(x + attention(x)), then norm(· + feed-forward(·)).
+
+    The mask is an input of f32, unless the flow declares it as integers, as tokenizers give it, or as truth values.
+    """
 
     layer_prefix: str
     hidden_size: int
@@ -152,7 +155,7 @@ class BertEncoderLayer(FlowStage):
             raise GraphError(f"stage BertEncoderLayer: qkv_style is {self.qkv_style!r}", hint=hint)
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
-        x = ctx.need(value, "BertEncoderLayer")
+        x = ctx.need_sequence(value, "BertEncoderLayer")
         norms = (f"{self.layer_prefix}.{QKV_STYLES[self.qkv_style].norm}", f"{self.layer_prefix}.output.LayerNorm")
         ffn = GeluFfn.hf_bert(self.layer_prefix, intermediate_size=self.intermediate_size, activation=self.activation)
         return post_norm_layer(ctx, x, lambda: self.attention(ctx, x), norms, ffn, self.eps)
@@ -186,7 +189,7 @@ class NomicEncoderLayer(FlowStage):
     activation: str = "silu"
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
-        x = ctx.need(value, "NomicEncoderLayer")
+        x = ctx.need_sequence(value, "NomicEncoderLayer")
         prefix = self.layer_prefix
         gate, up, down = (f"{prefix}.mlp.{name}.weight" for name in ("fc12", "fc11", "fc2"))
         ffn = SwiGlu(gate, up, down, self.intermediate_size, activation=self.activation)

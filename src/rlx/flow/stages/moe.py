@@ -34,7 +34,7 @@ class MoeFfn(FlowStage):
             raise GraphError(f"stage MoeFfn: {self.chosen} of {self.experts} experts cannot be chosen")
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
-        x = ctx.need(value, "MoeFfn")
+        x = ctx.need_sequence(value, "MoeFfn")
         hidden, k = x.shape[-1], self.chosen
         rows = x.reshape(x.shape[0] * x.shape[1], hidden)
         count = rows.shape[0]

@@ -79,9 +79,7 @@ class ClsTokenPool(FlowStage):
     """`[batch, seq, hidden]` to `[batch, hidden]`: the class token, which is the first."""
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
-        x = ctx.need(value, "ClsTokenPool")
-        if x.rank != 3:
-            raise GraphError(f"stage ClsTokenPool: takes [batch, seq, hidden], found {x.type}")
+        x = ctx.need_sequence(value, "ClsTokenPool")
         return ctx.wrap(x[:, 0])
 
     @property

@@ -27,6 +27,8 @@ def emit_stage(ctx: FlowCtx, stage: FlowStage, value: FlowValue | None, name: st
             if is_named:
                 ctx.state.claim(here().stage)
             result = stage.emit(ctx, value)
+            if name and isinstance(result, FlowValue) and result is not value:
+                ctx.hir().stages[here().stage] = result.id
         except Exception as error:  # those of an author's own code too
             note_stage(error, type(stage).__name__)
             raise

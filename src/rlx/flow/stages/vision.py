@@ -42,9 +42,7 @@ class VitSelfAttn(FlowStage):
             raise GraphError("stage VitSelfAttn: qkv_weight and qkv_bias are both one key, or both three")
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
-        x = ctx.need(value, "VitSelfAttn")
-        if x.rank != 3:
-            raise GraphError(f"stage VitSelfAttn: takes [batch, seq, hidden], found {x.type}")
+        x = ctx.need_sequence(value, "VitSelfAttn")
         batch, seq, hidden = x.shape
         q, k, v = self.heads(ctx, x)
         mask = ctx.state.named.get(MASK)
