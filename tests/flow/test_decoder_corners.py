@@ -287,6 +287,15 @@ def test_rows_of_a_step_turn_in_their_own_style(how: str) -> None:
     close(flow.build(w).compile("reference").run(given)[0], wanted)
 
 
+def test_rows_of_a_step_do_not_change_the_style_of_tables() -> None:
+    """A layer of a prefill turns by the tables, in their style, whatever rows are given for a step."""
+    w, x = weights(), draws(45, 1, 4, HIDDEN)
+    rows = DecodeRopeParams(LOCAL[0][:1], LOCAL[1][:1], "pairs")
+    flow = ModelFlow("f").input("x", x.shape).sequence(RopeTables(*GLOBAL), rows, LlamaDecoder(**SIZES))
+    wanted = Oracle(w, GLOBAL)(x.astype(np.float64), np.arange(4)[None])
+    close(flow.build(w).compile("reference").run({"x": x})[0], wanted)
+
+
 def test_a_step_of_layers_that_do_not_turn_needs_no_rows() -> None:
     w, still = weights(), (np.ones_like(GLOBAL[0]), np.zeros_like(GLOBAL[1]))
     given = {"x": draws(44, 2, 2, HIDDEN), "past_k_0": PAST[0], "past_v_0": PAST[1]}

@@ -138,6 +138,7 @@ class DecodeBindings:
     past_k: list[Value]
     past_v: list[Value]
     rows: bool = True  # cos and sin have one row per new token, not one per position
+    style: str | None = None  # of those rows, where it is not that of the tables that flow
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ class FlowState:
     def bind_rope_rows(self, cos: Value, sin: Value, style: str) -> None:
         """Have one row per new token in place of tables of all positions, for a step that is bound next."""
         self.rope_cos, self.rope_sin, self.rope_style, self.rope_rows = cos, sin, style, None
-        self.rope_styles[MAIN_ROPE], self.rope_per_token = style, True
+        self.rope_per_token = True
 
     def style_of(self, rope: str) -> str:
         """Which parts of a head turn together by the tables of this name."""

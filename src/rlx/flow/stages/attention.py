@@ -87,9 +87,10 @@ class SelfAttention:
         assert self.rope is not None
         graph, past, (batch, seq) = ctx.hir(), self.bindings(ctx), x.shape[:2]
         rows = None if past is None else self.rows_of_step(ctx, past, self.rope)
-        if rows is not None:
+        if past is not None and rows is not None:
             cos, sin = (self.of_new_tokens(table, seq) for table in rows)
-            return cos, sin, counted(graph, batch, seq), ctx.state.style_of(self.rope)
+            own = past.style if self.rope == MAIN_ROPE else None
+            return cos, sin, counted(graph, batch, seq), own or ctx.state.style_of(self.rope)
         cos, sin, by_length, style = rope_tables_of(ctx, self.stage, self.rope)
         if by_length is not None:
             if past is not None:

@@ -211,13 +211,14 @@ class BindDecodeInputs(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
         cos, sin, rows = ctx.state.rope_cos, ctx.state.rope_sin, ctx.state.rope_per_token
+        style = ctx.state.rope_style if rows else None
         if self.rope and (cos is None or sin is None or "rope_cos" in ctx.state.inputs):
-            cos, sin, rows = self.bound(ctx, "rope_cos"), self.bound(ctx, "rope_sin"), True
+            cos, sin, rows, style = self.bound(ctx, "rope_cos"), self.bound(ctx, "rope_sin"), True, None
         past_k, past_v = ([self.bound(ctx, f"past_{x}_{i}") for i in range(self.num_layers)] for x in "kv")
         mask = self.bound(ctx, "mask") if self.use_custom_mask else None
         if mask is not None:
             mask = ctx.mask_input("mask", mask.shape)  # truth values where it is of integers
-        ctx.state.decode = DecodeBindings(cos, sin, mask, past_k, past_v, rows)
+        ctx.state.decode = DecodeBindings(cos, sin, mask, past_k, past_v, rows, style)
         return value
 
     def bound(self, ctx: FlowCtx, name: str) -> Value:
