@@ -33,10 +33,10 @@ Key = tuple[int, ...]  # the sizes of a program's symbols, in the order of `Exec
 ArrayType = tuple[tuple[int, ...], np.dtype[Any]]  # shape and element type
 MAX_THREADS = 4096  # a request for more is a typo
 ENTRY_POINTS = "rlx.backends"
-BUILT_IN = {  # class, and what the device is for
-    "cpu": ("rlx.backends.cpu.backend:CpuBackend", "machine code for this processor, on all its cores"),
-    "reference": ("rlx.backends.reference:ReferenceBackend", "NumPy, one op at a time: the oracle for tests"),
-    "toy": ("rlx.backends.toy:ToyBackend", "Python and NumPy from LIR: a backend small enough to read"),
+BUILT_IN = {
+    "cpu": "rlx.backends.cpu.backend:CpuBackend",  # machine code for this processor, on all its cores
+    "reference": "rlx.backends.reference:ReferenceBackend",  # NumPy, one op at a time: the oracle for tests
+    "toy": "rlx.backends.toy:ToyBackend",  # Python and NumPy from LIR: a backend small enough to read
 }
 
 
@@ -416,7 +416,7 @@ def backend_of(target: Target) -> Backend:
 
 def _class(name: str) -> Callable[[int], Backend]:
     if name in BUILT_IN:
-        module, _, attribute = BUILT_IN[name][0].partition(":")
+        module, _, attribute = BUILT_IN[name].partition(":")
         return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
     point = _entry_points().get(name)
     if point is None:
