@@ -322,3 +322,31 @@ def test_a_fused_product_has_as_many_weights_as_its_body_reads(weights: int) -> 
     assert Graph.parse(text)
     with pytest.raises(ParseError, match=f"fused_matmul: {weights} weights, and a body of 1 inputs"):
         Graph.parse(text.replace("weights=1", f"weights={weights}"))
+
+
+def test_fixed_params_are_in_the_head() -> None:
+    g = Graph("g")
+    x, names = g.input("x", (3,)), ['a "b" (c), {d', "rope.cos", "gone"]
+    for name in names[:2]:
+        x = x * g.param(name, (3,))
+    g.set_outputs([x])
+    g.fixed = set(names)
+    text = g.text()
+    assert text.splitlines()[0] == r'graph @g mir fixed("a \"b\" (c), {d", "rope.cos") {'
+    spaced = text.replace("fixed(", "fixed ( ").replace("fixed ( ", "fixed(  \n ")
+    for again in (text, spaced):
+        assert Graph.parse(again).fixed == set(names[:2])
+    assert Graph.parse(text).text() == text
+
+
+@pytest.mark.parametrize(
+    ("head", "problem"),
+    [
+        ('fixed("x")', "fixed: 'x' is not a param"), ('fixed("y")', "fixed: 'y' is not a param"),
+        ("fixed(w)", "expected 'graph @name level {'"), (r'fixed("\x")', "is not a string"),
+    ],
+)  # fmt: skip
+def test_wrong_names_of_fixed_params_are_errors(head: str, problem: str) -> None:
+    text = f'graph @g mir {head} {{\n  %0 = input(name="x") : f32[3]\n  return %0\n}}'
+    with pytest.raises(ParseError, match=re.escape(problem)):
+        Graph.parse(text)
