@@ -287,3 +287,10 @@ def test_configurations_are_made_of_variants_and_profiles() -> None:
         ModelExecutionConfig((1, 2))  # type: ignore[arg-type]
     with pytest.raises(GraphError, match="profile is a str, expected a CompileProfile"):
         ModelExecutionConfig(ModelVariant(1, 2), "decode")  # type: ignore[arg-type]
+
+
+def test_a_built_model_is_named_where_its_module_is_wanted() -> None:
+    built = rlx.ModelFlow("flow").input("x", (1, 4)).output("y").build({})
+    with pytest.raises(GraphError, match="takes a Graph or a GraphModule, found BuiltModel") as caught:
+        ModelExecutionConfig.prefill(1, 2).compile(built)  # type: ignore[arg-type]
+    assert caught.value.hint == "give it .module"

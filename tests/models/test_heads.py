@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,19 @@ def test_a_head_that_differs_is_used_and_named(tmp_path: Path, caplog: pytest.Lo
             assert difference(model.logits(TOKENS), forward(UNTIED, weights, TOKENS)) < TOLERANCE
         assert "tie_word_embeddings is true, but lm_head.weight differs" in caplog.text
         caplog.clear()
+
+
+def test_a_saved_model_says_that_its_head_is_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weights = random_weights(UNTIED)
+    (tmp_path / "from").mkdir()
+    write_folder(tmp_path / "from", weights, TIED)
+    with rlx.load(tmp_path / "from") as model:
+        model.save(tmp_path / "to")
+    caplog.clear()
+    assert json.loads((tmp_path / "to" / "config.json").read_text())["tie_word_embeddings"] is False
+    with caplog.at_level(logging.WARNING), rlx.load(tmp_path / "to") as model:
+        assert difference(model.logits(TOKENS), forward(UNTIED, weights, TOKENS)) < TOLERANCE
+    assert not caplog.text
 
 
 def test_an_equal_head_is_no_second_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -102,6 +102,8 @@ def _write_folder(source: Source, names: Sequence[str], folder: Path, kind: str 
         _write_beside(checkpoint, folder)
     if kind is not None:
         _say_type(folder / "config.json", kind)
+    if copied and not getattr(checkpoint.config, "tied", True):
+        _say_untied(folder / "config.json")
     with replacing(folder / FILE) as at:
         write_safetensors(at, tensors)
     for other in folder.iterdir():  # shards of what was there before
@@ -141,6 +143,13 @@ def _say_type(path: Path, kind: str) -> None:
     settings.pop("torch_dtype", None)
     names = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
     _write_json(path, settings | {"dtype": names[kind]})
+
+
+def _say_untied(path: Path) -> None:
+    """A head of its own is written, whatever the folder that the model came from says: it would be warned of again."""
+    settings = json.loads(path.read_text("utf-8"))
+    if settings.get("tie_word_embeddings"):
+        _write_json(path, settings | {"tie_word_embeddings": False})
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -49,7 +49,7 @@ def open_tensors(path: PathLike, *, mapped: bool = True) -> TensorFile:
         return gguf.open_gguf(file, mapped=mapped)
     other = _foreign(file.suffix.lower(), start)
     if other is not None:
-        raise broken(file, f"{other[0]}, which is not read", hint=other[1])
+        raise broken(file, f"{other[0]}: rlx does not read it", hint=other[1])
     if file.suffix == ".bin":
         return llama2c.open_llama2c(file, mapped=mapped)
     found = start[:4]
@@ -88,7 +88,7 @@ def _refuse_foreign(folder: Path, inside: list[Path]) -> None:
             start = bytes(open_bytes(path).view[:8]) if path.is_file() else b""
             other = _foreign(path.suffix.lower(), start)
             if other is not None:
-                raise broken(folder, f"{path.name} is {other[0]}, which is not read", hint=other[1])
+                raise broken(folder, f"{path.name} is {other[0]}: rlx does not read it", hint=other[1])
 
 
 def _model_of_folder(folder: Path) -> Path:

@@ -156,6 +156,9 @@ class ModelExecutionConfig:
         source: Any = graph
         if isinstance(graph, GraphModule):
             source = graph.as_hir() if graph.as_hir() is not None else graph.into_mir()
+        elif not isinstance(graph, Graph):
+            hint = "give it .module" if hasattr(graph, "module") else None
+            raise GraphError(f"variant: takes a Graph or a GraphModule, found {type(graph).__name__}", hint=hint)
         if self.variant.past_seq and not _has_past(source):
             raise GraphError(
                 f"variant: decode has a past of {self.variant.past_seq} tokens, and graph {source.name!r} takes none",
