@@ -453,7 +453,8 @@ def device(text: str) -> Device:
     if found.index:
         count = backend(found.name).device_count()
         if found.index >= count:
-            raise CapabilityError(f"device: {text!r} is asked for, there are {count} devices of {found.name!r}")
+            have = f"{count} device{'s' * (count != 1)}"
+            raise CapabilityError(f"device: {text!r} is asked for, {found.name!r} has {have} here, counted from 0")
     elif found.name not in BUILT_IN:
         backend(found.name)
     return found
