@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from rlx.dtypes import DType
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import CHECKS_DATA, CHECKS_SIZES, CONTROL
 from rlx.ir.rewrite import Rewriter
@@ -82,6 +83,23 @@ def packed_rows(value: Value) -> Value | None:
     assert inner is not None
     rows = inner.node.operands[0] if inner.node.op == "dequantise" else None
     return rows if rows is not None and rows.dtype.is_packed else None
+
+
+def stored(value: Value) -> Value:
+    """The narrow floats that a weight is widened from, since kernels widen what they load; else the weight itself."""
+    inner = value.node.operands[0] if value.node.op == "cast" else None
+    return inner if inner is not None and widens(inner.dtype, value.dtype) else value
+
+
+def widens(narrow: DType, wide: DType) -> bool:
+    """Whether a cast from a 16-bit float changes no number."""
+    return narrow.is_float and wide.is_float and narrow.size == 2 and wide.size > 2
+
+
+def storage_of(weight: Value) -> DType:
+    """The type in which the numbers of a matrix are stored: packed, narrow, or as they are computed with."""
+    rows = packed_rows(weight)
+    return stored(weight).dtype if rows is None else rows.dtype
 
 
 def is_matrix(value: Value, weights: set[Node]) -> bool:
