@@ -297,7 +297,7 @@ def _matrix(weight: Value, wide: DType) -> Value:
     """The numbers [..., k, n] of a weight; quantised ones are blocks of rows [..., n, k]."""
     if weight.dtype.is_packed:
         return weight.dequantise().mT
-    return weight if weight.dtype is wide else weight.astype(wide)
+    return weight if weight.dtype is wide else weight.graph.one("cast", weight, dtype=wide)
 
 
 def _sums(where: str, x: TensorType, matrix: TensorType, packed: bool, blocks: DType | None) -> DType:
