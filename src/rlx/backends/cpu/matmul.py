@@ -197,7 +197,7 @@ def _emit_tile(
     k: Value, c: Value, ldc: Value, ahead: Value, ahead_step: Value, accumulate: Value,
 ) -> None:  # fmt: skip
     size, rows, vectors = form.dtype.size, range(form.rows), range(form.vectors)
-    unroll = 4 if target.has_fma else 2  # a product needs a register of its own, and sums must not spill
+    unroll = _unroll(form, target)
     cells = [
         b.offset(b.offset(c, b.mul(ldc, i), form.scalar), j * form.lanes, form.scalar) for i in rows for j in vectors
     ]
@@ -230,6 +230,13 @@ def _emit_tile(
     state = b.loop(whole, k, 1, steps(1), state)
     for cell, total in zip(cells, state[2:], strict=True):
         b.store(total, cell, align=size)
+
+
+def _unroll(form: Geometry, target: Target) -> int:
+    """K steps of one iteration, few enough that sums do not spill."""
+    if form.stored and target.arch == "aarch64" and form.rows > 4:
+        return 1  # of more steps the scheduler widens all vectors first
+    return 4 if target.has_fma else 2  # without FMA a product needs a register of its own
 
 
 def _load_right(b: Builder, form: Geometry, target: Target, row: Value, j: int) -> Value:
