@@ -322,3 +322,17 @@ def test_a_fused_product_has_as_many_weights_as_its_body_reads(weights: int) -> 
     assert Graph.parse(text)
     with pytest.raises(ParseError, match=f"fused_matmul: {weights} weights, and a body of 1 inputs"):
         Graph.parse(text.replace("weights=1", f"weights={weights}"))
+
+
+@pytest.mark.parametrize(("kind", "is_refused"), [("bf16", False), ("f16", False), ("f64", True), ("i16", True)])
+def test_a_fused_product_takes_weights_that_are_narrower_than_x(kind: str, is_refused: bool) -> None:
+    g = Graph("g")
+    x, w = g.input("x", ("n", 4)), g.param("w", (4, 2))
+    text = optimise(g.set_outputs([(x @ w).tanh()]), AVX512).main.text()
+    other = text.replace('(name="@0") : f32', f'(name="@0") : {kind}')
+    assert other != text
+    if is_refused:
+        with pytest.raises(ParseError, match=f"fused_matmul: x is f32, the weight {kind}"):
+            Graph.parse(other)
+    else:
+        assert Graph.parse(other).text() == other

@@ -88,12 +88,9 @@ def packed_rows(value: Value) -> Value | None:
 def stored(value: Value) -> Value:
     """The narrow floats that a weight is widened from, since kernels widen what they load; else the weight itself."""
     inner = value.node.operands[0] if value.node.op == "cast" else None
-    return inner if inner is not None and widens(inner.dtype, value.dtype) else value
-
-
-def widens(narrow: DType, wide: DType) -> bool:
-    """Whether a cast from a 16-bit float changes no number."""
-    return narrow.is_float and wide.is_float and narrow.size == 2 and wide.size > 2
+    if inner is None or not (inner.dtype.is_float and value.dtype.is_float):
+        return value
+    return inner if inner.dtype.size == 2 < value.dtype.size else value
 
 
 def storage_of(weight: Value) -> DType:

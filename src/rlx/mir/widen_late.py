@@ -15,6 +15,8 @@ MOVES = ("transpose", "reshape", "slice", "concatenate")  # not expand, which co
 
 def widen_late(graph: Graph) -> Graph:
     """transpose(cast(w)) -> cast(transpose(w)), where w is a weight, and so for reshape, slice and concatenate."""
+    if not any(stored(node[0]) is not node[0] for node in graph.nodes if node.op == "cast"):
+        return graph
     weights = weight_nodes(graph)
 
     def visit(rewriter: Rewriter, node: Node) -> Value | None:

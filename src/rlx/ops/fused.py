@@ -300,6 +300,11 @@ def _matrix(weight: Value, wide: DType) -> Value:
     return weight if weight.dtype is wide else weight.graph.one("cast", weight, dtype=wide)
 
 
+def _is_narrower(stored: DType, computed: DType) -> bool:
+    """Whether weights are 16-bit floats that are computed with in a wider type."""
+    return stored.is_float and computed.is_float and stored.size == 2 < computed.size
+
+
 def _sums(where: str, x: TensorType, matrix: TensorType, packed: bool, blocks: DType | None) -> DType:
     """The type of sums over the inner sizes, which must be equal."""
     k, sums = matrix.shape[-2], x.dtype
@@ -312,7 +317,7 @@ def _sums(where: str, x: TensorType, matrix: TensorType, packed: bool, blocks: D
         k, sums = matrix.shape[-3] * (activations_for(blocks.block).words if words else blocks.block), F32
     elif x.dtype is U8:
         k, sums = k * FOUR, I32
-    elif matrix.dtype is not x.dtype and not (x.dtype.is_float and matrix.dtype.is_float and matrix.dtype.size == 2):
+    elif matrix.dtype is not x.dtype and not _is_narrower(matrix.dtype, x.dtype):
         hint = "weights are stored as x is, or as 16-bit floats"
         raise DTypeError(f"{where}: x is {x.dtype}, the weight {matrix.dtype}", hint=hint)
     require_equal(x.shape[-1], k, f"{where}: inner sizes differ, {x.shape[-1]} and {k}")

@@ -14,7 +14,7 @@ from rlx.backends.cpu.builder import Body, Builder, Module, Value, const, i64, i
 from rlx.backends.cpu.loops import dot
 from rlx.backends.cpu.math import bfloat_to_float, half_to_float
 from rlx.backends.cpu.routine import Entry, Routine
-from rlx.dtypes import BF16, F16, DType
+from rlx.dtypes import BF16, F16, F32, DType
 from rlx.errors import LowerError
 from rlx.lir.kernels import OUT_OF_RANGE, ROW_BLOCK, Blocks, MatmulKernel, TileOperand
 from rlx.lir.loops import LoopKernel
@@ -113,8 +113,8 @@ def entry(kernel: MatmulKernel, target: Target, compile_loops: CompileLoops) -> 
     heights = range(0) if whole else range(1, target.tile_rows + 1)
     tiles = tuple(micro_kernel(kernel.dtype, h, target.tile_vectors, target, turned=kernel.turned) for h in heights)
     if kernel.stored is not None:
-        if not kernel.packed or kernel.stored not in WIDEN:
-            hint = "only packed panels of f16 and bf16 are widened"
+        if not kernel.packed or kernel.dtype is not F32 or kernel.stored not in WIDEN:
+            hint = "only packed panels of f16 and bf16 are widened, to f32"
             raise LowerError(f"cpu matmul: no tiles of {kernel.dtype} times {kernel.stored}", hint=hint)
         form = geometry(kernel, target)
         narrow = (replace(form, rows=height) for height in heights)
