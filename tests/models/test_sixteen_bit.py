@@ -179,11 +179,11 @@ def test_a_device_without_panels_reads_the_file_as_it_is(tmp_path: Path, stored:
     weights = small_llama.random_weights(settings)
     narrow, _ = folders(tmp_path, weights, settings, stored)
     tokens = [7, 1, 42, 63]
-    driver = Driver.of(open_checkpoint(narrow), device="toy")
     exact = {n: a.astype(np.float32) for n, a in rounded(weights, stored).items()}
-    assert difference(driver.by_chunks(tokens, 4), small_llama.forward(settings, exact, tokens)) < 1e-4
-    read = matrices(driver.f)
-    assert {a.dtype for a in read.values()} == {np.dtype(TYPES[stored])}
+    with load(narrow, device="toy") as model:
+        assert isinstance(model, LanguageModel)
+        assert difference(model.logits(tokens), small_llama.forward(settings, exact, tokens)) < 1e-4
+        assert {a.dtype for a in matrices(model.compiled).values()} == {np.dtype(TYPES[stored])}
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
