@@ -283,7 +283,7 @@ class _Sampler:
         reached = (self.tops[g].order() >= block_key.cast(I32)).select(self.tops[g], math.inf)
         least = body.let("least_top", few.select(Reduce("min", "g", self.blocks, reached), -math.inf))
         self.count = body.var("count", 0, I64)
-        with body.loop("g", body.let("listed", self.limited.select(self.blocks, Const(0, I64)))) as block:
+        with body.loop("g", body.let("searched", self.limited.select(self.blocks, Const(0, I64)))) as block:
             size = (self.vocab - g * BLOCK).min(BLOCK)
             width = block.let("width", (self.tops[g] >= least).select(size, Const(0, I64)))
             with block.loop("q", width) as each:
@@ -292,7 +292,7 @@ class _Sampler:
                 each.store(self.weights, self.count, logit)
                 each.store(self.ids, self.count, token.cast(I32))
                 each.assign(self.count, self.count + (logit >= least).cast(I64))
-        self._pad("listed_blocks", -math.inf)
+        self._pad("listed", self.limited, -math.inf)
 
         def logits_reach(step: _Body, key: Ref) -> Expr:
             reached = step.var("reached", 0, I32)
@@ -303,11 +303,12 @@ class _Sampler:
 
         self.least_key = self.bisect("logit", self.limited, block_key, above, logits_reach)
 
-    def _pad(self, name: str, value: float) -> None:
+    def _pad(self, name: str, active: Ref, value: float) -> None:
         """Writes a block of nothing behind the last weight, so that all blocks are whole, and counts blocks."""
-        with self.body.loop("q", BLOCK, vector=True) as pad:
+        width = self.body.let(f"{name}_pad", active.select(BLOCK, Const(0, I64)))
+        with self.body.loop("q", width, vector=True) as pad:
             pad.store(self.weights, self.count + Q, Const(value, F32))
-        self.used = self.body.let(name, (self.count + (BLOCK - 1)).quot(BLOCK))
+        self.used = self.body.let(f"{name}_blocks", (self.count + (BLOCK - 1)).quot(BLOCK))
 
     def weigh(self, temperature: Expr) -> None:
         """exp((logit - highest) / temperature) of the tokens that are left; the sum, and the highest of each block."""
@@ -325,7 +326,7 @@ class _Sampler:
         with body.loop("j", everything, vector=True) as every:
             every.store(self.weights, j, weight(self.source[j]))
         body.assign(self.count, self.count + everything)
-        self._pad("used_blocks", 0.0)
+        self._pad("used", self.drawn, 0.0)
         self.mass = body.var("mass", 0.0, F64)
         with body.loop("g", self.used) as block:
             here = self.weights[g * BLOCK + Q]
