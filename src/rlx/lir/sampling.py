@@ -113,7 +113,9 @@ class _Sampler:
         self.part_blocks = b.arg("part_blocks", blocks - vocab // BLOCK)
         self.part = b.arg("part", vocab - vocab // BLOCK * BLOCK)
         self.room = b.arg("room", room)
-        self.raw = _Rows(b, "logits", self._rows_of_f32(logits))
+        if logits.dtype is not F32 or logits.strides[1] != 1:
+            logits = self._as_f32(logits)
+        self.raw = _Rows(b, "logits", logits)
         self.outs = [s.result(node, i) for i in range(2)]
         self.tokens, self.scores = (
             _Rows(b, name, out, written=True) for name, out in zip(("tokens", "scores"), self.outs, strict=True)
@@ -126,9 +128,7 @@ class _Sampler:
         self.body = _Body()
 
     # -- operands ------------------------------------------------------------------------------------------------------
-    def _rows_of_f32(self, view: View) -> View:
-        if view.dtype is F32 and view.strides[1] == 1:
-            return view
+    def _as_f32(self, view: View) -> View:
         out = self.s.temporary(TensorType(view.shape, F32))
         self.s.copy_into(view, out)
         return out
@@ -137,9 +137,7 @@ class _Sampler:
         """A setting of the row, by name, as f32."""
         view = self.s.view(self.node.operands[position])
         if view.dtype is F64:  # the widest parameter says how many lanes a kernel has
-            out = self.s.temporary(TensorType(view.shape, F32))
-            self.s.copy_into(view, out)
-            view = out
+            view = self._as_f32(view)
         return self.body.let(name, _Rows(self.builder, f"{name}s", view).only.cast(F32))
 
     def fraction(self, position: int, name: str) -> Ref:
@@ -167,7 +165,10 @@ class _Sampler:
         view = self.s.view(self.node.operands[position])
         if view.dtype.size == 8 or view.dtype.kind == "uint":
             out = self.s.temporary(TensorType(view.shape, I32))
-            clamp = lambda e: ((), [e.load(0).cast(I64).max(-1).min(2**31 - 1).cast(I32)])
+
+            def clamp(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
+                return (), [e.load(0).cast(I64).max(-1).min(2**31 - 1).cast(I32)]
+
             map_elements(self.s, "clamp_i32", view.shape, [view], [out], clamp)
             view = out
         return _Rows(self.builder, name, view)

@@ -1,4 +1,4 @@
-"""Sampling: more rows are a batch. Tokens are integers; log-probabilities have a derivative by other ops."""
+"""Sampling: more rows are a batch. There is no derivative, not even zeros: log-probabilities have one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlx.ir.graph import Value
 from rlx.transforms.build import flat
 from rlx.transforms.tables import Lanes, batching, no_derivative
 
-no_derivative("sample_tokens", why="it picks integers; cross_entropy of the logits and the tokens has a derivative")
+no_derivative("sample_tokens", why="it picks integers; for training use cross_entropy of logits and tokens")
 
 
 @batching("sample_tokens")
