@@ -38,6 +38,12 @@ def graph(vocab: int | str, *, allowed: str = "", history: int | str = 0) -> rlx
     return g.set_outputs(list(g.apply("sample_tokens", *operands)))
 
 
+def run(f: rlx.CompiledGraph, *inputs: dict[str, Array]) -> tuple[Array, Array]:
+    """Tokens and log-probabilities, on the host."""
+    tokens, scores = f.run({name: array for part in inputs for name, array in part.items()})
+    return np.asarray(tokens), np.asarray(scores)
+
+
 def settings(rows: int, **changed: Any) -> dict[str, Array]:
     """Arrays of settings, by default those of plain sampling at temperature 1."""
     plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | changed
@@ -110,7 +116,7 @@ class Draws:
     def check(self, f: rlx.CompiledGraph) -> int:
         """One step of all rows on both sides; how many tokens differ."""
         logits = self.logits()
-        tokens, scores = f.run({"logits": logits} | self.inputs())
+        tokens, scores = run(f, {"logits": logits}, self.inputs())
         wanted = [s.pick(row) for s, row in zip(self.samplers, logits, strict=True)]
         likely = [log_probabilities(row)[t] for row, t in zip(logits, tokens, strict=True)]
         np.testing.assert_allclose(scores, likely, rtol=1e-6, atol=1e-6)
@@ -159,7 +165,7 @@ def test_the_highest_logit_with_the_lowest_id_is_greedy(device: str) -> None:
         for row in range(vocab):
             logits[row, [row, -1]] = 2.5
         rows = logits[:: max(1, vocab // 20)]
-        tokens, _ = f.run({"logits": rows, "uniform": np.zeros(len(rows))} | settings(len(rows), temperature=0))
+        tokens, _ = run(f, {"logits": rows, "uniform": np.zeros(len(rows))}, settings(len(rows), temperature=0))
         np.testing.assert_array_equal(tokens, rows.argmax(1))
 
 
@@ -171,7 +177,7 @@ def test_of_equals_a_nucleus_has_the_lower_ids(device: str, top_p: float) -> Non
     f = rlx.compile(graph(vocab), device)
     logits = np.full((len(uniform), vocab), -0.0, np.float32)
     logits[:, ::3] = 0.0  # equal to -0.0
-    tokens, scores = f.run({"logits": logits, "uniform": uniform} | settings(len(uniform), top_p=top_p))
+    tokens, scores = run(f, {"logits": logits, "uniform": uniform}, settings(len(uniform), top_p=top_p))
     np.testing.assert_array_equal(tokens, np.floor(uniform * vocab * top_p))
     np.testing.assert_allclose(scores, -math.log(vocab), rtol=1e-6)
 
@@ -183,7 +189,7 @@ def test_equals_of_the_last_of_the_highest_stay(device: str) -> None:
     logits[:, [3, 300, 301, 650]] = 1.0
     f = rlx.compile(graph(vocab), device)
     for top_k in (1, 2, 4):
-        tokens, _ = f.run({"logits": logits, "uniform": uniform} | settings(20, top_k=top_k))
+        tokens, _ = run(f, {"logits": logits, "uniform": uniform}, settings(20, top_k=top_k))
         np.testing.assert_array_equal(tokens, np.repeat([3, 300, 301, 650], 5))
 
 
@@ -196,9 +202,9 @@ def test_masks_are_words_of_any_integers(dtype: str) -> None:
     logits = rng.standard_normal(keep.shape, np.float32)
     f = rlx.compile(graph(vocab, allowed=dtype))
     inputs = {"logits": logits, "uniform": rng.random(40), "allowed": packed_bits(keep, dtype)}
-    tokens, _ = f.run(inputs | settings(40, temperature=0))
+    tokens, _ = run(f, inputs, settings(40, temperature=0))
     np.testing.assert_array_equal(tokens, np.where(keep, logits, -np.inf).argmax(1))
-    tokens, _ = f.run(inputs | settings(40, temperature=9))
+    tokens, _ = run(f, inputs, settings(40, temperature=9))
     assert keep[np.arange(40), tokens].all()
 
 
@@ -213,7 +219,7 @@ def test_penalties_count_the_prompt_and_what_was_picked(device: str) -> None:
         "frequency_penalty": np.array([0, 0.6, 9, 9], np.float32),
         "presence_penalty": np.array([0, 0.2, 9, 9], np.float32),
     }  # fmt: skip
-    tokens, scores = f.run(inputs | settings(4, temperature=0))
+    tokens, scores = run(f, inputs, settings(4, temperature=0))
     # 3 / 2, 2.5 / 2 and 2; 3 - 1.4, 2.5 - 0.8 and 2; a prompt that only repetition counts; no history
     assert tokens.tolist() == [2, 2, 0, 0]
     np.testing.assert_allclose(scores, [log_probabilities(logits[0])[t] for t in tokens], rtol=1e-6)
@@ -230,7 +236,7 @@ def test_a_row_without_a_token_gives_none_and_others_theirs(device: str) -> None
     f = rlx.compile(graph(vocab, allowed="i32"), device)
     for temperature in (0.0, 0.7):
         inputs = {"logits": logits, "uniform": np.full(6, 0.3), "allowed": packed_bits(keep, "i32")}
-        tokens, scores = f.run(inputs | settings(6, temperature=temperature, top_k=50, top_p=0.9))
+        tokens, scores = run(f, inputs, settings(6, temperature=temperature, top_k=50, top_p=0.9))
         assert tokens[:4].tolist() == [-1] * 4 and (tokens[4:] >= 0).all()
         assert np.isnan(scores).tolist() == [True] * 4 + [False, True]
 
@@ -240,12 +246,12 @@ def test_uniform_numbers_and_fractions_count_to_the_last_bit() -> None:
     """With two tokens that weigh the same, the second begins at a half; 1 - 2^-53 is the last number below 1."""
     f = rlx.compile(graph(2))
     uniform = np.array([0.5 - 2**-54, 0.5, 0.5 + 2**-53, 1 - 2**-53, 0.0])
-    tokens, _ = f.run({"logits": np.zeros((5, 2), np.float32), "uniform": uniform} | settings(5))
+    tokens, _ = run(f, {"logits": np.zeros((5, 2), np.float32), "uniform": uniform}, settings(5))
     assert tokens.tolist() == [0, 1, 1, 1, 0]
-    tokens, _ = f.run(
-        {"logits": np.zeros((3, 2), np.float32), "uniform": np.full(3, 0.9)}
-        | settings(3, top_p=[0.5, 0.5 + 2**-53, math.ulp(0.0)])
-    )
+    tokens, _ = run(
+        f, {"logits": np.zeros((3, 2), np.float32), "uniform": np.full(3, 0.9)},
+        settings(3, top_p=[0.5, 0.5 + 2**-53, math.ulp(0.0)]),
+    )  # fmt: skip
     assert tokens.tolist() == [0, 1, 0]
 
 
@@ -258,7 +264,7 @@ def test_settings_wider_than_the_kernel_keep_their_meaning() -> None:
     operands += [g.constant(np.array([v])) for v in (1e6, 0.0, 0.0)]
     g.set_outputs(list(g.apply("sample_tokens", *operands)))
     for device in ("reference", "cpu", "toy"):
-        tokens, _ = rlx.compile(g, device).run({"x": np.array([[1, 2, 3, 4, 1]], np.float32)})
+        tokens, _ = run(rlx.compile(g, device), {"x": np.array([[1, 2, 3, 4, 1]], np.float32)})
         assert tokens.tolist() == [4], device
 
 
@@ -288,7 +294,7 @@ def test_sizes_are_run_time_arguments() -> None:
             "uniform": rng.random(2),
             "history": rng.integers(0, vocab, (2, n)).astype(np.int32),
         }
-        tokens, _ = f.run(inputs | penalties | {"prompt_length": np.full(2, n, np.int32)} | settings(2, temperature=0))
+        tokens, _ = run(f, inputs, penalties, {"prompt_length": np.full(2, n, np.int32)}, settings(2, temperature=0))
         np.testing.assert_array_equal(tokens, logits.argmax(1))
     assert kernels_compiled() == before
 
