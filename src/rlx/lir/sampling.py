@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rlx.dtypes import BOOL, F32, F64, I32, I64, DType
+from rlx.dtypes import F32, F64, I32, I64, DType
 from rlx.ir.graph import Node, Value
 from rlx.lir.loops import (
     Arg,
@@ -34,6 +34,7 @@ from rlx.lir.views import View
 from rlx.ops.sampling import BLOCK, COLDEST, NO_TOKEN
 from rlx.types import TensorType, product
 
+CHUNK = 16 * BLOCK  # logits that stay in the nearest cache
 ROW, Q = Index("u"), Index("q")
 LEAST_KEY = -(2**31)  # below what `order` makes of any f32
 ONE_BITS = 0x3F800000  # 1.0, the highest weight
@@ -111,7 +112,9 @@ class _Sampler:
             b.arg("vocab", vocab), b.arg("blocks", blocks), b.arg("whole_blocks", vocab // BLOCK),
         )  # fmt: skip
         self.part_blocks = b.arg("part_blocks", blocks - vocab // BLOCK)
-        self.part = b.arg("part", vocab - vocab // BLOCK * BLOCK)
+        chunks = vocab // CHUNK
+        self.whole_chunks, self.rest = b.arg("whole_chunks", chunks), b.arg("rest", vocab - chunks * CHUNK)
+        self.rest_blocks = b.arg("rest_blocks", blocks - chunks * (CHUNK // BLOCK))
         self.room = b.arg("room", room)
         if logits.dtype is not F32 or logits.strides[1] != 1:
             logits = self._as_f32(logits)
@@ -120,9 +123,10 @@ class _Sampler:
         self.tokens, self.scores = (
             _Rows(b, name, out, written=True) for name, out in zip(("tokens", "scores"), self.outs, strict=True)
         )
-        self.weights, self.ids, self.tops = (
+        scratch = {"weights": (room, F32), "ids": (room, I32), "tops": (blocks, F32), "sums": (blocks * 2, F32)}
+        self.weights, self.ids, self.tops, self.sums = (
             _Rows(b, name, s.temporary(TensorType((rows, width), dtype)), written=True)
-            for name, width, dtype in (("weights", room, F32), ("ids", room, I32), ("tops", blocks + 1, F32))
+            for name, (width, dtype) in scratch.items()
         )
         self.source = self.raw  # of logits as they are sampled from
         self.body = _Body()
@@ -229,29 +233,40 @@ class _Sampler:
             apply.store(counts, where, Const(0, I32))
 
     # -- the row as it is, and its highest logit -----------------------------------------------------------------------
-    def highest(self) -> None:
-        """Finds the highest logit by way of the highest of each block, and where it is first."""
+    def scan(self) -> None:
+        """One pass over memory: the highest logit of each block, and the sum of exp(logit - highest) of all as they are.
+
+        A chunk is in the nearest cache when its exponentials are added up; what came before is scaled to a new highest.
+        """
+        body = self.body
+        self.raw_top, self.raw_total = body.var("raw_top", -math.inf, F32), body.var("raw_total", 0.0, F64)
+        with body.loop("c", self.whole_chunks) as chunk:
+            self._scan_chunk(chunk, Index("c"), CHUNK, CHUNK // BLOCK)
+        with body.when("rest_there", self.rest > 0) as chunk:
+            self._scan_chunk(chunk, self.whole_chunks, self.rest, self.rest_blocks)
+
+    def _scan_chunk(self, body: _Body, chunk: Expr, width: int | Arg, blocks: int | Arg) -> None:
+        source, first = self.source, body.let("first_of_chunk", chunk * CHUNK)
+        with body.loop("g", blocks) as block:
+            place = block.let("block_start", first + Index("g") * BLOCK) + Q
+            logit = source[place] if width == CHUNK else (place < self.vocab).choose(source[place], -math.inf)
+            top = block.let("chunk_block_top", Reduce("max", "q", BLOCK, logit))
+            block.store(self.tops, chunk * (CHUNK // BLOCK) + Index("g"), top)
+        top = body.let("chunk_top", Reduce("max", "q", width, self.raw[first + Q]).max(self.raw_top))
+        base = body.let("chunk_base", top.eq(-math.inf).select(0.0, top))
+        part = body.let("chunk_part", Reduce("sum", "q", width, (self.raw[first + Q] - base).exp().cast(F64)))
+        body.assign(self.raw_total, self.raw_total * (self.raw_top - base).cast(F64).exp() + part)
+        body.assign(self.raw_top, top)
+
+    def find_highest(self) -> None:
+        """The highest logit, and the first token that has it."""
         body, source, g = self.body, self.source, Index("g")
-        with body.loop("g", self.whole) as block:
-            block.store(self.tops, g, Reduce("max", "q", BLOCK, source[g * BLOCK + Q]))
-        with body.loop("g", self.part_blocks) as block:
-            last = Reduce("max", "q", self.part, source[self.whole * BLOCK + Q])
-            block.store(self.tops, self.whole, last)
         self.top = body.let("top", Reduce("max", "g", self.blocks, self.tops[g]))
         self.alive = body.let("alive", (self.top > -math.inf) & (self.top < math.inf))
         first = Reduce("min", "g", self.blocks, self.tops[g].eq(self.top).select(g, self.blocks))
         start = body.let("first_block", first.min(self.blocks - 1).max(0)) * BLOCK
         here = (start + Q < self.vocab).choose(source[start + Q], -math.inf)
         self.first = body.let("first", Reduce("min", "q", BLOCK, here.eq(self.top).select(Q, BLOCK)) + start)
-
-    def normaliser(self) -> None:
-        """The sum of exp(logit - highest) of the row as it is."""
-        body, j = self.body, Index("j")
-        top = self.top
-        if self.source is not self.raw:
-            top = body.let("raw_top", Reduce("max", "j", self.vocab, self.raw[j]))
-        self.raw_top = top
-        self.total = body.let("raw_total", Reduce("sum", "j", self.vocab, (self.raw[j] - top).exp().cast(F64)))
 
     # -- thresholds ----------------------------------------------------------------------------------------------------
     def bisect(self, name: str, active: Expr, low: Operand, high: Expr, enough: Callable[[_Body, Ref], Expr]) -> Ref:
@@ -293,48 +308,57 @@ class _Sampler:
                 each.store(self.weights, self.count, logit)
                 each.store(self.ids, self.count, token.cast(I32))
                 each.assign(self.count, self.count + (logit >= least).cast(I64))
-        self._pad("listed", self.limited, -math.inf)
+        pad = body.let("pad", self.limited.select(BLOCK, Const(0, I64)))  # so that all blocks are whole
+        with body.loop("q", pad, vector=True) as behind:
+            behind.store(self.weights, self.count + Q, Const(-math.inf, F32))
+        self.listed = body.let("listed", (self.count + (BLOCK - 1)).quot(BLOCK))
 
         def logits_reach(step: _Body, key: Ref) -> Expr:
             reached = step.var("reached", 0, I32)
-            with step.loop("g", self.used) as block:
+            with step.loop("g", self.listed) as block:
                 reach = (self.weights[g * BLOCK + Q].order() >= key.cast(I32)).cast(I32)
                 block.assign(reached, reached + block.let("reach", Reduce("sum", "q", BLOCK, reach)))
             return reached.cast(I64) >= k
 
         self.least_key = self.bisect("logit", self.limited, block_key, above, logits_reach)
 
-    def _pad(self, name: str, active: Ref, value: float) -> None:
-        """Writes a block of nothing behind the last weight, so that all blocks are whole, and counts blocks."""
-        width = self.body.let(f"{name}_pad", active.select(BLOCK, Const(0, I64)))
-        with self.body.loop("q", width, vector=True) as pad:
-            pad.store(self.weights, self.count + Q, Const(value, F32))
-        self.used = self.body.let(f"{name}_blocks", (self.count + (BLOCK - 1)).quot(BLOCK))
-
     def weigh(self, temperature: Expr) -> None:
-        """exp((logit - highest) / temperature) of the tokens that are left; the sum, and the highest of each block."""
-        body, j, g = self.body, Index("j"), Index("g")
+        """exp((logit - highest) / temperature) of the tokens that are left; the sum and the highest of each block."""
+        body, g = self.body, Index("g")
         heat = body.let("heat", temperature.max(COLDEST))
-
-        def weight(logit: Expr) -> Expr:
-            return ((logit - self.top) / heat).exp()
-
-        with body.loop("j", body.let("gathered", self.used * BLOCK), vector=True) as some:
-            logit = some.let("gathered_logit", self.weights[j])
-            kept = logit.order() >= self.least_key.cast(I32)
-            some.store(self.weights, j, kept.select(weight(logit), 0.0))
-        everything = body.let("everything", (self.drawn & ~self.limited).select(self.vocab, Const(0, I64)))
-        with body.loop("j", everything, vector=True) as every:
-            every.store(self.weights, j, weight(self.source[j]))
-        body.assign(self.count, self.count + everything)
-        self._pad("used", self.drawn, 0.0)
         self.mass = body.var("mass", 0.0, F64)
-        with body.loop("g", self.used) as block:
-            here = self.weights[g * BLOCK + Q]
-            highest = block.let("block_top", Reduce("max", "q", BLOCK, here))
-            total = block.let("block_mass", Reduce("sum", "q", BLOCK, here.cast(F64)))
-            block.store(self.tops, g, highest)
+
+        def fill(
+            block: _Body, number_: Expr, logit: Callable[[Expr], Expr], kept: Callable[[Expr], Expr] | None
+        ) -> None:
+            place = number_ * BLOCK + Q
+            with block.loop("q", BLOCK, vector=True) as each:
+                found = each.let("weighed", logit(place))
+                weight = ((found - self.top) / heat).exp()
+                each.store(self.weights, place, weight if kept is None else kept(found).select(weight, 0.0))
+            highest = block.let("block_top", Reduce("max", "q", BLOCK, self.weights[place]))
+            total = block.let("block_mass", Reduce("sum", "q", BLOCK, self.weights[place].cast(F64)))
+            block.store(self.tops, number_, highest)
+            self._store_sum(block, number_, total)
             block.assign(self.mass, self.mass + total)
+
+        everything = body.let("everything", (self.drawn & ~self.limited).cast(I64))
+        with body.loop("g", self.listed) as block:
+            fill(block, g, self.weights.__getitem__, lambda logit: logit.order() >= self.least_key.cast(I32))
+        with body.loop("g", body.let("whole_weighed", everything * self.whole)) as block:
+            fill(block, g, self.source.__getitem__, None)
+        with body.loop("g", body.let("part_weighed", everything * self.part_blocks)) as block:
+            fill(block, self.whole, lambda at: (at < self.vocab).choose(self.source[at], -math.inf), None)
+        self.used = body.let("used", self.listed + everything * self.blocks)
+
+    def _store_sum(self, body: _Body, block: Expr, total: Ref) -> None:
+        """The sum of a block to 48 bits, as two f32."""
+        high = body.let("sum_high", total.cast(F32))
+        body.store(self.sums, block * 2, high)
+        body.store(self.sums, block * 2 + 1, total - high.cast(F64))
+
+    def _sum(self, block: Expr) -> Expr:
+        return self.sums[block * 2].cast(F64) + self.sums[block * 2 + 1].cast(F64)
 
     def take_nucleus(self, top_p: Expr) -> None:
         """The least weight of the fewest tokens that weigh top_p, and the last place where that weight still counts."""
@@ -398,28 +422,35 @@ class _Sampler:
             weight = self.weights[place]
             return ((weight >= floor) & ((weight > self.least) | (place <= self.last))).select(weight, 0.0)
 
-        (whole,) = self._sums(body, "whole", floor, [kept(Index("g") * BLOCK + Q)])
+        g = Index("g")
+        fewer = body.let("fewer", (floor > 0.0).select(self.used, Const(0, I64)))
+        with body.loop("g", fewer) as block:
+            part = block.var("kept_part", 0.0, F64)
+            with block.when("kept_open", self.tops[g] >= floor) as inside:
+                inside.assign(part, Reduce("sum", "q", BLOCK, kept(g * BLOCK + Q).cast(F64)))
+            self._store_sum(block, g, part)
+        whole = body.var("whole", 0.0, F64)
+        with body.loop("g", self.used) as block:
+            block.assign(whole, whole + self._sum(g))
         left = body.let("left", uniform * whole)
-        sum_of_block = Reduce("sum", "q", BLOCK, kept(Index("g") * BLOCK + Q).cast(F64))
-        block, before = self._passes("block", "g", self.used, left, sum_of_block, self.tops[Index("g")] >= floor)
+        at, before = self._passes("block", "g", self.used, left, self._sum(g))
         rest = body.let("rest", left - before)
-        place = block * BLOCK + Q
-        within, _ = self._passes("token", "q", BLOCK, rest, kept(place).cast(F64), number(True, BOOL))
-        slot = body.let("slot", block * BLOCK + within)
+        within, _ = self._passes("token", "q", BLOCK, rest, kept(at * BLOCK + Q).cast(F64))
+        slot = body.let("slot", at * BLOCK + within)
         return body.let("picked", self.limited.choose(self.ids[slot].cast(I64), slot))
 
-    def _passes(self, name: str, index: str, extent: int | Ref, limit: Ref, term: Expr, there: Expr) -> tuple[Ref, Ref]:
+    def _passes(self, name: str, index: str, extent: int | Ref, limit: Ref, term: Expr) -> tuple[Ref, Ref]:
         """Where a running sum first is above a limit, or last grows, and the sum before that."""
         body = self.body
         running, before = body.var(f"{name}_running", 0.0, F64), body.var(f"{name}_before", 0.0, F64)
         at, done = body.var(f"{name}_at", 0, I64), body.var(f"{name}_done", 0, I64)
-        with body.loop(index, extent) as step, step.when(f"{name}_there", there & done.eq(0)) as here:
-            total = here.let(f"{name}_total", running + here.let(f"{name}_term", term))
-            grows = here.let(f"{name}_grows", total > running)
-            here.assign(at, grows.select(Index(index), at))
-            here.assign(before, grows.select(running, before))
-            here.assign(done, (grows & (total > limit)).cast(I64))
-            here.assign(running, total)
+        with body.loop(index, extent) as step:
+            total = step.let(f"{name}_total", running + step.let(f"{name}_term", term))
+            grows = step.let(f"{name}_grows", done.eq(0) & (total > running))
+            step.assign(at, grows.select(Index(index), at))
+            step.assign(before, grows.select(running, before))
+            step.assign(done, (grows & (total > limit)).select(1, done))
+            step.assign(running, total)
         return at, before
 
     def write(self) -> list[View]:
@@ -429,8 +460,8 @@ class _Sampler:
         top_k = self.integers(3, "top_ks").only
         top_p, min_p = self.fraction(4, "top_p"), self.setting(5, "min_p")
         self.adjust()
-        self.highest()
-        self.normaliser()
+        self.scan()
+        self.find_highest()
         self.drawn = self.body.let("drawn", self.alive & (temperature > 0.0))
         self.take_highest(top_k)
         self.weigh(temperature)
@@ -440,7 +471,7 @@ class _Sampler:
         token = self.body.let("token", self.alive.select(chosen, NO_TOKEN))
         logit = self.alive.choose(self.raw[token], math.nan) - self.raw_top
         self.body.store(self.tokens, zero, token.cast(I32))
-        self.body.store(self.scores, zero, logit.cast(F64) - self.total.log())
+        self.body.store(self.scores, zero, logit.cast(F64) - self.raw_total.log())
         shape = self.s.view(self.node.operands[0]).shape
         root = For("u", self.builder.arg("units", shape[0]), tuple(self.body.stmts))
         self.builder.launch(self.s, root, shape[0], flops=product(shape) * 40)
