@@ -34,7 +34,9 @@ from rlx.lir.views import View
 from rlx.ops.sampling import BLOCK, COLDEST, NO_TOKEN
 from rlx.types import TensorType, product
 
-CHUNK = 16 * BLOCK  # logits that stay in the nearest cache
+GROUP = 16  # blocks
+CHUNK = GROUP * BLOCK  # logits that stay in the nearest cache
+ABOVE = 1 + 2.0**-20  # times exp(x), it is above exp(y) for all y up to x, however exp rounds
 ROW, Q = Index("u"), Index("q")
 LEAST_KEY = -(2**31)  # below what `order` makes of any f32
 ONE_BITS = 0x3F800000  # 1.0, the highest weight
@@ -114,7 +116,7 @@ class _Sampler:
         self.part_blocks = b.arg("part_blocks", blocks - vocab // BLOCK)
         chunks = vocab // CHUNK
         self.whole_chunks, self.rest = b.arg("whole_chunks", chunks), b.arg("rest", vocab - chunks * CHUNK)
-        self.rest_blocks = b.arg("rest_blocks", blocks - chunks * (CHUNK // BLOCK))
+        self.rest_blocks = b.arg("rest_blocks", blocks - chunks * GROUP)
         self.room = b.arg("room", room)
         if logits.dtype is not F32 or logits.strides[1] != 1:
             logits = self._as_f32(logits)
@@ -123,8 +125,12 @@ class _Sampler:
         self.tokens, self.scores = (
             _Rows(b, name, out, written=True) for name, out in zip(("tokens", "scores"), self.outs, strict=True)
         )
-        scratch = {"weights": (room, F32), "ids": (room, I32), "tops": (blocks, F32), "sums": (blocks * 2, F32)}
-        self.weights, self.ids, self.tops, self.sums = (
+        groups = (blocks + (GROUP - 1)) // GROUP
+        scratch = {
+            "weights": (room, F32), "ids": (room, I32), "sums": (blocks * 2, F32), "tops": (groups * GROUP, F32),
+            "peaks": (groups, F32),
+        }  # fmt: skip
+        self.weights, self.ids, self.sums, self.tops, self.peaks = (
             _Rows(b, name, s.temporary(TensorType((rows, width), dtype)), written=True)
             for name, (width, dtype) in scratch.items()
         )
@@ -234,14 +240,14 @@ class _Sampler:
 
     # -- the row as it is, and its highest logit -----------------------------------------------------------------------
     def scan(self) -> None:
-        """One pass over memory: the highest logit of each block, and the sum of exp(logit - highest) of all as they are.
+        """Reads logits once: the highest of each block, and the sum of exp(logit - highest) before any change.
 
         A chunk is in the nearest cache when its exponentials are added up; what came before is scaled to a new highest.
         """
         body = self.body
         self.raw_top, self.raw_total = body.var("raw_top", -math.inf, F32), body.var("raw_total", 0.0, F64)
         with body.loop("c", self.whole_chunks) as chunk:
-            self._scan_chunk(chunk, Index("c"), CHUNK, CHUNK // BLOCK)
+            self._scan_chunk(chunk, Index("c"), CHUNK, GROUP)
         with body.when("rest_there", self.rest > 0) as chunk:
             self._scan_chunk(chunk, self.whole_chunks, self.rest, self.rest_blocks)
 
@@ -251,8 +257,11 @@ class _Sampler:
             place = block.let("block_start", first + Index("g") * BLOCK) + Q
             logit = source[place] if width == CHUNK else (place < self.vocab).choose(source[place], -math.inf)
             top = block.let("chunk_block_top", Reduce("max", "q", BLOCK, logit))
-            block.store(self.tops, chunk * (CHUNK // BLOCK) + Index("g"), top)
-        top = body.let("chunk_top", Reduce("max", "q", width, self.raw[first + Q]).max(self.raw_top))
+            block.store(self.tops, chunk * GROUP + Index("g"), top)
+        highest = Reduce("max", "q", width, self.raw[first + Q])
+        if source is self.raw:
+            highest = Reduce("max", "g", blocks, self.tops[chunk * GROUP + Index("g")])
+        top = body.let("chunk_top", highest.max(self.raw_top))
         base = body.let("chunk_base", top.eq(-math.inf).select(0.0, top))
         part = body.let("chunk_part", Reduce("sum", "q", width, (self.raw[first + Q] - base).exp().cast(F64)))
         body.assign(self.raw_total, self.raw_total * (self.raw_top - base).cast(F64).exp() + part)
@@ -273,7 +282,7 @@ class _Sampler:
         """The highest integer that is `enough`, where `low` is and `high` is not; `low` where not `active`."""
         lo, hi = self.body.var(f"{name}_low", low, I64), self.body.var(f"{name}_high", high, I64)
         steps = self.body.let(f"{name}_steps", active.select(STEPS, Const(0, I64)))
-        with self.body.loop(f"{name}_step", steps) as step:
+        with self.body.loop(f"{name}_step", steps) as each, each.when(f"{name}_open", hi - lo > 1) as step:
             middle = step.let(f"{name}_middle", lo + hi >> 1)
             good = step.let(f"{name}_good", enough(step, middle))
             step.assign(lo, good.select(middle, lo))
@@ -323,7 +332,7 @@ class _Sampler:
         self.least_key = self.bisect("logit", self.limited, block_key, above, logits_reach)
 
     def weigh(self, temperature: Expr) -> None:
-        """exp((logit - highest) / temperature) of the tokens that are left; the sum and the highest of each block."""
+        """exp((logit - highest) / temperature) of tokens that are left; sums of blocks, and bounds of their weights."""
         body, g = self.body, Index("g")
         heat = body.let("heat", temperature.max(COLDEST))
         self.mass = body.var("mass", 0.0, F64)
@@ -336,20 +345,27 @@ class _Sampler:
                 found = each.let("weighed", logit(place))
                 weight = ((found - self.top) / heat).exp()
                 each.store(self.weights, place, weight if kept is None else kept(found).select(weight, 0.0))
-            highest = block.let("block_top", Reduce("max", "q", BLOCK, self.weights[place]))
             total = block.let("block_mass", Reduce("sum", "q", BLOCK, self.weights[place].cast(F64)))
-            block.store(self.tops, number_, highest)
             self._store_sum(block, number_, total)
             block.assign(self.mass, self.mass + total)
 
         everything = body.let("everything", (self.drawn & ~self.limited).cast(I64))
         with body.loop("g", self.listed) as block:
+            highest = block.let("listed_top", Reduce("max", "q", BLOCK, self.weights[g * BLOCK + Q]))
+            block.store(self.tops, g, highest)
             fill(block, g, self.weights.__getitem__, lambda logit: logit.order() >= self.least_key.cast(I32))
         with body.loop("g", body.let("whole_weighed", everything * self.whole)) as block:
             fill(block, g, self.source.__getitem__, None)
         with body.loop("g", body.let("part_weighed", everything * self.part_blocks)) as block:
             fill(block, self.whole, lambda at: (at < self.vocab).choose(self.source[at], -math.inf), None)
         self.used = body.let("used", self.listed + everything * self.blocks)
+        with body.loop("g", self.used, vector=True) as block:
+            block.store(self.tops, g, ((self.tops[g] - self.top) / heat).exp() * ABOVE)
+        self.groups = body.let("groups", (self.used + (GROUP - 1)).quot(GROUP))
+        with body.loop("c", self.groups) as group:
+            block_number = Index("c") * GROUP + g
+            top = (block_number < self.used).choose(self.tops[block_number], 0.0)
+            group.store(self.peaks, Index("c"), Reduce("max", "g", GROUP, top))
 
     def _store_sum(self, body: _Body, block: Expr, total: Ref) -> None:
         """The sum of a block to 48 bits, as two f32."""
@@ -362,21 +378,31 @@ class _Sampler:
 
     def take_nucleus(self, top_p: Expr) -> None:
         """The least weight of the fewest tokens that weigh top_p, and the last place where that weight still counts."""
-        body, g = self.body, Index("g")
+        body = self.body
         nucleus = body.let("nucleus", self.drawn & (top_p < 1.0))
         wanted = body.let("wanted", top_p * self.mass)
 
         def weigh_enough(step: _Body, bits: Ref) -> Expr:
             least = step.let("probe", bits.cast(I32).bits())
-            here = self.weights[g * BLOCK + Q]
-            (mass,) = self._sums(step, "probe", least, [(here >= least).select(here, 0.0)])
+
+            def reaching(place: Expr) -> list[Expr]:
+                return [(self.weights[place] >= least).select(self.weights[place], 0.0)]
+
+            (mass,) = self._sums(step, "probe", least, reaching, 1)
             return mass >= wanted
 
-        bits = self.bisect("nucleus", nucleus, 0, Const(ONE_BITS + 1, I64), weigh_enough)
-        self.least = least = body.let("least", bits.cast(I32).bits())
-        here, wide = self.weights[g * BLOCK + Q], least.cast(F64)
-        of_ties = [(here > least).select(here, 0.0), here.eq(least).select(1.0, Const(0.0, F32))]
-        above, ties = self._sums(body, "tie", nucleus.select(least, Const(2.0, F32)), of_ties)
+        # All weights below this one together weigh less than what may be missing; a little less, for rounding.
+        spare = (self.mass - wanted) / (self.used * BLOCK).max(1).cast(F64) * 0.999
+        low = body.let("nucleus_start", spare.max(0.0).min(0.5).cast(F32).order().cast(I64))
+        bits = self.bisect("nucleus", nucleus, low, Const(ONE_BITS + 1, I64), weigh_enough)
+        self.least = least = body.let("least", nucleus.select(bits.cast(I32).bits(), Const(0.0, F32)))
+        wide = least.cast(F64)
+
+        def above_and_equal(place: Expr) -> list[Expr]:
+            weight = self.weights[place]
+            return [(weight > least).select(weight, 0.0), weight.eq(least).select(1.0, Const(0.0, F32))]
+
+        above, ties = self._sums(body, "tie", nucleus.select(least, Const(math.inf, F32)), above_and_equal, 2)
         fitting = body.let("fitting", ((wanted - above) / wide).cast(I64).max(1).cast(F64))
         short = above + fitting * wide < wanted
         keep = body.let("keep", short.select(fitting + 1.0, fitting))  # of equals, those with lower ids
@@ -384,16 +410,24 @@ class _Sampler:
         with body.when("cut", nucleus & (keep < ties)) as cut:
             self._find_tie(cut, keep)
 
-    def _sums(self, body: _Body, name: str, least: Expr, values: Sequence[Expr]) -> list[Ref]:
-        """Sums in f64 of values that are 0 for weights below `least`; `g` and `q` say which weight is at hand."""
-        sums = [body.var(f"{name}_sum{i}", 0.0, F64) for i in range(len(values))]
-        with body.loop("g", self.used) as block, block.when(f"{name}_open", self.tops[Index("g")] >= least) as inside:
-            parts = [
-                inside.let(f"{name}_part{i}", Reduce("sum", "q", BLOCK, value.cast(F64)))
-                for i, value in enumerate(values)
-            ]
-            for total, part in zip(sums, parts, strict=True):
-                inside.assign(total, total + part)
+    def _sums(
+        self, body: _Body, name: str, least: Expr, values: Callable[[Expr], Sequence[Expr]], count: int
+    ) -> list[Ref]:
+        """Sums in f64 over all places of values that are 0 where the weight is below `least`."""
+        sums = [body.var(f"{name}_sum{i}", 0.0, F64) for i in range(count)]
+        with (
+            body.loop("c", self.groups) as group,
+            group.when(f"{name}_group", self.peaks[Index("c")] >= least) as members,
+            members.loop("g", GROUP) as block,
+        ):
+            here = block.let(f"{name}_block", Index("c") * GROUP + Index("g"))
+            with block.when(f"{name}_open", (here < self.used) & (self.tops[here] >= least)) as inside:
+                parts = [
+                    inside.let(f"{name}_part{i}", Reduce("sum", "q", BLOCK, value.cast(F64)))
+                    for i, value in enumerate(values(here * BLOCK + Q))
+                ]
+                for total, part in zip(sums, parts, strict=True):
+                    inside.assign(total, total + part)
         return sums
 
     def _find_tie(self, body: _Body, keep: Ref) -> None:
