@@ -287,6 +287,36 @@ def _topk(x: Array, *, k: int) -> tuple[Array, Array]:
     return np.take_along_axis(x, at, -1), at
 
 
+@oracle("sample_tokens")
+def _sample_tokens(logits: Array, *settings: Array | None) -> tuple[Array, Array]:
+    """Token by token in the order of likelihood, with Python's sort and its fractions of a list."""
+    picks = []
+    for row, raw in enumerate(logits):
+        of_row = [None if s is None else s[row] for s in settings]
+        uniform, temperature, top_k, top_p, min_p, allowed, *penalties = [*of_row, *[None] * (11 - len(of_row))]
+        scores = [float(x) for x in raw]
+        if penalties[0] is not None:
+            history, prompt, repetition, frequency, presence = penalties
+            for token in {int(t) for t in history if 0 <= t < len(scores)}:
+                scores[token] *= repetition if scores[token] < 0 else 1 / repetition
+                count = list(history[int(prompt) :]).count(token)
+                scores[token] -= count * frequency + presence if count else 0.0
+        ranked = [t for t in _ranking(np.array(scores)) if allowed is None or int(allowed[t // 32]) >> t % 32 & 1]
+        if temperature == 0:
+            picks.append(ranked[0])
+            continue
+        if top_k:
+            ranked = [t for t in ranked if scores[t] >= scores[ranked[min(int(top_k), len(ranked)) - 1]]]
+        weights = {t: math.exp((scores[t] - scores[ranked[0]]) / temperature) for t in ranked}
+        sums = np.cumsum([weights[t] for t in ranked])
+        nucleus = ranked[: int(np.searchsorted(sums, top_p * sums[-1])) + 1] if top_p < 1 else ranked
+        kept = sorted(t for t in nucleus if weights[t] >= min_p)
+        sums = np.cumsum([weights[t] for t in kept])
+        picks.append(kept[min(int(np.searchsorted(sums, uniform * sums[-1], side="right")), len(kept) - 1)])
+    likely = scipy.special.log_softmax(logits, -1)
+    return np.array(picks, np.int64), np.take_along_axis(likely, np.array(picks)[:, None], -1)[:, 0]
+
+
 @oracle("softmax")
 def _softmax(x: Array, *, axis: int = -1) -> Array:
     return np.asarray(scipy.special.softmax(x, axis=axis)) if x.size else x

@@ -206,6 +206,7 @@ LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "eps": 1e-5}
 RANDOM = ("random_bits", "random_uniform", "random_normal")
 LOSSES = (("cross_entropy", ""), ("cross_entropy_grad", "; f32[4]"))
 NUMBERS = "; f32[]; f32[]; f32[]"  # of an optimiser
+SAMPLING = "f32[2, 9]; f32[2]; f32[2]; i32[2]; f32[2]; f32[2]"
 BAD_CALLS = [
     # -- elementwise
     *(bad(op, "i32[3]", DTypeError, f"{op}: takes floats; i32") for op in (*FLOAT_UNARY, "gelu_tanh", "round")),
@@ -234,6 +235,16 @@ BAD_CALLS = [
     bad("topk", "f32[]", ShapeError, "topk: needs an axis; scalar", k=1),
     bad("topk", "bool[5]", DTypeError, "topk: takes numbers; bool", k=1),
     bad("topk", "f32[5]", GraphError, "topk: attribute 'k' is missing"),
+    # -- sampling
+    *(bad("sample_tokens", operands, error, f"sample_tokens: {says}") for operands, error, says in (
+        ("f32[8]; f32[8]; f32[8]; i32[8]; f32[8]; f32[8]", ShapeError, "; [rows, vocab]; f32[8]"),
+        ("i32[2, 9]; f32[2]; f32[2]; i32[2]; f32[2]; f32[2]", DTypeError, "logits; floats; i32[2, 9]"),
+        ("f32[2, 9]; f32[3]; f32[2]; i32[2]; f32[2]; f32[2]", ShapeError, "uniform f32[3]; [2]"),
+        ("f32[2, 9]; f32[2]; f32[2]; f32[2]; f32[2]; f32[2]", DTypeError, "top_k; integers; f32[2]"),
+        (f"{SAMPLING}; i32[2, 2]", ShapeError, "allowed i32[2, 2]; [2, 1]"),
+        (f"{SAMPLING}; i32[2, 1]; i32[2, 5]", GraphError, "history is given; prompt_length is not"),
+        (f"{SAMPLING}; i32[2, 1]; i32[2]; i32[2]; f32[2]; f32[2]; f32[2]", ShapeError, "history; [rows, tokens]"),
+    )),
     # -- scatter
     bad("scatter", "f32[3, 4]; f32[2]; f32[2, 4]", DTypeError, "scatter: indices are integers; f32"),
     bad("scatter", "f32[3, 4]; i32[2]; f32[2, 5]", ShapeError, "scatter: ; f32[2, 5]; [2, 4]"),

@@ -20,6 +20,7 @@ from rlx.lir import quant as quant
 from rlx.lir import random as random
 from rlx.lir import reduce as reduce
 from rlx.lir import remat as remat
+from rlx.lir import sampling as sampling
 from rlx.lir import sequence as sequence
 from rlx.lir import shape as shape
 from rlx.lir import update as update
