@@ -193,6 +193,15 @@ def test_other_methods_are_refused_by_name_in_every_family(tmp_path: Path, metho
         open_checkpoint(folder)
 
 
+@pytest.mark.parametrize("part", ["vision_config", "text_config"])
+def test_the_configuration_of_the_whole_model_counts_for_its_parts(tmp_path: Path, part: str) -> None:
+    inner = {**WIDE, "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8}
+    settings = {"model_type": "siglip" if part == "vision_config" else "gemma3", part: inner}
+    folder = scaled_folders.write(tmp_path, {"x": np.ones(1, np.float32)}, settings, quant_method="awq")
+    with pytest.raises(CapabilityError, match="quant_method is 'awq'"):
+        open_checkpoint(folder)
+
+
 @pytest.mark.parametrize("end", ["qweight", "qzeros", "g_idx"])
 def test_weights_of_gptq_are_known_without_a_configuration(tmp_path: Path, end: str) -> None:
     weights = random_weights(SETTINGS)

@@ -175,8 +175,8 @@ def text_settings(settings: Mapping[str, Any], where: str, usual: Mapping[str, A
     text = settings["text_config"]
     if not isinstance(text, Mapping):
         raise FormatError(f"{where}: text_config: expected an object, found {quoted(text)}")
-    whole = {name: settings[name] for name in ("tie_word_embeddings", "quantization_config") if name in settings}
-    return {**(usual or {}), **text, **whole}
+    tied = {"tie_word_embeddings": settings["tie_word_embeddings"]} if "tie_word_embeddings" in settings else {}
+    return {**(usual or {}), **text, **tied}
 
 
 def check_activation(where: str, name: str) -> None:

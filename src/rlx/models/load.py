@@ -54,6 +54,7 @@ _NOT_WEIGHTS = re.compile(
     r"|dense_[23]\.weight|(model\.)?(vision_tower|visual|multi_modal_projector)\..*"
 )
 _LAYER = re.compile(r"\.([0-9]{1,9})\.")
+_OF_FILES = ("quantization_config", "compression_config")  # speak of all weights, also beside the settings of a part
 HEAD = "lm_head.weight"
 COMPARED_BYTES = 1 << 22  # of each of two tensors at a time
 
@@ -209,7 +210,8 @@ def read_config(settings: Mapping[str, Any], where: str, known: Mapping[str, Any
         raise FormatError(f"{where}: expected a model_type, found {quoted(kind)}")
     family = find(kind, "hf", settings)
     if family.settings is not None:
-        settings = family.settings(settings, where)
+        stored = {name: settings[name] for name in _OF_FILES if name in settings}
+        settings = {**family.settings(settings, where), **stored}
     if issubclass(family.config, configs.DecoderConfig):
         settings = {**settings, **scaling_of_hf(settings, where)}
     return family, configs.from_hf(family.config, settings, where, known)
