@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from scaled_folders import E4M3, E8M0, FP4, Array, eight_bits, four_bits
 
@@ -221,6 +223,27 @@ def test_tensors_of_no_elements_read(tmp_path: Path) -> None:
         assert opened(tmp_path, {"w": codes, "w_scale": scales}).dequantised("w").shape == shape
     tensors = {"w_blocks": BLOCKS[:, :0], "w_scales": EXPONENTS[:, :0]}
     assert opened(tmp_path, tensors, quant_method="mxfp4").dequantised("w").shape == (4, 0)
+
+
+@given(
+    st.lists(st.integers(1, 3), max_size=1), st.integers(1, 70), st.integers(1, 140), st.integers(1, 150),
+    st.integers(1, 150), st.tuples(st.integers(-1, 1), st.integers(-1, 1)),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_grid_gives_its_numbers_or_a_typed_error(
+    tmp_path: Path, lead: list[int], n: int, k: int, rows: int, columns: int, off: tuple[int, int]
+) -> None:
+    weight = rng.standard_normal((*lead, n, k)).astype(np.float32)
+    codes, scales, plain = eight_bits(weight, (rows, columns))
+    *_, down, across = scales.shape
+    scales = np.resize(scales, (*lead, max(down + off[0], 0), max(across + off[1], 0)))
+    if scales.shape[-2:] == (down, across):
+        file = opened(tmp_path, {"w": codes, "w_scale": scales}, weight_block_size=[rows, columns])
+        np.testing.assert_array_equal(file.dequantised("w"), plain)
+        assert file.entry("w").storage is not F32 or k % 32 or min(columns, k) % 32
+    else:
+        with pytest.raises(FormatError, match="the shape of scales"):
+            opened(tmp_path, {"w": codes, "w_scale": scales}, weight_block_size=[rows, columns])
 
 
 def test_a_closed_file_gives_nothing(tmp_path: Path) -> None:

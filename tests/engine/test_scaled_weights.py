@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import scaled_folders
 import small_llama
-from conftest import language_model
 from safetensors.numpy import load_file
 from scaled_folders import Array, is_linear, write_fp8, write_mxfp4
 
 import rlx
 from rlx.engine.language import LanguageModel
 from rlx.formats import open_gguf
+
+from .conftest import language_model
 
 SETTINGS = {**small_llama.SETTINGS, "hidden_size": 128, "intermediate_size": 256}
 TOKENS = np.random.default_rng(1).integers(0, 64, 30).tolist()
