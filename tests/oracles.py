@@ -726,8 +726,11 @@ def _dequant_matmul(x: Array, w: Array, scale: Array | None = None, zp: Array | 
 
 
 def _unpacked(x: Array) -> Array:
-    """The reader of the `gguf` package, on the bytes; what it has none for, ggml defines as d times small integers."""
+    """The reader of the `gguf` package, on the bytes; what it has none for is d times small integers or floats."""
     name = dtype_of(x.dtype).name
+    if name.startswith("f8e4m3"):
+        numbers = x["codes"].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        return (numbers * x["d"][..., None]).reshape(*x.shape[:-1], -1)
     if name in ("q8_k", "q8_1", "q1_0", "q2_0"):
         parts = {"q1_0": lambda: np.unpackbits(x["bits"], axis=-1, bitorder="little") * 2.0 - 1,
                  "q2_0": lambda: np.stack([x["pairs"] // 4**i % 4 - 1.0 for i in range(4)], axis=-1)}  # fmt: skip

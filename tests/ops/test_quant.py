@@ -17,7 +17,7 @@ from targets import supported
 
 import rlx
 from rlx import QuantScheme
-from rlx.dtypes import PACKED, DType
+from rlx.dtypes import FLOAT8_PACKED, PACKED, DType
 from rlx.errors import BindError, DTypeError, GraphError, ShapeError
 from rlx.ir.registry import packed
 from rlx.profile import CompileProfile, Precision
@@ -54,6 +54,26 @@ def test_blocks_become_the_numbers_that_gguf_reads(storage: DType, where: str) -
     f.set_param("w", x)
     (found,) = f.run()
     np.testing.assert_array_equal(found, numbers(x))
+
+
+@pytest.mark.parametrize("storage", FLOAT8_PACKED, ids=str)
+def test_every_code_of_8_bit_floats_is_that_of_ml_dtypes(storage: DType) -> None:
+    x = np.zeros((1, 256 // storage.block), storage.numpy)
+    x["d"] = 0.3
+    x["codes"] = np.arange(256, dtype=np.uint8).reshape(x["codes"].shape)
+    wanted = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32) * np.float32(0.3)
+    g = rlx.Graph("unpack")
+    w = g.param("w", (1, 256), storage).dequantise()
+    g.set_outputs([w, g.input("x", ("rows", 256)) @ w.mT])
+    f = rlx.compile(g)
+    f.set_param("w", x)
+    numbers, products = f.run({"x": np.eye(256, dtype=np.float32)[[0, 6, 9, 126, 200]]})
+    np.testing.assert_array_equal(numbers[0], wanted)
+    assert np.isnan(wanted).sum() == 2 and np.isnan(products).all()  # NaN times zero
+    x["codes"][x["codes"] & 127 == 127] = 0
+    f.set_param("w", x)
+    products = f.run({"x": np.eye(256, dtype=np.float32)})[1]
+    np.testing.assert_array_equal(products[:, 0], np.where(np.isnan(wanted), 0, wanted))
 
 
 def test_infinite_and_nan_scales_come_out_as_they_are() -> None:

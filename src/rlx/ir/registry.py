@@ -75,6 +75,8 @@ def _random_blocks(rng: np.random.Generator, storage: DType, shape: tuple[int, .
             blocks["e"] = rng.integers(118, 128, blocks.shape)
         case "nvfp4":
             blocks["d"] = rng.integers(0, 64, blocks["d"].shape)
+        case "f8e4m3_128" | "f8e4m3_32":
+            blocks["codes"] &= 0xF7  # 0x7f and 0xff are NaN
     return blocks
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from rlx.dtypes import F32, I32
 from rlx.formats import grids
-from rlx.lir.blocks import Block, Decoder, Int, Position
+from rlx.lir.blocks import Block, Decoder, Int, Position, signed_word
 from rlx.lir.loops import Expr, Lookup, Table, known
 from rlx.lir.small_floats import small_float
 
@@ -216,6 +216,18 @@ def _nvfp4(b: Block, i: Position) -> Expr:
     return _at(_FP4, code).cast(F32) * _scale(b, part, scale)
 
 
+_E4M3_BITS = signed_word(0x87F00000)  # sign, exponent and fraction of an E4M3 float at the places of an f32
+_E4M3_NAN = 0x07F00000
+
+
+def _f8e4m3(b: Block, i: Position) -> Expr:
+    """An E4M3 float, moved to where an f32 has sign, exponent and fraction, times what the biases differ by."""
+    index, start = b.source.split((i & 127) + 4)
+    bits = b.let((b.word(index) << (24 - start) >> 4) & _E4M3_BITS)
+    value = bits.bits() * 2.0**120
+    return (bits & _E4M3_NAN).eq(_E4M3_NAN).select(float("nan"), value) * b.single(0)
+
+
 # -- few bits ---------------------------------------------------------------------------------------------------------
 def _q8_1(b: Block, i: Position) -> Expr:
     return b.signed((i & 31) + 4).cast(F32) * b.half(0)
@@ -248,5 +260,5 @@ def _tq1_0(b: Block, i: Position) -> Expr:
 DECODERS: dict[str, Decoder] = {
     "q8_1": _q8_1, "q1_0": _q1_0, "q2_0": _q2_0, "tq1_0": _tq1_0, "tq2_0": _tq2_0, "iq1_s": _iq1_s, "iq1_m": _iq1_m,
     "iq2_xxs": _iq2_xxs, "iq2_xs": _iq2_xs, "iq2_s": _iq2_s, "iq3_xxs": _iq3_xxs, "iq3_s": _iq3_s, "iq4_nl": _iq4_nl,
-    "iq4_xs": _iq4_xs, "mxfp4": _mxfp4, "nvfp4": _nvfp4,
+    "iq4_xs": _iq4_xs, "mxfp4": _mxfp4, "nvfp4": _nvfp4, "f8e4m3_128": _f8e4m3, "f8e4m3_32": _f8e4m3,
 }  # fmt: skip
