@@ -296,7 +296,8 @@ def _fused_matmul_apart(x: Value, *rest: Value, body: Graph, weights: int, packe
 def _matrix(weight: Value, wide: DType) -> Value:
     """The numbers [..., k, n] of a weight; quantised ones are blocks of rows [..., n, k]."""
     if weight.dtype.is_packed:
-        return weight.dequantise().mT
+        matrix: Value = weight.dequantise().mT
+        return matrix
     return weight if weight.dtype is wide else weight.graph.one("cast", weight, dtype=wide)
 
 
