@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from rlx.dtypes import F32, F64, I32, I64, DType
 from rlx.ir.graph import Node, Value
+from rlx.lir.expressions import Formula
 from rlx.lir.loops import (
     Arg,
     Assign,
@@ -55,7 +56,7 @@ class _Body:
         return Ref(name, value.dtype)
 
     def var(self, name: str, start: Operand, dtype: DType) -> Ref:
-        self.stmts.append(Var(name, start.cast(dtype) if isinstance(start, Expr) else number(start, dtype)))
+        self.stmts.append(Var(name, start.cast(dtype) if isinstance(start, Formula) else number(start, dtype)))
         return Ref(name, dtype)
 
     def assign(self, variable: Ref, value: Expr) -> None:

@@ -157,7 +157,8 @@ def _bits(words: Any, count: int) -> Array:
     """Bit i of the words, for i below `count`, the lowest bit of each word first."""
     size = 8 * words.dtype.itemsize
     at = np.arange(count)
-    return (words[at // size].astype(np.int64) >> at % size & 1).astype(bool)
+    found: Array = (words[at // size].astype(np.int64) >> at % size & 1).astype(bool)
+    return found
 
 
 def _occurrences(history: Any, prompt_length: int, vocab: int) -> tuple[Array, Array]:
