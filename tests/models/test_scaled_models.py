@@ -157,7 +157,11 @@ def test_mixtures_equal_transformers_with_the_same_numbers(tmp_path: Path, name:
     from reference_models import logits
     from safetensors.numpy import load_file
 
-    own = {"num_experts": 4, "moe_intermediate_size": 64} if name == "Qwen3Moe" else {"num_local_experts": 3}
+    own = (
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        if name == "Qwen3Moe"
+        else {"num_local_experts": 3}
+    )
     sizes = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 4}
     model = save(tmp_path / "given", name, **sizes, **own)
     weights = load_file(tmp_path / "given" / "model.safetensors")
