@@ -13,8 +13,9 @@ import rlx
 ROOT = Path(rlx.__file__).parent
 # Lowest first; layers of one row do not import each other.
 ROWS = [
-    ["errors", "locks", "cgroups", "host_memory"], ["resources", "dtypes"], ["types"], ["profile", "target", "quant"],
-    ["ir", "formats"], ["ops"], ["hir"], ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["inspect"],
+    ["errors", "locks", "cgroups", "host_memory", "sampling"], ["resources", "dtypes"], ["types"],
+    ["profile", "target", "quant"], ["ir", "formats"], ["ops"], ["hir"], ["mir", "transforms"], ["lir"], ["module"],
+    ["backends"], ["inspect"],
     ["runtime"], ["functional"], ["debug"], ["flow", "hub"], ["models"], ["engine", "train"], ["server"], ["cli"],
     ["__main__"],
 ]  # fmt: skip

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from rlx import sampling
 from rlx.errors import KernelError, RequestError, nearest, shortened
-from rlx.ops import sampling
-from rlx.ops.sampling import highest_places
-from rlx.ops.sampling import log_probabilities as log_probabilities
+from rlx.sampling import highest_places
+from rlx.sampling import log_probabilities as log_probabilities
 
 Array = np.ndarray[Any, Any]
 MOST = 1e30  # of bias and penalties: what float32 holds even when they come together

@@ -32,7 +32,8 @@ from rlx.lir.loops import (
 )
 from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, loop_form, map_elements
 from rlx.lir.views import View
-from rlx.ops.sampling import BLOCK, COLDEST, NO_TOKEN
+from rlx.ops.sampling import NO_TOKEN
+from rlx.sampling import BLOCK, COLDEST
 from rlx.types import TensorType, product
 
 GROUP = 16  # blocks
