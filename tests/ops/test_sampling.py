@@ -156,7 +156,7 @@ def test_thousands_of_tokens_are_those_of_the_host(vocab: int, history: int, rou
 
 @pytest.mark.fuzz
 def test_tokens_of_a_large_vocabulary_differ_only_where_roundings_decide() -> None:
-    """Sums of 262,144 exponentials differ in their last bits, and a draw may lie between two of them: 1 in 1000 does."""
+    """Sums of 262,144 exponentials differ in their last bits; one draw in a thousand lies between two of them."""
     assert draws("cpu", np.random.default_rng(0), 16, 262_144, 0, rounds=5, steps=10) <= 3
 
 
