@@ -80,7 +80,7 @@ def _layout(panels: Value) -> str:
     """How a weight that a matmul kernel reads lies in memory."""
     source = panels.node.operands[0]
     assert source is not None
-    kind = f" of {source.dtype}" if source.dtype.is_packed else ""
+    kind = f" of {source.dtype}" if source.dtype.is_packed or source.dtype is not source.dtype.wide else ""
     return f"panels({panels.shape[-1]}){kind}"
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from rlx.dtypes import I32, I64
+from rlx.dtypes import I16, I32, I64
 from rlx.ir.graph import Node
 from rlx.lir import linear as linear
 from rlx.lir import norm as norm
@@ -101,15 +102,19 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     """A unit is one row of one panel: an equal part of each matrix [k, n], zeros beyond the last column.
 
-    A row of words has four rows of bytes.
+    A row of words has four rows of bytes. Narrow floats are moved as bits.
     """
-    matrices, out = [s.view(o) for o in node.operands], s.result(node)
+    out = s.result(node)
+    matrices = [s.view(o) for o in node.operands]
+    panels = out
+    if out.dtype.is_float and out.dtype.size == I16.size:
+        panels, *matrices = (replace(view, dtype=I16) for view in (out, *matrices))
     builder = LoopBuilder(node.op)
     width = node.attrs["width"]
     part = width // len(matrices)
     for view in matrices:
         builder.param(view)
-    target = builder.param(out, written=True)
+    target = builder.param(panels, written=True)
     *groups, _, n = matrices[0].shape
     lets = decode_unit(builder, out.shape[:-1], ["g", "p", "k"][-2 - len(groups) :])
     columns, depth = builder.arg("columns", n), builder.arg("depth", out.shape[-2])

@@ -64,6 +64,7 @@ class MatmulKernel:
     `accumulator`, and so does the epilogue see them. With `blocks`, panels hold packed
     weights (see `lir/blocks.py`): `unpack` makes numbers of them in scratch, `dots` use them up at once where m is
     small. With `weights` 2, each panel holds half a panel of each of two matrices, and the epilogue sees both.
+    With `stored`, panels hold floats of that type, which is narrower, and the kernel widens them.
     `turned`: A lies in memory as [batch, k, m], and `a_row` is the step along k; tiles read it where it is.
     `epilogue` is a loop kernel over (rows, columns) of a tile: its first parameter is the tile (rows `panel` apart),
     the others are `tile`; its arguments are `columns` and one row stride an operand. Without one, the only operand
@@ -84,6 +85,7 @@ class MatmulKernel:
     grouped: str = ""
     index: DType = I32  # of groups
     sums: DType | None = None  # of the accumulators, where that is not the type of A and B
+    stored: DType | None = None  # of B, where that is narrower than A
 
     kind = "matmul"
 
@@ -123,6 +125,8 @@ class MatmulKernel:
         text = f"matmul|{self.dtype}|{self.packed}|{self.weights}|{inner}|{self.tile}"
         if self.sums:
             text += f"|sums {self.sums}"
+        if self.stored:
+            text += f"|stored {self.stored}"
         if self.turned:
             text += "|turned"
         if self.grouped:
@@ -147,11 +151,12 @@ class MatmulKernel:
 
     def text(self) -> str:
         b = f"panels of {self.blocks.storage}" if self.blocks else "panels" if self.packed else "rows"
+        stored = self.stored or self.dtype
         pair = ", 2 weights interleaved" if self.weights == 2 else ""
         turned = " turned" if self.turned else ""
         groups = {"": "", "rows": ", a matrix a row", "depth": ", a piece of k a matrix"}[self.grouped]
         sums = f", sums: {self.sums}" if self.sums else ""
-        lines = [f"kernel {self.symbol}(a: {self.dtype}{turned}, b: {self.dtype} {b}{pair}{groups}{sums})"]
+        lines = [f"kernel {self.symbol}(a: {self.dtype}{turned}, b: {stored} {b}{pair}{groups}{sums})"]
         if self.blocks is not None:
             few, many = (", ".join(k.symbol for k in kernels) for kernels in (self.blocks.dots, self.blocks.tiles))
             lines.append(f"  blocks become numbers by {self.blocks.unpack.symbol}, few rows are multiplied by {few}")

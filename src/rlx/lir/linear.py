@@ -118,12 +118,13 @@ def launch_matmul(
     blocks = None if storage is None else (_whole_blocks if whole else _blocks)(storage, s.target)
     turned = _is_turned(a)
     sums = None if dtype is dtype.wide else dtype.wide
-    kernel = MatmulKernel(dtype, packed, weights, epilogue, tuple(tile), blocks, turned, sums=sums)
+    stored = b.dtype if storage is None and b.dtype is not dtype and b.dtype.is_float else None
+    kernel = MatmulKernel(dtype, packed, weights, epilogue, tuple(tile), blocks, turned, sums=sums, stored=stored)
     b_batch0 = steps(1)[0]
     if index is not None:
         index = _plain_index(s, index)
         kernel = replace(kernel, grouped="depth" if depth else "rows", index=index.dtype)
-        b_batch0 = 0 if depth else b.strides[0] * b.dtype.size // dtype.size
+        b_batch0 = 0 if depth else b.strides[0] * b.dtype.size // (stored or dtype).size
     row_blocks = (m + (kernel.row_block - 1)) // kernel.row_block
     words: dict[str, View | Size | None] = {
         "a": a, "b": b, "m": m, "n": columns, "k": k, "row_blocks": row_blocks, "batch0": batch0, "batch1": batch1,

@@ -2,7 +2,8 @@
 
 In: one MIR graph. Out: the main graph, in which derived weights are params called `@0`, `@1`, ..., and the bind graph
 that computes them. For a target that prepacks weights, right sides of matmuls are packed into panels there; for others
-matmuls read weights as they are, quantised ones as the blocks of the file.
+matmuls read weights as they are, quantised ones as the blocks of the file. Narrow weights stay narrow in both cases:
+the matmul widens what it loads.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from rlx.dtypes import F32, I32, DType
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter
 from rlx.mir.bodies import identity
-from rlx.mir.weights import packed_rows, weight_nodes
+from rlx.mir.weights import packed_rows, stored, weight_nodes
 from rlx.ops.activations import WHOLE
 from rlx.ops.fused import FOUR, has_panels
 from rlx.target import Target
@@ -117,16 +118,19 @@ class _Hoister:
         rows = tuple(r for m in matrices if (r := packed_rows(m)) is not None)
         in_blocks = len(rows) == weights and x.dtype is F32
         blocks = rows[0].dtype if in_blocks else None
+        narrow = [stored(m) for m in matrices]
+        if len({n.dtype for n in narrow}) == 1 and x.dtype is F32:
+            matrices = narrow
         if not self.target.prepacks:
-            if blocks is None:
+            if blocks is None and matrices[0].dtype is x.dtype:
                 return None
-            left, read = self._operand(x), [self._operand(r) for r in rows]
+            left, read = self._operand(x), [self._operand(r) for r in (rows if blocks is not None else matrices)]
         elif blocks is not None and has_panels(blocks):
             left = self._left(node, x, blocks)
             read = [self._interleave(node, rows, whole=left.dtype is I32)]
         else:
             blocks = None
-            left, read = self._operand(x), [self._pack(node, tuple(matrices))]
+            left, read = self._operand(x), [self._pack(node, tuple(matrices), x.dtype)]
         others = [self._operand(o) for o in rest[weights:]]
         return self.main.make(
             node,
@@ -166,9 +170,10 @@ class _Hoister:
             self.words[x] = self.main.one(like, "activation_blocks", self._operand(source), block=blocks.block)
         return self.words[x]
 
-    def _pack(self, like: Node, matrices: tuple[Value, ...]) -> Value:
+    def _pack(self, like: Node, matrices: tuple[Value, ...], computed: DType) -> Value:
+        """Panels as wide as those of the type that is multiplied, in the type that the matrices are stored in."""
         if matrices not in self.panels:
-            width = self.target.panel(matrices[0].dtype.size)
+            width = self.target.panel(computed.size)
             packed = self.bind.one(like, "pack_panels", *(self.bind.values[m] for m in matrices), width=width)
             self.panels[matrices] = self._derive(like, packed)
         return self.panels[matrices]

@@ -276,7 +276,7 @@ def _products(x: Any, ws: Sequence[Any], weights: int, columns: int, packed: boo
         x = numbers_of(x, blocks.block) if whole else x
     elif packed:
         ws = unpack_panels(ws[0], columns, weights)
-    return [np.matmul(x, w) for w in ws]
+    return [np.matmul(x, w.astype(x.dtype, copy=False)) for w in ws]
 
 
 def _fused_matmul(
@@ -290,12 +290,19 @@ def _fused_matmul(
 
 def _fused_matmul_apart(x: Value, *rest: Value, body: Graph, weights: int, packed: bool, **_: Any) -> tuple[Value, ...]:
     assert not packed, "panels stay packed"
-    return inline(x.graph, body, [*(x @ _matrix(w) for w in rest[:weights]), *rest[weights:]])
+    return inline(x.graph, body, [*(x @ _matrix(w, x.dtype) for w in rest[:weights]), *rest[weights:]])
 
 
-def _matrix(weight: Value) -> Value:
+def _matrix(weight: Value, wide: DType) -> Value:
     """The numbers [..., k, n] of a weight; quantised ones are blocks of rows [..., n, k]."""
-    return weight.dequantise().mT if weight.dtype.is_packed else weight
+    if weight.dtype.is_packed:
+        return weight.dequantise().mT
+    return weight if weight.dtype is wide else weight.graph.one("cast", weight, dtype=wide)
+
+
+def _is_narrower(stored: DType, computed: DType) -> bool:
+    """Whether weights are 16-bit floats that are computed with in a wider type."""
+    return stored.is_float and computed.is_float and stored.size == 2 < computed.size
 
 
 def _sums(where: str, x: TensorType, matrix: TensorType, packed: bool, blocks: DType | None) -> DType:
@@ -310,6 +317,9 @@ def _sums(where: str, x: TensorType, matrix: TensorType, packed: bool, blocks: D
         k, sums = matrix.shape[-3] * (activations_for(blocks.block).words if words else blocks.block), F32
     elif x.dtype is U8:
         k, sums = k * FOUR, I32
+    elif matrix.dtype is not x.dtype and not _is_narrower(matrix.dtype, x.dtype):
+        hint = "weights are stored as x is, or as 16-bit floats"
+        raise DTypeError(f"{where}: x is {x.dtype}, the weight {matrix.dtype}", hint=hint)
     require_equal(x.shape[-1], k, f"{where}: inner sizes differ, {x.shape[-1]} and {k}")
     return sums
 
@@ -329,7 +339,8 @@ def fused_matmul(
     Operands are x, the weights (one packed tensor, or `weights` matrices), then what the body reads beside the sums.
     `columns` is the width of each product; `blocks` is what the packed tensor holds where that is not plain numbers:
     then x may be what `activation_blocks` makes. With `blocks` and not `packed`, the matrices are rows [n, k] of such
-    blocks, as files have them. Bytes times bytes (`pack_bytes`) are summed up as i32.
+    blocks, as files have them. Plain weights may be 16-bit floats, which are widened to the type of x. Bytes times
+    bytes (`pack_bytes`) are summed up as i32.
     """
     _check_weights("fused_matmul", weights, body)
     used = 1 if packed else weights
@@ -359,7 +370,7 @@ def _fused_grouped_apart(
 ) -> tuple[Value, ...]:
     assert not packed, "panels stay packed"
     ws, index = rest[:weights], rest[weights]
-    sums = [x.graph.one("grouped_matmul", x, _matrix(w), index) for w in ws]
+    sums = [x.graph.one("grouped_matmul", x, _matrix(w, x.dtype), index) for w in ws]
     return inline(x.graph, body, [*sums, *rest[weights + 1 :]])
 
 

@@ -303,9 +303,10 @@ class CompiledGraph:
 
         For each row the system maps 64 KB of a file, or a huge page: a long prompt would have all of a table in memory.
         """
-        weights = self.executable.weights  # products have theirs rearranged: what else is packed are tables
+        weights = self.executable.weights  # products have theirs rearranged: what else is packed or narrow are tables
         for name, type_ in self.param_types.items():
-            if type_.dtype.is_packed and isinstance(weights.get(name), np.ndarray):
+            stored_small = type_.dtype.is_packed or type_.dtype is not type_.dtype.wide
+            if stored_small and isinstance(weights.get(name), np.ndarray):
                 release(weights[name])
 
     # -- looking -------------------------------------------------------------------------------------------------------
