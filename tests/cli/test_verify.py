@@ -26,8 +26,8 @@ from rlx.formats import TensorFile, open_tensors
 from rlx.hub import catalogue
 from rlx.hub.catalogue import Archive, Entry, File, Piece
 from rlx.ir.registry import packed
-from rlx.lir import linear
-from rlx.lir.block_dots import CODES
+from rlx.lir.forms import linear
+from rlx.lir.forms.block_dots import CODES
 from rlx.profile import CompileProfile, Precision
 
 ASSETS = Path(os.environ.get("RLX_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))

@@ -12,7 +12,7 @@ from targets import supported
 import rlx
 from rlx.dtypes import DType, dtype
 from rlx.ir.registry import packed
-from rlx.lir.block_dots import CODES
+from rlx.lir.forms.block_dots import CODES
 from rlx.ops.activations import WHOLE
 from rlx.profile import CompileProfile, Precision
 

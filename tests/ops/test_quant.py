@@ -71,7 +71,7 @@ def test_a_product_needs_no_other_op_to_know_every_type() -> None:
     """In a process of its own: here, some test has imported all there is."""
     code = """
 from rlx.dtypes import PACKED
-from rlx.lir import blocks
+from rlx.lir.forms import blocks
 for storage in PACKED:
     blocks.unpack_kernel(storage, 16, 16)
 """

@@ -31,7 +31,7 @@ class ToyTarget(Target):
     """A machine without vectors, tiles or panels: everything is a `loops` kernel."""
 
     def forms(self) -> Mapping[str, Callable[..., Any]]:
-        from rlx.lir.portable import FORMS
+        from rlx.lir.forms.portable import FORMS
 
         return FORMS
 

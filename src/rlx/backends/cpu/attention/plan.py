@@ -10,7 +10,7 @@ from rlx.backends.cpu.builder import Builder, Int, Module, Value, vector
 from rlx.backends.cpu.matmul import HEADER_BYTES
 from rlx.dtypes import BY_NAME, F32, F64, DType
 from rlx.errors import LowerError
-from rlx.lir.blocks import UNIT
+from rlx.lir.forms.blocks import UNIT
 from rlx.lir.kernels import KEY_BLOCK, AttentionKernel
 from rlx.locks import cached_property
 from rlx.target import Target

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
-from rlx.lir.cache import may_reuse
+from rlx.lir.aliasing import may_reuse
+from rlx.lir.forms.quant import element, packed_reads
 from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.loops import Check, Expr, For, Index, Let, Load, Place, Ref, Stmt, Store
-from rlx.lir.quant import element, packed_reads
 from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, loop_form, map_elements
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, contiguous_strides, product

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from rlx.dtypes import I64
 from rlx.ir.graph import Node
+from rlx.lir.forms.named_operands import Operands
 from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Place, Reduce, Ref, Stmt, Store, Var, fma, known
-from rlx.lir.named_operands import Operands
 from rlx.lir.schedule import CHUNK, Scheduler
 from rlx.lir.views import View
 from rlx.ops.sequence import chunks_of

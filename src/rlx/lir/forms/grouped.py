@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from rlx.dtypes import BOOL, I32, I64
 from rlx.ir.graph import Node
-from rlx.lir.index import in_range
+from rlx.lir.forms.index import in_range
+from rlx.lir.forms.linear import launch_matmul
 from rlx.lir.kernels import OUT_OF_RANGE
-from rlx.lir.linear import launch_matmul
 from rlx.lir.loops import Assign, Check, Expr, For, Index, Let, Load, Reduce, Ref, Stmt, Store, Var
 from rlx.lir.schedule import LoopBuilder, Scheduler, loop_form
 from rlx.lir.views import View

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node, Value
+from rlx.lir.forms.portable_matmul import Strided, multiply
 from rlx.lir.kernels import BEYOND_CAPACITY, KEY_BLOCK
 from rlx.lir.loops import Check, Expr, For, Index, Let, Reduce, Ref, Stmt, number
-from rlx.lir.portable_matmul import Strided, multiply
 from rlx.lir.schedule import Scheduler, decode_unit
 from rlx.lir.views import View
 from rlx.ops.attention import split_mask

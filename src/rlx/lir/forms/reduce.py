@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from rlx.dtypes import BOOL, F32, F64, I32, I64
 from rlx.ir.graph import Node
+from rlx.lir.forms.shape import require_at_most
 from rlx.lir.loops import (
     Arg,
     Assign,
@@ -32,7 +33,6 @@ from rlx.lir.loops import (
     number,
 )
 from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit, loop_form
-from rlx.lir.shape import require_at_most
 from rlx.lir.views import View, collapse
 from rlx.ops.reduce import normal_axes
 from rlx.types import Size, TensorType, contiguous_strides, product

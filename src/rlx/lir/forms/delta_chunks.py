@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from rlx.dtypes import I64
 from rlx.ir.graph import Node
+from rlx.lir.forms.named_operands import Operands
 from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Place, Reduce, Ref, Stmt, Store, Var, fma, known
-from rlx.lir.named_operands import Operands
 from rlx.lir.schedule import Scheduler, decode_unit
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, product

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlx.lir.portable_attention import attention, attention_grad, cached_attention
-from rlx.lir.portable_matmul import fused_matmul, grouped_matmul, matmul, outer_of_runs
+from rlx.lir.forms.portable_attention import attention, attention_grad, cached_attention
+from rlx.lir.forms.portable_matmul import fused_matmul, grouped_matmul, matmul, outer_of_runs
 from rlx.lir.schedule import LoopForm
 
 FORMS: Mapping[str, LoopForm] = {

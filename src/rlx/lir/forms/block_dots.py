@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlx.dtypes import F32, I32, I64, DType
-from rlx.lir.blocks import (
+from rlx.lir.forms.blocks import (
     ARGUMENTS,
     Block,
     Panels,
@@ -24,7 +24,7 @@ from rlx.lir.blocks import (
     panel_params,
     signed_word,
 )
-from rlx.lir.grid_blocks import power_scale
+from rlx.lir.forms.grid_blocks import power_scale
 from rlx.lir.loops import (
     Apply,
     Arg,

@@ -327,7 +327,7 @@ DECODERS: dict[str, Decoder] = {
 def decode(storage: DType, block: Block, position: Position) -> Expr:
     """The number at a position."""
     if storage.name not in DECODERS:  # one with tables, or one that nobody knows
-        from rlx.lir.grid_blocks import DECODERS as WITH_TABLES  # which needs this module
+        from rlx.lir.forms.grid_blocks import DECODERS as WITH_TABLES  # which needs this module
 
         DECODERS.update(WITH_TABLES)
     if storage.name not in DECODERS:

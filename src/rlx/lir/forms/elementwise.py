@@ -12,7 +12,7 @@ from rlx.lir.loops import Apply, Const, Expr, Let, Ref, compare, fma
 from rlx.target import Target
 
 ScalarForm = Callable[..., Expr]
-scalar_form: registry.RuleTable[ScalarForm] = registry.RuleTable("scalar form", "src/rlx/lir/{group}.py")
+scalar_form: registry.RuleTable[ScalarForm] = registry.RuleTable("scalar form", "src/rlx/lir/forms/{group}.py")
 
 FRACTION_BITS = {F64: 52, F32: 23, F16: 10, BF16: 7}  # of floats: from 2 to this power on they are whole numbers
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")

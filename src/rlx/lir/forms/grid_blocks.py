@@ -1,7 +1,7 @@
 """Decoders of the packed types whose codes are looked up in tables, of base 3, and of small floats.
 
-They are written as those in `lir/blocks.py` are. Where a type shares a table entry, signs or a scale among positions,
-these are kept, so that a lookup is made once for all of them.
+They are written as those in `blocks.py` are. Where a type shares a table entry, signs or a scale among positions, these
+are kept, so that a lookup is made once for all of them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from rlx.dtypes import F32, I32
 from rlx.formats import grids
-from rlx.lir.blocks import Block, Decoder, Int, Position
+from rlx.lir.forms.blocks import Block, Decoder, Int, Position
+from rlx.lir.forms.small_floats import small_float
 from rlx.lir.loops import Expr, Lookup, Table, known
-from rlx.lir.small_floats import small_float
 
 _GRIDS = {name: Table.of(name, grids.words(name)) for name in grids.GRIDS}
 _SIGNS = Table.of("signs", grids.SIGNS)

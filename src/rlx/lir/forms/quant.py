@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from rlx.dtypes import F16, F32, I32, DType
 from rlx.ir.graph import Node
-from rlx.lir.blocks import Block, Position, RowBlocks, decode
-from rlx.lir.elementwise import scalar_form
+from rlx.lir.forms.blocks import Block, Position, RowBlocks, decode
+from rlx.lir.forms.elementwise import scalar_form
+from rlx.lir.forms.small_floats import FLOATS, small_bits, small_float
 from rlx.lir.loops import Expr, Place, Stmt
 from rlx.lir.schedule import Elements, Scheduler, loop_form, map_elements
-from rlx.lir.small_floats import FLOATS, small_bits, small_float
 from rlx.lir.views import View
 from rlx.quant import QuantScheme
 from rlx.types import Size

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
-from rlx.lir.index import in_range
+from rlx.lir.forms.index import in_range
+from rlx.lir.forms.shape import require_at_most
 from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.loops import Check, Const, Expr, For, Index, Let, Load, Place, Ref, Stmt, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit, loop_form
-from rlx.lir.shape import require_at_most
 from rlx.lir.views import View
 from rlx.types import product
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 from rlx.dtypes import I64
 from rlx.ir.graph import Node
-from rlx.lir.index import in_range
+from rlx.lir.forms.index import in_range
+from rlx.lir.forms.shape import require_at_most
 from rlx.lir.loops import Const, Expr, For, Index, Let, Reduce, Ref, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit, loop_form
-from rlx.lir.shape import require_at_most
 from rlx.lir.views import View
 from rlx.ops.conv import Pair, pair, span
 from rlx.types import product

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from rlx.dtypes import I64, DType
 from rlx.ir.graph import Node
-from rlx.lir import delta_chunks
+from rlx.lir.forms import delta_chunks
+from rlx.lir.forms.named_operands import Operands, state_after
 from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Place, Ref, Stmt, Store, Var, fma
-from rlx.lir.named_operands import Operands, state_after
 from rlx.lir.schedule import Scheduler, decode_unit, loop_form, map_elements
 from rlx.lir.views import View
 from rlx.ops.sequence import CHUNK

@@ -12,11 +12,11 @@ from typing import Any
 
 from rlx.dtypes import BOOL
 from rlx.ir.graph import Graph, Node
+from rlx.lir.forms.shape import require_at_most
 from rlx.lir.kernels import OUT_OF_STEPS, UNFIT_SIZES
 from rlx.lir.loops import Check, Const, Expr, Let, Ref, Stmt, compare
 from rlx.lir.program import ARENA, Assertion, Branch, Loop
 from rlx.lir.schedule import Elements, Scheduler, loop_form, map_elements
-from rlx.lir.shape import require_at_most
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, dim, dim_floordiv, product
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from rlx.dtypes import I16, I32, I64
 from rlx.ir.graph import Node
-from rlx.lir import linear as linear
-from rlx.lir import norm as norm
-from rlx.lir.blocks import first_word, signed_word, unit_of
-from rlx.lir.elementwise import body_lets
+from rlx.lir.forms import linear as linear
+from rlx.lir.forms import norm as norm
+from rlx.lir.forms.blocks import first_word, signed_word, unit_of
+from rlx.lir.forms.elementwise import body_lets
 from rlx.lir.loops import Const, Expr, For, Index, Load, Place, Ref, Stmt, Store
 from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, decode_unit, loop_form, map_elements
 from rlx.lir.views import View

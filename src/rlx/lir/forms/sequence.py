@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from rlx.dtypes import I64
 from rlx.ir.graph import Node
-from rlx.lir import gated_delta_net as gated_delta_net
-from rlx.lir import scan_gradient
+from rlx.lir.forms import gated_delta_net as gated_delta_net
+from rlx.lir.forms import scan_gradient
+from rlx.lir.forms.named_operands import Operands, state_after
 from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Ref, Stmt, Var, fma, known
-from rlx.lir.named_operands import Operands, state_after
 from rlx.lir.schedule import Elements, Scheduler, loop_form, map_elements
 from rlx.lir.views import View
 from rlx.ops.sequence import chunks_of

@@ -15,7 +15,7 @@ from rlx.ir import registry
 from rlx.ir.compose import reference_by_parts
 from rlx.ir.graph import Graph, Value
 from rlx.ir.registry import CHECKS_DATA, COMPOSED, ELEMENTWISE, OpDef, Sample
-from rlx.lir.elementwise import ScalarForm, scalar_form
+from rlx.lir.forms.elementwise import ScalarForm, scalar_form
 from rlx.lir.schedule import LoopForm, loop_form
 
 

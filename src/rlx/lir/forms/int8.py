@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from rlx.dtypes import U8
 from rlx.ir.graph import Node
+from rlx.lir.forms.norm import normalised, scale_vectors, summed, vector, written
+from rlx.lir.forms.reduce import Rows, rows_over
 from rlx.lir.loops import Expr, Index, Let, Reduce, Ref, Stmt, Store
-from rlx.lir.norm import normalised, scale_vectors, summed, vector, written
-from rlx.lir.reduce import Rows, rows_over
 from rlx.lir.schedule import LoopBuilder, Scheduler, loop_form
 from rlx.lir.views import View
 from rlx.ops.int8 import LEVELS

@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 
 from rlx.dtypes import BOOL, F16, F32, I8, I32, I64, DType
-from rlx.errors import LowerError
 from rlx.ir.graph import Node
-from rlx.lir.blocks import UNIT
+from rlx.lir.aliasing import may_write
+from rlx.lir.forms.blocks import UNIT
 from rlx.lir.kernels import BEYOND_CAPACITY, KEY_BLOCK, AttentionKernel
 from rlx.lir.loops import Arg, Check, Const, Expr, For, Index, Let, Load, Place, Reduce, Ref, Stmt, Store
-from rlx.lir.program import ARENA, INPUT
 from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, decode_unit, loop_form, map_elements
 from rlx.lir.views import View
 from rlx.ops.attention import split_mask
@@ -150,29 +149,6 @@ def _terms(builder: LoopBuilder, param: int, *indices: Expr) -> Place:
 def _position(builder: LoopBuilder, token: str) -> Expr:
     positions = builder.views[POSITIONS]
     return Load(POSITIONS, _terms(builder, POSITIONS, Ref("b", I64), Index(token)), positions.dtype).cast(I64)
-
-
-def may_write(s: Scheduler, node: Node, cache: View) -> bool:
-    """Whether a cache is ours to change: memory of the program that nothing reads again, or the caller's state."""
-    if cache.buffer in s.borrowed:
-        return False
-    later = [o for n in s.graph.nodes if n.id > node.id for o in n.operands if o is not None]
-    used = any(o in s.views and s.views[o].buffer == cache.buffer for o in (*later, *s.graph.outputs))
-    kind = s.program.buffers[cache.buffer].kind
-    if kind != INPUT or s.graph.named(cache.buffer).node.op != "state":
-        return kind == ARENA and not used
-    if used:
-        # A copy would keep the value, but lose what the caller wants to find in the state afterwards.
-        raise LowerError(f"{node.op}: state {cache.buffer!r} is read again as it was", hint="read the result instead")
-    return True
-
-
-def may_reuse(s: Scheduler, node: Node, view: View) -> bool:
-    """Whether a result of `node` may lie where an operand does: memory of the program that nothing reads again.
-
-    Never a state: only ops that say so change what the caller finds there.
-    """
-    return s.program.buffers[view.buffer].kind == ARENA and may_write(s, node, view)
 
 
 @loop_form("cached_attention")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from rlx.ir.compose import written_out
 from rlx.ir.graph import Node
-from rlx.lir.cache import may_write
-from rlx.lir.elementwise import body_lets
+from rlx.lir.aliasing import may_write
+from rlx.lir.forms.elementwise import body_lets
 from rlx.lir.loops import Expr, Stmt
 from rlx.lir.program import INPUT
 from rlx.lir.schedule import Elements, Scheduler, loop_form, map_elements

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from rlx.dtypes import BOOL, F16, I64, DType
 from rlx.errors import LowerError
 from rlx.ir.graph import Graph, Node
-from rlx.lir.blocks import Block, Position, RowBlocks, decode
-from rlx.lir.elementwise import body_lets
-from rlx.lir.index import in_range
+from rlx.lir.forms.blocks import Block, Position, RowBlocks, decode
+from rlx.lir.forms.elementwise import body_lets
+from rlx.lir.forms.index import in_range
 from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.loops import Assign, Check, Expr, For, Index, Let, Place, Reduce, Ref, Stmt, Store, Var, number
 from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from rlx.dtypes import DType
 from rlx.ir.graph import Node
+from rlx.lir.forms.reduce import Rows, Terms, reduce_columns, rows_over
 from rlx.lir.loops import Expr, For, Index, Let, Reduce, Ref, Stmt, Store
-from rlx.lir.reduce import Rows, Terms, reduce_columns, rows_over
 from rlx.lir.schedule import LoopBuilder, Scheduler, loop_form
 from rlx.lir.views import View
 from rlx.types import TensorType, product

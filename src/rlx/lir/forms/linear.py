@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from rlx.dtypes import F32, I32, I64, U8, DType
 from rlx.ir.graph import Graph, Node
-from rlx.lir import block_dots
-from rlx.lir.blocks import dot_kernel, dot_rows, unpack_kernel
-from rlx.lir.elementwise import body_lets
+from rlx.lir.forms import block_dots
+from rlx.lir.forms.blocks import dot_kernel, dot_rows, unpack_kernel
+from rlx.lir.forms.elementwise import body_lets
 from rlx.lir.kernels import Blocks, MatmulKernel, TileOperand
 from rlx.lir.loops import Arg, Const, Expr, For, Index, Let, Load, LoopKernel, Param, Place, Reduce, Ref, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit, loop_form, map_elements
