@@ -351,8 +351,9 @@ class Backend(ABC):
 
     def target_from(self, record: Mapping[str, Any]) -> Target:
         """The target that `dataclasses.asdict` made a record of, maybe on another machine."""
-        known = {f.name for f in fields(Target)}
-        return Target(**{name: value for name, value in record.items() if name in known})
+        kind = type(self.targets()[0])
+        known = {f.name for f in fields(kind)}
+        return kind(**{name: value for name, value in record.items() if name in known})
 
     def check_runs(self, target: Target, where: str) -> None:  # noqa: B027
         """Raise CapabilityError unless this machine runs code for `target`; `where` is the file it came from."""

@@ -127,6 +127,11 @@ def apart_of(storage: DType) -> list[int]:
     return found if (storage.size - storage.unit * len(found)) % 4 == 0 else []
 
 
+def first_word(storage: DType) -> int:
+    """The byte of a block where words begin."""
+    return storage.unit * sum(unit == i for i, unit in enumerate(apart_of(storage)))
+
+
 def has_panels(storage: DType) -> bool:
     """Whether blocks of a type can be interleaved."""
     return (storage.size - storage.unit * len(apart_of(storage))) % 4 == 0
@@ -296,8 +301,9 @@ def _fused_matmul_apart(x: Value, *rest: Value, body: Graph, weights: int, packe
 def _matrix(weight: Value, wide: DType) -> Value:
     """The numbers [..., k, n] of a weight; quantised ones are blocks of rows [..., n, k]."""
     if weight.dtype.is_packed:
-        return weight.dequantise().mT
-    return weight if weight.dtype is wide else weight.graph.one("cast", weight, dtype=wide)
+        rows: Value = weight.dequantise()
+        return rows.mT
+    return weight if weight.dtype is wide else weight.cast(wide)
 
 
 def _is_narrower(stored: DType, computed: DType) -> bool:

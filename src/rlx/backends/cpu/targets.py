@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import functools
 import platform
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rlx.target import Target
 
-AVX512 = Target(
+
+@dataclass(frozen=True, slots=True)
+class CpuTarget(Target):
+    """One kind of processor."""
+
+    def forms(self) -> Mapping[str, Callable[..., Any]]:
+        from rlx.backends.cpu.forms import FORMS
+
+        return FORMS
+
+
+AVX512 = CpuTarget(
     "avx512", "x86_64", 64, 6, 4, True, "skylake-avx512", "+avx512f,+avx512bw,+avx512dq,+avx512vl,+fma,+f16c"
 )
 AVX512VNNI = replace(
     AVX512, name="avx512vnni", cpu="cascadelake", features=AVX512.features + ",+avx512vnni", has_dot=True
 )
-AVX2 = Target("avx2", "x86_64", 32, 6, 2, True, "haswell", "+avx2,+fma,+f16c")
-BASELINE = Target("baseline", "x86_64", 16, 4, 2, False, "x86-64", "")
-NEON = Target("neon", "aarch64", 16, 6, 4, True, "generic", "+neon")
+AVX2 = CpuTarget("avx2", "x86_64", 32, 6, 2, True, "haswell", "+avx2,+fma,+f16c")
+BASELINE = CpuTarget("baseline", "x86_64", 16, 4, 2, False, "x86-64", "")
+NEON = CpuTarget("neon", "aarch64", 16, 6, 4, True, "generic", "+neon")
 
 BY_NAME = {t.name: t for t in (AVX512VNNI, AVX512, AVX2, BASELINE, NEON)}
 
@@ -33,13 +46,13 @@ def _cpu_flags() -> set[str]:
 
 
 @functools.cache
-def best() -> Target:
+def best() -> CpuTarget:
     """The widest target that this machine runs."""
     return supported()[0]
 
 
 @functools.cache
-def supported() -> tuple[Target, ...]:
+def supported() -> tuple[CpuTarget, ...]:
     """All targets that this machine runs, the widest first."""
     if platform.machine() in ("aarch64", "arm64"):
         return (NEON,)

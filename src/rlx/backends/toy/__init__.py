@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
@@ -28,12 +27,7 @@ __all__ = ["TOY", "ToyAllocator", "ToyBackend", "ToyBuffer", "ToyExecutable", "T
 
 @dataclass(frozen=True, slots=True)
 class ToyTarget(Target):
-    """A machine without vectors, tiles or panels: everything is a `loops` kernel."""
-
-    def forms(self) -> Mapping[str, Callable[..., Any]]:
-        from rlx.lir.forms.portable import FORMS
-
-        return FORMS
+    """A machine with no kernels of its own: everything is a `loops` kernel."""
 
 
 TOY = ToyTarget(
@@ -70,9 +64,6 @@ class ToyBackend(Backend):
     def image_modules(self) -> Sequence[ModuleType]:
         """An image is the program itself, made of the records of LIR."""
         return (types, expressions, loops, kernels, views, program)
-
-    def target_from(self, record: Mapping[str, Any]) -> Target:
-        return ToyTarget(**record)
 
     def load(
         self, image: Program, program: Callable[[], Program], target: Target, *, threads: int | None = None,

@@ -1,4 +1,4 @@
-"""Portable loop forms: how each op becomes launches of kernels on any target, a file per group of ops.
+"""Portable forms: how each op becomes launches of kernels on any target, a file per group of ops.
 
 The scheduler imports a group when it meets an op of it, since most programs need few; `load_all` imports every one.
 """

@@ -9,12 +9,12 @@ from rlx.dtypes import I16, I32, I64
 from rlx.ir.graph import Node
 from rlx.lir.forms import linear as linear
 from rlx.lir.forms import norm as norm
-from rlx.lir.forms.blocks import first_word, signed_word, unit_of
+from rlx.lir.forms.blocks import signed_word, unit_of
 from rlx.lir.forms.elementwise import body_lets
 from rlx.lir.loops import Const, Expr, For, Index, Load, Place, Ref, Stmt, Store
 from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, decode_unit, loop_form, map_elements
 from rlx.lir.views import View
-from rlx.ops.fused import FOUR, Bits, apart_of, word_runs
+from rlx.ops.fused import FOUR, Bits, apart_of, first_word, word_runs
 from rlx.types import product
 
 

@@ -7,28 +7,46 @@ from collections.abc import Sequence
 from rlx.dtypes import BOOL, I32, I64
 from rlx.ir.graph import Node
 from rlx.lir.forms.index import in_range
-from rlx.lir.forms.linear import launch_matmul
+from rlx.lir.forms.linear import Strided, multiply
 from rlx.lir.kernels import OUT_OF_RANGE
-from rlx.lir.loops import Assign, Check, Expr, For, Index, Let, Load, Reduce, Ref, Stmt, Store, Var
-from rlx.lir.schedule import LoopBuilder, Scheduler, loop_form
+from rlx.lir.loops import Assign, Check, Expr, For, Index, Let, Load, Reduce, Ref, Stmt, Store, Var, number
+from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit, loop_form
 from rlx.lir.views import View
-from rlx.types import TensorType
+from rlx.types import TensorType, product
 
 
 @loop_form("grouped_matmul")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     x, w, index = (s.view(o) for o in node.operands)
     out = s.result(node)
-    launch_matmul(s, x, w, [], [out], None, weights=1, packed=False, columns=out.shape[1], index=index)
+    multiply(s, x, [w], [], [out], index=index)
     return [out]
 
 
 @loop_form("outer_of_runs")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
+    """out[g] = x[:, a:b] @ y[a:b] for the run from a = starts[g] to b = starts[g + 1]: how long it is, is data."""
     x, y, starts = (s.view(o) for o in node.operands)
     out = s.result(node)
-    columns = out.shape[2]
-    launch_matmul(s, x, y, [], [out], None, weights=1, packed=False, columns=columns, index=starts, depth=True)
+    t = Strided(s, "outer_of_runs")
+    left, right, begins, result = t.read(x), t.read(y), t.read(starts), t.write(out)
+    g, i, j, q = Ref("g", I64), Ref("i", I64), Index("j"), Ref("first", I64) + Index("q")
+    kind = out.dtype.wide
+    total, term = Ref("total", kind), t.load(left, i, q).cast(kind) * t.load(right, q, j).cast(kind)
+    column: tuple[Stmt, ...] = (
+        Var("total", number(0, kind)),
+        For("q", Ref("count", I64), (Assign("total", total + term),)),
+        t.store(result, total, g, i, j),
+    )
+    body: tuple[Stmt, ...] = (
+        *decode_unit(t.builder, out.shape[:2], ["g", "i"]),
+        Let("first", t.load(begins, g).cast(I64)),
+        Let("count", t.load(begins, g + 1).cast(I64) - Ref("first", I64)),
+        For("j", t.builder.arg("n", out.shape[2]), column, vector=True),
+    )
+    units = product(out.shape[:2])
+    flops = product(out.shape[1:]) * x.shape[1] * 2
+    t.builder.launch(s, For("u", t.builder.arg("units", units), body), units, flops=flops)
     return [out]
 
 

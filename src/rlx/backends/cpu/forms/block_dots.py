@@ -13,17 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rlx.backends.cpu.forms.panels import ARGUMENTS, Panels, block_number, multiply_add, over_panel, panel_params
 from rlx.dtypes import F32, I32, I64, DType
-from rlx.lir.forms.blocks import (
-    ARGUMENTS,
-    Block,
-    Panels,
-    block_number,
-    multiply_add,
-    over_panel,
-    panel_params,
-    signed_word,
-)
+from rlx.lir.forms.blocks import Block, signed_word
 from rlx.lir.forms.grid_blocks import power_scale
 from rlx.lir.loops import (
     Apply,
