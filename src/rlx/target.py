@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx.dtypes import F32, DType
+from rlx.layouts import WeightLayout
+from rlx.types import TensorType
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,13 @@ class Target:
     def panel(self, element_bytes: int) -> int:
         """Columns of a packed weight panel."""
         return self.lanes(element_bytes) * self.tile_vectors
+
+    def layout(self, x: DType, w: TensorType, *, rounded: bool = False) -> WeightLayout | None:
+        """The layout that matmuls of x want weights in: numbers [..., k, n], or packed rows [..., n, k].
+
+        `rounded` says that x is 8-bit numbers with a scale per block, as `round_blocks` gives. None: as they are.
+        """
+        return None
 
     def forms(self) -> Mapping[str, Callable[..., Any]]:
         """Loop forms (see `lir/schedule.py`) by op name that this target has in place of the default ones."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from rlx.errors import CapabilityError, nearest
+from rlx.layouts import Layout
 from rlx.locks import Lock
 from rlx.target import Target
 
@@ -269,6 +270,10 @@ class Backend(ABC):
     def known_targets(self) -> Mapping[str, Target]:
         """All targets that code can be generated for, by name."""
         return {target.name: target for target in self.targets()}
+
+    def layouts(self) -> Mapping[str, type[Layout]]:
+        """The layouts of operands that its targets ask for, by name; graphs have them in their text."""
+        return {}
 
     def target(self, name: str | None = None) -> Target:
         """The target called `name`, or the one to use if nobody asks for one."""

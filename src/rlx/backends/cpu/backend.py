@@ -15,6 +15,7 @@ from rlx.backends.cpu.library import kernels_compiled, library
 from rlx.backends.cpu.memory import CpuAllocator
 from rlx.backends.cpu.toolchain import cpu_identity, llvm_version, put_away
 from rlx.errors import CapabilityError, FormatError, shortened
+from rlx.layouts import Layout
 from rlx.target import Target
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ class CpuBackend(Backend):
 
     def known_targets(self) -> Mapping[str, Target]:
         return targets.BY_NAME
+
+    def layouts(self) -> Mapping[str, type[Layout]]:
+        return targets.layouts()
 
     def target(self, name: str | None = None) -> Target:
         return super().target(os.environ.get("RLX_TARGET") or None if name is None else name)

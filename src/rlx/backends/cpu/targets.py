@@ -8,12 +8,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlx.dtypes import DType
+from rlx.layouts import Layout, WeightLayout
 from rlx.target import Target
+from rlx.types import TensorType
 
 
 @dataclass(frozen=True, slots=True)
 class CpuTarget(Target):
     """One kind of processor."""
+
+    def layout(self, x: DType, w: TensorType, *, rounded: bool = False) -> WeightLayout | None:
+        from rlx.backends.cpu.packing import weight_layout
+
+        return weight_layout(self, x, w, rounded) if self.prepacks else None
 
     def forms(self) -> Mapping[str, Callable[..., Any]]:
         from rlx.backends.cpu.forms import FORMS
@@ -32,6 +40,13 @@ BASELINE = CpuTarget("baseline", "x86_64", 16, 4, 2, False, "x86-64", "")
 NEON = CpuTarget("neon", "aarch64", 16, 6, 4, True, "generic", "+neon")
 
 BY_NAME = {t.name: t for t in (AVX512VNNI, AVX512, AVX2, BASELINE, NEON)}
+
+
+def layouts() -> Mapping[str, type[Layout]]:
+    """The layouts of operands that these targets ask for, by name."""
+    from rlx.backends.cpu.packing import LAYOUTS
+
+    return LAYOUTS
 
 
 def _cpu_flags() -> set[str]:

@@ -73,15 +73,16 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     """With one or several weights and an epilogue, grouped or not."""
     attrs = node.attrs
-    if attrs["packed"]:
+    if attrs["layout"] is not None:
         hint = "optimise the graph for a target that does not prepack weights"
         raise LowerError(f"{node.op}: the weight is packed for another target than {s.target.name}", hint=hint)
     a, *rest = (s.view(o) for o in node.operands)
-    weights = attrs["weights"]
+    weights, kind = attrs["weights"], node.operands[1].dtype  # type: ignore[union-attr]
+    storage = kind if kind.is_packed else None
     matrices, operands = rest[:weights], rest[weights:]
     index = operands.pop(0) if node.op == "fused_grouped" else None
     outs = [s.result(node, i) for i in range(len(node.types))]
-    multiply(s, a, matrices, operands, outs, attrs["body"], storage=attrs["blocks"], index=index)
+    multiply(s, a, matrices, operands, outs, attrs["body"], storage=storage, index=index)
     return outs
 
 

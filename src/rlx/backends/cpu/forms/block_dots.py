@@ -4,7 +4,7 @@ A weight is `scale · code - minimum`: codes are small unsigned numbers, of whic
 loop is `dot_u8` alone; scales and minima come in once a run of `step` codes. Sums of whole numbers are exact, and what
 is added in f32 is added block by block in one order, so bits depend neither on the number of rows nor on the target.
 
-x is words that `activation_blocks` makes (see `ops/activations.py`). Few rows are multiplied straight from panels; for
+x is `ActivationWords`. Few rows are multiplied straight from panels; for
 many, `codes_kernel` takes a piece of a panel apart once and `tile_kernel` goes over it.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlx.backends.cpu.forms.panels import ARGUMENTS, Panels, block_number, multiply_add, over_panel, panel_params
+from rlx.backends.cpu.packing.activations import Activations, activations_for
 from rlx.dtypes import F32, I32, I64, DType
 from rlx.lir.forms.blocks import Block, signed_word
 from rlx.lir.forms.grid_blocks import power_scale
@@ -35,7 +36,6 @@ from rlx.lir.loops import (
     Store,
     Var,
 )
-from rlx.ops.activations import Activations, activations_for
 from rlx.target import Target
 
 DOT_ROWS = 4  # rows of x up to which codes do not go through memory

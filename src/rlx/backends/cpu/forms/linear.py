@@ -8,6 +8,9 @@ from dataclasses import replace
 
 from rlx.backends.cpu.forms import block_dots
 from rlx.backends.cpu.forms.panels import dot_kernel, dot_rows, unpack_kernel
+from rlx.backends.cpu.packing.activations import activations_for
+from rlx.backends.cpu.packing.interleaved import Interleaved
+from rlx.backends.cpu.packing.panels import FOUR
 from rlx.dtypes import F32, I32, I64, U8, DType
 from rlx.ir.graph import Graph, Node
 from rlx.lir.forms.elementwise import body_lets
@@ -15,8 +18,6 @@ from rlx.lir.kernels import Blocks, MatmulKernel, TileOperand
 from rlx.lir.loops import Arg, Const, Expr, For, Index, Let, Load, LoopKernel, Param, Place, Reduce, Ref, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit, map_elements
 from rlx.lir.views import View, collapse
-from rlx.ops.activations import activations_for
-from rlx.ops.fused import FOUR
 from rlx.target import Target
 from rlx.types import Size, TensorType, contiguous_strides, product
 
@@ -34,13 +35,14 @@ def matmul(s: Scheduler, node: Node) -> Sequence[View]:
 def fused_matmul(s: Scheduler, node: Node) -> Sequence[View]:
     attrs = node.attrs
     a, *rest = (s.view(o) for o in node.operands)
-    used = 1 if attrs["packed"] else attrs["weights"]
-    assert attrs["packed"] or used == 1, "two weights come packed"
+    layout = attrs["layout"]
+    used = attrs["weights"] if layout is None else 1
+    assert used == 1, "two weights come packed"
     outs = [s.result(node, i) for i in range(len(node.types))]
     index = rest.pop(used) if node.op == "fused_grouped" else None
     launch_matmul(
-        s, a, rest[0], rest[used:], outs, attrs["body"], weights=attrs["weights"], packed=attrs["packed"],
-        columns=attrs["columns"], storage=attrs["blocks"], index=index,
+        s, a, rest[0], rest[used:], outs, attrs["body"], weights=attrs["weights"], packed=layout is not None,
+        columns=attrs["columns"], storage=layout.storage if isinstance(layout, Interleaved) else None, index=index,
     )  # fmt: skip
     return outs
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlx.backends.cpu.packing.interleaved import apart_of, first_word
 from rlx.dtypes import F16, F32, I32, I64, U8, DType
 from rlx.lir.forms.blocks import UNIT, Block, Int, Position, decode
 from rlx.lir.loops import (
@@ -29,7 +30,6 @@ from rlx.lir.loops import (
     fma,
     known,
 )  # fmt: skip
-from rlx.ops.fused import apart_of, first_word
 from rlx.target import Target
 
 GROUP = 64  # positions that are unrolled at most; longer blocks loop over groups of them
