@@ -257,7 +257,7 @@ def test_every_narrow_number_is_widened_exactly(target: Target, stored: DType) -
     wide = every.astype(np.float32)
     for m in (1, 60):
         found = multiply(plain(F32, True, target, stored=stored), np.ones((m, 1), np.float32), every)
-        assert np.array_equal(found, np.repeat(wide + 0, m, axis=0), equal_nan=True)
+        assert np.array_equal(found, np.repeat(wide, m, axis=0), equal_nan=True)
 
 
 @EVERY_TARGET

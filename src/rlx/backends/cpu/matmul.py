@@ -29,7 +29,8 @@ CODES_SLAB = 1024  # the same of codes, of which a word has four
 SLAB_UNIT = 16  # slabs of one panel are equally long but for this
 STREAM_AHEAD = 16384  # bytes: how far ahead a panel is prefetched that only one tile of one or two rows reads
 CACHED = 8 << 20  # bytes of B up to which it is likely in a cache: there the hardware prefetches better alone
-WIDENING_TILES = 2  # tiles of a row block up to which each widens narrow panels again
+WIDENING_TILES = 8  # tiles of a row block up to which each widens narrow panels again: beside FMAs that costs little
+WIDENING_TILES_BASELINE = 2  # the same where products and sums, and conversions of f16, are several instructions
 IN_PLACE_TILES = 2  # tiles of a row block up to which packing contiguous rows of B would not pay
 WIDE_SLAB = 16  # k steps of a slab where many panels take turns at rows of B
 WIDE_PANELS = 4  # the fewest panels for that
@@ -53,6 +54,7 @@ class Geometry:
     vectors: int
     most_rows: int = ROW_BLOCK  # of a row block
     stored: DType | None = None  # of panels, where that is narrower
+    widening_tiles: int = WIDENING_TILES
 
     @property
     def scalar(self) -> str:
@@ -97,7 +99,9 @@ def geometry(kernel: MatmulKernel, target: Target) -> Geometry:
     if dtype.name not in _SCALAR or (dtype.is_integer and not kernel.packed):
         raise LowerError(f"cpu matmul: no tiles of {dtype}", hint="widen the operands to f32 first")
     rows = kernel.blocks.tile_rows if kernel.blocks and kernel.blocks.tiles else target.tile_rows
-    return Geometry(dtype, target.lanes(dtype.size), rows, target.tile_vectors, kernel.row_block, kernel.stored)
+    widening = WIDENING_TILES if target.has_fma else WIDENING_TILES_BASELINE
+    size = target.lanes(dtype.size), rows, target.tile_vectors
+    return Geometry(dtype, *size, kernel.row_block, kernel.stored, widening)
 
 
 # -- what the rest of the backend asks for ----------------------------------------------------------------------------
@@ -628,7 +632,7 @@ class _Nest:
             b.call_pointer(widen, right.b, stripe.length, self.packed)
             return [self.packed, b.offset(tiles, 8 * heights)]
 
-        few = b.icmp("sle", rows.count, WIDENING_TILES)
+        few = b.icmp("sle", rows.count, self.form.widening_tiles)
         panel, table = b.when(few, lambda: [right.b, tiles], widened)
         return replace(right, b=panel, tiles=table)
 
