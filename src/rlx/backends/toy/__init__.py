@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
@@ -22,18 +21,10 @@ from rlx.lir.loops import LoopKernel
 from rlx.lir.program import Program
 from rlx.target import Target
 
-__all__ = ["TOY", "ToyAllocator", "ToyBackend", "ToyBuffer", "ToyExecutable", "ToyTarget"]
+__all__ = ["TOY", "ToyAllocator", "ToyBackend", "ToyBuffer", "ToyExecutable"]
 
 
-@dataclass(frozen=True, slots=True)
-class ToyTarget(Target):
-    """A machine with no kernels of its own: everything is a `loops` kernel."""
-
-
-TOY = ToyTarget(
-    name="toy", arch="any", vector_bytes=16, tile_rows=1, tile_vectors=1, has_fma=False, cpu="", features="",
-    device="toy", prepacks=False,
-)  # fmt: skip
+TOY = Target("toy", device="toy")
 
 
 class ToyBackend(Backend):

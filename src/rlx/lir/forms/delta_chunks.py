@@ -7,7 +7,7 @@ V - b K S - A C, the changes C are beta times that, the outputs b Q S + P C, and
 so that gates of zero are as good as any.
 
 Rows of operands are copied to memory of the unit, without gaps, with zeros after the last token. States lie there in
-panels of columns, so that what a product reads again and again lies close together.
+strips of columns, so that what a product reads again and again lies close together.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ def _one(*terms: Expr) -> Affine:
 
 @dataclass(frozen=True)
 class _Axis:
-    """Columns in lanes: panels of some vectors side by side, or one panel where vectors do not fit."""
+    """Columns of a vector loop: strips of some spans side by side, or one strip where spans do not fit."""
 
     size: int
     span: int
     vectors: int
 
     @classmethod
-    def of(cls, size: int, lanes: int, widths: Sequence[int] = WIDTHS) -> _Axis:
-        vectors = next((v for v in widths if size % (v * lanes) == 0), 0)
-        return cls(size, lanes, vectors) if vectors else cls(size, size, 1)
+    def of(cls, size: int, span: int, widths: Sequence[int] = WIDTHS) -> _Axis:
+        vectors = next((v for v in widths if size % (v * span) == 0), 0)
+        return cls(size, span, vectors) if vectors else cls(size, size, 1)
 
     @property
     def width(self) -> int:
         return self.span * self.vectors
 
     @property
-    def panels(self) -> int:
+    def strips(self) -> int:
         return self.size // self.width
 
     def column(self, v: int) -> Affine:
@@ -90,17 +90,17 @@ class _Head:
         self.units = self.batch * self.heads * times
         self.operands = Operands(s, name)
         self.chunks = (self.seq + (chunk - 1)) // chunk
-        self.accumulators = s.target.tile_rows * s.target.tile_vectors
-        lanes = s.target.lanes(self.kind.size)
-        self.columns, self.tokens = _Axis.of(size, lanes), _Axis.of(chunk, lanes)
-        self.solved_at_once = _Axis.of(size, lanes, SOLVED)
+        self.accumulators = s.target.accumulators()
+        span = s.target.span(self.kind)
+        self.columns, self.tokens = _Axis.of(size, span), _Axis.of(chunk, span)
+        self.solved_at_once = _Axis.of(size, span, SOLVED)
         self.places: dict[str, tuple[int, int]] = {}  # where a matrix starts, and how long its rows are
         self.size = 0
         self.matrices(1, chunk, "gate", "rate", "b", "w")
         self.matrices(chunk, chunk, "D", "below", "A", "P")
         self.matrices(chunk, size, "K", "Q")
         self.matrices(size, chunk, "KT")
-        self.matrices(size * self.columns.panels, self.columns.width, "state")
+        self.matrices(size * self.columns.strips, self.columns.width, "state")
 
     def matrices(self, rows: int, columns: int, *names: str) -> None:
         """Memory for matrices of the unit."""
@@ -146,16 +146,16 @@ class _Head:
     def put(self, name: str, value: Expr, row: Affine, column: Affine) -> Store:
         return self.operands.store_at("work", value, self.at(name, row, column))
 
-    def panel_row(self, row: Affine, panel: Expr = TILE) -> Affine:
-        """A row of a panel of the state."""
-        return ((panel, self.n), *row)
+    def strip_row(self, row: Affine, strip: Expr = TILE) -> Affine:
+        """A row of a strip of the state."""
+        return ((strip, self.n), *row)
 
     def each_of_state(self, store: Callable[[Expr, Affine], Store]) -> For:
-        """A statement for each element: it is given its column, and its row and panel."""
+        """A statement for each element: it is given its column, and its row and strip."""
         width = self.columns.width
         column = TILE * width + J
-        inner = For("j", width, (store(column, self.panel_row(_one(R))),), vector=True)
-        return For("tile", self.columns.panels, (For("r", self.n, (inner,)),))
+        inner = For("j", width, (store(column, self.strip_row(_one(R))),), vector=True)
+        return For("tile", self.columns.strips, (For("r", self.n, (inner,)),))
 
     def each_token(self, *stmts: Stmt, columns: Sequence[Stmt] = ()) -> For:
         """Statements for each token of the chunk, and for each column of it."""
@@ -192,10 +192,10 @@ class _Head:
             Let("later", rows - START),
         )
         inner = For("j", axis.span, tuple(body), vector=True)
-        return For("tile", axis.panels, (For("rows", rows // height, (*bounds, inner)),))
+        return For("tile", axis.strips, (For("rows", rows // height, (*bounds, inner)),))
 
     def plain(self, left: str, right: str) -> _Term:
-        """left @ right, where right has tokens in lanes."""
+        """left @ right, where right has tokens along the vector loop."""
         return _Term(
             [("s", self.n)],
             lambda row: self.get(left, row, _one(S)),
@@ -208,7 +208,7 @@ class _Head:
         return _Term(
             [("s", self.n)],
             lambda row: self.get(left, row, _one(S)),
-            lambda v: self.get("state", self.panel_row(_one(S)), right(v)),
+            lambda v: self.get("state", self.strip_row(_one(S)), right(v)),
             then,
         )
 
@@ -247,7 +247,7 @@ class _Head:
 
     def advance(self, row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
         """The state times all gates of the chunk, and what is new."""
-        at = self.panel_row(row), self.columns.within(v)
+        at = self.strip_row(row), self.columns.within(v)
         whole = self.get("b", (), _one(known(self.chunk - 1, I64)))
         return [self.put("state", fma(whole, self.get("state", *at), total), *at)]
 
@@ -274,7 +274,7 @@ class _Head:
             ]
         inner = For("j", axis.span, (*starts, For("s", DONE, tuple(step)), *ends), vector=True)
         lets = Let("done", T), Let("late", (self.chunk - 1) - T)
-        return For("tile", axis.panels, (For("t", self.chunk, (*lets, inner)),))
+        return For("tile", axis.strips, (For("t", self.chunk, (*lets, inner)),))
 
     # -- a chunk -------------------------------------------------------------------------------------------------------
     def gates(self) -> list[Stmt]:
@@ -317,7 +317,7 @@ class _Head:
         return self.operands.load(name, B, TOKEN, H, J)
 
     def gated(self, gates: str, into: str, *, minus: bool = False) -> Finish:
-        """Sums that have tokens in lanes, times gates."""
+        """Sums that have tokens along the vector loop, times gates."""
 
         def finish(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
             column = self.tokens.column(v)
@@ -413,7 +413,7 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
         return [Assign(total.name, scaled), head.put("wKdS", total, row, columns.column(v))]
 
     def along_tokens(into: str, *, by: str = "") -> Finish:
-        """A product that has tokens in lanes."""
+        """A product that has tokens along the vector loop."""
 
         def finish(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
             column = tokens.column(v)
@@ -422,7 +422,7 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
         return finish
 
     def of_start(right: str) -> _Term:
-        """The state before the chunk, times a matrix that has tokens in lanes."""
+        """The state before the chunk, times a matrix that has tokens along the vector loop."""
         return _Term(
             [("s", n)],
             lambda row: operands.load_at(
@@ -432,9 +432,9 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
         )
 
     of_gradient = _Term(
-        [("panel", columns.panels), ("s", columns.width)],
-        lambda row: head.get("state", head.panel_row(row, Index("panel")), _one(S)),
-        lambda v: head.get("CT", ((Index("panel"), columns.width), (S, 1)), tokens.column(v)),
+        [("strip", columns.strips), ("s", columns.width)],
+        lambda row: head.get("state", head.strip_row(row, Index("strip")), _one(S)),
+        lambda v: head.get("CT", ((Index("strip"), columns.width), (S, 1)), tokens.column(v)),
     )
 
     def queries(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
@@ -523,7 +523,7 @@ def _of_ends(head: _Head) -> list[Stmt]:
 
     row: list[Stmt] = []
     for v, x in enumerate(sums):
-        gradient = head.get("state", head.panel_row(_one(R)), columns.within(v))
+        gradient = head.get("state", head.strip_row(_one(R)), columns.within(v))
         row.append(Assign(x.name, fma(head.operands.load_at("states", start_at(v)), gradient, x)))
     adding = [
         head.put("both", head.get("both", (), columns.within(v)) + x, (), columns.within(v)) for v, x in enumerate(sums)
@@ -536,4 +536,4 @@ def _of_ends(head: _Head) -> list[Stmt]:
     kept = Reduce("sum", "x", columns.width, head.get("both", (), each))
     changed = Reduce("sum", "x", head.chunk * n, head.get("wKdS", (), each) * head.get("C", (), each))
     whole = head.get("b", (), _one(known(head.chunk - 1, I64)))
-    return [clear, For("tile", columns.panels, (inner,)), Var("of_gates", fma(whole, kept, changed))]
+    return [clear, For("tile", columns.strips, (inner,)), Var("of_gates", fma(whole, kept, changed))]

@@ -64,7 +64,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 def _by_token(s: Scheduler, node: Node, out: View, state: View | None, last: View | None, times: Size) -> None:
     """A unit is some columns of one head's matrix, which no other column needs: a copy of them, without gaps, stays in
-    the L1 cache for all tokens. Lanes are columns. There are `times` as many units: none, or all.
+    the L1 cache for all tokens. The vector loop goes over columns. There are `times` as many units: none, or all.
     """
     corrects = node.op.startswith("gated_delta_net")
     operands = Operands(s, node.op)
@@ -77,9 +77,9 @@ def _by_token(s: Scheduler, node: Node, out: View, state: View | None, last: Vie
     operands.write("out", out)
     if state is not None and last is not None:
         operands.carry(state, last)
-    lanes = s.target.lanes(kind.size)
-    vectors = next((v for v in VECTORS if columns % (v * lanes) == 0), 0)  # side by side, so that sums do not wait
-    span = lanes if vectors else columns
+    span = s.target.span(kind)
+    vectors = next((v for v in VECTORS if columns % (v * span) == 0), 0)  # side by side, so that sums do not wait
+    span = span if vectors else columns
     vectors = vectors or 1
     width = vectors * span
     operands.write("matrix", s.temporary(TensorType((batch, heads, columns // width, rows, width), kind)))
@@ -163,7 +163,7 @@ def _whole_matrix(operands: Operands, rows: int, width: int, carried: bool, walk
 
 
 def _exponentials(s: Scheduler, x: View, kind: DType) -> View:
-    """exp(x) in a launch of its own: lane by lane it costs more than a token's whole matrix."""
+    """exp(x) in a launch of its own: number by number it costs more than a token's whole matrix."""
     out = s.temporary(TensorType(x.shape, kind))
     map_elements(s, "exp", x.shape, [x], [out], lambda e: ((), [e.load_wide(0).cast(kind).exp()]))
     return out

@@ -1,9 +1,9 @@
 """The gradient of the selective scan, from the last chunk of tokens to the first.
 
-A unit is a block of channels, some vectors of them: lanes are channels. For a chunk and a vector, the states of a few
+A unit is a block of channels, some spans of them, each a vector loop. For a chunk and a vector, the states of a few
 of the n components are computed again, and kept with their decays in memory of the unit; then the tokens go backwards.
-The gradients of b and c are sums over channels: a unit adds up its vectors lane by lane, then the lanes, and a second
-launch adds up the units, always in the same order, whichever thread computed them.
+The gradients of b and c are sums over channels: a unit adds up its spans channel by channel, then the channels, and a
+second launch adds up the units, always in the same order, whichever thread computed them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ ROW: Place = ((Ref("x_base", I64), 1), (J, 1))  # the channels of a token, of al
 
 
 class _Unit:
-    """Memory of a unit by name, each place a number of rows of one lane a channel."""
+    """Memory of a unit by name, each place a number of rows of one span of channels."""
 
     def __init__(self, s: Scheduler, node: Node, results: Sequence[View]) -> None:
         self.chunk, self.n = node.attrs["chunk"], node.attrs["state_size"]
         self.kind = results[0].dtype.wide
-        self.lanes = s.target.lanes(self.kind.size)
+        self.span = s.target.span(self.kind)
         self.batch, self.seq, self.channels = results[0].shape
-        self.blocks = (self.channels + (VECTORS * self.lanes - 1)) // (VECTORS * self.lanes)
+        self.blocks = (self.channels + (VECTORS * self.span - 1)) // (VECTORS * self.span)
         self.together = next(g for g in COMPONENTS if self.n % g == 0)
         rows = dict.fromkeys(("rates", "rates_d", "state_d"), VECTORS * self.n)
         rows |= dict.fromkeys(("decay", "kept"), self.chunk * self.together)
@@ -58,14 +58,14 @@ class _Unit:
         sums = TensorType((self.blocks, self.batch, self.seq, self.n), self.kind)
         for name in SUMS.values():
             self.operands.write(name, s.temporary(sums))
-        self.operands.write("work", s.temporary(TensorType((self.blocks, self.rows * self.lanes), self.kind)))
+        self.operands.write("work", s.temporary(TensorType((self.blocks, self.rows * self.span), self.kind)))
 
-    def at(self, name: str, *rows: tuple[Expr, int], lane: Expr = J) -> Place:
-        whole = ((row, times * self.lanes) for row, times in rows)
-        return ((WORK, 1), (known(self.starts[name] * self.lanes, I64), 1), *whole, (lane, 1))
+    def at(self, name: str, *rows: tuple[Expr, int], at: Expr = J) -> Place:
+        whole = ((row, times * self.span) for row, times in rows)
+        return ((WORK, 1), (known(self.starts[name] * self.span, I64), 1), *whole, (at, 1))
 
-    def get(self, name: str, *rows: tuple[Expr, int], lane: Expr = J) -> Expr:
-        return self.operands.load_at("work", self.at(name, *rows, lane=lane))
+    def get(self, name: str, *rows: tuple[Expr, int], at: Expr = J) -> Expr:
+        return self.operands.load_at("work", self.at(name, *rows, at=at))
 
     def put(self, name: str, value: Expr, *rows: tuple[Expr, int]) -> Store:
         return self.operands.store_at("work", value, self.at(name, *rows))
@@ -93,11 +93,11 @@ class _Unit:
 
     def vectors(self, *body: Stmt) -> For:
         """Statements for each channel of the unit."""
-        lets = [Let("channel", BLOCK + V * self.lanes)]
-        width: int | Ref = self.lanes
-        if not isinstance(self.channels, int) or self.channels % self.lanes:
+        lets = [Let("channel", BLOCK + V * self.span)]
+        width: int | Ref = self.span
+        if not isinstance(self.channels, int) or self.channels % self.span:
             left = self.operands.builder.arg("channels", self.channels) - CHANNEL
-            lets.append(Let("width", known(self.lanes, I64).min(left)))
+            lets.append(Let("width", known(self.span, I64).min(left)))
             width = WIDTH
         return For("v", MANY, (*lets, For("j", width, body, vector=True)))
 
@@ -179,10 +179,10 @@ class _Unit:
             self.operands.store_at("ddelta", ddelta, ROW),
         ))  # fmt: skip
         empty = [self.put(name, zero, (T, self.n), (ITH, 1)) for name in SUMS]
-        empties = For("t", REST, (For("i", self.n, (For("j", self.lanes, tuple(empty), vector=True),)),))
-        lane, row = Index("x"), ((T, self.n), (ITH, 1))
+        empties = For("t", REST, (For("i", self.n, (For("j", self.span, tuple(empty), vector=True),)),))
+        x, row = Index("x"), ((T, self.n), (ITH, 1))
         sums = [
-            self.operands.store(into, Reduce("sum", "x", self.lanes, self.get(name, *row, lane=lane)), U, B, TOKEN, ITH)
+            self.operands.store(into, Reduce("sum", "x", self.span, self.get(name, *row, at=x)), U, B, TOKEN, ITH)
             for name, into in SUMS.items()
         ]
         added = For("t", REST, (Let("token", FIRST + T), For("i", self.n, tuple(sums))))
@@ -209,11 +209,11 @@ class _Unit:
             For("turn", chunks, (*bounds, *self.walk())),
             for_state(self.operands.store_at("d_state", self.get("state_d", *row), element("d_state", B))),
         )
-        left = builder.arg("channels", self.channels) - BLOCK + (self.lanes - 1)
+        left = builder.arg("channels", self.channels) - BLOCK + (self.span - 1)
         return For("u", builder.arg("blocks", self.blocks), (
-            Let("work", U * (self.rows * self.lanes)),
-            Let("block", U * (VECTORS * self.lanes)),
-            Let("vectors", known(VECTORS, I64).min(left.quot(self.lanes))),
+            Let("work", U * (self.rows * self.span)),
+            Let("block", U * (VECTORS * self.span)),
+            Let("vectors", known(VECTORS, I64).min(left.quot(self.span))),
             for_state(self.put("rates", self.operands.load_at("a", element("a")), *row)),
             for_state(self.put("rates_d", Const(0.0, self.kind), *row)),
             For("b", builder.arg("batch", self.batch), of_batch),

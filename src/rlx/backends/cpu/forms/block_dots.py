@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from rlx.backends.cpu.forms.panels import ARGUMENTS, Panels, block_number, multiply_add, over_panel, panel_params
 from rlx.backends.cpu.packing.activations import Activations, activations_for
+from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import F32, I32, I64, DType
 from rlx.lir.forms.blocks import Block, signed_word
 from rlx.lir.forms.grid_blocks import power_scale
@@ -36,7 +37,6 @@ from rlx.lir.loops import (
     Store,
     Var,
 )
-from rlx.target import Target
 
 DOT_ROWS = 4  # rows of x up to which codes do not go through memory
 TILE_SUMS = 12  # vectors of sums of a tile: twice as many, and what is multiplied, are all that 32 registers hold
@@ -236,7 +236,7 @@ class _End:
     minima: Sequence[Expr]
 
 
-def _finish(rows: _Rows, codes: Codes, target: Target, row: int, whole: Expr, end: _End, total: Expr) -> Expr:
+def _finish(rows: _Rows, codes: Codes, target: CpuTarget, row: int, whole: Expr, end: _End, total: Expr) -> Expr:
     """The end of a block: whole numbers times scales, added to the sum of a row."""
     form, number = rows.form, whole.cast(F32)
     unit = rows.number(row, form.scale)
@@ -268,7 +268,7 @@ def _keeping(sums: Mapping[str, Place], *body: Stmt) -> tuple[Stmt, ...]:
     return (*loads, *body, *(Store(4, at, Ref(name, F32)) for name, at in sums.items()))
 
 
-def dot_kernel(storage: DType, width: int, target: Target, count: int) -> LoopKernel:
+def dot_kernel(storage: DType, width: int, target: CpuTarget, count: int) -> LoopKernel:
     """sums[count][width] += x · blocks of one panel, codes in registers."""
     codes, lanes = CODES[storage.name], target.lanes(4)
     rows = _Rows(activations_for(storage.block), count)
@@ -359,13 +359,13 @@ def codes_kernel(storage: DType, width: int, lanes: int) -> LoopKernel:
     return LoopKernel(f"codes_{storage}", params, ARGUMENTS, over_panel(width, lanes, tuple(stmts)))
 
 
-def tile_heights(target: Target) -> range:
+def tile_heights(target: CpuTarget) -> range:
     """Rows of tiles, which are as wide as a panel: more rows than `DOT_ROWS` are cut into such, as equal as can be."""
     most = TILE_SUMS // target.tile_vectors
     return range((most + 1) // 2, most + 1)
 
 
-def tile_kernel(storage: DType, width: int, target: Target, count: int) -> LoopKernel:
+def tile_kernel(storage: DType, width: int, target: CpuTarget, count: int) -> LoopKernel:
     """sums[count][width] += x · blocks that `codes_kernel` took apart.
 
     There is one unit, with all columns: each word of x is loaded once for all of them.

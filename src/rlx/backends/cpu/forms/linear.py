@@ -11,6 +11,7 @@ from rlx.backends.cpu.forms.panels import dot_kernel, dot_rows, unpack_kernel
 from rlx.backends.cpu.packing.activations import activations_for
 from rlx.backends.cpu.packing.interleaved import Interleaved
 from rlx.backends.cpu.packing.panels import FOUR
+from rlx.backends.cpu.targets import CpuTarget, cpu_target
 from rlx.dtypes import F32, I32, I64, U8, DType
 from rlx.ir.graph import Graph, Node
 from rlx.lir.forms.elementwise import body_lets
@@ -18,7 +19,6 @@ from rlx.lir.kernels import Blocks, MatmulKernel, TileOperand
 from rlx.lir.loops import Arg, Const, Expr, For, Index, Let, Load, LoopKernel, Param, Place, Reduce, Ref, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit, map_elements
 from rlx.lir.views import View, collapse
-from rlx.target import Target
 from rlx.types import Size, TensorType, contiguous_strides, product
 
 
@@ -113,9 +113,10 @@ def launch_matmul(
 
     tile = _tile_operands(operands, outs)
     dtype = F32 if whole else a.dtype
-    panel = s.target.panel(dtype.size)
+    target = cpu_target(s.target)
+    panel = target.panel(dtype.size)
     epilogue = None if _is_plain(body) else _epilogue(s, body, tile, dtype.wide, panel, weights)
-    blocks = None if storage is None else (_whole_blocks if whole else _blocks)(storage, s.target)
+    blocks = None if storage is None else (_whole_blocks if whole else _blocks)(storage, target)
     turned = _is_turned(a)
     sums = None if dtype is dtype.wide else dtype.wide
     stored = b.dtype if storage is None and b.dtype is not dtype and b.dtype.is_float else None
@@ -160,7 +161,7 @@ def _pieces(a: View, out: View) -> tuple[list[Size], list[list[Size]]]:
 
 
 @functools.cache
-def _blocks(storage: DType, target: Target) -> Blocks:
+def _blocks(storage: DType, target: CpuTarget) -> Blocks:
     """The kernels for packed weights; made once, since every layer asks."""
     width, lanes = target.panel(F32.size), target.lanes(F32.size)
     dots = tuple(dot_kernel(storage, width, target, rows) for rows in range(1, dot_rows(storage) + 1))
@@ -168,7 +169,7 @@ def _blocks(storage: DType, target: Target) -> Blocks:
 
 
 @functools.cache
-def _whole_blocks(storage: DType, target: Target) -> Blocks:
+def _whole_blocks(storage: DType, target: CpuTarget) -> Blocks:
     """The kernels for packed weights and 8-bit activations."""
     width, lanes = target.panel(F32.size), target.lanes(F32.size)
     dots = tuple(block_dots.dot_kernel(storage, width, target, n + 1) for n in range(block_dots.DOT_ROWS))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlx.backends.cpu.packing.interleaved import apart_of, first_word
+from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import F16, F32, I32, I64, U8, DType
 from rlx.lir.forms.blocks import UNIT, Block, Int, Position, decode
 from rlx.lir.loops import (
@@ -30,7 +31,6 @@ from rlx.lir.loops import (
     fma,
     known,
 )  # fmt: skip
-from rlx.target import Target
 
 GROUP = 64  # positions that are unrolled at most; longer blocks loop over groups of them
 
@@ -127,7 +127,7 @@ def panel_params(storage: DType) -> tuple[Param, Param]:
     return Param("words", I32), Param("halves", F16) if storage.unit == UNIT else Param("bytes", U8)
 
 
-def dot_kernel(storage: DType, width: int, target: Target, rows: int) -> LoopKernel:
+def dot_kernel(storage: DType, width: int, target: CpuTarget, rows: int) -> LoopKernel:
     """sums[rows][width] += x[rows][k] · blocks of one panel: one chain of multiply-adds over k a sum.
 
     There is one unit, with all columns, so that enough chains run side by side; a weight is unpacked once for all rows.
@@ -162,6 +162,6 @@ def dot_kernel(storage: DType, width: int, target: Target, rows: int) -> LoopKer
     return LoopKernel(f"dot_{storage}_{rows}", params, ARGUMENTS, root)
 
 
-def multiply_add(x: Expr, y: Expr, total: Expr, target: Target) -> Expr:
+def multiply_add(x: Expr, y: Expr, total: Expr, target: CpuTarget) -> Expr:
     """x · y + total, rounded once where the target does that."""
     return fma(x, y, total) if target.has_fma else x * y + total
