@@ -16,9 +16,10 @@ from rlx.dtypes import DTypeLike
 from rlx.errors import FusionError, GraphError, RlxError, nearest
 from rlx.hir.lower import lower
 from rlx.ir import registry
-from rlx.ir.graph import Graph, Value
+from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.provenance import stage as provenance
 from rlx.ir.registry import HIR, LEAF, MIR
+from rlx.layouts import Layout
 from rlx.lir import memory
 from rlx.lir.program import ARENA, Program
 from rlx.lir.schedule import schedule
@@ -72,16 +73,15 @@ def plan_lir(graph: Graph, target: Target, profile: CompileProfile) -> LirModule
         hint = "rewrite the graph, or compile without fusion.assert_clean"
         raise FusionError(f"graph {graph.name!r}: {len(missed)} fusions missed", notes=map(str, missed), hint=hint)
     derived = zip(done.derived, done.bind.outputs, strict=True)
-    panels = {n: _layout(o) for n, o in derived if o.node.op in ("pack_panels", "interleave_blocks")}
-    return LirModule(mir, done, schedule(done.main, target, notes=panels), schedule(done.bind, target), target)
+    layouts = {n: _layout(o.node) for n, o in derived if o.node.op == "prepack"}
+    return LirModule(mir, done, schedule(done.main, target, notes=layouts), schedule(done.bind, target), target)
 
 
-def _layout(panels: Value) -> str:
+def _layout(prepack: Node) -> str:
     """How a weight that a matmul kernel reads lies in memory."""
-    source = panels.node.operands[0]
-    assert source is not None
-    kind = f" of {source.dtype}" if source.dtype.is_packed or source.dtype is not source.dtype.wide else ""
-    return f"panels({panels.shape[-1]}){kind}"
+    layout, source = prepack.attrs["layout"], prepack.operands[0]
+    assert isinstance(layout, Layout) and source is not None
+    return layout.note(source.type)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------

@@ -308,7 +308,7 @@ graph @g mir {
     %2 = const(value=2.0) : f32[]
     %3 = mul(%1, %2) : f32[n, 2]
     return %3
-  }, weights=1, columns=2, packed=true, blocks=none) : f32[n, 2]
+  }, weights=1, columns=2, layout=cpu.panels(64)) : f32[n, 2]
   return %2
 }"""
     )

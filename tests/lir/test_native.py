@@ -21,7 +21,7 @@ from rlx.profile import CompileProfile, Precision
 from rlx.target import Target
 
 
-class TensorCores(Target):
+class TensorCores(type(AVX512)):  # type: ignore[misc]
     """A machine that multiplies bf16 by bf16 and adds up in f32."""
 
     def native(self, dtype: DType) -> DType:

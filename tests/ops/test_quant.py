@@ -3,15 +3,12 @@ they lie; integers with scales, and floats of eight and four bits as `ml_dtypes`
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from limits import LONGEST_S
 from oracles import ORACLES, Array, wide
 from targets import supported
 
@@ -85,17 +82,6 @@ def test_infinite_and_nan_scales_come_out_as_they_are() -> None:
     f.set_param("w", x)
     with np.errstate(invalid="ignore"):
         np.testing.assert_array_equal(f.run()[0], numbers(x))
-
-
-def test_a_product_needs_no_other_op_to_know_every_type() -> None:
-    """In a process of its own: here, some test has imported all there is."""
-    code = """
-from rlx.dtypes import PACKED
-from rlx.lir import blocks
-for storage in PACKED:
-    blocks.unpack_kernel(storage, 16, 16)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=LONGEST_S)
 
 
 @EVERY_TYPE_SOMEWHERE

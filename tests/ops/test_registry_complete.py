@@ -15,18 +15,19 @@ from sample_graphs import element_types, sample_graph, samples_of, user_ops
 from targets import AVX512
 
 import rlx
-import rlx.lir.forms
 from rlx.errors import DTypeError, GraphError, LowerError, ShapeError
 from rlx.hir.lower import lower, lowering
 from rlx.ir import registry
 from rlx.ir.registry import CHECKS_DATA, CHECKS_SIZES, COMPOSED, ELEMENTWISE, HIR, LEAF, MIR, OpDef
-from rlx.lir.elementwise import COMPARISONS, scalar_form
+from rlx.lir import forms
+from rlx.lir.forms.elementwise import COMPARISONS, scalar_form
 from rlx.lir.loops import SCALAR_OPS, Check, LoopKernel, statements
 from rlx.lir.schedule import loop_form, schedule
 from rlx.mir.pipeline import optimise
 from rlx.types import parse_type
 
 rlx.Graph("any")  # declares the ops
+forms.load_all()
 ALL_OPS = list(registry.OPS.values())
 EVERY_OP = pytest.mark.parametrize("op", ALL_OPS, ids=str)
 EVERY_USER_OP = pytest.mark.parametrize("op", user_ops(), ids=str)
@@ -112,19 +113,19 @@ def test_forms_are_for_ops_that_exist() -> None:
 
 
 def test_the_loops_of_a_group_come_with_its_file() -> None:
-    """The scheduler imports `lir/<group>.py` for an op, and no other file."""
+    """The scheduler imports `lir/forms/<group>.py` for an op, and no other file."""
     for name in loop_form:
         op, home = registry.OPS[name], loop_form[name].__module__
         if op.is_builtin:
-            own = vars(importlib.import_module(f"rlx.lir.{op.group}"))
+            own = vars(importlib.import_module(f"rlx.lir.forms.{op.group}"))
             assert home == own["__name__"] or own.get(home.rpartition(".")[2]) is sys.modules[home], name
 
 
 def test_every_group_has_a_file_of_meanings_and_a_file_of_loops() -> None:
-    """The grid: `ops/<group>.py` and `lir/<group>.py`."""
+    """The grid: `ops/<group>.py` and `lir/forms/<group>.py`."""
     groups = {op.group for op in ALL_OPS if op.level == MIR and LEAF not in op.traits}
     for group in groups:
-        for package in ("ops", "lir"):
+        for package in ("ops", "lir.forms"):
             assert __import__(f"rlx.{package}.{group}", fromlist=["_"])
 
 
@@ -167,7 +168,7 @@ def test_an_op_is_declared_once() -> None:
 def test_a_missing_rule_says_where_it_belongs() -> None:
     with pytest.raises(LowerError, match="op input: has no loop form") as caught:
         loop_form["input"]
-    assert caught.value.hint == "add it in src/rlx/lir/leaf.py"
+    assert caught.value.hint == "add it in src/rlx/lir/forms/leaf.py"
 
 
 # -- type rules ------------------------------------------------------------------------------------------------------

@@ -249,7 +249,7 @@ def op(
     return declare
 
 
-_DECLARING = (__name__, "rlx.lir.custom")  # modules that declare for others
+_DECLARING = (__name__, "rlx.lir.forms.custom")  # modules that declare for others
 
 
 def _group(module: str | None) -> str:

@@ -36,10 +36,10 @@ class TileOperand:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Packed weights of a matmul: what they are, and the kernels (see `lir/blocks.py`) that read them.
+    """Packed weights of a matmul: what they are, and the kernels (see `lir/forms/blocks.py`) that read them.
 
     With `tiles`, sums are of whole numbers: A is words of activations, `unpack` takes weights apart, and tiles of so
-    many rows, the fewest first, multiply what it leaves (see `lir/block_dots.py`).
+    many rows, the fewest first, multiply what it leaves (see `lir/forms/block_dots.py`).
     """
 
     storage: DType
@@ -62,8 +62,8 @@ class MatmulKernel:
     `packed`: B is panels from the weight store, `[panels][k][panel]`, zero-padded to whole panels; else B is any
     strided matrix and each panel is packed into scratch by the call that uses it. Products are added up in the type
     `accumulator`, and so does the epilogue see them. With `blocks`, panels hold packed
-    weights (see `lir/blocks.py`): `unpack` makes numbers of them in scratch, `dots` use them up at once where m is
-    small. With `weights` 2, each panel holds half a panel of each of two matrices, and the epilogue sees both.
+    weights (see `lir/forms/blocks.py`): `unpack` makes numbers of them in scratch, `dots` use them up at once where m
+    is small. With `weights` 2, each panel holds half a panel of each of two matrices, and the epilogue sees both.
     With `stored`, panels hold floats of that type, which is narrower, and the kernel widens them.
     `turned`: A lies in memory as [batch, k, m], and `a_row` is the step along k; tiles read it where it is.
     `epilogue` is a loop kernel over (rows, columns) of a tile: its first parameter is the tile (rows `panel` apart),

@@ -75,7 +75,6 @@ def merge_gates(graph: Graph, *, report: FusionReport | None = None, certain: bo
             body=body,
             weights=2,
             columns=first.shape[-1],
-            packed=False,
         )
 
     return rebuild(graph, visit, made_by="merge_gates")

@@ -19,7 +19,7 @@ share, and the next run finds the arguments as they were.
 
 from __future__ import annotations
 
-from rlx.target import Target
+from rlx.backends.cpu.targets import CpuTarget
 
 # The functions of the object:
 #   execute(job, tid, threads, run)  walk all records of a run as thread `tid` of `threads`
@@ -121,7 +121,7 @@ def job_bytes(threads: int) -> int:
     return SEATS + threads * SEAT_BYTES
 
 
-def driver_text(target: Target) -> str:
+def driver_text(target: CpuTarget) -> str:
     """The driver's LLVM IR; only the architecture of the target matters."""
     from rlx.backends.cpu.driver_code import emitted  # a driver that was compiled before needs no generator
 

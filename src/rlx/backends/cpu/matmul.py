@@ -14,13 +14,13 @@ from rlx.backends.cpu.builder import Body, Builder, Module, Value, const, i64, i
 from rlx.backends.cpu.loops import dot
 from rlx.backends.cpu.math import bfloat_to_float, half_to_float
 from rlx.backends.cpu.routine import Entry, Routine
+from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import BF16, F16, F32, DType
 from rlx.errors import LowerError
 from rlx.lir.kernels import OUT_OF_RANGE, ROW_BLOCK, Blocks, MatmulKernel, TileOperand
 from rlx.lir.loops import LoopKernel
-from rlx.target import Target
 
-CompileLoops = Callable[[LoopKernel, Target], Routine]
+CompileLoops = Callable[[LoopKernel, CpuTarget], Routine]
 
 HEADER_BYTES = 64  # of scratch, owned by the driver
 LINE = 64  # bytes of a cache line
@@ -94,7 +94,7 @@ class Geometry:
         return -(-self.most_rows // self.rows) * self.rows
 
 
-def geometry(kernel: MatmulKernel, target: Target) -> Geometry:
+def geometry(kernel: MatmulKernel, target: CpuTarget) -> Geometry:
     dtype = kernel.dtype
     if dtype.name not in _SCALAR or (dtype.is_integer and not kernel.packed):
         raise LowerError(f"cpu matmul: no tiles of {dtype}", hint="widen the operands to f32 first")
@@ -105,7 +105,7 @@ def geometry(kernel: MatmulKernel, target: Target) -> Geometry:
 
 
 # -- what the rest of the backend asks for ----------------------------------------------------------------------------
-def entry(kernel: MatmulKernel, target: Target, compile_loops: CompileLoops) -> Entry:
+def entry(kernel: MatmulKernel, target: CpuTarget, compile_loops: CompileLoops) -> Entry:
     """The nest of `kernel`, and what it calls by address.
 
     `tiles` are the micro-kernels by height, the first has one row; where B is not packed, its packing comes after them.
@@ -131,12 +131,12 @@ def entry(kernel: MatmulKernel, target: Target, compile_loops: CompileLoops) -> 
     return Entry(_nest(kernel, target), tables)
 
 
-def panel_columns(kernel: MatmulKernel, target: Target) -> int:
+def panel_columns(kernel: MatmulKernel, target: CpuTarget) -> int:
     """Output columns that one panel covers."""
     return target.panel(kernel.dtype.size) // kernel.weights
 
 
-def scratch_bytes(kernel: MatmulKernel, target: Target, k: int) -> int:
+def scratch_bytes(kernel: MatmulKernel, target: CpuTarget, k: int) -> int:
     """Scratch that a launch with this `k` needs, the driver's header included."""
     form = geometry(kernel, target)
     if kernel.blocks:
@@ -157,7 +157,7 @@ def _sums_end(form: Geometry) -> int:
 
 
 # -- micro-kernels ----------------------------------------------------------------------------------------------------
-def micro_kernel(dtype: DType, height: int, vectors: int, target: Target, *, turned: bool = False) -> Routine:
+def micro_kernel(dtype: DType, height: int, vectors: int, target: CpuTarget, *, turned: bool = False) -> Routine:
     """C[height][w] (+)= A[height][k] B[k][w], where w is `vectors` vectors; turned, A lies in memory as A[k][height].
 
     `tile(a, lda, b, ldb, k, c, ldc, ahead, ahead_step, accumulate)`: strides are in elements; sums start from C if
@@ -166,7 +166,7 @@ def micro_kernel(dtype: DType, height: int, vectors: int, target: Target, *, tur
     return _tile(Geometry(dtype, target.lanes(dtype.size), height, vectors), target, turned=turned)
 
 
-def _tile(form: Geometry, target: Target, *, turned: bool) -> Routine:
+def _tile(form: Geometry, target: CpuTarget, *, turned: bool) -> Routine:
     """The micro-kernel of one geometry, which widens B if it is narrower."""
     types = f"{form.dtype}.{form.stored}" if form.stored else f"{form.dtype}"
     symbol = f"tile.{types}.{form.rows}x{form.vectors}{'.turned' if turned else ''}"
@@ -197,7 +197,7 @@ def _left_columns(b: Builder, form: Geometry, unroll: int, a: Value, lda: Value)
 
 
 def _emit_tile(
-    b: Builder, form: Geometry, target: Target, left_side: _Left, a: Value, lda: Value, panel: Value, ldb: Value,
+    b: Builder, form: Geometry, target: CpuTarget, left_side: _Left, a: Value, lda: Value, panel: Value, ldb: Value,
     k: Value, c: Value, ldc: Value, ahead: Value, ahead_step: Value, accumulate: Value,
 ) -> None:  # fmt: skip
     size, rows, vectors = form.dtype.size, range(form.rows), range(form.vectors)
@@ -236,14 +236,14 @@ def _emit_tile(
         b.store(total, cell, align=size)
 
 
-def _unroll(form: Geometry, target: Target) -> int:
+def _unroll(form: Geometry, target: CpuTarget) -> int:
     """K steps of one iteration, few enough that sums do not spill."""
     if form.stored and target.arch == "aarch64" and form.rows > 4:
         return 1  # of more steps the scheduler widens all vectors first
     return 4 if target.has_fma else 2  # without FMA a product needs a register of its own
 
 
-def _load_right(b: Builder, form: Geometry, target: Target, row: Value, j: int) -> Value:
+def _load_right(b: Builder, form: Geometry, target: CpuTarget, row: Value, j: int) -> Value:
     """Vector `j` of a row of B, widened if it is stored narrow."""
     place = b.offset(row, j * form.lanes, form.right_scalar)
     found = b.load(vector(form.lanes, form.right_scalar), place, align=form.right.size)
@@ -263,7 +263,7 @@ def _lines_of_a_step(form: Geometry) -> int:
     return max(1, form.right_bytes // LINE // (4 if form.rows <= 2 else 2))
 
 
-def _multiply_add(b: Builder, target: Target, x: Value, y: Value, total: Value) -> Value:
+def _multiply_add(b: Builder, target: CpuTarget, x: Value, y: Value, total: Value) -> Value:
     if scalar_of(total.type) == "i32":
         return dot(b, total, x, y, target, small=False)
     if target.has_fma:
@@ -272,7 +272,7 @@ def _multiply_add(b: Builder, target: Target, x: Value, y: Value, total: Value) 
 
 
 # -- the nest ---------------------------------------------------------------------------------------------------------
-def _nest(kernel: MatmulKernel, target: Target) -> Routine:
+def _nest(kernel: MatmulKernel, target: CpuTarget) -> Routine:
     """The loops over units, K slabs and tiles; what the epilogue computes is behind an address, so nests are shared."""
     form = geometry(kernel, target)
     operands = "".join(f".{o.dtype.size}{'c' if o.columns else 'r'}" for o in kernel.tile)
@@ -769,7 +769,7 @@ def _masked_store(b: Builder, value: Value, pointer: Value, mask: Value) -> None
 
 
 # -- widening ---------------------------------------------------------------------------------------------------------
-def _widening(form: Geometry, target: Target) -> Routine:
+def _widening(form: Geometry, target: CpuTarget) -> Routine:
     """`widen(b, k, panel)`: panel[k][panel] from a narrow panel, whose rows follow each other."""
     symbol = f"widen_panel.{form.dtype}.{form.stored}.{form.vectors}"
     arguments = (("ptr noalias", "b"), ("i64", "k"), ("ptr noalias", "panel"))

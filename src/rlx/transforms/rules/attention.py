@@ -17,7 +17,7 @@ from rlx.ops.attention import row_type, split_mask
 from rlx.transforms.batch import folded
 from rlx.transforms.build import count, counter, flat, in_type, zeros_like
 from rlx.transforms.reverse import through_parts
-from rlx.transforms.tables import Given, Lanes, Pull, batching, linearise, parts
+from rlx.transforms.tables import Given, Pull, Vmapped, batching, linearise, parts
 from rlx.types import Size
 
 LOW = -1e30  # the score of a key that is not seen; -inf would make NaN of a row that sees nothing
@@ -165,17 +165,17 @@ def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple
 
 # -- vmap -------------------------------------------------------------------------------------------------------------
 @batching("attention", "attention_lse", "attention_grad")
-def _(lanes: Lanes) -> Sequence[Value]:
-    at = len(lanes.operands) - 1  # the mask is the last operand
-    mask = lanes.operands[at]
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    at = len(vmapped.operands) - 1  # the mask is the last operand
+    mask = vmapped.operands[at]
     if mask is None:
-        return folded(lanes, range(at))
-    batch = lanes.full(0).shape[1]
-    if not lanes.batched[at] and mask.shape[0] == 1 and batch != 1:
-        return folded(lanes, range(at))
-    each = lanes.full(at)
+        return folded(vmapped, range(at))
+    batch = vmapped.full(0).shape[1]
+    if not vmapped.batched[at] and mask.shape[0] == 1 and batch != 1:
+        return folded(vmapped, range(at))
+    each = vmapped.full(at)
     if each.shape[1] == 1 and batch != 1:
-        each = lanes.graph.one("expand", each, shape=(lanes.size, batch, *each.shape[2:]))
-    operands = [flat(lanes.full(i), 2) for i in range(at)]
-    made = lanes.graph.build(lanes.node.op, [*operands, flat(each, 2)], dict(lanes.attrs))
-    return [r.reshape(lanes.size, *t.shape) for r, t in zip(made.results, lanes.node.types, strict=True)]
+        each = vmapped.graph.one("expand", each, shape=(vmapped.size, batch, *each.shape[2:]))
+    operands = [flat(vmapped.full(i), 2) for i in range(at)]
+    made = vmapped.graph.build(vmapped.node.op, [*operands, flat(each, 2)], dict(vmapped.attrs))
+    return [r.reshape(vmapped.size, *t.shape) for r, t in zip(made.results, vmapped.node.types, strict=True)]

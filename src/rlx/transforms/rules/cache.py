@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rlx.errors import DTypeError
 from rlx.ir.graph import Value
 from rlx.transforms.batch import by_scan, folded
-from rlx.transforms.tables import Lanes, batching, no_derivative
+from rlx.transforms.tables import Vmapped, batching, no_derivative
 
 no_derivative(
     "kv_append", "cached_attention",
@@ -16,12 +16,12 @@ no_derivative(
 
 
 @batching("kv_append", "cached_attention")
-def _(lanes: Lanes) -> Sequence[Value]:
-    packed = [v for v in lanes.operands if v is not None and v.dtype.is_packed]
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    packed = [v for v in vmapped.operands if v is not None and v.dtype.is_packed]
     if not packed:
-        return folded(lanes, range(len(lanes.operands)))
-    if lanes.node.op == "kv_append":
+        return folded(vmapped, range(len(vmapped.operands)))
+    if vmapped.node.op == "kv_append":
         raise DTypeError(
             f"kv_append: a packed cache is not batched, found {packed[0].type}", hint="its batch is its own"
         )
-    return by_scan(lanes)
+    return by_scan(vmapped)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from rlx.ir.graph import Value
 from rlx.transforms.build import flat
-from rlx.transforms.tables import Lanes, batching, no_derivative
+from rlx.transforms.tables import Vmapped, batching, no_derivative
 
 no_derivative("sample_tokens", why="it picks integers; for training use cross_entropy of logits and tokens")
 
 
 @batching("sample_tokens")
-def _(lanes: Lanes) -> Sequence[Value]:
-    rows = [None if o is None else flat(lanes.full(i), 2) for i, o in enumerate(lanes.operands)]
-    shape = lanes.full(0).shape[:2]
-    return [result.reshape(shape) for result in lanes.graph.build("sample_tokens", rows, {}).results]
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    rows = [None if o is None else flat(vmapped.full(i), 2) for i, o in enumerate(vmapped.operands)]
+    shape = vmapped.full(0).shape[:2]
+    return [result.reshape(shape) for result in vmapped.graph.build("sample_tokens", rows, {}).results]

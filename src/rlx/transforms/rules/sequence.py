@@ -15,7 +15,7 @@ from rlx.ir.graph import Graph, Node, Value
 from rlx.ops.sequence import chunks_of
 from rlx.transforms.batch import by_scan, folded
 from rlx.transforms.build import declare, move_axis, taken, zeros
-from rlx.transforms.tables import Given, Lanes, Pull, batching, linearise, no_derivative, parts
+from rlx.transforms.tables import Given, Pull, Vmapped, batching, linearise, no_derivative, parts
 from rlx.types import Size
 
 CHUNK = 64
@@ -368,14 +368,14 @@ _OF_ALL = {
     "gated_delta_net", "gated_delta_net_carry", "gated_delta_net_kept", "gated_delta_net_backward",
     "gated_linear_attention_carry",
 )  # fmt: skip
-def _(lanes: Lanes) -> Sequence[Value]:
-    shared = _OF_ALL.get(lanes.node.op, ())
-    if any(lanes.batched[i] for i in shared):
-        return by_scan(lanes)
-    return folded(lanes, [i for i in range(len(lanes.operands)) if i not in shared])
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    shared = _OF_ALL.get(vmapped.node.op, ())
+    if any(vmapped.batched[i] for i in shared):
+        return by_scan(vmapped)
+    return folded(vmapped, [i for i in range(len(vmapped.operands)) if i not in shared])
 
 
 @batching("selective_scan_backward")
-def _(lanes: Lanes) -> Sequence[Value]:
-    """One by one: the gradient of a is a sum over the batch, and each lane has its own."""
-    return by_scan(lanes)
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    """One by one: the gradient of a is a sum over the batch, and each entry has its own."""
+    return by_scan(vmapped)

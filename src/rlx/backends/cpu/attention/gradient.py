@@ -21,14 +21,14 @@ from rlx.backends.cpu.builder import NULL, Builder, Module, Value, const, i64
 from rlx.backends.cpu.math import exp2, fma
 from rlx.backends.cpu.matmul import micro_kernel
 from rlx.backends.cpu.routine import Entry, Routine
+from rlx.backends.cpu.targets import CpuTarget
 from rlx.lir.kernels import KEY_BLOCK, AttentionGradKernel
 from rlx.locks import cached_property
-from rlx.target import Target
 
 ROWS = 192  # query rows of a block: whole tiles; what is kept of them stays near the processor
 
 
-def grad_entry(kernel: AttentionGradKernel, target: Target) -> Entry:
+def grad_entry(kernel: AttentionGradKernel, target: CpuTarget) -> Entry:
     """The loop nest of `kernel`, with the table of micro-kernels: plain, then turned; by width, then by height."""
     plan = GradPlan(kernel.attention, target)
     sizes = [(height, width) for width in plan.widths for height in range(1, target.tile_rows + 1)]

@@ -12,13 +12,13 @@ from rlx.backends.cpu.attention.plan import ENTRY_ARGUMENTS, LINE, Plan, read_wo
 from rlx.backends.cpu.builder import NULL, Builder, Int, Module, Value, const, i64
 from rlx.backends.cpu.matmul import micro_kernel
 from rlx.backends.cpu.routine import Entry, Routine
+from rlx.backends.cpu.targets import CpuTarget
 from rlx.lir.kernels import KEY_BLOCK, AttentionKernel
-from rlx.target import Target
 
 _POINTER_WORDS = ("parts", "q", "k", "v", "out", "mask", "positions", "lse")
 
 
-def entry(kernel: AttentionKernel, target: Target) -> Entry:
+def entry(kernel: AttentionKernel, target: CpuTarget) -> Entry:
     """The loop nest of `kernel`, with the table of micro-kernels that it calls: by width, then by height."""
     plan = Plan(kernel, target)
     widths, heights = range(1, target.tile_vectors + 1), range(1, target.tile_rows + 1)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from rlx.backends.cpu.builder import Builder, Int, Module, Value, vector
 from rlx.backends.cpu.matmul import HEADER_BYTES
+from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import BY_NAME, F32, F64, DType
 from rlx.errors import LowerError
-from rlx.lir.blocks import UNIT
+from rlx.lir.forms.blocks import UNIT
 from rlx.lir.kernels import KEY_BLOCK, AttentionKernel
 from rlx.locks import cached_property
-from rlx.target import Target
 
 MASKS = ("none", "causal", "sliding", "custom", "bias")
 CACHED_MASKS = ("causal", "sliding")
@@ -58,7 +58,7 @@ class Plan:
     """Sizes and offsets, all known when the kernel is emitted."""
 
     kernel: AttentionKernel
-    target: Target
+    target: CpuTarget
 
     def __post_init__(self) -> None:
         kernel = self.kernel
