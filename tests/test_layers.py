@@ -134,3 +134,24 @@ def test_a_backend_sees_no_other() -> None:
             parts = name.split(".")
             if parts[:2] == ["rlx", "backends"] and len(parts) > 2 and own != "base":
                 assert parts[2] in (own, "base", "cache", "faults", "reports"), f"{path.name} imports {name}"
+
+
+# Names that only the CPU backend has a use for. Caches of keys still say in which place of a block a key is.
+OF_PROCESSORS = re.compile(r"avx\w*|vnni|panels?|lanes?|vector_bytes|tile_rows|tile_vectors|has_fma|has_dot")
+KEYS_IN_BLOCKS = {"ops/cache.py", "lir/forms/attention.py"}
+ELSEWHERE = [p for p in FILES if not p.is_relative_to(ROOT / "backends" / "cpu")]
+
+
+def names(path: Path) -> set[str]:
+    """All names in the code of a file: variables, attributes, parameters, functions and classes."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        fields = (getattr(node, field, None) for field in ("id", "attr", "arg", "name"))
+        found |= {text for text in fields if isinstance(text, str)}
+    return found
+
+
+def test_nobody_else_knows_what_a_processor_is_made_of() -> None:
+    known = {str(p.relative_to(ROOT)): {n for n in names(p) if OF_PROCESSORS.fullmatch(n)} for p in ELSEWHERE}
+    assert {path for path, found in known.items() if found} - {"lir/kernels.py"} == KEYS_IN_BLOCKS
+    assert known["lir/kernels.py"] == {"tile_rows"}  # of the tiles of a matmul by packed weights
