@@ -811,7 +811,9 @@ def _each_query(
     factor = dim**-0.5 if scale is None else scale
     for b, i in np.ndindex(batch, q_len):
         at = keys - q_len + i  # the position of the query: both sequences end together
-        near = _sees(mask_kind, at, np.arange(keys))
+        near = _sees(mask_kind.removesuffix("+segments"), at, np.arange(keys))
+        if mask is not None and mask_kind.endswith("segments"):
+            near &= (mask[b] == mask[b, i]) & (mask[b, i] >= 0)
         if mask is not None and mask_kind == "custom":
             near &= mask[b] >= 0.5
         bias = np.zeros((heads, keys))
@@ -881,6 +883,8 @@ def _sees(kind: str, query: int, keys: Array) -> Array:
     window = re.fullmatch(r"sliding\((\d+)\)", kind)
     if window:
         return (query - int(window[1]) < keys) & (keys <= query)
+    if reach := re.fullmatch(r"near\((\d+)\)", kind):
+        return abs(keys - query) <= int(reach[1])
     return keys <= query if kind == "causal" else keys >= 0
 
 

@@ -115,6 +115,8 @@ class Scorer:
             self.end = self.kept = b.sub(limit, base)
         if kernel.mask == "sliding":
             self.begin = b.sub(self.end, kernel.window)
+        if kernel.ahead:
+            self.end = self.kept = b.min(self.end, count)
         if kernel.segments:
             self.segment = b.load("i64", plan.region(b, scratch, "row_segments", row, "i64"), align=8)
         if kernel.mask == "bias":
