@@ -428,7 +428,7 @@ BAD_CALLS = [
          mask_kind="causal+segments"),
     bad("attention", f"{QKV}; i32[2, 7]", ShapeError, "attention: segments are of one sequence; 5 queries, 7 keys",
          mask_kind="segments"),
-    bad("attention", f"{QKV}; f32[2, 7]", DTypeError, "attention: segment ids are i32; f32", mask_kind="segments"),
+    bad("attention", f"{QKV}; f32[2, 7]", DTypeError, "attention: segment ids are integers; f32", mask_kind="segments"),
     bad("attention", QKV, GraphError, "attention: mask kind 'bias' needs a mask operand", mask_kind="bias"),
     bad("attention", f"{QKV}; bool[2, 7]", GraphError, "attention: mask kind 'causal' takes no mask operand",
          mask_kind="causal"),

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from rlx.dtypes import I32
 from rlx.ir.graph import Node, Value
 from rlx.lir.kernels import AttentionGradKernel, AttentionKernel
-from rlx.lir.schedule import Scheduler, loop_form
+from rlx.lir.schedule import Scheduler, loop_form, map_elements
 from rlx.lir.views import View
 from rlx.ops.attention import parse_mask
-from rlx.types import Size
+from rlx.types import Size, TensorType
 
 Words = dict[str, View | Size | None]
 
@@ -21,7 +22,7 @@ Words = dict[str, View | Size | None]
 @loop_form("attention", "attention_lse")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     q, k, v = _rows(s, node.operands[:3])
-    mask = _mask(s, node.operands[3])
+    mask = _mask(s, node, node.operands[3])
     results = [s.result(node, i) for i in range(len(node.types))]
     kernel = _kernel(node, q, k, v, mask, lse=len(results) == 2)
     words = _words({"q": q, "k": k, "v": v, "out": results[0]}, mask)
@@ -35,7 +36,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 @loop_form("attention_grad")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     q, k, v, dy, lse, delta = _rows(s, node.operands[:6])
-    mask = _mask(s, node.operands[6])
+    mask = _mask(s, node, node.operands[6])
     dq, dk, dv = (s.result(node, i) for i in range(3))
     kernel = AttentionGradKernel(_kernel(node, q, k, v, mask))
     tensors = {"q": q, "k": k, "v": v, "dy": dy, "dq": dq, "dk": dk, "dv": dv}
@@ -52,8 +53,15 @@ def _rows(s: Scheduler, operands: Sequence[Value | None]) -> list[View]:
     return [t if t.strides[-1] == 1 else s.copied(t) for t in views]
 
 
-def _mask(s: Scheduler, operand: Value | None) -> View | None:
-    return None if operand is None else _rows(s, [operand])[0]
+def _mask(s: Scheduler, node: Node, operand: Value | None) -> View | None:
+    """The mask operand; segment ids as i32."""
+    if operand is None:
+        return None
+    if not parse_mask(node.attrs["mask_kind"]).segments or operand.dtype is I32:
+        return _rows(s, [operand])[0]
+    ids = s.temporary(TensorType(operand.shape, I32))
+    map_elements(s, "ids", operand.shape, [s.view(operand)], [ids], lambda e: ((), [e.load(0).cast(I32)]))
+    return ids
 
 
 def _products(q: View, k: View, v: View) -> Size:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from rlx.dtypes import I32
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.ir.registry import Sample, Spec, boolean, f32, i32, op, sample
 from rlx.types import TensorType, require_equal
@@ -204,9 +203,10 @@ def attention(
     `q` is [batch, seq, heads, head_dim], `k` and `v` are [batch, keys, kv_heads, ...], heads a multiple of kv_heads.
     Queries and keys end at the same position. A `custom` mask is [batch, keys]: true or >= 0.5 keeps a key; a `bias`
     [batch, heads, seq, keys] (1 broadcasts) is added to the scores. With `segments`, alone or as in `causal+segments`,
-    the mask holds i32 ids [batch, seq] of sequences packed into a row: a query sees keys of its own id; ids below 0
-    are padding, which sees nothing and is not seen. `near(r)` shows r keys on each side of a query. The scale is 1/√head_dim unless given. A query
-    that sees no key gets zeros. `num_heads` and `head_dim` only check the shapes.
+    the mask holds ids [batch, seq], integers in the range of i32, of sequences packed into a row: a query sees keys of
+    its own id; ids below 0 are padding, which sees nothing and is not seen. `near(r)` shows r keys on each side. The
+    scale is 1/√head_dim unless given. A query that sees no key gets zeros. `num_heads` and `head_dim` only check the
+    shapes.
     """
     result = _check("attention", q, k, v, mask, mask_kind, softcap)
     if num_heads not in (None, q.shape[2]) or head_dim not in (None, q.shape[3]):
@@ -221,7 +221,7 @@ _SAMPLES = [
     sample(*_heads(2, 5, 7, 4, 2, 16), f32(1, 1, 5, 7), mask_kind="bias", softcap=2.0),
     sample(*_heads(1, 8, 8, 2, 2, 80), mask_kind="causal", scale=0.3, softcap=5.0),
     sample(*_heads(1, 8, 70, 2, 1, 16), mask_kind="near(3)"),
-    sample(*_heads(2, 20, 20, 4, 2, 16), i32(2, 20, low=-1, high=3), mask_kind="segments"),
+    sample(*_heads(2, 20, 20, 4, 2, 16), i32(2, 20, low=0, high=3), mask_kind="segments"),
     sample(*_heads(1, 20, 20, 2, 2, 8), i32(1, 20, low=0, high=2), mask_kind="sliding(7)+segments"),
 ]  # fmt: skip
 
@@ -325,9 +325,10 @@ def _check_mask(where: str, kind: Mask, q: TensorType, keys: Any, mask: TensorTy
     if mask is None:
         return
     if kind.segments:
-        if mask.dtype is not I32:
-            raise DTypeError(f"{where}: segment ids are i32, found {mask.dtype}", hint="cast them to i32")
-        require_equal(q.shape[1], keys, f"{where}: segments are of one sequence, found {q.shape[1]} queries, {keys} keys")
+        if not mask.dtype.is_integer:
+            raise DTypeError(f"{where}: segment ids are integers, found {mask.dtype}", hint="cast them to i32")
+        problem = f"{where}: segments are of one sequence, found {q.shape[1]} queries, {keys} keys"
+        require_equal(q.shape[1], keys, problem)
     if name == "bias" and not mask.dtype.is_float:
         raise DTypeError(f"{where}: a bias is a float tensor, found {mask.dtype}")
     wanted = (q.shape[0], q.shape[2], q.shape[1], keys) if name == "bias" else (q.shape[0], keys)
