@@ -137,3 +137,66 @@ def test_positions_that_restart_turn_each_sequence_as_alone() -> None:
         piece = slice(end - length, end)
         (alone,) = run({"x": values[:, piece], "positions": at[:, piece], **tables})
         np.testing.assert_array_equal(packed[:, piece], alone)
+
+
+# -- recurrences ------------------------------------------------------------------------------------------------------
+def drawn(seed: int, *shape: int, low: float = -1.0, high: float = 1.0) -> Array:
+    return np.random.default_rng([seed, *shape]).uniform(low, high, shape).astype(np.float32)
+
+
+SEQ = 80
+RECURRENCES: dict[str, tuple[dict[str, Array], set[str], dict[str, int]]] = {  # operands, those of tokens, attributes
+    "selective_scan": (
+        {"x": drawn(0, 1, SEQ, 6), "delta": drawn(1, 1, SEQ, 6, low=0.01, high=0.5),
+         "a": drawn(2, 6, 3, low=-2, high=0), "b": drawn(3, 1, SEQ, 3), "c": drawn(4, 1, SEQ, 3), "d": drawn(5, 6)},
+        {"x", "delta", "b", "c"}, {"state_size": 3},
+    ),
+    "gated_delta_net": (
+        {"q": drawn(0, 1, SEQ, 2, 16) / 4, "k": drawn(1, 1, SEQ, 2, 16) / 4, "v": drawn(2, 1, SEQ, 2, 16),
+         "g": drawn(3, 1, SEQ, 2, low=-1, high=0), "beta": drawn(4, 1, SEQ, 2, low=0)},
+        {"q", "k", "v", "g", "beta"}, {"state_size": 16},
+    ),
+    "gated_linear_attention_carry": (
+        {"q": drawn(0, 1, SEQ, 1, 4), "k": drawn(1, 1, SEQ, 1, 4), "v": drawn(2, 1, SEQ, 2, 8),
+         "g": drawn(3, 1, SEQ, 2, low=-1, high=0), "state": np.zeros((1, 2, 4, 8), np.float32)},
+        {"q", "k", "v", "g"}, {},
+    ),
+    "depthwise_conv1d_causal": (
+        {"x": drawn(0, 1, SEQ, 6), "weight": drawn(1, 6, 4), "left_pad": np.zeros((1, 3, 6), np.float32)},
+        {"x"}, {"kernel_size": 4},
+    ),
+}  # fmt: skip
+
+
+def recur(op: str, arrays: dict[str, Array], dy: Array, place: str, ids: Array | None = None) -> dict[str, Array]:
+    """The first result and the gradients of all operands."""
+    graph = rlx.Graph(op)
+    operands = [graph.input(n, a.shape, "f32") for n, a in arrays.items()]
+    segments = [] if ids is None else [graph.input("ids", ids.shape, "i32")]
+    results = graph.apply(op, *operands, *segments, **RECURRENCES[op][2])
+    graph.set_outputs([results[0] if op.endswith("_carry") else results])
+    given = arrays | {"d_output": dy} | ({} if ids is None else {"ids": ids})
+    found = compiled(vjp(graph, list(arrays)), place).run(given)
+    return dict(zip(("y", *arrays), map(np.asarray, found), strict=True))
+
+
+@EVERY_PLACE
+@pytest.mark.parametrize("op", RECURRENCES)
+def test_a_recurrence_starts_again_where_ids_change(op: str, place: str) -> None:
+    lengths = (37, 1, 2, 40)
+    arrays, of_tokens, _ = RECURRENCES[op]
+    dy = drawn(9, *arrays.get("v", arrays.get("x")).shape)  # type: ignore[union-attr]
+    found = recur(op, arrays, dy, place, packed_ids(lengths))
+    sums: dict[str, Array] = {}
+    start = 0
+    for length in lengths:
+        piece = slice(start, start + length)
+        alone = {n: a[:, piece] if n in of_tokens else a for n, a in arrays.items()}
+        exact = recur(op, alone, dy[:, piece], place)
+        for name in ("y", *of_tokens):
+            np.testing.assert_allclose(found[name][:, piece], exact[name], rtol=0, atol=2e-6, err_msg=name)
+        for name in arrays.keys() - of_tokens - {"state", "left_pad"}:  # weights that all sequences share
+            sums[name] = sums.get(name, 0) + exact[name]
+        start += length
+    for name, total in sums.items():
+        np.testing.assert_allclose(found[name], total, rtol=0, atol=1e-5, err_msg=name)
