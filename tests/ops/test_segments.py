@@ -200,3 +200,19 @@ def test_a_recurrence_starts_again_where_ids_change(op: str, place: str) -> None
         start += length
     for name, total in sums.items():
         np.testing.assert_allclose(found[name], total, rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_the_gradient_of_a_scan_keeps_no_state_of_every_token() -> None:
+    graph, seq, channels, n = rlx.Graph("scan"), 512, 64, 16
+    shapes = {
+        "x": (1, seq, channels),
+        "delta": (1, seq, channels),
+        "a": (channels, n),
+        "b": (1, seq, n),
+        "c": (1, seq, n),
+    }
+    operands = [graph.input(name, shape, "f32") for name, shape in shapes.items()]
+    ids = graph.input("ids", (1, seq), "i32")
+    graph.set_outputs([graph.apply("selective_scan", *operands, None, ids, state_size=n)])
+    report = rlx.compile(vjp(graph, ["x", "a"]), threads=1).memory()
+    assert max(buffer.bytes for buffer in report.buffers) < 4 * seq * channels * n / 4

@@ -133,7 +133,11 @@ def _selective_scan_carry_apart(
     fresh = body.one("where", starts.reshape(starts.shape[0], 1, 1), 0.0, h)
     after = (step * rates.astype(wide)).exp() * fresh + step * key * now
     body.set_outputs([after, (after * query).sum(axis=-1)])
-    (last,), (ys,) = x.graph.scan_general([state.astype(wide)], body, x.shape[1], broadcasts=[a], xs=rows)
+    seq = x.shape[1]
+    kept = int(chunks_of(seq, CHUNK)) if isinstance(seq, int) else 0  # states for a gradient, as the kernel keeps them
+    (last,), (ys,) = x.graph.scan_general(
+        [state.astype(wide)], body, seq, broadcasts=[a], xs=rows, checkpoints=kept
+    )  # fmt: skip
     y = ys.transpose(axes=(1, 0, 2))
     y = y if d is None else y + d.astype(wide) * x.astype(wide)
     return y.astype(x.dtype), last.astype(x.dtype)
