@@ -32,6 +32,7 @@ CONTROL = "control"  # runs graphs that are its attributes: a loop, a branch, a 
 CHECKS_DATA = "checks data"  # run time finds faults in its operands, such as an index outside its axis
 CHECKS_SIZES = "checks sizes"  # run time checks sizes that are not known before
 COMPOSED = "composed"  # no kernel knows it: its decomposition takes its place before anything else
+SEGMENTED = "segmented"  # the same where its last operand, segment ids, is given; without, it has a kernel
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 

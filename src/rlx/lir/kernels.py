@@ -181,6 +181,10 @@ class AttentionKernel:
     strides in 16-bit units. In a `ring`, position p lies at p modulo `capacity`, which is whole blocks.
 
     `lse`: also gives the logarithm of the sum of exp(scores) of each row, `[batch][head][q_len]`.
+
+    `ahead`: a sliding window ends that many keys after the position of its row. `segments`: the mask operand holds
+    i32 ids of sequences packed into a batch row, `[batch][k_len]`; of the keys that `mask` shows, a row sees those of
+    its own id. Ids below 0 are padding, which sees nothing.
     """
 
     dtype: DType  # of q and the result, and of k and v unless said: f32, f16, bf16 or f64
@@ -196,6 +200,8 @@ class AttentionKernel:
     cache_dtype: DType | None = None  # of k and v in a cache, where it is not `dtype`
     ring: bool = False
     lse: bool = False
+    ahead: int = 0
+    segments: bool = False
 
     kind = "attention"
 
@@ -227,7 +233,10 @@ class AttentionKernel:
 
     @cached_property
     def fingerprint(self) -> str:
-        text = "|".join(map(repr, ("attention", *(getattr(self, f) for f in self.__dataclass_fields__))))
+        later = {"ahead": 0, "segments": False}  # a kernel without them keeps its name
+        fields = {f: getattr(self, f) for f in self.__dataclass_fields__}
+        values = (value for name, value in fields.items() if name not in later or value != later[name])
+        text = "|".join(map(repr, ("attention", *values)))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
@@ -237,6 +246,8 @@ class AttentionKernel:
     def text(self) -> str:
         cap = f", softcap {self.softcap}" if self.softcap else ""
         window = f" {self.window}" if self.mask == "sliding" else ""
+        window += f" to {self.ahead} ahead" if self.ahead else ""
+        window += ", in segments" if self.segments else ""
         operands = f"q, k, v: {self.dtype}"
         if self.cached:
             operands = f"q: {self.dtype}, k, v: {'ring' if self.ring else 'cache'} of {self.cache_dtype or self.dtype}"

@@ -15,7 +15,7 @@ from rlx.lir.kernels import BEYOND_CAPACITY, KEY_BLOCK
 from rlx.lir.loops import Check, Expr, For, Index, Let, Reduce, Ref, Stmt, number
 from rlx.lir.schedule import Scheduler, decode_unit, loop_form
 from rlx.lir.views import View
-from rlx.ops.attention import split_mask
+from rlx.ops.attention import parse_mask
 from rlx.types import Size, TensorType, dim_min, product
 
 # The unit at hand, and the key.
@@ -34,7 +34,7 @@ class _Queries(Strided):
         scale = node.attrs["scale"]
         self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
         self.softcap: float | None = node.attrs["softcap"]
-        self.mask_kind, self.window = split_mask(node.attrs["mask_kind"])
+        self.mask = parse_mask(node.attrs["mask_kind"])
         self.kind = q.dtype.wide  # sums are wide on every target
         self.q, self.head_dim, self.units = self.read(q), head_dim, product(q.shape[:3])
         unit = decode_unit(self.builder, q.shape[:3], ["b", "i", "h"])
@@ -61,7 +61,11 @@ class _Queries(Strided):
     def masked(self, mask: View | None, seen: Expr) -> list[Stmt]:
         """Names `masked`: the score, or -inf for a key that the query does not see."""
         score: Expr = Ref("score", self.kind)
-        if mask is not None and self.mask_kind == "custom":
+        if mask is not None and self.mask.segments:
+            ids = self.read(mask)
+            own = self.load(ids, BATCH, QUERY)
+            seen = seen & (own >= 0) & own.eq(self.load(ids, BATCH, KEY))
+        elif mask is not None and self.mask.name == "custom":
             keep = self.load(self.read(mask), BATCH, KEY)
             seen = seen & (keep if keep.dtype is BOOL else keep >= 0.5)
         elif mask is not None:
@@ -72,11 +76,10 @@ class _Queries(Strided):
 
     def seen(self, position: Expr) -> Expr:
         """Whether the query may see a key at this position."""
-        if self.mask_kind == "causal":
-            return position <= POSITION
-        if self.mask_kind == "sliding":
-            return (position <= POSITION) & (position > POSITION - self.window)
-        return number(True, BOOL)
+        last = POSITION + self.mask.ahead if self.mask.ahead else POSITION
+        if self.mask.window:
+            return (position <= last) & (position > last - self.mask.window)
+        return position <= last if self.mask.limited else number(True, BOOL)
 
     def launch(self, s: Scheduler, body: Sequence[Stmt], flops: Size) -> None:
         root = For("u", self.builder.arg("units", self.units), (*self.lets, *body))
@@ -122,7 +125,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     if node.attrs["ring"]:
         oldest = Ref("oldest", I64)
         newest = Reduce("max", "p", a.builder.arg("queries", q.shape[1]), a.load(where, BATCH, Index("p")).cast(I64))
-        a.lets.append(Let("oldest", (POSITION + 1 - a.window).max(0)))
+        a.lets.append(Let("oldest", (POSITION + 1 - a.mask.window).max(0)))
         position, count = KEY + (oldest - oldest.rem(KEY_BLOCK)), (size + KEY_BLOCK) * dim_min(size, 1)
         place, fits = position.rem(capacity), (POSITION < 0) | (newest - oldest < capacity)
     a.lets.append(Check(fits, BEYOND_CAPACITY))

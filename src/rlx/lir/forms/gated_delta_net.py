@@ -43,7 +43,7 @@ def _results(s: Scheduler, node: Node) -> tuple[list[View], View | None]:
     out = s.result(node)
     if not node.op.endswith("_carry"):
         return [out], None
-    state = s.view(node.operands[-1])
+    state = s.view(node.operands[-2])  # the last one is for segments
     return [out, state_after(s, node, state)], state
 
 

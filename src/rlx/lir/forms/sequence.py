@@ -82,7 +82,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 
 @loop_form("depthwise_conv1d_causal", "depthwise_conv1d_causal_carry")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    x, weight, before, *lengths = (s.view(o) for o in node.operands)
+    x, weight, before, *lengths = (s.view(o) for o in node.operands if o is not None)
     out = s.result(node)
     size = node.attrs["kernel_size"]
     taps = s.contiguous(weight)

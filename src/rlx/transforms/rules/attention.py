@@ -13,7 +13,7 @@ from typing import Any
 
 from rlx.dtypes import I32
 from rlx.ir.graph import Graph, Node, Value
-from rlx.ops.attention import row_type, split_mask
+from rlx.ops.attention import parse_mask, row_type
 from rlx.transforms.batch import folded
 from rlx.transforms.build import count, counter, flat, in_type, zeros_like
 from rlx.transforms.reverse import through_parts
@@ -25,17 +25,19 @@ LOW = -1e30  # the score of a key that is not seen; -inf would make NaN of a row
 
 def visible(graph: Graph, kind: str, queries: Size, keys: Size) -> Value | None:
     """[queries, keys]: which keys a query sees; None for all. Both end at the same position."""
-    name, window = split_mask(kind)
-    if name not in ("causal", "sliding"):
+    mask = parse_mask(kind)
+    if not mask.limited:
         return None
     gap: Any = keys - queries
     if not isinstance(gap, int):
         last: Any = count(graph, keys, I32)
         gap = last - count(graph, queries, I32)
-    row = (counter(graph, queries) + gap).reshape(queries, 1)
+    if mask.ahead:
+        gap = gap + mask.ahead
+    last_key = (counter(graph, queries) + gap).reshape(queries, 1)
     key = counter(graph, keys).reshape(1, keys)
-    seen = key <= row
-    return seen if not window else graph.one("logical_and", seen, key > row - window)
+    seen = key <= last_key
+    return seen if not mask.window else graph.one("logical_and", seen, key > last_key - mask.window)
 
 
 def grouped(x: Value, kv_heads: int) -> Value:
@@ -81,7 +83,11 @@ def score(q: Value, k: Value, mask: Value | None, mask_kind: str, scale: float |
         capped = graph.one("tanh", scores / softcap)
         scores = capped * softcap
     seen = visible(graph, mask_kind, seq, keys)
-    if mask is not None and mask_kind == "custom":
+    if mask is not None and parse_mask(mask_kind).segments:
+        own = mask.reshape(batch, 1, seq, 1)
+        same = graph.one("logical_and", own.equal(mask.reshape(batch, 1, 1, keys)), own >= 0)
+        seen = same if seen is None else graph.one("logical_and", same, seen)
+    elif mask is not None and mask_kind == "custom":
         keep = mask if mask.dtype.is_bool else mask >= 0.5
         seen = keep.reshape(batch, 1, 1, keys)
     elif mask is not None:

@@ -244,7 +244,7 @@ def each_strip(b: Builder, plan: Plan, body: Callable[[Value, int, int], None]) 
 
 def define_finite(module: Module, plan: Plan) -> None:
     """Whether the packed V has no inf and no NaN: those times 0 are NaN, and NaN stays."""
-    if plan.kernel.mask != "bias":
+    if not plan.checks_values:
         return
 
     def emit(b: Builder, scratch: Value) -> Value:
