@@ -108,7 +108,7 @@ BRIEF, REST = 5, 20
 # units in hand but no core. The next runs then stay on their callers for a while, twice as long each time: for so many
 # milliseconds, and for one run per `LEAST_ALONE` of them, because between runs there may be pauses.
 WINDOW, LATE_SHARE = 8, 8
-LEAST_ALONE, MOST_ALONE = 16, 256  # milliseconds
+LEAST_ALONE, MOST_ALONE = 16, 1024  # milliseconds
 TRUST = 1024  # milliseconds for which runs are shared all the same, because one alone was no faster
 
 WAIT, WAKE = 128, 129  # futex operations, private to the process
