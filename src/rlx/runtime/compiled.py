@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from rlx.backends.base import Buffer, Device, Executable, InputSpec, bytes_of
+from rlx.backends.base import Backend, Buffer, Device, Executable, InputSpec, bytes_of
 from rlx.errors import BindError, CapabilityError, nearest
 from rlx.host_memory import release
 from rlx.locks import Lock, cached_property
@@ -376,6 +376,17 @@ class CompiledGraph:
 def input_specs(signature: Signature) -> list[InputSpec]:
     """What runs are given."""
     return [InputSpec(n, t.dtype.numpy, n in signature.states) for n, t in signature.inputs.items()]
+
+
+def link(
+    plan: CompiledPlan, signature: Signature, graph: Callable[[], Graph], backend: Backend, target: Target,
+    threads: int | None,
+) -> Parts:  # fmt: skip
+    """Compile the programs of a plan."""
+    main = backend.compile(plan.main, target, threads=threads, inputs=input_specs(signature))
+    derived = dict(zip(plan.derived, plan.recipes, strict=True))
+    binder = backend.compile(plan.bind, target, threads=threads, long_lived=True) if derived else None
+    return Parts(main, graph, lambda: plan, derived, None if binder is None else lambda: binder)
 
 
 def later_plan(
