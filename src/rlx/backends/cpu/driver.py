@@ -63,11 +63,12 @@ READ_AHEAD = 256 << 10  # bytes at most: they must still be in a core's own cach
 READ_STEP = 256  # bytes between two looks at what a thread waits for
 
 # A request of `call`. The last words are the notes of the driver, 0 at first: the ticks of the shortest run, times its
-# threads; the average ticks of runs that threads shared, and whether the next of them begins a new average; the fewest
-# ticks of a run alone since workers were last late; until when runs are shared whatever happens, and for how long that
-# was.
-RECORDS, COUNT, SCRATCH, STRIDE, TRACE, SLOTS, SHORTEST, TOGETHER, ANEW, APART, TRUSTED, TRUSTED_FOR = range(0, 96, 8)
-REQUEST_WORDS = 12
+# threads; the average ticks of the last runs that threads shared, whether the next of them begins a new average, and
+# the fewest ticks of one of them; the fewest ticks of a run alone since workers were last late; until when runs are
+# shared whatever happens, and for how long that was.
+RECORDS, COUNT, SCRATCH, STRIDE, TRACE, SLOTS, SHORTEST, *NOTES = range(0, 104, 8)
+TOGETHER, ANEW, BEST_TOGETHER, APART, TRUSTED, TRUSTED_FOR = NOTES
+REQUEST_WORDS = 13
 COPIED_WORDS = 6  # a job block begins with these words of its request
 
 # A job block. Words that different threads write lie 128 bytes apart, because x86 fetches cache lines in pairs.
@@ -106,16 +107,18 @@ OUT, IN, WATCHED = range(3)  # of INSIDE; WATCHED is IN, with a caller that slee
 # Waking a worker takes about 25 microseconds of the caller's time. So a run of less than a fifth of a millisecond stays
 # on its caller, if the one before ended more than a twentieth ago: by then workers sleep. In a loop they do not.
 BRIEF, REST = 5, 20
-# Workers are late where the caller has slept for more than an eighth of the last eight runs or so (some of them have
-# units in hand but no core), or where these took longer than a run alone (a busy neighbour takes the caller's core as
-# well, without a sleep), and that has cost a millisecond. The next runs then stay on their callers for a while, twice
-# as long each time: for so many milliseconds, and for one run per `LEAST_ALONE` of them, because between runs there may
-# be pauses.
+# Workers are late where the caller has slept for more than an eighth of the last eight runs or so: some of them have
+# units in hand but no core. A busy neighbour takes the caller's core as well, without a sleep: so they are where the
+# last four runs or so took half as long again as the best one, or longer than a run alone, and where that costs a
+# millisecond in eight runs. The next runs then stay on their callers for a while, four times as long each time: for so
+# many milliseconds, and for one run per `LEAST_ALONE` of them, because between runs there may be pauses.
 WINDOW, LATE_SHARE = 8, 8
+AVERAGED = 4
+FORGET = 256  # the best run counts for less with each run, by this part of it: sizes and machines change
 LEAST_ALONE, MOST_ALONE = 16, 2048  # milliseconds
 # Where the best of two runs alone, or a long one, is no faster, runs are shared again however late workers are: for so
-# many milliseconds, twice as long each time.
-LEAST_TRUST, MOST_TRUST = 1024, 16384
+# many milliseconds and at least so many runs alone, twice as long each time.
+LEAST_TRUST, MOST_TRUST, TRUST_RUNS = 1024, 16384, 32
 
 WAIT, WAKE = 128, 129  # futex operations, private to the process
 EVERYONE = (1 << 31) - 1

@@ -536,7 +536,8 @@ class Driver:
 
                 def compare() -> None:
                     trust = b.max(b.mul(word(request, d.TRUSTED_FOR), 2), b.mul(unit, d.LEAST_TRUST))
-                    trust = b.select(b.icmp("sge", best, average), b.min(trust, b.mul(unit, d.MOST_TRUST)), i64(0))
+                    trust = b.max(b.min(trust, b.mul(unit, d.MOST_TRUST)), b.mul(best, d.TRUST_RUNS))
+                    trust = b.select(b.icmp("sge", best, average), trust, i64(0))
                     note(request, d.TRUSTED_FOR, trust)
                     note(request, d.TRUSTED, b.add(end, trust))
 
@@ -578,11 +579,13 @@ class Driver:
 
         end, unit = self.now(b), word(d.MILLISECOND)
         taken = b.sub(end, begin)
-        before, apart = word(d.TOGETHER, request), word(d.APART, request)
-        begins = b.op("or", b.icmp("eq", before, 0), b.icmp("ne", word(d.ANEW, request), 0))
-        average = b.select(begins, taken, b.add(before, b.sdiv(b.sub(taken, before), d.WINDOW)))
-        note(d.TOGETHER, average, request)
-        note(d.ANEW, i64(0), request)
+        before, best, apart = (word(field, request) for field in (d.TOGETHER, d.BEST_TOGETHER, d.APART))
+        first = b.icmp("eq", best, 0)
+        best = b.select(first, taken, b.min(taken, b.add(best, b.sdiv(best, d.FORGET))))
+        begins = b.op("or", first, b.icmp("ne", word(d.ANEW, request), 0))
+        average = b.select(begins, taken, b.add(before, b.sdiv(b.sub(taken, before), d.AVERAGED)))
+        for field, value in ((d.TOGETHER, average), (d.BEST_TOGETHER, best), (d.ANEW, i64(0))):
+            note(field, value, request)
 
         def over_window(total: int, value: Value) -> Value:
             before = word(total)
@@ -593,14 +596,15 @@ class Driver:
         all_taken = over_window(d.ALL_TAKEN, taken)
         late = b.icmp("sgt", b.mul(all_slept, d.LATE_SHARE), all_taken)
         late = b.op("and", late, b.icmp("sgt", all_slept, unit))
-        lost = b.select(b.op("or", trusted, b.icmp("eq", apart, 0)), i64(0), b.sub(average, apart))
+        usual = b.select(b.icmp("eq", apart, 0), b.add(best, b.sdiv(best, 2)), apart)
+        lost = b.select(trusted, i64(0), b.sub(average, usual))
         late = b.op("or", late, b.icmp("sgt", b.mul(lost, d.WINDOW), unit))
 
         def stay() -> list[Value]:
             pause = b.max(word(d.ALONE_FOR), b.mul(unit, d.LEAST_ALONE))
             _store(b, b.add(end, pause), b.offset(job, d.ALONE_UNTIL))
             _store(b, b.sdiv(pause, b.mul(unit, d.LEAST_ALONE)), b.offset(job, d.ALONE_RUNS))
-            note(d.ALONE_FOR, b.min(b.mul(pause, 2), b.mul(unit, d.MOST_ALONE)))
+            note(d.ALONE_FOR, b.min(b.mul(pause, 4), b.mul(unit, d.MOST_ALONE)))
             note(d.APART, i64(0), request)
             note(d.ANEW, i64(1), request)
             # Half of what makes workers late: another late run is enough, a good one wipes it out.
