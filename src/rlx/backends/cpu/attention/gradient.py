@@ -14,13 +14,13 @@ import numpy as np
 
 from rlx.backends.cpu.attention import packing, segments
 from rlx.backends.cpu.attention.elements import clear, load, store, sweep
-from rlx.backends.cpu.attention.plan import ENTRY_ARGUMENTS, LOG2_E, Plan, laid_out, read_words
+from rlx.backends.cpu.attention.plan import LOG2_E, Plan, laid_out, read_words
 from rlx.backends.cpu.attention.softmax import Scorer
 from rlx.backends.cpu.attention.turned import turned_kernel
 from rlx.backends.cpu.builder import NULL, Builder, Module, Value, const, i64
 from rlx.backends.cpu.math import exp2, fma
 from rlx.backends.cpu.matmul import micro_kernel
-from rlx.backends.cpu.routine import Entry, Routine
+from rlx.backends.cpu.routine import NOALIAS_ENTRY_ARGUMENTS, Entry, Routine
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.lir.kernels import KEY_BLOCK, AttentionGradKernel
 from rlx.locks import cached_property
@@ -97,7 +97,7 @@ def _define(module: Module, plan: GradPlan, kernel: AttentionGradKernel) -> None
         define(module, plan)
 
     def body(b: Builder, args: Value, low: Value, high: Value, scratch: Value) -> None:
-        words = read_words(b, kernel.words, ("parts", *kernel.READS, *kernel.WRITES), args)
+        words = read_words(b, ("parts", *kernel.words), ("parts", *kernel.READS, *kernel.WRITES), args)
         clear(b, plan.region(b, scratch, "zeros"), i64(plan.zero_bytes))
 
         def unit(index: Value) -> None:
@@ -106,7 +106,7 @@ def _define(module: Module, plan: GradPlan, kernel: AttentionGradKernel) -> None
 
         b.loop(low, high, 1, unit)
 
-    module.define(plan.symbol, ENTRY_ARGUMENTS, body)
+    module.define(plan.symbol, NOALIAS_ENTRY_ARGUMENTS, body)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlx.backends.cpu.builder import Body, Builder, Module, Value, const, i64
 from rlx.backends.cpu.math import fma
-from rlx.backends.cpu.matmul import Geometry
+from rlx.backends.cpu.matmul.plan import Geometry
 from rlx.backends.cpu.routine import Routine
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import DType
