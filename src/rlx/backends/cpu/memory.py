@@ -31,7 +31,7 @@ def checking() -> bool:
 def aligned(nbytes: int) -> Bytes:
     """Uninitialised memory that starts on a cache line."""
     block = np.empty(nbytes + LINE, np.uint8)
-    start = -block.ctypes.data % LINE
+    start = -address(block) % LINE
     return block[start : start + nbytes]
 
 
