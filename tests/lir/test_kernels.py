@@ -27,8 +27,8 @@ BESIDE = (EpilogueOperand("x0", F32, True), EpilogueOperand("y1", F32, True, Tru
 LAYOUT = AVX512.layout(F32, TensorType((8, 8), F32))
 KERNELS: dict[str, tuple[Kernel, str, str]] = {
     "loops": (LoopKernel("copy", (Param("x", F32), Param("y", F32, True)), ("n",), For("u", 1, ())), "x", "y"),
-    "matmul": (MatmulKernel(F32, LAYOUT, 1, None, BESIDE), "a b ptr0", "ptr1"),
-    "grouped": (MatmulKernel(F32, LAYOUT, 1, None, BESIDE, grouped="rows"), "a b index ptr0", "ptr1"),
+    "matmul": (MatmulKernel(F32, LAYOUT, 1, None, BESIDE), "a b x0", "y1"),
+    "grouped": (MatmulKernel(F32, LAYOUT, 1, None, BESIDE, grouped="rows"), "a b index x0", "y1"),
     "attention": (ATTENTION, "q k v mask", "out"),
     "with lse": (AttentionKernel(F32, 16, 16, 2, "none", 0, 0.25, 0.0, None, lse=True), "q k v mask", "out lse"),
     "cached": (AttentionKernel(F32, 16, 16, 2, "causal", 0, 1.0, 0.0, None, cached=True), "q k v positions", "out"),

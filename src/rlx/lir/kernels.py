@@ -100,13 +100,14 @@ class MatmulKernel:
         head = ("a", "b", "m", "n", "k", "batch0", "batch1")
         strides = ("a_row", "a_batch0", "a_batch1", "b_k", "b_n", "b_batch0", "b_batch1")
         groups = ("index", "groups") if self.grouped else ()
-        tail = tuple(f"{p}{i}" for i in range(len(self.beside)) for p in ("ptr", "row", "outer", "inner"))
+        steps = ("", "_row", "_batch0", "_batch1")
+        tail = tuple(f"{operand.name}{step}" for operand in self.beside for step in steps)
         return head + strides + groups + tail
 
     def operands(self) -> dict[str, bool]:
         """The words that are operands, and whether the kernel writes there."""
         read = ("a", "b", "index") if self.grouped else ("a", "b")
-        return dict.fromkeys(read, False) | {f"ptr{i}": o.written for i, o in enumerate(self.beside)}
+        return dict.fromkeys(read, False) | {operand.name: operand.written for operand in self.beside}
 
     def arithmetic(self) -> str:
         """What it multiplies and adds; see `LoopKernel.arithmetic`."""

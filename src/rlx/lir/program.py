@@ -346,5 +346,5 @@ def launch_text(launch: Launch) -> str:
 def _buffers(launch: Launch, kernel: MatmulKernel) -> dict[str, str]:
     """The buffers of a matmul's operands, by the names that the epilogue has for them."""
     views = dict(zip(kernel.words, launch.words, strict=True))
-    named = ((operand.name, views[f"ptr{i}"]) for i, operand in enumerate(kernel.beside))
-    return {name: view.buffer for name, view in named if isinstance(view, View)}
+    named = {operand.name: views[operand.name] for operand in kernel.beside}
+    return {name: view.buffer for name, view in named.items() if isinstance(view, View)}

@@ -103,8 +103,9 @@ class Compiled:
         for i, array in enumerate(operands):
             operand = Operand(array)
             row = 0 if array.shape[2] == 1 and m > 1 else array.strides[2] // array.itemsize
-            words |= {f"ptr{i}": array.ctypes.data, f"row{i}": row}
-            words |= {f"outer{i}": operand.stride(0), f"inner{i}": operand.stride(1)}
+            name = self.kernel.beside[i].name
+            words |= {name: array.ctypes.data, f"{name}_row": row}
+            words |= {f"{name}_batch0": operand.stride(0), f"{name}_batch1": operand.stride(1)}
         args = np.array([words[w] for w in Plan(self.kernel, self.target).words], np.int64)
         if scratch is None:
             scratch = aligned(matmul.scratch_bytes(self.kernel, self.target, k))

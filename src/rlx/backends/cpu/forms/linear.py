@@ -18,6 +18,8 @@ from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit, map_elements
 from rlx.lir.views import View, collapse
 from rlx.types import Size, TensorType, contiguous_strides, product
 
+AXES = ("batch0", "batch1", "row")
+
 
 def matmul(s: Scheduler, node: Node) -> Sequence[View]:
     a, b = (s.view(o) for o in node.operands)
@@ -130,9 +132,9 @@ def launch_matmul(
         "b_k": 0 if packed else b.strides[-2], "b_n": 0 if packed else b.strides[-1],
         "index": index, "groups": b.shape[0],
     }  # fmt: skip
-    for i, view in enumerate([*operands, *outs]):
-        outer, inner, row = steps(2 + i)
-        words |= {f"ptr{i}": view, f"row{i}": row, f"outer{i}": outer, f"inner{i}": inner}
+    for i, (operand, view) in enumerate(zip(beside, [*operands, *outs], strict=True)):
+        words[operand.name] = view
+        words |= {f"{operand.name}_{axis}": step for axis, step in zip(AXES, steps(2 + i), strict=True)}
     products = batch1 * m if depth else product(outs[0].shape[:-1])  # rows, each of which has all of k
     flops = products * columns * k * (2 * weights) * (4 if dtype is I32 else 1)
     s.launch(kernel, words, flops=flops)

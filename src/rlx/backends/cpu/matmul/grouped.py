@@ -53,8 +53,8 @@ class GroupedRows:
                 a=b.offset(word["a"], b.mul(start, nest.left_steps[0]), nest.form.scalar),
                 b=b.offset(word["b"], b.mul(group, word["b_batch0"]), nest.form.right_scalar),
                 operands=tuple(
-                    b.offset(word[f"ptr{i}"], b.mul(start, word[f"row{i}"]), element)
-                    for i, element in enumerate(nest.elements)
+                    b.offset(word[name], b.mul(start, word[f"{name}_row"]), element)
+                    for name, element in zip(nest.beside, nest.elements, strict=True)
                 ),
             )
             nest.panels_of(index, rows)

@@ -53,13 +53,15 @@ class Nest:
         self.b, self.plan, self.kernel, self.form = b, plan, plan.kernel, plan.form
         kernel = plan.kernel
         self.lo, self.hi, self.scratch = lo, hi, scratch
-        places = (f"ptr{i}" for i in range(len(kernel.beside)))
-        pointers = {"tiles", "epilogue", "blocks", "a", "b", "index", *places}
+        self.beside = tuple(o.name for o in kernel.beside)
+        pointers = {"tiles", "epilogue", "blocks", "a", "b", "index", *self.beside}
         self.word = {
             name: b.load("ptr" if name in pointers else "i64", b.offset(args, 8 * i), align=8)
             for i, name in enumerate(plan.words)
         }
         self.elements = tuple(f"i{8 * o.dtype.size}" for o in kernel.beside)  # LLVM types as large as those of operands
+        if plan.epilogue is None:
+            self.result_row = self.word[f"{self.beside[0]}_row"]
         self.sums = b.offset(scratch, HEADER_BYTES)
         self.packed = b.offset(scratch, plan.sums_end)
         self.columns = plan.columns
@@ -70,8 +72,8 @@ class Nest:
             self.cut_rows(self.word["m"])
         if plan.epilogue is not None:
             self.epilogue_args = b.stack("i64", len(plan.epilogue.words))
-            for i in range(len(kernel.beside)):
-                self._store_arg(2 + len(kernel.beside) + i, self.word[f"row{i}"])
+            for i, name in enumerate(self.beside):
+                self._store_arg(2 + len(self.beside) + i, self.word[f"{name}_row"])
         self.quantised = None if plan.blocks is None else Quantised(self, plan.blocks)
         if not plan.packed:
             self.memo = b.stack("i64", 2)  # address and columns of what the packed panel in scratch was made from
@@ -101,20 +103,18 @@ class Nest:
         first = b.sdiv(b.mul(self.tiles, block), word["row_blocks"])
         last = b.sdiv(b.mul(self.tiles, b.add(block, 1)), word["row_blocks"])
 
-        def moved(pointer: str, strides: tuple[str, str], unit: str) -> Value:
-            steps = b.add(b.mul(outer, word[strides[0]]), b.mul(inner, word[strides[1]]))
-            return b.offset(word[pointer], steps, unit)
+        def moved(name: str, unit: str) -> Value:
+            steps = b.add(b.mul(outer, word[f"{name}_batch0"]), b.mul(inner, word[f"{name}_batch1"]))
+            return b.offset(word[name], steps, unit)
 
         rows = RowBlock(
             first_tile=first,
             last_tile=last,
             count=b.sub(last, first),
             first_row=b.add(b.mul(first, self.short), b.min(first, self.longer)),
-            a=moved("a", ("a_batch0", "a_batch1"), self.form.scalar),
-            b=moved("b", ("b_batch0", "b_batch1"), self.form.right_scalar),
-            operands=tuple(
-                moved(f"ptr{i}", (f"outer{i}", f"inner{i}"), element) for i, element in enumerate(self.elements)
-            ),
+            a=moved("a", self.form.scalar),
+            b=moved("b", self.form.right_scalar),
+            operands=tuple(moved(name, element) for name, element in zip(self.beside, self.elements, strict=True)),
         )
         if self.kernel.grouped == "depth":
             start = read_index(self, batch)
@@ -274,9 +274,9 @@ class Nest:
             sums = b.offset(stripe.sums, b.mul(above, form.panel), form.scalar)
             result, stride = sums, i64(form.panel)
             if direct is not None:
-                place = b.offset(stripe.operands[0], b.mul(row, word["row0"]), form.scalar)
+                place = b.offset(stripe.operands[0], b.mul(row, self.result_row), form.scalar)
                 result = b.select(direct, place, sums)
-                stride = b.select(direct, word["row0"], stride)
+                stride = b.select(direct, self.result_row, stride)
             table = word["tiles"] if right.tiles is None else right.tiles
             multiply = b.load("ptr", b.offset(table, b.mul(b.sub(height, 1), 8)), align=8)
             step = right.step
@@ -296,11 +296,11 @@ class Nest:
         """Take the sums of one tile out of scratch: through the epilogue, or as they are."""
         b, word = self.b, self.word
         places = [
-            b.offset(pointer, b.mul(row, word[f"row{i}"]), element)
-            for i, (pointer, element) in enumerate(zip(stripe.operands, self.elements, strict=True))
+            b.offset(pointer, b.mul(row, word[f"{name}_row"]), element)
+            for name, pointer, element in zip(self.beside, stripe.operands, self.elements, strict=True)
         ]
         if self.kernel.epilogue is None:
-            _copy_tile(b, self.form, sums, places[0], word["row0"], height, stripe.columns)
+            _copy_tile(b, self.form, sums, places[0], self.result_row, height, stripe.columns)
             return
         for i, pointer in enumerate([sums, *places]):
             self._store_arg(i, pointer)
