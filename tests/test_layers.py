@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import rlx
 from rlx.backends.base import backend
 from rlx.ir.registry import LEAF, OPS
+from rlx.lir import kernels
 from rlx.lir.loops import SCALAR_OPS
 
 ROOT = Path(rlx.__file__).parent
@@ -153,5 +155,22 @@ def names(path: Path) -> set[str]:
 
 def test_nobody_else_knows_what_a_processor_is_made_of() -> None:
     known = {str(p.relative_to(ROOT)): {n for n in names(p) if OF_PROCESSORS.fullmatch(n)} for p in ELSEWHERE}
-    assert {path for path, found in known.items() if found} - {"lir/kernels.py"} == KEYS_IN_BLOCKS
-    assert known["lir/kernels.py"] == {"tile_rows"}  # of the tiles of a matmul by packed weights
+    assert {path for path, found in known.items() if found} == KEYS_IN_BLOCKS
+
+
+# How a backend cuts problems, and what its machine code calls: launches give operands, sizes and strides.
+OF_NESTS = re.compile(r"row_blocks?|\w*ROW_BLOCK|ATTENTION_ROWS|panels?|panel_\w+|tiles?|tile_\w+|x_words|parts")
+
+
+def test_the_language_says_nothing_of_units_and_addresses_of_a_backend() -> None:
+    for path in sorted((ROOT / "lir").glob("*.py")):
+        texts = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
+        words = names(path) | {text for text in texts if isinstance(text, str)}
+        assert not {word for word in words if OF_NESTS.fullmatch(word)}, path.name
+
+
+def test_problems_hold_no_loops_and_no_units() -> None:
+    """Records of matmul and attention: loops of a backend, and how it cuts them, are its own."""
+    for record in (kernels.MatmulKernel, kernels.AttentionKernel, kernels.AttentionGradKernel):
+        kinds = " ".join(str(field.type) for field in dataclasses.fields(record))
+        assert "LoopKernel" not in kinds and "For" not in kinds.split()

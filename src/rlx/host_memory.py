@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 PAGE = mmap.PAGESIZE
+LINE = 64  # bytes of a cache line
 _EMPTY = ctypes.c_char * 0
 
 

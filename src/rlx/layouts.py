@@ -54,6 +54,10 @@ class WeightLayout(Layout):
     plain: ClassVar[bool] = False  # whether it holds numbers as they are, in another order
     left: Layout | None = None  # what x comes in, if not as it is
 
+    def arithmetic(self) -> str | None:
+        """What its kernels multiply and add (see `LoopKernel.arithmetic`), where that is not the type of x."""
+        return None
+
     @abstractmethod
     def inner(self, x: TensorType, packed: TensorType) -> tuple[Size, DType]:
         """The size that the last axis of x must have, and the type of sums."""

@@ -32,7 +32,7 @@ def program(g: rlx.Graph) -> Program:
 GOLDEN = """\
   launch copy.*(c) -> c4  split chunks(((5*batch + 4095) // (4096)))  barrier
   loop t0 in time, p0:  barrier
-    launch matmul.*(c4+5*batch*p0, @0) -> t3  split panels(((batch + 191) // (192)))  epilogue tanh(sums)  barrier
+    launch matmul.*(c4+5*batch*p0, @0) -> t3  epilogue tanh(acc)  barrier
     loop t1 in 5, p1:  barrier between  barrier
       launch add.*(t3+5*batch*p1, xs+5*batch*t0 + t1<5, 0>) -> t3-5*batch*p1 + 5*batch  split rows(batch)
       launch copy.*(t3+5*batch*p1<5>) -> t5.1+batch*t1  split chunks(((batch + 4095) // (4096)))

@@ -12,7 +12,7 @@ from rlx.backends.base import backend
 from rlx.dtypes import ALL, BF16, F16, F32, DType
 from rlx.errors import LowerError
 from rlx.lir.kernels import AttentionGradKernel, MatmulKernel
-from rlx.lir.loops import Param
+from rlx.lir.loops import Ref
 from rlx.lir.program import Program
 from rlx.lir.views import View
 from rlx.mir.legalize import legalize
@@ -62,10 +62,10 @@ def test_products_of_native_narrow_floats_reach_the_kernel_with_wide_sums() -> N
     (launch,) = program.launches
     (kernel,) = matmuls(program)
     assert (kernel.dtype, kernel.accumulator) == (BF16, F32)
-    assert "(a: bf16, b: bf16 panels, sums: f32)" in kernel.text()
+    assert "(a: bf16, b: bf16 as cpu.panels(128), sums: f32)" in kernel.text()
     assert {view.dtype for view in launch.views()} == {BF16}
     (widened,) = matmuls(main(product(), AVX512))
-    assert "(a: f32, b: bf16 panels)" in widened.text()
+    assert "(a: f32, b: bf16 as cpu.panels(64))" in widened.text()
     assert Program.parse(program.text(full=True)) == program
 
 
@@ -75,8 +75,8 @@ def test_an_epilogue_sees_the_wide_sums() -> None:
     program = main(g.set_outputs([(y + g.param("b", (32,), BF16)).relu()]), TENSOR_CORES)
     (kernel,) = matmuls(program)
     assert kernel.epilogue is not None
-    assert kernel.epilogue.params[0] == Param("sums", F32)
-    assert "r*128 + j" in kernel.epilogue.text()  # a tile is as wide as a panel of 2-byte weights
+    assert kernel.epilogue.lets[0].value == Ref("acc", F32)
+    assert kernel.epilogue.text() == "max(bf16(acc) + x0, 0.0)"
     assert len(program.launches) == 1
 
 

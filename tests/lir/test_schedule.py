@@ -172,7 +172,7 @@ program @small(n)  # avx512
   buffer t6.1: f32[n, 4]
   output output0: f32[n, 4]
   entries of n are independent
-  launch matmul.b0a1a1d0(x, @0, b) -> t4  split panels(((n + 191) // (192)))  epilogue tanh((sums + x0))  barrier
+  launch matmul.b0a1a1d0(x, @0, b) -> t4  epilogue tanh(acc + b)  barrier
   launch residual_rms_norm.ff2a5b1c(t4<6, 1>, x) -> t6.1, t6.0  split rows(n)  barrier
   launch mul.8c2f52bd(t6.0, const2) -> output0  split rows(n)"""
 

@@ -44,7 +44,7 @@ def test_every_row_has_its_matrix(target: str, kind: str, dtype: str) -> None:
     w = getattr(g, kind)("w", (groups, k, n), dtype)
     g.set_outputs([g.grouped_matmul(x, w, index)])
     f = rlx.compile(g, target=target, threads=2)
-    assert [(k.grouped, k.packed) for k in matmuls(f)] == [("rows", kind == "param")]
+    assert [(k.grouped, k.layout is not None) for k in matmuls(f)] == [("rows", kind == "param")]
     a, b = (rng.normal(size=s).astype(f"{dtype[0]}{int(dtype[1:]) // 8}") for s in ((450, k), (groups, k, n)))
     at = np.concatenate([np.sort(rng.integers(0, groups, 400)), rng.integers(0, groups, 50)]).astype(np.int32)
     given = {"w": b} if kind == "input" else {}
@@ -113,20 +113,20 @@ def test_packed_matrices_stay_packed(kind: str, whole: bool) -> None:
     f = rlx.compile(g, profile=INT8 if whole else None)
     stored = blocks(storage, groups, n, k)
     f.set_param("w", stored)
-    assert [k.blocks is not None and k.blocks.storage for k in matmuls(f)] == [storage]
+    assert [k.layout.storage for k in matmuls(f)] == [storage]  # type: ignore[union-attr]
     (panels,) = (f.plan.main.buffers[name].type for name in f.plan.main.weights)  # type: ignore[attr-defined]
     assert panels.bytes <= stored.nbytes * -(-n // 64) * 64 / n
     at = np.array([0] * 3 + [1] * 40 + [2] * 5, np.int32)
     codes = rng.integers(-126, 127, (len(at), k)) + rng.uniform(-0.4, 0.4, (len(at), k))
     codes[:, ::32] = 127
     a = (codes * 0.01).astype(np.float32)
-    left = ORACLES["round_blocks"](a.astype(np.float64), block=storage.block) if matmuls(f)[0].blocks.tiles else a  # type: ignore[union-attr]
+    left = ORACLES["round_blocks"](a.astype(np.float64), block=storage.block) if matmuls(f)[0].layout.whole else a  # type: ignore[union-attr]
     wanted = product(left, numbers(stored).astype(np.float64).swapaxes(1, 2), at)
     (found,) = f.run({"x": a, "index": at})
     assert near(found, wanted)
     for rows in (slice(0, 1), slice(2, 6), slice(3, 20), slice(43, 48)):
         np.testing.assert_array_equal(f.run({"x": a[rows], "index": at[rows]})[0], found[rows])
-    assert bool(matmuls(f)[0].blocks.tiles) == (whole and kind != "iq4_nl")  # type: ignore[union-attr]
+    assert matmuls(f)[0].layout.whole == (whole and kind != "iq4_nl")  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", ["f32", "q4_k"])
@@ -193,7 +193,7 @@ def test_a_loop_rounds_what_meets_packed_weights(length: int) -> None:
     for graph in (g, plain):
         f = rlx.compile(graph, profile=INT8)
         f.set_param("w", stored)
-        assert all(k.blocks is not None and k.blocks.tiles for k in matmuls(f)) and matmuls(f)
+        assert all(k.layout.whole for k in matmuls(f)) and matmuls(f)  # type: ignore[union-attr]
         found.append(f.run({"x": x})[0])
     np.testing.assert_array_equal(*found)
     value = x.astype(np.float64)

@@ -432,7 +432,7 @@ def test_a_param_becomes_what_the_scheme_stores(storage: DType, declared: str, w
     assert np.abs(f.run({"x": a})[0] - exact).max() <= 2e-6 * np.abs(exact).max()
     if where != "reference":
         (launch,) = f.plan.main.launches  # type: ignore[attr-defined]
-        assert launch.kernel.kind == "matmul" and launch.kernel.blocks is not None
+        assert launch.kernel.kind == "matmul" and launch.kernel.layout.storage is storage
 
 
 INT_WEIGHTS = {

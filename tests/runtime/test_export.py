@@ -24,6 +24,7 @@ from scipy.special import erf
 import rlx
 from rlx.backends.base import kernels_compiled
 from rlx.errors import BindError, CapabilityError, FormatError, KernelError
+from rlx.layouts import parse_layout
 from rlx.runtime import codec, container, export
 from rlx.target import Target
 from rlx.types import Composite, Dim, Symbol
@@ -450,6 +451,7 @@ POINT = {"Point": Point}
     [
         None, True, 1, 1.0, "text", float("inf"), (), [], {}, (1, 1.0, True, "1"), [Point(1.5, (Point(0.0, None),))],
         {"a": [1, {"b": (2,)}], 3: "c"}, Dim((((Symbol("n", 7), Composite("//", 3, 2)), 4),)), rlx.dtype("q4_k"),
+        parse_layout("cpu.panels(64)"), Point(1.0, parse_layout("cpu.interleaved(q4_k, 64, 16, true)")),
     ],
     ids=str,
 )  # fmt: skip
@@ -482,6 +484,7 @@ def test_what_is_no_record_is_refused() -> None:
     [
         '[["os.system", 0]]', '["ls", ["posix.system", 0]]', '[1, ["Point", 0, 0, 0]]', '[["()", 5]]', "[", "[]", "7",
         '["__import__", 1, 2, ["Composite", 0, 1, 2]]', '[["dtype"]]', '[0, ["array", 0]]', '[["{}", 0]]',
+        '["cpu.pans(3)", ["layout", 0]]', '["os.system(1)", ["layout", 0]]', '[5, ["layout", 0]]',
     ],
 )  # fmt: skip
 def test_text_that_says_anything_else_is_a_format_error(text: str) -> None:

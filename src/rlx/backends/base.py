@@ -229,6 +229,10 @@ class Executable(ABC):
         """Shapes and element types of the outputs at these sizes."""
         raise NotImplementedError
 
+    def units(self, key: Key) -> list[int]:
+        """How many parts each launch is cut into at these sizes, which may run at the same time."""
+        raise CapabilityError(f"units: device {self.target.device!r} has no launches", hint="compile for device cpu")
+
     def trace(self, key: Key, inputs: Sequence[Any]) -> tuple[list[Any], Trace]:
         """Like `run`, and says when each launch ran."""
         raise CapabilityError(f"trace: device {self.target.device!r} keeps no times", hint="compile for device cpu")

@@ -243,7 +243,8 @@ def bound(launch: Launch, sizes: Mapping[str, int], loops: Iterable[str] = ()) -
                 return evaluate(word, sizes)  # type: ignore[arg-type]
 
     words = tuple(number(w) for w in launch.words)
-    return replace(launch, words=words, units=evaluate(launch.units, sizes))  # type: ignore[arg-type]
+    units = None if launch.units is None else evaluate(launch.units, sizes)
+    return replace(launch, words=words, units=units)  # type: ignore[arg-type]
 
 
 def _shapes(views: Iterable[View]) -> str:

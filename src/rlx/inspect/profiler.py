@@ -162,7 +162,7 @@ def write_trace(path: Path, executable: Executable, trace: Trace, key: Key) -> N
     events += [_named("thread_name", t, f"thread {t}") for t in range(stamps.shape[1])]
     start = float(stamps[stamps > 0].min()) if (stamps > 0).any() else 0.0
     loops = program.outermost_loops()
-    runs = program.runs(trace.steps)
+    runs, units = program.runs(trace.steps), executable.units(key)
 
     def event(name: str, kind: str, thread: int, begin: float, end: float, about: dict[str, Any]) -> None:
         events.append({
@@ -179,7 +179,7 @@ def write_trace(path: Path, executable: Executable, trace: Trace, key: Key) -> N
     ended: dict[tuple[int, int], float] = {}  # where the launches of a loop end so far, by loop and thread
     for number, (launch, row) in enumerate(zip(program.launches, stamps, strict=True)):
         about = {
-            "launch": number, "where": launch.where, "units": evaluate(launch.units, sizes), "runs": runs[number],
+            "launch": number, "where": launch.where, "units": units[number], "runs": runs[number],
             "bytes": evaluate(launch.bytes, sizes), "flops": evaluate(launch.flops, sizes),
         }  # fmt: skip
         loop = loops[number]

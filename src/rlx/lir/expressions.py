@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -455,6 +455,31 @@ def walk(expr: Expr) -> Iterator[Expr]:
     yield expr
     for child in children(expr):
         yield from walk(child)
+
+
+def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
+    """`expr` with other expressions in place of refs by name; what has none of them stays the same object."""
+    if isinstance(expr, Ref):
+        return values.get(expr.name, expr)
+    if not any(isinstance(e, Ref) and e.name in values for e in walk(expr)):
+        return expr
+
+    def inside(e: Expr) -> Expr:
+        return substitute(e, values)
+
+    match expr:
+        case Load():
+            return Load(expr.param, tuple((inside(i), step) for i, step in expr.at), expr.dtype)
+        case Apply():
+            return Apply(expr.op, tuple(map(inside, expr.args)), expr.dtype)
+        case Choose():
+            return Choose(inside(expr.condition), inside(expr.then), inside(expr.other))
+        case Reduce():
+            return Reduce(expr.op, expr.index, expr.extent, inside(expr.value))
+        case Lookup():
+            return Lookup(expr.table, inside(expr.index))
+        case _:
+            return expr
 
 
 def depends_on(expr: Expr, index: str) -> bool:

@@ -1,87 +1,87 @@
-"""Kernels that are more than loops: matmul, attention and its gradient, as the records that backends emit from.
+"""Kernels that are more than loops: matmul, attention and its gradient, as the problems that backends solve.
 
-Together with `loops.LoopKernel` these are all that a backend sees. Each lists the words of its argument block; sizes
-and strides are run-time words, so one kernel serves every shape.
+Together with `loops.LoopKernel` these are all that a backend sees. A record says what is computed: element types,
+layouts, masks, an epilogue as expressions. A launch gives its words, which are operands, sizes and strides, so one
+kernel serves every shape. How the work is cut, and what machine code calls, is up to the backend.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlx.dtypes import I32, DType
-from rlx.lir.loops import INTEGER_DOTS, Let, LoopKernel, Store, expr_text, multiplied, statements
+from rlx.layouts import WeightLayout
+from rlx.lir.loops import Expr, Let, LoopKernel, Ref, multiplied, walk, written_out
 from rlx.locks import cached_property
 
-ROW_BLOCK = 192  # rows of A that one unit of a matmul covers at most
-CODES_ROW_BLOCK = 256  # the same where weights are taken apart for each row block
 KEY_BLOCK = 64  # keys of one attention block, cut at absolute positions
 OUT_OF_RANGE = 1  # fault code: an index lies outside the axis
 BEYOND_CAPACITY = 2  # fault code: a position does not lie within the cache
 OUT_OF_STEPS = 3  # fault code: the condition of a while loop still holds after `max_steps`
 UNFIT_SIZES = 1 << 16  # fault code, plus the number of the program's assertion that does not hold
-ATTENTION_ROWS = 24  # query rows (positions × heads of a group) of one attention unit, at least one position
+LONGEST_EPILOGUE = 200  # terms that a line of text shows
 
 
 @dataclass(frozen=True, slots=True)
-class TileOperand:
-    """A buffer that an epilogue reads or writes beside the tile: `columns` is its stride along n, 0 or 1."""
+class EpilogueOperand:
+    """A tensor that an epilogue reads or writes at (row, column); one without columns has one element per row."""
 
     name: str
     dtype: DType
-    columns: int
+    columns: bool
     written: bool = False
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Packed weights of a matmul: what they are, and the kernels (see `lir/forms/blocks.py`) that read them.
+def sum_name(weight: int) -> str:
+    """What expressions of an epilogue call the sum of products with a weight: acc, acc1, ..."""
+    return f"acc{weight or ''}"
 
-    With `tiles`, sums are of whole numbers: A is words of activations, `unpack` takes weights apart, and tiles of so
-    many rows, the fewest first, multiply what it leaves (see `lir/forms/block_dots.py`).
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """What a matmul stores at (row, column): one value per written operand.
+
+    Expressions name the sums of products there (`acc`, and `acc1` of a second weight), the operands that are read, and
+    the lets before them. They have no addresses, so a backend emits them for any shape of tile.
     """
 
-    storage: DType
-    unpack: LoopKernel
-    unpacked_bytes: int  # that a block of one column has after that
-    dots: tuple[LoopKernel, ...]  # for 1, 2, ... rows
-    tiles: tuple[LoopKernel, ...] = ()
-    tile_rows: int = 0  # of the highest tile
-    x_words: int = 0  # that a block of A is
+    name: str
+    lets: tuple[Let, ...]
+    values: tuple[Expr, ...]
 
-    @property
-    def kernels(self) -> tuple[LoopKernel, ...]:
-        return (self.unpack, *self.dots, *self.tiles)
+    def text(self, names: Mapping[str, str] | None = None) -> str:
+        """The values on one line, or the name where they would be endless; `names` are those to show for operands."""
+        terms: dict[str, int] = {}
+        for let in self.lets:
+            terms[let.name] = sum(terms.get(e.name, 1) if isinstance(e, Ref) else 1 for e in walk(let.value))
+        if max(terms.values(), default=0) > LONGEST_EPILOGUE:
+            return self.name
+        known = {let.name: let.value for let in self.lets}
+        return "; ".join(written_out(value, known, names or {}) for value in self.values)
 
 
 @dataclass(frozen=True)
 class MatmulKernel:
     """C[batch, m, n] = epilogue(A[batch, m, k] B[batch, k, n]).
 
-    `packed`: B is panels from the weight store, `[panels][k][panel]`, zero-padded to whole panels; else B is any
-    strided matrix and each panel is packed into scratch by the call that uses it. Products are added up in the type
-    `accumulator`, and so does the epilogue see them. With `blocks`, panels hold packed
-    weights (see `lir/forms/blocks.py`): `unpack` makes numbers of them in scratch, `dots` use them up at once where m
-    is small. With `weights` 2, each panel holds half a panel of each of two matrices, and the epilogue sees both.
-    With `stored`, panels hold floats of that type, which is narrower, and the kernel widens them.
-    `turned`: A lies in memory as [batch, k, m], and `a_row` is the step along k; tiles read it where it is.
-    `epilogue` is a loop kernel over (rows, columns) of a tile: its first parameter is the tile (rows `panel` apart),
-    the others are `tile`; its arguments are `columns` and one row stride an operand. Without one, the only operand
-    is C of the same dtype. A unit is (batch, row block, panel), panel fastest.
+    Products are added up in the type `accumulator`, which the epilogue sees. Without an epilogue the only operand is C,
+    of the same type. B has the `layout` of a backend, which may hold several `weights`, or is any strided matrix; with
+    `stored`, its elements are floats of that narrower type. `transposed`: A lies in memory as [batch, k, m], and
+    `a_row` is the step along k.
 
-    `grouped` "rows": there is no batch; row i is multiplied by B[index[i]], and rows next to each other that have the
-    same index share the reading of it. An index that is not one of the `groups` is a fault. "depth": C[g] is the
-    product over k from index[g] to index[g + 1], of A[m, k] and B[k, n] that all batches share; `k` is the most.
+    `grouped` "rows": there is no batch; row i is multiplied by B[index[i]]. An index that is not one of the `groups` is
+    a fault. "depth": C[g] is the product over k from index[g] to index[g + 1], of A[m, k] and B[k, n] that all batches
+    share; `k` is the most.
     """
 
     dtype: DType
-    packed: bool
+    layout: WeightLayout | None
     weights: int
-    epilogue: LoopKernel | None
-    tile: tuple[TileOperand, ...]  # what the epilogue reads and writes
-    blocks: Blocks | None = None
-    turned: bool = False
+    epilogue: Epilogue | None
+    beside: tuple[EpilogueOperand, ...]  # what the epilogue reads and writes
+    transposed: bool = False
     grouped: str = ""
     index: DType = I32  # of groups
     sums: DType | None = None  # of the accumulators, where that is not the type of A and B
@@ -95,76 +95,45 @@ class MatmulKernel:
         return self.sums or self.dtype
 
     @property
-    def row_block(self) -> int:
-        """Rows of A that one unit covers at most."""
-        return CODES_ROW_BLOCK if self.blocks and self.blocks.tiles else ROW_BLOCK
-
-    @property
     def words(self) -> tuple[str, ...]:
-        """`tiles`, `epilogue` and `blocks` are addresses that the backend fills in; the rest comes from the launch."""
-        addresses = ("tiles", "epilogue", *(("blocks",) if self.blocks else ()))
-        head = (*addresses, "a", "b", "m", "n", "k", "row_blocks", "batch0", "batch1")
+        """What a launch gives: operands, sizes, and strides in elements; of the epilogue's operands each in turn."""
+        head = ("a", "b", "m", "n", "k", "batch0", "batch1")
         strides = ("a_row", "a_batch0", "a_batch1", "b_k", "b_n", "b_batch0", "b_batch1")
         groups = ("index", "groups") if self.grouped else ()
-        tail = tuple(f"{p}{i}" for i in range(len(self.tile)) for p in ("ptr", "row", "outer", "inner"))
+        steps = ("", "_row", "_batch0", "_batch1")
+        tail = tuple(f"{operand.name}{step}" for operand in self.beside for step in steps)
         return head + strides + groups + tail
 
     def operands(self) -> dict[str, bool]:
-        """The words that are addresses of operands, and whether the kernel writes there."""
+        """The words that are operands, and whether the kernel writes there."""
         read = ("a", "b", "index") if self.grouped else ("a", "b")
-        return dict.fromkeys(read, False) | {f"ptr{i}": o.written for i, o in enumerate(self.tile)}
+        return dict.fromkeys(read, False) | {operand.name: operand.written for operand in self.beside}
 
     def arithmetic(self) -> str:
         """What it multiplies and adds; see `LoopKernel.arithmetic`."""
-        dots = {kernel.arithmetic() for kernel in self.blocks.kernels} if self.blocks else set()
-        return next((op for op in INTEGER_DOTS if op in dots), multiplied(self.dtype))
+        return (self.layout and self.layout.arithmetic()) or multiplied(self.dtype)
 
     @cached_property
     def fingerprint(self) -> str:
-        inner = self.epilogue.fingerprint if self.epilogue else "-"
-        text = f"matmul|{self.dtype}|{self.packed}|{self.weights}|{inner}|{self.tile}"
-        if self.sums:
-            text += f"|sums {self.sums}"
-        if self.stored:
-            text += f"|stored {self.stored}"
-        if self.turned:
-            text += "|turned"
-        if self.grouped:
-            text += f"|{self.grouped} {self.index}"
-        if self.blocks:
-            text += "".join(f"|{k.fingerprint}" for k in self.blocks.kernels)
+        values = (str(self.layout) if name == "layout" else getattr(self, name) for name in self.__dataclass_fields__)
+        text = "|".join(map(repr, ("matmul", *values)))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
     def symbol(self) -> str:
         return f"matmul.{self.fingerprint[:8]}"
 
-    def epilogue_text(self) -> str:
-        """The epilogue as one line, or an empty string."""
-        if self.epilogue is None:
-            return ""
-        inside = list(statements(self.epilogue.root))
-        lets = {s.name: s.value for s in inside if isinstance(s, Let)}
-        texts = (expr_text(s.value, self.epilogue.params, lets) for s in inside if isinstance(s, Store))
-        named = (re.sub(r"sums\[[^]]* \+ \d+\]", "sums1", text) for text in texts)  # of the second weight
-        return "; ".join(re.sub(r"\[[^]]*\]", "", text) for text in named)
-
     def text(self) -> str:
-        b = f"panels of {self.blocks.storage}" if self.blocks else "panels" if self.packed else "rows"
-        stored = self.stored or self.dtype
-        pair = ", 2 weights interleaved" if self.weights == 2 else ""
-        turned = " turned" if self.turned else ""
-        groups = {"": "", "rows": ", a matrix a row", "depth": ", a piece of k a matrix"}[self.grouped]
+        layout = f" as {self.layout}" if self.layout else ""
+        pair = f", {self.weights} weights" if self.weights > 1 else ""
+        transposed = " transposed" if self.transposed else ""
+        groups = {"": "", "rows": ", one matrix per row", "depth": ", one piece of k per matrix"}[self.grouped]
         sums = f", sums: {self.sums}" if self.sums else ""
-        lines = [f"kernel {self.symbol}(a: {self.dtype}{turned}, b: {stored} {b}{pair}{groups}{sums})"]
-        if self.blocks is not None:
-            few, many = (", ".join(k.symbol for k in kernels) for kernels in (self.blocks.dots, self.blocks.tiles))
-            lines.append(f"  blocks become numbers by {self.blocks.unpack.symbol}, few rows are multiplied by {few}")
-            if many:
-                lines.append(f"  activations have 8 bits; tiles are multiplied by {many}")
-        if self.epilogue is not None:
-            lines += ["  epilogue:"] + ["  " + line for line in self.epilogue.text().splitlines()]
-        return "\n".join(lines)
+        reads = "".join(f", {o.name}: {o.dtype}{'' if o.columns else ' per row'}" for o in self.beside if not o.written)
+        writes = ", ".join(f"{o.name}: {o.dtype}" for o in self.beside if o.written)
+        b = f"b: {self.stored or self.dtype}{layout}{pair}{groups}{sums}"
+        head = f"kernel {self.symbol}(a: {self.dtype}{transposed}, {b}{reads}) -> {writes}"
+        return f"{head}\n  epilogue {self.epilogue.text()}" if self.epilogue else head
 
 
 @dataclass(frozen=True)
@@ -172,7 +141,7 @@ class AttentionKernel:
     """softmax(scale · QKᵀ, softcapped, masked) V for every batch row and head, with online softmax.
 
     `group` query heads share one key head. `mask` is none, causal, sliding, custom or bias; rows and keys are aligned
-    at the end (row i sits at position k_len - q_len + i). A unit is (batch, key head, block of query positions).
+    at the end (row i sits at position k_len - q_len + i).
 
     `cached`: k and v are caches that the runtime owns, k `[batch][kv_head][block][head_dim][KEY_BLOCK]`, v
     `[batch][kv_head][capacity][value_dim]`, read where they lie. Row i of batch b sits at `positions[b][i]`, an i32,
@@ -206,18 +175,13 @@ class AttentionKernel:
     kind = "attention"
 
     @property
-    def positions(self) -> int:
-        """Query positions of one unit."""
-        return max(1, ATTENTION_ROWS // self.group)
-
-    @property
     def words(self) -> tuple[str, ...]:
-        """`parts` is the address of the backend's table of routines; strides are in elements."""
+        """What a launch gives: operands, sizes, and strides in elements."""
         strides = tuple(f"{t}_{axis}" for t in ("q", "k", "v", "out") for axis in ("batch", "seq", "head"))
         if self.cached:
-            head = ("parts", "q", "k", "v", "out", "positions", "batch", "q_len", "capacity", "kv_heads")
+            head = ("q", "k", "v", "out", "positions", "batch", "q_len", "capacity", "kv_heads")
             return (*head, *(s for s in strides if s != "k_seq"), "positions_batch")
-        head = ("parts", "q", "k", "v", "out", "mask", "batch", "q_len", "k_len", "kv_heads")
+        head = ("q", "k", "v", "out", "mask", "batch", "q_len", "k_len", "kv_heads")
         tail = ("lse", "lse_batch", "lse_head") if self.lse else ()
         return head + strides + ("mask_batch", "mask_head", "mask_query") + tail
 
@@ -263,8 +227,7 @@ class AttentionGradKernel:
     """dQ, dK and dV of `attention`, whose weights are made again from Q, K and the `lse` of each row.
 
     With P the weights and dP = dY Vᵀ, `delta` a number of each row: dV = Pᵀ dY, dS = P (dP - delta) times how scores
-    grow with products, dQ = dS K, dK = dSᵀ Q; dK and dV are sums over the query heads of a key head. A unit is (batch,
-    key head): it goes through blocks of query rows, and for each through blocks of keys, so every sum has one order.
+    grow with products, dQ = dS K, dK = dSᵀ Q; dK and dV are sums over the query heads of a key head.
     `lse` and `delta` are `[batch][head][q_len]`.
     """
 
@@ -276,11 +239,11 @@ class AttentionGradKernel:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """`parts` is the address of the backend's table of routines; strides are in elements."""
+        """What a launch gives: operands, sizes, and strides in elements."""
         tensors = ("q", "k", "v", "dy", "dq", "dk", "dv")
         strides = tuple(f"{t}_{axis}" for t in tensors for axis in ("batch", "seq", "head"))
         rows = tuple(f"{t}_{axis}" for t in ("lse", "delta") for axis in ("batch", "head"))
-        head = ("parts", *self.READS, *self.WRITES, "batch", "q_len", "k_len", "kv_heads")
+        head = (*self.READS, *self.WRITES, "batch", "q_len", "k_len", "kv_heads")
         return head + strides + rows + ("mask_batch", "mask_head", "mask_query")
 
     def operands(self) -> dict[str, bool]:

@@ -34,6 +34,7 @@ from rlx.lir.expressions import (
     fma,
     known,
     number,
+    substitute,
     unary,
     walk,
 )
@@ -41,7 +42,8 @@ from rlx.locks import cached_property
 
 __all__ = [  # with the expressions, so that the language has one address
     "SCALAR_OPS", "Apply", "Arg", "Choose", "Const", "Expr", "Index", "Load", "Lookup", "Operand", "Place", "Reduce",
-    "Ref", "Table", "binary", "children", "compare", "depends_on", "fma", "known", "number", "unary", "walk",
+    "Ref", "Table", "binary", "children", "compare", "depends_on", "fma", "known", "number", "substitute", "unary",
+    "walk",
 ]  # fmt: skip
 
 
@@ -202,9 +204,14 @@ INFIX = {
 }  # fmt: skip
 
 
-def expr_text(expr: Expr, params: tuple[Param, ...], lets: Mapping[str, Expr] | None = None) -> str:
-    """An expression as readable text; names in `lets` are written out."""
-    return _Printer(params, lets=lets or {}).expr(expr)
+def expr_text(expr: Expr, params: tuple[Param, ...] = (), *, full: bool = False) -> str:
+    """An expression as readable text; in full as `parse_loops` reads it."""
+    return _Printer(params, full).expr(expr)
+
+
+def written_out(expr: Expr, lets: Mapping[str, Expr], names: Mapping[str, str]) -> str:
+    """A value as readable text: with lets in place of their names, other names as `names` shows them."""
+    return _Printer((), lets=lets, names=names, terse=True).bare(expr)
 
 
 def result_type(op: str, args: Sequence[Expr]) -> DType:
@@ -229,26 +236,37 @@ class _Printer:
     params: tuple[Param, ...]
     full: bool = False
     lets: Mapping[str, Expr] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)  # what to show for refs
+    terse: bool = False  # without parentheses around what stands alone
+
+    def bare(self, expr: Expr) -> str:
+        """An expression that stands alone: a whole value, or an argument."""
+        while isinstance(expr, Ref) and expr.name in self.lets:
+            expr = self.lets[expr.name]
+        text = self.expr(expr)
+        return text[1:-1] if self.terse and isinstance(expr, Apply) and expr.op in INFIX else text
 
     def expr(self, expr: Expr) -> str:
         show = self.expr
         match expr:
             case Ref() if expr.name in self.lets:
                 return show(self.lets[expr.name])
-            case Index() | Arg() | Ref():
+            case Ref():
+                return self.names.get(expr.name, expr.name)
+            case Index() | Arg():
                 return expr.name
             case Const():
                 return self.number(expr)
             case Load():
                 return f"{self.params[expr.param].name}[{self.place(expr.at)}]"
             case Apply(op="cast"):
-                return f"{expr.dtype}({show(expr.args[0])})"
+                return f"{expr.dtype}({self.bare(expr.args[0])})"
             case Apply() if self.full and expr.dtype is not result_type(expr.op, expr.args):
                 return f"{expr.op}:{expr.dtype}({', '.join(map(show, expr.args))})"
             case Apply() if expr.op in INFIX:
                 return f"({show(expr.args[0])} {INFIX[expr.op]} {show(expr.args[1])})"
             case Apply():
-                return f"{expr.op}({', '.join(map(show, expr.args))})"
+                return f"{expr.op}({', '.join(map(self.bare, expr.args))})"
             case Choose():
                 return f"({show(expr.then)} if {show(expr.condition)} else {show(expr.other)})"
             case Reduce():

@@ -14,9 +14,17 @@ from typing import Any, TypeVar
 from rlx.dtypes import dtype
 from rlx.errors import ParseError, RlxError, nearest, shortened
 from rlx.ir.text import parse_array, parse_attr
-from rlx.lir.kernels import AttentionGradKernel, AttentionKernel, Blocks, Kernel, MatmulKernel, TileOperand
+from rlx.lir.kernels import (
+    AttentionGradKernel,
+    AttentionKernel,
+    Epilogue,
+    EpilogueOperand,
+    Kernel,
+    MatmulKernel,
+    sum_name,
+)
 from rlx.lir.loops import LoopKernel
-from rlx.lir.parse_loops import parse_loops
+from rlx.lir.parse_loops import parse_lets, parse_loops
 from rlx.lir.program import (
     ARENA,
     CONST,
@@ -47,14 +55,14 @@ _BATCH = re.compile(r"entries of (\w+) are independent")
 _ASSERTION = re.compile(
     rf"assert (.+?) (==|<=) (.+?)(?: steps (\(.*?\)))?( launched)? op ({_STRING}) where ({_STRING})"
 )
-_LAUNCH = re.compile(r"launch (\S+) split (\w+) units (.+?)( barrier)?")
+_LAUNCH = re.compile(r"launch (\S+)(?: split (\w+) units (.+?))?( barrier)?")
 _ORIGIN = re.compile(r"node (-?\d+) also (\(.*?\)) flops (.+)")
 _VIEW = re.compile(rf"view ({_NAME}): (\w+)\[([^]]*)\](?: strides (\(.*?\)))?(?: at (.+))?")
 _LOOP = re.compile(r"(loop|while) (\w+)(?: in (.+))?, (\w+):(  barrier between)?(  barrier)?")
 _BRANCH = re.compile(r"if (view .+):(  barrier)?")
 _KERNEL = re.compile(r"kernel ([\w-]+)(?:\.([0-9a-f]{8}))?(\(.*)?")
-_TILE = re.compile(r"tile (\w+): (\w+) columns ([01])( written)?")
-_FIELD = re.compile(rf"(\w+) ({_STRING}|[^,]+)(?:, |$)")
+_OPERAND = re.compile(r"operand (\w+): (\w+)( per row)?( written)?")
+_FIELD = re.compile(rf"(\w+) ({_STRING}|[\w.]+\([^)]*\)|[^,]+)(?:, |$)")
 
 
 @dataclass
@@ -189,30 +197,35 @@ def _fields(line: Line, text: str, record: type[Any], *other: str) -> dict[str, 
 
 
 def _matmul(head: Line, given: str, rest: Sequence[Line]) -> MatmulKernel:
-    values = _fields(head, given, MatmulKernel, "epilogue", "tile", "blocks")
-    tile: list[TileOperand] = []
-    blocks: dict[str, Any] = {}
-    parts: dict[str, list[LoopKernel]] = {"epilogue": [], "unpack": [], "dot": [], "block_tile": []}
+    values = _fields(head, given, MatmulKernel, "epilogue", "beside")
+    beside: list[EpilogueOperand] = []
+    bodies: list[Line] = []
     for line in rest:
-        word = line.text.partition(" ")[0].rstrip(":")
-        if word == "tile":
-            name, kind, columns, written = _match(_TILE, line, "an operand of a tile")
-            tile.append(TileOperand(name, dtype(kind), int(columns), written is not None))
-        elif word == "blocks":
-            blocks = _fields(line, line.text.removeprefix("blocks "), Blocks, "unpack", "dots", "tiles")
-        elif word in parts and len(line.inside) == 1:
-            part = _at(line.inside[0], _kernel, line.inside[0])[1]
-            if not isinstance(part, LoopKernel):
-                raise _error(line, "parts of a matmul are loops")
-            parts[word].append(part)
+        word = line.text.partition(" ")[0]
+        if word == "operand":
+            name, kind, per_row, written = _match(_OPERAND, line, "an operand of an epilogue")
+            beside.append(EpilogueOperand(name, dtype(kind), per_row is None, written is not None))
+        elif word == "epilogue":
+            bodies.append(line)
         else:
-            raise _error(line, f"{word!r} is no part of a matmul", hint=nearest(word, parts))
-    if len(parts["epilogue"]) > 1 or len(parts["unpack"]) != bool(blocks):
-        raise _error(head, "a matmul has at most one epilogue, and an unpack where it has blocks")
-    if blocks:
-        blocks |= {"unpack": parts["unpack"][0], "dots": tuple(parts["dot"]), "tiles": tuple(parts["block_tile"])}
-    epilogue = parts["epilogue"][0] if parts["epilogue"] else None
-    return MatmulKernel(**values, epilogue=epilogue, tile=tuple(tile), blocks=Blocks(**blocks) if blocks else None)
+            raise _error(line, f"{word!r} is no part of a matmul", hint=nearest(word, ("operand", "epilogue")))
+    if len(bodies) > 1:
+        raise _error(head, "a matmul has at most one epilogue")
+    kernel = MatmulKernel(**values, epilogue=None, beside=tuple(beside))
+    return replace(kernel, epilogue=_epilogue(bodies[0], kernel)) if bodies else kernel
+
+
+def _epilogue(line: Line, kernel: MatmulKernel) -> Epilogue:
+    """Lets, then the value of each operand that is written."""
+    known = {sum_name(i): kernel.accumulator for i in range(kernel.weights)}
+    known |= {operand.name: operand.dtype for operand in kernel.beside if not operand.written}
+    written = [operand.name for operand in kernel.beside if operand.written]
+    lets = parse_lets(_nested(line.inside), known)
+    stored = lets[len(lets) - len(written) :]
+    if [let.name for let in stored] != written:
+        raise _error(line, f"an epilogue ends with the values of {', '.join(written)}")
+    name = line.text.removeprefix("epilogue").strip()
+    return Epilogue(name, tuple(lets[: len(lets) - len(written)]), tuple(let.value for let in stored))
 
 
 # -- programs ----------------------------------------------------------------------------------------------------------
@@ -342,8 +355,11 @@ class _ProgramParser:
         unknown = next((w for w in (*words, *shares) if w not in kernel.words), None)
         if unknown is not None:
             raise _error(line, f"{name} has no word {unknown!r}", hint=nearest(unknown, kernel.words))
+        if (units is not None) != isinstance(kernel, LoopKernel):
+            raise _error(line, f"{name} is {kernel.kind}: loops have units, and no other kernel does")
         values = tuple(words.get(w) for w in kernel.words)
-        return Launch(kernel, values, parse_dim(units), split, barrier is not None, shares=shares, **origin)
+        count = None if units is None else parse_dim(units)
+        return Launch(kernel, values, count, split or "", barrier is not None, shares=shares, **origin)
 
     def view(self, line: Line, text: str) -> View:
         buffer, kind, shape, strides, offset = _match(_VIEW, replace(line, text=text), "a view")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -57,6 +57,19 @@ _REDUCTIONS = ("sum", "prod", "max", "min")
 def parse_loops(name: str, head: str, lines: Iterable[Source]) -> LoopKernel:
     """The loop kernel of a name, from the rest of its first line and the lines after it."""
     return _Kernel(name, head, list(lines)).parse()
+
+
+def parse_lets(lines: Iterable[Source], known: Mapping[str, DType]) -> list[Let]:
+    """Names and their values, one per line, given the types of names that have a value already."""
+    reader = _Kernel("lets", "() -> ", list(lines))
+    reader.scopes[0].update(known)
+    lets: list[Let] = []
+    while reader.at < len(reader.lines):
+        stmt = reader.stmt(0)
+        if not isinstance(stmt, Let):
+            reader.fail("only names of values stand here")
+        lets.append(stmt)
+    return lets
 
 
 class _Kernel:

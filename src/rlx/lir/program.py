@@ -13,13 +13,15 @@ from dataclasses import dataclass, field, replace
 
 from rlx.dtypes import I16, U8
 from rlx.ir.graph import Array
+from rlx.lir.interface import ARENA as ARENA
+from rlx.lir.interface import CONST as CONST
+from rlx.lir.interface import INPUT as INPUT
+from rlx.lir.interface import OUTPUT as OUTPUT
+from rlx.lir.interface import WEIGHT as WEIGHT
+from rlx.lir.interface import Assertion as Assertion
 from rlx.lir.kernels import Kernel, MatmulKernel
-from rlx.lir.loops import Let, LoopKernel, Ref, statements, walk
 from rlx.lir.views import View
 from rlx.types import Size, TensorType, contiguous_strides, evaluate
-
-LONGEST_EPILOGUE = 200  # terms that a launch line shows
-INPUT, OUTPUT, WEIGHT, CONST, ARENA = "input", "output", "weight", "const", "buffer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,12 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One run of a kernel: a value for each word of its argument block, and how far it is split."""
+    """One run of a kernel: a value for each of its words, and, of loops, how they are split."""
 
     kernel: Kernel
-    words: tuple[View | Size | None, ...]  # None: an address that the backend fills in
-    units: Size
-    split: str
+    words: tuple[View | Size | None, ...]  # None: an operand that is left out
+    units: Size | None = None  # of loops: iterations that may run at the same time; other kernels are cut by backends
+    split: str = ""  # what a unit is
     barrier: bool = False
     where: str = ""  # stage path and source line
     node: int = -1
@@ -149,32 +151,6 @@ class Step:
     kind: str
     number: int
     loops: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Assertion:
-    """How two sizes must relate at run time, because an op says so.
-
-    In a body that may not run at all, only where it does: if each of the loops around it has a step (`steps`), and if
-    the branch is taken or the condition of a loop holds, which a launch in front of the body finds out (`launched`).
-    """
-
-    a: Size
-    b: Size
-    relation: str  # == or <=
-    op: str
-    where: str
-    steps: tuple[Size, ...] = ()
-    launched: bool = False
-
-    def holds(self, a: int, b: int) -> bool:
-        return a == b if self.relation == "==" else a <= b
-
-    def message(self, a: int, b: int) -> str:
-        """What to say when it does not hold for these sizes."""
-        if self.relation == "==":
-            return f"{self.op}: {self.a} is {a}, {self.b} is {b}"
-        return f"{self.op}: {self.a} is {a}, more than {self.b}, which is {b}"
 
 
 @dataclass
@@ -359,16 +335,16 @@ def launch_text(launch: Launch) -> str:
     """A launch as one line."""
     reads = ", ".join(map(str, launch.views(written=False)))
     writes = ", ".join(map(str, launch.views(written=True)))
-    text = f"launch {launch.kernel.symbol}({reads}) -> {writes}  split {launch.split}({launch.units})"
+    text = f"launch {launch.kernel.symbol}({reads}) -> {writes}"
+    if launch.units is not None:
+        text += f"  split {launch.split}({launch.units})"
     if isinstance(launch.kernel, MatmulKernel) and launch.kernel.epilogue is not None:
-        text += f"  epilogue {_epilogue_text(launch.kernel, launch.kernel.epilogue)}"
+        text += f"  epilogue {launch.kernel.epilogue.text(_buffers(launch, launch.kernel))}"
     return text + ("  barrier" if launch.barrier else "")
 
 
-def _epilogue_text(kernel: MatmulKernel, epilogue: LoopKernel) -> str:
-    """The epilogue written out, or its name where lets that are used again and again would make it endless."""
-    terms: dict[str, int] = {}
-    for stmt in statements(epilogue.root):
-        if isinstance(stmt, Let):
-            terms[stmt.name] = sum(terms.get(e.name, 1) if isinstance(e, Ref) else 1 for e in walk(stmt.value))
-    return kernel.epilogue_text() if max(terms.values(), default=0) <= LONGEST_EPILOGUE else epilogue.name
+def _buffers(launch: Launch, kernel: MatmulKernel) -> dict[str, str]:
+    """The buffers of a matmul's operands, by the names that the epilogue has for them."""
+    views = dict(zip(kernel.words, launch.words, strict=True))
+    named = {operand.name: views[operand.name] for operand in kernel.beside}
+    return {name: view.buffer for name, view in named.items() if isinstance(view, View)}

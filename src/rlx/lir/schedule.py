@@ -176,15 +176,15 @@ class Scheduler:
         self,
         kernel: Kernel,
         words: Mapping[str, View | Size | None],
-        units: Size,
-        split: str,
+        units: Size | None = None,
+        split: str = "",
         *,
         flops: Size = 0,
         shares: Mapping[str, Size] | None = None,
     ) -> None:
-        """Add a launch; `words` has a value for each word of the kernel that the backend does not fill in.
+        """Add a launch; `words` has a value for each word of the kernel but operands that are left out.
 
-        Unit u touches bytes [u · share, (u + 1) · share) of an operand in `shares`, and no others.
+        Loops have units. Unit u touches bytes [u · share, (u + 1) · share) of an operand in `shares`, and no others.
         """
         assert self.node is not None
         values = tuple(words.get(w) for w in kernel.words)

@@ -22,8 +22,8 @@ from dataclasses import fields
 
 from rlx.ir.text import attr_text
 from rlx.lir.expressions import Lookup, Table
-from rlx.lir.kernels import AttentionGradKernel, AttentionKernel, Blocks, Kernel, MatmulKernel, TileOperand
-from rlx.lir.loops import LoopKernel, expressions
+from rlx.lir.kernels import AttentionGradKernel, AttentionKernel, EpilogueOperand, Kernel, MatmulKernel
+from rlx.lir.loops import LoopKernel, expr_text, expressions
 from rlx.lir.program import Assertion, Buffer, Launch, Program
 from rlx.lir.views import View
 from rlx.types import TensorType, contiguous_strides
@@ -70,9 +70,10 @@ def _assertion(a: Assertion) -> str:
 
 
 def launch_text(launch: Launch) -> str:
-    """A launch: its kernel and units, then a line per word that is not an address of the backend, and its origin."""
+    """A launch: its kernel and units, then a line per word that has a value, and its origin."""
     barrier = " barrier" if launch.barrier else ""
-    lines = [f"launch {launch.kernel.symbol} split {launch.split} units {launch.units}{barrier}"]
+    units = "" if launch.units is None else f" split {launch.split} units {launch.units}"
+    lines = [f"launch {launch.kernel.symbol}{units}{barrier}"]
     for word, value in zip(launch.kernel.words, launch.words, strict=True):
         if value is not None:
             lines.append(f"  {word} = {view_text(value) if isinstance(value, View) else value}")
@@ -110,33 +111,25 @@ def _table(table: Table) -> str:
     return f"  table {table.name} = {', '.join(map(str, table.values))}"
 
 
-def _fields(record: MatmulKernel | AttentionKernel | Blocks, *left_out: str) -> str:
+def _fields(record: MatmulKernel | AttentionKernel, *left_out: str) -> str:
     """The fields of a record that are not records themselves."""
     names = (f.name for f in fields(record) if f.name not in left_out)
     return ", ".join(f"{name} {attr_text(getattr(record, name))}" for name in names)
 
 
 def _matmul(kernel: MatmulKernel) -> Iterator[str]:
-    yield f"  matmul {_fields(kernel, 'epilogue', 'tile', 'blocks')}"
-    for operand in kernel.tile:
-        yield f"  tile {_tile_operand(operand)}"
+    yield f"  matmul {_fields(kernel, 'epilogue', 'beside')}"
+    for operand in kernel.beside:
+        yield f"  operand {_operand(operand)}"
     if kernel.epilogue is not None:
-        yield from _part("epilogue", kernel.epilogue)
-    if kernel.blocks is not None:
-        blocks = kernel.blocks
-        yield f"  blocks {_fields(blocks, 'unpack', 'dots', 'tiles')}"
-        yield from _part("unpack", blocks.unpack)
-        for name, kernels in (("dot", blocks.dots), ("block_tile", blocks.tiles)):
-            for part in kernels:
-                yield from _part(name, part)
+        written = (operand.name for operand in kernel.beside if operand.written)
+        yield f"  epilogue {kernel.epilogue.name}"
+        for let in kernel.epilogue.lets:
+            yield f"    {let.name} = {expr_text(let.value, full=True)}"
+        for name, value in zip(written, kernel.epilogue.values, strict=True):
+            yield f"    {name} = {expr_text(value, full=True)}"
 
 
-def _tile_operand(operand: TileOperand) -> str:
-    return f"{operand.name}: {operand.dtype} columns {operand.columns}{' written' if operand.written else ''}"
-
-
-def _part(name: str, kernel: LoopKernel) -> Iterator[str]:
-    """A loop kernel inside another kernel."""
-    yield f"  {name}:"
-    for line in kernel_text(kernel).splitlines():
-        yield f"    {line}"
+def _operand(operand: EpilogueOperand) -> str:
+    columns = "" if operand.columns else " per row"
+    return f"{operand.name}: {operand.dtype}{columns}{' written' if operand.written else ''}"

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from rlx.dtypes import BY_NAME, DType
-from rlx.errors import CapabilityError, FormatError
+from rlx.errors import CapabilityError, FormatError, RlxError
+from rlx.layouts import Layout, parse_layout
 from rlx.locks import cached_property
 from rlx.types import Composite, Dim
 
@@ -26,6 +27,7 @@ Classes = Mapping[str, type]
 
 # Tags of entries that are no records of a class.
 _TUPLE, _LIST, _DICT, _DIM, _DTYPE, _ARRAY, _CONSTANT = "()", "[]", "{}", "dim", "dtype", "array", "const"
+_LAYOUT = "layout"
 _DIGEST = "fingerprint"  # a cached property of kernels that takes long to compute
 _SIZES = ("//", "min", "max")
 _PLAIN = frozenset((type(None), bool, int, str))
@@ -61,7 +63,7 @@ def decode(text: str | bytes, classes: Classes, arrays: Sequence[Array], where: 
             else:
                 values.append(entry)
         return values[-1]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (RlxError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"{where}: is no table of records: {type(error).__name__}: {error}") from error
 
 
@@ -104,6 +106,8 @@ class _Writer:
                 return self._composite(_DTYPE, [value.name])
             case Dim():
                 return self._composite(_DIM, [value.terms])
+            case Layout():
+                return self._composite(_LAYOUT, [str(value)])
             case np.ndarray():
                 return self._composite(_ARRAY, [self._aside(value)])
         if isinstance(value, self.constant):
@@ -147,6 +151,7 @@ def _makers(classes: Classes, arrays: Sequence[Array]) -> dict[str, Callable[[li
         _DICT: lambda parts: dict(zip(parts[::2], parts[1::2], strict=True)),
         _DTYPE: lambda parts: BY_NAME[parts[0]],
         _DIM: lambda parts: Dim(parts[0]),
+        _LAYOUT: lambda parts: parse_layout(parts[0]),
         _ARRAY: lambda parts: arrays[parts[0]],
         _CONSTANT: lambda parts: _constant(arrays[parts[0]]),
     }

@@ -13,7 +13,7 @@ from rlx import types
 from rlx.backends import cache
 from rlx.backends.base import backend_of
 from rlx.ir.graph import Graph
-from rlx.lir import expressions, kernels, loops, program, views
+from rlx.lir import expressions, interface, kernels, loops, program, views
 from rlx.lir.program import Program
 from rlx.mir import report
 from rlx.mir.report import FusionReport
@@ -104,7 +104,7 @@ def keep_plan(plan: CompiledPlan, key: str) -> None:
 @functools.cache
 def plan_records() -> Mapping[str, type]:
     """The records that plans are made of, by name."""
-    return codec.records_of(types, expressions, loops, kernels, views, program, report, weights) | {
+    return codec.records_of(types, expressions, loops, kernels, views, interface, program, report, weights) | {
         "CompiledPlan": CompiledPlan
     }
 

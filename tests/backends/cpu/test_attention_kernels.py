@@ -116,11 +116,11 @@ class Compiled:
             axes = ("mask_batch",) if mask.ndim == 2 else ("mask_batch", "mask_head", "mask_query")
             for axis, stride, size in zip(axes, mask.strides, mask.shape, strict=False):
                 given[axis] = stride // mask.itemsize if size > 1 else 0
-        return np.array([given[word] for word in self.kernel.words], np.int64)
+        return np.array([given[word] for word in attention.Plan(self.kernel, self.target).words], np.int64)
 
     def units(self, operands: Operands) -> int:
         batch, q_len, kv_heads = operands.q.shape[0], operands.q.shape[1], operands.k.shape[2]
-        return int(batch * kv_heads * -(-q_len // self.kernel.positions))
+        return int(batch * kv_heads * -(-q_len // attention.Plan(self.kernel, self.target).unit_positions))
 
     def scratch(self) -> Array:
         """Just as much as was asked for, before a page without access, and full of NaN."""

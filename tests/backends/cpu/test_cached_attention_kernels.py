@@ -73,11 +73,12 @@ class CompiledCached(Compiled):
         ):  # fmt: skip
             for axis, stride in zip(axes, array.strides, strict=False):
                 given[f"{name}_{axis}"] = stride // (2 if array.dtype.names else array.itemsize)
-        return np.array([given[word] for word in self.kernel.words], np.int64)
+        return np.array([given[word] for word in attention.Plan(self.kernel, self.target).words], np.int64)
 
     def units(self, operands: Cached) -> int:  # type: ignore[override]
         batch, q_len = operands.q.shape[:2]
-        return int(batch * operands.keys.shape[1] * -(-q_len // self.kernel.positions))
+        positions = attention.Plan(self.kernel, self.target).unit_positions
+        return int(batch * operands.keys.shape[1] * -(-q_len // positions))
 
     def __call__(  # type: ignore[override]
         self, operands: Cached, out: Array | None = None, calls: Sequence[tuple[int, int]] | None = None

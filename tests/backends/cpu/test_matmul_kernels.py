@@ -7,7 +7,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,14 @@ from guarded import guarded, guarded_copy
 from targets import AVX2, AVX512, BASELINE, NEON
 
 from rlx.backends.cpu import matmul, toolchain
-from rlx.backends.cpu.builder import Builder, Module, Value, const
-from rlx.backends.cpu.routine import Entry, Routine
+from rlx.backends.cpu.builder import Module
+from rlx.backends.cpu.matmul.plan import ROW_BLOCK, SLAB, Plan
+from rlx.backends.cpu.packing.panels import Panels
+from rlx.backends.cpu.routine import HEADER_BYTES, Routine
 from rlx.dtypes import BF16, F16, F32, F64, I32, DType
 from rlx.errors import LowerError
-from rlx.lir.kernels import ROW_BLOCK, MatmulKernel, TileOperand
-from rlx.lir.loops import For, LoopKernel, Param
+from rlx.lir.kernels import Epilogue, EpilogueOperand, MatmulKernel
+from rlx.lir.loops import Expr, Ref
 from rlx.target import Target
 
 Array = npt.NDArray[Any]
@@ -33,6 +35,13 @@ EVERY_TARGET = pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", (F32, F64), ids=str)
 EVERY_NARROW_TYPE = pytest.mark.parametrize("stored", (BF16, F16), ids=str)
 EITHER_LAYOUT = pytest.mark.parametrize("packed", (True, False), ids=("panels", "rows"))
+
+
+C = EpilogueOperand("c", F32, True, True)
+
+
+def layout(packed: bool, dtype: DType, target: Target) -> Panels | None:
+    return Panels(target.panel(dtype.size)) if packed else None
 
 
 # -- compiling and calling --------------------------------------------------------------------------------------------
@@ -66,7 +75,7 @@ class Compiled:
 
     def __init__(self, kernel: MatmulKernel, target: Target) -> None:
         self.kernel, self.target = kernel, target
-        self.entry = matmul.entry(kernel, target, compile_by_hand)
+        self.entry = matmul.entry(kernel, target)
         addresses = load(self.entry.routines(), target)
         self.function = _FUNCTION(addresses[self.entry.routine.symbol])
         self.tiles = np.array([addresses[r.symbol] for r in self.entry.tables["tiles"]], np.int64)
@@ -85,23 +94,24 @@ class Compiled:
         words: dict[str, int] = {
             "tiles": self.tiles.ctypes.data, "epilogue": self.epilogue, "a": a.ctypes.data, "b": b.ctypes.data,
             "m": m, "n": n, "k": k, "row_blocks": blocks, "batch0": batch[0], "batch1": batch[1],
-            "a_row": a.strides[3 if self.kernel.turned else 2] // a.itemsize,
+            "a_row": a.strides[3 if self.kernel.transposed else 2] // a.itemsize,
             "a_batch0": left.stride(0), "a_batch1": left.stride(1),
-            "b_k": 0 if self.kernel.packed else b.strides[2] // b.itemsize,
-            "b_n": 0 if self.kernel.packed else b.strides[3] // b.itemsize,
+            "b_k": 0 if self.kernel.layout else b.strides[2] // b.itemsize,
+            "b_n": 0 if self.kernel.layout else b.strides[3] // b.itemsize,
             "b_batch0": right.stride(0), "b_batch1": right.stride(1),
         }  # fmt: skip
         for i, array in enumerate(operands):
             operand = Operand(array)
             row = 0 if array.shape[2] == 1 and m > 1 else array.strides[2] // array.itemsize
-            words |= {f"ptr{i}": array.ctypes.data, f"row{i}": row}
-            words |= {f"outer{i}": operand.stride(0), f"inner{i}": operand.stride(1)}
-        args = np.array([words[w] for w in self.kernel.words], np.int64)
+            name = self.kernel.beside[i].name
+            words |= {name: array.ctypes.data, f"{name}_row": row}
+            words |= {f"{name}_batch0": operand.stride(0), f"{name}_batch1": operand.stride(1)}
+        args = np.array([words[w] for w in Plan(self.kernel, self.target).words], np.int64)
         if scratch is None:
             scratch = aligned(matmul.scratch_bytes(self.kernel, self.target, k))
-        units = batch[0] * batch[1] * blocks * -(-n // matmul.panel_columns(self.kernel, self.target))
+        units = batch[0] * batch[1] * blocks * -(-n // Plan(self.kernel, self.target).columns)
         for lo, hi in calls or itertools.pairwise([0, *splits, units]):
-            scratch[matmul.HEADER_BYTES :] = 0xFF  # NaN: nothing may depend on what an earlier call left there
+            scratch[HEADER_BYTES:] = 0xFF  # NaN: nothing may depend on what an earlier call left there
             self.function(args.ctypes.data, lo, hi, scratch.ctypes.data)
         self.units = units
 
@@ -113,9 +123,11 @@ def aligned(size: int) -> Array:
 
 
 @functools.cache
-def plain(dtype: DType, packed: bool, target: Target, *, turned: bool = False, stored: DType | None = None) -> Compiled:
-    operands = (TileOperand("c", dtype, 1, True),)
-    return Compiled(MatmulKernel(dtype, packed, 1, None, operands, turned=turned, stored=stored), target)
+def plain(
+    dtype: DType, packed: bool, target: Target, *, transposed: bool = False, stored: DType | None = None
+) -> Compiled:
+    operands, right = (replace(C, dtype=dtype),), layout(packed, dtype, target)
+    return Compiled(MatmulKernel(dtype, right, 1, None, operands, transposed=transposed, stored=stored), target)
 
 
 def to_panels(weights: Sequence[Array], target: Target) -> Array:
@@ -135,7 +147,7 @@ def to_panels(weights: Sequence[Array], target: Target) -> Array:
 def multiply(compiled: Compiled, a: Array, b: Array, **options: Any) -> Array:
     """a @ b for matrices, into an output full of NaN."""
     c = np.full((1, 1, a.shape[0], b.shape[1]), np.nan, a.dtype)
-    right = to_panels([b], compiled.target) if compiled.kernel.packed else b
+    right = to_panels([b], compiled.target) if compiled.kernel.layout else b
     compiled.run(a[None, None], right[None, None], b.shape[1], [c], **options)
     result: Array = c[0, 0]
     return result
@@ -153,71 +165,40 @@ def assert_product(got: Array, a: Array, b: Array) -> None:
     assert np.all(np.abs(got - exact) <= bound)
 
 
-# -- epilogues by hand ------------------------------------------------------------------------------------------------
-def epilogue_record(name: str, dtype: DType, operands: Sequence[TileOperand]) -> LoopKernel:
-    params = (Param("tile", dtype), *(Param(o.name, o.dtype, o.written) for o in operands))
-    args = ("columns", *(f"row{i}" for i in range(len(operands))))
-    return LoopKernel(f"{name}_{dtype}", params, args, For("row", 1, ()))
+# -- epilogues --------------------------------------------------------------------------------------------------------
+def epilogue(name: str, dtype: DType) -> Epilogue:
+    def named(name: str) -> Expr:
+        return Ref(name, dtype)
 
-
-def compile_by_hand(kernel: LoopKernel, target: Target) -> Routine:
-    """What the loops emitter would make of the epilogues here, element by element."""
-    name, dtype = kernel.name.rsplit("_", 1)
-    scalar = {"f32": "float", "f64": "double"}[dtype]
-    size = kernel.params[0].dtype.size
-    panel = target.panel(size)
-    count = len(kernel.params)
-
-    def body(b: Builder, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
-        pointers = [b.load("ptr", b.offset(args, 8 * i), align=8) for i in range(count)]
-        columns, *strides = (b.load("i64", b.offset(args, 8 * (count + i)), align=8) for i in range(count))
-
-        def element(row: Value, column: Value) -> None:
-            def at(param: int, stride: Value | int) -> Value:
-                return b.offset(b.offset(pointers[param], b.mul(row, stride), scalar), column, scalar)
-
-            def tile(shift: int) -> Value:
-                return b.load(scalar, b.offset(at(0, panel), shift, scalar), align=size)
-
-            if name == "bias_residual":
-                bias = b.load(scalar, b.offset(pointers[2], column, scalar), align=size)
-                residual = b.load(scalar, at(3, strides[2]), align=size)
-                b.store(b.op("fadd", b.op("fadd", tile(0), bias), residual), at(1, strides[0]), align=size)
-                return
-            if name == "row_scale":
-                scale = b.load(scalar, b.offset(pointers[2], b.mul(row, strides[1]), scalar), align=size)
-                b.store(b.op("fmul", tile(0), scale), at(1, strides[0]), align=size)
-                return
-            gate, up = tile(0), tile(panel // 2)
-            one = const(scalar, 1.0)
-            gated = b.op("fdiv", gate, b.op("fadd", one, b.intrinsic("fabs", gate)))
-            b.store(b.op("fmul", gated, up), at(1, strides[0]), align=size)
-
-        b.loop(lo, hi, 1, lambda row: b.loop(0, columns, 1, lambda column: element(row, column)) and None)
-
-    arguments = (("ptr", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr", "scratch"))
-    return Routine(kernel.symbol, lambda module: module.define(kernel.symbol, arguments, body))
+    acc, acc1 = named("acc"), named("acc1")
+    values = {
+        "bias_residual": lambda: acc + named("bias") + named("residual"),
+        "row_scale": lambda: acc * named("scale"),
+        "gated": lambda: acc / (abs(acc) + 1.0) * acc1,
+    }
+    return Epilogue(name, (), (values[name](),))
 
 
 @functools.cache
 def bias_residual(dtype: DType, packed: bool, target: Target) -> Compiled:
     """out = a @ b + bias + residual."""
-    operands = (TileOperand("out", dtype, 1, True), TileOperand("bias", dtype, 1), TileOperand("residual", dtype, 1))
-    return Compiled(MatmulKernel(dtype, packed, 1, epilogue_record("bias_residual", dtype, operands), operands), target)
+    operands = (EpilogueOperand(name, dtype, True, name == "out") for name in ("out", "bias", "residual"))
+    right, finish = layout(packed, dtype, target), epilogue("bias_residual", dtype)
+    return Compiled(MatmulKernel(dtype, right, 1, finish, tuple(operands)), target)
 
 
 @functools.cache
 def row_scale(target: Target) -> Compiled:
     """out = (a @ b) * scale, one number a row."""
-    operands = (TileOperand("out", F32, 1, True), TileOperand("scale", F32, 0))
-    return Compiled(MatmulKernel(F32, True, 1, epilogue_record("row_scale", F32, operands), operands), target)
+    operands = (EpilogueOperand("out", F32, True, True), EpilogueOperand("scale", F32, False))
+    return Compiled(MatmulKernel(F32, layout(True, F32, target), 1, epilogue("row_scale", F32), operands), target)
 
 
 @functools.cache
 def gated(dtype: DType, target: Target) -> Compiled:
     """out = squash(a @ gate) * (a @ up), squash(x) = x / (1 + |x|)."""
-    operands = (TileOperand("out", dtype, 1, True),)
-    return Compiled(MatmulKernel(dtype, True, 2, epilogue_record("gated", dtype, operands), operands), target)
+    operands = (EpilogueOperand("out", dtype, True, True),)
+    return Compiled(MatmulKernel(dtype, layout(True, dtype, target), 2, epilogue("gated", dtype), operands), target)
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
@@ -440,8 +421,8 @@ def test_bits_do_not_depend_on_the_layout(target: Target) -> None:
 @EVERY_TARGET
 @EVERY_DTYPE
 @EITHER_LAYOUT
-def test_a_turned_left_side_gives_the_same_bits(target: Target, dtype: DType, packed: bool) -> None:
-    rows, columns = plain(dtype, packed, target), plain(dtype, packed, target, turned=True)
+def test_a_transposed_left_side_gives_the_same_bits(target: Target, dtype: DType, packed: bool) -> None:
+    rows, columns = plain(dtype, packed, target), plain(dtype, packed, target, transposed=True)
     for m, n, k in SHAPES:
         a, b = random((m, k), dtype), random((k, n), dtype, 1)
         wide = np.zeros((k, m + 3), a.dtype)  # columns of A are rows of this, further apart than they are long
@@ -450,10 +431,10 @@ def test_a_turned_left_side_gives_the_same_bits(target: Target, dtype: DType, pa
 
 
 @EVERY_TARGET
-def test_a_turned_left_side_may_have_batches(target: Target) -> None:
+def test_a_transposed_left_side_may_have_batches(target: Target) -> None:
     a, b = random((2, 3, 40, 200), F32).swapaxes(2, 3), random((1, 3, 40, 70), F32, 1)
     c = np.full((2, 3, 200, 70), np.nan, np.float32)
-    plain(F32, False, target, turned=True).run(a, b, 70, [c], batch=(2, 3), splits=(1, 7, 9))
+    plain(F32, False, target, transposed=True).run(a, b, 70, [c], batch=(2, 3), splits=(1, 7, 9))
     for i, j in itertools.product(range(2), range(3)):
         assert np.array_equal(c[i, j], multiply(plain(F32, False, target), np.ascontiguousarray(a[i, j]), b[0, j]))
 
@@ -479,10 +460,10 @@ def test_a_row_of_nan_stays_in_its_row(target: Target) -> None:
 # -- bounds -----------------------------------------------------------------------------------------------------------
 @EVERY_TARGET
 @EVERY_DTYPE
-@pytest.mark.parametrize("right", ("panels", "rows", "columns", "rows, A turned"))
+@pytest.mark.parametrize("right", ("panels", "rows", "columns", "rows, A transposed"))
 @pytest.mark.parametrize("at_end", (True, False), ids=("end", "start"))
 def test_nothing_outside_a_buffer_is_touched(target: Target, dtype: DType, right: str, at_end: bool) -> None:
-    turned = right == "rows, A turned"
+    transposed = right == "rows, A transposed"
     shapes = [
         (1, 1, 1),
         (1, 300, 530),
@@ -495,26 +476,28 @@ def test_nothing_outside_a_buffer_is_touched(target: Target, dtype: DType, right
     ]
     for m, n, k in shapes:
         a, b = random((m, k), dtype), random((k, n), dtype, 1)
-        compiled = plain(dtype, right == "panels", target, turned=turned)
+        compiled = plain(dtype, right == "panels", target, transposed=transposed)
         match right:
             case "panels":
                 held = guarded_copy(to_panels([b], target), at_end=at_end)
-            case "rows" | "rows, A turned":
+            case "rows" | "rows, A transposed":
                 held = guarded_copy(b, at_end=at_end)
             case _:
                 held = guarded_copy(np.ascontiguousarray(b.T), at_end=at_end).T
         c = guarded_copy(np.full((1, 1, m, n), np.nan, dtype.numpy), at_end=at_end)
         scratch = guarded(matmul.scratch_bytes(compiled.kernel, target, k), at_end=at_end)
-        left = guarded_copy(np.ascontiguousarray(a.T), at_end=at_end).T if turned else guarded_copy(a, at_end=at_end)
+        left = (
+            guarded_copy(np.ascontiguousarray(a.T), at_end=at_end).T if transposed else guarded_copy(a, at_end=at_end)
+        )
         compiled.run(left[None, None], held[None, None], n, [c], scratch=scratch)
         assert_product(c[0, 0], a, b)
-        assert not scratch[: matmul.HEADER_BYTES].any()
+        assert not scratch[:HEADER_BYTES].any()
 
 
 # -- machine code -----------------------------------------------------------------------------------------------------
-def all_tiles(dtype: DType, target: Target, *, turned: bool = False) -> list[Routine]:
+def all_tiles(dtype: DType, target: Target, *, transposed: bool = False) -> list[Routine]:
     sizes = itertools.product(range(1, target.tile_rows + 1), range(1, target.tile_vectors + 1))
-    return [matmul.micro_kernel(dtype, height, vectors, target, turned=turned) for height, vectors in sizes]
+    return [matmul.micro_kernel(dtype, height, vectors, target, transposed=transposed) for height, vectors in sizes]
 
 
 @pytest.mark.skipif(AVX512 not in TARGETS, reason="needs AVX-512")
@@ -527,7 +510,7 @@ def test_the_largest_tile_is_all_wide_multiply_adds() -> None:
 @EVERY_TARGET
 @EVERY_DTYPE
 def test_no_tile_spills_a_vector(target: Target, dtype: DType) -> None:
-    tiles = [*all_tiles(dtype, target), *all_tiles(dtype, target, turned=True)]
+    tiles = [*all_tiles(dtype, target), *all_tiles(dtype, target, transposed=True)]
     lines = toolchain.assembly(text(tiles), target).splitlines()
     assert not [line for line in lines if re.search(r"[xyz]mm\d", line) and "%rsp" in line]
 
@@ -561,7 +544,7 @@ def test_micro_kernels_of_every_size_multiply(target: Target, dtype: DType) -> N
 @EVERY_DTYPE
 @EITHER_LAYOUT
 def test_no_symbol_is_undefined(target: Target, dtype: DType, packed: bool) -> None:
-    entries: list[Entry] = [plain(dtype, packed, target).entry, bias_residual(dtype, packed, target).entry]
+    entries = [plain(dtype, packed, target).entry, bias_residual(dtype, packed, target).entry]
     routines = {r.symbol: r for entry in entries for r in entry.routines()}.values()
     assert set(toolchain.undefined_symbols(toolchain.compile_text(text(routines), target))) <= toolchain.LIBC
 
@@ -569,16 +552,16 @@ def test_no_symbol_is_undefined(target: Target, dtype: DType, packed: bool) -> N
 # -- what the backend asks for ----------------------------------------------------------------------------------------
 def test_nests_are_shared_by_what_they_do() -> None:
     def symbol(compiled: MatmulKernel) -> str:
-        return matmul.entry(compiled, BASELINE, compile_by_hand).routine.symbol
+        return matmul.entry(compiled, BASELINE).routine.symbol
 
-    def kernel(name: str, *operands: TileOperand, dtype: DType = F32, packed: bool = True, weights: int = 1) -> str:
-        return symbol(MatmulKernel(dtype, packed, weights, epilogue_record(name, dtype, operands), operands))
+    def kernel(name: str, *operands: EpilogueOperand, dtype: DType = F32, packed: bool = True, weights: int = 1) -> str:
+        return symbol(MatmulKernel(dtype, layout(packed, dtype, BASELINE), weights, epilogue(name, dtype), operands))
 
-    out, bias = TileOperand("out", F32, 1, True), TileOperand("bias", F32, 1)
-    assert kernel("gated", out, bias) == kernel("bias_residual", out, TileOperand("other", I32, 1))
+    out, bias = EpilogueOperand("out", F32, True, True), EpilogueOperand("bias", F32, True)
+    assert kernel("gated", out, bias) == kernel("bias_residual", out, EpilogueOperand("other", I32, True))
     different = {
-        kernel("gated", out), kernel("gated", out, bias), kernel("gated", out, TileOperand("bias", F32, 0)),
-        kernel("gated", TileOperand("out", BF16, 1, True)), kernel("gated", out, dtype=F64),
+        kernel("gated", out), kernel("gated", out, bias), kernel("gated", out, EpilogueOperand("bias", F32, False)),
+        kernel("gated", EpilogueOperand("out", BF16, True, True)), kernel("gated", out, dtype=F64),
         kernel("gated", out, packed=False), kernel("gated", out, weights=2), symbol(plain(F32, True, BASELINE).kernel),
     }  # fmt: skip
     assert len(different) == 8
@@ -591,13 +574,13 @@ def test_the_table_has_a_tile_for_every_height() -> None:
     assert [r.symbol for r in plain(F32, False, BASELINE).entry.tables["tiles"]][BASELINE.tile_rows :] == [
         "pack_panel.f32.2"
     ]
-    assert [r.symbol.split("_")[0] for r in gated(F32, BASELINE).entry.tables["epilogue"]] == ["gated"]
+    assert [r.symbol[:11] for r in gated(F32, BASELINE).entry.tables["epilogue"]] == ["loops.gated"]
 
 
 def test_panel_columns_are_shared_by_the_weights() -> None:
-    assert matmul.panel_columns(plain(F32, True, AVX512).kernel, AVX512) == 64 if AVX512 in TARGETS else True
-    assert matmul.panel_columns(plain(F64, True, BASELINE).kernel, BASELINE) == 4
-    assert matmul.panel_columns(gated(F32, BASELINE).kernel, BASELINE) == 4
+    assert Plan(plain(F32, True, AVX512).kernel, AVX512).columns == 64 if AVX512 in TARGETS else True
+    assert Plan(plain(F64, True, BASELINE).kernel, BASELINE).columns == 4
+    assert Plan(gated(F32, BASELINE).kernel, BASELINE).columns == 4
 
 
 @EVERY_TARGET
@@ -606,7 +589,7 @@ def test_scratch_does_not_grow_with_k_beyond_a_slab(target: Target) -> None:
     sums = ROW_BLOCK * target.panel(4) * 4
     assert matmul.scratch_bytes(packed, target, 100_000) == matmul.scratch_bytes(packed, target, 0) == 64 + sums
     assert matmul.scratch_bytes(rows, target, 16) == 64 + sums + 16 * target.panel(4) * 4
-    assert matmul.scratch_bytes(rows, target, 100_000) == matmul.scratch_bytes(rows, target, matmul.SLAB)
+    assert matmul.scratch_bytes(rows, target, 100_000) == matmul.scratch_bytes(rows, target, SLAB)
 
 
 @EVERY_TARGET
@@ -626,9 +609,9 @@ def test_narrow_panels_have_tiles_that_widen_and_tiles_that_do_not(target: Targe
 @EVERY_NARROW_TYPE
 def test_no_tile_that_widens_spills_a_vector(target: Target, stored: DType) -> None:
     tiles = []
-    for turned in (False, True):
-        kernel = MatmulKernel(F32, True, 1, None, (TileOperand("c", F32, 1, True),), turned=turned, stored=stored)
-        tiles += matmul.entry(kernel, target, compile_by_hand).tables["tiles"][: target.tile_rows]
+    for transposed in (False, True):
+        kernel = MatmulKernel(F32, layout(True, F32, target), 1, None, (C,), transposed=transposed, stored=stored)
+        tiles += matmul.entry(kernel, target).tables["tiles"][: target.tile_rows]
     lines = toolchain.assembly(text(tiles), target).splitlines()
     assert not [line for line in lines if re.search(r"[xyz]mm\d.*%rsp|%rsp.*[xyz]mm\d|\bq\d.*\[sp", line)]
 
@@ -636,15 +619,15 @@ def test_no_tile_that_widens_spills_a_vector(target: Target, stored: DType) -> N
 @EVERY_NARROW_TYPE
 def test_narrow_matrices_must_be_packed(stored: DType) -> None:
     with pytest.raises(LowerError, match=f"no tiles of f32 times {stored}"):
-        kernel = MatmulKernel(F32, False, 1, None, (TileOperand("c", F32, 1, True),), stored=stored)
-        matmul.entry(kernel, BASELINE, compile_by_hand)
+        kernel = MatmulKernel(F32, None, 1, None, (C,), stored=stored)
+        matmul.entry(kernel, BASELINE)
 
 
 def test_narrow_floats_have_no_tiles() -> None:
     with pytest.raises(LowerError, match="no tiles of bf16"):
-        matmul.geometry(MatmulKernel(BF16, True, 1, None, ()), BASELINE)
+        Plan(MatmulKernel(BF16, layout(True, BF16, BASELINE), 1, None, ()), BASELINE)
 
 
 def test_two_weights_must_be_packed() -> None:
     with pytest.raises(LowerError, match="only when they are packed"):
-        matmul.entry(MatmulKernel(F32, False, 2, None, (TileOperand("c", F32, 1, True),)), BASELINE, compile_by_hand)
+        matmul.entry(MatmulKernel(F32, None, 2, None, (C,)), BASELINE)

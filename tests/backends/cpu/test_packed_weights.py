@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from gguf_writing import finish
 from limits import LONGEST_S
-from targets import AVX512
+from targets import AVX512, BY_NAME
 
 import rlx
 from rlx.backends.base import backend
-from rlx.backends.cpu.forms import linear
+from rlx.backends.cpu.forms import block_dots
 from rlx.backends.cpu.forms.block_dots import CODES
 from rlx.backends.cpu.packing import LAYOUTS
 from rlx.backends.cpu.packing.activations import ActivationWords
@@ -30,6 +30,7 @@ from rlx.errors import GraphError
 from rlx.formats import TensorFile, open_tensors
 from rlx.ir.registry import packed
 from rlx.layouts import Layout, WeightLayout, parse_layout
+from rlx.lir.loops import INTEGER_DOTS
 from rlx.ops.activations import WHOLE
 from rlx.profile import CompileProfile, Precision
 from rlx.types import parse_type
@@ -77,13 +78,23 @@ def test_a_wrong_kernel_of_packed_weights_is_found(
 ) -> None:
     """The minima of a block's halves are exchanged: texts would still come out, if worse ones."""
     monkeypatch.setenv("RLX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(linear, "_whole_blocks", linear._whole_blocks.__wrapped__)  # nor the kernels of other tests
+    monkeypatch.setattr(
+        block_dots, "block_kernels", block_dots.block_kernels.__wrapped__
+    )  # nor the kernels of other tests
     right = CODES["q4_k"]
     assert right.minima is not None
     minima = right.minima
     monkeypatch.setitem(CODES, "q4_k", replace(right, minima=lambda b: minima(b)[::-1]))
     check = check_products(packed_file, EIGHT_BITS)
     assert check.ok is False and "q4_k 512 wide" in check.detail and "q8_0" not in check.detail
+
+
+@pytest.mark.parametrize("storage", CODES)
+def test_a_layout_names_the_arithmetic_of_its_kernels(storage: str) -> None:
+    target = BY_NAME["avx512vnni"]
+    found = {kernel.arithmetic() for kernel in block_dots.block_kernels(dtype(storage), target).kernels}
+    layouts = [Interleaved(dtype(storage), 64, 16, whole) for whole in (True, False)]
+    assert [x.arithmetic() for x in layouts] == [next(dot for dot in INTEGER_DOTS if dot in found), None]
 
 
 # -- layouts ----------------------------------------------------------------------------------------------------------

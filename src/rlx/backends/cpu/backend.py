@@ -96,9 +96,9 @@ class CpuBackend(Backend):
     def image_modules(self) -> Sequence[ModuleType]:
         from rlx import types
         from rlx.backends.cpu import image, layout, records
-        from rlx.lir import memory
+        from rlx.lir import interface, memory
 
-        return types, memory, records, layout, image
+        return types, interface, memory, records, layout, image
 
     def load(
         self, image: Any, program: Callable[[], Program], target: Target, *, threads: int | None = None,

@@ -14,6 +14,7 @@ from rlx.backends.cpu import loops, math, pool
 from rlx.backends.cpu.builder import Builder, Module, Value, const, vector
 from rlx.backends.cpu.library import library
 from rlx.backends.cpu.memory import aligned
+from rlx.backends.cpu.routine import ENTRY_ARGUMENTS
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
 from rlx.backends.reports import Ceilings
@@ -81,12 +82,13 @@ def ticks_per_second(target: CpuTarget) -> float:
 
 def _text(target: CpuTarget) -> str:
     module = Module()
-    arguments = [("ptr", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr", "scratch")]
     for kind, element in (("f32", "float"), ("f64", "double")):
-        module.define(kind, arguments, lambda b, *given, element=element: _emit_fma(b, target, element, *given))
+        module.define(kind, ENTRY_ARGUMENTS, lambda b, *given, element=element: _emit_fma(b, target, element, *given))
     for kind in ("dot_u7", "dot_u8"):
-        module.define(kind, arguments, lambda b, *given, kind=kind: _emit_dot(b, target, kind == "dot_u7", *given))
-    module.define("read", arguments, lambda b, *given: _emit_read(b, target, *given))
+        module.define(
+            kind, ENTRY_ARGUMENTS, lambda b, *given, kind=kind: _emit_dot(b, target, kind == "dot_u7", *given)
+        )
+    module.define("read", ENTRY_ARGUMENTS, lambda b, *given: _emit_read(b, target, *given))
     return module.text()
 
 

@@ -19,7 +19,7 @@ from rlx.backends.base import ArrayType, InputSpec, bytes_of
 from rlx.backends.cpu import driver, repeat
 from rlx.backends.cpu import pool as pools
 from rlx.backends.cpu.image import Image
-from rlx.backends.cpu.layout import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Layout, lay_out
+from rlx.backends.cpu.layout import Layout, lay_out
 from rlx.backends.cpu.library import library
 from rlx.backends.cpu.memory import (
     Bytes,
@@ -36,6 +36,7 @@ from rlx.backends.cpu.room import out_of_memory
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.errors import BindError, KernelError
 from rlx.host_memory import PAGE, address
+from rlx.lir.interface import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Assertion
 from rlx.lir.memory import Plan, plan
 from rlx.locks import cached_property
 from rlx.resources import ADDRESSES, fits
@@ -200,6 +201,10 @@ class CpuExecutable(base.Executable):
     def outputs(self, key: tuple[int, ...]) -> list[ArrayType]:
         return self.frame(key).outputs
 
+    def units(self, key: tuple[int, ...]) -> list[int]:
+        found: list[int] = self.frame(key).units.tolist()
+        return found
+
     def memory(self, key: tuple[int, ...]) -> RunMemory:
         from rlx.backends.reports import RunMemory
 
@@ -235,7 +240,7 @@ class CpuExecutable(base.Executable):
         values = self.sizes(key)
         for asserted in layout.assertions:
             if not asserted.holds(values):
-                raise self._unfit(asserted.number, key)
+                raise self._unfit(asserted.assertion, key)
         shapes = [tuple(values[i] for i in shape) for shape in layout.shapes]
         for i, shape in enumerate(shapes):
             if min(shape, default=0) < 0:
@@ -488,11 +493,11 @@ class CpuExecutable(base.Executable):
         for name, guard in {**{n: read[n] for n in states}, **made}.items():
             arrays[name].reshape(-1).view(np.uint8)[:] = guard.bytes
 
-    def _unfit(self, number: int, key: tuple[int, ...]) -> BindError:
+    def _unfit(self, assertion: Assertion, key: tuple[int, ...]) -> BindError:
         """What to say of an assertion that does not hold."""
         from rlx.backends.faults import unfit
 
-        return unfit(self.program.assertions[number], dict(zip(self.layout.symbols, key, strict=True)))
+        return unfit(assertion, dict(zip(self.layout.symbols, key, strict=True)))
 
     def _fault(self, instance: Instance) -> KernelError | BindError:
         """What the threads have left in their scratch headers: a code, and the number of the first record to fail."""

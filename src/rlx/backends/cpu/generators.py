@@ -1,4 +1,4 @@
-"""The generators by kind of kernel: the routines of a kernel, the scratch it needs, its text."""
+"""The generators by kind of kernel: the routines of a kernel, how launches call them, their scratch, their text."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from rlx.backends.cpu import attention, loops, matmul
 from rlx.backends.cpu.builder import Module
-from rlx.backends.cpu.routine import Entry, Routine
+from rlx.backends.cpu.routine import HEADER_BYTES, Call, Entry, Routine
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.backends.cpu.toolchain import assembly
 from rlx.lir.kernels import AttentionGradKernel, AttentionKernel, Kernel, MatmulKernel
 from rlx.lir.loops import LoopKernel
+from rlx.lir.program import Launch
 from rlx.types import Size
 
 
@@ -20,11 +21,23 @@ def entry(kernel: Kernel, target: CpuTarget) -> Entry:
         case LoopKernel():
             return Entry(loops.routine(kernel, target))
         case MatmulKernel():
-            return matmul.entry(kernel, target, loops.routine)
+            return matmul.entry(kernel, target)
         case AttentionKernel():
             return attention.entry(kernel, target)
         case AttentionGradKernel():
             return attention.grad_entry(kernel, target)
+
+
+def call(launch: Launch, target: CpuTarget) -> Call:
+    """The argument block and the units of a launch."""
+    match launch.kernel:
+        case LoopKernel():
+            assert launch.units is not None, "loops are launched with units"
+            return Call(dict(zip(launch.kernel.words, launch.words, strict=True)), launch.units)
+        case MatmulKernel():
+            return matmul.call(launch, target)
+        case AttentionKernel() | AttentionGradKernel():
+            return attention.call(launch, target)
 
 
 def scratch_bytes(kernel: Kernel, target: CpuTarget, k: int) -> int:
@@ -35,7 +48,7 @@ def scratch_bytes(kernel: Kernel, target: CpuTarget, k: int) -> int:
         case AttentionKernel() | AttentionGradKernel():
             return attention.scratch_bytes(kernel, target)
         case _:
-            return 64
+            return HEADER_BYTES
 
 
 def inner_size(kernel: Kernel, words: Sequence[object]) -> Size:

@@ -17,22 +17,16 @@ from rlx.backends.cpu import driver
 from rlx.backends.cpu.records import ARGUMENTS, ENDLESS, FLAGS, FUNCTION, LoopPlan, Mark, Records, Words
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import DType
+from rlx.lir.interface import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Assertion
 from rlx.lir.memory import Lifetime, lifetimes
 from rlx.types import Size, is_monotone, product, symbols_of
 
 if TYPE_CHECKING:
-    from rlx.backends.cpu.routine import Entry
+    from rlx.backends.cpu.routine import Call, Entry
     from rlx.lir.program import Buffer, Program
     from rlx.lir.views import View
 
 Array = np.ndarray[Any, Any]
-INPUT, OUTPUT, WEIGHT, CONST, ARENA = (
-    "input",
-    "output",
-    "weight",
-    "const",
-    "buffer",
-)  # kinds of buffers, as LIR has them
 
 
 @dataclass(frozen=True)
@@ -57,18 +51,17 @@ class Ahead:
 
 
 @dataclass(frozen=True)
-class Assertion:
-    """Two sizes, by number, that must relate at run time; what to say where they do not is the program's."""
+class SizeCheck:
+    """An assertion that sizes alone decide, with the numbers of its sizes."""
 
-    number: int  # among those of the program
+    assertion: Assertion
     a: int
     b: int
-    equal: bool  # else the first is the smaller one
     steps: tuple[int, ...]  # of loops: where one has none, the assertion need not hold
 
     def holds(self, values: Sequence[int]) -> bool:
-        a, b = values[self.a], values[self.b]
-        return (a == b if self.equal else a <= b) or any(values[steps] <= 0 for steps in self.steps)
+        related = self.assertion.holds(values[self.a], values[self.b])
+        return related or any(values[steps] <= 0 for steps in self.steps)
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,7 @@ class Layout:
     shapes: tuple[tuple[int, ...], ...]  # of outputs
     output_types: tuple[DType, ...]
     constants: Mapping[str, Array]
-    assertions: tuple[Assertion, ...]
+    assertions: tuple[SizeCheck, ...]
     rounds: bool  # whether the arena of a size class is large enough for all its sizes
     batch: int | None  # the number of the symbol along which a run may be cut, if there is one ...
     rows: int  # ... and the size that says how many rows the largest weight meets
@@ -108,13 +101,16 @@ class Layout:
 
 def lay_out(program: Program, entries: Mapping[str, Entry], target: CpuTarget) -> Layout:
     """The layout of a program whose kernels have these routines."""
-    return _Maker(program, entries).layout(target)
+    from rlx.backends.cpu.generators import call
+
+    return _Maker(program, entries, [call(launch, target) for launch in program.launches]).layout(target)
 
 
 class _Maker:
-    def __init__(self, program: Program, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, program: Program, entries: Mapping[str, Entry], calls: Sequence[Call]) -> None:
         self.program = program
         self.entries = entries
+        self.calls = calls  # of each launch
         self.sizes: dict[Size, int] = {}  # every distinct size, to be evaluated together
         self.numbers: list[tuple[int, int]] = []
         self.tables: list[tuple[int, tuple[str, ...]]] = []
@@ -124,7 +120,7 @@ class _Maker:
         self.names[INPUT], self.names[OUTPUT] = list(program.inputs), list(program.outputs)
         self.places = {kind: {name: i for i, name in enumerate(names)} for kind, names in self.names.items()}
         self.loop_symbols = {s: number for number, c in enumerate(program.controls) for s in c.symbols}
-        self.records = records_of(program)
+        self.records = records_of(program, [len(each.words) for each in calls])
 
     def add(self, size: Size) -> int:
         """The number of a size."""
@@ -136,11 +132,11 @@ class _Maker:
         program, records = self.program, self.records
         for mark, position in zip(records.walk, records.starts, strict=True):
             self._words(mark, position)
-        units = [self.add(launch.units) for launch in program.launches]
+        units = [self.add(each.units) for each in self.calls]
         for mark in records.walk:
             if mark.kind == driver.LAUNCH and mark.loops:
                 launch = program.launches[mark.number]
-                records.work[mark.number] = self.add(launch.flops), self.add(launch.bytes), self.add(launch.units)
+                records.work[mark.number] = self.add(launch.flops), self.add(launch.bytes), units[mark.number]
         lengths = [program.controls[number].length for number in records.loops]  # type: ignore[union-attr]
         steps = [self.add(ENDLESS if length is None else length) for length in lengths]
         scratch, scratch_of = 64, dict[tuple[str, int], None]()
@@ -181,12 +177,11 @@ class _Maker:
             sizes=tuple(self.sizes),  # last: the others have added to them
         )
 
-    def _assertions(self) -> Iterator[Assertion]:
+    def _assertions(self) -> Iterator[SizeCheck]:
         """Those that the sizes decide; launches see to the others."""
-        for number, a in enumerate(self.program.assertions):
+        for a in self.program.assertions:
             if not a.launched:
-                steps = tuple(self.add(size) for size in a.steps)
-                yield Assertion(number, self.add(a.a), self.add(a.b), a.relation == "==", steps)
+                yield SizeCheck(a, self.add(a.a), self.add(a.b), tuple(map(self.add, a.steps)))
 
     def _batch(self) -> int | None:
         program = self.program
@@ -201,7 +196,7 @@ class _Maker:
 
         found: list[dict[str, Any]] = []
         for launch in self.program.launches:
-            if isinstance(launch.kernel, MatmulKernel) and launch.kernel.packed:
+            if isinstance(launch.kernel, MatmulKernel) and launch.kernel.layout is not None:
                 found.append(dict(zip(launch.kernel.words, launch.words, strict=True)))
         sizes = [w["k"] * w["n"] if isinstance(w["k"], int) and isinstance(w["n"], int) else 0 for w in found]
         if not found:
@@ -214,11 +209,11 @@ class _Maker:
         starts = {mark.number: at for mark, at in zip(records.walk, records.starts, strict=True) if _is_launch(mark)}
         for record, mark in enumerate(records.walk):
             if mark.kind == driver.AHEAD:
-                launch = program.launches[mark.number]
-                words: dict[str, Any] = dict(zip(launch.kernel.words, launch.words, strict=True))
+                call = self.calls[mark.number]
+                words: Mapping[str, Any] = call.words
                 rounds = product([words[name] for name in ("row_blocks", "batch0", "batch1")])
-                sizes = (program.buffers[words["b"].buffer].type.bytes, launch.units, words["m"], rounds)
-                at = starts[mark.number] + launch.kernel.words.index("b")
+                sizes = (program.buffers[words["b"].buffer].type.bytes, call.units, words["m"], rounds)
+                at = starts[mark.number] + list(words).index("b")
                 found.append((record, at, *map(self.add, sizes)))
         return Ahead(*(_column(found, i) for i in range(6)))
 
@@ -227,9 +222,8 @@ class _Maker:
 
         program = self.program
         if mark.kind == driver.LAUNCH:
-            launch = program.launches[mark.number]
-            tables = self.entries[launch.kernel.symbol].tables
-            for i, (name, value) in enumerate(zip(launch.kernel.words, launch.words, strict=True), start=position):
+            tables = self.entries[program.launches[mark.number].kernel.symbol].tables
+            for i, (name, value) in enumerate(self.calls[mark.number].words.items(), start=position):
                 if value is None:
                     self.tables.append((i, tuple(r.symbol for r in tables.get(name, ()))))
                 elif isinstance(value, View):
@@ -259,8 +253,8 @@ def _column(rows: list[Any], i: int) -> Words:
 
 
 # -- records ---------------------------------------------------------------------------------------------------------
-def records_of(program: Program) -> Records:
-    """The walk through a program, numbered."""
+def records_of(program: Program, words: Sequence[int]) -> Records:
+    """The walk through a program, numbered; `words` are how many the argument block of each launch has."""
     kinds: Mapping[str, int] = {
         name: getattr(driver, name.upper()) for name in ("launch", "enter", "test", "next", "jump", "leave")
     }
@@ -271,7 +265,7 @@ def records_of(program: Program) -> Records:
     for record, mark in enumerate(walk):
         starts.append(count)
         if mark.kind == driver.LAUNCH:
-            count += len(program.launches[mark.number].kernel.words)
+            count += words[mark.number]
         elif mark.kind == driver.TEST:
             count += 1
         elif mark.kind == driver.ENTER:
@@ -315,7 +309,7 @@ def _streams(program: Program, number: int) -> bool:
     from rlx.lir.views import View
 
     launch = program.launches[number]
-    if not isinstance(launch.kernel, MatmulKernel) or not launch.kernel.packed or launch.kernel.grouped:
+    if not isinstance(launch.kernel, MatmulKernel) or launch.kernel.layout is None or launch.kernel.grouped:
         return False
     weights = launch.words[launch.kernel.words.index("b")]
     return isinstance(weights, View) and weights.offset == 0 and program.buffers[weights.buffer].kind == WEIGHT

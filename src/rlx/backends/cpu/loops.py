@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from rlx.backends.cpu import math
 from rlx.backends.cpu.builder import Builder, Module, Value, const, i64, intrinsic_suffix, lanes_of, scalar_of, vector
-from rlx.backends.cpu.routine import Routine
+from rlx.backends.cpu.routine import ENTRY_ARGUMENTS, Routine
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import BOOL, F32, F64, I64, U8, U32, DType
 from rlx.errors import LowerError
@@ -62,9 +62,8 @@ def routine(kernel: LoopKernel, target: CpuTarget) -> Routine:
 
 
 def _define(module: Module, kernel: LoopKernel, target: CpuTarget) -> None:
-    arguments = [("ptr", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr", "scratch")]
     name = routine(kernel, target).symbol
-    module.define(name, arguments, lambda b, *given: _Emitter(b, kernel, target, *given).run())
+    module.define(name, ENTRY_ARGUMENTS, lambda b, *given: _Emitter(b, kernel, target, *given).run())
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from rlx.backends.base import ArrayType, HostAllocator
-from rlx.host_memory import PAGE, address
+from rlx.host_memory import LINE, PAGE, address
 
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-LINE = 64  # bytes of a cache line
 HUGE = 2 << 20  # bytes of a huge page
 HUGE_FROM = 3 << 19  # bytes in a huge page from which on it is worth having: it is there as a whole
 _NOBODY, _READERS = 0, 1  # PROT_NONE, PROT_READ
@@ -32,7 +31,7 @@ def checking() -> bool:
 def aligned(nbytes: int) -> Bytes:
     """Uninitialised memory that starts on a cache line."""
     block = np.empty(nbytes + LINE, np.uint8)
-    start = -block.ctypes.data % LINE
+    start = -address(block) % LINE
     return block[start : start + nbytes]
 
 

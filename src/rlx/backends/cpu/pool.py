@@ -15,7 +15,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +25,7 @@ from rlx.backends.cpu.cores import usable_cores
 from rlx.backends.cpu.targets import cpu_target
 from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
 from rlx.errors import CapabilityError
+from rlx.host_memory import address
 from rlx.locks import Lock, in_child
 
 SPIN_SECONDS = 30e-6  # how long a thread spins before it sleeps; waking a sleeper takes about as long
@@ -41,7 +41,6 @@ _SIGNATURES = {
     "spin": ctypes.CFUNCTYPE(None, _WORD),
     "clock": ctypes.CFUNCTYPE(_WORD),
 }
-_ANY_BUFFER = ctypes.c_char * 0
 
 _guard = Lock()
 _shared: dict[int, Pool] = {}
@@ -131,15 +130,15 @@ class Pool:
         are contiguous and writable, and `scratch` and the stride are multiples of 64 bytes.
         """
         count = self.threads if threads is None else threads
-        base = _address(scratch)
+        base = address(scratch)
         assert records.dtype == np.int64 and records.shape[1] == driver.RECORD_WORDS
         assert (base | scratch_stride) % 64 == 0 and scratch.nbytes >= count * scratch_stride > 0
         assert trace is None or trace.nbytes >= len(records) * count * 16
         scratch[: count * scratch_stride].reshape(count, -1)[:, : driver.HEAD_BYTES] = 0
-        stamps = 0 if trace is None else _address(trace)
+        stamps = 0 if trace is None else address(trace)
         request = np.zeros(driver.REQUEST_WORDS, np.int64)
-        request[: driver.COPIED_WORDS] = _address(records), len(records), base, scratch_stride, stamps, count
-        return self.execute(_address(request))
+        request[: driver.COPIED_WORDS] = address(records), len(records), base, scratch_stride, stamps, count
+        return self.execute(address(request))
 
     def close(self) -> None:
         """End the workers, unless a run is going on. Later runs use the thread that calls."""
@@ -175,8 +174,8 @@ class Pool:
             workers.append(worker)
         words[driver.POOL_THREADS // 8] = 1 + len(workers)
         self._end = weakref.finalize(self, _stop, self._functions["stop"], job, workers)
-        self.job[0] = _address(job)
-        self.execute = functools.partial(self._functions["call"], _address(job))
+        self.job[0] = address(job)
+        self.execute = functools.partial(self._functions["call"], address(job))
 
     def _seconds(self) -> tuple[float, float]:
         """Seconds of a pause, which is 10 to 150 cycles, and of a tick of the driver's clock."""
@@ -200,25 +199,20 @@ class Pool:
 
 def _work(worker: Callable[[int, int], None], job: npt.NDArray[np.uint8], tid: int) -> None:
     """A worker's life. The frame holds on to the job block, even when the interpreter ends around it."""
-    worker(_address(job), tid)
+    worker(address(job), tid)
 
 
 def _stop(stop: Callable[[int], int], job: npt.NDArray[np.uint8], workers: Sequence[threading.Thread]) -> None:
     """End the workers. When a thread that dies with the interpreter is inside `run`, leave them to die with it."""
-    if stop(_address(job)):
+    if stop(address(job)):
         for worker in workers:
             worker.join(EXIT_SECONDS)
-
-
-def _address(array: npt.NDArray[np.generic]) -> int:
-    """Where the data is, in a fourth of the time of `array.ctypes.data`; the array must be contiguous."""
-    return ctypes.addressof(_ANY_BUFFER.from_buffer(cast(Any, array)))
 
 
 def _zeros(nbytes: int) -> npt.NDArray[np.uint8]:
     """Zeroed memory that starts on a line of the job block."""
     block = np.zeros(nbytes + driver.LINE, np.uint8)
-    start = -_address(block) % driver.LINE
+    start = -address(block) % driver.LINE
     return block[start : start + nbytes]
 
 

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rlx.backends.cpu.builder import Module
+
+if TYPE_CHECKING:
+    from rlx.lir.views import View
+    from rlx.types import Size
+
+# What the driver gives a routine: its argument block, the units [lo, hi), and scratch of the thread.
+ENTRY_ARGUMENTS = (("ptr", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr", "scratch"))
+# The same for those that reach no memory through both pointers.
+NOALIAS_ENTRY_ARGUMENTS = tuple((f"{kind} noalias" if kind == "ptr" else kind, name) for kind, name in ENTRY_ARGUMENTS)
+HEADER_BYTES = 64  # of scratch, owned by the driver
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +29,7 @@ class Routine:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the driver calls for a kernel, and the routines whose addresses fill its address words."""
+    """What the driver calls for a kernel, and the routines whose addresses fill words of its argument block."""
 
     routine: Routine
     tables: Mapping[str, tuple[Routine, ...]] = field(default_factory=dict)
@@ -26,3 +37,14 @@ class Entry:
     def routines(self) -> tuple[Routine, ...]:
         """All routines that must be compiled before the kernel can run."""
         return (self.routine, *(r for table in self.tables.values() for r in table))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A launch as the driver runs it: the argument block, by name and in order, and the units that threads share.
+
+    A word without a value is the address of one of the entry's tables, or 0 for an operand that is left out.
+    """
+
+    words: Mapping[str, View | Size | None]
+    units: Size

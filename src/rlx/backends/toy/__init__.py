@@ -15,7 +15,7 @@ from rlx.backends.base import Allocator, Backend, InputSpec
 from rlx.backends.toy import emitter, scalars
 from rlx.backends.toy.executable import ToyExecutable
 from rlx.backends.toy.memory import ToyAllocator, ToyBuffer
-from rlx.lir import expressions, kernels, loops, program, views
+from rlx.lir import expressions, interface, kernels, loops, program, views
 from rlx.lir.kernels import Kernel
 from rlx.lir.loops import LoopKernel
 from rlx.lir.program import Program
@@ -54,7 +54,7 @@ class ToyBackend(Backend):
 
     def image_modules(self) -> Sequence[ModuleType]:
         """An image is the program itself, made of the records of LIR."""
-        return (types, expressions, loops, kernels, views, program)
+        return (types, expressions, loops, kernels, views, interface, program)
 
     def load(
         self, image: Program, program: Callable[[], Program], target: Target, *, threads: int | None = None,

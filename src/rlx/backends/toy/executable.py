@@ -77,6 +77,10 @@ class ToyExecutable(Executable):
         buffers = self._program.buffers
         return plan(self._lives, {x.name: evaluate(buffers[x.name].type.bytes, sizes) for x in self._lives})
 
+    def units(self, key: Key) -> list[int]:
+        sizes = dict(zip(self.symbols, key, strict=True))
+        return [evaluate(launch.units or 0, sizes) for launch in self._program.launches]
+
     # -- running --
     def run(self, key: Key, inputs: Sequence[Any]) -> list[ToyBuffer]:
         return self.trace(key, inputs)[0]
@@ -137,9 +141,9 @@ class _Run:
     def launch(self, number: int) -> None:
         launch = self.program.launches[number]
         begin = time.perf_counter()
+        assert isinstance(launch.kernel, LoopKernel) and launch.units is not None, "toy targets have portable forms"
         units = evaluate(launch.units, self.sizes)
         faults: list[int] = []
-        assert isinstance(launch.kernel, LoopKernel)
         try:
             function(launch.kernel)(units, faults, *self._words(launch))
         except IndexError:  # after a fault a kernel goes on, with an index that there may not be
@@ -155,7 +159,7 @@ class _Run:
         """Memory and offset of each view, and numbers."""
         found: list[Any] = []
         for word in launch.words:
-            assert word is not None, "a loop kernel has no words that the backend fills in"
+            assert word is not None, "loops have all their operands"
             found += self.place(word) if isinstance(word, View) else [evaluate(word, self.sizes)]
         return found
 

@@ -9,13 +9,32 @@ call are in `rows` (what is kept for each query row), `packing` (a block of K an
 `gradient` has the same for an `AttentionGradKernel`.
 """
 
+from typing import Any
+
 from rlx.backends.cpu.attention.gradient import GradPlan as GradPlan
 from rlx.backends.cpu.attention.gradient import grad_entry as grad_entry
 from rlx.backends.cpu.attention.nest import entry as entry
 from rlx.backends.cpu.attention.plan import MASKS as MASKS
 from rlx.backends.cpu.attention.plan import Plan as Plan
+from rlx.backends.cpu.routine import Call
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.lir.kernels import AttentionGradKernel, AttentionKernel
+from rlx.lir.program import Launch
+
+
+def call(launch: Launch, target: CpuTarget) -> Call:
+    """The argument block of a launch, and its units.
+
+    Those of attention are (batch, key head, block of query positions). Those of the gradient are (batch, key head): a
+    unit goes through blocks of query rows, and for each through blocks of keys, so every sum has one order.
+    """
+    kernel = launch.kernel
+    given: dict[str, Any] = dict(zip(kernel.words, launch.words, strict=True))
+    units = given["batch"] * given["kv_heads"]
+    if isinstance(kernel, AttentionKernel):
+        positions = Plan(kernel, target).unit_positions
+        units = units * ((given["q_len"] + (positions - 1)) // positions)
+    return Call({"parts": None, **given}, units)
 
 
 def scratch_bytes(kernel: AttentionKernel | AttentionGradKernel, target: CpuTarget) -> int:

@@ -1,7 +1,8 @@
 """The gradient of attention: for each block of query rows, all keys that they see, block by block.
 
 Weights are made again from scores and the rows' lse. Products by which rows are multiplied with keys have the plain
-micro-kernel, those that sum over rows the turned one. dQ of the rows at hand stays in scratch, dK and dV are added to.
+micro-kernel, those that sum over rows the one of a transposed left side. dQ of the rows at hand stays in scratch, dK
+and dV are added to.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ import numpy as np
 
 from rlx.backends.cpu.attention import packing, segments
 from rlx.backends.cpu.attention.elements import clear, load, store, sweep
-from rlx.backends.cpu.attention.plan import ENTRY_ARGUMENTS, LOG2_E, Plan, laid_out, read_words
+from rlx.backends.cpu.attention.plan import LOG2_E, Plan, laid_out, read_words
 from rlx.backends.cpu.attention.softmax import Scorer
-from rlx.backends.cpu.attention.turned import turned_kernel
 from rlx.backends.cpu.builder import NULL, Builder, Module, Value, const, i64
 from rlx.backends.cpu.math import exp2, fma
 from rlx.backends.cpu.matmul import micro_kernel
-from rlx.backends.cpu.routine import Entry, Routine
+from rlx.backends.cpu.routine import NOALIAS_ENTRY_ARGUMENTS, Entry, Routine
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.lir.kernels import KEY_BLOCK, AttentionGradKernel
 from rlx.locks import cached_property
@@ -29,12 +29,12 @@ ROWS = 192  # query rows of a block: whole tiles; what is kept of them stays nea
 
 
 def grad_entry(kernel: AttentionGradKernel, target: CpuTarget) -> Entry:
-    """The loop nest of `kernel`, with the table of micro-kernels: plain, then turned; by width, then by height."""
+    """The loop nest of `kernel`, with the table of micro-kernels: plain, then transposed; by width, then by height."""
     plan = GradPlan(kernel.attention, target)
     sizes = [(height, width) for width in plan.widths for height in range(1, target.tile_rows + 1)]
-    plain = (micro_kernel(plan.compute, *size, target) for size in sizes)
-    turned = (turned_kernel(plan.compute, *size, target) for size in sizes)
-    return Entry(Routine(plan.symbol, lambda module: _define(module, plan, kernel)), {"parts": (*plain, *turned)})
+    both = (False, True)
+    parts = tuple(micro_kernel(plan.compute, *size, target, transposed=side) for side in both for size in sizes)
+    return Entry(Routine(plan.symbol, lambda module: _define(module, plan, kernel)), {"parts": parts})
 
 
 class GradPlan(Plan):
@@ -97,7 +97,7 @@ def _define(module: Module, plan: GradPlan, kernel: AttentionGradKernel) -> None
         define(module, plan)
 
     def body(b: Builder, args: Value, low: Value, high: Value, scratch: Value) -> None:
-        words = read_words(b, kernel.words, ("parts", *kernel.READS, *kernel.WRITES), args)
+        words = read_words(b, ("parts", *kernel.words), ("parts", *kernel.READS, *kernel.WRITES), args)
         clear(b, plan.region(b, scratch, "zeros"), i64(plan.zero_bytes))
 
         def unit(index: Value) -> None:
@@ -106,7 +106,7 @@ def _define(module: Module, plan: GradPlan, kernel: AttentionGradKernel) -> None
 
         b.loop(low, high, 1, unit)
 
-    module.define(plan.symbol, ENTRY_ARGUMENTS, body)
+    module.define(plan.symbol, NOALIAS_ENTRY_ARGUMENTS, body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,10 +253,10 @@ class Block:
     def region(self, name: str, index: Value | int = 0) -> Value:
         return self.unit.plan.region(self.unit.b, self.unit.scratch, name, index)
 
-    def kernel(self, vectors: int, height: Value, *, turned: bool = False) -> Value:
+    def kernel(self, vectors: int, height: Value, *, transposed: bool = False) -> Value:
         """The address of the micro-kernel of `vectors` vectors and `height` rows."""
         b, plan = self.unit.b, self.unit.plan
-        index = (plan.widths.index(vectors) + turned * len(plan.widths)) * plan.target.tile_rows - 1
+        index = (plan.widths.index(vectors) + transposed * len(plan.widths)) * plan.target.tile_rows - 1
         return b.load("ptr", b.offset(self.unit.words["parts"], b.add(height, index), "ptr"), align=8)
 
     def columns(self, extent: int, body: Callable[[Value, int], None]) -> None:
@@ -333,17 +333,17 @@ class Block:
             ("weights", "dys", plan.kernel.value_dim, plan.value_row, "dv"),
             ("inner", "queries", plan.kernel.head_dim, plan.head_row, "dk"),
         )
-        for turned, lines, extent, apart, result in sides:
+        for left_side, lines, extent, apart, result in sides:
 
             def strip(
-                column: Value, vectors: int, turned: str = turned, lines: str = lines, apart: int = apart,
+                column: Value, vectors: int, left_side: str = left_side, lines: str = lines, apart: int = apart,
                 result: str = result,
             ) -> None:  # fmt: skip
                 right = self.region(lines, b.add(b.mul(start, apart), column))
                 place = self.region(result, b.add(b.mul(key, apart), column))
                 b.call_pointer(
-                    self.kernel(vectors, height, turned=True), self.region(turned, left), i64(KEY_BLOCK), right,
-                    i64(apart), rows, place, i64(apart),
+                    self.kernel(vectors, height, transposed=True), self.region(left_side, left), i64(KEY_BLOCK),
+                    right, i64(apart), rows, place, i64(apart), right, i64(0), i64(0),
                 )  # fmt: skip
 
             self.columns(extent, strip)

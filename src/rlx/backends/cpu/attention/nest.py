@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from rlx.backends.cpu.attention import packing, rows, segments, softmax
 from rlx.backends.cpu.attention.elements import clear, fetch
 from rlx.backends.cpu.attention.packing import each_strip
-from rlx.backends.cpu.attention.plan import ENTRY_ARGUMENTS, LINE, Plan, read_words
+from rlx.backends.cpu.attention.plan import Plan, read_words
 from rlx.backends.cpu.builder import NULL, Builder, Int, Module, Value, const, i64
 from rlx.backends.cpu.matmul import micro_kernel
-from rlx.backends.cpu.routine import Entry, Routine
+from rlx.backends.cpu.routine import NOALIAS_ENTRY_ARGUMENTS, Entry, Routine
 from rlx.backends.cpu.targets import CpuTarget
+from rlx.host_memory import LINE
 from rlx.lir.kernels import KEY_BLOCK, AttentionKernel
 
 _POINTER_WORDS = ("parts", "q", "k", "v", "out", "mask", "positions", "lse")
@@ -33,10 +34,10 @@ def _define_entry(module: Module, plan: Plan) -> None:
     segments.define_meet(module, plan)
 
     def body(b: Builder, args: Value, low: Value, high: Value, scratch: Value) -> None:
-        words = read_words(b, plan.kernel.words, _POINTER_WORDS, args)
+        words = read_words(b, plan.words, _POINTER_WORDS, args)
         if plan.packs_keys or plan.packs_values:
             clear(b, plan.region(b, scratch, "zeros"), i64(plan.zero_bytes))
-        units = b.max(b.ceil_div(words["q_len"], plan.kernel.positions), 1)  # of a key head
+        units = b.max(b.ceil_div(words["q_len"], plan.unit_positions), 1)  # of a key head
 
         def head(index: Value) -> None:
             batch, key_head = b.sdiv(index, words["kv_heads"]), b.srem(index, words["kv_heads"])
@@ -44,8 +45,8 @@ def _define_entry(module: Module, plan: Plan) -> None:
             end = b.min(b.sub(high, own), units)
 
             def several(unit: Value) -> None:
-                first = b.mul(unit, plan.kernel.positions)
-                positions = b.mul(b.min(b.sub(end, unit), plan.together), plan.kernel.positions)
+                first = b.mul(unit, plan.unit_positions)
+                positions = b.mul(b.min(b.sub(end, unit), plan.together), plan.unit_positions)
                 positions = b.min(b.sub(words["q_len"], first), positions)
                 rows = b.mul(positions, plan.kernel.group)
                 whole = Units(b, plan, words, scratch, batch, key_head, first, positions, rows)
@@ -55,7 +56,7 @@ def _define_entry(module: Module, plan: Plan) -> None:
 
         b.loop(b.sdiv(low, units), b.sdiv(b.add(high, b.sub(units, 1)), units), 1, head)
 
-    module.define(plan.symbol, ENTRY_ARGUMENTS, body)
+    module.define(plan.symbol, NOALIAS_ENTRY_ARGUMENTS, body)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rlx.backends.cpu.attention.elements import fetch, load, load_packed, load_scales, load_stored, sweep, unpack, widen
-from rlx.backends.cpu.attention.plan import LINE, Plan, Strips
+from rlx.backends.cpu.attention.plan import Plan, Strips
 from rlx.backends.cpu.builder import Builder, Module, Value, const, i64, intrinsic_suffix, lanes_of, vector
 from rlx.dtypes import DType
+from rlx.host_memory import LINE
 from rlx.lir.forms.blocks import UNIT
 from rlx.lir.kernels import KEY_BLOCK
 

@@ -7,25 +7,25 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlx.backends.cpu.builder import Builder, Int, Module, Value, vector
-from rlx.backends.cpu.matmul import HEADER_BYTES
+from rlx.backends.cpu.routine import HEADER_BYTES
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import BY_NAME, F32, F64, I32, DType
 from rlx.errors import LowerError
+from rlx.host_memory import LINE
 from rlx.lir.forms.blocks import UNIT
 from rlx.lir.kernels import KEY_BLOCK, AttentionKernel
 from rlx.locks import cached_property
 
 MASKS = ("none", "causal", "sliding", "custom", "bias")
 CACHED_MASKS = ("causal", "sliding")
-LINE = 64  # bytes of a cache line
 BOUNDS = 5  # numbers that `segments` notes about rows and a block of keys
+UNIT_ROWS = 24  # query rows (positions × heads of a group) of one unit, at least one position
 ROWS = 192  # query rows that go over blocks of keys together, or those of one unit if they are more
 PACKED = BY_NAME["q8_0"]  # the packed type that a cache may have: an f16, then a byte a number
 SCALAR = {F32: "float", F64: "double"}
 
 
 LOG2_E = math.log2(math.e)
-ENTRY_ARGUMENTS = (("ptr noalias", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr noalias", "scratch"))
 
 
 def read_words(b: Builder, words: Sequence[str], pointers: Container[str], args: Value) -> dict[str, Value]:
@@ -162,14 +162,24 @@ class Plan:
         return self.padded(self.kernel.value_dim)
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """The argument block: the address of the table of routines, then what a launch gives."""
+        return "parts", *self.kernel.words
+
+    @property
+    def unit_positions(self) -> int:
+        """Query positions of one unit."""
+        return max(1, UNIT_ROWS // self.kernel.group)
+
+    @property
     def together(self) -> int:
         """Neighbouring units that go over blocks of keys together: the fewer threads, the less is packed."""
-        return max(1, ROWS // (self.kernel.positions * self.kernel.group))
+        return max(1, ROWS // (self.unit_positions * self.kernel.group))
 
     @property
     def positions(self) -> int:
         """Query positions of units that go together, at most."""
-        return self.kernel.positions * self.together
+        return self.unit_positions * self.together
 
     @property
     def rows(self) -> int:

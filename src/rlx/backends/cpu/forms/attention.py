@@ -1,7 +1,4 @@
-"""Attention and its gradient as launches: strides of the tensors and the mask.
-
-A unit of attention is a block of query positions of a key head, one of the gradient is a key head.
-"""
+"""Attention and its gradient as launches: strides of the tensors and the mask."""
 
 from __future__ import annotations
 
@@ -27,8 +24,7 @@ def attention(s: Scheduler, node: Node) -> Sequence[View]:
     words = _words({"q": q, "k": k, "v": v, "out": results[0]}, mask)
     if kernel.lse:
         words |= _of_rows("lse", results[1])
-    blocks = (q.shape[1] + (kernel.positions - 1)) // kernel.positions
-    s.launch(kernel, words, q.shape[0] * k.shape[2] * blocks, "heads", flops=_products(q, k, v) * 2)
+    s.launch(kernel, words, flops=_products(q, k, v) * 2)
     return results
 
 
@@ -41,7 +37,7 @@ def attention_grad(s: Scheduler, node: Node) -> Sequence[View]:
     words = _words(tensors, mask) | _of_rows("lse", lse) | _of_rows("delta", delta)
     # Of five products, three have rows of q's size and two of v's.
     flops = _products(q, k, v) * 4 + _products(q, k, q)
-    s.launch(kernel, words, q.shape[0] * k.shape[2], "heads", flops=flops)
+    s.launch(kernel, words, flops=flops)
     return [dq, dk, dv]
 
 

@@ -10,9 +10,11 @@ many, `codes_kernel` takes a piece of a panel apart once and `tile_kernel` goes 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rlx.backends.cpu.blocks import Blocks
 from rlx.backends.cpu.forms.panels import ARGUMENTS, Panels, block_number, multiply_add, over_panel, panel_params
 from rlx.backends.cpu.packing.activations import Activations, activations_for
 from rlx.backends.cpu.targets import CpuTarget
@@ -420,3 +422,20 @@ def tile_kernel(storage: DType, width: int, target: CpuTarget, count: int) -> Lo
     root = For("all", 1, (For("c", lanes, columns, vector=True),))
     params = (Param("codes", I32), Param("numbers", F32), *_ROWS_AND_SUMS)
     return LoopKernel(f"tile_{storage}_{count}", params, ARGUMENTS, root)
+
+
+@functools.cache
+def block_kernels(storage: DType, target: CpuTarget) -> Blocks:
+    """The kernels of one type for 8-bit activations; made once, since every layer asks."""
+    width, lanes = target.panel(F32.size), target.lanes(F32.size)
+    dots = tuple(dot_kernel(storage, width, target, n + 1) for n in range(DOT_ROWS))
+    heights = tile_heights(target)
+    tiles = tuple(tile_kernel(storage, width, target, n) for n in heights)
+    size, x_words = apart_words(storage) * I32.size, activations_for(storage.block).words
+    return Blocks(storage, codes_kernel(storage, width, lanes), size, dots, tiles, heights[-1], x_words)
+
+
+def dot_of(storage: DType) -> str:
+    """The operation that multiplies codes of a type; the quicker one where there are two."""
+    codes = CODES[storage.name]
+    return "dot_u7" if codes.minima else codes.dot

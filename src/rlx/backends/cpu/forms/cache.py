@@ -43,11 +43,9 @@ def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
         ("k", keys, ("batch", "head")), ("v", values, ("batch", "head", "seq")),
     ):  # fmt: skip
         words |= {f"{name}_{axis}": stride for axis, stride in zip(axes, view.strides, strict=False)}
-    blocks = (q.shape[1] + (kernel.positions - 1)) // kernel.positions
-    units = q.shape[0] * kv_heads * blocks
     # How far rows see is data; this is the most that it can be.
     flops = q.shape[0] * q.shape[1] * capacity * (heads * 2 * (head_dim + value_dim))
-    s.launch(kernel, words, units, "heads", flops=flops)
+    s.launch(kernel, words, flops=flops)
     return [out]
 
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlx.backends.cpu.forms import block_dots
-from rlx.backends.cpu.forms.panels import dot_kernel, dot_rows, unpack_kernel
 from rlx.backends.cpu.packing.activations import activations_for
 from rlx.backends.cpu.packing.interleaved import Interleaved
 from rlx.backends.cpu.packing.panels import FOUR
-from rlx.backends.cpu.targets import CpuTarget, cpu_target
 from rlx.dtypes import F32, I32, I64, U8, DType
 from rlx.ir.graph import Graph, Node
+from rlx.layouts import WeightLayout
 from rlx.lir.forms.elementwise import body_lets
-from rlx.lir.kernels import Blocks, MatmulKernel, TileOperand
-from rlx.lir.loops import Arg, Const, Expr, For, Index, Let, Load, LoopKernel, Param, Place, Reduce, Ref, Store
+from rlx.lir.kernels import Epilogue, EpilogueOperand, MatmulKernel, sum_name
+from rlx.lir.loops import Arg, Expr, For, Index, Let, Load, Place, Reduce, Ref, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit, map_elements
 from rlx.lir.views import View, collapse
 from rlx.types import Size, TensorType, contiguous_strides, product
+
+AXES = ("batch0", "batch1", "row")
 
 
 def matmul(s: Scheduler, node: Node) -> Sequence[View]:
@@ -28,7 +27,7 @@ def matmul(s: Scheduler, node: Node) -> Sequence[View]:
     if node.types[0].dtype.is_integer:
         _integer_matmul(s, a, b, out)
     else:
-        launch_matmul(s, a, b, [], [out], None, weights=1, packed=False, columns=out.shape[-1])
+        launch_matmul(s, a, b, [], [out], None, weights=1, layout=None, columns=out.shape[-1])
     return [out]
 
 
@@ -41,19 +40,20 @@ def fused_matmul(s: Scheduler, node: Node) -> Sequence[View]:
     outs = [s.result(node, i) for i in range(len(node.types))]
     index = rest.pop(used) if node.op == "fused_grouped" else None
     launch_matmul(
-        s, a, rest[0], rest[used:], outs, attrs["body"], weights=attrs["weights"], packed=layout is not None,
-        columns=attrs["columns"], storage=layout.storage if isinstance(layout, Interleaved) else None, index=index,
+        s, a, rest[0], rest[used:], outs, attrs["body"], weights=attrs["weights"], layout=layout,
+        columns=attrs["columns"], index=index,
     )  # fmt: skip
     return outs
 
 
-def _is_turned(a: View) -> bool:
+def _is_transposed(a: View) -> bool:
     """Whether the elements of a row do not follow each other."""
     return a.strides[-1] != 1 and a.shape[-1] != 1
 
 
-def _is_plain(body: Graph | None) -> bool:
-    return body is None or (len(body.nodes) == len(body.outputs) == 1 and body.outputs[0].node is body.nodes[0])
+def _is_plain(body: Graph) -> bool:
+    """Whether the sums are the result."""
+    return len(body.nodes) == len(body.outputs) == 1 and body.outputs[0].node is body.nodes[0]
 
 
 def launch_matmul(
@@ -65,9 +65,8 @@ def launch_matmul(
     body: Graph | None,
     *,
     weights: int,
-    packed: bool,
+    layout: WeightLayout | None,
     columns: Size,
-    storage: DType | None = None,
     index: View | None = None,
     depth: bool = False,
 ) -> None:
@@ -76,9 +75,11 @@ def launch_matmul(
     With an `index` each row has one of the matrices of b; with `depth` too, index is where the pieces of k begin of
     which each batch of the outputs has one (see `MatmulKernel`).
     """
+    blocks = layout if isinstance(layout, Interleaved) else None
+    packed = layout is not None
     if a.dtype is U8:
         a = _as_words(a if a.is_contiguous() and a.offset == 0 else s.copied(a))
-    if storage is not None and _is_turned(a):
+    if blocks is not None and _is_transposed(a):
         a = s.copied(a)
     operands = [v if v.rank == 0 or v.shape[-1] == 1 or v.strides[-1] in (0, 1) else s.copied(v) for v in operands]
 
@@ -86,7 +87,9 @@ def launch_matmul(
         return _pieces(a, outs[0]) if depth else _collapse(a, b, operands, outs, packed or index is not None)
 
     plan = collapsed()
-    if plan is not None and _is_turned(a) and plan[1][0][-1] != 1:  # neither its rows nor its columns are contiguous
+    if (
+        plan is not None and _is_transposed(a) and plan[1][0][-1] != 1
+    ):  # neither its rows nor its columns are contiguous
         a = s.copied(a)
         plan = collapsed()
     if plan is None:
@@ -102,47 +105,39 @@ def launch_matmul(
     assert plan is not None
     sizes, strides = plan
     m, k = sizes[-1], a.shape[-1]
-    whole = storage is not None and a.dtype is I32  # words of 8-bit activations
-    if storage is not None and whole:
-        k = k // activations_for(storage.block).words * storage.block
+    if blocks is not None and blocks.whole:  # rows are words of 8-bit activations
+        k = k // activations_for(blocks.storage.block).words * blocks.storage.block
     batch1, batch0 = (sizes[-2] if len(sizes) > 1 else 1), (sizes[-3] if len(sizes) > 2 else 1)
 
     def steps(index: int) -> tuple[Size, Size, Size]:
         own = [0, 0, *strides[index]][-3:]
         return own[0], own[1], own[2]
 
-    tile = _tile_operands(operands, outs)
-    dtype = F32 if whole else a.dtype
-    target = cpu_target(s.target)
-    panel = target.panel(dtype.size)
-    epilogue = None if _is_plain(body) else _epilogue(s, body, tile, dtype.wide, panel, weights)
-    blocks = None if storage is None else (_whole_blocks if whole else _blocks)(storage, target)
-    turned = _is_turned(a)
+    beside = _operands(operands, outs)
+    dtype = F32 if blocks is not None and blocks.whole else a.dtype
+    epilogue = None if body is None or _is_plain(body) else _epilogue(s, body, beside, dtype.wide, weights)
+    transposed = _is_transposed(a)
     sums = None if dtype is dtype.wide else dtype.wide
-    stored = b.dtype if storage is None and b.dtype is not dtype and b.dtype.is_float else None
-    kernel = MatmulKernel(dtype, packed, weights, epilogue, tuple(tile), blocks, turned, sums=sums, stored=stored)
+    stored = b.dtype if blocks is None and b.dtype is not dtype and b.dtype.is_float else None
+    kernel = MatmulKernel(dtype, layout, weights, epilogue, tuple(beside), transposed, sums=sums, stored=stored)
     b_batch0 = steps(1)[0]
     if index is not None:
         index = _plain_index(s, index)
         kernel = replace(kernel, grouped="depth" if depth else "rows", index=index.dtype)
         b_batch0 = 0 if depth else b.strides[0] * b.dtype.size // (stored or dtype).size
-    row_blocks = (m + (kernel.row_block - 1)) // kernel.row_block
     words: dict[str, View | Size | None] = {
-        "a": a, "b": b, "m": m, "n": columns, "k": k, "row_blocks": row_blocks, "batch0": batch0, "batch1": batch1,
-        "a_row": a.strides[-1] if turned else steps(0)[2], "a_batch0": steps(0)[0], "a_batch1": steps(0)[1],
+        "a": a, "b": b, "m": m, "n": columns, "k": k, "batch0": batch0, "batch1": batch1,
+        "a_row": a.strides[-1] if transposed else steps(0)[2], "a_batch0": steps(0)[0], "a_batch1": steps(0)[1],
         "b_batch0": b_batch0, "b_batch1": steps(1)[1],
         "b_k": 0 if packed else b.strides[-2], "b_n": 0 if packed else b.strides[-1],
         "index": index, "groups": b.shape[0],
     }  # fmt: skip
-    for i, view in enumerate([*operands, *outs]):
-        outer, inner, row = steps(2 + i)
-        words |= {f"ptr{i}": view, f"row{i}": row, f"outer{i}": outer, f"inner{i}": inner}
-    width = panel // weights  # columns of a panel
-    panels = (columns + (width - 1)) // width
-    units = batch0 * batch1 * panels * row_blocks
+    for i, (operand, view) in enumerate(zip(beside, [*operands, *outs], strict=True)):
+        words[operand.name] = view
+        words |= {f"{operand.name}_{axis}": step for axis, step in zip(AXES, steps(2 + i), strict=True)}
     products = batch1 * m if depth else product(outs[0].shape[:-1])  # rows, each of which has all of k
     flops = products * columns * k * (2 * weights) * (4 if dtype is I32 else 1)
-    s.launch(kernel, words, units, "panels", flops=flops)
+    s.launch(kernel, words, flops=flops)
 
 
 def _plain_index(s: Scheduler, index: View) -> View:
@@ -158,26 +153,6 @@ def _pieces(a: View, out: View) -> tuple[list[Size], list[list[Size]]]:
     """Sizes and strides as `_collapse` gives them, of one result for each piece of k."""
     groups, m, _ = out.shape
     return [groups, 1, m], [[0, 0, a.strides[0]], [0, 0, 0], [out.strides[0], 0, out.strides[1]]]
-
-
-@functools.cache
-def _blocks(storage: DType, target: CpuTarget) -> Blocks:
-    """The kernels for packed weights; made once, since every layer asks."""
-    width, lanes = target.panel(F32.size), target.lanes(F32.size)
-    dots = tuple(dot_kernel(storage, width, target, rows) for rows in range(1, dot_rows(storage) + 1))
-    return Blocks(storage, unpack_kernel(storage, width, lanes), storage.block * F32.size, dots)
-
-
-@functools.cache
-def _whole_blocks(storage: DType, target: CpuTarget) -> Blocks:
-    """The kernels for packed weights and 8-bit activations."""
-    width, lanes = target.panel(F32.size), target.lanes(F32.size)
-    dots = tuple(block_dots.dot_kernel(storage, width, target, n + 1) for n in range(block_dots.DOT_ROWS))
-    heights = block_dots.tile_heights(target)
-    tiles = tuple(block_dots.tile_kernel(storage, width, target, n) for n in heights)
-    size = block_dots.apart_words(storage) * I32.size
-    x_words = activations_for(storage.block).words
-    return Blocks(storage, block_dots.codes_kernel(storage, width, lanes), size, dots, tiles, heights[-1], x_words)
 
 
 def _as_words(view: View) -> View:
@@ -206,40 +181,23 @@ def _collapse(
     return (sizes, strides) if len(sizes) <= 3 else None
 
 
-def _tile_operands(operands: Sequence[View], outs: Sequence[View]) -> list[TileOperand]:
-    tile = []
-    for i, view in enumerate([*operands, *outs]):
-        columns = 0 if view.rank == 0 or view.shape[-1] == 1 or view.strides[-1] == 0 else 1
-        written = i >= len(operands)
-        tile.append(TileOperand(f"{'y' if written else 'x'}{i}", view.dtype, 1 if written else columns, written))
-    return tile
+def _operands(views: Sequence[View], outs: Sequence[View]) -> list[EpilogueOperand]:
+    """What an epilogue reads and writes; one element per row where columns are broadcast."""
+    found = []
+    for i, view in enumerate([*views, *outs]):
+        written = i >= len(views)
+        broadcast = view.rank == 0 or view.shape[-1] == 1 or view.strides[-1] == 0
+        found.append(EpilogueOperand(f"{'y' if written else 'x'}{i}", view.dtype, written or not broadcast, written))
+    return found
 
 
-def _epilogue(
-    s: Scheduler, body: Graph | None, tile: Sequence[TileOperand], sums: DType, width: int, weights: int
-) -> LoopKernel:
-    """The body over one tile: rows of sums in scratch, `width` apart, operands at the tile's place."""
-    assert body is not None
-    r, j = Index("r"), Index("j")
-    params = (Param("sums", sums), *(Param(o.name, o.dtype, o.written) for o in tile))
-    inputs: list[Expr] = []
-    for i in range(weights):
-        offset: Place = ((Const(width // weights * i, I64), 1),) if i else ()
-        inputs.append(Load(0, ((r, width), (j, 1), *offset), sums))
-
-    def place(i: int) -> Place:
-        row: Place = ((r, Arg(f"row{i}")),)
-        return (*row, (j, 1)) if tile[i].columns else row
-
-    reads = [i for i, o in enumerate(tile) if not o.written]
-    inputs += [Load(1 + i, place(i), tile[i].dtype).cast(s.target.native(tile[i].dtype)) for i in reads]
+def _epilogue(s: Scheduler, body: Graph, beside: Sequence[EpilogueOperand], sums: DType, weights: int) -> Epilogue:
+    """The body at (row, column) of the result."""
+    inputs: list[Expr] = [Ref(sum_name(i), sums) for i in range(weights)]
+    inputs += [Ref(o.name, o.dtype).cast(s.target.native(o.dtype)) for o in beside if not o.written]
     lets, values = body_lets(body, inputs, s.target)
-    writes = [i for i, o in enumerate(tile) if o.written]
-    stores = [Store(1 + i, place(i), value) for i, value in zip(writes, values, strict=True)]
-    inner = For("j", Arg("columns"), (*lets, *stores), vector=True)
-    args = ("columns", *(f"row{i}" for i in range(len(tile))))
     name = "_".join(n.op for n in body.nodes if n.op not in ("input", "const"))[:40]
-    return LoopKernel(name, params, args, For("r", Arg("rows"), (inner,)))
+    return Epilogue(name, tuple(lets), tuple(values))
 
 
 def _integer_matmul(s: Scheduler, a: View, b: View, out: View) -> None:

@@ -5,9 +5,11 @@ Decoders are those of `lir/forms/blocks.py`; here the columns of a matmul lie si
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlx.backends.cpu.blocks import Blocks
 from rlx.backends.cpu.packing.interleaved import apart_of, first_word
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import F16, F32, I32, I64, U8, DType
@@ -161,6 +163,14 @@ def dot_kernel(storage: DType, width: int, target: CpuTarget, rows: int) -> Loop
     )
     root = For("all", 1, (For("c", lanes, columns, vector=True),))
     return LoopKernel(f"dot_{storage}_{rows}", params, ARGUMENTS, root)
+
+
+@functools.cache
+def block_kernels(storage: DType, target: CpuTarget) -> Blocks:
+    """All of them for one type; made once, since every layer asks."""
+    width, lanes = target.panel(F32.size), target.lanes(F32.size)
+    dots = tuple(dot_kernel(storage, width, target, rows) for rows in range(1, dot_rows(storage) + 1))
+    return Blocks(storage, unpack_kernel(storage, width, lanes), storage.block * F32.size, dots)
 
 
 def multiply_add(x: Expr, y: Expr, total: Expr, target: CpuTarget) -> Expr:

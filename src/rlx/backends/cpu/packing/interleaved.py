@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from rlx.backends.cpu.blocks import BlockLayout, Blocks
 from rlx.backends.cpu.packing.activations import ActivationWords, activations_for, numbers_of
+from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import F32, I16, I32, I64, DType
 from rlx.dtypes import dtype as dtype_of
 from rlx.formats.blocks import signed_word
 from rlx.ir.graph import Node
-from rlx.layouts import Layout, WeightLayout
+from rlx.layouts import Layout
 from rlx.lir.forms.blocks import unit_of
 from rlx.lir.loops import Const, Expr, For, Index, Load, Place, Ref, Stmt, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit
@@ -23,7 +25,7 @@ from rlx.types import Size, TensorType, product
 
 
 @dataclass(frozen=True, slots=True)
-class Interleaved(WeightLayout):
+class Interleaved(BlockLayout):
     """Packed weights [..., n, k] as [..., panels, blocks, vectors, 16-bit units].
 
     A vector is `lanes` columns. Of each block come the f16 numbers (of one with an odd number of bytes, its scale), of
@@ -62,6 +64,17 @@ class Interleaved(WeightLayout):
 
     def loops(self, scheduler: Scheduler, node: Node) -> Sequence[View]:
         return _interleave(scheduler, node, self)
+
+    def blocks(self, target: CpuTarget) -> Blocks:
+        from rlx.backends.cpu.forms import block_dots, panels  # which read what is packed here
+
+        kernels = block_dots.block_kernels if self.whole else panels.block_kernels
+        return kernels(self.storage, target)
+
+    def arithmetic(self) -> str | None:
+        from rlx.backends.cpu.forms.block_dots import dot_of
+
+        return dot_of(self.storage) if self.whole else None
 
     def note(self, source: TensorType) -> str:
         return f"panels({self.width}) of {self.storage}"

@@ -1,0 +1,113 @@
+"""Quantised weights in the matmul nest: kernels of their layout unpack them slab by slab, or multiply them directly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rlx.backends.cpu.blocks import Blocks
+from rlx.backends.cpu.builder import Value, const, i64
+from rlx.backends.cpu.matmul.stripes import Right, RowBlock, Stripe
+from rlx.host_memory import LINE
+from rlx.lir.loops import LoopKernel
+
+if TYPE_CHECKING:
+    from rlx.backends.cpu.matmul.nest import Nest
+
+
+class Quantised:
+    """The right side of a nest whose panels hold packed blocks."""
+
+    def __init__(self, nest: Nest, blocks: Blocks) -> None:
+        self.nest, self.b, self.blocks = nest, nest.b, blocks
+        self.args = nest.b.stack("i64", 7)  # the argument block of the kernels
+
+    def bytes(self, k: Value) -> Value:
+        """Bytes of a panel over `k` steps."""
+        storage = self.blocks.storage
+        return self.b.mul(self.b.sdiv(k, storage.block), storage.size * self.nest.form.panel)
+
+    def multiply(self, rows: RowBlock, stripe: Stripe) -> None:
+        """All tiles of a row block, over one slab of one panel."""
+        many = self.each_tile_of_codes if self.blocks.tiles else self.each_tile_of_numbers
+        self.b.when(self.nest.few, lambda: self.dot(rows, stripe), lambda: many(rows, stripe))
+
+    def _call(self, which: Value, kernel: LoopKernel, count: Value, *pointers: Value) -> None:
+        """A kernel of the table, over `count` blocks: `kernel` is one like it. Each pointer is read in two ways."""
+        b, (panel, x, out) = self.b, pointers
+        for i, word in enumerate((panel, panel, x, x, out, count, self.nest.word["a_row"])):
+            b.store(word, b.offset(self.args, 8 * i), align=8)
+        assert isinstance(kernel.root.extent, int)
+        function = b.load("ptr", b.offset(self.nest.word["blocks"], b.mul(which, 8)), align=8)
+        b.call_pointer(function, self.args, i64(0), i64(kernel.root.extent), self.nest.scratch)
+
+    def _unpack(self, stripe: Stripe) -> Value:
+        """The blocks of a slab in scratch, as numbers or as codes; how many there are."""
+        b, blocks, panel = self.b, self.blocks, self.nest.packed
+        count = b.sdiv(stripe.length, blocks.storage.block)
+        here = b.offset(stripe.b, self.bytes(stripe.start))
+        self._call(i64(0), blocks.unpack, count, here, panel, panel)
+        return count
+
+    def each_tile_of_numbers(self, rows: RowBlock, stripe: Stripe) -> None:
+        """Unpacks each slab to a panel of numbers in scratch."""
+        self._unpack(stripe)
+        panel, width = self.nest.packed, self.nest.form.panel
+        self.nest.each_tile(rows, stripe, Right(panel, i64(width), panel, i64(0), i64(0)))
+
+    def each_tile_of_codes(self, rows: RowBlock, stripe: Stripe) -> None:
+        """Unpacks each slab to codes in scratch, which multiply rows of activation words."""
+        b, nest, blocks = self.b, self.nest, self.blocks
+        form, word = nest.form, nest.word
+        count = self._unpack(stripe)
+        k_words = b.sdiv(b.mul(stripe.start, blocks.x_words), blocks.storage.block)
+        b.when(b.icmp("eq", stripe.start, 0), lambda: self._clear(stripe, self._rows_of(rows)))
+        lowest = blocks.tile_rows - len(blocks.tiles) + 1
+        fetch = self._next_slab(rows, stripe)
+
+        def tile(index: Value, row: Value) -> list[Value]:
+            height = b.add(nest.short, b.assign("i64", f"zext {b.icmp('slt', index, nest.longer)} to i64"))
+            sums = b.offset(stripe.sums, b.mul(b.sub(row, rows.first_row), form.panel), form.scalar)
+            x = b.offset(rows.a, b.add(b.mul(row, word["a_row"]), k_words), form.scalar)
+            fetch(b.sub(index, rows.first_tile))
+            which = b.add(height, 1 + len(blocks.dots) - lowest)
+            self._call(which, blocks.tiles[0], count, nest.packed, x, sums)
+            b.when(stripe.last, lambda: nest.finish(stripe, row, height, sums))
+            return [b.add(row, height)]
+
+        b.loop(rows.first_tile, rows.last_tile, 1, tile, [rows.first_row])
+
+    def _next_slab(self, rows: RowBlock, stripe: Stripe) -> Callable[[Value], None]:
+        """Prefetches a share of what is unpacked after this slab, for the tile of a number."""
+        b, end = self.b, self.b.add(stripe.start, stripe.length)
+        here = b.offset(stripe.b, self.bytes(end))  # in this panel or the next
+        length = self.bytes(stripe.length)
+        share = b.mul(b.add(b.sdiv(length, b.mul(b.max(rows.count, 1), LINE)), 1), LINE)
+
+        def fetch(tile: Value) -> None:
+            start = b.mul(tile, share)
+            b.loop(start, b.add(start, share), LINE, lambda at: b.prefetch(b.offset(here, at), locality=2))
+
+        return fetch
+
+    def _rows_of(self, rows: RowBlock) -> Value:
+        b, nest = self.b, self.nest
+        end = b.add(b.mul(rows.last_tile, nest.short), b.min(rows.last_tile, nest.longer))
+        return b.sub(end, rows.first_row)
+
+    def dot(self, rows: RowBlock, stripe: Stripe) -> None:
+        """A few rows times packed weights without unpacking to memory: the same chains over k as a tile's."""
+        m, blocks = self.nest.m, self.blocks
+        self._clear(stripe, m)
+        count = self.b.sdiv(self.nest.word["k"], blocks.storage.block)
+        self._call(m, blocks.dots[0], count, stripe.b, rows.a, stripe.sums)
+        self.nest.finish(stripe, i64(0), m, stripe.sums)
+
+    def _clear(self, stripe: Stripe, rows: Value) -> None:
+        b, form = self.b, self.nest.form
+
+        def clear(cell: Value) -> None:
+            place = b.offset(stripe.sums, b.mul(cell, form.lanes), form.scalar)
+            b.store(const(form.vector, 0.0), place, align=form.dtype.size)
+
+        b.loop(0, b.mul(rows, form.vectors), 1, clear)

@@ -1,0 +1,46 @@
+"""What the loops of the matmul nest hand to each other: row blocks, stripes of panels, the right side of tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlx.backends.cpu.builder import Value
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """A row block of one batch: `count` tiles, the first of which starts at `first_row`; pointers are the batch's."""
+
+    first_tile: Value
+    last_tile: Value
+    count: Value
+    first_row: Value
+    a: Value
+    b: Value
+    operands: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """One panel and one piece of K (a slab): valid output columns, and pointers moved to the first of them."""
+
+    columns: Value
+    b: Value
+    operands: tuple[Value, ...]
+    sums: Value
+    start: Value
+    length: Value
+    whole_k: Value
+    last: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Right:
+    """Where tiles read B, and what they prefetch: `ahead` moves by `step` bytes a k step and by `move` a tile."""
+
+    b: Value
+    ldb: Value
+    ahead: Value
+    step: Value
+    move: Value
+    tiles: Value | None = None  # the table of the tiles that multiply, where it is not the kernel's
