@@ -10,6 +10,21 @@ from rlx.dtypes import F32, DType
 
 
 @dataclass(frozen=True, slots=True)
+class KvLayout:
+    """How a backend lays out a KV cache: positions per page, and the order of keys inside a page.
+
+    A page holds the keys, or the values, of `page` positions for every key head. Attention goes over keys page by page.
+    """
+
+    page: int = 64
+    transposed_keys: bool = True  # a page of plain keys is [head_dim, page], as vector units read it
+
+    def blocks(self, positions: int) -> int:
+        """Pages that so many positions of a sequence take."""
+        return -(-positions // self.page)
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """One kind of machine. `tile_rows` × `tile_vectors` is the matmul micro-kernel; a panel is one tile wide."""
 
@@ -36,6 +51,11 @@ class Target:
     def panel(self, element_bytes: int) -> int:
         """Columns of a packed weight panel."""
         return self.lanes(element_bytes) * self.tile_vectors
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        """How KV caches are laid out that its attention reads where they are."""
+        return KvLayout()
 
     def forms(self) -> Mapping[str, Callable[..., Any]]:
         """Loop forms (see `lir/schedule.py`) by op name that this target has in place of the default ones."""

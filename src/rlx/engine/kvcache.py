@@ -25,8 +25,9 @@ from rlx.dtypes import dtype
 from rlx.locks import Lock
 from rlx.resources import require
 from rlx.runtime.kv_cache import KvCacheSpec
+from rlx.target import KvLayout
 
-BLOCK = 64
+BLOCK = KvLayout().page
 KEPT = 4  # caches that wait for the next prompt
 KEPT_BYTES = 512 << 20  # of all but the last one
 WORTH_COPYING = 32  # tokens; below it, reading them again costs about as much

@@ -11,6 +11,7 @@ from rlx.errors import GraphError, nearest
 from rlx.ir.graph import Graph, Value
 from rlx.ops.attention import split_mask
 from rlx.runtime.kv_cache import KvCacheSpec
+from rlx.target import KvLayout
 from rlx.types import Size, dim, sym
 
 Shape = tuple[Size, ...]
@@ -110,9 +111,10 @@ class CacheBindings:
 
     def leaves(self, layer: int, window: int) -> tuple[Value, Value]:
         spec, kind, blocks = self.spec, dtype(self.spec.dtype), dim(f"ring{window}" if window else "blocks")
-        block = (64, spec.head_dim) if kind.is_packed else (spec.head_dim, 64)
+        page = KvLayout().page
+        block = (page, spec.head_dim) if kind.is_packed else (spec.head_dim, page)
         keys = self.graph.state(f"keys.{layer}", (sym.BATCH, spec.kv_heads, blocks, *block), kind)
-        return keys, self.graph.state(f"values.{layer}", (sym.BATCH, spec.kv_heads, blocks * 64, spec.head_dim), kind)
+        return keys, self.graph.state(f"values.{layer}", (sym.BATCH, spec.kv_heads, blocks * page, spec.head_dim), kind)
 
     def state(self, name: str, shape: tuple[int, ...]) -> Value:
         """A recurrent state `[batch, *shape]`, for an op that carries it on: that op writes it in place."""

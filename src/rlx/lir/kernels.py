@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from rlx.dtypes import I32, DType
 from rlx.lir.loops import INTEGER_DOTS, Let, LoopKernel, Store, expr_text, multiplied, statements
 from rlx.locks import cached_property
+from rlx.target import KvLayout
 
 ROW_BLOCK = 192  # rows of A that one unit of a matmul covers at most
 CODES_ROW_BLOCK = 256  # the same where weights are taken apart for each row block
-KEY_BLOCK = 64  # keys of one attention block, cut at absolute positions
+KEY_BLOCK = KvLayout().page  # keys of one attention block, cut at absolute positions
 OUT_OF_RANGE = 1  # fault code: an index lies outside the axis
 BEYOND_CAPACITY = 2  # fault code: a position does not lie within the cache
 OUT_OF_STEPS = 3  # fault code: the condition of a while loop still holds after `max_steps`

@@ -18,9 +18,10 @@ from rlx.errors import DTypeError, GraphError, KernelError, ShapeError
 from rlx.ir.registry import CHECKS_DATA, TAKES_PACKED, f32, i32, op, packed, sample
 from rlx.ops.attention import split_mask
 from rlx.ops.quant import unpacked
+from rlx.target import KvLayout
 from rlx.types import Size, TensorType, require_equal
 
-BLOCK = 64  # positions of a block of keys
+BLOCK = KvLayout().page
 KINDS = ("keys", "values")
 PACKED = BY_NAME["q8_0"]  # the packed type that caches may have
 
