@@ -23,6 +23,14 @@ class KvLayout:
         """Pages that so many positions of a sequence take."""
         return -(-positions // self.page)
 
+    def transposes(self, kind: str, dtype: DType) -> bool:
+        """Whether a page of `keys` or `values` is [dim, page]: packed rows stay rows."""
+        return kind == "keys" and self.transposed_keys and not dtype.is_packed
+
+    def page_shape(self, kind: str, dtype: DType, kv_heads: int, dim: int) -> tuple[int, int, int]:
+        """The axes of a page of `keys` or `values` of this type."""
+        return (kv_heads, dim, self.page) if self.transposes(kind, dtype) else (kv_heads, self.page, dim)
+
 
 @dataclass(frozen=True, slots=True)
 class Target:

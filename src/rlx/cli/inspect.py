@@ -124,10 +124,12 @@ def load(path: Path) -> Graph:
 
 def phase_sizes(batch: int, seq: int, past: int = 0, symbols: Iterable[str] = ()) -> dict[str, int]:
     """The sizes of the symbols that models use, for `seq` new tokens after `past` others; of rings, those named."""
-    blocks = KvLayout().blocks(past + seq)
+    layout = KvLayout()
+    blocks = layout.blocks(past + seq)
     windows = {s: int(s[4:]) for s in symbols if s[:4] == "ring" and s[4:].isdecimal()}
-    rings = {symbol: min(blocks, ring_blocks(window)) for symbol, window in windows.items()}
-    return {"batch": batch, "seq": seq, "past_seq": past, "blocks": blocks, "picked": batch, **rings}
+    rings = {symbol: min(blocks, ring_blocks(window, layout)) for symbol, window in windows.items()}
+    pages = {f"pages{windows[symbol]}": batch * own for symbol, own in rings.items()} | {"pages": batch * blocks}
+    return {"batch": batch, "seq": seq, "past_seq": past, "blocks": blocks, "picked": batch, **rings, **pages}
 
 
 def _sizes(arguments: argparse.Namespace, graph: Graph) -> dict[str, int]:

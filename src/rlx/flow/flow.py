@@ -33,6 +33,7 @@ from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_cache import KvCacheSpec as KvCacheSpec
 from rlx.runtime.session import Session
+from rlx.target import KvLayout
 from rlx.types import ShapeLike, TensorType, tensor
 
 if TYPE_CHECKING:
@@ -269,6 +270,12 @@ class ModelFlow(StageList):
         if self.cache is None:
             raise GraphError(f"flow {self.name!r}: has no cache, so it has no type")
         return replace(self, cache=replace(self.cache, dtype=name))
+
+    def cache_layout(self, layout: KvLayout) -> Self:
+        """Pages of keys and values are laid out as the backend that runs the model wants them (`Target.kv_layout`)."""
+        if self.cache is None:
+            raise GraphError(f"flow {self.name!r}: has no cache, so it has no layout")
+        return replace(self, cache=replace(self.cache, layout=layout))
 
     def profile(self, profile: CompileProfile | str) -> Self:
         """How it is compiled: a profile, or the preset of that name."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node
-from rlx.lir.cache import may_reuse
+from rlx.lir.aliasing import may_reuse
 from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.loops import Check, Expr, For, Index, Let, Load, Place, Ref, Stmt, Store
 from rlx.lir.quant import element, packed_reads

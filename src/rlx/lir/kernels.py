@@ -20,6 +20,8 @@ CODES_ROW_BLOCK = 256  # the same where weights are taken apart for each row blo
 KEY_BLOCK = KvLayout().page  # keys of one attention block, cut at absolute positions
 OUT_OF_RANGE = 1  # fault code: an index lies outside the axis
 BEYOND_CAPACITY = 2  # fault code: a position does not lie within the cache
+OUTSIDE_TABLE = 4  # fault code: a row number does not lie within the table of a cache
+OUTSIDE_POOL = 5  # fault code: a page number does not lie within the pool
 OUT_OF_STEPS = 3  # fault code: the condition of a while loop still holds after `max_steps`
 UNFIT_SIZES = 1 << 16  # fault code, plus the number of the program's assertion that does not hold
 ATTENTION_ROWS = 24  # query rows (positions × heads of a group) of one attention unit, at least one position
@@ -170,11 +172,13 @@ class AttentionKernel:
     `group` query heads share one key head. `mask` is none, causal, sliding, custom or bias; rows and keys are aligned
     at the end (row i sits at position k_len - q_len + i). A unit is (batch, key head, block of query positions).
 
-    `cached`: k and v are caches that the runtime owns, k `[batch][kv_head][block][head_dim][KEY_BLOCK]`, v
-    `[batch][kv_head][capacity][value_dim]`, read where they lie. Row i of batch b sits at `positions[b][i]`, an i32,
-    and sees the keys up to there, all (causal) or the last `window` of them (sliding). A negative position is padding,
-    whose result is zeros; one that is not below `capacity` is a fault. Packed caches are both rows, as v is, with
-    strides in 16-bit units. In a `ring`, position p lies at p modulo `capacity`, which is whole blocks.
+    `cached`: k and v are pools of pages, k `[pages][kv_head][head_dim][KEY_BLOCK]`, v
+    `[pages][kv_head][KEY_BLOCK][value_dim]`, read in place. `table[b][block]`, an i32, is the page of a block of
+    positions. Row i of batch entry b sits at `positions[b][i]`, an i32, and sees the keys up to there, all (causal) or
+    the last `window` of them (sliding). A negative position is padding, whose result is zeros; one that is not below
+    `capacity` is a fault, as is a page outside the pool. Packed pages are both rows, as v is, with strides in 16-bit
+    units. In a `ring`, position p lies at p modulo `capacity`, which is whole pages. `ragged`: batch entry b is one
+    token, of row `rows[b]` of the table.
 
     `lse`: also gives the logarithm of the sum of exp(scores) of each row, `[batch][head][q_len]`.
     """
@@ -192,6 +196,7 @@ class AttentionKernel:
     cache_dtype: DType | None = None  # of k and v in a cache, where it is not `dtype`
     ring: bool = False
     lse: bool = False
+    ragged: bool = False
 
     kind = "attention"
 
@@ -205,17 +210,20 @@ class AttentionKernel:
         """`parts` is the address of the backend's table of routines; strides are in elements."""
         strides = tuple(f"{t}_{axis}" for t in ("q", "k", "v", "out") for axis in ("batch", "seq", "head"))
         if self.cached:
-            head = ("parts", "q", "k", "v", "out", "positions", "batch", "q_len", "capacity", "kv_heads")
-            return (*head, *(s for s in strides if s != "k_seq"), "positions_batch")
+            pools = ("k_page", "k_head", "v_page", "v_seq", "v_head")
+            sizes = ("batch", "q_len", "capacity", "kv_heads", "pages", "table_rows")
+            own = tuple(s for s in strides if s[0] not in "kv")
+            return ("parts", *self.operands(), *sizes, *own, *pools, "positions_batch", "table_row")
         head = ("parts", "q", "k", "v", "out", "mask", "batch", "q_len", "k_len", "kv_heads")
         tail = ("lse", "lse_batch", "lse_head") if self.lse else ()
         return head + strides + ("mask_batch", "mask_head", "mask_query") + tail
 
     def operands(self) -> dict[str, bool]:
         """The words that are addresses of operands, and whether the kernel writes there."""
-        rows = {"lse": True} if self.lse else {}
-        beside = "positions" if self.cached else "mask"
-        return {"q": False, "k": False, "v": False, "out": True, beside: False} | rows
+        tensors = {"q": False, "k": False, "v": False, "out": True}
+        if self.cached:
+            return tensors | {"positions": False, "table": False} | ({"rows": False} if self.ragged else {})
+        return tensors | {"mask": False} | ({"lse": True} if self.lse else {})
 
     def arithmetic(self) -> str:
         """What it multiplies and adds; see `LoopKernel.arithmetic`."""
@@ -223,7 +231,8 @@ class AttentionKernel:
 
     @cached_property
     def fingerprint(self) -> str:
-        text = "|".join(map(repr, ("attention", *(getattr(self, f) for f in self.__dataclass_fields__))))
+        fields = (f for f in self.__dataclass_fields__ if f != "ragged" or self.ragged)
+        text = "|".join(map(repr, ("attention", *(getattr(self, f) for f in fields), *("pages",) * self.cached)))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
@@ -236,6 +245,7 @@ class AttentionKernel:
         operands = f"q, k, v: {self.dtype}"
         if self.cached:
             operands = f"q: {self.dtype}, k, v: {'ring' if self.ring else 'cache'} of {self.cache_dtype or self.dtype}"
+            operands += ", ragged" * self.ragged
         return (
             f"kernel {self.symbol}({operands}) head_dim {self.head_dim}, "
             f"{self.group} query heads a key head, "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlx.dtypes import BOOL, I64, DType
 from rlx.ir.graph import Node
-from rlx.lir.cache import may_reuse
+from rlx.lir.aliasing import may_reuse
 from rlx.lir.index import in_range
 from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.loops import Check, Expr, For, Index, Let, Reduce, Ref, Stmt, Store, number

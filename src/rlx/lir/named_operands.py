@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlx.dtypes import I64
 from rlx.ir.graph import Node
-from rlx.lir.cache import may_write
+from rlx.lir.aliasing import may_write
 from rlx.lir.loops import Const, Expr, Let, Place, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler
 from rlx.lir.views import View

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlx.ir.compose import written_out
 from rlx.ir.graph import Node
-from rlx.lir.cache import may_write
+from rlx.lir.aliasing import may_write
 from rlx.lir.elementwise import body_lets
 from rlx.lir.loops import Expr, Stmt
 from rlx.lir.program import INPUT

@@ -21,7 +21,7 @@ from rlx.lir import expressions, kernels, loops, program, views
 from rlx.lir.kernels import Kernel
 from rlx.lir.loops import LoopKernel
 from rlx.lir.program import Program
-from rlx.target import Target
+from rlx.target import KvLayout, Target
 
 __all__ = ["TOY", "ToyAllocator", "ToyBackend", "ToyBuffer", "ToyExecutable", "ToyTarget"]
 
@@ -29,6 +29,10 @@ __all__ = ["TOY", "ToyAllocator", "ToyBackend", "ToyBuffer", "ToyExecutable", "T
 @dataclass(frozen=True, slots=True)
 class ToyTarget(Target):
     """A machine without vectors, tiles or panels: everything is a `loops` kernel."""
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        return KvLayout(transposed_keys=False)
 
     def forms(self) -> Mapping[str, Callable[..., Any]]:
         from rlx.lir.portable import FORMS

@@ -12,10 +12,10 @@ from rlx.backends.cpu.attention.plan import ENTRY_ARGUMENTS, LINE, Plan, read_wo
 from rlx.backends.cpu.builder import NULL, Builder, Int, Module, Value, const, i64
 from rlx.backends.cpu.matmul import micro_kernel
 from rlx.backends.cpu.routine import Entry, Routine
-from rlx.lir.kernels import KEY_BLOCK, AttentionKernel
+from rlx.lir.kernels import KEY_BLOCK, OUTSIDE_POOL, OUTSIDE_TABLE, AttentionKernel
 from rlx.target import Target
 
-_POINTER_WORDS = ("parts", "q", "k", "v", "out", "mask", "positions", "lse")
+_POINTER_WORDS = ("parts", "q", "k", "v", "out", "mask", "positions", "table", "rows", "lse")
 
 
 def entry(kernel: AttentionKernel, target: Target) -> Entry:
@@ -86,6 +86,9 @@ class Units:
     first: Value
     positions: Value
     rows: Value
+    table: Value = NULL  # over a cache: where the page numbers of the sequence are
+    page: Value = NULL  # of the block at hand
+    next_page: Value = NULL  # of the block after it, to be fetched
 
     def emit(self) -> None:
         b, kernel, words = self.b, self.plan.kernel, self.words
@@ -105,14 +108,37 @@ class Units:
         b, words = self.b, self.words
         index = b.add(b.mul(self.batch, words["positions_batch"]), self.first)
         positions = b.offset(words["positions"], index, "i32")
-        newest = i64(0)
+        row, capacity, newest = self.batch, words["capacity"], i64(0)
+        if self.plan.kernel.ragged:
+            row = self.number("rows", self.batch)
+            known = b.icmp("ult", row, words["table_rows"])
+            capacity = b.select(known, capacity, i64(0))
         if self.plan.kernel.ring:
-            row = b.offset(words["positions"], b.mul(self.batch, words["positions_batch"]), "i32")
-            newest = self.call("newest", row, words["q_len"], result="i64")
-        arguments = positions, self.positions, words["capacity"], newest, *self.results()
+            newest = self.newest(row)
+        arguments = positions, self.positions, capacity, newest, *self.results()
         present = self.call("locate", self.scratch, *arguments, result="i64")
-        unit = replace(self, positions=present, rows=b.mul(present, self.plan.kernel.group))
+        if self.plan.kernel.ragged:  # `locate` has found that a sequence which does not exist has no room
+            asked = b.icmp("sge", self.number("positions", index), i64(0))
+            lost = b.op("and", asked, b.op("xor", known, Value("i1", "true")))
+            b.when(lost, lambda: b.store(i64(OUTSIDE_TABLE), self.scratch, align=8))
+        table = b.offset(words["table"], b.mul(row, words["table_row"]), "i32")
+        unit = replace(self, positions=present, rows=b.mul(present, self.plan.kernel.group), table=table)
         b.when(b.icmp("sgt", present, 0), unit.emit_present)
+
+    def number(self, word: str, index: Value) -> Value:
+        """An element of an i32 operand."""
+        b = self.b
+        return b.convert("sext", b.load("i32", b.offset(self.words[word], index, "i32"), align=4), "i64")
+
+    def newest(self, row: Value) -> Value:
+        """The newest position of the sequence in this call."""
+        b, words = self.b, self.words
+        if self.plan.kernel.ragged:
+            arguments = words["positions"], words["batch"], words["positions_batch"], words["rows"], row
+        else:
+            own = b.offset(words["positions"], b.mul(self.batch, words["positions_batch"]), "i32")
+            arguments = own, words["q_len"], i64(1), NULL, i64(0)
+        return self.call("newest", *arguments, result="i64")
 
     def emit_present(self) -> None:
         b, plan = self.b, self.plan
@@ -193,25 +219,42 @@ class Units:
     def block(self, base: Value, count: Value, mask: Value, started: Value) -> Value:
         """All rows against the keys `base` .. `base + count`; the result is whether they have outputs now."""
         b = self.b
+        if self.plan.kernel.cached:
+            self.page_block(base, count, started)
+            return i64(1)
         if self.plan.kernel.mask != "custom":
-            slot = b.srem(base, self.words["capacity"]) if self.plan.kernel.ring else base
-            self.visible_block(base, slot, count, count, started)
+            self.visible_block(base, count, count, started)
             return i64(1)
         flags = b.offset(mask, b.mul(base, self.plan.mask_dtype.size))
         kept = self.call("keep", self.scratch, flags, count, result="i64")
 
         def visible() -> list[Value]:
-            self.visible_block(base, base, count, kept, started)
+            self.visible_block(base, count, kept, started)
             return [i64(1)]
 
         return b.when(b.icmp("sgt", kept, 0), visible, lambda: [started])[0]
 
-    def visible_block(self, base: Value, slot: Value, count: Value, kept: Value, started: Value) -> None:
-        """`slot` is where the first key lies, which only in a ring is not its position."""
+    def page_block(self, base: Value, count: Value, started: Value) -> None:
+        """The block of a cache that begins at position `base`: a page, unless its number is a fault."""
+        b, words = self.b, self.words
+        slot = b.srem(base, words["capacity"]) if self.plan.kernel.ring else base
+        block, last = b.sdiv(slot, KEY_BLOCK), b.sub(b.sdiv(words["capacity"], KEY_BLOCK), 1)
+        numbers = (
+            b.load("i32", b.offset(self.table, at, "i32"), align=4) for at in (block, b.min(b.add(block, 1), last))
+        )
+        page, following = (b.convert("sext", number, "i64") for number in numbers)
+        unit = replace(self, page=page, next_page=following)
+        b.when(
+            b.icmp("ult", page, words["pages"]),
+            lambda: unit.visible_block(base, count, count, started),
+            lambda: b.store(i64(OUTSIDE_POOL), self.scratch, align=8),
+        )
+
+    def visible_block(self, base: Value, count: Value, kept: Value, started: Value) -> None:
         b, plan = self.b, self.plan
-        keys = self.cached_keys(slot) if plan.kernel.cached else self.packed_keys(slot, count)
+        keys = self.cached_keys() if plan.kernel.cached else self.packed_keys(base, count)
         if plan.packs_values:
-            self.addresses("value_rows", "v", slot, count)
+            self.addresses("value_rows", "v", base, count)
             # A bias looks for inf and NaN in all 64 rows, so all have to be there.
             rows = i64(KEY_BLOCK) if plan.kernel.mask == "bias" else count
             self.call("pack_values", self.scratch, rows, i64(0) if plan.kernel.cached else self.ahead("v", base))
@@ -231,7 +274,7 @@ class Units:
                     weights(KEY_BLOCK)
                 else:
                     b.when(b.icmp("sle", reach, plan.spans[0]), *(functools.partial(weights, s) for s in plan.spans))
-                Outputs(self, row, height, base, slot, count, started).emit(finite)
+                Outputs(self, row, height, base, count, started).emit(finite)
 
             if plan.limited:
                 b.when(self.sees(row, height, base), attend)
@@ -247,19 +290,29 @@ class Units:
         packed = plan.region(self.b, self.scratch, "keys")
         return Keys(packed, plan.panel, plan.head_stride * plan.panel, packed, 0)
 
-    def cached_keys(self, slot: Value) -> Keys:
-        """A block of the cache is [head_dim][64], or made so: strips of it are panels whose rows lie apart."""
+    def on_page(self, operand: str, page: Value) -> Value:
+        """Where the keys or values of the head are on a page."""
+        b, words = self.b, self.words
+        index = b.add(b.mul(page, words[f"{operand}_page"]), b.mul(self.key_head, words[f"{operand}_head"]))
+        return b.offset(words[operand], b.mul(index, self.plan.stride_bytes))
+
+    def value_block(self, base: Value) -> tuple[Value, Value]:
+        """Where the values of the block at `base` are, and those of the next one."""
         b, plan = self.b, self.plan
-        head = b.add(b.mul(self.batch, self.words["k_batch"]), b.mul(self.key_head, self.words["k_head"]))
-        place = b.offset(self.words["k"], b.mul(head, plan.stride_bytes))
-        place = b.offset(place, b.mul(slot, plan.row_bytes(plan.kernel.head_dim)))
+        if plan.kernel.cached:
+            return self.on_page("v", self.page), self.on_page("v", self.next_page)
+        values = self.place("v", self.key_head, base)
+        return values, b.offset(values, b.mul(self.words["v_seq"], KEY_BLOCK * plan.stride_bytes))
+
+    def cached_keys(self) -> Keys:
+        """A page of keys is [head_dim][64], or made so: strips of it are panels whose rows lie apart."""
+        b, plan = self.b, self.plan
+        place, following = self.on_page("k", self.page), self.on_page("k", self.next_page)
         if not plan.widens_keys:
-            following = b.offset(place, plan.kernel.head_dim * KEY_BLOCK, plan.scalar)
             return Keys(place, KEY_BLOCK, plan.panel, following, plan.panel * plan.size)
-        self.call("unpack_keys" if plan.packed else "widen_keys", self.scratch, place)
-        size = plan.row_bytes(plan.kernel.head_dim)
+        self.call("unpack_keys" if plan.packed else "widen_keys", self.scratch, place, following)
         # While one block is multiplied, the next one comes: a share of it with each row that is read.
-        following, share = b.offset(place, KEY_BLOCK * size), size * plan.panel // plan.kernel.head_dim
+        share = plan.row_bytes(plan.kernel.head_dim) * plan.panel // plan.kernel.head_dim
         return Keys(plan.region(b, self.scratch, "keys"), KEY_BLOCK, plan.panel, following, share)
 
     def ahead(self, operand: str, base: Value) -> Value:
@@ -274,7 +327,8 @@ class Units:
 
     def addresses(self, region: str, operand: str, base: Value, count: Value) -> None:
         """Note where the rows of the block lie; zeros stand in for those past `count` and those not kept."""
-        rows, source = self.plan.region(self.b, self.scratch, region), self.place(operand, self.key_head, base)
+        rows = self.plan.region(self.b, self.scratch, region)
+        source = self.value_block(base)[0] if operand == "v" else self.place(operand, self.key_head, base)
         self.call("addresses", self.scratch, rows, source, self.words[f"{operand}_seq"], count)
 
     def covering(self, count: Value) -> Value:
@@ -345,7 +399,6 @@ class Outputs:
     row: Value
     height: Value
     base: Value
-    slot: Value
     count: Value
     started: Value
 
@@ -363,8 +416,7 @@ class Outputs:
         unit, plan, b = self.unit, self.unit.plan, self.unit.b
         weights = plan.region(b, unit.scratch, "scores", b.mul(i64(first), KEY_BLOCK))
         outputs = plan.region(b, unit.scratch, "outputs", b.mul(b.add(self.row, first), plan.value_stride))
-        values, stride = unit.place("v", unit.key_head, self.slot), unit.words["v_seq"]
-        following = b.offset(values, b.mul(stride, KEY_BLOCK * plan.stride_bytes))
+        (values, following), stride = unit.value_block(self.base), unit.words["v_seq"]
         if plan.packs_values:
             values = plan.region(b, unit.scratch, "values")
         rows = self.row, i64(height), i64(begin), i64(end)
