@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
 import pytest
 from limits import LONGEST_S
 
 from rlx.engine import kvcache
 from rlx.engine.kvcache import CacheStore, KvCache
+from rlx.engine.page_table import PageTable
 from rlx.flow.flow import KvCacheSpec
 
 SPEC = KvCacheSpec(layers=2, kv_heads=3, head_dim=8)
@@ -18,24 +20,92 @@ def filled(store: CacheStore, tokens: list[int]) -> KvCache:
     """A cache that says it holds these tokens; its numbers say which position they stand for."""
     cache = store.new(1)
     cache.reserve(len(tokens))
+    cache.going_to_write(0, 0, len(tokens))
     cache.tokens[0] = list(tokens)
-    for p in range(len(tokens)):
-        cache.buffers["keys.1"][0, :, p // 64, :, p % 64] = p
-        cache.buffers["values.0"][0, :, p] = p
+    write(cache, 0, range(len(tokens)))
     return cache
+
+
+def write(cache: KvCache, row: int, positions: Iterable[int], shift: int = 0) -> None:
+    """What a kernel would: the position, plus `shift`, as every number of a position."""
+    for p in positions:
+        page = cache.rows(row, row + 1)["table"][0, p // 64]
+        cache.buffers["keys.1"][page, :, :, p % 64] = p + shift
+        cache.buffers["values.0"][page, :, p % 64] = p + shift
+
+
+def read(cache: KvCache, row: int, count: int) -> list[int]:
+    """The numbers that `write` has left at the first positions of a row."""
+    table = cache.rows(row, row + 1)["table"][0]
+    keys = [cache.buffers["keys.1"][table[p // 64], :, :, p % 64] for p in range(count)]
+    values = [cache.buffers["values.0"][table[p // 64], :, p % 64] for p in range(count)]
+    assert all((k == k[0, 0]).all() and (v == k[0, 0]).all() for k, v in zip(keys, values, strict=True))
+    return [int(v[0, 0]) for v in values]
 
 
 def test_capacity_doubles_up_to_the_context_and_keeps_what_is_there() -> None:
     cache = KvCache(SPEC, 2, 1000)
     assert cache.blocks == 4
-    cache.buffers["values.1"][:] = 7
+    cache.going_to_write(0, 0, 256)
+    cache.going_to_write(1, 0, 200)
+    write(cache, 0, range(256))
+    write(cache, 1, range(200), shift=1000)
     sizes = []
     for tokens in (256, 257, 600, 1000):
         cache.reserve(tokens)
         sizes.append(cache.blocks)
     assert sizes == [4, 8, 16, 16]
-    assert cache.buffers["keys.0"].shape == (2, 3, 16, 8, 64) and cache.buffers["values.0"].shape == (2, 3, 1024, 8)
-    assert (cache.buffers["values.1"][:, :, :256] == 7).all() and not cache.buffers["values.1"][:, :, 256:].any()
+    assert cache.buffers["keys.0"].shape == (32, 3, 8, 64) and cache.buffers["values.0"].shape == (32, 3, 64, 8)
+    assert read(cache, 0, 256) == list(range(256)) and read(cache, 1, 200) == list(range(1000, 1200))
+    assert sorted(cache.rows(0, 2)["table"][:, :4].ravel()) == list(range(8)), "pages keep their numbers"
+
+
+def test_rows_share_pages_until_one_of_them_writes() -> None:
+    cache = KvCache(SPEC, 3, 1000)
+    cache.going_to_write(0, 0, 200)
+    write(cache, 0, range(200))
+    cache.tokens[0] = list(range(200))
+    for row in (1, 2):
+        cache.copy_row(row, cache, 0, 100)
+    tables = cache.rows(0, 3)["table"]
+    assert (tables[1:, :2] == tables[0, :2]).all() and (tables[1:, 2:] == -1).all()
+    cache.going_to_write(1, 100, 130)
+    write(cache, 1, range(100, 130), shift=1000)
+    assert tables[1, 0] == tables[0, 0] and tables[1, 1] not in tables[[0, 2], 1]
+    assert read(cache, 0, 200) == list(range(200)) and read(cache, 2, 100) == list(range(100))
+    assert read(cache, 1, 130) == [*range(100), *range(1100, 1130)]
+    cache.going_to_write(0, 0, 70)  # another prompt in the first row
+    write(cache, 0, range(70), shift=5000)
+    assert read(cache, 2, 100) == list(range(100)) and read(cache, 1, 64) == list(range(64))
+
+
+def test_a_ring_that_wraps_around_leaves_shared_pages_alone() -> None:
+    spec = KvCacheSpec(1, 1, 8, windows=(64,))
+    cache = KvCache(spec, 2, 4096)
+    capacity = 64 * kvcache.ring_blocks(64, spec.layout)
+    cache.reserve(capacity)
+    cache.going_to_write(0, 0, capacity)
+    cache.tokens[0] = list(range(capacity))
+    for p in range(capacity):
+        cache.buffers["values.0"][cache.rows(0, 1)["table64"][0, p // 64], :, p % 64] = p
+    cache.copy_row(1, cache, 0, capacity)
+    before = cache.rows(0, 2)["table64"].copy()
+    assert (before[0] == before[1]).all()
+    cache.going_to_write(1, capacity, capacity + 3)
+    after = cache.rows(0, 2)["table64"]
+    assert after[1, 0] != after[0, 0] == before[0, 0] and (after[:, 1:] == before[:, 1:]).all()
+    old, new = (cache.buffers["values.0"][page] for page in after[:, 0])
+    assert (old == new).all() and new[0, 63, 0] == 63, "positions that the window still sees are there"
+
+
+def test_pages_of_a_row_that_ends_are_used_again() -> None:
+    table = PageTable(2)
+    table.grow(3)
+    for block in range(3):
+        assert table.own(0, block) is None and table.own(1, block) is None
+    table.release(0)
+    table.share(0, 1, range(3))
+    assert {table.own(0, block)[1] for block in range(3)} == {0, 2, 4}  # type: ignore[index]
 
 
 def test_f16_takes_half() -> None:
@@ -76,9 +146,7 @@ def test_another_conversation_that_begins_alike_keeps_its_own() -> None:
     store.give(old)
     cache = store.take([*range(70), 999, 998])
     assert cache is not old and cache.tokens[0] == list(range(70)) and len(old.tokens[0]) == 200
-    for p in range(70):
-        assert (cache.buffers["keys.1"][0, :, p // 64, :, p % 64] == p).all()
-        assert (cache.buffers["values.0"][0, :, p] == p).all()
+    assert read(cache, 0, 70) == list(range(70))
     assert store.take(list(range(201))) is old
 
 
@@ -124,7 +192,7 @@ def test_rows_of_a_batch_are_filled_from_neighbours_and_from_the_store() -> None
     assert store.fill(batch, 2, [*range(50), 6, 6]) == 50
     assert store.fill(batch, 0, [9] * 50) == 0
     for row, count in ((1, 80), (2, 50)):
-        assert [int(batch.buffers["values.0"][row, 0, p, 0]) for p in range(count)] == list(range(count))
+        assert read(batch, row, count) == list(range(count))
     assert batch.gains([*range(150)], [[*range(140)]]) and not batch.gains([*range(90)], [[*range(85)]])
 
 
@@ -139,7 +207,7 @@ def test_the_longest_rows_of_a_batch_are_kept_as_copies() -> None:
     assert store.nbytes == kvcache.KEPT * KvCache(SPEC, 1, 1000).nbytes
     cache = store.take([*rows[7], 5])
     assert cache.tokens[0] == rows[7]
-    assert [int(cache.buffers["keys.1"][0, 2, p // 64, 7, p % 64]) for p in range(70)] == list(range(70))
+    assert read(cache, 0, 70) == list(range(70))
     assert store.take([*rows[4], 5]).tokens[0] == rows[4] and store.take([*rows[3], 5]).tokens[0] == []
 
 

@@ -1,13 +1,15 @@
 """KV caches: memory that the runtime owns and kernels write in place, and the store of those that calls have left.
 
 Keys and values are in pools of pages (see `KvLayout`), one of each per layer; layers with the same window share a table
-`[batch, blocks]` of the pages of each sequence. Rows with a common prefix share its pages until one of them is written.
-Capacity grows by doubling, up to the model's context; that of a layer with a window ends at the window and `SPARE` more,
-where new positions take the place of old ones. Recurrent states (`[batch, ...]`) have one size. A cache knows which tokens it holds, so that a prompt which begins with the same ones
-can go on from there: same bits, less work. With rings it cannot go back further than about `SPARE` tokens, and with
-recurrent states not at all; a prompt that shares less is read from its beginning. States of the delta rule are the same
-but for rounding: it adds up tokens of a call that belong together, and those depend on where the call begins. Where
-RoPE depends on the length of a sequence, a prompt goes on only from keys that turned by the frequencies of its length.
+`[batch, blocks]` of the pages of each sequence. Rows with a common prefix share its pages until one of them writes.
+Capacity grows by doubling, up to the model's context; that of a layer with a window ends at the window and `SPARE`
+more, where new positions take the place of old ones. Recurrent states (`[batch, ...]`) have one size.
+
+A cache knows which tokens it holds, so that a prompt which begins with the same ones can go on from there: same bits,
+less work. With rings it cannot go back further than about `SPARE` tokens, and with recurrent states not at all; a
+prompt that shares less is read from its beginning. States of the delta rule are the same but for rounding: it adds up
+tokens of a call that belong together, and those depend on where the call begins. Where RoPE depends on the length of a
+sequence, a prompt goes on only from keys that turned by the frequencies of its length.
 """
 
 from __future__ import annotations
