@@ -88,7 +88,8 @@ class Units:
     rows: Value
     table: Value = NULL  # over a cache: where the page numbers of the sequence are
     page: Value = NULL  # of the block at hand
-    next_page: Value = NULL  # of the block after it, to be fetched
+    next_page: Value = NULL  # of the block after it, to be fetched, and its head
+    next_head: Value = NULL
 
     def emit(self) -> None:
         b, kernel, words = self.b, self.plan.kernel, self.words
@@ -160,7 +161,11 @@ class Units:
 
         def block(index: Value, started: Value) -> list[Value]:
             base = b.mul(index, KEY_BLOCK)
-            return [self.block(base, b.min(b.sub(end, base), KEY_BLOCK), mask, started)]
+            count = b.min(b.sub(end, base), KEY_BLOCK)
+            if self.plan.kernel.cached:
+                self.page_block(base, count, started, begin, end)
+                return [i64(1)]
+            return [self.block(base, count, mask, started)]
 
         # Whether there is something in the outputs of all rows: the first block need not add to zeros.
         started = i64(1 if self.plan.limited else 0)
@@ -219,9 +224,6 @@ class Units:
     def block(self, base: Value, count: Value, mask: Value, started: Value) -> Value:
         """All rows against the keys `base` .. `base + count`; the result is whether they have outputs now."""
         b = self.b
-        if self.plan.kernel.cached:
-            self.page_block(base, count, started)
-            return i64(1)
         if self.plan.kernel.mask != "custom":
             self.visible_block(base, count, count, started)
             return i64(1)
@@ -234,21 +236,28 @@ class Units:
 
         return b.when(b.icmp("sgt", kept, 0), visible, lambda: [started])[0]
 
-    def page_block(self, base: Value, count: Value, started: Value) -> None:
-        """The block of a cache that begins at position `base`: a page, unless its number is a fault."""
-        b, words = self.b, self.words
-        slot = b.srem(base, words["capacity"]) if self.plan.kernel.ring else base
-        block, last = b.sdiv(slot, KEY_BLOCK), b.sub(b.sdiv(words["capacity"], KEY_BLOCK), 1)
-        numbers = (
-            b.load("i32", b.offset(self.table, at, "i32"), align=4) for at in (block, b.min(b.add(block, 1), last))
-        )
-        page, following = (b.convert("sext", number, "i64") for number in numbers)
-        unit = replace(self, page=page, next_page=following)
+    def page_block(self, base: Value, count: Value, started: Value, begin: Value, end: Value) -> None:
+        """The block of a cache that starts at position `base`: a page, unless its number is a fault.
+
+        The block after the last one, `end`, is the first one of the next head.
+        """
+        b = self.b
+        last = b.icmp("sge", b.add(base, KEY_BLOCK), end)
+        page, following = (self.page_number(at) for at in (base, b.select(last, begin, b.add(base, KEY_BLOCK))))
+        next_head = b.add(self.key_head, b.convert("zext", last, "i64"))
+        unit = replace(self, page=page, next_page=following, next_head=next_head)
         b.when(
-            b.icmp("ult", page, words["pages"]),
+            b.icmp("ult", page, self.words["pages"]),
             lambda: unit.visible_block(base, count, count, started),
             lambda: b.store(i64(OUTSIDE_POOL), self.scratch, align=8),
         )
+
+    def page_number(self, position: Value) -> Value:
+        """The page of a position, as the table has it."""
+        b = self.b
+        slot = b.srem(position, self.words["capacity"]) if self.plan.kernel.ring else position
+        place = b.offset(self.table, b.sdiv(slot, KEY_BLOCK), "i32")
+        return b.convert("sext", b.load("i32", place, align=4), "i64")
 
     def visible_block(self, base: Value, count: Value, kept: Value, started: Value) -> None:
         b, plan = self.b, self.plan
@@ -290,24 +299,28 @@ class Units:
         packed = plan.region(self.b, self.scratch, "keys")
         return Keys(packed, plan.panel, plan.head_stride * plan.panel, packed, 0)
 
-    def on_page(self, operand: str, page: Value) -> Value:
-        """Where the keys or values of the head are on a page."""
+    def on_pages(self, operand: str) -> tuple[Value, Value]:
+        """Where the keys or values of the block are, and those of the next one."""
         b, words = self.b, self.words
-        index = b.add(b.mul(page, words[f"{operand}_page"]), b.mul(self.key_head, words[f"{operand}_head"]))
-        return b.offset(words[operand], b.mul(index, self.plan.stride_bytes))
+
+        def place(page: Value, head: Value) -> Value:
+            index = b.add(b.mul(page, words[f"{operand}_page"]), b.mul(head, words[f"{operand}_head"]))
+            return b.offset(words[operand], b.mul(index, self.plan.stride_bytes))
+
+        return place(self.page, self.key_head), place(self.next_page, self.next_head)
 
     def value_block(self, base: Value) -> tuple[Value, Value]:
         """Where the values of the block at `base` are, and those of the next one."""
         b, plan = self.b, self.plan
         if plan.kernel.cached:
-            return self.on_page("v", self.page), self.on_page("v", self.next_page)
+            return self.on_pages("v")
         values = self.place("v", self.key_head, base)
         return values, b.offset(values, b.mul(self.words["v_seq"], KEY_BLOCK * plan.stride_bytes))
 
     def cached_keys(self) -> Keys:
         """A page of keys is [head_dim][64], or made so: strips of it are panels whose rows lie apart."""
         b, plan = self.b, self.plan
-        place, following = self.on_page("k", self.page), self.on_page("k", self.next_page)
+        place, following = self.on_pages("k")
         if not plan.widens_keys:
             return Keys(place, KEY_BLOCK, plan.panel, following, plan.panel * plan.size)
         self.call("unpack_keys" if plan.packed else "widen_keys", self.scratch, place, following)
