@@ -77,7 +77,7 @@ def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def own_ops() -> Iterator[None]:
     """Ops that a test declares are gone after it."""
-    import rlx.lir.custom as custom
+    import rlx.lir.forms.custom as custom
     from rlx.ir import registry
 
     before = set(registry.OPS)

@@ -41,11 +41,11 @@ def _decoder(folder: Path, weights: Mapping[str, Any] | None = None) -> Graph:
     return built.module
 
 
-def _golden(folder: Path, name: str) -> Graph:
+def _golden(folder: Path, name: str, stored: Any = np.float16) -> Graph:
     with np.load(FIXTURES / "models" / f"{name}.npz") as file:
         arrays = dict(file)
     settings = json.loads(str(arrays.pop("config")))
-    weights = {n: a for n, a in arrays.items() if not n.startswith(("tokens.", "logits."))}
+    weights = {n: a.astype(stored) for n, a in arrays.items() if not n.startswith(("tokens.", "logits."))}
     return _decoder(small_llama.write_folder(folder, weights, settings))
 
 
@@ -113,12 +113,17 @@ def _mixture(folder: Path) -> Graph:
     return _golden(folder, "qwen3_moe")
 
 
+def _wide_mixture(folder: Path) -> Graph:
+    return _golden(folder, "qwen3_moe", np.float32)
+
+
 PROGRAMS: dict[str, tuple[Callable[[Path], Graph], CompileProfile]] = {
     "encoder_f32": (_encoder, FLOAT), "encoder_int8": (_encoder, INT8),
     "llama_packed": (_packed_llama, INT8_ACTIVATIONS), "llama_f32": (_llama, FLOAT),
     "gemma3": (_gemma, FLOAT), "mamba": (_mamba, FLOAT),
     "training_step": (_training_step, FLOAT), "delta_net": (_delta_net, FLOAT),
     "attention_gradient": (_attention_gradient, FLOAT), "moe": (_mixture, FLOAT),
+    "moe_f32": (_wide_mixture, FLOAT),
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ as names, and gives one array or a tuple. Nothing here calls rlx: a test that us
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -287,6 +288,36 @@ def _topk(x: Array, *, k: int) -> tuple[Array, Array]:
     return np.take_along_axis(x, at, -1), at
 
 
+@oracle("sample_tokens")
+def _sample_tokens(logits: Array, *settings: Array | None) -> tuple[Array, Array]:
+    """Token by token in the order of likelihood, with Python's sort and its fractions of a list."""
+    picks = []
+    for row, raw in enumerate(logits):
+        of_row = [None if s is None else s[row] for s in settings]
+        uniform, temperature, top_k, top_p, min_p, allowed, *penalties = [*of_row, *[None] * (11 - len(of_row))]
+        scores = [float(x) for x in raw]
+        if penalties[0] is not None:
+            history, prompt, repetition, frequency, presence = penalties
+            for token in {int(t) for t in history if 0 <= t < len(scores)}:
+                scores[token] *= repetition if scores[token] < 0 else 1 / repetition
+                count = list(history[int(prompt) :]).count(token)
+                scores[token] -= count * frequency + presence if count else 0.0
+        ranked = [t for t in _ranking(np.array(scores)) if allowed is None or int(allowed[t // 32]) >> t % 32 & 1]
+        if temperature == 0:
+            picks.append(ranked[0])
+            continue
+        if top_k:
+            ranked = [t for t in ranked if scores[t] >= scores[ranked[min(int(top_k), len(ranked)) - 1]]]
+        weights = {t: math.exp((scores[t] - scores[ranked[0]]) / temperature) for t in ranked}
+        sums = np.cumsum([weights[t] for t in ranked])
+        nucleus = ranked[: int(np.searchsorted(sums, top_p * sums[-1])) + 1] if top_p < 1 else ranked
+        kept = sorted(t for t in nucleus if weights[t] >= min_p)
+        sums = np.cumsum([weights[t] for t in kept])
+        picks.append(kept[min(int(np.searchsorted(sums, uniform * sums[-1], side="right")), len(kept) - 1)])
+    likely = scipy.special.log_softmax(logits, -1)
+    return np.array(picks, np.int64), np.take_along_axis(likely, np.array(picks)[:, None], -1)[:, 0]
+
+
 @oracle("softmax")
 def _softmax(x: Array, *, axis: int = -1) -> Array:
     return np.asarray(scipy.special.softmax(x, axis=axis)) if x.size else x
@@ -381,13 +412,15 @@ def _concatenate(*xs: Array, axis: int = 0) -> Array:
 
 @oracle("selective_scan_carry")
 def _selective_scan_carry(
-    x: Array, delta: Array, a: Array, b: Array, c: Array, state: Array, d: Array | None = None, *, state_size: int
-) -> tuple[Array, Array]:
+    x: Array, delta: Array, a: Array, b: Array, c: Array, state: Array, d: Array | None = None,
+    segments: Array | None = None, *, state_size: int,
+) -> tuple[Array, Array]:  # fmt: skip
     """One channel after the other, one number of state after the other."""
     y, state = np.zeros_like(x), state.copy()
     for batch, channel in np.ndindex(x.shape[0], x.shape[2]):
         h = state[batch, channel]
         for t in range(x.shape[1]):
+            h *= _carried(segments, batch, t)
             for n in range(state_size):
                 step = delta[batch, t, channel]
                 h[n] = math.exp(step * a[channel, n]) * h[n] + step * b[batch, t, n] * x[batch, t, channel]
@@ -397,16 +430,23 @@ def _selective_scan_carry(
 
 @oracle("selective_scan")
 def _selective_scan(
-    x: Array, delta: Array, a: Array, b: Array, c: Array, d: Array | None = None, *, state_size: int
-) -> Array:
+    x: Array, delta: Array, a: Array, b: Array, c: Array, d: Array | None = None, segments: Array | None = None, *,
+    state_size: int,
+) -> Array:  # fmt: skip
     start = np.zeros((x.shape[0], x.shape[2], state_size))
-    return _selective_scan_carry(x, delta, a, b, c, start, d, state_size=state_size)[0]
+    return _selective_scan_carry(x, delta, a, b, c, start, d, segments, state_size=state_size)[0]
+
+
+def _carried(segments: Array | None, batch: int, t: int) -> float:
+    """What of the state before a token is left for it: 0 where a segment starts."""
+    return 1.0 if segments is None or t == 0 or segments[batch, t] == segments[batch, t - 1] else 0.0
 
 
 @oracle("gated_delta_net_carry")
 def _gated_delta_net_carry(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, *, state_size: int
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, segments: Array | None = None, *,
+    state_size: int,
+) -> tuple[Array, Array]:  # fmt: skip
     """Householder-like form: S (I exp(g)) minus what the key recalls, plus what it is to recall."""
     out, state = np.zeros_like(v), state.copy()
     for batch, head in np.ndindex(q.shape[0], q.shape[2]):
@@ -414,21 +454,32 @@ def _gated_delta_net_carry(
         for t in range(q.shape[1]):
             key, rate = k[batch, t, head], beta[batch, t, head]
             forget = (np.eye(state_size) - rate * np.outer(key, key)) * math.exp(g[batch, t, head])
-            s = forget @ s + rate * np.outer(key, v[batch, t, head])
+            s = forget @ s * _carried(segments, batch, t) + rate * np.outer(key, v[batch, t, head])
             out[batch, t, head] = q[batch, t, head] @ s / math.sqrt(state_size)
         state[batch, head] = s
     return out, state
 
 
 @oracle("gated_delta_net")
-def _gated_delta_net(q: Array, k: Array, v: Array, g: Array, beta: Array, *, state_size: int) -> Array:
+def _gated_delta_net(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, segments: Array | None = None, *, state_size: int
+) -> Array:
     start = np.zeros((q.shape[0], q.shape[2], state_size, state_size))
-    return _gated_delta_net_carry(q, k, v, g, beta, start, state_size=state_size)[0]
+    return _gated_delta_net_carry(q, k, v, g, beta, start, segments, state_size=state_size)[0]
 
 
 @oracle("depthwise_conv1d_causal")
-def _depthwise_conv1d_causal(x: Array, weight: Array, left_pad: Array, *, kernel_size: int) -> Array:
+def _depthwise_conv1d_causal(
+    x: Array, weight: Array, left_pad: Array, segments: Array | None = None, *, kernel_size: int
+) -> Array:
     taps, y = weight.reshape(len(weight), kernel_size), np.zeros_like(x)
+    if segments is not None:  # the tokens of each id on their own, with zeros in place of the others
+        for batch, number in ((b, n) for b in range(len(x)) for n in set(segments[b])):
+            own = (segments[batch] == number)[:, None]
+            pad = left_pad[batch] * (segments[batch, 0] == number)
+            row = _depthwise_conv1d_causal((x[batch] * own)[None], weight, pad[None], kernel_size=kernel_size)[0]
+            y[batch] += row * own
+        return y
     for batch, channel in np.ndindex(x.shape[0], x.shape[2]):
         line = np.concatenate([left_pad[batch, :, channel], x[batch, :, channel]])
         y[batch, :, channel] = np.convolve(line, taps[channel][::-1], mode="valid")
@@ -446,9 +497,28 @@ def _depthwise_conv1d_causal_carry(
     return y, after
 
 
+def _in_runs(
+    carry: Callable[..., tuple[Array, Array]], rows: Sequence[Array], state: Array, segments: Array
+) -> tuple[Array, Array]:
+    """A recurrence whose runs of equal ids are sequences of their own."""
+    out, after = np.zeros_like(rows[2]), state.copy()
+    for batch, ids in enumerate(segments):
+        edges = [0, *(np.flatnonzero(np.diff(ids)) + 1), len(ids)]
+        for low, high in itertools.pairwise(edges):
+            start = state[batch : batch + 1] if low == 0 else np.zeros_like(state[:1])
+            out[batch : batch + 1, low:high], after[batch : batch + 1] = carry(
+                *(x[batch : batch + 1, low:high] for x in rows), start
+            )
+    return out, after
+
+
 @oracle("gated_linear_attention_carry")
-def _gated_linear_attention_carry(q: Array, k: Array, v: Array, g: Array, state: Array) -> tuple[Array, Array]:
+def _gated_linear_attention_carry(
+    q: Array, k: Array, v: Array, g: Array, state: Array, segments: Array | None = None
+) -> tuple[Array, Array]:
     """Attention without a softmax: every earlier token counts by the gates that came after it."""
+    if segments is not None:  # run by run, from nothing after the first
+        return _in_runs(_gated_linear_attention_carry, (q, k, v, g), state, segments)
     out, after = np.zeros_like(v), np.zeros_like(state)
     share = v.shape[2] // q.shape[2]
     for batch, head in np.ndindex(v.shape[0], v.shape[2]):
@@ -696,8 +766,11 @@ def _dequant_matmul(x: Array, w: Array, scale: Array | None = None, zp: Array | 
 
 
 def _unpacked(x: Array) -> Array:
-    """The reader of the `gguf` package, on the bytes; what it has none for, ggml defines as d times small integers."""
+    """The reader of the `gguf` package, on the bytes; what it has none for is d times small integers or floats."""
     name = dtype_of(x.dtype).name
+    if name.startswith("f8e4m3"):
+        numbers = x["codes"].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        return (numbers * x["d"][..., None]).reshape(*x.shape[:-1], -1)
     if name in ("q8_k", "q8_1", "q1_0", "q2_0"):
         parts = {"q1_0": lambda: np.unpackbits(x["bits"], axis=-1, bitorder="little") * 2.0 - 1,
                  "q2_0": lambda: np.stack([x["pairs"] // 4**i % 4 - 1.0 for i in range(4)], axis=-1)}  # fmt: skip
@@ -811,7 +884,9 @@ def _each_query(
     factor = dim**-0.5 if scale is None else scale
     for b, i in np.ndindex(batch, q_len):
         at = keys - q_len + i  # the position of the query: both sequences end together
-        near = _sees(mask_kind, at, np.arange(keys))
+        near = _sees(mask_kind.removesuffix("+segments"), at, np.arange(keys))
+        if mask is not None and mask_kind.endswith("segments"):
+            near &= (mask[b] == mask[b, i]) & (mask[b, i] >= 0)
         if mask is not None and mask_kind == "custom":
             near &= mask[b] >= 0.5
         bias = np.zeros((heads, keys))
@@ -881,6 +956,8 @@ def _sees(kind: str, query: int, keys: Array) -> Array:
     window = re.fullmatch(r"sliding\((\d+)\)", kind)
     if window:
         return (query - int(window[1]) < keys) & (keys <= query)
+    if reach := re.fullmatch(r"near\((\d+)\)", kind):
+        return abs(keys - query) <= int(reach[1])
     return keys <= query if kind == "causal" else keys >= 0
 
 

@@ -14,3 +14,8 @@ supported, host = CPU.targets, CPU.target
 def best() -> Target:
     """The widest target that this machine runs."""
     return supported()[0]
+
+
+def widths() -> list[Target]:
+    """One target for each width of vectors: those of one width differ in dot products of bytes alone."""
+    return list({t.vector_bytes: t for t in reversed(supported())}.values())[::-1]

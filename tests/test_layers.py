@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
+import re
 from pathlib import Path
 
 import pytest
 
 import rlx
+from rlx.backends.base import backend
+from rlx.ir.registry import LEAF, OPS
+from rlx.lir.loops import SCALAR_OPS
 
 ROOT = Path(rlx.__file__).parent
 # Lowest first; layers of one row do not import each other.
 ROWS = [
-    ["errors", "locks", "cgroups", "host_memory"], ["resources", "dtypes"], ["types"], ["profile", "target", "quant"],
+    ["errors", "locks", "cgroups", "host_memory", "sampling"], ["resources", "dtypes"], ["types"], ["layouts"],
+    ["profile", "target", "quant"],
     ["ir", "formats"], ["ops"], ["hir"], ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["inspect"],
     ["runtime"], ["functional"], ["debug"], ["flow", "hub"], ["models"], ["engine", "train"], ["server"], ["cli"],
     ["__main__"],
 ]  # fmt: skip
 RANK = {layer: rank for rank, row in enumerate(ROWS) for layer in row}
-# Lazy reaches upwards: `Graph.define` and `Graph.hir` give modules, `GraphModule.plan` is for this machine by default.
-ALLOWED = {("ir/graph.py", "rlx.module.GraphModule"), ("module.py", "rlx.backends.base.backend")}
+# Lazy reaches upwards: `Graph.define` and `Graph.hir` give modules, `GraphModule.plan` is for this machine by default,
+# and a layout in the text of a graph is one of the backend that it names.
+ALLOWED = {
+    ("ir/graph.py", "rlx.module.GraphModule"),
+    ("module.py", "rlx.backends.base.backend"),
+    ("layouts.py", "rlx.backends.base.backend"),
+}
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
 
 
@@ -29,12 +39,15 @@ def layer_of(module: str) -> str | None:
     return parts[1] if len(parts) > 1 and parts[0] == "rlx" else None
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def imports(path: Path) -> list[str]:
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
 
 
 def module_name(path: Path) -> str:
@@ -58,11 +71,36 @@ def test_llvmlite_is_imported_only_in_the_cpu_backend() -> None:
     assert {p.relative_to(ROOT).parts[:2] for p in users} == {("backends", "cpu")}
 
 
-def test_a_backend_sees_no_op() -> None:
-    for path in FILES:
-        if path.relative_to(ROOT).parts[0] == "backends":
-            named = [n for n in imports(path) if n.startswith(("rlx.ops", "rlx.ir.registry", "rlx.hir", "rlx.mir"))]
-            assert not named, f"{path.name} imports {named}"
+# Where a backend may know ops: loop forms of its own, and layouts of weights.
+BACKENDS = [p for p in FILES if p.is_relative_to(ROOT / "backends")]
+WITHOUT_OPS = [p for p in BACKENDS if p.relative_to(ROOT).parts[2:3] not in (("forms",), ("packing",))]
+# Names of ops that mean something else in a backend: reductions of LIR, a routine of attention, a label of the driver.
+OTHER_MEANINGS = {"sum", "prod", "softmax", "barrier"}
+
+
+def op_names() -> set[str]:
+    """All but those that scalar expressions of LIR share, and leaves."""
+    rlx.Graph("any")  # declares the ops
+    return {o.name for o in OPS.values() if LEAF not in o.traits} - set(SCALAR_OPS) - OTHER_MEANINGS
+
+
+@pytest.mark.parametrize("path", WITHOUT_OPS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_backend_sees_no_op(path: Path) -> None:
+    named = [n for n in imports(path) if n.startswith(("rlx.ops", "rlx.ir.registry", "rlx.hir", "rlx.mir"))]
+    assert not named, f"{path.name} imports {named}"
+    texts = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
+    assert not texts & op_names(), f"{path.name} names ops"
+
+
+def test_forms_of_a_backend_are_those_of_known_ops() -> None:
+    for name in ("cpu", "toy"):
+        assert set(backend(name).target().forms()) <= set(OPS)
+
+
+def test_the_rest_of_the_package_does_not_import_forms_of_a_backend() -> None:
+    for path in WITHOUT_OPS:
+        inside = [n for n in imports(path) if re.match(r"rlx\.backends\.\w+\.(forms|packing)\b", n)]
+        assert path.name == "targets.py" or not inside, f"{path.name} imports {inside}"
 
 
 # What the rest of rlx may know of backends: the protocol, and the cache folder.
@@ -96,3 +134,24 @@ def test_a_backend_sees_no_other() -> None:
             parts = name.split(".")
             if parts[:2] == ["rlx", "backends"] and len(parts) > 2 and own != "base":
                 assert parts[2] in (own, "base", "cache", "faults", "reports"), f"{path.name} imports {name}"
+
+
+# Names that only the CPU backend has a use for. Caches of keys still say in which place of a block a key is.
+OF_PROCESSORS = re.compile(r"avx\w*|vnni|panels?|lanes?|vector_bytes|tile_rows|tile_vectors|has_fma|has_dot")
+KEYS_IN_BLOCKS = {"ops/cache.py", "lir/forms/attention.py"}
+ELSEWHERE = [p for p in FILES if not p.is_relative_to(ROOT / "backends" / "cpu")]
+
+
+def names(path: Path) -> set[str]:
+    """All names in the code of a file: variables, attributes, parameters, functions and classes."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        fields = (getattr(node, field, None) for field in ("id", "attr", "arg", "name"))
+        found |= {text for text in fields if isinstance(text, str)}
+    return found
+
+
+def test_nobody_else_knows_what_a_processor_is_made_of() -> None:
+    known = {str(p.relative_to(ROOT)): {n for n in names(p) if OF_PROCESSORS.fullmatch(n)} for p in ELSEWHERE}
+    assert {path for path, found in known.items() if found} - {"lir/kernels.py"} == KEYS_IN_BLOCKS
+    assert known["lir/kernels.py"] == {"tile_rows"}  # of the tiles of a matmul by packed weights

@@ -439,7 +439,7 @@ def test_f64_caches_and_packed_weights_are_left_alone() -> None:
     stored = keys.kv_append(new, zero, zero, transposed=True)
     g.set_outputs([wide * 3.0, stored, g.input("x", (2, 32)) @ packed])
     f = compile(g, precision=Precision("bf16"))
-    assert "blocks=q8_0" in f.plan.main_text, "the weights stay packed"
+    assert "interleaved(q8_0" in f.plan.main_text, "the weights stay packed"
     blocks = np.zeros((8, 1), rlx.dtype("q8_0").numpy)
     blocks["d"], blocks["qs"] = 0.1, np.arange(256).reshape(8, 1, 32) % 7
     f.set_params({"packed": blocks})

@@ -26,7 +26,7 @@ from rlx import (
     sym,
 )
 from rlx.errors import BindError, CapabilityError, FormatError, GraphError, ShapeError
-from rlx.lir.custom import forget
+from rlx.lir.forms.custom import forget
 
 
 # -- the seeds' own tests ---------------------------------------------------------------------------------------------

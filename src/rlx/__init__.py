@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from rlx.ir.graph import Graph as Graph
     from rlx.ir.graph import Value as Value
     from rlx.ir.provenance import stage as stage
-    from rlx.lir.custom import op as op
+    from rlx.lir.forms.custom import op as op
     from rlx.mir.report import FusionReport as FusionReport
     from rlx.module import GraphModule as GraphModule
     from rlx.module import GraphStage as GraphStage
@@ -156,7 +156,7 @@ _PUBLIC = {
     "functional": ("rlx.functional", ""),
     "load": ("rlx.engine.model", "load"),
     "load_exported": ("rlx.engine.export", "load_exported"),
-    "op": ("rlx.lir.custom", "op"),
+    "op": ("rlx.lir.forms.custom", "op"),
     "random": ("rlx.functional.random", ""),
     "stage": ("rlx.ir.provenance", "stage"),
     "sym": ("rlx.types", "sym"),

@@ -3,8 +3,9 @@
 A `DType` is one of a fixed set of records; `dtype("f32")`, `dtype(np.float32)` and `dtype("float32")` all give the
 same one. Promotion follows JAX: an int never widens a float, numbers beside arrays are weak, bf16 + f16 is f32.
 
-Packed types (`q4_k`, `q8_0`, ...) store runs of weights along the last axis as blocks of bytes, as GGUF files do. They
-are storage: `dequantise` makes numbers of them, or the kernel that reads them does.
+Packed types (`q4_k`, `q8_0`, ...) store runs of weights along the last axis as blocks of bytes, as GGUF files do. Those
+of `f8e4m3_128` are 8-bit floats behind their scale. They are storage: `dequantise` makes numbers of them, or the kernel
+that reads them does.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def packed_type(name: str, elements: int, fields: list[Any]) -> DType:
 
 
 _F2 = "<f2"
-PACKED = (
+GGUF_PACKED = (  # as GGUF files have them
     packed_type("q4_0", 32, [("d", _F2), ("qs", "u1", 16)]),
     packed_type("q4_1", 32, [("d", _F2), ("m", _F2), ("qs", "u1", 16)]),
     packed_type("q5_0", 32, [("d", _F2), ("qh", "u1", 4), ("qs", "u1", 16)]),
@@ -130,6 +131,10 @@ PACKED = (
     packed_type("mxfp4", 32, [("e", "u1"), ("codes", "u1", 16)]),
     packed_type("nvfp4", 64, [("d", "u1", 4), ("codes", "u1", (4, 8))]),
 )
+# Floats of 8 bits (E4M3 without infinities) behind their scale. Folders of Hugging Face keep both in tensors of their
+# own, with a scale for each rectangle, row or tensor. The longest block first: it spends the least on scales.
+FLOAT8_PACKED = tuple(packed_type(f"f8e4m3_{n}", n, [("d", "<f4"), ("codes", "u1", n)]) for n in (128, 32))
+PACKED = (*GGUF_PACKED, *FLOAT8_PACKED)
 BY_NAME = {d.name: d for d in (*ALL, *PACKED)}
 _BY_NUMPY = {d.numpy: d for d in (*ALL, *PACKED)}
 _LONG_NAMES = {d.numpy.name: d for d in ALL} | {"float": F32, "int": I32}

@@ -16,9 +16,10 @@ from rlx.dtypes import DTypeLike
 from rlx.errors import FusionError, GraphError, RlxError, nearest
 from rlx.hir.lower import lower
 from rlx.ir import registry
-from rlx.ir.graph import Graph, Value
+from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.provenance import stage as provenance
 from rlx.ir.registry import HIR, LEAF, MIR
+from rlx.layouts import Layout
 from rlx.lir import memory
 from rlx.lir.program import ARENA, Program
 from rlx.lir.schedule import schedule
@@ -72,16 +73,15 @@ def plan_lir(graph: Graph, target: Target, profile: CompileProfile) -> LirModule
         hint = "rewrite the graph, or compile without fusion.assert_clean"
         raise FusionError(f"graph {graph.name!r}: {len(missed)} fusions missed", notes=map(str, missed), hint=hint)
     derived = zip(done.derived, done.bind.outputs, strict=True)
-    panels = {n: _layout(o) for n, o in derived if o.node.op in ("pack_panels", "interleave_blocks")}
-    return LirModule(mir, done, schedule(done.main, target, notes=panels), schedule(done.bind, target), target)
+    layouts = {n: _layout(o.node) for n, o in derived if o.node.op == "prepack"}
+    return LirModule(mir, done, schedule(done.main, target, notes=layouts), schedule(done.bind, target), target)
 
 
-def _layout(panels: Value) -> str:
+def _layout(prepack: Node) -> str:
     """How a weight that a matmul kernel reads lies in memory."""
-    source = panels.node.operands[0]
-    assert source is not None
-    kind = f" of {source.dtype}" if source.dtype.is_packed else ""
-    return f"panels({panels.shape[-1]}){kind}"
+    layout, source = prepack.attrs["layout"], prepack.operands[0]
+    assert isinstance(layout, Layout) and source is not None
+    return layout.note(source.type)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------
@@ -286,28 +286,29 @@ class GraphModule:
         return self._open("rms_norm").one("rms_norm", x, gamma, beta, eps=eps, out_shape=out_shape)
 
     def depthwise_conv1d_causal(
-        self, x: Value, weight: Value, left_pad: Value, *, kernel_size: int, out_shape: ShapeLike | None = None
-    ) -> Value:
+        self, x: Value, weight: Value, left_pad: Value, segments: Value | None = None, *, kernel_size: int,
+        out_shape: ShapeLike | None = None,
+    ) -> Value:  # fmt: skip
         """Each channel filtered along the sequence; `left_pad` holds what came before, [batch, kernel_size - 1, C]."""
         graph = self._open("depthwise_conv1d_causal")
         given = {"kernel_size": kernel_size, "out_shape": out_shape}
-        return graph.one("depthwise_conv1d_causal", x, weight, left_pad, **given)
+        return graph.one("depthwise_conv1d_causal", x, weight, left_pad, segments, **given)
 
     def gated_delta_net(
-        self, q: Value, k: Value, v: Value, g: Value, beta: Value, *, state_size: int,
+        self, q: Value, k: Value, v: Value, g: Value, beta: Value, segments: Value | None = None, *, state_size: int,
         out_shape: ShapeLike | None = None,
     ) -> Value:  # fmt: skip
         """Linear attention with a gated delta rule."""
         graph = self._open("gated_delta_net")
-        return graph.one("gated_delta_net", q, k, v, g, beta, state_size=state_size, out_shape=out_shape)
+        return graph.one("gated_delta_net", q, k, v, g, beta, segments, state_size=state_size, out_shape=out_shape)
 
     def gated_delta_net_carry(
-        self, q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, *, state_size: int,
-        out_shape: Any = None,
+        self, q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, segments: Value | None = None, *,
+        state_size: int, out_shape: Any = None,
     ) -> tuple[Value, Value]:  # fmt: skip
         """The same from a carried state; also gives the state after the last token."""
         graph, given = self._open("gated_delta_net_carry"), {"state_size": state_size, "out_shape": out_shape}
-        out, after = graph.apply("gated_delta_net_carry", q, k, v, g, beta, state, **given)
+        out, after = graph.apply("gated_delta_net_carry", q, k, v, g, beta, state, segments, **given)
         return out, after
 
     def dequant_matmul(

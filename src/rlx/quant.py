@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from typing import ClassVar, NamedTuple
 
-from rlx.dtypes import I8, PACKED, U8, DType
+from rlx.dtypes import GGUF_PACKED, I8, U8, DType
 from rlx.errors import GraphError, nearest
 
-_GGUF = {f"gguf_{d.name.replace('_k', 'k')}": d for d in PACKED}  # gguf_q4_0, ..., gguf_q4k, ...
+_GGUF = {f"gguf_{d.name.replace('_k', 'k')}": d for d in GGUF_PACKED}  # gguf_q4_0, ..., gguf_q4k, ...
 _FLOATS = {"fp8e4m3": 8, "fp8e5m2": 8, "nvfp4/16": 4}  # bits of an element
 _BLOCKS = {"int8": 8, "int8a": 8, "int4": 4}
 _BLOCK = re.compile(r"(int8a?|int4)/([1-9]\d{0,8})")

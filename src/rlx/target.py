@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx.dtypes import F32, DType
+from rlx.layouts import WeightLayout
+from rlx.types import TensorType
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,31 +36,30 @@ class KvLayout:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One kind of machine. `tile_rows` × `tile_vectors` is the matmul micro-kernel; a panel is one tile wide."""
+    """One kind of machine, as far as passes and portable forms need to know it."""
 
     name: str
-    arch: str = ""  # of a processor: x86_64 or aarch64
-    vector_bytes: int = 16
-    tile_rows: int = 1
-    tile_vectors: int = 1
-    has_fma: bool = False
-    cpu: str = ""
-    features: str = ""  # LLVM feature string, "" = those of `cpu`
-    has_dot: bool = False  # multiplies bytes and adds four products in one instruction
-    device: str = "cpu"  # the backend that generates code for it
-    prepacks: bool = True  # the matmul kernel reads weights in a layout of its own, made when weights are bound
+    device: str  # the backend that generates code for it
+    prepacks: bool = False  # matmuls want weights in layouts of its own, made when weights are bound
 
     def native(self, dtype: DType) -> DType:
         """The type in which arithmetic on `dtype` is done: floats of fewer than 32 bits are widened on load."""
         return F32 if dtype.is_float and dtype.size < F32.size else dtype
 
-    def lanes(self, element_bytes: int) -> int:
-        """Elements of one vector register."""
-        return self.vector_bytes // element_bytes
+    def span(self, dtype: DType) -> int:
+        """How many elements next to each other go together, as a hint for the grain of loops."""
+        return 16 // dtype.size
 
-    def panel(self, element_bytes: int) -> int:
-        """Columns of a packed weight panel."""
-        return self.lanes(element_bytes) * self.tile_vectors
+    def accumulators(self) -> int:
+        """How many such spans of sums a loop keeps at hand, as a hint."""
+        return 1
+
+    def layout(self, x: DType, w: TensorType, *, rounded: bool = False) -> WeightLayout | None:
+        """The layout that matmuls of x want weights in: numbers [..., k, n], or packed rows [..., n, k].
+
+        `rounded` says that x is 8-bit numbers with a scale per block, as `round_blocks` gives. None: as they are.
+        """
+        return None
 
     @property
     def kv_layout(self) -> KvLayout:

@@ -7,28 +7,19 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
-import gguf
 import golden_encoders
 import numpy as np
 import pytest
-from gguf_writing import finish
 
 from rlx.cli.main import main
-from rlx.cli.verify import _decode_is_prefill, _like_exact, answer_of, check_files, check_products
+from rlx.cli.verify import _decode_is_prefill, _like_exact, answer_of, check_files
 from rlx.engine.generate import Decoder
 from rlx.engine.language import LanguageModel
 from rlx.engine.model import load
-from rlx.formats import TensorFile, open_tensors
 from rlx.hub import catalogue
 from rlx.hub.catalogue import Archive, Entry, File, Piece
-from rlx.ir.registry import packed
-from rlx.lir import linear
-from rlx.lir.block_dots import CODES
-from rlx.profile import CompileProfile, Precision
 
 ASSETS = Path(os.environ.get("RLX_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))
 STORIES = ASSETS / "stories260K"
@@ -49,43 +40,6 @@ def test_a_good_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
         "threads": "ok", "reference": "ok", "transformers": "skipped",
     }  # fmt: skip
     assert "not installed" in out and out.splitlines()[-1] == "6 checks ran, all fine"
-
-
-@pytest.fixture
-def packed_file(tmp_path: Path) -> Iterator[TensorFile]:
-    """Random packed weights, of which some have no kernel for 8-bit activations."""
-    path, rng = tmp_path / "packed.gguf", np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, "llama")
-    for name, shape in {"q4_k": (40, 512), "q8_0": (120, 96), "iq4_nl": (3, 50, 64)}.items():
-        blocks = packed(name, *shape).array(rng)
-        kind = gguf.GGMLQuantizationType[name.upper()]
-        writer.add_tensor(f"{name}.weight", blocks.view(np.uint8).reshape(*shape[:-1], -1), raw_dtype=kind)
-    finish(writer)
-    with open_tensors(path) as file:
-        yield file
-
-
-EIGHT_BITS = CompileProfile(precision=Precision(activations="int8"))
-
-
-def test_packed_products_are_those_of_float64(packed_file: TensorFile) -> None:
-    check = check_products(packed_file, EIGHT_BITS)
-    assert check.ok and "q4_k 512 wide, q8_0 96 wide, iq4_nl 64 wide" in check.detail
-    assert "from NumPy in float64, on numbers that 8 bits hold (0.0001 is allowed)" in check.detail
-
-
-def test_a_wrong_kernel_of_packed_weights_is_found(
-    packed_file: TensorFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The minima of a block's halves are exchanged: texts would still come out, if worse ones."""
-    monkeypatch.setenv("RLX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(linear, "_whole_blocks", linear._whole_blocks.__wrapped__)  # nor the kernels of other tests
-    right = CODES["q4_k"]
-    assert right.minima is not None
-    minima = right.minima
-    monkeypatch.setitem(CODES, "q4_k", replace(right, minima=lambda b: minima(b)[::-1]))
-    check = check_products(packed_file, EIGHT_BITS)
-    assert check.ok is False and "q4_k 512 wide" in check.detail and "q8_0" not in check.detail
 
 
 @needs_stories

@@ -375,7 +375,7 @@ def test_errors_of_a_stream_come_at_once(stories: LanguageModel) -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"device": "cuda"}, CapabilityError, "device 'cuda'"),
+        ({"device": "abacus"}, CapabilityError, "device: 'abacus' is not known"),
         ({"precision": "q4"}, CapabilityError, "precision 'q4'"),
         ({"cache": "q8"}, CapabilityError, "cache 'q8'"),
         ({"context": 0}, RequestError, "context is 0"),

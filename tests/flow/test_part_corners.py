@@ -14,7 +14,6 @@ from rlx.flow.stages import (
     AttnMask,
     BertEncoderLayer,
     ClsTokenPool,
-    Custom,
     DeltaNetLayer,
     FlowStage,
     GatherAdd,
@@ -28,7 +27,7 @@ from rlx.flow.stages import (
     SelfAttnPrefill,
     VitSelfAttn,
 )
-from rlx.flow.stages.encoder import EarlierTokens, NearTokens
+from rlx.flow.stages.encoder import EarlierTokens, attend
 
 Array = np.ndarray[Any, Any]
 BATCH, SEQ, HIDDEN, HEADS, HEAD = 3, 5, 8, 2, 4
@@ -120,15 +119,19 @@ def test_encoder_layers_take_the_masks_of_tokenizers(stage: Any, kind: str) -> N
 @pytest.mark.parametrize("kind", ["f32", "i64", "i32", "u8", "bool"])
 def test_masks_of_steps_and_of_near_tokens_have_any_type(kind: str) -> None:
     mask = MASK.astype(rlx.dtype(kind).numpy)
-    bias = (
-        ModelFlow("f").input("x", X.shape).input("attention_mask", MASK.shape, kind).stage(NearTokens("near", 1))
-        .custom(lambda e, v: e.named("near"))
-    )  # fmt: skip
-    at = np.repeat(np.arange(SEQ, dtype=np.int32)[None], BATCH, 0)
-    found = bias.build().compile("reference").run({"x": X, "attention_mask": mask, "positions": at})[0]
+    flow = ModelFlow("f").input("x", X.shape).input("attention_mask", MASK.shape, kind)
+
+    def near_sums(ctx: Any, value: Any) -> Any:
+        """Each token gives 1 in a column of its own: a column of the result is above 0 for a token that is seen."""
+        zeros = value.reshape(BATCH, SEQ, 1, HIDDEN) * 0.0
+        own = ctx.hir().constant(np.eye(SEQ, HIDDEN, dtype=np.float32).reshape(1, SEQ, 1, HIDDEN))
+        own = own.graph.one("expand", own, shape=(BATCH, SEQ, 1, HIDDEN))
+        return attend(ctx, zeros, zeros, own, "attention_mask", 1)
+
+    found = flow.custom(near_sums).build().compile("reference").run({"x": X, "attention_mask": mask})[0]
     near = np.abs(np.arange(SEQ)[:, None] - np.arange(SEQ)) <= 1
-    np.testing.assert_array_equal(found[:, 0] == 0, near & MASK[:, None])
-    earlier = bias.with_stages((EarlierTokens(), Custom(lambda e, v: e.named("attention_bias"))))
+    np.testing.assert_array_equal(found[..., :SEQ] > 0, near & MASK[:, None] & MASK[:, :, None])
+    earlier = flow.stage(EarlierTokens()).custom(lambda e, v: e.named("attention_bias"))
     found = earlier.build().compile("reference").run({"x": X, "attention_mask": mask})[0]
     np.testing.assert_array_equal(found[:, 0] == 0, np.tri(SEQ, dtype=bool) & MASK[:, None])
 

@@ -40,10 +40,10 @@ def test_a_file_and_a_folder_with_nothing_else_say_the_same(tmp_path: Path, name
     for path in (file, tmp_path):
         with pytest.raises(FormatError) as caught:
             open_tensors(path)
-        assert f"{says}" in str(caught.value) and "is not read" in str(caught.value)
+        assert f"{says}" in str(caught.value) and "rlx does not read it" in str(caught.value)
         hints.append(caught.value.hint)
     assert hints[0] == hints[1] and hints[0]
-    with pytest.raises(FormatError, match="is not read"):
+    with pytest.raises(FormatError, match="rlx does not read it"):
         rlx.load(tmp_path)
 
 

@@ -9,14 +9,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rlx.dtypes import BF16, F16, F32, F64, I8, I16, I32, I64, PACKED, DType
+from rlx.dtypes import BF16, F16, F32, F64, FLOAT8_PACKED, GGUF_PACKED, I8, I16, I32, I64, PACKED, DType
 from rlx.errors import FormatError
 from rlx.formats import grids
 from rlx.formats.quants import BLOCK_TYPES, GGUF_TYPES, dequantise
 from rlx.formats.tensors import F8E4M3, F8E5M2
 
 NO_READER = ("q8_k", "q8_1", "q1_0", "q2_0")  # types that `gguf.quants` does not read
-DECODED = tuple(name for name in BLOCK_TYPES if name not in NO_READER)
+DECODED = tuple(kind.name for kind in GGUF_PACKED if kind.name not in NO_READER)
 # Where a block keeps its f16 scales: random bytes there would be infinities and NaN.
 SCALES = {"q4_1": (0, 2), "q5_1": (0, 2), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2),
           "q6_k": (208,), "tq1_0": (52,), "tq2_0": (64,), "iq1_m": (), "mxfp4": (), "nvfp4": ()}  # fmt: skip
@@ -89,6 +89,21 @@ def test_any_bytes_decode_without_a_warning(name: str) -> None:
         theirs = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(NUMBER[name])).reshape(-1)
     assert np.isnan(ours).any() == (name not in ("mxfp4", "nvfp4"))  # there a code for NaN is a number
     assert np.array_equal(ours, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", FLOAT8_PACKED, ids=str)
+def test_8_bit_floats_are_those_of_ml_dtypes_times_their_scale(kind: DType) -> None:
+    rng = np.random.default_rng(4)
+    blocks = np.empty(1031, kind.numpy)
+    blocks["d"] = rng.standard_normal(1031) * 10.0 ** rng.integers(-40, 30, 1031)
+    blocks["codes"] = rng.integers(0, 256, (1031, kind.block))
+    blocks["codes"][0, :3] = 0x7F, 0xFF, 0x80  # both NaN, and -0
+    with np.errstate(all="ignore"):
+        expected = blocks["codes"].view(ml_dtypes.float8_e4m3fn).astype(np.float32) * blocks["d"][:, None]
+    found = dequantise(blocks, kind, expected.size).reshape(expected.shape)
+    assert np.isnan(found[0, :2]).all() and np.signbit(found[0, 2]) != np.signbit(blocks["d"][0])
+    assert np.array_equal(found, expected, equal_nan=True)
+    assert kind.size == kind.block + 4 and blocks.nbytes == kind.size * 1031
 
 
 def test_q8_k_is_scale_times_byte() -> None:

@@ -49,6 +49,12 @@ def test_every_type_reads(tmp_path: Path, name: str) -> None:
     assert file.dequantised("x").tolist() == values.astype(np.float32).tolist()
 
 
+def test_powers_of_two_read(tmp_path: Path) -> None:
+    file = opened(tmp_path, s_file({"x": s_entry("F8_E8M0", (4,), 0, 4)}, bytes([1, 127, 130, 255])))
+    assert file.array("x").dtype == ml_dtypes.float8_e8m0fnu
+    assert np.array_equal(file.dequantised("x"), np.float32([2.0**-126, 1, 8, np.nan]), equal_nan=True)
+
+
 @pytest.mark.parametrize("name", TYPES)
 def test_what_the_library_of_hugging_face_writes_reads_the_same(tmp_path: Path, name: str) -> None:
     library = pytest.importorskip("safetensors.numpy")

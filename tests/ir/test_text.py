@@ -308,7 +308,7 @@ graph @g mir {
     %2 = const(value=2.0) : f32[]
     %3 = mul(%1, %2) : f32[n, 2]
     return %3
-  }, weights=1, columns=2, packed=true, blocks=none) : f32[n, 2]
+  }, weights=1, columns=2, layout=cpu.panels(64)) : f32[n, 2]
   return %2
 }"""
     )
@@ -350,3 +350,17 @@ def test_wrong_names_of_fixed_params_are_errors(head: str, problem: str) -> None
     text = f'graph @g mir {head} {{\n  %0 = input(name="x") : f32[3]\n  return %0\n}}'
     with pytest.raises(ParseError, match=re.escape(problem)):
         Graph.parse(text)
+
+
+@pytest.mark.parametrize(("kind", "is_refused"), [("bf16", False), ("f16", False), ("f64", True), ("i16", True)])
+def test_a_fused_product_takes_weights_that_are_narrower_than_x(kind: str, is_refused: bool) -> None:
+    g = Graph("g")
+    x, w = g.input("x", ("n", 4)), g.param("w", (4, 2))
+    text = optimise(g.set_outputs([(x @ w).tanh()]), AVX512).main.text()
+    other = text.replace('(name="@0") : f32', f'(name="@0") : {kind}')
+    assert other != text
+    if is_refused:
+        with pytest.raises(ParseError, match=f"fused_matmul: x is f32, the weight {kind}"):
+            Graph.parse(other)
+    else:
+        assert Graph.parse(other).text() == other

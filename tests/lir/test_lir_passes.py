@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from rlx.lir import memory
+from rlx.lir.barriers import place_barriers
 from rlx.lir.merge_launches import merge_launches
 from rlx.lir.program import Program, launch_text
-from rlx.lir.schedule import place_barriers
 from rlx.types import evaluate
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "lir"

@@ -15,8 +15,9 @@ from targets import AVX2, AVX512
 import rlx
 from rlx import Graph
 from rlx.errors import LowerError
+from rlx.lir.barriers import place_barriers
 from rlx.lir.program import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Program
-from rlx.lir.schedule import place_barriers, schedule
+from rlx.lir.schedule import schedule
 from rlx.mir.pipeline import optimise
 
 
@@ -149,7 +150,7 @@ def test_an_op_without_a_loop_form_says_where_it_belongs() -> None:
     g = Graph("g")
     with pytest.raises(LowerError, match="op tanh: has no loop form") as caught:
         schedule(g.set_outputs([g.input("x", (2,)).tanh()]), AVX512)  # not optimised: tanh stands alone
-    assert caught.value.hint == "add it in src/rlx/lir/elementwise.py"
+    assert caught.value.hint == "add it in src/rlx/lir/forms/elementwise.py"
 
 
 # -- text, fingerprints, pickles --------------------------------------------------------------------------------------

@@ -43,17 +43,17 @@ def rnn(leaf: str, length: int = 5) -> rlx.Graph:
 
 def test_weights_of_a_body_are_packed_when_they_are_bound() -> None:
     done = optimise(rnn("param"), AVX512)
-    assert ops(done.bind) == ["transpose", "pack_panels", "pack_panels"]
+    assert ops(done.bind) == ["transpose", "prepack", "prepack"]
     assert ops(done.main) == ["scan"]
     body = only(done.main, "scan").attrs["body"]
     assert ops(body) == ["fused_matmul", "fused_matmul"]
-    assert all(n.attrs["packed"] for n in body.nodes if n.op == "fused_matmul")
+    assert all(n.attrs["layout"] for n in body.nodes if n.op == "fused_matmul")
 
 
 def test_matrices_of_a_run_are_packed_before_the_loop() -> None:
     done = optimise(rnn("input"), AVX512)
     assert not ops(done.bind)
-    assert ops(done.main) == ["transpose", "pack_panels", "pack_panels", "scan"]
+    assert ops(done.main) == ["transpose", "prepack", "prepack", "scan"]
 
 
 def test_what_may_not_run_has_only_its_weights_prepared() -> None:
@@ -66,7 +66,7 @@ def test_what_may_not_run_has_only_its_weights_prepared() -> None:
     looped = g.while_loop(c, more, step, broadcasts=[v, w])
     chosen = g.cond(c.sum() > 1.0, [c, v, w], step, other)
     done = optimise(g.set_outputs([looped, chosen]), AVX512)
-    assert ops(done.bind) == ["region", "pack_panels", "pack_panels"]  # tanh(w), and both packed
+    assert ops(done.bind) == ["region", "prepack", "prepack"]  # tanh(w), and both packed
     loop, branch = only(done.main, "while_loop"), only(done.main, "cond")
     for body in (loop.attrs["body"], branch.attrs["then_body"]):
         assert ops(body) == ["region", "matmul", "fused_matmul"], "tanh(v) stays, and is packed by the matmul"
@@ -86,7 +86,7 @@ def test_what_is_steady_in_two_loops_leaves_both() -> None:
     done = optimise(
         g.set_outputs([g.scan_with_bcasts_and_xs(g.input("c", (2, 8)), [g.param("w", (8, 8))], [], outer, 4)]), AVX512
     )
-    assert ops(done.bind) == ["region", "pack_panels"]
+    assert ops(done.bind) == ["region", "prepack"]
     assert ops(only(done.main, "scan").attrs["body"]) == ["scan"]
 
 

@@ -34,6 +34,7 @@ from rlx.mir.merge_matmuls import merge_gates, merge_matmuls
 from rlx.mir.merge_ropes import merge_ropes
 from rlx.mir.report import FusionReport
 from rlx.mir.unfuse import unfuse
+from rlx.mir.widen_late import widen_late
 from rlx.types import concrete
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "mir"
@@ -50,6 +51,7 @@ PASSES: dict[str, Callable[..., Graph | Hoisted]] = {
     "merge_gates": merge_gates, "merge_matmuls": merge_matmuls, "merge_ropes": merge_ropes, "fuse_norms": fuse_norms,
     "quantise_norms": quantise_norms, "fuse_regions": fuse_regions, "fuse_epilogues": after_regions,
     "hoist_weights": functools.partial(hoist_weights, target=AVX512), "unfuse": unfuse, "expand": expand,
+    "widen_late": widen_late,
     "hoist_weights_as_they_are": functools.partial(hoist_weights, target=replace(AVX512, prepacks=False)),
 }  # fmt: skip
 REPORTS = {

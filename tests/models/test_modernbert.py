@@ -15,6 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 import rlx
 from rlx.errors import CapabilityError, FormatError
+from rlx.lir.kernels import AttentionKernel
+from rlx.models.init import flow_of
 from rlx.models.load import open_checkpoint
 
 SIZES: dict[str, Any] = {
@@ -78,6 +80,19 @@ def test_old_and_new_words_mean_the_same(tmp_path: Path) -> None:
     write(tmp_path)
     transformers = pytest.importorskip("transformers")
     check(tmp_path, transformers.ModernBertModel.from_pretrained(tmp_path, attn_implementation="eager").eval())
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+def test_local_layers_keep_nothing_of_all_pairs_of_tokens(tmp_path: Path) -> None:
+    write(tmp_path)
+    flow = flow_of(tmp_path / "config.json")
+    compiled = flow.build(flow.init(rlx.random.key(0))).compile()
+    report = compiled.memory({"batch": 2, "seq": 150})
+    assert max(buffer.bytes for buffer in report.buffers) < 4 * 2 * 150 * 150
+    kernels = [x.kernel for x in compiled.executable.program.launches if isinstance(x.kernel, AttentionKernel)]
+    assert [(k.window, k.ahead, k.segments) for k in kernels] == [
+        (0, 0, False), (13, 6, True), (13, 6, True), (0, 0, False),
+    ]  # fmt: skip
 
 
 # -- GGUF ------------------------------------------------------------------------------------------------------------

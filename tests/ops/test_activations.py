@@ -12,7 +12,6 @@ from targets import supported
 import rlx
 from rlx.dtypes import DType, dtype
 from rlx.ir.registry import packed
-from rlx.lir.block_dots import CODES
 from rlx.ops.activations import WHOLE
 from rlx.profile import CompileProfile, Precision
 
@@ -45,10 +44,6 @@ def activations(m: int, k: int) -> Array:
 def exact(storage: DType, x: Array, stored: Array) -> Array:
     rounded = ORACLES["round_blocks"](x.astype(np.float64), block=storage.block)
     return rounded @ ORACLES["dequantise"](stored).astype(np.float64).T  # type: ignore[no-any-return]
-
-
-def test_kernels_know_the_types_that_passes_round_for() -> None:
-    assert set(CODES) == set(WHOLE)
 
 
 @EVERY_TYPE

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from sample_graphs import compile_sample, element_types, sample_graph, user_ops
-from targets import supported
+from targets import widths
 
-PLACES = ["reference", *(t.name for t in supported())]
+PLACES = ["reference", *(t.name for t in widths())]
 EVERY_CASE = [(op.name, name) for op in user_ops() for name in element_types(op)]
 
 

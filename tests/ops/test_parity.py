@@ -12,6 +12,7 @@ from oracles import Array
 from targets import supported
 
 import rlx
+from rlx.transforms import vjp
 
 pytestmark = pytest.mark.parity
 
@@ -252,6 +253,32 @@ def test_attention(torch: Any, heads: int, kv_heads: int, dtype: Any, place: str
     for array, options in zip(run(place, build, q, k, v, bias, keep), kinds, strict=True):
         exact = torch.nn.functional.scaled_dot_product_attention(*swapped, enable_gqa=True, **options)
         close(array, exact.transpose(1, 2).contiguous(), 1e-5)
+
+
+@EVERY_PLACE
+@pytest.mark.parametrize("kind", ("segments", "causal+segments", "near(5)+segments", "near(5)"))
+def test_attention_of_packed_sequences(torch: Any, kind: str, place: str) -> None:
+    """Values and gradients against torch with a block-diagonal mask."""
+    tensors = [uniform(2, 90, heads, 32, low=-1, high=1, seed=s) for s, heads in enumerate((4, 2, 2, 4))]
+    ids = np.repeat(np.arange(4, dtype=np.int32), (64, 9, 16, 1))[None].repeat(2, 0)
+    rows, keys = np.arange(90)[:, None], np.arange(90)[None]
+    seen = {"c": keys <= rows, "n": abs(rows - keys) <= 5}.get(kind[0], np.ones((90, 90), bool))
+    seen = seen & (ids[0][:, None] == ids[0]) if "segments" in kind else seen
+
+    graph = rlx.Graph("packed")
+    q, k, v = (graph.input(f"x{i}", t.shape, "f32") for i, t in enumerate(tensors[:3]))
+    segments = graph.input("ids", ids.shape, "i32") if "segments" in kind else None
+    graph.set_outputs([graph.attention(q, k, v, segments, mask_kind=kind)])
+    graph = vjp(graph, ["x0", "x1", "x2"])
+    compiled = rlx.compile(graph, "reference") if place == "reference" else rlx.compile(graph, target=place)
+    given = {f"x{i}": t for i, t in enumerate(tensors[:3])} | ({} if segments is None else {"ids": ids})
+    found = compiled.run(given | {"d_output": tensors[3]})
+    *theirs, weights = (torch.from_numpy(t).transpose(1, 2) for t in tensors)
+    theirs = [t.requires_grad_() for t in theirs]
+    y = torch.nn.functional.scaled_dot_product_attention(*theirs, enable_gqa=True, attn_mask=torch.from_numpy(seen))
+    y.backward(weights)
+    for ours, exact in zip(found, [y.detach(), *(t.grad for t in theirs)], strict=True):
+        close(ours, exact.transpose(1, 2).contiguous(), 1e-5)
 
 
 @EVERY_PLACE

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import rlx
-from rlx.lir.reduce import BLOCK, LONG, STRIP
+from rlx.lir.forms.reduce import BLOCK, LONG, STRIP
 from rlx.transforms import vjp
 
 Array = np.ndarray[Any, Any]

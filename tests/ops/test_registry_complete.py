@@ -15,18 +15,19 @@ from sample_graphs import element_types, sample_graph, samples_of, user_ops
 from targets import AVX512
 
 import rlx
-import rlx.lir.forms
 from rlx.errors import DTypeError, GraphError, LowerError, ShapeError
 from rlx.hir.lower import lower, lowering
 from rlx.ir import registry
 from rlx.ir.registry import CHECKS_DATA, CHECKS_SIZES, COMPOSED, ELEMENTWISE, HIR, LEAF, MIR, OpDef
-from rlx.lir.elementwise import COMPARISONS, scalar_form
+from rlx.lir import forms
+from rlx.lir.forms.elementwise import COMPARISONS, scalar_form
 from rlx.lir.loops import SCALAR_OPS, Check, LoopKernel, statements
 from rlx.lir.schedule import loop_form, schedule
 from rlx.mir.pipeline import optimise
 from rlx.types import parse_type
 
 rlx.Graph("any")  # declares the ops
+forms.load_all()
 ALL_OPS = list(registry.OPS.values())
 EVERY_OP = pytest.mark.parametrize("op", ALL_OPS, ids=str)
 EVERY_USER_OP = pytest.mark.parametrize("op", user_ops(), ids=str)
@@ -112,19 +113,19 @@ def test_forms_are_for_ops_that_exist() -> None:
 
 
 def test_the_loops_of_a_group_come_with_its_file() -> None:
-    """The scheduler imports `lir/<group>.py` for an op, and no other file."""
+    """The scheduler imports `lir/forms/<group>.py` for an op, and no other file."""
     for name in loop_form:
         op, home = registry.OPS[name], loop_form[name].__module__
         if op.is_builtin:
-            own = vars(importlib.import_module(f"rlx.lir.{op.group}"))
+            own = vars(importlib.import_module(f"rlx.lir.forms.{op.group}"))
             assert home == own["__name__"] or own.get(home.rpartition(".")[2]) is sys.modules[home], name
 
 
 def test_every_group_has_a_file_of_meanings_and_a_file_of_loops() -> None:
-    """The grid: `ops/<group>.py` and `lir/<group>.py`."""
+    """The grid: `ops/<group>.py` and `lir/forms/<group>.py`."""
     groups = {op.group for op in ALL_OPS if op.level == MIR and LEAF not in op.traits}
     for group in groups:
-        for package in ("ops", "lir"):
+        for package in ("ops", "lir.forms"):
             assert __import__(f"rlx.{package}.{group}", fromlist=["_"])
 
 
@@ -167,7 +168,7 @@ def test_an_op_is_declared_once() -> None:
 def test_a_missing_rule_says_where_it_belongs() -> None:
     with pytest.raises(LowerError, match="op input: has no loop form") as caught:
         loop_form["input"]
-    assert caught.value.hint == "add it in src/rlx/lir/leaf.py"
+    assert caught.value.hint == "add it in src/rlx/lir/forms/leaf.py"
 
 
 # -- type rules ------------------------------------------------------------------------------------------------------
@@ -206,6 +207,7 @@ LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "eps": 1e-5}
 RANDOM = ("random_bits", "random_uniform", "random_normal")
 LOSSES = (("cross_entropy", ""), ("cross_entropy_grad", "; f32[4]"))
 NUMBERS = "; f32[]; f32[]; f32[]"  # of an optimiser
+SAMPLING = "f32[2, 9]; f32[2]; f32[2]; i32[2]; f32[2]; f32[2]"
 BAD_CALLS = [
     # -- elementwise
     *(bad(op, "i32[3]", DTypeError, f"{op}: takes floats; i32") for op in (*FLOAT_UNARY, "gelu_tanh", "round")),
@@ -234,6 +236,16 @@ BAD_CALLS = [
     bad("topk", "f32[]", ShapeError, "topk: needs an axis; scalar", k=1),
     bad("topk", "bool[5]", DTypeError, "topk: takes numbers; bool", k=1),
     bad("topk", "f32[5]", GraphError, "topk: attribute 'k' is missing"),
+    # -- sampling
+    *(bad("sample_tokens", operands, error, f"sample_tokens: {says}") for operands, error, says in (
+        ("f32[8]; f32[8]; f32[8]; i32[8]; f32[8]; f32[8]", ShapeError, "; [rows, vocab]; f32[8]"),
+        ("i32[2, 9]; f32[2]; f32[2]; i32[2]; f32[2]; f32[2]", DTypeError, "logits; floats; i32[2, 9]"),
+        ("f32[2, 9]; f32[3]; f32[2]; i32[2]; f32[2]; f32[2]", ShapeError, "uniform f32[3]; [2]"),
+        ("f32[2, 9]; f32[2]; f32[2]; f32[2]; f32[2]; f32[2]", DTypeError, "top_k; integers; f32[2]"),
+        (f"{SAMPLING}; i32[2, 2]", ShapeError, "allowed i32[2, 2]; [2, 1]"),
+        (f"{SAMPLING}; i32[2, 1]; i32[2, 5]", GraphError, "history is given; prompt_length is not"),
+        (f"{SAMPLING}; i32[2, 1]; i32[2]; i32[2]; f32[2]; f32[2]; f32[2]", ShapeError, "history; [rows, tokens]"),
+    )),
     # -- scatter
     bad("scatter", "f32[3, 4]; f32[2]; f32[2, 4]", DTypeError, "scatter: indices are integers; f32"),
     bad("scatter", "f32[3, 4]; i32[2]; f32[2, 5]", ShapeError, "scatter: ; f32[2, 5]; [2, 4]"),
@@ -421,6 +433,14 @@ BAD_CALLS = [
          "attention: ; above 0; f32[2, 5, 4, 0]"),
     bad("attention", QKV, GraphError, "attention: mask kind 'casual'", mask_kind="casual"),
     bad("attention", QKV, GraphError, "attention: mask kind 'sliding(0)'", mask_kind="sliding(0)"),
+    bad("attention", QKV, GraphError, "attention: mask kind 'near(-1)'", mask_kind="near(-1)"),
+    bad("attention", QKV, GraphError, "attention: mask kind 'bias+segments'", mask_kind="bias+segments"),
+    bad("attention", QKV, GraphError, "attention: mask kind 'causal+segment'", mask_kind="causal+segment"),
+    bad("attention", QKV, GraphError, "attention: mask kind 'segments' needs a mask operand",
+         mask_kind="causal+segments"),
+    bad("attention", f"{QKV}; i32[2, 7]", ShapeError, "attention: segments are of one sequence; 5 queries, 7 keys",
+         mask_kind="segments"),
+    bad("attention", f"{QKV}; f32[2, 7]", DTypeError, "attention: segment ids are integers; f32", mask_kind="segments"),
     bad("attention", QKV, GraphError, "attention: mask kind 'bias' needs a mask operand", mask_kind="bias"),
     bad("attention", f"{QKV}; bool[2, 7]", GraphError, "attention: mask kind 'causal' takes no mask operand",
          mask_kind="causal"),

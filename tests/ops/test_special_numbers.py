@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from oracles import EXACT, FLOATS, INTEGERS, NUMPY, Array, assert_matches, expected, rounded
 from sample_graphs import user_ops
-from targets import supported
+from targets import widths
 
 import rlx
 from rlx.ir import registry
 from rlx.ir.registry import ELEMENTWISE
 
-PLACES = ["reference", "toy", *(t.name for t in supported())]
+PLACES = ["reference", "toy", *(t.name for t in widths())]
 EVERY_PLACE = pytest.mark.parametrize("place", PLACES)
 EVERY_FLOAT = pytest.mark.parametrize("element_type", FLOATS)
 EVERY_INTEGER = pytest.mark.parametrize("element_type", INTEGERS)

@@ -9,12 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from oracles import EXACT, FLOATS, INTEGERS, NUMPY, Array, assert_matches, expected, magnitude, rounded, tolerance, wide
-from targets import supported
+from targets import widths
 
 import rlx
 from rlx import dtypes
 
-PLACES = ["reference", *(t.name for t in supported())]
+PLACES = ["reference", *(t.name for t in widths())]
 EVERY_PLACE = pytest.mark.parametrize("place", PLACES)
 NAMES = tuple(NUMPY)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from rlx.errors import CapabilityError, nearest
+from rlx.layouts import Layout
 from rlx.locks import Lock
 from rlx.target import Target
 
@@ -270,6 +271,10 @@ class Backend(ABC):
         """All targets that code can be generated for, by name."""
         return {target.name: target for target in self.targets()}
 
+    def layouts(self) -> Mapping[str, type[Layout]]:
+        """The layouts of operands that its targets ask for, by name; graphs have them in their text."""
+        return {}
+
     def target(self, name: str | None = None) -> Target:
         """The target called `name`, or the one to use if nobody asks for one."""
         if name is None:
@@ -284,7 +289,7 @@ class Backend(ABC):
 
     def accepts(self, target: Target) -> bool:
         """Whether programs for a target can be compiled here, also for one that is in no table."""
-        return target.device == self.name and target.arch == self.targets()[0].arch
+        return target.device == self.name
 
     def device_count(self) -> int:
         """How many devices of this kind the machine has."""
@@ -351,8 +356,9 @@ class Backend(ABC):
 
     def target_from(self, record: Mapping[str, Any]) -> Target:
         """The target that `dataclasses.asdict` made a record of, maybe on another machine."""
-        known = {f.name for f in fields(Target)}
-        return Target(**{name: value for name, value in record.items() if name in known})
+        kind = type(self.targets()[0])
+        known = {f.name for f in fields(kind)}
+        return kind(**{name: value for name, value in record.items() if name in known})
 
     def check_runs(self, target: Target, where: str) -> None:  # noqa: B027
         """Raise CapabilityError unless this machine runs code for `target`; `where` is the file it came from."""

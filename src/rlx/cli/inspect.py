@@ -54,7 +54,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument("--past", type=int, help="tokens before them (0; 512 in decode)")
     command.add_argument("--size", action="append", default=[], metavar="NAME=N", help="the size of another symbol")
     command.add_argument("--cache", choices=CACHES, default="auto", help=CACHE_HELP)
-    command.add_argument("--target", help="avx512vnni, avx512, avx2 or baseline (default: the best here)")
+    command.add_argument("--target", help="what to generate code for (default: the best here; `rlx env` lists them)")
     command.add_argument("--built", action="store_true", help="with --level mir: before the passes")
     command.add_argument("--bind", action="store_true", help="the bind program of the weights instead of the main one")
     command.add_argument("--html", type=Path, metavar="FILE", help="all levels side by side as a web page")

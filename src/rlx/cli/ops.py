@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterable, Iterator
 
 import rlx.hir.lower
-import rlx.lir.forms
 from rlx import dtypes
 from rlx.cli.console import UsageError
 from rlx.dtypes import DType
@@ -22,7 +21,8 @@ from rlx.ir import registry
 from rlx.ir.graph import Graph
 from rlx.ir.registry import OpDef, Sample
 from rlx.ir.text import attr_text
-from rlx.lir.elementwise import scalar_form
+from rlx.lir import forms
+from rlx.lir.forms.elementwise import scalar_form
 from rlx.lir.schedule import loop_form
 from rlx.mir.common_forms import common_form
 from rlx.types import TensorType
@@ -97,6 +97,7 @@ def _signature(op: OpDef) -> str:
 
 def cells(op: OpDef) -> dict[str, str]:
     """Where each thing that is known of an op is written."""
+    forms.load_all()
     found = {"declared": op.place, "type rule": registry.place_of(op.rule)}
     if op.reference is not None:
         found["reference"] = registry.place_of(op.reference)

@@ -61,7 +61,8 @@ def logits(checkpoint: Checkpoint, tokens: Sequence[int]) -> Array:
     with _quiet():
         import torch
 
-        model = _from_folder(checkpoint, "AutoModelForCausalLM") if _is_folder(checkpoint) else _from_parts(checkpoint)
+        whole = _is_folder(checkpoint) and checkpoint.config.quantization is None  # else it would be read as bf16
+        model = _from_folder(checkpoint, "AutoModelForCausalLM") if whole else _from_parts(checkpoint)
         with torch.inference_mode():
             found: Array = model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float().numpy()
     return found
@@ -123,6 +124,8 @@ def _from_folder(checkpoint: Checkpoint, kind: str) -> Any:
     import torch
     import transformers
 
+    if checkpoint.config.quantization is not None:
+        raise Unable("transformers reads quantised weights as bf16 where there is no GPU")
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     # f32 whatever the file holds, since that is what rlx computes in
     return getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()

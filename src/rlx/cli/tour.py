@@ -51,7 +51,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--shape", action="append", default=[], metavar="NAME=SIZES", help="such as x=rows,64 or ids=4:i32"
     )
     command.add_argument("--input", action="append", default=[], metavar="NAME", help="a further name that is an input")
-    command.add_argument("--target", help="avx512vnni, avx512, avx2 or baseline (default: the best here)")
+    command.add_argument("--target", help="what to generate code for (default: the best here; `rlx env` lists them)")
     command.add_argument("--lines", type=int, default=16, help="lines of LLVM text and assembly (16)")
     command.add_argument("--svg", metavar="FILE", help="draw the levels side by side instead")
     command.add_argument("--html", metavar="FILE", help="write the levels as a web page instead")

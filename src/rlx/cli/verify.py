@@ -28,13 +28,14 @@ from rlx.engine.kvcache import KvCache
 from rlx.engine.language import LanguageModel
 from rlx.engine.vision import VisionModel
 from rlx.errors import FormatError, RlxError
-from rlx.formats import TensorEntry, TensorFile, open_tensors
+from rlx.formats import TensorEntry, TensorFile
 from rlx.formats.quants import dequantise
 from rlx.formats.tokenizer import Tokenizer
 from rlx.hub.catalogue import find
 from rlx.hub.pull import WEIGHTS, model_folder
 from rlx.hub.store import file_sha256, file_size
 from rlx.ir.graph import Graph
+from rlx.models.load import open_checkpoint
 from rlx.profile import CompileProfile
 from rlx.runtime.session import Session
 
@@ -94,7 +95,7 @@ def checks(name: str) -> Iterator[Check]:
     if checksum.ok is False:
         return
     path = hub.resolve(name, offline=True).path
-    with open_tensors(path) as file:
+    with open_checkpoint(path).file as file:
         yield check_weights(file)
         size = sum(file.entry(n).size for n in file.names)
         packed = any(file.entry(n).storage.is_packed for n in file.names)

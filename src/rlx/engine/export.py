@@ -136,6 +136,7 @@ def _classes(family: Family) -> dict[str, type]:
 
 def _files(tensors: TensorFile) -> Iterator[dict[str, Any]]:
     """The files of the weights, and what tells whether they have changed."""
+    tensors = tensors.stored
     for path in sorted({tensors.entry(name).file for name in tensors.names}):
         found = path.stat()
         yield {"name": path.name, "bytes": found.st_size, "modified": found.st_mtime_ns, "sha256": _sha256(path)}
@@ -215,7 +216,7 @@ def _checkpoint(file: ExportFile, family: Family, records: Mapping[str, Any], mo
     tensors = open_tensors(path)
     factors = tensors.dequantised(_ROPE_FACTORS) if _ROPE_FACTORS in tensors else None
     weights = weights_of(family, config, tensors)
-    return Checkpoint(path, tensors, family, config, weights, tokenizer, factors, others=tuple(file.maps))
+    return Checkpoint(path, weights.file, family, config, weights, tokenizer, factors, others=tuple(file.maps))
 
 
 class _Built(BuiltModel):

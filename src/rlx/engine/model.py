@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, TypeVar
 import numpy as np
 
 import rlx
+from rlx.dtypes import FLOAT8_PACKED
 from rlx.engine.kvcache import CacheStore
 from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, RequestError, nearest
@@ -580,6 +581,7 @@ def class_of(kind: str) -> type[Loaded]:
 def weights_digest(file: TensorFile) -> str:
     """Tells models apart: what their tensors are, and the bytes at both ends of each."""
     found = hashlib.blake2b(digest_size=8)
+    file = file.stored
     for name in file.names:
         entry, raw = file.entry(name), file.array(name).reshape(-1).view(np.uint8)
         found.update(f"{name} {entry.shape} {entry.storage.name}\n".encode())
@@ -649,7 +651,9 @@ def with_precision(profile: CompileProfile, asked: str) -> CompileProfile:
 def auto_cache(checkpoint: Checkpoint, profile: CompileProfile) -> str:
     """What keys and values are kept in where nobody says: half precision where products are rounded more than that."""
     weights = checkpoint.weights
-    packed = any(weights.type(key).dtype.is_packed for key in weights.keys())  # noqa: SIM118  it is no mapping
+    kinds = {weights.type(key).dtype for key in weights.keys()}  # noqa: SIM118  it is no mapping
+    # products by 8-bit floats are those of f32
+    packed = any(kind.is_packed and kind not in FLOAT8_PACKED for kind in kinds)
     return "f16" if packed and profile.precision.activations == "int8" else "f32"
 
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from rlx import sampling
 from rlx.errors import KernelError, RequestError, nearest, shortened
+from rlx.sampling import highest_places
+from rlx.sampling import log_probabilities as log_probabilities
 
 Array = np.ndarray[Any, Any]
-COLDEST = 1e-6  # below it, quotients might overflow, and only equals of the highest are left anyway
-
 MOST = 1e30  # of bias and penalties: what float32 holds even when they come together
 
 # setting -> the least and the most that it may be, and that in words. Nothing within overflows float32.
@@ -165,26 +166,23 @@ class Sampler:
         return token
 
     def _adjusted(self, logits: Array) -> Array:
-        """Bias, then penalties. A repeated token is made less likely whatever its sign, as in arXiv 1909.05858."""
+        """Bias, then penalties."""
         s = self.settings
         result = logits.astype(np.float32)
         tokens, values = self._bias
         result[tokens] += values
-        if self._repeats and self._seen:
-            seen = np.fromiter(self._seen, np.int64, len(self._seen))
-            scores = result[seen]
-            penalty = np.float32(s.repetition_penalty)
-            result[seen] = np.where(scores < 0, scores * penalty, scores / penalty)
-        if self._counts:
-            picked = {t: n for t, n in self._seen.items() if n}
-            counts = np.fromiter(picked.values(), np.float32, len(picked))
-            result[list(picked)] -= counts * np.float32(s.frequency_penalty) + np.float32(s.presence_penalty)
+        if self._seen:
+            seen, counts = (np.fromiter(of, np.int64, len(self._seen)) for of in (self._seen, self._seen.values()))
+            sampling.penalise(
+                result, seen, counts, repetition=s.repetition_penalty, frequency=s.frequency_penalty,
+                presence=s.presence_penalty,
+            )  # fmt: skip
         return result
 
     def _draw(self, adjusted: Array) -> int:
         tokens, weights = candidates(adjusted, self.settings)
         assert self._random is not None
-        at = _place(weights, self._random.random())
+        at = sampling.place(weights, self._random.random())
         return at if tokens is None else int(tokens[at])
 
 
@@ -193,82 +191,7 @@ def candidates(logits: Array, s: Sampling) -> tuple[Array | None, Array]:
     highest = logits.max()
     if not -math.inf < highest < math.inf:
         raise _no_numbers(float(highest))
-    tokens: Array | None = None
-    if 0 < s.top_k < len(logits):
-        tokens = highest_places(logits, s.top_k)  # equals of the last one stay, as in Hugging Face
-        logits = logits[tokens]
-    weights = logits - highest
-    with np.errstate(over="ignore"):  # to -inf: never picked
-        weights /= np.float32(max(s.temperature or 0.0, COLDEST))
-    np.exp(weights, out=weights)
-    if s.top_p < 1:
-        kept = _nucleus(weights, s.top_p)
-        tokens, weights = kept if tokens is None else tokens[kept], weights[kept]
-    if s.min_p:
-        kept = np.flatnonzero(weights >= np.float32(s.min_p))  # the likeliest weighs 1
-        tokens, weights = kept if tokens is None else tokens[kept], weights[kept]
-    return tokens, weights
-
-
-def highest_places(values: Array, count: int) -> Array:
-    """The places of the `count` highest values and of equals of the last of them, in order. Without a full sort.
-
-    Each of the `count` blocks with the highest maxima has a value as high as the least of these maxima, so only values
-    that reach it need a closer look.
-    """
-    if count >= len(values):
-        return np.arange(len(values))
-    near = np.arange(len(values))
-    width = min(len(values) // (4 * count), 64)
-    if width > 1:
-        tops = np.maximum.reduceat(values, near[::width])
-        near = np.flatnonzero(values >= _nth_highest(tops, count))
-    close = values[near]
-    found: Array = near[close >= _nth_highest(close, count)]
-    return found
-
-
-def _nth_highest(values: Array, n: int) -> Any:
-    return np.partition(values, len(values) - n)[len(values) - n]
-
-
-def _nucleus(weights: Array, top_p: float) -> Array:
-    """The places of the fewest tokens that weigh top_p of all; of equals, those with lower ids."""
-    wanted = top_p * float(weights.sum(dtype=np.float64))
-    for count in (256, 4096, len(weights)):  # as a rule few are enough
-        heavy = np.sort(weights[highest_places(weights, count)])[::-1]
-        sums = np.cumsum(heavy, dtype=np.float64)
-        if sums[-1] >= wanted:
-            break
-    needed = min(int(np.searchsorted(sums, wanted)), len(sums) - 1)
-    least = heavy[needed]
-    kept = weights >= least
-    extra = int(np.count_nonzero(kept)) - needed - 1
-    if extra:
-        kept[np.flatnonzero(weights == least)[-extra:]] = False
-    return np.flatnonzero(kept)
-
-
-def _place(weights: Array, part: float) -> int:
-    """Where the running sum of the weights passes this part of the whole: sums of blocks first, then within one."""
-    sums = np.add.reduceat(weights, np.arange(0, len(weights), 256), dtype=np.float64).cumsum()
-    left = part * sums[-1]
-    block = _passes(sums, left)
-    inner = weights[256 * block : 256 * block + 256].cumsum(dtype=np.float64)
-    return 256 * block + _passes(inner, left - (sums[block - 1] if block else 0.0))
-
-
-def _passes(sums: Array, value: float) -> int:
-    """The first place where a running sum is above a value; by rounding it may never be, then where it ends to grow."""
-    at = int(np.searchsorted(sums, value, side="right"))
-    return at if at < len(sums) else int(np.searchsorted(sums, sums[-1]))
-
-
-def log_probabilities(logits: Array) -> Array:
-    """log softmax in float64."""
-    wide = logits.astype(np.float64)
-    wide -= wide.max()
-    return wide - math.log(np.exp(wide).sum())
+    return sampling.candidates(logits, temperature=s.temperature or 0.0, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
 
 
 def most_likely(values: Array, count: int) -> list[int]:

@@ -52,7 +52,7 @@ def save_model(model: Model, path: Path, params: Mapping[str, Any], kind: str | 
             write_gguf(source, names, _folder_of(path) / path.name, kind)
         case ".safetensors":
             with replacing(_folder_of(path) / path.name) as at:
-                write_safetensors(at, _for_safetensors(source.in_format("safetensors", names), kind))
+                write_safetensors(at, _for_safetensors(_tensors(source, names, kind), kind))
         case suffix if is_suffix(suffix) and not path.is_dir():
             raise RequestError(
                 f"save: {path.name!r} ends in {suffix!r}, which is no format that models are saved in",
@@ -93,7 +93,7 @@ def _write_folder(source: Source, names: Sequence[str], folder: Path, kind: str 
     if folder.exists() and not folder.is_dir():
         raise FormatError(f"{folder}: is a file, wanted a folder")
     checkpoint = source.checkpoint
-    tensors = _for_safetensors(source.in_format("safetensors", names), kind)
+    tensors = _for_safetensors(_tensors(source, names, kind), kind)
     folder.mkdir(parents=True, exist_ok=True)
     copied = checkpoint.file.format == "safetensors"
     if copied:
@@ -104,6 +104,8 @@ def _write_folder(source: Source, names: Sequence[str], folder: Path, kind: str 
         _say_type(folder / "config.json", kind)
     if copied and not getattr(checkpoint.config, "tied", True):
         _say_untied(folder / "config.json")
+    if checkpoint.config.quantization is not None:
+        _say_quantization(checkpoint, folder / "config.json", None if kind else tensors)
     with replacing(folder / FILE) as at:
         write_safetensors(at, tensors)
     for other in folder.iterdir():  # shards of what was there before
@@ -112,6 +114,11 @@ def _write_folder(source: Source, names: Sequence[str], folder: Path, kind: str 
     if not copied:
         wanted = replace(checkpoint.config, **_plain(checkpoint.config))
         check_same(checkpoint, wanted, folder)
+
+
+def _tensors(source: Source, names: Sequence[str], kind: str | None) -> dict[str, Tensor]:
+    """Weights with scales of their own are copied as they are, or are one number per element in another type."""
+    return source.in_format("safetensors", names, joined=kind is not None)
 
 
 def _for_safetensors(
@@ -150,6 +157,24 @@ def _say_untied(path: Path) -> None:
     settings = json.loads(path.read_text("utf-8"))
     if settings.get("tie_word_embeddings"):
         _write_json(path, settings | {"tie_word_embeddings": False})
+
+
+def _say_quantization(checkpoint: Checkpoint, path: Path, written: Mapping[str, Any] | None) -> None:
+    """Name the modules whose weights were replaced by plain numbers; with nothing `written` as it was, all are."""
+    settings = json.loads(path.read_text("utf-8"))
+    places = [s for s in (settings, settings.get("text_config")) if s and "quantization_config" in s]
+    file = checkpoint.file
+    for place in places:
+        if written is None:
+            del place["quantization_config"]
+            continue
+        replaced = [n for n in file.names if n in written and not all(part in written for part in file.parts(n))]
+        said = place["quantization_config"]
+        known = said.get("modules_to_not_convert") or said.get("ignored_layers") or []
+        modules = [name.removesuffix(".weight") for name in replaced]
+        if modules:
+            said["modules_to_not_convert"] = [*dict.fromkeys([*known, *modules])]
+    _write_json(path, settings)
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -15,6 +15,7 @@ from rlx.dtypes import F16, F32
 from rlx.engine.save_check import check_same, replacing
 from rlx.engine.save_tensors import FLOATS, Source, Tensor
 from rlx.errors import CapabilityError
+from rlx.formats.quants import GGUF_TYPES
 from rlx.models.config import DecoderConfig
 from rlx.models.load import Checkpoint
 
@@ -33,6 +34,8 @@ def write_gguf(source: Source, names: Sequence[str], path: Path, kind: str | Non
     tensors = source.in_format("gguf", names)
     if kind is not None:
         tensors = {n: t if _stays(n, t) else t.as_type(FLOATS[kind]) for n, t in tensors.items()}
+    known = set(GGUF_TYPES.values())  # 8-bit floats are not among them
+    tensors = {n: t if t.type.dtype in known else t.as_type(F32) for n, t in tensors.items()}
     if not same:
         tensors |= {name: Tensor.of(array) for name, array in rope_tensors(checkpoint).items()}
     with replacing(path) as at:

@@ -66,17 +66,20 @@ class Source:
         weights = self.checkpoint.weights
         return self.given.get(name) or Tensor(weights.type(name), functools.partial(weights.array, name))
 
-    def in_format(self, format: str, names: Sequence[str]) -> dict[str, Tensor]:
-        """All tensors of a file of this format."""
+    def in_format(self, format: str, names: Sequence[str], *, joined: bool = False) -> dict[str, Tensor]:
+        """All tensors of a file of this format; where it has scales apart from weights, `joined` has them as one."""
         file, weights = self.checkpoint.file, self.checkpoint.weights
         if file.format != format:
             return _renamed(
                 self.checkpoint, format, self._arranged(format, {name: self.tensor(name) for name in names})
             )
-        repeated = repeated_head(self.checkpoint)
-        raw = {name: _raw(file, name) for name in file.names if name != repeated}
         changed = self._arranged(format, self._whole(format))
-        return raw | {weights.entry(name).name: tensor for name, tensor in changed.items()}
+        given = {weights.entry(name).name: tensor for name, tensor in changed.items()}
+        repeated, copied = repeated_head(self.checkpoint), file if joined else file.stored
+        dropped = {part for name in given for part in file.parts(name)} - given.keys()
+        if repeated is not None:
+            dropped |= {repeated, *file.parts(repeated)}
+        return {name: _raw(copied, name) for name in copied.names if name not in dropped} | given
 
     def _whole(self, format: str) -> dict[str, Tensor]:
         """The tensors given, and those that a file keeps in one with them."""

@@ -79,7 +79,9 @@ class FlowCtx:
     def load_param(
         self, key: str, transpose: bool = False, *, shape: Sequence[Size] | None = None, init: Any = None
     ) -> Value:
-        """A weight by its key as f32: one param node a tensor, widened or unpacked where the file stores it otherwise.
+        """A weight by its key as f32: one param node per tensor, in the type of the file, then a cast or `dequantise`.
+
+        Neither is computed ahead where a matmul or a gather reads the weight: kernels read what the file stores.
 
         `transpose` turns `[out, in]` into `[in, out]`, as a view. `shape`, if given, is what the value must have (after
         transposing). `init` is what `ModelFlow.init` begins it with: a number, or a function of a key and a shape.

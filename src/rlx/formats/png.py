@@ -237,12 +237,12 @@ def _by_diagonals(kinds: Array, filtered: Array, above: Array) -> Array:
     uses = [np.repeat(_USES[kinds, i], channels) for i in range(4)]
     use_a, use_b, use_c, average = uses
     averages = bool((kinds == AVERAGE).any())
-    lanes = rows * channels
-    byte, one, sign, three = (np.full(lanes, n, np.int16) for n in (255, 1, 15, 3))
-    a, b, c, total, low, high, guess, mask = (np.empty(lanes, np.int16) for _ in range(8))
-    older = before = np.zeros(lanes + channels, np.int16)
+    span = rows * channels
+    byte, one, sign, three = (np.full(span, n, np.int16) for n in (255, 1, 15, 3))
+    a, b, c, total, low, high, guess, mask = (np.empty(span, np.int16) for _ in range(8))
+    older = before = np.zeros(span + channels, np.int16)
     for start in range(0, width + rows, 64):  # steps are copied by the block: side by side they are fast
-        block = steps[start : start + 64].astype(np.int16).reshape(-1, lanes + channels)
+        block = steps[start : start + 64].astype(np.int16).reshape(-1, span + channels)
         for now in block:
             np.bitwise_and(before[channels:], use_a, out=a)
             np.bitwise_and(before[:-channels], use_b, out=b)

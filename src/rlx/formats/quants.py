@@ -1,6 +1,7 @@
-"""Block formats of GGUF: how many elements and bytes a block has, and how its bytes become float32.
+"""Block formats: how many elements and bytes a block has, and how its bytes become float32.
 
-`dequantise` gives the same bits as ggml's reference: widen to f32, then multiply and add in its order.
+`dequantise` gives the same bits as ggml's reference: widen to f32, then multiply and add in its order. Blocks of 8-bit
+floats, which GGUF has not, are widened and multiplied by their scale.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from rlx.dtypes import BF16, F16, F32, F64, I8, I16, I32, I64, PACKED, DType
@@ -282,6 +284,7 @@ def _iq1_m(b: Array, out: Array) -> None:
 
 # -- decoders of codes for single numbers -----------------------------------------------------------------------------
 _IQ4, _FP4 = (np.array(codes, np.float32) for codes in (grids.IQ4, grids.FP4))
+_E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 def _iq4_nl(b: Array, out: Array) -> None:
@@ -307,10 +310,14 @@ def _nvfp4(b: Array, out: Array) -> None:
     _scaled(_FP4[_nibbles(b["codes"])], np.where(b["d"] == 127, np.float32(0), scales), out)
 
 
+def _f8e4m3(b: Array, out: Array) -> None:
+    np.multiply(_E4M3[b["codes"]], _scale(b["d"]), out=out)
+
+
 _DECODERS: dict[str, Callable[[Array, Array], None]] = {
     "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0, "q2_k": _q2_k, "q3_k": _q3_k,
     "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k, "q8_k": _q8_k,
     "q8_1": _q8_0, "q1_0": _q1_0, "q2_0": _q2_0, "tq1_0": _tq1_0, "tq2_0": _tq2_0, "iq1_s": _iq1_s, "iq1_m": _iq1_m,
     "iq2_xxs": _iq2_xxs, "iq2_xs": _iq2_xs, "iq2_s": _iq2_s, "iq3_xxs": _iq3_xxs, "iq3_s": _iq3_s, "iq4_nl": _iq4_nl,
-    "iq4_xs": _iq4_xs, "mxfp4": _mxfp4, "nvfp4": _nvfp4,
+    "iq4_xs": _iq4_xs, "mxfp4": _mxfp4, "nvfp4": _nvfp4, "f8e4m3_128": _f8e4m3, "f8e4m3_32": _f8e4m3,
 }  # fmt: skip

@@ -21,6 +21,7 @@ from rlx.formats.strict_json import MAX_BYTES, parse_json
 from rlx.formats.tensors import (
     F8E4M3,
     F8E5M2,
+    F8E8M0,
     MAX_TENSORS,
     U16,
     U64,
@@ -40,7 +41,7 @@ from rlx.types import TensorType
 INDEX_NAME = "model.safetensors.index.json"
 DTYPES: dict[str, DType] = {
     "BOOL": BOOL, "U8": U8, "I8": I8, "U16": U16, "I16": I16, "U32": U32, "I32": I32, "U64": U64, "I64": I64,
-    "F8_E4M3": F8E4M3, "F8_E5M2": F8E5M2, "F16": F16, "BF16": BF16, "F32": F32, "F64": F64,
+    "F8_E4M3": F8E4M3, "F8_E5M2": F8E5M2, "F8_E8M0": F8E8M0, "F16": F16, "BF16": BF16, "F32": F32, "F64": F64,
 }  # fmt: skip
 _LENGTH = struct.Struct("<Q")
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}

@@ -36,6 +36,7 @@ PathLike = str | os.PathLike[str]
 # Stored in files, but no type of graphs.
 F8E4M3 = DType("f8e4m3", "float", 1, np.dtype(ml_dtypes.float8_e4m3fn))
 F8E5M2 = DType("f8e5m2", "float", 1, np.dtype(ml_dtypes.float8_e5m2))
+F8E8M0 = DType("f8e8m0", "float", 1, np.dtype(ml_dtypes.float8_e8m0fnu))  # powers of two, of scales
 U16 = DType("u16", "uint", 2, np.dtype(np.uint16))
 U64 = DType("u64", "uint", 8, np.dtype(np.uint64))
 
@@ -214,6 +215,15 @@ class TensorFile:
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
+
+    @property
+    def stored(self) -> TensorFile:
+        """The tensors as they lie in the file, where this one joins several into one."""
+        return self
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """The tensors of the stored file that a tensor is made of."""
+        return (name,)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def fused(x: Value, weights: Sequence[Value], others: Sequence[Value], epilogue:
     sums = [body.input(f"acc{i}", (*leading, x.shape[-2], columns), x.dtype) for i in range(len(weights))]
     read = [body.input(f"x{i}", o.shape, o.dtype) for i, o in enumerate(others)]
     body.set_outputs([epilogue(*sums, *read)])
-    attrs = {"body": body, "weights": len(weights), "columns": columns, "packed": False}
+    attrs = {"body": body, "weights": len(weights), "columns": columns}
     return graph.one("fused_matmul", x, *weights, *others, **attrs)
 
 

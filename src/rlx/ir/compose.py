@@ -8,9 +8,19 @@ from typing import Any
 from rlx.dtypes import dtype
 from rlx.errors import LowerError, RlxError
 from rlx.ir import evaluate
-from rlx.ir.graph import Graph, Value
-from rlx.ir.registry import HIR, OpDef, get, result_types
+from rlx.ir.graph import Graph, Node, Value
+from rlx.ir.registry import COMPOSED, HIR, SEGMENTED, OpDef, get, result_types
 from rlx.types import TensorType
+
+
+def has_segments(node: Node) -> bool:
+    """Whether the node has segment ids, without which there are kernels for it."""
+    return SEGMENTED in node.definition.traits and node.operands[-1] is not None
+
+
+def is_composed(node: Node) -> bool:
+    """Whether no kernel knows the node, only the ops that it is written with."""
+    return COMPOSED in node.definition.traits or has_segments(node)
 
 
 def written_out(

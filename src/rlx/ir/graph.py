@@ -25,6 +25,7 @@ from rlx.ir.custom import CustomBuilders
 from rlx.ir.numpy_functions import NumpyFunctions
 from rlx.ir.provenance import Origin, here
 from rlx.ir.quant import QuantBuilders
+from rlx.layouts import Layout
 from rlx.types import Dim, ShapeLike, Size, Symbol, TensorType, as_shape, as_size, symbols_of, tensor
 
 if TYPE_CHECKING:
@@ -670,7 +671,7 @@ def _canonical(op: str, key: str, value: Any) -> Any:
     """An attribute in the form that nodes keep: it has a text, and equal meanings have one form."""
     if key == "dtype":
         return dtype(value)
-    if value is None or isinstance(value, (bool, int, float, str, Dim, DType, Array, Graph)):
+    if value is None or isinstance(value, (bool, int, float, str, Dim, DType, Array, Graph, Layout)):
         return value.item() if isinstance(value, np.generic) else value  # np.float64 is a float
     if isinstance(value, (list, tuple)):  # words in a tuple are sizes: shape=("batch", 4)
         return tuple([as_size(v) if isinstance(v, str) else _canonical(op, key, v) for v in value])

@@ -32,6 +32,7 @@ CONTROL = "control"  # runs graphs that are its attributes: a loop, a branch, a 
 CHECKS_DATA = "checks data"  # run time finds faults in its operands, such as an index outside its axis
 CHECKS_SIZES = "checks sizes"  # run time checks sizes that are not known before
 COMPOSED = "composed"  # no kernel knows it: its decomposition takes its place before anything else
+SEGMENTED = "segmented"  # the same where its last operand, segment ids, is given; without, it has a kernel
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -79,6 +80,8 @@ def _random_blocks(rng: np.random.Generator, storage: DType, shape: tuple[int, .
             blocks["e"] = rng.integers(118, 128, blocks.shape)
         case "nvfp4":
             blocks["d"] = rng.integers(0, 64, blocks["d"].shape)
+        case "f8e4m3_128" | "f8e4m3_32":
+            blocks["codes"] &= 0xF7  # 0x7f and 0xff are NaN
     return blocks
 
 
@@ -251,7 +254,7 @@ def op(
     return declare
 
 
-_DECLARING = (__name__, "rlx.lir.custom")  # modules that declare for others
+_DECLARING = (__name__, "rlx.lir.forms.custom")  # modules that declare for others
 
 
 def _group(module: str | None) -> str:

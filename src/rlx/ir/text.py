@@ -7,7 +7,7 @@
         %0 = input(name="acc0") : f32[seq, 2]
         %1 = tanh(%0) : f32[seq, 2]
         return %1
-      }, weights=1, columns=2, packed=false, blocks=none) : f32[seq, 2]
+      }, weights=1, columns=2, layout=none) : f32[seq, 2]
       return %2
     }
 
@@ -34,6 +34,7 @@ from rlx.errors import GraphError, ParseError, RlxError, nearest, shortened
 from rlx.ir import registry
 from rlx.ir.graph import Array, Graph, Node, Value
 from rlx.ir.provenance import here
+from rlx.layouts import Layout, parse_layout
 from rlx.types import Dim, TensorType, parse_dim, parse_type, split_top
 
 INLINE = 64  # constants up to this many elements print their numbers
@@ -90,7 +91,7 @@ def attr_text(value: Any, *, full: bool = False, pad: str = "") -> str:
             return _array_text(value, full)
         case Graph():
             return graph_text(value, full=full, pad=pad)
-        case int() | float() | DType() | Dim():
+        case int() | float() | DType() | Dim() | Layout():
             return str(value)
         case _:
             raise GraphError(f"attribute {value!r}: has no text")
@@ -133,6 +134,7 @@ _INTEGER = re.compile(r"-?[0-9]{1,999}")
 _FLOAT = re.compile(r"-?(?:inf|nan|[0-9]+(?:\.[0-9]*)?(?:e[-+]?[0-9]+)?)")
 _ENCODED = re.compile(r"(\w+)\[([0-9, ]*)\]:([A-Za-z0-9+/=\s]*)")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
+_LAYOUT = re.compile(r"\w+\.\w+\(")
 _WORDS = {"none": None, "true": True, "false": False}
 
 
@@ -323,6 +325,8 @@ class _Parser:
             return int(text)
         if _FLOAT.fullmatch(text):
             return float(text)
+        if _LAYOUT.match(text):
+            return parse_layout(text)
         return parse_dim(text)
 
     def fail(self, at: int, problem: str, cause: RlxError | None = None) -> NoReturn:

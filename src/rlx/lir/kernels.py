@@ -39,10 +39,10 @@ class TileOperand:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Packed weights of a matmul: what they are, and the kernels (see `lir/blocks.py`) that read them.
+    """Packed weights of a matmul: what they are, and the kernels (see `lir/forms/blocks.py`) that read them.
 
     With `tiles`, sums are of whole numbers: A is words of activations, `unpack` takes weights apart, and tiles of so
-    many rows, the fewest first, multiply what it leaves (see `lir/block_dots.py`).
+    many rows, the fewest first, multiply what it leaves (see `lir/forms/block_dots.py`).
     """
 
     storage: DType
@@ -65,8 +65,9 @@ class MatmulKernel:
     `packed`: B is panels from the weight store, `[panels][k][panel]`, zero-padded to whole panels; else B is any
     strided matrix and each panel is packed into scratch by the call that uses it. Products are added up in the type
     `accumulator`, and so does the epilogue see them. With `blocks`, panels hold packed
-    weights (see `lir/blocks.py`): `unpack` makes numbers of them in scratch, `dots` use them up at once where m is
-    small. With `weights` 2, each panel holds half a panel of each of two matrices, and the epilogue sees both.
+    weights (see `lir/forms/blocks.py`): `unpack` makes numbers of them in scratch, `dots` use them up at once where m
+    is small. With `weights` 2, each panel holds half a panel of each of two matrices, and the epilogue sees both.
+    With `stored`, panels hold floats of that type, which is narrower, and the kernel widens them.
     `turned`: A lies in memory as [batch, k, m], and `a_row` is the step along k; tiles read it where it is.
     `epilogue` is a loop kernel over (rows, columns) of a tile: its first parameter is the tile (rows `panel` apart),
     the others are `tile`; its arguments are `columns` and one row stride an operand. Without one, the only operand
@@ -87,6 +88,7 @@ class MatmulKernel:
     grouped: str = ""
     index: DType = I32  # of groups
     sums: DType | None = None  # of the accumulators, where that is not the type of A and B
+    stored: DType | None = None  # of B, where that is narrower than A
 
     kind = "matmul"
 
@@ -126,6 +128,8 @@ class MatmulKernel:
         text = f"matmul|{self.dtype}|{self.packed}|{self.weights}|{inner}|{self.tile}"
         if self.sums:
             text += f"|sums {self.sums}"
+        if self.stored:
+            text += f"|stored {self.stored}"
         if self.turned:
             text += "|turned"
         if self.grouped:
@@ -150,11 +154,12 @@ class MatmulKernel:
 
     def text(self) -> str:
         b = f"panels of {self.blocks.storage}" if self.blocks else "panels" if self.packed else "rows"
+        stored = self.stored or self.dtype
         pair = ", 2 weights interleaved" if self.weights == 2 else ""
         turned = " turned" if self.turned else ""
         groups = {"": "", "rows": ", a matrix a row", "depth": ", a piece of k a matrix"}[self.grouped]
         sums = f", sums: {self.sums}" if self.sums else ""
-        lines = [f"kernel {self.symbol}(a: {self.dtype}{turned}, b: {self.dtype} {b}{pair}{groups}{sums})"]
+        lines = [f"kernel {self.symbol}(a: {self.dtype}{turned}, b: {stored} {b}{pair}{groups}{sums})"]
         if self.blocks is not None:
             few, many = (", ".join(k.symbol for k in kernels) for kernels in (self.blocks.dots, self.blocks.tiles))
             lines.append(f"  blocks become numbers by {self.blocks.unpack.symbol}, few rows are multiplied by {few}")
@@ -181,6 +186,10 @@ class AttentionKernel:
     token, of row `rows[b]` of the table.
 
     `lse`: also gives the logarithm of the sum of exp(scores) of each row, `[batch][head][q_len]`.
+
+    `ahead`: a sliding window ends that many keys after the position of its row. `segments`: the mask operand holds
+    i32 ids of sequences packed into a batch row, `[batch][k_len]`; of the keys that `mask` shows, a row sees those of
+    its own id. Ids below 0 are padding, which sees nothing.
     """
 
     dtype: DType  # of q and the result, and of k and v unless said: f32, f16, bf16 or f64
@@ -196,6 +205,8 @@ class AttentionKernel:
     cache_dtype: DType | None = None  # of k and v in a cache, where it is not `dtype`
     ring: bool = False
     lse: bool = False
+    ahead: int = 0
+    segments: bool = False
     ragged: bool = False
 
     kind = "attention"
@@ -231,8 +242,10 @@ class AttentionKernel:
 
     @cached_property
     def fingerprint(self) -> str:
-        fields = (f for f in self.__dataclass_fields__ if f != "ragged" or self.ragged)
-        text = "|".join(map(repr, ("attention", *(getattr(self, f) for f in fields), *("pages",) * self.cached)))
+        later = {"ahead": 0, "segments": False, "ragged": False}  # a kernel without them keeps its name
+        fields = {f: getattr(self, f) for f in self.__dataclass_fields__}
+        values = (value for name, value in fields.items() if name not in later or value != later[name])
+        text = "|".join(map(repr, ("attention", *values, *("pages",) * self.cached)))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
@@ -242,6 +255,8 @@ class AttentionKernel:
     def text(self) -> str:
         cap = f", softcap {self.softcap}" if self.softcap else ""
         window = f" {self.window}" if self.mask == "sliding" else ""
+        window += f" to {self.ahead} ahead" if self.ahead else ""
+        window += ", in segments" if self.segments else ""
         operands = f"q, k, v: {self.dtype}"
         if self.cached:
             operands = f"q: {self.dtype}, k, v: {'ring' if self.ring else 'cache'} of {self.cache_dtype or self.dtype}"

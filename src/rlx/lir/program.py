@@ -1,8 +1,8 @@
 """LIR programs: buffers, kernels, launches. Everything a backend needs to run a graph, and readable as text.
 
-Sizes are expressions over run-time symbols; buffer addresses are data. `Program` is target-specific (panel widths) but
-knows no machine code. Launches stand in one list; loops and branches are ranges of it, and `steps` is the walk through
-them.
+Sizes are expressions over run-time symbols; buffer addresses are data. `Program` is target-specific (layouts of
+weights) but knows no machine code. Launches stand in one list; loops and branches are ranges of it, and `steps` is the
+walk through them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Scheduling: MIR nodes become launches of kernels on buffers, in order. Views become strides.
 
-Each op group has its loop forms in `lir/<group>.py`; a form is a function of the scheduler and a node that adds
+Each op group has its loop forms in `lir/forms/<group>.py`; a form is a function of the scheduler and a node that adds
 launches and gives the views of the node's results.
 """
 
@@ -14,33 +14,18 @@ from dataclasses import dataclass, field, replace
 from rlx.dtypes import I64
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import RuleTable
+from rlx.lir.barriers import place_barriers
 from rlx.lir.kernels import Kernel
 from rlx.lir.loops import Arg, Expr, For, Index, Let, Load, LoopKernel, Param, Place, Ref, Stmt, Store
 from rlx.lir.merge_launches import merge_launches
-from rlx.lir.program import (
-    ARENA,
-    CONST,
-    ENTER,
-    INPUT,
-    LAUNCH,
-    LEAVE,
-    NEXT,
-    OUTPUT,
-    TEST,
-    WEIGHT,
-    Assertion,
-    Buffer,
-    Launch,
-    Loop,
-    Program,
-)
-from rlx.lir.views import View, collapse, moving
+from rlx.lir.program import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Assertion, Buffer, Launch, Program
+from rlx.lir.views import View, collapse
 from rlx.mir.independence import independent_symbol
 from rlx.target import Target
 from rlx.types import Size, TensorType
 
 LoopForm = Callable[["Scheduler", Node], Sequence[View]]
-loop_form: RuleTable[LoopForm] = RuleTable("loop form", "src/rlx/lir/{group}.py")
+loop_form: RuleTable[LoopForm] = RuleTable("loop form", "src/rlx/lir/forms/{group}.py")
 
 
 class Scheduler:
@@ -389,108 +374,10 @@ def map_elements(
         builder.launch(scheduler, root, nest.outer, flops=elements)
 
 
-# -- barriers ---------------------------------------------------------------------------------------------------------
-def place_barriers(program: Program) -> None:
-    """A barrier wherever the next launch touches what launches since the last one wrote, or writes what they read.
-
-    Loops and branches stand between barriers, so that it does not matter whether and how often they run.
-    """
-    _Barriers(program).place()
-
-
-@dataclass
-class _Pending:
-    """What launches since the last barrier have touched.
-
-    A carry has two rows of one buffer, of which a step reads one and writes the other: places are (buffer, parity
-    symbol, row). Where there is no symbol, the whole buffer is meant.
-    """
-
-    read: set[tuple[str, str, int]] = field(default_factory=set)
-    written: set[tuple[str, str, int]] = field(default_factory=set)
-
-    def __bool__(self) -> bool:
-        return bool(self.read or self.written)
-
-    def conflicts(self, other: _Pending) -> bool:
-        return _meet(self.written, other.read | other.written) or _meet(self.read, other.written)
-
-    def add(self, other: _Pending) -> None:
-        self.read |= other.read
-        self.written |= other.written
-
-    def after(self, loop: Loop) -> _Pending:
-        """The same places as the next step of a loop sees them: what was the next carry is the carry."""
-
-        def turned(places: set[tuple[str, str, int]]) -> set[tuple[str, str, int]]:
-            return {(b, s, 1 - row if s == loop.parity else row) for b, s, row in places}
-
-        return _Pending(turned(self.read), turned(self.written))
-
-
-def _meet(a: set[tuple[str, str, int]], b: set[tuple[str, str, int]]) -> bool:
-    if {x[0] for x in a}.isdisjoint(y[0] for y in b):
-        return False
-    return any(x[0] == y[0] and (x[1] != y[1] or x[2] == y[2]) for x in a for y in b)
-
-
-class _Barriers:
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.steps = list(program.steps())
-        self.parities = [c.parity for c in program.controls if isinstance(c, Loop)]
-        self.touches = [
-            _Pending(*({self._place(v) for v in launch.views(written=side)} for side in (False, True)))
-            for launch in program.launches
-        ]
-
-    def _place(self, view: View) -> tuple[str, str, int]:
-        for symbol, step in moving(view.offset, self.parities).items():
-            leading = step if isinstance(step, int) else step.terms[0][1]
-            return view.buffer, symbol, 0 if leading > 0 else 1  # what moves forward is read, what moves back written
-        return view.buffer, "", 0
-
-    def place(self) -> None:
-        launches, controls = self.program.launches, self.program.controls
-        pending = _Pending()
-        for number, step in enumerate(self.steps):
-            if step.kind == LAUNCH:
-                touched = self.touches[step.number]
-                if pending.conflicts(touched):
-                    launches[step.number - 1] = replace(launches[step.number - 1], barrier=True)
-                    pending = _Pending()
-                pending.add(touched)
-                continue
-            control = controls[step.number]
-            if step.kind in (ENTER, TEST) and pending:
-                before = self.steps[number - 1].number  # a launch: after anything else nothing is pending
-                launches[before] = replace(launches[before], barrier=True)
-            elif step.kind == NEXT and isinstance(control, Loop):
-                between = control.predicate is not None or self._wraps(number, control, pending)
-                controls[step.number] = replace(control, between=between)
-            elif step.kind == LEAVE and number != len(self.steps) - 1:  # the end of a run is a barrier anyway
-                controls[step.number] = replace(control, barrier=True)
-            pending = _Pending()
-
-    def _wraps(self, number: int, loop: Loop, pending: _Pending) -> bool:
-        """Whether the end of a step meets the beginning of the next."""
-        pending = pending.after(loop)
-        own = self.steps[number].number
-        first = next(i for i, step in enumerate(self.steps) if step.kind == ENTER and step.number == own)
-        for step in self.steps[first + 1 : number]:
-            if step.kind != LAUNCH:
-                return bool(pending)
-            if pending.conflicts(self.touches[step.number]):
-                return True
-            if self.program.launches[step.number].barrier:
-                return False
-        return False
-
-
 def form_of(node: Node) -> LoopForm:
     """The loop form of an op. Those of a group are imported when the first is asked for: most programs need few."""
     if node.op not in loop_form and node.definition.is_builtin:
-        importlib.import_module(f"rlx.lir.{node.definition.group}")
+        importlib.import_module(f"rlx.lir.forms.{node.definition.group}")
     return loop_form[node.op]
 
 

@@ -93,8 +93,9 @@ def _zeros(like: Value, *shape: Size) -> Value:
 
 @common_form("selective_scan_carry")
 def _(
-    x: Value, delta: Value, a: Value, b: Value, c: Value, state: Value, d: Value | None, *, state_size: int
-) -> tuple[Value, Value]:
+    x: Value, delta: Value, a: Value, b: Value, c: Value, state: Value, d: Value | None, _: None = None, *,
+    state_size: int,
+) -> tuple[Value, Value]:  # fmt: skip
     def step(h: Value, rate: Value, x: Value, delta: Value, b: Value, c: Value) -> tuple[Value, Value]:
         dt = delta.reshape(*delta.shape, 1)  # [batch, channels, 1]
         b, c = (t.reshape(t.shape[0], 1, t.shape[1]) for t in (b, c))
@@ -106,14 +107,16 @@ def _(
 
 
 @common_form("selective_scan")
-def _(x: Value, delta: Value, a: Value, b: Value, c: Value, d: Value | None, *, state_size: int) -> Value:
+def _(x: Value, delta: Value, a: Value, b: Value, c: Value, d: Value | None, _: None, *, state_size: int) -> Value:
     start = _zeros(x, x.shape[0], *a.shape)
     y: Value = common_form["selective_scan_carry"](x, delta, a, b, c, start, d, state_size=state_size)[0]
     return y
 
 
 @common_form("gated_delta_net_carry")
-def _(q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, *, state_size: int) -> tuple[Value, Value]:
+def _(
+    q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, _: None = None, *, state_size: int
+) -> tuple[Value, Value]:
     def cell(x: Value) -> Value:
         return x.reshape(*x.shape, 1, 1)
 
@@ -130,14 +133,14 @@ def _(q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, *, stat
 
 
 @common_form("gated_delta_net")
-def _(q: Value, k: Value, v: Value, g: Value, beta: Value, *, state_size: int) -> Value:
+def _(q: Value, k: Value, v: Value, g: Value, beta: Value, _: None, *, state_size: int) -> Value:
     start = _zeros(q, q.shape[0], q.shape[2], state_size, state_size)
     out: Value = common_form["gated_delta_net_carry"](q, k, v, g, beta, start, state_size=state_size)[0]
     return out
 
 
 @common_form("depthwise_conv1d_causal")
-def _(x: Value, weight: Value, left_pad: Value, *, kernel_size: int) -> Value:
+def _(x: Value, weight: Value, left_pad: Value, _: None, *, kernel_size: int) -> Value:
     taps = weight.reshape(weight.shape[0], kernel_size)
     padded = x.graph.one("concatenate", left_pad, x, axis=1)
     seq = x.shape[1]

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlx.errors import CapabilityError, LowerError, nearest
 from rlx.ir import registry
-from rlx.ir.compose import written_out
+from rlx.ir.compose import is_composed, written_out
 from rlx.ir.graph import Graph, Node, Value, attr_key
 from rlx.ir.registry import COMPOSED, CONTROL
 from rlx.ir.rewrite import Rewriter, inline, map_bodies, rebuild
@@ -45,7 +45,7 @@ def expand(graph: Graph, *, dispatch: KernelDispatchConfig = NATIVE) -> Graph:
 
 
 def _comes_apart(node: Node, dispatch: KernelDispatchConfig) -> bool:
-    policy, composed = dispatch.of(node.op), COMPOSED in node.definition.traits
+    policy, composed = dispatch.of(node.op), is_composed(node)
     if composed and policy is KernelDispatchPolicy.FORCE_NATIVE and CONTROL not in node.definition.traits:
         hint = "take it out of kernel_dispatch.force_native_kinds, or use the policy prefer_native"
         raise LowerError(f"op {node.op}: has no kernel of its own, which kernel_dispatch asks for", hint=hint)
@@ -73,7 +73,8 @@ def _expand(graph: Graph, dispatch: KernelDispatchConfig, inside: tuple[Key, ...
         if node.op == "custom_fn":
             body = node.attrs["fwd_body"]
         else:
-            types, form = [None if o is None else o.type for o in node.operands], common_form.get(node.op)
+            types = [None if o is None else o.type for o in node.operands]
+            form = None if is_composed(node) else common_form.get(node.op)
             body = written_out(node.definition, types, node.attrs, form)
         operands = [o for o in rewriter.operands(node) if o is not None]
         return inline(rewriter.graph, _expand(body, dispatch, (*inside, key)), operands, node.origin.by("expand"))

@@ -123,7 +123,7 @@ def _fuse(rewriter: Rewriter, regions: list[Node], value: Value, report: FusionR
     position = read.index(value)
     head = [o for o in matmul.operands if o is not None]
     if matmul.op in ("matmul", "grouped_matmul"):
-        attrs, inner = {"weights": 1, "columns": head[1].shape[-1], "packed": False}, identity(value)
+        attrs, inner = {"weights": 1, "columns": head[1].shape[-1]}, identity(value)
     else:
         attrs, inner = {k: v for k, v in matmul.attrs.items() if k != "body"}, matmul.attrs["body"]
     fused = "fused_matmul" if matmul.op in ("matmul", "fused_matmul") else "fused_grouped"

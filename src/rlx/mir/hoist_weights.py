@@ -1,8 +1,9 @@
 """Weight hoisting: what depends on weights alone moves into the bind program, which runs once when weights are set.
 
 In: one MIR graph. Out: the main graph, in which derived weights are params called `@0`, `@1`, ..., and the bind graph
-that computes them. For a target that prepacks weights, right sides of matmuls are packed into panels there; for others
-matmuls read weights as they are, quantised ones as the blocks of the file.
+that computes them. Right sides of matmuls are packed there into the layout that the target asks for; without one,
+matmuls read weights as they are, quantised ones as the blocks of the file. Narrow weights stay narrow in both cases:
+the matmul widens what it loads.
 """
 
 from __future__ import annotations
@@ -10,13 +11,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from rlx.dtypes import F32, I32, DType
+from rlx.dtypes import F32
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter
+from rlx.layouts import Layout, WeightLayout
 from rlx.mir.bodies import identity
-from rlx.mir.weights import packed_rows, weight_nodes
-from rlx.ops.activations import WHOLE
-from rlx.ops.fused import FOUR, has_panels
+from rlx.mir.weights import packed_rows, stored, weight_nodes
 from rlx.target import Target
 
 
@@ -30,7 +30,7 @@ class Hoisted:
 
 
 def hoist_weights(graph: Graph, target: Target, *, certain: bool = True) -> Hoisted:
-    """Split the graph; matmuls by float matrices that are weights become packed `fused_matmul`s if the target prepacks.
+    """Split the graph; matmuls by weights become `fused_matmul`s with the layout that the target asks for.
 
     Of a body that is not `certain` to run, nothing that can fail leaves it.
     """
@@ -48,9 +48,8 @@ class _Hoister:
         self.derived: list[str] = []
         self.names = (f"@{i}" for i in itertools.count())
         self.outputs: list[Value] = []
-        self.panels: dict[tuple[Value, ...], Value] = {}
-        self.blocks: dict[tuple[tuple[Value, ...], bool], Value] = {}
-        self.words: dict[Value, Value] = {}  # of rounded left sides
+        self.packed: dict[tuple[tuple[Value, ...], Layout], Value] = {}
+        self.lefts: dict[tuple[Value, Layout], Value] = {}  # left sides that are packed
 
     def run(self) -> Hoisted:
         for node in self.graph.nodes:
@@ -64,10 +63,7 @@ class _Hoister:
         return Hoisted(self.main.graph, bind, self.derived)
 
     def _main(self, node: Node) -> None:
-        if node.op == "integer_matmul":
-            results = self._packed_bytes(node) if self.target.prepacks else None
-        else:
-            results = self._matmul_by_weights(node)
+        results = self._matmul_by_weights(node)
         if results is None:
             operands = tuple(None if o is None else self._operand(o) for o in node.operands)
             results = self.main.graph.append(node.op, operands, node.attrs, node.types, node.origin).results
@@ -101,84 +97,58 @@ class _Hoister:
 
     def _matmul_by_weights(self, node: Node) -> tuple[Value, ...] | None:
         """The matmul that reads weights as the target's kernel does; None if the node stays as it is."""
-        if node.op in ("matmul", "grouped_matmul"):
+        if node.op in ("matmul", "grouped_matmul", "integer_matmul"):
             weights, body = 1, identity(node[0])
-        elif node.op in ("fused_matmul", "fused_grouped") and not node.attrs["packed"]:
+        elif node.op in ("fused_matmul", "fused_grouped") and node.attrs["layout"] is None:
             weights, body = node.attrs["weights"], node.attrs["body"]
         else:
             return None
         grouped = node.op in ("grouped_matmul", "fused_grouped")
         x, *rest = (o for o in node.operands if o is not None)
         matrices = rest[:weights]
-        if x.node in self.weights or not all(
-            m.node in self.weights and m.rank == 2 + grouped and m.dtype.is_float for m in matrices
-        ):
+        if x.node in self.weights or not all(m.node in self.weights and m.rank == 2 + grouped for m in matrices):
             return None
-        rows = tuple(r for m in matrices if (r := packed_rows(m)) is not None)
-        in_blocks = len(rows) == weights and x.dtype is F32
-        blocks = rows[0].dtype if in_blocks else None
-        if not self.target.prepacks:
-            if blocks is None:
-                return None
-            left, read = self._operand(x), [self._operand(r) for r in rows]
-        elif blocks is not None and has_panels(blocks):
-            left = self._left(node, x, blocks)
-            read = [self._interleave(node, rows, whole=left.dtype is I32)]
-        else:
-            blocks = None
-            left, read = self._operand(x), [self._pack(node, tuple(matrices))]
+        if not matrices[0].dtype.is_float and node.op != "integer_matmul":
+            return None
+        read, layout = self._weights_to_read(x, matrices)
+        if layout is None and (read[0].dtype is x.dtype or read[0].dtype.is_integer):
+            return None
+        left = self._left(node, x, layout)
+        packed = [self._operand(r) for r in read] if layout is None else [self._prepack(node, tuple(read), layout)]
         others = [self._operand(o) for o in rest[weights:]]
         return self.main.make(
-            node,
-            "fused_grouped" if grouped else "fused_matmul",
-            left,
-            *read,
-            *others,
-            body=body,
-            weights=weights,
-            columns=matrices[0].shape[-1],
-            packed=self.target.prepacks,
-            blocks=blocks,
-        )
-
-    def _packed_bytes(self, node: Node) -> tuple[Value, ...] | None:
-        """A product of bytes: words of four are multiplied at once."""
-        x, w = (o for o in node.operands if o is not None)
-        k = w.shape[0]
-        if w.node not in self.weights or x.node in self.weights or w.rank != 2 or not isinstance(k, int) or k % FOUR:
-            return None
-        if (w,) not in self.panels:
-            width = self.target.panel(I32.size)
-            packed = self.bind.one(node, "pack_bytes", self.bind.values[w], width=width)
-            self.panels[w,] = self._derive(node, packed)
-        return self.main.make(
-            node, "fused_matmul", self._operand(x), self.panels[w,], body=identity(node[0]), weights=1,
-            columns=w.shape[1], packed=True,
+            node, "fused_grouped" if grouped else "fused_matmul", left, *packed, *others,
+            body=body, weights=weights, columns=matrices[0].shape[-1], layout=layout,
         )  # fmt: skip
 
-    def _left(self, like: Node, x: Value, blocks: DType) -> Value:
-        """The left side of a matmul by packed weights: words for kernels of whole numbers, where x was rounded."""
-        if x.node.op != "round_blocks" or blocks.name not in WHOLE or x.node.attrs["block"] != blocks.block:
+    def _weights_to_read(self, x: Value, matrices: list[Value]) -> tuple[list[Value], WeightLayout | None]:
+        """What a matmul reads in place of these matrices (packed rows, or narrower floats), and in which layout."""
+        rows = [r for m in matrices if (r := packed_rows(m)) is not None]
+        if len(rows) == len(matrices) and x.dtype is F32:
+            rounded = x.node.op == "round_blocks" and x.node.attrs["block"] == rows[0].dtype.block
+            layout = self.target.layout(x.dtype, rows[0].type, rounded=rounded)
+            if layout is not None or not self.target.prepacks:
+                return rows, layout
+        narrow = [stored(m) for m in matrices]
+        if len({n.dtype for n in narrow}) == 1 and x.dtype is F32:
+            matrices = narrow
+        return matrices, self.target.layout(x.dtype, matrices[0].type)
+
+    def _left(self, like: Node, x: Value, layout: WeightLayout | None) -> Value:
+        """The left side of a matmul: packed too, if the layout of the weights wants that."""
+        if layout is None or layout.left is None:
             return self._operand(x)
-        if x not in self.words:
-            source = x.node.operands[0]
+        if (x, layout.left) not in self.lefts:
+            source = x.node.operands[0]  # before it was rounded, which packing does
             assert source is not None
-            self.words[x] = self.main.one(like, "activation_blocks", self._operand(source), block=blocks.block)
-        return self.words[x]
+            self.lefts[x, layout.left] = self.main.one(like, "prepack", self._operand(source), layout=layout.left)
+        return self.lefts[x, layout.left]
 
-    def _pack(self, like: Node, matrices: tuple[Value, ...]) -> Value:
-        if matrices not in self.panels:
-            width = self.target.panel(matrices[0].dtype.size)
-            packed = self.bind.one(like, "pack_panels", *(self.bind.values[m] for m in matrices), width=width)
-            self.panels[matrices] = self._derive(like, packed)
-        return self.panels[matrices]
-
-    def _interleave(self, like: Node, rows: tuple[Value, ...], *, whole: bool) -> Value:
-        if (rows, whole) not in self.blocks:
-            attrs = {"width": self.target.panel(F32.size), "lanes": self.target.lanes(F32.size), "whole": whole}
-            packed = self.bind.one(like, "interleave_blocks", *(self.bind.values[r] for r in rows), **attrs)
-            self.blocks[rows, whole] = self._derive(like, packed)
-        return self.blocks[rows, whole]
+    def _prepack(self, like: Node, weights: tuple[Value, ...], layout: WeightLayout) -> Value:
+        if (weights, layout) not in self.packed:
+            packed = self.bind.one(like, "prepack", *(self.bind.values[w] for w in weights), layout=layout)
+            self.packed[weights, layout] = self._derive(like, packed)
+        return self.packed[weights, layout]
 
 
 def _only_needed(graph: Graph) -> Graph:

@@ -84,9 +84,14 @@ def _(node: Node, given: list[bool]) -> bool:
     return given[0] and alike and (not given[1] or node.types[0].rank > 2)
 
 
-@_rule("layer_norm", "rms_norm", "residual_norm", "quantised_norm", "quantise_rows", "activation_blocks")
+@_rule("layer_norm", "rms_norm", "residual_norm", "quantised_norm", "quantise_rows")
 def _(node: Node, given: list[bool]) -> bool:
     return given[0] and node.types[0].rank > 1  # the last axis is not the first
+
+
+@_rule("prepack")
+def _(node: Node, given: list[bool]) -> bool:
+    return node.attrs["layout"].by_rows and node.types[0].rank > 1  # the last axis is not the first
 
 
 @_rule("softmax")

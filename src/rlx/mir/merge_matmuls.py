@@ -16,7 +16,7 @@ from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import DROPPED, Rewriter, rebuild
 from rlx.mir.bodies import extract
 from rlx.mir.report import FusionReport
-from rlx.mir.weights import is_matrix, packed_rows, weight_nodes, weights_first
+from rlx.mir.weights import is_matrix, packed_rows, storage_of, stored, weight_nodes, weights_first
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,6 @@ def merge_gates(graph: Graph, *, report: FusionReport | None = None, certain: bo
             body=body,
             weights=2,
             columns=first.shape[-1],
-            packed=False,
         )
 
     return rebuild(graph, visit, made_by="merge_gates")
@@ -102,17 +101,12 @@ def _find_gate(node: Node, weights: set[Node], users: dict[Value, list[Node]], o
         sides.append(side)
     (m0, chain0), (m1, chain1) = sides
     (x0, w0), (x1, w1) = _pair(m0), _pair(m1)
-    if _storage(w0) is not _storage(w1) or _index(m0) != _index(m1):
+    if storage_of(w0) is not storage_of(w1) or _index(m0) != _index(m1):
         return None
     if m0 is m1 or x0 != x1 or w0.type != w1.type or node.types != m0.types or x0.node in weights:
         return None
     ordered = sorted([*chain0, *chain1], key=lambda n: n.id)
     return Gate(node, (*ordered, node), (m0, m1))
-
-
-def _storage(weight: Value) -> DType:
-    rows = packed_rows(weight)
-    return weight.dtype if rows is None else rows.dtype
 
 
 def _strip(
@@ -147,7 +141,7 @@ def merge_matmuls(graph: Graph, *, report: FusionReport | None = None, certain: 
             continue  # a product of weights may be what the right side of the next one is made of
         x, w = _pair(node)
         if is_matrix(w, weights):
-            groups.setdefault((x, _storage(w)), []).append(_member(node, weights, users, outputs))
+            groups.setdefault((x, storage_of(w)), []).append(_member(node, weights, users, outputs))
     merged = [members for members in groups.values() if len(members) > 1]
     if not merged:
         return graph
@@ -197,10 +191,12 @@ def _merge(rewriter: Rewriter, members: list[Member]) -> dict[Node, Value]:
 
 
 def _side_by_side(rewriter: Rewriter, like: Node, matrices: list[Value]) -> Value:
-    """The columns of all matrices; packed rows are joined as they are."""
+    """The columns of all matrices, which are stored in one type; packed rows and narrow floats are joined as stored."""
     rows = [r for m in matrices if (r := packed_rows(m)) is not None]
     if len(rows) < len(matrices):
-        return rewriter.one(like, "concatenate", *matrices, axis=1)
+        joined = rewriter.one(like, "concatenate", *map(stored, matrices), axis=1)
+        wide = matrices[0].dtype
+        return joined if joined.dtype is wide else rewriter.one(like, "cast", joined, dtype=wide)
     joined = rewriter.one(like, "concatenate", *rows, axis=0)
     return rewriter.one(like, "transpose", rewriter.one(like, "dequantise", joined), axes=(1, 0))
 

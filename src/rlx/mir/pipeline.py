@@ -33,6 +33,7 @@ from rlx.mir.round_activations import round_activations
 from rlx.mir.unfuse import unfuse
 from rlx.mir.unfused import report_unfused
 from rlx.mir.weights import weights_first
+from rlx.mir.widen_late import widen_late
 from rlx.profile import NARROW, CompileProfile, KernelDispatchConfig, Precision
 from rlx.target import Target
 
@@ -87,6 +88,7 @@ def merge(report: FusionReport, target: Target, *, gates: bool, certain: bool = 
     return (
         patches_as_matmuls,
         partial(legalize, target=target),
+        widen_late,
         *((partial(merge_gates, report=report, certain=certain),) if gates else ()),
         partial(merge_matmuls, report=report, certain=certain),
         canonicalize,
@@ -134,7 +136,7 @@ def split(
     graph = optimise_bodies(graph, body)
     merging = merge(report, target, gates=not int8, certain=certain)
     if profile.fusion.skip:
-        merging = (patches_as_matmuls, partial(legalize, target=target))
+        merging = (patches_as_matmuls, partial(legalize, target=target), widen_late)
     passes = (*simplify(), *merging, *((int8_matmuls,) if int8 else ()), dce)
     return hoist_weights(run_passes(graph, chosen(passes, profile), log), target, certain=certain)
 

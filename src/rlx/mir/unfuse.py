@@ -20,7 +20,7 @@ def unfuse(graph: Graph) -> Graph:
 
 def _comes_apart(node: Node) -> bool:
     definition = node.definition
-    return FUSED in definition.traits and definition.decompose is not None and not node.attrs.get("packed", False)
+    return FUSED in definition.traits and definition.decompose is not None and node.attrs.get("layout") is None
 
 
 def _visit(rewriter: Rewriter, node: Node) -> Value | tuple[Value, ...] | None:

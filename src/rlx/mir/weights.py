@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from rlx.dtypes import DType
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import CHECKS_DATA, CHECKS_SIZES, CONTROL
 from rlx.ir.rewrite import Rewriter
@@ -82,6 +83,20 @@ def packed_rows(value: Value) -> Value | None:
     assert inner is not None
     rows = inner.node.operands[0] if inner.node.op == "dequantise" else None
     return rows if rows is not None and rows.dtype.is_packed else None
+
+
+def stored(value: Value) -> Value:
+    """The narrow floats that a weight is widened from, since kernels widen what they load; else the weight itself."""
+    inner = value.node.operands[0] if value.node.op == "cast" else None
+    if inner is None or not (inner.dtype.is_float and value.dtype.is_float):
+        return value
+    return inner if inner.dtype.size == 2 < value.dtype.size else value
+
+
+def storage_of(weight: Value) -> DType:
+    """The type in which the numbers of a matrix are stored: packed, narrow, or as they are computed with."""
+    rows = packed_rows(weight)
+    return stored(weight).dtype if rows is None else rows.dtype
 
 
 def is_matrix(value: Value, weights: set[Node]) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 
 from rlx.flow.weights import Array
 from rlx.formats import TensorEntry, TensorFile
+from rlx.formats.scaled import with_scales
 from rlx.formats.tensors import broken, quoted
 from rlx.models.family import Family, FileWeights
 from rlx.types import TensorType
@@ -110,7 +111,8 @@ Arrangement = Mapping[str, Made | tuple[Made, ...]]
 
 
 def weights_of(family: Family, config: Any, file: TensorFile) -> FileWeights:
-    """The weights of a family's file under the names that its flow asks for."""
+    """The weights of a family's file under the names that its flow asks for, each together with its scales."""
+    file = with_scales(file, config.quantization, str(file.path))
     if family.arrange is None:
         return FileWeights(file, family.weights, config.layers, family.prefixes)
     made = family.arrange(config, file.format)
@@ -159,13 +161,18 @@ class ArrangedWeights(FileWeights):
         shape = first[1].shape
         if (wanted := made.wanted(shape)) is not None:
             raise broken(self.file.path, f"tensor {quoted(first[0])}", expected=wanted, found=f"shape {list(shape)}")
+        if getattr(made, "turned", False) and first[1].dtype.is_packed:  # blocks run along the other axis
+            what = f"tensor {quoted(first[0])}, which is stored transposed"
+            raise broken(self.file.path, what, expected="plain floats", found=first[1].dtype)
         return TensorType(made.shape(shape), first[1].dtype)
 
     def array(self, key: str) -> Array:
         if key not in self.made:
             return super().array(key)
         made = self.made[key]
-        return made.array([super(ArrangedWeights, self).array(name) for name in made.names()])
+        array = made.array([super(ArrangedWeights, self).array(name) for name in made.names()])
+        array.flags.writeable = False  # a copy, or a part of what is read-only: what is derived from it can be shared
+        return array
 
     def entry(self, key: str) -> TensorEntry:
         return super().entry(next(self.made[key].names()) if key in self.made else key)

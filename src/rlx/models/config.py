@@ -17,6 +17,7 @@ import numpy as np
 from rlx.errors import CapabilityError, FormatError
 from rlx.flow.stages import ACTIVATIONS
 from rlx.formats import TensorFile
+from rlx.formats.scaled import read_quantization
 from rlx.formats.tensors import quoted
 from rlx.locks import cached_property
 from rlx.models.rope import Rope, is_number
@@ -48,8 +49,7 @@ class ModelConfig:
 
     # Settings that are no fields: the values with which a model computes what its family computes.
     HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "quantization_config": (None,),
-        "compression_config": (None,),
+        "compression_config": (None,),  # of compressed-tensors, in older files
         "partial_rotary_factor": (None, 1),
     }
     GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -59,6 +59,9 @@ class ModelConfig:
     initializer_range: float = dataclasses.field(
         default=0.02, kw_only=True, metadata={"gguf": None, "hf": "initializer_range", "range": (0, 0)}
     )  # the deviation of weights that are not trained yet
+    quantization: Mapping[str, Any] | None = dataclasses.field(
+        default=None, kw_only=True, metadata={"gguf": None, "hf": "quantization_config", "range": (0, 0)}
+    )  # how a folder stores its weights (`formats/scaled.py`); GGUF's tensors say it themselves
 
     def check(self, where: str) -> None:
         """Raise FormatError for sizes that do not go together, CapabilityError for what the family cannot do."""
@@ -115,6 +118,8 @@ def _read(kind: type[Config], style: str, lookup: Callable[[str], Any], where: s
         else:
             values[field.name] = _typed(found, type_, field.metadata["range"], f"{where}: {place}")
     config = kind(**values)
+    if config.quantization is not None:
+        read_quantization(config.quantization, where)
     config.check(where)
     return config
 
@@ -170,8 +175,8 @@ def text_settings(settings: Mapping[str, Any], where: str, usual: Mapping[str, A
     text = settings["text_config"]
     if not isinstance(text, Mapping):
         raise FormatError(f"{where}: text_config: expected an object, found {quoted(text)}")
-    whole = {name: settings[name] for name in ("tie_word_embeddings", "quantization_config") if name in settings}
-    return {**(usual or {}), **text, **whole}
+    tied = {"tie_word_embeddings": settings["tie_word_embeddings"]} if "tie_word_embeddings" in settings else {}
+    return {**(usual or {}), **text, **tied}
 
 
 def check_activation(where: str, name: str) -> None:

@@ -11,11 +11,11 @@ from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.side import SideOutputs
 from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, RmsNorm
-from rlx.flow.stages.encoder import NearTokens, attend
+from rlx.flow.stages.encoder import attend
 from rlx.formats import TensorFile
 from rlx.ir.graph import Value
 from rlx.models import gemma
-from rlx.models.config import FULL, MAX_POSITIONS, SLIDING, key
+from rlx.models.config import MAX_POSITIONS, key
 from rlx.models.family import family
 from rlx.models.rope import rope_stage
 from rlx.ops.attention import MaskKind
@@ -47,7 +47,7 @@ class Config(gemma.Config3):
 class EmbeddingGemmaLayer(GemmaDecoder):
     """A layer of Gemma 3 that looks both ways, without a cache."""
 
-    near: bool = False
+    reach: int | None = None  # how far a token sees to each side; None: all tokens
     layer_idx: int | None = field(init=False, default=None)  # these four have no meaning here
     mask: str = field(init=False, default=MaskKind.NONE)
     attn_logit_softcap: float | None = field(init=False, default=None)
@@ -57,8 +57,7 @@ class EmbeddingGemmaLayer(GemmaDecoder):
         heads = self.self_attention()
         queries, keys = (heads.turned(ctx, heads.project(ctx, x, which)) for which in "qk")
         found = attend(
-            ctx, queries, keys, heads.project(ctx, x, "v"), "attention_mask", SLIDING if self.near else FULL,
-            self.score_scale,
+            ctx, queries, keys, heads.project(ctx, x, "v"), "attention_mask", self.reach, self.score_scale
         )  # fmt: skip
         return self.projected(ctx, found, x.shape[-1])
 
@@ -70,20 +69,21 @@ def looks_both_ways(settings: Mapping[str, Any]) -> bool:
 @family("embeddinggemma", kind="encoder", gguf=["gemma-embedding"], hf=["gemma3_text"], config=Config,
         weights=gemma.WEIGHTS3, settings=gemma.by_layer_kind, reads=looks_both_ways)  # fmt: skip
 def embeddinggemma(c: Config) -> ModelFlow:
-    near = [c.window(i) is not None for i in range(c.layers)]
+    near, reach = [c.window(i) is not None for i in range(c.layers)], (c.sliding_window or 0) // 2
 
     def layer(i: int) -> FlowStage:
         return EmbeddingGemmaLayer(
             f"model.layers.{i}", c.heads, c.kv_heads, c.head_dim, c.eps, style=c.STYLE, score_scale=c.score_scale,
             unit_offset=c.unit_offset, rope="rope.local" if near[i] else "rope", intermediate_size=c.ffn,
-            activation=c.activation, near=near[i], attention_bias=c.attention_bias, output_bias=c.attention_bias,
+            activation=c.activation, reach=reach if near[i] else None, attention_bias=c.attention_bias,
+            output_bias=c.attention_bias,
         )  # fmt: skip
 
     norm = GemmaRmsNorm if c.unit_offset else RmsNorm
     local = rope_stage(c.local_rope, c.context, name="rope.local")
     return (
         ModelFlow("embeddinggemma").input("tokens", (sym.BATCH, sym.SEQ), "i32")
-        .when(any(near), lambda flow: flow.stage(local).stage(NearTokens(SLIDING, (c.sliding_window or 0) // 2)))
+        .when(any(near), lambda flow: flow.stage(local).input("positions", (sym.BATCH, sym.SEQ), "i32"))
         .stage(rope_stage(c.rope, c.context)).token_embed(shape=(c.vocab, c.dim)).embed_scale(c.dim)
         .repeat_layers(c.layers, layer).stage(norm("model.norm.weight", c.eps))
     )  # fmt: skip

@@ -32,10 +32,12 @@ import rlx.models.qwen3_next
 import rlx.models.roberta
 import rlx.models.siglip
 import rlx.models.vit  # noqa: F401  declares the family
+from rlx.dtypes import FLOAT8_PACKED
 from rlx.errors import CapabilityError, FormatError
 from rlx.flow.weights import Array
 from rlx.formats import TensorFile, open_tensors
 from rlx.formats.mapped import FileMap
+from rlx.formats.scaled import INSTEAD, METHODS, ScaledFile
 from rlx.formats.strict_json import parse_json
 from rlx.formats.tensors import broken, open_bytes, quoted
 from rlx.formats.tokenizer import Tokenizer
@@ -52,6 +54,7 @@ _NOT_WEIGHTS = re.compile(
     r"|dense_[23]\.weight|(model\.)?(vision_tower|visual|multi_modal_projector)\..*"
 )
 _LAYER = re.compile(r"\.([0-9]{1,9})\.")
+_OF_FILES = ("quantization_config", "compression_config")  # speak of all weights, also beside the settings of a part
 HEAD = "lm_head.weight"
 COMPARED_BYTES = 1 << 22  # of each of two tensors at a time
 
@@ -141,7 +144,19 @@ def _from_hf(
     weights = weights_of(family, config, file)
     if embedders.is_for_vectors(family, Path(where).parent):
         family = FAMILIES[family.name + embedders.SUFFIX]
-    return _checked(_with_own_head(Checkpoint(path, file, family, config, weights, tokenizer)))
+    notes = _widened(weights.file)
+    return _checked(_with_own_head(Checkpoint(path, weights.file, family, config, weights, tokenizer, notes=notes)))
+
+
+def _widened(file: TensorFile) -> tuple[str, ...]:
+    """What to say where packed weights are read as f32."""
+    names = file.widened if isinstance(file, ScaledFile) else ()
+    if not names:
+        return ()
+    least = min(kind.block for kind in FLOAT8_PACKED)
+    first = f"{quoted(names[0])} {list(file.entry(names[0]).shape)}"
+    why = f"the rows or scales of {first} are not whole blocks of {least}"
+    return (f"{len(names)} weights of 8-bit floats take the memory of f32: {why}",)
 
 
 def _with_own_head(checkpoint: Checkpoint) -> Checkpoint:
@@ -195,7 +210,8 @@ def read_config(settings: Mapping[str, Any], where: str, known: Mapping[str, Any
         raise FormatError(f"{where}: expected a model_type, found {quoted(kind)}")
     family = find(kind, "hf", settings)
     if family.settings is not None:
-        settings = family.settings(settings, where)
+        stored = {name: settings[name] for name in _OF_FILES if name in settings}
+        settings = {**family.settings(settings, where), **stored}
     if issubclass(family.config, configs.DecoderConfig):
         settings = {**settings, **scaling_of_hf(settings, where)}
     return family, configs.from_hf(family.config, settings, where, known)
@@ -236,7 +252,7 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
         ours = next((names[p] for p in spellings if p in names), None)
         if ours is None:
             if gguf or pattern.split(".")[0] in roots:
-                raise _unused(file, name, f"a {family.name} model has no such weight")
+                raise _unused(file, name, f"a {family.name} model has no such weight", _foreign_quantization(name))
         elif ours in left_out:
             raise _unused(file, name, "the configuration leaves it out")
         elif layer is not None and int(layer[1]) >= config.layers:
@@ -255,8 +271,15 @@ def _plain(name: str, family: Family) -> str:
     return re.sub(r"\bgamma$", "weight", re.sub(r"\bbeta$", "bias", name))
 
 
-def _unused(file: TensorFile, name: str, why: str) -> CapabilityError:
-    return CapabilityError(f"{file.path}: tensor {quoted(name)} would not be used: {why}")
+def _unused(file: TensorFile, name: str, why: str, hint: str | None = None) -> CapabilityError:
+    return CapabilityError(f"{file.path}: tensor {quoted(name)} would not be used: {why}", hint=hint)
+
+
+def _foreign_quantization(name: str) -> str | None:
+    """A hint for tensors of AWQ and GPTQ, whose folders may say nothing of it in config.json."""
+    if not name.endswith((".qweight", ".qzeros", ".g_idx")):
+        return None
+    return f"a weight of AWQ or GPTQ, which are not supported: {INSTEAD.format(', '.join(METHODS))}"
 
 
 # -- files beside the weights ----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from rlx.errors import FormatError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, LayerNorm
-from rlx.flow.stages.encoder import NearTokens, attend, split_qkv, turned
+from rlx.flow.stages.encoder import attend, split_qkv, turned
 from rlx.flow.stages.ffn import activate, linear
 from rlx.flow.state import FlowValue
 from rlx.formats.tensors import quoted
@@ -106,8 +106,9 @@ def modernbert(c: Config) -> ModelFlow:
 
     return (
         ModelFlow("modernbert").input("tokens", (sym.BATCH, sym.SEQ), "i32")
+        .input("positions", (sym.BATCH, sym.SEQ), "i32")
         .token_embed("embeddings.tok_embeddings.weight", shape=(c.vocab, c.dim))
-        .stage(norm(c, "embeddings.norm")).stage(NearTokens(SLIDING, c.window // 2))
+        .stage(norm(c, "embeddings.norm"))
         .when(any(near), lambda flow: turning(flow, c.local_rope, LOCAL))
         .when(not all(near), lambda flow: turning(flow, c.global_rope, GLOBAL))
         .repeat_layers(c.layers, lambda i: ModernBertLayer(c, i, near[i])).stage(norm(c, "final_norm"))
@@ -141,7 +142,7 @@ class ModernBertLayer(FlowStage):
         qkv = self.dense(ctx, x, "attn.Wqkv", 3 * c.dim, c.attention_bias)
         q, k, v = split_qkv(qkv, c.heads, c.head_dim)
         q, k = turned(ctx, "ModernBertLayer", q, k, rope=LOCAL if self.near else GLOBAL)
-        out = attend(ctx, q, k, v, "attention_mask", SLIDING if self.near else FULL)
+        out = attend(ctx, q, k, v, "attention_mask", c.window // 2 if self.near else None)
         return self.dense(ctx, out, "attn.Wo", c.dim, c.attention_bias)
 
     def ffn(self, ctx: FlowCtx, x: Value) -> Value:

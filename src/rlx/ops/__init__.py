@@ -20,6 +20,7 @@ from rlx.ops import quant as quant
 from rlx.ops import random as random
 from rlx.ops import reduce as reduce
 from rlx.ops import remat as remat
+from rlx.ops import sampling as sampling
 from rlx.ops import sequence as sequence
 from rlx.ops import shape as shape
 from rlx.ops import update as update

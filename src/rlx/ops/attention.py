@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlx.errors import DTypeError, GraphError, ShapeError
-from rlx.ir.registry import Sample, Spec, boolean, f32, op, sample
+from rlx.ir.registry import Sample, Spec, boolean, f32, i32, op, sample
 from rlx.types import TensorType, require_equal
 
 
 class MaskKind:
-    """Which keys a query sees: NONE (all), CAUSAL, sliding(w), CUSTOM ([batch, keys] mask), BIAS (added to scores)."""
+    """Which keys a query sees.
+
+    NONE (all), CAUSAL, sliding(w), near(r), CUSTOM ([batch, keys] mask), BIAS (added to scores), SEGMENTS (those of
+    its own sequence, by [batch, seq] ids), and segments(kind), which sees what both kinds show.
+    """
 
     NONE = "none"
     CAUSAL = "causal"
     CUSTOM = "custom"
     BIAS = "bias"
+    SEGMENTS = "segments"
 
     @staticmethod
     def sliding(window: int) -> str:
@@ -28,28 +34,75 @@ class MaskKind:
             raise GraphError(f"MaskKind.sliding: a window has at least one key, found {window}")
         return f"sliding({window})"
 
+    @staticmethod
+    def near(reach: int) -> str:
+        """The keys at most `reach` positions before or after the query."""
+        if reach < 0:
+            raise GraphError(f"MaskKind.near: the reach is at least 0, found {reach}")
+        return f"near({reach})"
+
+    @staticmethod
+    def segments(kind: str = NONE) -> str:
+        """What `kind` (NONE, CAUSAL, sliding(w) or near(r)) shows of the query's own segment."""
+        combined = MaskKind.SEGMENTS if kind == MaskKind.NONE else f"{kind}+{MaskKind.SEGMENTS}"
+        parse_mask(combined)
+        return combined
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """A mask kind taken apart: `name` is none, causal, sliding, near, custom or bias."""
+
+    name: str
+    window: int = 0  # keys that a query sees at most, of sliding and near
+    ahead: int = 0  # how many of them come after the query
+    segments: bool = False
+
+    @property
+    def limited(self) -> bool:
+        """Whether the position of a query says which keys it sees."""
+        return self.name in ("causal", "sliding", "near")
+
+    @property
+    def takes_operand(self) -> bool:
+        return self.segments or self.name in ("custom", "bias")
+
+
+def parse_mask(kind: str) -> Mask:
+    """The parts of a mask kind."""
+    name, plus, rest = kind.partition("+")
+    if name == MaskKind.SEGMENTS and not plus:
+        return Mask("none", segments=True)
+    segments = bool(plus) and rest == MaskKind.SEGMENTS
+    if not plus or segments:
+        if sliding := re.fullmatch(r"sliding\(0*([1-9]\d*)\)", name):
+            return Mask("sliding", int(sliding[1]), segments=segments)
+        if near := re.fullmatch(r"near\((\d+)\)", name):
+            reach = int(near[1])
+            return Mask("near", 2 * reach + 1, reach, segments)
+        if name == "causal" or (name in ("none", "custom", "bias") and not segments):
+            return Mask(name, segments=segments)
+    hint = "use MaskKind.NONE, CAUSAL, CUSTOM, BIAS, SEGMENTS, sliding(w), near(r), or segments(kind)"
+    raise GraphError(f"attention: mask kind {kind!r} is not known", hint=hint)
+
 
 def split_mask(kind: str) -> tuple[str, int]:
-    """The name of a mask kind and its window (0 where it has none)."""
-    sliding = re.fullmatch(r"sliding\(0*([1-9]\d*)\)", kind)
-    if sliding:
-        return "sliding", int(sliding[1])
-    if kind not in ("none", "causal", "custom", "bias"):
-        hint = "use MaskKind.NONE, CAUSAL, CUSTOM, BIAS, sliding(w)"
-        raise GraphError(f"attention: mask kind {kind!r} is not known", hint=hint)
-    return kind, 0
+    """The name of a mask kind, with `+segments` where it has them, and its window (0 where it has none)."""
+    mask = parse_mask(kind)
+    return mask.name + "+segments" * mask.segments, mask.window
 
 
 def visible(kind: str, q_len: int, k_len: int) -> Any:
-    """[q_len, k_len] truth values for the kinds that need no operand; queries and keys end at the same position."""
-    name, window = split_mask(kind)
-    rows = np.arange(q_len)[:, None] + (k_len - q_len)
+    """[q_len, k_len]: which keys a query sees by its position; queries and keys end at the same one."""
+    mask = parse_mask(kind)
+    rows = np.arange(q_len)[:, None] + (k_len - q_len) + mask.ahead
     keys = np.arange(k_len)[None, :]
-    if name == "causal":
-        return keys <= rows
-    if name == "sliding":
-        return (keys <= rows) & (keys > rows - window)
-    return np.ones((q_len, k_len), bool)
+    seen = np.ones((q_len, k_len), bool)
+    if mask.limited:
+        seen &= keys <= rows
+    if mask.window:
+        seen &= keys > rows - mask.window
+    return seen
 
 
 def _scores(
@@ -62,6 +115,9 @@ def _scores(
         bent = np.tanh(scores / softcap)
         scores, slope = softcap * bent, factor * (1 - bent * bent)
     seen = np.broadcast_to(visible(mask_kind, q.shape[1], k.shape[1]), scores.shape)
+    if parse_mask(mask_kind).segments:
+        ids = mask[:, None, :, None]  # of queries, and of keys
+        seen = seen & (ids >= 0) & (ids == mask[:, None, None, :])
     if mask_kind == "custom":
         keep = mask if mask.dtype == bool else mask >= 0.5
         seen = seen & keep[:, None, None, :]
@@ -124,6 +180,10 @@ def _heads(batch: int, q: int, k: int, heads: int, kv: int, dim: int) -> tuple[S
         sample(*_heads(2, 9, 66, 4, 2, 16), f32(2, 4, 9, 66), mask_kind="bias"),
         sample(*_heads(2, 5, 7, 4, 2, 16), f32(1, 1, 5, 7), mask_kind="bias", softcap=2.0),
         sample(*_heads(1, 8, 8, 2, 2, 80), mask_kind="causal", scale=0.3, softcap=5.0),
+        sample(*_heads(1, 20, 150, 2, 1, 20), mask_kind="near(9)"),
+        sample(*_heads(2, 70, 70, 4, 2, 16), i32(2, 70, low=-1, high=3), mask_kind="segments"),
+        sample(*_heads(1, 9, 9, 2, 2, 8), i32(1, 9, low=-1, high=2), mask_kind="causal+segments", softcap=5.0),
+        sample(*_heads(1, 9, 9, 2, 1, 8), i32(1, 9, low=0, high=2), mask_kind="near(2)+segments"),
     ],
 )  # fmt: skip
 def attention(
@@ -142,8 +202,11 @@ def attention(
 
     `q` is [batch, seq, heads, head_dim], `k` and `v` are [batch, keys, kv_heads, ...], heads a multiple of kv_heads.
     Queries and keys end at the same position. A `custom` mask is [batch, keys]: true or >= 0.5 keeps a key; a `bias`
-    [batch, heads, seq, keys] (1 broadcasts) is added to the scores. The scale is 1/√head_dim unless given. A query
-    that sees no key gets zeros. `num_heads` and `head_dim` only check the shapes.
+    [batch, heads, seq, keys] (1 broadcasts) is added to the scores. With `segments`, alone or as in `causal+segments`,
+    the mask holds ids [batch, seq], integers in the range of i32, of sequences packed into a row: a query sees keys of
+    its own id; ids below 0 are padding, which sees nothing and is not seen. `near(r)` shows r keys on each side. The
+    scale is 1/√head_dim unless given. A query that sees no key gets zeros. `num_heads` and `head_dim` only check the
+    shapes.
     """
     result = _check("attention", q, k, v, mask, mask_kind, softcap)
     if num_heads not in (None, q.shape[2]) or head_dim not in (None, q.shape[3]):
@@ -157,6 +220,9 @@ _SAMPLES = [
     sample(*_heads(2, 9, 66, 2, 2, 8), boolean(2, 66), mask_kind="custom"),
     sample(*_heads(2, 5, 7, 4, 2, 16), f32(1, 1, 5, 7), mask_kind="bias", softcap=2.0),
     sample(*_heads(1, 8, 8, 2, 2, 80), mask_kind="causal", scale=0.3, softcap=5.0),
+    sample(*_heads(1, 8, 70, 2, 1, 16), mask_kind="near(3)"),
+    sample(*_heads(2, 20, 20, 4, 2, 16), i32(2, 20, low=0, high=3), mask_kind="segments"),
+    sample(*_heads(1, 20, 20, 2, 2, 8), i32(1, 20, low=0, high=2), mask_kind="sliding(7)+segments"),
 ]  # fmt: skip
 
 
@@ -247,25 +313,28 @@ def _check(
         raise ShapeError(f"{where}: {heads} query heads are no multiple of {kv_heads} key heads")
     if softcap is not None and not softcap > 0:
         raise GraphError(f"{where}: softcap is {softcap}, it has to be above 0")
-    _check_mask(where, split_mask(mask_kind)[0], q, keys, mask)
+    _check_mask(where, parse_mask(mask_kind), q, keys, mask)
     return q.with_shape(batch, seq, heads, v.shape[3])
 
 
-def _check_mask(where: str, kind: str, q: TensorType, keys: Any, mask: TensorType | None) -> None:
-    if (mask is not None) != (kind in ("custom", "bias")):
+def _check_mask(where: str, kind: Mask, q: TensorType, keys: Any, mask: TensorType | None) -> None:
+    name = "segments" if kind.segments else kind.name
+    if (mask is not None) != kind.takes_operand:
         problem = "takes no mask operand" if mask is not None else "needs a mask operand"
-        raise GraphError(f"{where}: mask kind {kind!r} {problem}")
+        raise GraphError(f"{where}: mask kind {name!r} {problem}")
     if mask is None:
         return
-    if kind == "custom":
-        wanted: tuple[Any, ...] = (q.shape[0], keys)
-    else:
-        wanted = (q.shape[0], q.shape[2], q.shape[1], keys)
-        if not mask.dtype.is_float:
-            raise DTypeError(f"{where}: a bias is a float tensor, found {mask.dtype}")
+    if kind.segments:
+        if not mask.dtype.is_integer:
+            raise DTypeError(f"{where}: segment ids are integers, found {mask.dtype}", hint="cast them to i32")
+        problem = f"{where}: segments are of one sequence, found {q.shape[1]} queries, {keys} keys"
+        require_equal(q.shape[1], keys, problem)
+    if name == "bias" and not mask.dtype.is_float:
+        raise DTypeError(f"{where}: a bias is a float tensor, found {mask.dtype}")
+    wanted = (q.shape[0], q.shape[2], q.shape[1], keys) if name == "bias" else (q.shape[0], keys)
     shown = "[" + ", ".join(map(str, wanted)) + "]"
     if mask.rank != len(wanted):
-        raise ShapeError(f"{where}: a {kind} mask has shape {shown}, found {mask}")
+        raise ShapeError(f"{where}: a {name} mask has shape {shown}, found {mask}")
     for axis, (have, want) in enumerate(zip(mask.shape, wanted, strict=True)):
-        if not (kind == "bias" and have == 1 and axis < 3):
-            require_equal(have, want, f"{where}: a {kind} mask has shape {shown}, found {mask}")
+        if not (name == "bias" and have == 1 and axis < 3):
+            require_equal(have, want, f"{where}: a {name} mask has shape {shown}, found {mask}")

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import DTypeError, ShapeError
-from rlx.ir.registry import FUSED, f32, i32, op, sample
+from rlx.ir.graph import Graph, Value
+from rlx.ir.registry import FUSED, SEGMENTED, f32, i32, op, sample
 from rlx.types import Size, TensorType, require_equal
 
 CHUNK = 32  # tokens between the states that a gradient starts from; those of a gated delta net are computed together
@@ -52,27 +53,106 @@ def _check_chunk(where: str, chunk: Any) -> None:
         raise ShapeError(f"{where}: chunk is {chunk!r}, wanted an integer from 1")
 
 
+# -- segments ----------------------------------------------------------------------------------------------------------
+def _check_segments(where: str, batch: Size, seq: Size, segments: TensorType | None) -> None:
+    if segments is not None and not segments.dtype.is_integer:
+        raise DTypeError(f"{where}: segment ids are integers, found {segments.dtype}", hint="cast them to i32")
+    _fits(where, "segments", segments, batch, seq)
+
+
+def _starts(segments: Any) -> Any:
+    """[batch, seq], NumPy: whether the state is reset before a token, because its id is not that of the one before."""
+    return np.diff(segments, axis=1, prepend=segments[:, :1]) != 0
+
+
+def _reset_gates(g: Any, segments: Any) -> Any:
+    """NumPy: logarithms of gates, those of tokens that start a segment closed."""
+    return g if segments is None else np.where(_starts(segments)[..., None], -np.inf, g).astype(g.dtype)
+
+
+def _earlier(x: Value, before: Value, by: int) -> Value:
+    """[batch, seq, ...] `by` tokens earlier, with tokens `before` the first."""
+    whole = x.graph.one("concatenate", before, x, axis=1)
+    at = before.shape[1] - by
+    return whole[:, at : x.shape[1] + at]
+
+
+def _repeated(x: Value, times: int) -> Value:
+    """The first token of [batch, seq] so many times; `seq` may be 0."""
+    if x.shape[1] == 0:
+        return x.graph.one("expand", x.graph.constant(0, x.dtype), shape=(x.shape[0], times))
+    return x.graph.one("expand", x[:, 0:1], shape=(x.shape[0], times))
+
+
+def _starts_apart(segments: Value) -> Value:
+    return segments.not_equal(_earlier(segments, _repeated(segments, 1), 1))  # type: ignore[no-any-return]
+
+
+def _closed_apart(g: Value, segments: Value) -> Value:
+    """`g` with the gates of tokens that start a segment closed: nothing of the state is left after them."""
+    starts = _starts_apart(segments)
+    return g.graph.one("where", starts.reshape(*starts.shape, 1), -math.inf, g)
+
+
 # -- selective scan ----------------------------------------------------------------------------------------------------
 def _selective_scan_carry(
-    x: Any, delta: Any, a: Any, b: Any, c: Any, state: Any, d: Any = None, *, state_size: int
+    x: Any, delta: Any, a: Any, b: Any, c: Any, state: Any, d: Any = None, segments: Any = None, *, state_size: int
 ) -> tuple[Any, Any]:
     state = state.copy()
     y = np.empty_like(x)
+    starts = np.zeros(x.shape[:2], bool) if segments is None else _starts(segments)
     for t in range(x.shape[1]):
+        state[starts[:, t]] = 0
         step = delta[:, t, :, None]  # [batch, channels, 1]
         state = np.exp(step * a) * state + step * b[:, t, None, :] * x[:, t, :, None]
         y[:, t] = (state * c[:, t, None, :]).sum(-1)
     return (y if d is None else y + d * x), state
 
 
-def _selective_scan(x: Any, delta: Any, a: Any, b: Any, c: Any, d: Any = None, *, state_size: int) -> Any:
+def _selective_scan(
+    x: Any, delta: Any, a: Any, b: Any, c: Any, d: Any = None, segments: Any = None, *, state_size: int
+) -> Any:
     start = np.zeros((x.shape[0], *a.shape), x.dtype)
-    return _selective_scan_carry(x, delta, a, b, c, start, d, state_size=state_size)[0]
+    return _selective_scan_carry(x, delta, a, b, c, start, d, segments, state_size=state_size)[0]
+
+
+def _selective_scan_carry_apart(
+    x: Value, delta: Value, a: Value, b: Value, c: Value, state: Value, d: Value | None, segments: Value, *,
+    state_size: int,
+) -> tuple[Value, Value]:  # fmt: skip
+    """Token by token: decays differ from one number of the state to the next, and none of them is a gate to close."""
+    rows = [v.transpose(axes=(1, 0, *range(2, v.rank))) for v in (x, delta, b, c, _starts_apart(segments))]
+    body, wide = Graph("token"), x.dtype.wide
+    h, rates = body.input("h", state.shape, wide), body.input("a", a.shape, a.dtype)
+    names = ("x", "delta", "b", "c", "starts")
+    now, step, key, query, starts = (
+        body.input(n, r.shape[1:], r.dtype) for n, r in zip(names, rows, strict=True)
+    )  # fmt: skip
+    step, now = (v.astype(wide).reshape(*v.shape, 1) for v in (step, now))  # [batch, channels, 1]
+    key, query = (v.astype(wide).reshape(v.shape[0], 1, v.shape[1]) for v in (key, query))
+    fresh = body.one("where", starts.reshape(starts.shape[0], 1, 1), 0.0, h)
+    after = (step * rates.astype(wide)).exp() * fresh + step * key * now
+    body.set_outputs([after, (after * query).sum(axis=-1)])
+    seq = x.shape[1]
+    kept = int(chunks_of(seq, CHUNK)) if isinstance(seq, int) else 0  # states for a gradient, as the kernel keeps them
+    (last,), (ys,) = x.graph.scan_general(
+        [state.astype(wide)], body, seq, broadcasts=[a], xs=rows, checkpoints=kept
+    )  # fmt: skip
+    y = ys.transpose(axes=(1, 0, 2))
+    y = y if d is None else y + d.astype(wide) * x.astype(wide)
+    return y.astype(x.dtype), last.astype(x.dtype)
+
+
+def _selective_scan_apart(
+    x: Value, delta: Value, a: Value, b: Value, c: Value, d: Value | None, segments: Value, *, state_size: int
+) -> Value:
+    start = x.graph.one("expand", x.graph.constant(0, x.dtype), shape=(x.shape[0], *a.shape))
+    return _selective_scan_carry_apart(x, delta, a, b, c, start, d, segments, state_size=state_size)[0]
 
 
 def _check_selective(
     where: str, x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType,
-    state: TensorType | None, d: TensorType | None, n: int,
+    state: TensorType | None, d: TensorType | None, n: int, segments: TensorType | None = None,
 ) -> None:  # fmt: skip
     _check_state_size(where, n)
     if x.rank != 3:
@@ -84,6 +164,7 @@ def _check_selective(
     _fits(where, "c", c, batch, seq, n)
     _fits(where, "state", state, batch, channels, n)
     _fits(where, "d", d, channels)
+    _check_segments(where, batch, seq, segments)
     _floats(where, x, delta, a, b, c, state, d)
 
 
@@ -95,37 +176,41 @@ def _scan_operands(batch: int, seq: int, channels: int, n: int) -> tuple[Any, ..
 
 
 @op(
-    "selective_scan", reference=_selective_scan, tolerance=5e-6,
+    "selective_scan", reference=_selective_scan, tolerance=5e-6, traits=[SEGMENTED], decompose=_selective_scan_apart,
     samples=[
+        sample(*_scan_operands(2, 7, 5, 3), f32(5), i32(2, 7, low=0, high=2), state_size=3),
         sample(*_scan_operands(2, 7, 5, 3), f32(5), state_size=3), sample(*_scan_operands(1, 20, 70, 4), state_size=4),
         sample(*_scan_operands(1, 0, 3, 2), state_size=2),
     ],
 )  # fmt: skip
 def selective_scan(
-    x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, d: TensorType | None = None, *,
-    state_size: int,
+    x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, d: TensorType | None = None,
+    segments: TensorType | None = None, *, state_size: int,
 ) -> TensorType:  # fmt: skip
     """Mamba's scan: h = exp(delta a) h + delta b x along the sequence, y = c · h + d x.
 
     x and delta are [batch, seq, channels], a is [channels, n], b and c are [batch, seq, n], d (if given) is [channels].
+    Where the ids `segments` [batch, seq] change from one token to the next, h starts at zero again.
     """
-    _check_selective("selective_scan", x, delta, a, b, c, None, d, state_size)
+    _check_selective("selective_scan", x, delta, a, b, c, None, d, state_size, segments)
     return x
 
 
 @op(
-    "selective_scan_carry", reference=_selective_scan_carry, tolerance=5e-6,
+    "selective_scan_carry", reference=_selective_scan_carry, tolerance=5e-6, traits=[SEGMENTED],
+    decompose=_selective_scan_carry_apart,
     samples=[
+        sample(*_scan_operands(2, 7, 5, 3), f32(2, 5, 3), f32(5), i32(2, 7, low=0, high=2), state_size=3),
         sample(*_scan_operands(2, 7, 5, 3), f32(2, 5, 3), f32(5), state_size=3),
         sample(*_scan_operands(3, 1, 33, 2), f32(3, 33, 2), state_size=2),
     ],
 )  # fmt: skip
 def selective_scan_carry(
     x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, state: TensorType,
-    d: TensorType | None = None, *, state_size: int,
+    d: TensorType | None = None, segments: TensorType | None = None, *, state_size: int,
 ) -> tuple[TensorType, TensorType]:  # fmt: skip
     """`selective_scan` that starts from `state` [batch, channels, n] and also gives the state after the last token."""
-    _check_selective("selective_scan_carry", x, delta, a, b, c, state, d, state_size)
+    _check_selective("selective_scan_carry", x, delta, a, b, c, state, d, state_size, segments)
     return x, state
 
 
@@ -200,9 +285,9 @@ def selective_scan_backward(
 
 # -- gated delta net ---------------------------------------------------------------------------------------------------
 def _gated_delta_net_carry(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, *, state_size: int
+    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, segments: Any = None, *, state_size: int
 ) -> tuple[Any, Any]:
-    state, out = state.copy(), np.empty_like(v)
+    state, out, g = state.copy(), np.empty_like(v), _reset_gates(g, segments)
     for t in range(q.shape[1]):
         state = state * np.exp(g[:, t])[..., None, None]
         seen = np.einsum("bhij,bhi->bhj", state, k[:, t])
@@ -212,14 +297,27 @@ def _gated_delta_net_carry(
     return out, state
 
 
-def _gated_delta_net(q: Any, k: Any, v: Any, g: Any, beta: Any, *, state_size: int) -> Any:
+def _gated_delta_net(q: Any, k: Any, v: Any, g: Any, beta: Any, segments: Any = None, *, state_size: int) -> Any:
     start = np.zeros((q.shape[0], q.shape[2], state_size, state_size), q.dtype)
-    return _gated_delta_net_carry(q, k, v, g, beta, start, state_size=state_size)[0]
+    return _gated_delta_net_carry(q, k, v, g, beta, start, segments, state_size=state_size)[0]
+
+
+def _gated_delta_net_carry_apart(
+    q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, segments: Value, *, state_size: int
+) -> tuple[Value, ...]:
+    gates = _closed_apart(g, segments)
+    return tuple(q.graph.apply("gated_delta_net_carry", q, k, v, gates, beta, state, state_size=state_size))
+
+
+def _gated_delta_net_apart(
+    q: Value, k: Value, v: Value, g: Value, beta: Value, segments: Value, *, state_size: int
+) -> Value:
+    return q.graph.one("gated_delta_net", q, k, v, _closed_apart(g, segments), beta, state_size=state_size)
 
 
 def _check_delta(
     where: str, q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType,
-    state: TensorType | None, n: int,
+    state: TensorType | None, n: int, segments: TensorType | None = None,
 ) -> None:  # fmt: skip
     _check_state_size(where, n)
     if q.rank != 4:
@@ -230,6 +328,7 @@ def _check_delta(
     for name, operand in (("g", g), ("beta", beta)):
         _fits(where, name, operand, batch, seq, heads)
     _fits(where, "state", state, batch, heads, n, n)
+    _check_segments(where, batch, seq, segments)
     _floats(where, q, k, v, g, beta, state)
 
 
@@ -242,37 +341,44 @@ def _delta_operands(batch: int, seq: int, heads: int, n: int) -> tuple[Any, ...]
 
 
 @op(
-    "gated_delta_net", reference=_gated_delta_net, tolerance=1e-5,
+    "gated_delta_net", reference=_gated_delta_net, tolerance=1e-5, traits=[SEGMENTED], decompose=_gated_delta_net_apart,
     samples=[
+        sample(*_delta_operands(2, 5, 3, 4), i32(2, 5, low=0, high=2), state_size=4),
+        sample(*_delta_operands(1, 70, 2, 16), i32(1, 70, low=0, high=2), state_size=16),
         sample(*_delta_operands(2, 5, 3, 4), state_size=4), sample(*_delta_operands(1, 9, 1, 33), state_size=33),
         sample(*_delta_operands(1, 0, 2, 4), state_size=4), sample(*_delta_operands(1, 150, 2, 16), state_size=16),
     ],
 )  # fmt: skip
 def gated_delta_net(
-    q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType, *, state_size: int
-) -> TensorType:
+    q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType, segments: TensorType | None = None, *,
+    state_size: int,
+) -> TensorType:  # fmt: skip
     """Linear attention with a gated delta rule; a head keeps a matrix S from keys to values.
 
     A token does S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and gives qᵀ S / sqrt(state_size). q, k and v are
-    [batch, seq, heads, state_size], g (the logarithm of the gate) and beta are [batch, seq, heads].
+    [batch, seq, heads, state_size], g (the logarithm of the gate) and beta are [batch, seq, heads]. Where the ids
+    `segments` [batch, seq] change from one token to the next, the gate is closed: S starts at zero again.
     """
-    _check_delta("gated_delta_net", q, k, v, g, beta, None, state_size)
+    _check_delta("gated_delta_net", q, k, v, g, beta, None, state_size, segments)
     return v
 
 
 @op(
-    "gated_delta_net_carry", reference=_gated_delta_net_carry, tolerance=1e-5,
+    "gated_delta_net_carry", reference=_gated_delta_net_carry, tolerance=1e-5, traits=[SEGMENTED],
+    decompose=_gated_delta_net_carry_apart,
     samples=[
+        sample(*_delta_operands(2, 5, 3, 4), f32(2, 3, 4, 4), i32(2, 5, low=0, high=2), state_size=4),
         sample(*_delta_operands(2, 5, 3, 4), f32(2, 3, 4, 4), state_size=4),
         sample(*_delta_operands(2, 1, 2, 20), f32(2, 2, 20, 20), state_size=20),
         sample(*_delta_operands(1, 131, 1, 16), f32(1, 1, 16, 16), state_size=16),
     ],
 )  # fmt: skip
 def gated_delta_net_carry(
-    q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType, state: TensorType, *, state_size: int
-) -> tuple[TensorType, TensorType]:
+    q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType, state: TensorType,
+    segments: TensorType | None = None, *, state_size: int,
+) -> tuple[TensorType, TensorType]:  # fmt: skip
     """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token."""
-    _check_delta("gated_delta_net_carry", q, k, v, g, beta, state, state_size)
+    _check_delta("gated_delta_net_carry", q, k, v, g, beta, state, state_size, segments)
     return v, state
 
 
@@ -364,8 +470,16 @@ def gated_delta_net_backward(
 
 
 # -- gated linear attention --------------------------------------------------------------------------------------------
-def _gated_linear_attention_carry(q: Any, k: Any, v: Any, g: Any, state: Any) -> tuple[Any, Any]:
-    state, out = state.copy(), np.empty_like(v)
+def _gated_linear_attention_carry_apart(
+    q: Value, k: Value, v: Value, g: Value, state: Value, segments: Value
+) -> tuple[Value, ...]:
+    return tuple(q.graph.apply("gated_linear_attention_carry", q, k, v, _closed_apart(g, segments), state))
+
+
+def _gated_linear_attention_carry(
+    q: Any, k: Any, v: Any, g: Any, state: Any, segments: Any = None
+) -> tuple[Any, Any]:  # fmt: skip
+    state, out, g = state.copy(), np.empty_like(v), _reset_gates(g, segments)
     q, k = (np.repeat(t, v.shape[2] // t.shape[2], axis=2) for t in (q, k))
     for t in range(v.shape[1]):
         state = state * np.exp(g[:, t])[..., None, None] + k[:, t][..., :, None] * v[:, t][..., None, :]
@@ -374,8 +488,13 @@ def _gated_linear_attention_carry(q: Any, k: Any, v: Any, g: Any, state: Any) ->
 
 
 @op(
-    "gated_linear_attention_carry", reference=_gated_linear_attention_carry, tolerance=1e-5,
+    "gated_linear_attention_carry", reference=_gated_linear_attention_carry, tolerance=1e-5, traits=[SEGMENTED],
+    decompose=_gated_linear_attention_carry_apart,
     samples=[
+        sample(
+            f32(2, 5, 1, 3), f32(2, 5, 1, 3), f32(2, 5, 4, 16), f32(2, 5, 4, low=-1, high=0), f32(2, 4, 3, 16),
+            i32(2, 5, low=0, high=2),
+        ),
         sample(
             f32(2, 5, 1, 3), f32(2, 5, 1, 3), f32(2, 5, 4, 16), f32(2, 5, 4, low=-1, high=0), f32(2, 4, 3, 16)
         ),
@@ -388,13 +507,14 @@ def _gated_linear_attention_carry(q: Any, k: Any, v: Any, g: Any, state: Any) ->
     ],
 )  # fmt: skip
 def gated_linear_attention_carry(
-    q: TensorType, k: TensorType, v: TensorType, g: TensorType, state: TensorType
+    q: TensorType, k: TensorType, v: TensorType, g: TensorType, state: TensorType, segments: TensorType | None = None
 ) -> tuple[TensorType, TensorType]:
     """Linear attention with a gate; a head keeps a matrix S from keys to values. Mamba 2's recurrence, among others.
 
     A token does S = exp(g) S + k ⊗ v and gives qᵀ S. q and k are [batch, seq, groups, n], v is
     [batch, seq, heads, m], g (the logarithm of the gate) is [batch, seq, heads]; neighbouring heads share a group.
-    Starts from `state` [batch, heads, n, m] and also gives the one after the last token.
+    Starts from `state` [batch, heads, n, m] and also gives the one after the last token. Where the ids `segments`
+    [batch, seq] change from one token to the next, the gate is closed: S starts at zero again.
     """
     where = "gated_linear_attention_carry"
     for name, operand in (("q", q), ("v", v)):
@@ -409,37 +529,66 @@ def gated_linear_attention_carry(
     _fits(where, "v", v, batch, seq, heads, m)
     _fits(where, "g", g, batch, seq, heads)
     _fits(where, "state", state, batch, heads, n, m)
+    _check_segments(where, batch, seq, segments)
     _floats(where, q, k, v, g, state)
     return v, state
 
 
 # -- causal convolution ------------------------------------------------------------------------------------------------
-def _depthwise_conv1d_causal(x: Any, weight: Any, left_pad: Any, *, kernel_size: int) -> Any:
-    padded = np.concatenate([left_pad, x], axis=1)
+def _depthwise_conv1d_causal(x: Any, weight: Any, left_pad: Any, segments: Any = None, *, kernel_size: int) -> Any:
+    padded, seq = np.concatenate([left_pad, x], axis=1), x.shape[1]
     taps = weight.reshape(weight.shape[0], kernel_size)
     y = np.zeros_like(x)
+    ids = np.zeros(x.shape[:2], np.int32) if segments is None else segments
+    before = np.pad(ids, ((0, 0), (kernel_size - 1, 0)), "edge" if seq else "constant")
     for k in range(kernel_size):
-        y += padded[:, k : k + x.shape[1]] * taps[:, k]
+        same = before[:, k : k + seq] == ids
+        y += np.where(same[..., None], padded[:, k : k + seq], 0) * taps[:, k]
     return y
 
 
+def _depthwise_conv1d_causal_apart(
+    x: Value, weight: Value, left_pad: Value, segments: Value, *, kernel_size: int
+) -> Value:
+    """Tokens of another segment count as zeros; those of `left_pad` are of the first one."""
+    taps, wide = weight.reshape(weight.shape[0], kernel_size), x.dtype.wide
+    total: Value | None = None
+    for k in range(kernel_size):
+        back = kernel_size - 1 - k
+        token = _earlier(x, left_pad, back)
+        if back:
+            same = segments.equal(_earlier(segments, _repeated(segments, kernel_size - 1), back))
+            token = x.graph.one("where", same.reshape(*same.shape, 1), token, 0.0)
+        term = token.astype(wide) * taps[:, k].astype(wide)
+        total = term if total is None else total + term
+    assert total is not None
+    return total.astype(x.dtype)
+
+
 @op(
-    "depthwise_conv1d_causal", reference=_depthwise_conv1d_causal, tolerance=2e-6,
+    "depthwise_conv1d_causal", reference=_depthwise_conv1d_causal, tolerance=2e-6, traits=[SEGMENTED],
+    decompose=_depthwise_conv1d_causal_apart,
     samples=[
+        sample(f32(2, 9, 3), f32(3, 4), f32(2, 3, 3), i32(2, 9, low=0, high=2), kernel_size=4),
         sample(f32(2, 5, 3), f32(3, 4), f32(2, 3, 3), kernel_size=4),
         sample(f32(1, 1, 70), f32(70, 1, 4), f32(1, 3, 70), kernel_size=4),
         sample(f32(2, 9, 5), f32(5, 1, 1, 3), f32(2, 2, 5), kernel_size=3),
         sample(f32(2, 4, 5), f32(5, 1), f32(2, 0, 5), kernel_size=1),
     ],
 )  # fmt: skip
-def depthwise_conv1d_causal(x: TensorType, weight: TensorType, left_pad: TensorType, *, kernel_size: int) -> TensorType:
+def depthwise_conv1d_causal(
+    x: TensorType, weight: TensorType, left_pad: TensorType, segments: TensorType | None = None, *, kernel_size: int
+) -> TensorType:
     """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
 
     x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] stands for the tokens before it: zeros at
     the start, the last tokens of the piece before otherwise. The weight is [channels, kernel_size]; axes of size 1
-    between them, as in files, are accepted.
+    between them, as in files, are accepted. With ids `segments` [batch, seq], tokens of another segment than that of t
+    count as zeros.
     """
-    _check_conv("depthwise_conv1d_causal", x, weight, "left_pad", left_pad, kernel_size)
+    where = "depthwise_conv1d_causal"
+    _check_conv(where, x, weight, "left_pad", left_pad, kernel_size)
+    _check_segments(where, x.shape[0], x.shape[1], segments)
     return x
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from rlx.backends.base import Buffer, Device, Executable, InputSpec, bytes_of
+from rlx.backends.base import Backend, Buffer, Device, Executable, InputSpec, bytes_of
 from rlx.errors import BindError, CapabilityError, nearest
 from rlx.host_memory import release
 from rlx.locks import Lock, cached_property
@@ -303,9 +303,10 @@ class CompiledGraph:
 
         For each row the system maps 64 KB of a file, or a huge page: a long prompt would have all of a table in memory.
         """
-        weights = self.executable.weights  # products have theirs rearranged: what else is packed are tables
+        weights = self.executable.weights  # products have theirs rearranged: what else is packed or narrow are tables
         for name, type_ in self.param_types.items():
-            if type_.dtype.is_packed and isinstance(weights.get(name), np.ndarray):
+            stored_small = type_.dtype.is_packed or type_.dtype is not type_.dtype.wide
+            if stored_small and isinstance(weights.get(name), np.ndarray):
                 release(weights[name])
 
     # -- looking -------------------------------------------------------------------------------------------------------
@@ -375,6 +376,17 @@ class CompiledGraph:
 def input_specs(signature: Signature) -> list[InputSpec]:
     """What runs are given."""
     return [InputSpec(n, t.dtype.numpy, n in signature.states) for n, t in signature.inputs.items()]
+
+
+def link(
+    plan: CompiledPlan, signature: Signature, graph: Callable[[], Graph], backend: Backend, target: Target,
+    threads: int | None,
+) -> Parts:  # fmt: skip
+    """Compile the programs of a plan."""
+    main = backend.compile(plan.main, target, threads=threads, inputs=input_specs(signature))
+    derived = dict(zip(plan.derived, plan.recipes, strict=True))
+    binder = backend.compile(plan.bind, target, threads=threads, long_lived=True) if derived else None
+    return Parts(main, graph, lambda: plan, derived, None if binder is None else lambda: binder)
 
 
 def later_plan(

@@ -30,7 +30,7 @@ from rlx.ir.provenance import Origin
 from rlx.profile import CompileProfile
 from rlx.resources import writable
 from rlx.runtime import codec, container, plan
-from rlx.runtime.compiled import CompiledGraph, Parts, input_specs
+from rlx.runtime.compiled import CompiledGraph, link
 from rlx.runtime.container import SUFFIX as SUFFIX
 from rlx.runtime.container import Container
 from rlx.runtime.container import Content as Content
@@ -173,19 +173,14 @@ def from_export(file: ExportFile, *, threads: int | None = None, store: WeightSt
     profile = CompileProfile.from_toml(manifest["profile"]) if manifest["profile"] else None
     signature = replace(Signature.of(leaves(file)), outputs=tuple(map(parse_type, manifest["outputs"])))
     own = backend_of(target)
-    derived = dict(zip(found.derived, found.recipes, strict=True))
     with consistent(file):
         sections = {name: file.section(name) for name in manifest["code"]}
         own.adopt(Code(tuple(manifest["routines"]), sections), target)
-        main = own.compile(found.main, target, threads=threads, inputs=input_specs(signature))
-        binder = own.compile(found.bind, target, threads=threads, long_lived=True) if derived else None
-    parts = Parts(
-        main, functools.cache(lambda: _graph(file)), lambda: found, derived, None if binder is None else lambda: binder
-    )
+        parts = link(found, signature, functools.cache(lambda: _graph(file)), own, target, threads)
     weights = file.arrays(WEIGHTS) if WEIGHTS in manifest["sections"] else None
     if weights is not None:
         _check_weights(file, found, weights)
-        main.bind({n: own.allocator.upload(weights[n]) for n in found.main.weights})
+        parts.executable.bind({n: own.allocator.upload(weights[n]) for n in found.main.weights})
     params = {n: weights[n] for n in signature.params if n in weights} if weights is not None else None
     shared = store or WeightStore(own.allocator)
     return CompiledGraph(signature, parts, Device(own.name), shared, profile, bound=weights is not None, params=params)

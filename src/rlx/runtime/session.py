@@ -103,14 +103,10 @@ class Session:
 
     def link(self, plan: CompiledPlan, source: Graph, target: Target) -> Parts:
         """Compile the programs of a plan."""
-        from rlx.runtime.compiled import Parts, input_specs
+        from rlx.runtime.compiled import link
         from rlx.runtime.signature import Signature
 
-        backend, specs = self.device.backend, input_specs(Signature.of(source))
-        main = backend.compile(plan.main, target, threads=self.threads, inputs=specs)
-        derived = dict(zip(plan.derived, plan.recipes, strict=True))
-        binder = backend.compile(plan.bind, target, threads=self.threads, long_lived=True) if derived else None
-        return Parts(main, lambda: source, lambda: plan, derived, None if binder is None else lambda: binder)
+        return link(plan, Signature.of(source), lambda: source, self.device.backend, target, self.threads)
 
     def graph_of(self, source: Graph, parts: Parts | Callable[[], Parts], profile: CompileProfile) -> CompiledGraph:
         """A compiled graph of this session."""

@@ -1,6 +1,6 @@
 """The weight store: what bind programs made of weights, shared by all compiled graphs that need the same.
 
-A derived weight (packed panels, joined rows, widened tables) is found again by the graph that computes it and by the
+A derived weight (packed matrices, joined rows, widened tables) is found again by the graph that computes it and by the
 arrays that went into it: the very objects, and only those that nobody can write to, such as maps of files. The store
 holds nothing alive: a derived weight lives while a graph uses it.
 """

@@ -11,7 +11,7 @@ from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import ELEMENTWISE, LEAF
 from rlx.transforms import tables
 from rlx.transforms.build import declare, flat
-from rlx.transforms.tables import Given, Lanes
+from rlx.transforms.tables import Given, Vmapped
 from rlx.transforms.walk import NAMED, copied, leaves, opened, stamped
 from rlx.types import Size
 
@@ -37,26 +37,26 @@ def batch(
             made: Sequence[bool] = [False] * len(node.results)
         else:
             with stamped(into, node, "vmap"):
-                results, made = step(Lanes(node, into, tuple(operands), tuple(flags), size))
+                results, made = step(Vmapped(node, into, tuple(operands), tuple(flags), size))
         values.update(zip(node.results, results, strict=True))
         wide.update(r for r, m in zip(node.results, made, strict=True) if m)
     outputs = [v for o in body.outputs if (v := values[o]) is not None]
     return outputs, [o in wide for o in body.outputs]
 
 
-def step(lanes: Lanes) -> tuple[Sequence[Value], Sequence[bool]]:
-    """The node on all lanes at once: results, and which of them differ from lane to lane."""
-    node = lanes.node
+def step(vmapped: Vmapped) -> tuple[Sequence[Value], Sequence[bool]]:
+    """The node on the whole batch: results, and which of them differ between its entries."""
+    node = vmapped.node
     if node.op in tables.batching:
-        return tables.batching[node.op](lanes), [True] * len(node.results)
+        return tables.batching[node.op](vmapped), [True] * len(node.results)
     if ELEMENTWISE in node.definition.traits:  # of users
-        return tables.batching["add"](lanes), [True]
+        return tables.batching["add"](vmapped), [True]
     body = opened(node)
     if body is None:
-        return by_scan(lanes), [True] * len(node.results)
-    there = [i for i, o in enumerate(lanes.operands) if o is not None]
-    given, flags = ([a[i] for i in there] for a in (lanes.operands, lanes.batched))
-    return batch(lanes.graph, body, given, flags, lanes.size)  # type: ignore[arg-type]
+        return by_scan(vmapped), [True] * len(node.results)
+    there = [i for i, o in enumerate(vmapped.operands) if o is not None]
+    given, flags = ([a[i] for i in there] for a in (vmapped.operands, vmapped.batched))
+    return batch(vmapped.graph, body, given, flags, vmapped.size)  # type: ignore[arg-type]
 
 
 def widened(value: Value, batched: bool, size: Size) -> Value:
@@ -81,7 +81,7 @@ def batched_graph(body: Graph, batched: Sequence[bool], size: Size, out: Sequenc
 
 
 def depends(body: Graph, batched: Sequence[bool], size: Size) -> list[bool]:
-    """Which outputs of a body differ from lane to lane."""
+    """Which outputs of a body differ between entries of the batch."""
     scratch = Graph("scratch")
     given = []
     for leaf, flag in zip(leaves(body), batched, strict=True):
@@ -91,27 +91,27 @@ def depends(body: Graph, batched: Sequence[bool], size: Size) -> list[bool]:
 
 
 # -- rules that serve many --------------------------------------------------------------------------------------------
-def folded(lanes: Lanes, which: Iterable[int]) -> Sequence[Value]:
+def folded(vmapped: Vmapped, which: Iterable[int]) -> Sequence[Value]:
     """For an op whose operands `which` and whose results have a batch as their first axis: both batches as one."""
-    operands = list(lanes.operands)
+    operands = list(vmapped.operands)
     for i in which:
         if operands[i] is not None:
-            operands[i] = flat(lanes.full(i), 2)
-    node: Node = lanes.graph.build(lanes.node.op, operands, dict(lanes.attrs))
-    return [r.reshape(lanes.size, *t.shape) for r, t in zip(node.results, lanes.node.types, strict=True)]
+            operands[i] = flat(vmapped.full(i), 2)
+    node: Node = vmapped.graph.build(vmapped.node.op, operands, dict(vmapped.attrs))
+    return [r.reshape(vmapped.size, *t.shape) for r, t in zip(node.results, vmapped.node.types, strict=True)]
 
 
-def by_scan(lanes: Lanes) -> Sequence[Value]:
-    """For any op: lane after lane."""
-    body = Graph(lanes.node.op)
-    steady = [i for i, o in enumerate(lanes.operands) if o is not None and not lanes.batched[i]]
-    rows = [i for i, b in enumerate(lanes.batched) if b]
+def by_scan(vmapped: Vmapped) -> Sequence[Value]:
+    """For any op: entry after entry."""
+    body = Graph(vmapped.node.op)
+    steady = [i for i, o in enumerate(vmapped.operands) if o is not None and not vmapped.batched[i]]
+    rows = [i for i, b in enumerate(vmapped.batched) if b]
     inner: dict[int, Value] = {}
     for i in (*steady, *rows):
-        value = lanes.operand(i)
-        shape = value.shape[1:] if lanes.batched[i] else value.shape
+        value = vmapped.operand(i)
+        shape = value.shape[1:] if vmapped.batched[i] else value.shape
         inner[i] = declare(body, f"x{i}", value.type.with_shape(*shape))
-    made = body.build(lanes.node.op, [inner.get(i) for i in range(len(lanes.operands))], dict(lanes.attrs))
+    made = body.build(vmapped.node.op, [inner.get(i) for i in range(len(vmapped.operands))], dict(vmapped.attrs))
     body.set_outputs(made.results)
-    shared, xs = ([lanes.operand(i) for i in which] for which in (steady, rows))
-    return lanes.graph.scan_general([], body, lanes.size, broadcasts=shared, xs=xs)[1]
+    shared, xs = ([vmapped.operand(i) for i in which] for which in (steady, rows))
+    return vmapped.graph.scan_general([], body, vmapped.size, broadcasts=shared, xs=xs)[1]

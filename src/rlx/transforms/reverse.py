@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import GraphError, LowerError, VerifyError
+from rlx.ir.compose import has_segments
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import LEAF
 from rlx.transforms import tables
@@ -50,7 +51,7 @@ def step(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tu
     op = node.op
     if op in tables.FLAT or not any(t.dtype.is_float for t in node.types):
         return copied(into, node, operands), None
-    if op in tables.linearise:
+    if op in tables.linearise and not has_segments(node):
         return tables.linearise[op](into, node, operands, wanted)
     if op in tables.partials or op in tables.vjp:
         at = Site(node, tuple(operands), copied(into, node, operands), tuple(wanted))

@@ -48,7 +48,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Lanes:
+class Vmapped:
     """A node while it is vmapped: batched operands have the axis of the batch in front."""
 
     node: Node
@@ -77,7 +77,7 @@ Vjp = Callable[..., Given]  # (site, *cotangents of results) -> a cotangent for 
 Jvp = Callable[..., Given]  # (site, *tangents of operands) -> a tangent for each result
 Linearise = Callable[[Graph, Node, Given, Sequence[bool]], tuple[Sequence[Value], Pull]]
 Push = Callable[[Graph, Node, Given, Given], tuple[Sequence[Value], Given]]
-Batching = Callable[[Lanes], Sequence[Value]]
+Batching = Callable[[Vmapped], Sequence[Value]]
 Parts = Callable[..., "Value | tuple[Value, ...]"]
 
 partials: RuleTable[Callable[..., Any]] = RuleTable("partial derivatives", _WHERE)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rlx.errors import GraphError
-from rlx.ir.compose import written_out
+from rlx.ir.compose import has_segments, written_out
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import LEAF
 from rlx.ir.rewrite import Rewriter
@@ -56,7 +56,7 @@ def copied(into: Graph, node: Node, operands: Sequence[Value | None]) -> tuple[V
 def opened(node: Node) -> Graph | None:
     """The graph that a node is written with, for differentiation; None where it is not."""
     types = [None if o is None else o.type for o in node.operands]
-    if node.op in tables.parts:
+    if node.op in tables.parts and not has_segments(node):
         return _built(node, types)
     definition = node.definition
     return None if definition.decompose is None else written_out(definition, types, node.attrs)

@@ -1,4 +1,4 @@
-"""The LLVM code of ten programs is what `kernel_hashes.json` says: changes of kernels are meant, and seen.
+"""The LLVM code of eleven programs is what `kernel_hashes.json` says: changes of kernels are meant, and seen.
 
 Digests are of the text of each routine, without the digests in its name. Where kernels are meant to change,
 `pytest --update tests/backends/cpu/test_kernel_hashes.py` rewrites the file; the commit says which changed and why.

@@ -15,12 +15,12 @@ import numpy.typing as npt
 import pytest
 import targets
 from guarded import guarded, guarded_copy
-from targets import AVX512, BASELINE
+from targets import AVX2, AVX512, BASELINE, NEON
 
 from rlx.backends.cpu import matmul, toolchain
 from rlx.backends.cpu.builder import Builder, Module, Value, const
 from rlx.backends.cpu.routine import Entry, Routine
-from rlx.dtypes import BF16, F32, F64, I32, DType
+from rlx.dtypes import BF16, F16, F32, F64, I32, DType
 from rlx.errors import LowerError
 from rlx.lir.kernels import ROW_BLOCK, MatmulKernel, TileOperand
 from rlx.lir.loops import For, LoopKernel, Param
@@ -31,6 +31,7 @@ Array = npt.NDArray[Any]
 TARGETS = targets.supported()
 EVERY_TARGET = pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", (F32, F64), ids=str)
+EVERY_NARROW_TYPE = pytest.mark.parametrize("stored", (BF16, F16), ids=str)
 EITHER_LAYOUT = pytest.mark.parametrize("packed", (True, False), ids=("panels", "rows"))
 
 
@@ -112,16 +113,16 @@ def aligned(size: int) -> Array:
 
 
 @functools.cache
-def plain(dtype: DType, packed: bool, target: Target, *, turned: bool = False) -> Compiled:
+def plain(dtype: DType, packed: bool, target: Target, *, turned: bool = False, stored: DType | None = None) -> Compiled:
     operands = (TileOperand("c", dtype, 1, True),)
-    return Compiled(MatmulKernel(dtype, packed, 1, None, operands, turned=turned), target)
+    return Compiled(MatmulKernel(dtype, packed, 1, None, operands, turned=turned, stored=stored), target)
 
 
 def to_panels(weights: Sequence[Array], target: Target) -> Array:
     """[..., panels, k, panel] from one matrix or two, as the weight store packs them."""
     first = weights[0]
     k, n = first.shape[-2:]
-    share = target.panel(first.itemsize) // len(weights)
+    share = target.panel(max(first.itemsize, 4)) // len(weights)  # narrow ones are widened to f32
     count = -(-n // share)
     panels = np.zeros((*first.shape[:-2], count, k, share * len(weights)), first.dtype)
     for w, weight in enumerate(weights):
@@ -235,6 +236,28 @@ def test_products_are_close_to_float64(target: Target, dtype: DType, packed: boo
     for m, n, k in SHAPES:
         a, b = random((m, k), dtype), random((k, n), dtype, 1)
         assert_product(multiply(plain(dtype, packed, target), a, b), a, b)
+
+
+@EVERY_TARGET
+@EVERY_NARROW_TYPE
+def test_narrow_panels_give_the_bits_of_the_same_numbers_in_f32(target: Target, stored: DType) -> None:
+    for m, n, k in SHAPES:
+        a, b = random((m, k), F32), random((k, n), F32, 1).astype(stored.numpy)
+        wide = b.astype(np.float32)
+        found = multiply(plain(F32, True, target, stored=stored), a, b)
+        assert np.array_equal(found, multiply(plain(F32, True, target), a, wide))
+        assert_product(found, a, wide)
+
+
+@EVERY_TARGET
+@EVERY_NARROW_TYPE
+def test_every_narrow_number_is_widened_exactly(target: Target, stored: DType) -> None:
+    """All 65,536 of them, times 1: by tiles that widen what they load, and from a panel that was widened before."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(stored.numpy).reshape(1, -1)
+    wide = every.astype(np.float32)
+    for m in (1, 60):
+        found = multiply(plain(F32, True, target, stored=stored), np.ones((m, 1), np.float32), every)
+        assert np.array_equal(found, np.repeat(wide, m, axis=0), equal_nan=True)
 
 
 @EVERY_TARGET
@@ -584,6 +607,37 @@ def test_scratch_does_not_grow_with_k_beyond_a_slab(target: Target) -> None:
     assert matmul.scratch_bytes(packed, target, 100_000) == matmul.scratch_bytes(packed, target, 0) == 64 + sums
     assert matmul.scratch_bytes(rows, target, 16) == 64 + sums + 16 * target.panel(4) * 4
     assert matmul.scratch_bytes(rows, target, 100_000) == matmul.scratch_bytes(rows, target, matmul.SLAB)
+
+
+@EVERY_TARGET
+@EVERY_NARROW_TYPE
+def test_narrow_panels_have_tiles_that_widen_and_tiles_that_do_not(target: Target, stored: DType) -> None:
+    entry, vectors = plain(F32, True, target, stored=stored).entry, target.tile_vectors
+    heights = range(1, target.tile_rows + 1)
+    assert [r.symbol for r in entry.tables["tiles"]] == [
+        *(f"tile.f32.{stored}.{h}x{vectors}" for h in heights), *(f"tile.f32.{h}x{vectors}" for h in heights),
+        f"widen_panel.f32.{stored}.{vectors}",
+    ]  # fmt: skip
+    object_file = toolchain.compile_text(text({r.symbol: r for r in entry.routines()}.values()), target)
+    assert set(toolchain.undefined_symbols(object_file)) <= toolchain.LIBC
+
+
+@pytest.mark.parametrize("target", (AVX512, AVX2, NEON), ids=lambda t: t.name)
+@EVERY_NARROW_TYPE
+def test_no_tile_that_widens_spills_a_vector(target: Target, stored: DType) -> None:
+    tiles = []
+    for turned in (False, True):
+        kernel = MatmulKernel(F32, True, 1, None, (TileOperand("c", F32, 1, True),), turned=turned, stored=stored)
+        tiles += matmul.entry(kernel, target, compile_by_hand).tables["tiles"][: target.tile_rows]
+    lines = toolchain.assembly(text(tiles), target).splitlines()
+    assert not [line for line in lines if re.search(r"[xyz]mm\d.*%rsp|%rsp.*[xyz]mm\d|\bq\d.*\[sp", line)]
+
+
+@EVERY_NARROW_TYPE
+def test_narrow_matrices_must_be_packed(stored: DType) -> None:
+    with pytest.raises(LowerError, match=f"no tiles of f32 times {stored}"):
+        kernel = MatmulKernel(F32, False, 1, None, (TileOperand("c", F32, 1, True),), stored=stored)
+        matmul.entry(kernel, BASELINE, compile_by_hand)
 
 
 def test_narrow_floats_have_no_tiles() -> None:

@@ -12,12 +12,13 @@ from sample_graphs import element_types, sample_graph, user_ops
 
 import rlx
 from rlx.backends import base
-from rlx.backends.toy import TOY, ToyTarget
+from rlx.backends.toy import TOY
 from rlx.dtypes import BF16, DType
 from rlx.lir.kernels import Kernel
 from rlx.lir.loops import LoopKernel, Reduce, expressions
 from rlx.module import plan_lir
 from rlx.profile import CompileProfile
+from rlx.target import Target
 
 EVERY_CASE = [(op.name, name) for op in user_ops() for name in element_types(op)]
 
@@ -58,7 +59,7 @@ def test_attention_has_sizes_of_run_time(sizes: tuple[int, int, int]) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-class Narrow(ToyTarget):
+class Narrow(Target):
     """A machine that computes with bf16 as it is."""
 
     def native(self, dtype: DType) -> DType:

@@ -13,8 +13,10 @@ from rlx.backends.cpu.executable import CpuExecutable
 from rlx.backends.cpu.image import Image
 from rlx.backends.cpu.library import kernels_compiled, library
 from rlx.backends.cpu.memory import CpuAllocator
+from rlx.backends.cpu.targets import cpu_target
 from rlx.backends.cpu.toolchain import cpu_identity, llvm_version, put_away
 from rlx.errors import CapabilityError, FormatError, shortened
+from rlx.layouts import Layout
 from rlx.target import Target
 
 if TYPE_CHECKING:
@@ -31,17 +33,23 @@ class CpuBackend(Backend):
     options: ClassVar[Mapping[str, type]] = {"unfuse_regions": bool}  # elementwise ops do not join in one kernel
 
     # -- targets -------------------------------------------------------------------------------------------------------
-    def targets(self) -> tuple[Target, ...]:
+    def targets(self) -> tuple[targets.CpuTarget, ...]:
         return targets.supported()
 
     def known_targets(self) -> Mapping[str, Target]:
         return targets.BY_NAME
 
+    def layouts(self) -> Mapping[str, type[Layout]]:
+        return targets.layouts()
+
     def target(self, name: str | None = None) -> Target:
         return super().target(os.environ.get("RLX_TARGET") or None if name is None else name)
 
+    def accepts(self, target: Target) -> bool:
+        return isinstance(target, targets.CpuTarget) and target.arch == targets.best().arch
+
     def identity(self, target: Target) -> str:
-        return cpu_identity(target)
+        return cpu_identity(cpu_target(target))
 
     def versions(self) -> Mapping[str, str]:
         return {"llvm": llvm_version()}
@@ -56,8 +64,8 @@ class CpuBackend(Backend):
         return super().target_from(record)
 
     def check_runs(self, target: Target, where: str) -> None:
+        target, runs = cpu_target(target), self.targets()
         needed = set(filter(None, target.features.split(",")))
-        runs = self.targets()
         if not any(t.arch == target.arch and needed <= set(t.features.split(",")) for t in runs):
             raise CapabilityError(
                 f"{where}: its code is for {target.name} ({target.arch} {target.features}), this machine runs "
@@ -67,22 +75,22 @@ class CpuBackend(Backend):
 
     # -- compiling -----------------------------------------------------------------------------------------------------
     def start_compiler(self, target: Target) -> None:
-        library(target).prepare()
+        library(cpu_target(target)).prepare()
 
     def start_compiling(self, programs: Iterable[Program], target: Target) -> None:
         for program in programs:
-            library(target).begin(program.kernels().values())
+            library(cpu_target(target)).begin(program.kernels().values())
 
     def compile(
         self, program: Program, target: Target, *, threads: int | None = None,
         inputs: Sequence[InputSpec] | None = None, long_lived: bool = False,
     ) -> CpuExecutable:  # fmt: skip
-        return CpuExecutable.of(program, target, threads, inputs=inputs, long_lived=long_lived)
+        return CpuExecutable.of(program, cpu_target(target), threads, inputs=inputs, long_lived=long_lived)
 
     def kernel_text(self, kernels: Iterable[Kernel], target: Target, *, assembly: bool = False) -> str:
         from rlx.backends.cpu.generators import kernel_text
 
-        return kernel_text(kernels, target, level="asm" if assembly else "llvm")
+        return kernel_text(kernels, cpu_target(target), level="asm" if assembly else "llvm")
 
     # -- what is stored ------------------------------------------------------------------------------------------------
     def image_modules(self) -> Sequence[ModuleType]:
@@ -97,15 +105,15 @@ class CpuBackend(Backend):
         inputs: Sequence[InputSpec] | None = None, long_lived: bool = False,
     ) -> CpuExecutable | None:  # fmt: skip
         assert isinstance(image, Image)
-        if not library(target).load(image.homes):
+        if not library(cpu_target(target)).load(image.homes):
             return None
-        return CpuExecutable(image.layout, program, target, threads, inputs=inputs, long_lived=long_lived)
+        return CpuExecutable(image.layout, program, cpu_target(target), threads, inputs=inputs, long_lived=long_lived)
 
     def code(self, programs: Iterable[Program], target: Target) -> Code:
-        return library(target).code({s: k for p in programs for s, k in p.kernels().items()}.values())
+        return library(cpu_target(target)).code({s: k for p in programs for s, k in p.kernels().items()}.values())
 
     def adopt(self, code: Code, target: Target) -> None:
-        library(target).adopt(code)
+        library(cpu_target(target)).adopt(code)
 
     # -- looking -------------------------------------------------------------------------------------------------------
     def describe(self) -> Mapping[str, str]:
@@ -113,7 +121,7 @@ class CpuBackend(Backend):
 
         from rlx.backends.cpu.pool import default_threads, shared
 
-        target, threads = self.target(), shared(default_threads())
+        target, threads = cpu_target(self.target()), shared(default_threads())
         return {
             "llvmlite": f"{version('llvmlite')} (LLVM {llvm_version()})",
             "processor": targets.processor(),
@@ -125,7 +133,7 @@ class CpuBackend(Backend):
     def ceilings(self, target: Target, threads: int) -> Ceilings:
         from rlx.backends.cpu.ceilings import ceilings
 
-        return ceilings(target, threads)
+        return ceilings(cpu_target(target), threads)
 
     def kernels_compiled(self) -> int:
         return kernels_compiled()

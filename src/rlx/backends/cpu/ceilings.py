@@ -14,10 +14,10 @@ from rlx.backends.cpu import loops, math, pool
 from rlx.backends.cpu.builder import Builder, Module, Value, const, vector
 from rlx.backends.cpu.library import library
 from rlx.backends.cpu.memory import aligned
+from rlx.backends.cpu.targets import CpuTarget
 from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
 from rlx.backends.reports import Ceilings
 from rlx.host_memory import address
-from rlx.target import Target
 
 CACHE_BYTES = 256 << 10  # a thread; well inside the second-level cache
 MEMORY_BYTES = 256 << 20  # all threads; well outside the last-level cache
@@ -28,7 +28,7 @@ UNROLL = 8
 
 
 @functools.cache
-def ceilings(target: Target, threads: int) -> Ceilings:
+def ceilings(target: CpuTarget, threads: int) -> Ceilings:
     """The ceilings of this machine for a target and a number of threads."""
     code = CodeLibrary().load(compile_text(_text(target), target), [*PRODUCTS, "read"])
     workers = pool.shared(threads, library(target).driver)
@@ -62,7 +62,7 @@ def ceilings(target: Target, threads: int) -> Ceilings:
 
 
 @functools.cache
-def ticks_per_second(target: Target) -> float:
+def ticks_per_second(target: CpuTarget) -> float:
     """The rate of the counter that the driver stamps traces with."""
     alone, scratch = pool.shared(1, library(target).driver), aligned(64)
     record, stamps = np.zeros((1, 4), np.int64), np.zeros((1, 1, 2), np.int64)  # a launch of no units
@@ -79,7 +79,7 @@ def ticks_per_second(target: Target) -> float:
     return (last - first) / (end - begin)
 
 
-def _text(target: Target) -> str:
+def _text(target: CpuTarget) -> str:
     module = Module()
     arguments = [("ptr", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr", "scratch")]
     for kind, element in (("f32", "float"), ("f64", "double")):
@@ -90,7 +90,7 @@ def _text(target: Target) -> str:
     return module.text()
 
 
-def _emit_fma(b: Builder, target: Target, element: str, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
+def _emit_fma(b: Builder, target: CpuTarget, element: str, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
     """As many independent chains as the matmul tile has, each a · 0.5 + 0.5."""
     type_ = vector(target.lanes(4 if element == "float" else 8), element)
     rounds = b.load("i64", args)
@@ -102,7 +102,7 @@ def _emit_fma(b: Builder, target: Target, element: str, args: Value, lo: Value, 
     b.store(total, b.offset(scratch, 128))
 
 
-def _emit_dot(b: Builder, target: Target, small: bool, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
+def _emit_dot(b: Builder, target: CpuTarget, small: bool, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
     """As many independent chains, each s + s · y, byte by byte: s changes, so nothing can be done before the loop."""
     type_ = vector(target.lanes(4), "i32")
     rounds = b.load("i64", args)
@@ -113,7 +113,7 @@ def _emit_dot(b: Builder, target: Target, small: bool, args: Value, lo: Value, h
     b.store(functools.reduce(lambda x, y: b.op("add", x, y), sums), b.offset(scratch, 128))
 
 
-def _emit_read(b: Builder, target: Target, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
+def _emit_read(b: Builder, target: CpuTarget, args: Value, lo: Value, hi: Value, scratch: Value) -> None:
     """Passes over this unit's share of a buffer; the words are or-ed so that every load counts."""
     type_ = vector(target.lanes(4), "i32")
     base = b.load("ptr", args)

@@ -19,7 +19,7 @@ share, and the next run finds the arguments as they were.
 
 from __future__ import annotations
 
-from rlx.target import Target
+from rlx.backends.cpu.targets import CpuTarget
 
 # The functions of the object:
 #   execute(job, tid, threads, run)  walk all records of a run as thread `tid` of `threads`
@@ -108,7 +108,7 @@ BRIEF, REST = 5, 20
 # units in hand but no core. The next runs then stay on their callers for a while, twice as long each time: for so many
 # milliseconds, and for one run per `LEAST_ALONE` of them, because between runs there may be pauses.
 WINDOW, LATE_SHARE = 8, 8
-LEAST_ALONE, MOST_ALONE = 16, 256  # milliseconds
+LEAST_ALONE, MOST_ALONE = 16, 1024  # milliseconds
 TRUST = 1024  # milliseconds for which runs are shared all the same, because one alone was no faster
 
 WAIT, WAKE = 128, 129  # futex operations, private to the process
@@ -121,7 +121,7 @@ def job_bytes(threads: int) -> int:
     return SEATS + threads * SEAT_BYTES
 
 
-def driver_text(target: Target) -> str:
+def driver_text(target: CpuTarget) -> str:
     """The driver's LLVM IR; only the architecture of the target matters."""
     from rlx.backends.cpu.driver_code import emitted  # a driver that was compiled before needs no generator
 

@@ -9,12 +9,12 @@ from rlx.backends.cpu import driver as d
 from rlx.backends.cpu.builder import NULL, Builder, Module, Value, const, i64
 from rlx.backends.cpu.driver_walk import Walk
 from rlx.backends.cpu.repeat_code import repeat
-from rlx.target import Target
+from rlx.backends.cpu.targets import CpuTarget
 
 TAKE = ("function", "arguments", "units", "launch", "record", "scratch")  # what `take` and `barrier` share
 
 
-def emitted(target: Target) -> str:
+def emitted(target: CpuTarget) -> str:
     """The driver's LLVM IR."""
     module = Module()
     Driver(_MACHINES[target.arch]).define(module)

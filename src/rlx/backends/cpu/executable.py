@@ -33,12 +33,12 @@ from rlx.backends.cpu.memory import (
 from rlx.backends.cpu.records import ARGUMENTS, FUNCTION, UNITS
 from rlx.backends.cpu.repeat import Repeat, Results
 from rlx.backends.cpu.room import out_of_memory
+from rlx.backends.cpu.targets import CpuTarget
 from rlx.errors import BindError, KernelError
 from rlx.host_memory import PAGE, address
 from rlx.lir.memory import Plan, plan
 from rlx.locks import cached_property
 from rlx.resources import ADDRESSES, fits
-from rlx.target import Target
 from rlx.types import compile_sizes, round_up_power_of_two
 
 if TYPE_CHECKING:
@@ -117,8 +117,10 @@ class CpuExecutable(base.Executable):
     from a cache has all else.
     """
 
+    target: CpuTarget
+
     def __init__(
-        self, layout: Layout, program: Callable[[], Program], target: Target, threads: int | None = None, *,
+        self, layout: Layout, program: Callable[[], Program], target: CpuTarget, threads: int | None = None, *,
         inputs: Sequence[InputSpec] | None = None, long_lived: bool = False,
     ) -> None:  # fmt: skip
         # Weights that kernels read again and again are worth starting on a cache line: NumPy's memory does not, and a
@@ -153,8 +155,8 @@ class CpuExecutable(base.Executable):
 
     @classmethod
     def of(
-        cls, program: Program, target: Target, threads: int | None = None, *, inputs: Sequence[InputSpec] | None = None,
-        long_lived: bool = False,
+        cls, program: Program, target: CpuTarget, threads: int | None = None, *,
+        inputs: Sequence[InputSpec] | None = None, long_lived: bool = False,
     ) -> CpuExecutable:  # fmt: skip
         """Compile and link a program."""
         entries = library(target).link(program.kernels().values())

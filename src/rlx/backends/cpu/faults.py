@@ -19,6 +19,7 @@ import numpy as np
 from rlx.backends.base import backend
 from rlx.backends.cpu import elf
 from rlx.backends.cpu.library import library
+from rlx.backends.cpu.targets import cpu_target
 from rlx.backends.cpu.toolchain import CodeLibrary
 from rlx.formats.mapped import TABLE
 
@@ -64,7 +65,7 @@ def install(code: int, before: str, after: str, *, compiling: bool = True) -> bo
     if sys.platform != "linux" or sys.maxsize < 2**32:
         return False
     if not _installed:
-        known = library(backend("cpu").target()).kept(HANDLER, handler_text, compiling=compiling)
+        known = library(cpu_target(backend("cpu").target())).kept(HANDLER, handler_text, compiling=compiling)
         if known is not None:
             _install(known, code, before.encode(), after.encode())
     return bool(_installed)

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from rlx.backends.cpu import attention, loops, matmul
 from rlx.backends.cpu.builder import Module
 from rlx.backends.cpu.routine import Entry, Routine
+from rlx.backends.cpu.targets import CpuTarget
 from rlx.backends.cpu.toolchain import assembly
 from rlx.lir.kernels import AttentionGradKernel, AttentionKernel, Kernel, MatmulKernel
 from rlx.lir.loops import LoopKernel
-from rlx.target import Target
 from rlx.types import Size
 
 
-def entry(kernel: Kernel, target: Target) -> Entry:
+def entry(kernel: Kernel, target: CpuTarget) -> Entry:
     """The routines of a kernel."""
     match kernel:
         case LoopKernel():
@@ -27,7 +27,7 @@ def entry(kernel: Kernel, target: Target) -> Entry:
             return attention.grad_entry(kernel, target)
 
 
-def scratch_bytes(kernel: Kernel, target: Target, k: int) -> int:
+def scratch_bytes(kernel: Kernel, target: CpuTarget, k: int) -> int:
     """Bytes of scratch a thread needs for a kernel; `k` is the inner size of a matmul."""
     match kernel:
         case MatmulKernel():
@@ -53,7 +53,7 @@ def module_text(routines: Sequence[Routine]) -> str:
     return module.text()
 
 
-def kernel_text(kernels: Iterable[Kernel], target: Target, *, level: str) -> str:
+def kernel_text(kernels: Iterable[Kernel], target: CpuTarget, *, level: str) -> str:
     """The LLVM IR or assembly of kernels, for people."""
     routines = {r.symbol: r for k in kernels for r in entry(k, target).routines()}
     text = module_text(list(routines.values()))

@@ -15,9 +15,9 @@ import numpy as np
 
 from rlx.backends.cpu import driver
 from rlx.backends.cpu.records import ARGUMENTS, ENDLESS, FLAGS, FUNCTION, LoopPlan, Mark, Records, Words
+from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import DType
 from rlx.lir.memory import Lifetime, lifetimes
-from rlx.target import Target
 from rlx.types import Size, is_monotone, product, symbols_of
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Layout:
         return {*self.entries, *(symbol for _, symbols in self.tables for symbol in symbols)}
 
 
-def lay_out(program: Program, entries: Mapping[str, Entry], target: Target) -> Layout:
+def lay_out(program: Program, entries: Mapping[str, Entry], target: CpuTarget) -> Layout:
     """The layout of a program whose kernels have these routines."""
     return _Maker(program, entries).layout(target)
 
@@ -130,7 +130,7 @@ class _Maker:
         """The number of a size."""
         return self.sizes.setdefault(size, len(self.sizes))
 
-    def layout(self, target: Target) -> Layout:
+    def layout(self, target: CpuTarget) -> Layout:
         from rlx.backends.cpu.generators import inner_size, scratch_bytes
 
         program, records = self.program, self.records

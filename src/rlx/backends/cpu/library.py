@@ -16,10 +16,10 @@ import numpy as np
 from rlx.backends import cache
 from rlx.backends.cpu import driver
 from rlx.backends.cpu.image import Homes
+from rlx.backends.cpu.targets import CpuTarget
 from rlx.backends.cpu.toolchain import CodeLibrary, Compilation, compile_text, cpu_identity
 from rlx.errors import RlxError
 from rlx.locks import Lock, Waits, in_child
-from rlx.target import Target
 
 if TYPE_CHECKING:
     from rlx.backends.cpu.routine import Entry, Routine
@@ -35,7 +35,7 @@ MODULE_CHARACTERS = 60_000  # of LLVM IR, about, after which another module begi
 class KernelLibrary:
     """All routines of one target that this process has loaded."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: CpuTarget) -> None:
         self.target = target
         self.compiled = 0
         self._code = CodeLibrary()
@@ -220,7 +220,7 @@ class KernelLibrary:
         return hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
 
 
-_libraries: dict[Target, KernelLibrary] = {}
+_libraries: dict[CpuTarget, KernelLibrary] = {}
 
 
 @in_child
@@ -230,7 +230,7 @@ def _forget_compilations() -> None:
         each._begun, each._driver_begun = [], None
 
 
-def library(target: Target) -> KernelLibrary:
+def library(target: CpuTarget) -> KernelLibrary:
     """The process's library for a target."""
     with _guard:
         if target not in _libraries:

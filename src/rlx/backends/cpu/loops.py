@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from rlx.backends.cpu import math
 from rlx.backends.cpu.builder import Builder, Module, Value, const, i64, intrinsic_suffix, lanes_of, scalar_of, vector
 from rlx.backends.cpu.routine import Routine
+from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import BOOL, F32, F64, I64, U8, U32, DType
 from rlx.errors import LowerError
 from rlx.lir.loops import (
@@ -40,7 +41,6 @@ from rlx.lir.loops import (
     statements,
     walk,
 )
-from rlx.target import Target
 
 # How elements lie in memory, and how values are held in registers. Narrow floats are bit patterns until they are cast.
 MEMORY = {"f64": "double", "f32": "float", "f16": "i16", "bf16": "i16", "i64": "i64", "i32": "i32", "i16": "i16",
@@ -56,12 +56,12 @@ def _chains(expr: Reduce) -> int:
     return 1 if heavy else ACCUMULATORS
 
 
-def routine(kernel: LoopKernel, target: Target) -> Routine:
+def routine(kernel: LoopKernel, target: CpuTarget) -> Routine:
     """The function of a loop kernel."""
     return Routine(f"loops.{kernel.symbol}.{kernel.fingerprint}", lambda module: _define(module, kernel, target))
 
 
-def _define(module: Module, kernel: LoopKernel, target: Target) -> None:
+def _define(module: Module, kernel: LoopKernel, target: CpuTarget) -> None:
     arguments = [("ptr", "args"), ("i64", "lo"), ("i64", "hi"), ("ptr", "scratch")]
     name = routine(kernel, target).symbol
     module.define(name, arguments, lambda b, *given: _Emitter(b, kernel, target, *given).run())
@@ -91,7 +91,7 @@ class _Address:
 class _Emitter:
     b: Builder
     kernel: LoopKernel
-    target: Target
+    target: CpuTarget
     args: Value
     low: Value
     high: Value
@@ -701,7 +701,7 @@ _MULTIPLY_BYTES = {16: "ssse3.pmadd.ub.sw.128", 32: "avx2.pmadd.ub.sw", 64: "avx
 _MULTIPLY_WORDS = {16: "sse2.pmadd.wd", 32: "avx2.pmadd.wd", 64: "avx512.pmaddw.d.512"}
 
 
-def dot(b: Builder, total: Value, x: Value, y: Value, target: Target, *, small: bool) -> Value:
+def dot(b: Builder, total: Value, x: Value, y: Value, target: CpuTarget, *, small: bool) -> Value:
     """total + the four products of the bytes of x, unsigned (below 128 if `small`), and of y, signed, in each i32."""
     lanes = lanes_of(total.type)
     size = 4 * lanes

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from rlx.backends.cpu.builder import Builder, Value, const, lanes_of, scalar_of, vector
 from rlx.backends.cpu.large_angles import reduce_large
-from rlx.target import Target
+from rlx.backends.cpu.targets import CpuTarget
 
 Number = Value | float
 
@@ -42,7 +42,7 @@ _FORMATS = {"float": _Format(4, 23, 127), "double": _Format(8, 52, 1023)}
 class _Lanes:
     """Arithmetic on vectors of one float type; Python numbers are constants in every lane."""
 
-    def __init__(self, b: Builder, type_: str, target: Target) -> None:
+    def __init__(self, b: Builder, type_: str, target: CpuTarget) -> None:
         self.b = b
         self.type = type_
         self.target = target
@@ -199,7 +199,7 @@ def _with_scalar(type_: str, scalar: str) -> str:
 
 
 # -- exact arithmetic ---------------------------------------------------------------------------------------------
-def fma(b: Builder, x: Value, y: Value, z: Value, target: Target) -> Value:
+def fma(b: Builder, x: Value, y: Value, z: Value, target: CpuTarget) -> Value:
     """x·y + z, with one rounding where the target can."""
     if target.has_fma:
         return b.intrinsic("fma", x, y, z)
@@ -259,7 +259,7 @@ _EXP2 = {
 }  # fmt: skip
 
 
-def exp(b: Builder, x: Value, target: Target) -> Value:
+def exp(b: Builder, x: Value, target: CpuTarget) -> Value:
     """e^x. Worst: float 0.9 ulp (1.2 without FMA), double 0.95 (1.2)."""
     v = _Lanes(b, x.type, target)
     return _exp_of_sum(v, v.clamp(x, *_EXP_RANGE[v.scalar]), None)
@@ -276,7 +276,7 @@ def _exp_of_sum(v: _Lanes, x: Value, rest: Value | None) -> Value:
     return v.scaled(v.polynomial(r, _EXP[v.scalar]), n, rounded)
 
 
-def exp2(b: Builder, x: Value, target: Target) -> Value:
+def exp2(b: Builder, x: Value, target: CpuTarget) -> Value:
     """2^x; exact for integers. Worst: float 0.9 ulp (1.1 without FMA), double 0.95 (1.25)."""
     v = _Lanes(b, x.type, target)
     if v.has_register_instructions:  # which take any x: of an infinity, the distance to an integer is 0
@@ -309,7 +309,7 @@ _HALF_EXPM1 = {
 }  # fmt: skip
 
 
-def tanh(b: Builder, x: Value, target: Target) -> Value:
+def tanh(b: Builder, x: Value, target: CpuTarget) -> Value:
     """tanh x = h / (h + 1) with h = (e^2|x| - 1)/2, which loses nothing near 0.
 
     Worst: float 1.8 ulp (1.95 without FMA), double 1.6 (1.9).
@@ -364,7 +364,7 @@ _ERFC_ROOT = {
 _ERF_ONE = {"float": 4.2, "double": 6.1}  # beyond the fits, where their 4th powers are below half an ulp of 1
 
 
-def erf(b: Builder, x: Value, target: Target) -> Value:
+def erf(b: Builder, x: Value, target: CpuTarget) -> Value:
     """The error function: an odd polynomial up to 1, beyond that 1 - p(|x|)⁴, which needs no exponential.
 
     Worst: float 1.7 ulp (2.2 without FMA), double 1.9 (2.3).
@@ -419,7 +419,7 @@ _GELU_LOSS = (
 _GELU_STEP = 0.4
 
 
-def gelu(b: Builder, x: Value, target: Target) -> Value:
+def gelu(b: Builder, x: Value, target: CpuTarget) -> Value:
     """x·Φ(x), Φ being the share of a normal distribution that is below x.
 
     Worst, of floats with AVX-512, whose registers are tables of 16: 2.8 ulp for x > -1, 3e-8 in all below. Elsewhere
@@ -470,7 +470,7 @@ _LOG_ODD = (
 )  # fmt: skip
 
 
-def log(b: Builder, x: Value, target: Target) -> Value:
+def log(b: Builder, x: Value, target: CpuTarget) -> Value:
     """The natural logarithm; -inf at zeros, NaN below. Worst: float 1.2 ulp (1.3 without FMA), double 0.9."""
     v = _Lanes(b, x.type, target)
     exponent, mantissa = v.split(x)
@@ -509,17 +509,17 @@ _SIN = {
 }  # fmt: skip
 
 
-def sin(b: Builder, x: Value, target: Target) -> Value:
+def sin(b: Builder, x: Value, target: CpuTarget) -> Value:
     """The sine. Worst: float 1.95 ulp (2.2 without FMA), double 1.95 (2.0)."""
     return _sine(b, x, 0.0, target)
 
 
-def cos(b: Builder, x: Value, target: Target) -> Value:
+def cos(b: Builder, x: Value, target: CpuTarget) -> Value:
     """The cosine, to the same bounds as `sin`."""
     return _sine(b, x, 0.5, target)
 
 
-def _sine(b: Builder, x: Value, turn: float, target: Target) -> Value:
+def _sine(b: Builder, x: Value, turn: float, target: CpuTarget) -> Value:
     """sin(x + turn·π): with x = (n - turn)π + r it is sin(r) times (-1)^n. The reduction to r is done in double."""
     v, wide = _Lanes(b, x.type, target), _Lanes(b, _with_scalar(x.type, "double"), target)
     full = b.convert("fpext", x, wide.type)
@@ -614,7 +614,7 @@ _COS = {
 }  # fmt: skip
 
 
-def tan(b: Builder, x: Value, target: Target) -> Value:
+def tan(b: Builder, x: Value, target: CpuTarget) -> Value:
     """The tangent. Worst: float 0.66 ulp, double 0.9.
 
     With x = nπ/2 + r it is sin(r)/cos(r) for even n and -cos(r)/sin(r) for odd n, all in double.
@@ -668,7 +668,7 @@ _TAN_EIGHTH = 0.41421356237309503  # of π; its inverse is the tangent of 3π/8
 _TAN_THREE_EIGHTHS = 2.414213562373095
 
 
-def atan(b: Builder, x: Value, target: Target) -> Value:
+def atan(b: Builder, x: Value, target: CpuTarget) -> Value:
     """The inverse tangent. Worst: float 0.51 ulp, double 0.7 (0.75 without FMA).
 
     atan|x| = c + atan(t), |t| <= tan(π/8): of c = 0, t = |x|; of c = π/4, t = (|x| - 1)/(|x| + 1); of c = π/2,
@@ -713,7 +713,7 @@ _LOG_ODD_TAIL = (
 _TWO_THIRDS = (0.6666666666666666, 3.700743415417188e-17)
 
 
-def pow(b: Builder, x: Value, y: Value, target: Target) -> Value:
+def pow(b: Builder, x: Value, y: Value, target: CpuTarget) -> Value:
     """x to the power y, with C's (and NumPy's) special cases.
 
     x^0 and 1^y are 1 even for NaN; a negative x needs an integer y, whose parity gives the sign, else NaN.
@@ -826,11 +826,11 @@ def _halves(v: _Lanes, x: Value) -> tuple[Value, Value]:
 
 
 # -- narrow floats ------------------------------------------------------------------------------------------------
-def _has_half(target: Target) -> bool:
+def _has_half(target: CpuTarget) -> bool:
     return "+f16c" in target.features or target.arch == "aarch64"
 
 
-def half_to_float(b: Builder, x: Value, target: Target) -> Value:
+def half_to_float(b: Builder, x: Value, target: CpuTarget) -> Value:
     """The f32 values of f16 bit patterns, `<n x i16>`; exact."""
     result = _with_scalar(x.type, "float")
     if _has_half(target):
@@ -847,7 +847,7 @@ def half_to_float(b: Builder, x: Value, target: Target) -> Value:
     return b.convert("bitcast", b.op("or", number, sign), result)
 
 
-def float_to_half(b: Builder, x: Value, target: Target) -> Value:
+def float_to_half(b: Builder, x: Value, target: CpuTarget) -> Value:
     """The f16 bit patterns nearest to f32 or f64 values, ties to even; overflow gives inf, NaN stays NaN."""
     x = _as_float(b, x)
     short = _with_scalar(x.type, "i16")
@@ -869,14 +869,14 @@ def float_to_half(b: Builder, x: Value, target: Target) -> Value:
     return b.convert("trunc", b.op("or", result, sign), short)
 
 
-def bfloat_to_float(b: Builder, x: Value, target: Target) -> Value:
+def bfloat_to_float(b: Builder, x: Value, target: CpuTarget) -> Value:
     """The f32 values of bf16 bit patterns, `<n x i16>`; exact."""
     wide = _with_scalar(x.type, "i32")
     shifted = b.op("shl", b.convert("zext", x, wide), const(wide, 16))
     return b.convert("bitcast", shifted, _with_scalar(x.type, "float"))
 
 
-def float_to_bfloat(b: Builder, x: Value, target: Target) -> Value:
+def float_to_bfloat(b: Builder, x: Value, target: CpuTarget) -> Value:
     """The bf16 bit patterns nearest to f32 or f64 values, ties to even; overflow gives inf, NaN stays NaN.
 
     Integer arithmetic on every target: vcvtneps2bf16 takes denormals for zeros.
@@ -909,7 +909,7 @@ def _as_float(b: Builder, x: Value) -> Value:
 
 
 # -- integers -----------------------------------------------------------------------------------------------------
-def nearest(b: Builder, x: Value, target: Target) -> Value:
+def nearest(b: Builder, x: Value, target: CpuTarget) -> Value:
     """The integer as wide as x that is nearest to it, ties to even, for |x| below 2^22 (2^51); any integer for others.
 
     AVX-512 rounds as it converts; elsewhere the low bits of a sum hold the integer.
@@ -921,7 +921,7 @@ def nearest(b: Builder, x: Value, target: Target) -> Value:
     return b.op("sub", v.bits(v.add(x, v.rounder())), v.bits(v.of(v.rounder())))
 
 
-def float_to_int(b: Builder, x: Value, scalar_int_type: str, target: Target, *, signed: bool = True) -> Value:
+def float_to_int(b: Builder, x: Value, scalar_int_type: str, target: CpuTarget, *, signed: bool = True) -> Value:
     """x cut off toward zero and saturated to the range of the integer type; NaN gives 0.
 
     Not llvm.fptosi.sat, which comes apart into single lanes on x86.

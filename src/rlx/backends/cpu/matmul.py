@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 
 from rlx.backends.cpu.builder import Body, Builder, Module, Value, const, i64, intrinsic_suffix, scalar_of, vector
 from rlx.backends.cpu.loops import dot
+from rlx.backends.cpu.math import bfloat_to_float, half_to_float
 from rlx.backends.cpu.routine import Entry, Routine
-from rlx.dtypes import DType
+from rlx.backends.cpu.targets import CpuTarget
+from rlx.dtypes import BF16, F16, F32, DType
 from rlx.errors import LowerError
 from rlx.lir.kernels import OUT_OF_RANGE, ROW_BLOCK, Blocks, MatmulKernel, TileOperand
 from rlx.lir.loops import LoopKernel
-from rlx.target import Target
 
-CompileLoops = Callable[[LoopKernel, Target], Routine]
+CompileLoops = Callable[[LoopKernel, CpuTarget], Routine]
 
 HEADER_BYTES = 64  # of scratch, owned by the driver
 LINE = 64  # bytes of a cache line
@@ -28,11 +29,14 @@ CODES_SLAB = 1024  # the same of codes, of which a word has four
 SLAB_UNIT = 16  # slabs of one panel are equally long but for this
 STREAM_AHEAD = 16384  # bytes: how far ahead a panel is prefetched that only one tile of one or two rows reads
 CACHED = 8 << 20  # bytes of B up to which it is likely in a cache: there the hardware prefetches better alone
+WIDENING_TILES = 8  # tiles of a row block up to which each widens narrow panels again: beside FMAs that costs little
+WIDENING_TILES_BASELINE = 2  # the same where products and sums, and conversions of f16, are several instructions
 IN_PLACE_TILES = 2  # tiles of a row block up to which packing contiguous rows of B would not pay
 WIDE_SLAB = 16  # k steps of a slab where many panels take turns at rows of B
 WIDE_PANELS = 4  # the fewest panels for that
 
 _SCALAR = {"f32": "float", "f64": "double", "i32": "i32"}  # of i32, words of A and B are four bytes each
+WIDEN = {F16: half_to_float, BF16: bfloat_to_float}  # what panels may be stored as, where tiles are f32
 _TILE_ARGUMENTS = (
     ("ptr noalias", "a"), ("i64", "lda"), ("ptr noalias", "b"), ("i64", "ldb"), ("i64", "k"),
     ("ptr noalias", "c"), ("i64", "ldc"), ("ptr", "ahead"), ("i64", "ahead_step"), ("i64", "accumulate"),
@@ -49,6 +53,8 @@ class Geometry:
     rows: int
     vectors: int
     most_rows: int = ROW_BLOCK  # of a row block
+    stored: DType | None = None  # of panels, where that is narrower
+    widening_tiles: int = WIDENING_TILES
 
     @property
     def scalar(self) -> str:
@@ -59,14 +65,28 @@ class Geometry:
         return vector(self.lanes, self.scalar)
 
     @property
+    def right(self) -> DType:
+        """The type of B in memory."""
+        return self.stored or self.dtype
+
+    @property
+    def right_scalar(self) -> str:
+        return f"i{8 * self.stored.size}" if self.stored else self.scalar
+
+    @property
     def panel(self) -> int:
         """Columns of a tile."""
         return self.lanes * self.vectors
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of a panel that one k step reads."""
+        """Bytes of a row of a tile, which are those of B that one k step reads where B is not narrower."""
         return self.panel * self.dtype.size
+
+    @property
+    def right_bytes(self) -> int:
+        """Bytes of a panel that one k step reads."""
+        return self.panel * self.right.size
 
     @property
     def block_rows(self) -> int:
@@ -74,25 +94,35 @@ class Geometry:
         return -(-self.most_rows // self.rows) * self.rows
 
 
-def geometry(kernel: MatmulKernel, target: Target) -> Geometry:
+def geometry(kernel: MatmulKernel, target: CpuTarget) -> Geometry:
     dtype = kernel.dtype
     if dtype.name not in _SCALAR or (dtype.is_integer and not kernel.packed):
         raise LowerError(f"cpu matmul: no tiles of {dtype}", hint="widen the operands to f32 first")
     rows = kernel.blocks.tile_rows if kernel.blocks and kernel.blocks.tiles else target.tile_rows
-    return Geometry(dtype, target.lanes(dtype.size), rows, target.tile_vectors, kernel.row_block)
+    widening = WIDENING_TILES if target.has_fma else WIDENING_TILES_BASELINE
+    size = target.lanes(dtype.size), rows, target.tile_vectors
+    return Geometry(dtype, *size, kernel.row_block, kernel.stored, widening)
 
 
 # -- what the rest of the backend asks for ----------------------------------------------------------------------------
-def entry(kernel: MatmulKernel, target: Target, compile_loops: CompileLoops) -> Entry:
+def entry(kernel: MatmulKernel, target: CpuTarget, compile_loops: CompileLoops) -> Entry:
     """The nest of `kernel`, and what it calls by address.
 
     `tiles` are the micro-kernels by height, the first has one row; where B is not packed, its packing comes after them.
+    Where panels are narrow, those that widen them come first, then those that do not, then what widens a panel.
     """
     if kernel.weights != 1 and not kernel.packed:
         raise LowerError("cpu matmul: two weights share a panel only when they are packed")
     whole = kernel.blocks is not None and kernel.blocks.tiles  # those have tiles of their own
     heights = range(0) if whole else range(1, target.tile_rows + 1)
     tiles = tuple(micro_kernel(kernel.dtype, h, target.tile_vectors, target, turned=kernel.turned) for h in heights)
+    if kernel.stored is not None:
+        if not kernel.packed or kernel.dtype is not F32 or kernel.stored not in WIDEN:
+            hint = "only packed panels of f16 and bf16 are widened, to f32"
+            raise LowerError(f"cpu matmul: no tiles of {kernel.dtype} times {kernel.stored}", hint=hint)
+        form = geometry(kernel, target)
+        narrow = (replace(form, rows=height) for height in heights)
+        tiles = (*(_tile(each, target, turned=kernel.turned) for each in narrow), *tiles, _widening(form, target))
     tables = {"tiles": tiles if kernel.packed else (*tiles, _packing(geometry(kernel, target)))}
     if kernel.blocks is not None:
         tables["blocks"] = tuple(compile_loops(reader, target) for reader in kernel.blocks.kernels)
@@ -101,19 +131,20 @@ def entry(kernel: MatmulKernel, target: Target, compile_loops: CompileLoops) -> 
     return Entry(_nest(kernel, target), tables)
 
 
-def panel_columns(kernel: MatmulKernel, target: Target) -> int:
+def panel_columns(kernel: MatmulKernel, target: CpuTarget) -> int:
     """Output columns that one panel covers."""
     return target.panel(kernel.dtype.size) // kernel.weights
 
 
-def scratch_bytes(kernel: MatmulKernel, target: Target, k: int) -> int:
+def scratch_bytes(kernel: MatmulKernel, target: CpuTarget, k: int) -> int:
     """Scratch that a launch with this `k` needs, the driver's header included."""
     form = geometry(kernel, target)
     if kernel.blocks:
         block = kernel.blocks.storage.block
         packed = min(-(-k // block), _slab(kernel) // block) * kernel.blocks.unpacked_bytes * form.panel
     else:
-        packed = 0 if kernel.packed else min(-(-k // form.lanes) * form.lanes, SLAB) * form.step_bytes
+        unpacked = not kernel.packed or kernel.stored is not None
+        packed = 0 if not unpacked else min(-(-k // form.lanes) * form.lanes, SLAB) * form.step_bytes
     return _sums_end(form) + packed
 
 
@@ -126,14 +157,19 @@ def _sums_end(form: Geometry) -> int:
 
 
 # -- micro-kernels ----------------------------------------------------------------------------------------------------
-def micro_kernel(dtype: DType, height: int, vectors: int, target: Target, *, turned: bool = False) -> Routine:
+def micro_kernel(dtype: DType, height: int, vectors: int, target: CpuTarget, *, turned: bool = False) -> Routine:
     """C[height][w] (+)= A[height][k] B[k][w], where w is `vectors` vectors; turned, A lies in memory as A[k][height].
 
     `tile(a, lda, b, ldb, k, c, ldc, ahead, ahead_step, accumulate)`: strides are in elements; sums start from C if
     `accumulate` is not 0. Each k step prefetches at `ahead`, which moves by `ahead_step` bytes.
     """
-    form = Geometry(dtype, target.lanes(dtype.size), height, vectors)
-    symbol = f"tile.{dtype}.{height}x{vectors}{'.turned' if turned else ''}"
+    return _tile(Geometry(dtype, target.lanes(dtype.size), height, vectors), target, turned=turned)
+
+
+def _tile(form: Geometry, target: CpuTarget, *, turned: bool) -> Routine:
+    """The micro-kernel of one geometry, which widens B if it is narrower."""
+    types = f"{form.dtype}.{form.stored}" if form.stored else f"{form.dtype}"
+    symbol = f"tile.{types}.{form.rows}x{form.vectors}{'.turned' if turned else ''}"
     left = _left_columns if turned else _left_rows
 
     def emit(module: Module) -> None:
@@ -161,16 +197,16 @@ def _left_columns(b: Builder, form: Geometry, unroll: int, a: Value, lda: Value)
 
 
 def _emit_tile(
-    b: Builder, form: Geometry, target: Target, left_side: _Left, a: Value, lda: Value, panel: Value, ldb: Value,
+    b: Builder, form: Geometry, target: CpuTarget, left_side: _Left, a: Value, lda: Value, panel: Value, ldb: Value,
     k: Value, c: Value, ldc: Value, ahead: Value, ahead_step: Value, accumulate: Value,
 ) -> None:  # fmt: skip
     size, rows, vectors = form.dtype.size, range(form.rows), range(form.vectors)
-    unroll = 4 if target.has_fma else 2  # a product needs a register of its own, and sums must not spill
+    unroll = _unroll(form, target)
     cells = [
         b.offset(b.offset(c, b.mul(ldc, i), form.scalar), j * form.lanes, form.scalar) for i in rows for j in vectors
     ]
     a_place = left_side(b, form, unroll, a, lda)
-    b_steps = [_opaque(b, b.mul(ldb, u * size)) for u in range(1, unroll + 1)]
+    b_steps = [_opaque(b, b.mul(ldb, u * form.right.size)) for u in range(1, unroll + 1)]
     zeros = [const(form.vector, 0.0)] * len(cells)
     fresh = b.icmp("eq", accumulate, 0)
     start = b.when(fresh, lambda: zeros, lambda: [b.load(form.vector, cell, align=size) for cell in cells])
@@ -180,8 +216,8 @@ def _emit_tile(
             total = list(sums)
             for u in range(count):
                 row = b.offset(panel, b_steps[u - 1]) if u else panel
-                right = [b.load(form.vector, b.offset(row, j * form.lanes, form.scalar), align=size) for j in vectors]
-                for line in range(_lines_of_a_step(form) if u * form.step_bytes % LINE == 0 else 0):
+                right = [_load_right(b, form, target, row, j) for j in vectors]
+                for line in range(_lines_of_a_step(form) if u * form.right_bytes % LINE == 0 else 0):
                     b.prefetch(b.offset(ahead, line * LINE), locality=2)  # into L2
                 ahead = b.offset(ahead, ahead_step)
                 for i in rows:
@@ -200,6 +236,20 @@ def _emit_tile(
         b.store(total, cell, align=size)
 
 
+def _unroll(form: Geometry, target: CpuTarget) -> int:
+    """K steps of one iteration, few enough that sums do not spill."""
+    if form.stored and target.arch == "aarch64" and form.rows > 4:
+        return 1  # of more steps the scheduler widens all vectors first
+    return 4 if target.has_fma else 2  # without FMA a product needs a register of its own
+
+
+def _load_right(b: Builder, form: Geometry, target: CpuTarget, row: Value, j: int) -> Value:
+    """Vector `j` of a row of B, widened if it is stored narrow."""
+    place = b.offset(row, j * form.lanes, form.right_scalar)
+    found = b.load(vector(form.lanes, form.right_scalar), place, align=form.right.size)
+    return found if form.stored is None else WIDEN[form.stored](b, found, target)
+
+
 def _opaque(b: Builder, value: Value) -> Value:
     return b.assign(value.type, f"freeze {value}")
 
@@ -210,10 +260,10 @@ def _lines_of_a_step(form: Geometry) -> int:
     The tiles of a block together fetch the next slab, all of it: with half of its lines the hardware prefetchers lose
     track, which is worse than none. Low tiles are as fast as memory; there one line in four opens pages ahead of time.
     """
-    return max(1, form.step_bytes // LINE // (4 if form.rows <= 2 else 2))
+    return max(1, form.right_bytes // LINE // (4 if form.rows <= 2 else 2))
 
 
-def _multiply_add(b: Builder, target: Target, x: Value, y: Value, total: Value) -> Value:
+def _multiply_add(b: Builder, target: CpuTarget, x: Value, y: Value, total: Value) -> Value:
     if scalar_of(total.type) == "i32":
         return dot(b, total, x, y, target, small=False)
     if target.has_fma:
@@ -222,7 +272,7 @@ def _multiply_add(b: Builder, target: Target, x: Value, y: Value, total: Value) 
 
 
 # -- the nest ---------------------------------------------------------------------------------------------------------
-def _nest(kernel: MatmulKernel, target: Target) -> Routine:
+def _nest(kernel: MatmulKernel, target: CpuTarget) -> Routine:
     """The loops over units, K slabs and tiles; what the epilogue computes is behind an address, so nests are shared."""
     form = geometry(kernel, target)
     operands = "".join(f".{o.dtype.size}{'c' if o.columns else 'r'}" for o in kernel.tile)
@@ -230,6 +280,8 @@ def _nest(kernel: MatmulKernel, target: Target) -> Routine:
     right = "panels" if kernel.packed else "rows"
     if kernel.blocks:
         right = f"{kernel.blocks.storage}{'.int' if kernel.blocks.tiles else ''}"
+    elif kernel.stored:  # of which the nest knows the size alone
+        right = f"panels.{form.right_scalar}"
     turned = ".turned" if kernel.turned else ""
     groups = f".{kernel.grouped}.{kernel.index}" if kernel.grouped else ""
     symbol = f"matmul_nest.{kernel.dtype}{turned}.{right}.{kernel.weights}.{finish}{operands}{groups}"
@@ -276,6 +328,7 @@ class _Right:
     ahead: Value
     step: Value
     move: Value
+    tiles: Value | None = None  # the table of the tiles that multiply, where it is not the kernel's
 
 
 class _Nest:
@@ -357,7 +410,7 @@ class _Nest:
                 count=self.tiles,
                 first_row=i64(0),
                 a=b.offset(word["a"], b.mul(start, self.left_steps[0]), self.form.scalar),
-                b=b.offset(word["b"], b.mul(group, word["b_batch0"]), self.form.scalar),
+                b=b.offset(word["b"], b.mul(group, word["b_batch0"]), self.form.right_scalar),
                 operands=tuple(
                     b.offset(word[f"ptr{i}"], b.mul(start, word[f"row{i}"]), _unit(o))
                     for i, o in enumerate(self.kernel.tile)
@@ -386,7 +439,7 @@ class _Nest:
             count=b.sub(last, first),
             first_row=b.add(b.mul(first, self.short), b.min(first, self.longer)),
             a=moved("a", ("a_batch0", "a_batch1"), self.form.scalar),
-            b=moved("b", ("b_batch0", "b_batch1"), self.form.scalar),
+            b=moved("b", ("b_batch0", "b_batch1"), self.form.right_scalar),
             operands=tuple(
                 moved(f"ptr{i}", (f"outer{i}", f"inner{i}"), _unit(o)) for i, o in enumerate(self.kernel.tile)
             ),
@@ -446,7 +499,7 @@ class _Nest:
         b, word, form = self.b, self.word, self.form
         column = b.mul(panel, self.columns)
         before = b.mul(panel, b.mul(word["k"], form.panel)) if self.kernel.packed else b.mul(column, word["b_n"])
-        here = b.offset(rows.b, before, form.scalar)
+        here = b.offset(rows.b, before, form.right_scalar)
         if self.kernel.blocks is not None:
             here = b.offset(rows.b, b.mul(panel, self._block_bytes(self.kernel.blocks, word["k"])))
         start = b.mul(slab, step)
@@ -470,7 +523,8 @@ class _Nest:
             many = self.each_tile_of_codes if blocks.tiles else self.each_tile_of_numbers
             b.when(self.few, lambda: self.dot(rows, stripe, blocks), lambda: many(rows, stripe, blocks))
         else:
-            self.each_tile(rows, stripe, self._panel(rows, stripe) if self.kernel.packed else self._rows(rows, stripe))
+            right = self._narrow_panel if self.kernel.stored else self._panel if self.kernel.packed else self._rows
+            self.each_tile(rows, stripe, right(rows, stripe))
 
     def _block_bytes(self, blocks: Blocks, k: Value) -> Value:
         """Bytes of a panel over `k` steps."""
@@ -557,16 +611,30 @@ class _Nest:
     def _panel(self, rows: _Block, stripe: _Stripe) -> _Right:
         """B in panels: the next slab, of this panel or the next one, follows in memory; all tiles prefetch a share."""
         b, form = self.b, self.form
-        here = b.offset(stripe.b, b.mul(stripe.start, form.panel), form.scalar)
-        following = b.offset(here, b.mul(stripe.length, form.panel), form.scalar)
+        here = b.offset(stripe.b, b.mul(stripe.start, form.panel), form.right_scalar)
+        following = b.offset(here, b.mul(stripe.length, form.panel), form.right_scalar)
         alone = b.icmp("eq", rows.count, 1)
         high = b.icmp("sgt", self.short, 2)
-        near = b.icmp("sle", b.mul(self.panels, b.mul(self.k, form.step_bytes)), CACHED)
+        near = b.icmp("sle", b.mul(self.panels, b.mul(self.k, form.right_bytes)), CACHED)
         ahead = b.select(alone, b.select(near, here, b.offset(here, STREAM_AHEAD)), following)
         count = b.max(rows.count, 1)
-        share = b.sdiv(b.add(b.sub(count, 1), form.step_bytes), count)
+        share = b.sdiv(b.add(b.sub(count, 1), form.right_bytes), count)
         step = b.select(b.op("and", alone, b.op("or", high, near)), i64(0), share)
         return _Right(here, i64(form.panel), ahead, step, b.mul(step, stripe.length))
+
+    def _narrow_panel(self, rows: _Block, stripe: _Stripe) -> _Right:
+        """B in narrow panels: a few tiles widen what they load, more read what was widened once for all of them."""
+        b, tiles, heights = self.b, self.word["tiles"], self.form.rows
+        right = self._panel(rows, stripe)
+
+        def widened() -> list[Value]:
+            widen = b.load("ptr", b.offset(tiles, 8 * 2 * heights), align=8)
+            b.call_pointer(widen, right.b, stripe.length, self.packed)
+            return [self.packed, b.offset(tiles, 8 * heights)]
+
+        few = b.icmp("sle", rows.count, self.form.widening_tiles)
+        panel, table = b.when(few, lambda: [right.b, tiles], widened)
+        return replace(right, b=panel, tiles=table)
 
     def _rows(self, rows: _Block, stripe: _Stripe) -> _Right:
         """B that is not panels: read in place if that is worth it, else packed, unless it is in scratch already."""
@@ -621,7 +689,8 @@ class _Nest:
                 place = b.offset(stripe.operands[0], b.mul(row, word["row0"]), form.scalar)
                 result = b.select(direct, place, sums)
                 stride = b.select(direct, word["row0"], stride)
-            multiply = b.load("ptr", b.offset(word["tiles"], b.mul(b.sub(height, 1), 8)), align=8)
+            table = word["tiles"] if right.tiles is None else right.tiles
+            multiply = b.load("ptr", b.offset(table, b.mul(b.sub(height, 1), 8)), align=8)
             step = right.step
             if not self.kernel.packed:
                 fetching = -(-form.step_bytes // (_lines_of_a_step(form) * LINE))  # tiles that fetch a whole slab
@@ -697,6 +766,25 @@ def _masked_load(b: Builder, type_: str, pointer: Value, mask: Value) -> Value:
 
 def _masked_store(b: Builder, value: Value, pointer: Value, mask: Value) -> None:
     b.call("void", f"llvm.masked.store.{intrinsic_suffix(value.type)}.p0", value, pointer, mask)
+
+
+# -- widening ---------------------------------------------------------------------------------------------------------
+def _widening(form: Geometry, target: CpuTarget) -> Routine:
+    """`widen(b, k, panel)`: panel[k][panel] from a narrow panel, whose rows follow each other."""
+    symbol = f"widen_panel.{form.dtype}.{form.stored}.{form.vectors}"
+    arguments = (("ptr noalias", "b"), ("i64", "k"), ("ptr noalias", "panel"))
+
+    def body(b: Builder, source: Value, k: Value, panel: Value) -> None:
+        def row(i: Value) -> None:
+            at = b.mul(i, form.panel)
+            here, there = b.offset(source, at, form.right_scalar), b.offset(panel, at, form.scalar)
+            for j in range(form.vectors):
+                value = _load_right(b, form, target, here, j)
+                b.store(value, b.offset(there, j * form.lanes, form.scalar), align=form.dtype.size)
+
+        b.loop(0, k, 1, row)
+
+    return Routine(symbol, lambda module: module.define(symbol, arguments, body))
 
 
 # -- packing ----------------------------------------------------------------------------------------------------------

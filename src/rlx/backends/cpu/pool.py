@@ -23,6 +23,7 @@ import numpy.typing as npt
 from rlx.backends.base import MAX_THREADS, backend
 from rlx.backends.cpu import driver
 from rlx.backends.cpu.cores import usable_cores
+from rlx.backends.cpu.targets import cpu_target
 from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
 from rlx.errors import CapabilityError
 from rlx.locks import Lock, in_child
@@ -61,7 +62,7 @@ def default_threads() -> int:
 @functools.cache
 def compiled_driver() -> Mapping[str, int]:
     """The driver's addresses, compiled for this machine."""
-    target = backend("cpu").target()
+    target = cpu_target(backend("cpu").target())
     return CodeLibrary().load(compile_text(driver.driver_text(target), target), driver.SYMBOLS)
 
 

@@ -4,21 +4,88 @@ from __future__ import annotations
 
 import functools
 import platform
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
+from rlx.dtypes import DType
+from rlx.errors import CapabilityError
+from rlx.layouts import Layout, WeightLayout
 from rlx.target import Target
+from rlx.types import TensorType
 
-AVX512 = Target(
-    "avx512", "x86_64", 64, 6, 4, True, "skylake-avx512", "+avx512f,+avx512bw,+avx512dq,+avx512vl,+fma,+f16c"
-)
+
+@dataclass(frozen=True, slots=True)
+class CpuTarget(Target):
+    """One kind of processor. `tile_rows` × `tile_vectors` is the matmul micro-kernel; a panel is one tile wide."""
+
+    device: str = "cpu"
+    prepacks: bool = True
+    arch: str = ""  # x86_64 or aarch64
+    vector_bytes: int = 16
+    tile_rows: int = 1
+    tile_vectors: int = 1
+    has_fma: bool = False
+    cpu: str = ""
+    features: str = ""  # LLVM feature string, "" = those of `cpu`
+    has_dot: bool = False  # multiplies bytes and adds four products in one instruction
+
+    def lanes(self, element_bytes: int) -> int:
+        """Elements of one vector register."""
+        return self.vector_bytes // element_bytes
+
+    def panel(self, element_bytes: int) -> int:
+        """Columns of a packed weight panel."""
+        return self.lanes(element_bytes) * self.tile_vectors
+
+    def span(self, dtype: DType) -> int:
+        return self.lanes(dtype.size)
+
+    def accumulators(self) -> int:
+        return self.tile_rows * self.tile_vectors
+
+    def layout(self, x: DType, w: TensorType, *, rounded: bool = False) -> WeightLayout | None:
+        from rlx.backends.cpu.packing import weight_layout
+
+        return weight_layout(self, x, w, rounded) if self.prepacks else None
+
+    def forms(self) -> Mapping[str, Callable[..., Any]]:
+        from rlx.backends.cpu.forms import FORMS
+
+        return FORMS
+
+
+AVX512 = CpuTarget(
+    "avx512", arch="x86_64", vector_bytes=64, tile_rows=6, tile_vectors=4, has_fma=True, cpu="skylake-avx512",
+    features="+avx512f,+avx512bw,+avx512dq,+avx512vl,+fma,+f16c",
+)  # fmt: skip
 AVX512VNNI = replace(
     AVX512, name="avx512vnni", cpu="cascadelake", features=AVX512.features + ",+avx512vnni", has_dot=True
 )
-AVX2 = Target("avx2", "x86_64", 32, 6, 2, True, "haswell", "+avx2,+fma,+f16c")
-BASELINE = Target("baseline", "x86_64", 16, 4, 2, False, "x86-64", "")
-NEON = Target("neon", "aarch64", 16, 6, 4, True, "generic", "+neon")
+AVX2 = CpuTarget(
+    "avx2", arch="x86_64", vector_bytes=32, tile_rows=6, tile_vectors=2, has_fma=True, cpu="haswell",
+    features="+avx2,+fma,+f16c",
+)  # fmt: skip
+BASELINE = CpuTarget("baseline", arch="x86_64", tile_rows=4, tile_vectors=2, cpu="x86-64")
+NEON = CpuTarget(
+    "neon", arch="aarch64", tile_rows=6, tile_vectors=4, has_fma=True, cpu="generic", features="+neon"
+)  # fmt: skip
 
 BY_NAME = {t.name: t for t in (AVX512VNNI, AVX512, AVX2, BASELINE, NEON)}
+
+
+def cpu_target(target: Target) -> CpuTarget:
+    """A target that came through the backend protocol, as one of a processor."""
+    if not isinstance(target, CpuTarget):
+        raise CapabilityError(f"cpu: target {target.name!r} is one of {target.device}", hint="pass a target of the CPU")
+    return target
+
+
+def layouts() -> Mapping[str, type[Layout]]:
+    """The layouts of operands that these targets ask for, by name."""
+    from rlx.backends.cpu.packing import LAYOUTS
+
+    return LAYOUTS
 
 
 def _cpu_flags() -> set[str]:
@@ -33,13 +100,13 @@ def _cpu_flags() -> set[str]:
 
 
 @functools.cache
-def best() -> Target:
+def best() -> CpuTarget:
     """The widest target that this machine runs."""
     return supported()[0]
 
 
 @functools.cache
-def supported() -> tuple[Target, ...]:
+def supported() -> tuple[CpuTarget, ...]:
     """All targets that this machine runs, the widest first."""
     if platform.machine() in ("aarch64", "arm64"):
         return (NEON,)

@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 from rlx.backends.cpu import elf, llvm
 from rlx.backends.cpu.elf import LIBC as LIBC
 from rlx.backends.cpu.elf import Object
+from rlx.backends.cpu.targets import CpuTarget
 from rlx.errors import LowerError
 from rlx.locks import Lock, Waits
-from rlx.target import Target
 
 _INLINE_ASSEMBLY = re.compile(r'\basm\b[^"\n]*"[^"]')  # one that is not empty
 MESSAGE_LINES = 6  # of an LLVM error; a parse error has the place and the line in the first three
@@ -51,7 +51,7 @@ def _host_arch() -> str:
     return {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 
 
-def _triple(target: Target) -> str:
+def _triple(target: CpuTarget) -> str:
     triple = llvm.default_triple()
     if target.arch != _host_arch():
         triple = "-".join([target.arch, *triple.split("-")[1:]])
@@ -60,14 +60,14 @@ def _triple(target: Target) -> str:
 
 
 @functools.cache
-def _machine(target: Target, lane: int) -> llvm.Machine:
+def _machine(target: CpuTarget, lane: int) -> llvm.Machine:
     """The code generator of a lane."""
     if target.arch != _host_arch():
         llvm.know_all_targets()
     return llvm.Machine(_triple(target), target.cpu, target.features)
 
 
-def _generate(ir: str, target: Target, *, assembly: bool = False) -> bytes:
+def _generate(ir: str, target: CpuTarget, *, assembly: bool = False) -> bytes:
     """What LLVM makes of a module; what it refuses is a defect of the generator."""
     if target.arch != _host_arch() and _INLINE_ASSEMBLY.search(ir):
         # llvmlite can only initialise the native assembler, and without one LLVM ends the process.
@@ -80,12 +80,12 @@ def _generate(ir: str, target: Target, *, assembly: bool = False) -> bytes:
             raise LowerError(f"toolchain: LLVM refuses the module for {target.name}: {message}") from error
 
 
-def compile_text(ir: str, target: Target) -> bytes:
+def compile_text(ir: str, target: CpuTarget) -> bytes:
     """The object file of a module. Codegen level 3, no mid-level passes: they bought no speed and cost time."""
     return _generate(ir, target)
 
 
-def assembly(ir: str, target: Target) -> str:
+def assembly(ir: str, target: CpuTarget) -> str:
     """The assembly of a module, for people and tests."""
     return _generate(ir, target, assembly=True).decode()
 
@@ -93,7 +93,7 @@ def assembly(ir: str, target: Target) -> str:
 class Compilation:
     """Modules that become objects in threads of their own, beside whatever Python does: LLVM does not hold it up."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: CpuTarget) -> None:
         self.target = target
         self._made: list[Future] = []
         self._waiting: deque[Future] = deque()
@@ -136,7 +136,7 @@ class Future:
         self._is_done = threading.Event()
         self._found: bytes | BaseException = b""
 
-    def compile(self, target: Target) -> None:
+    def compile(self, target: CpuTarget) -> None:
         """Make it; what goes wrong is told to whoever asks for the result."""
         try:
             self._found = compile_text(self._ir, target)
@@ -176,7 +176,7 @@ def llvm_identity() -> str:
     return f"{path} {status.st_size} {status.st_mtime_ns}"
 
 
-def cpu_identity(target: Target) -> str:
+def cpu_identity(target: CpuTarget) -> str:
     """What an object depends on beside its text; part of every cache key."""
     return f"llvm={llvm_identity()} target={target.name} cpu={target.cpu} features={target.features}"
 

@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
@@ -23,27 +22,19 @@ from rlx.lir.loops import LoopKernel
 from rlx.lir.program import Program
 from rlx.target import KvLayout, Target
 
-__all__ = ["TOY", "ToyAllocator", "ToyBackend", "ToyBuffer", "ToyExecutable", "ToyTarget"]
+__all__ = ["TOY", "ToyAllocator", "ToyBackend", "ToyBuffer", "ToyExecutable"]
 
 
 @dataclass(frozen=True, slots=True)
 class ToyTarget(Target):
-    """A machine without vectors, tiles or panels: everything is a `loops` kernel."""
+    """A machine without vectors: pages hold keys as rows."""
 
     @property
     def kv_layout(self) -> KvLayout:
         return KvLayout(transposed_keys=False)
 
-    def forms(self) -> Mapping[str, Callable[..., Any]]:
-        from rlx.lir.portable import FORMS
 
-        return FORMS
-
-
-TOY = ToyTarget(
-    name="toy", arch="any", vector_bytes=16, tile_rows=1, tile_vectors=1, has_fma=False, cpu="", features="",
-    device="toy", prepacks=False,
-)  # fmt: skip
+TOY = ToyTarget("toy", device="toy")
 
 
 class ToyBackend(Backend):
@@ -74,9 +65,6 @@ class ToyBackend(Backend):
     def image_modules(self) -> Sequence[ModuleType]:
         """An image is the program itself, made of the records of LIR."""
         return (types, expressions, loops, kernels, views, program)
-
-    def target_from(self, record: Mapping[str, Any]) -> Target:
-        return ToyTarget(**record)
 
     def load(
         self, image: Program, program: Callable[[], Program], target: Target, *, threads: int | None = None,

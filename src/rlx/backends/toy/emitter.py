@@ -2,7 +2,7 @@
 
 Units run side by side, and so do the iterations of `vector` loops and the terms of reductions: each is an axis of
 arrays, the innermost first, so that NumPy's broadcasting lines them up. All other loops are loops of Python. Where only
-some lanes take part in a loop or a choice, a mask says which.
+some axes take part in a loop or a choice, a mask says which.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def source(kernel: LoopKernel) -> str:
 
 
 @dataclass(frozen=True)
-class _Lanes:
+class _Axes:
     """How many axes values have, the mask in force, and whether a vector loop is around."""
 
     rank: int = 1
@@ -94,7 +94,7 @@ class _Emitter:
     kernel: LoopKernel
     lines: list[str] = field(default_factory=list)
     indent: int = 0
-    lanes: _Lanes = field(default_factory=_Lanes)
+    axes: _Axes = field(default_factory=_Axes)
     names: dict[str, str] = field(default_factory=dict)  # Python names of loop variables, lets and variables
     memo: dict[int, str] = field(default_factory=dict)  # Python names of expressions, by id
     uniform: set[str] = field(default_factory=set)  # integers that are the same in all lanes, by Python name
@@ -116,7 +116,7 @@ class _Emitter:
             stop = f"min(units * {int(kernel.chunk)}, {self.extent(root.extent)})" if kernel.chunk else "units"
             index = self.fresh(root.index)
             self.line(f"for {index} in batches({', '.join((stop, *_widths(root.body)))}):")
-            with self.block(replace(self.lanes, in_vector=bool(kernel.chunk))):
+            with self.block(replace(self.axes, in_vector=bool(kernel.chunk))):
                 self.names[root.index] = index
                 self.body(root.body)
         constants = [f"{name} = {text}" for text, name in self.constants.items()]
@@ -142,23 +142,23 @@ class _Emitter:
         return self.constants.setdefault(text, f"c_{len(self.constants)}")
 
     @contextmanager
-    def block(self, lanes: _Lanes | None = None) -> Iterator[None]:
+    def block(self, axes: _Axes | None = None) -> Iterator[None]:
         """Indented lines. Names and values made inside do not leave; values from before may be out of date inside."""
-        saved = self.lanes, self.names, self.memo
-        self.lanes, self.names, self.memo = lanes or self.lanes, dict(self.names), {}
+        saved = self.axes, self.names, self.memo
+        self.axes, self.names, self.memo = axes or self.axes, dict(self.names), {}
         self.indent += 1
         yield
         self.indent -= 1
-        self.lanes, self.names, self.memo = saved
+        self.axes, self.names, self.memo = saved
 
     @contextmanager
     def masked(self, mask: str) -> Iterator[None]:
         """Code for the lanes where a mask holds, too."""
-        saved = self.lanes, self.memo
-        mask = self.let(f"{self.lanes.mask} & {mask}") if self.lanes.mask else mask
-        self.lanes, self.memo = replace(self.lanes, mask=mask), {}
+        saved = self.axes, self.memo
+        mask = self.let(f"{self.axes.mask} & {mask}") if self.axes.mask else mask
+        self.axes, self.memo = replace(self.axes, mask=mask), {}
         yield
-        self.lanes, self.memo = saved
+        self.axes, self.memo = saved
 
     # -- statements --
     def body(self, stmts: tuple[Stmt, ...]) -> None:
@@ -166,7 +166,7 @@ class _Emitter:
             self.stmt(stmt)
 
     def stmt(self, stmt: Stmt) -> None:
-        mask = f", {self.lanes.mask}" if self.lanes.mask else ""
+        mask = f", {self.axes.mask}" if self.axes.mask else ""
         match stmt:
             case Let():
                 value = self.value(stmt.value)
@@ -178,7 +178,7 @@ class _Emitter:
                 self.variables.add(name)
             case Assign():
                 name, value = self.names[stmt.name], self.value(stmt.value)
-                self.line(f"{name} = np.where({self.lanes.mask}, {value}, {name})" if mask else f"{name} = {value}")
+                self.line(f"{name} = np.where({self.axes.mask}, {value}, {name})" if mask else f"{name} = {value}")
                 self.memo = {}
             case Store():
                 param = self.kernel.params[stmt.param]
@@ -196,16 +196,16 @@ class _Emitter:
         extent, index = self.extent(loop.extent), self.fresh(loop.index)
         varies = isinstance(loop.extent, Ref) and extent not in self.uniform
         steps = self.let(f"longest({extent})") if varies else extent
-        lanes = self.lanes
-        if loop.vector and not lanes.in_vector:
+        axes = self.axes
+        if loop.vector and not axes.in_vector:
             self.line(f"if {steps} > 0:")
-            lanes = replace(lanes, rank=lanes.rank + 1, in_vector=True)
+            axes = replace(axes, rank=axes.rank + 1, in_vector=True)
         else:
             self.line(f"for {index} in range({steps}):")
             self.uniform.add(index)
-        with self.block(lanes):
+        with self.block(axes):
             if index not in self.uniform:
-                self.line(f"{index} = indices(0, {steps}, {lanes.rank - 1})")
+                self.line(f"{index} = indices(0, {steps}, {axes.rank - 1})")
             self.names[loop.index] = index
             if not varies:
                 self.body(loop.body)
@@ -242,7 +242,7 @@ class _Emitter:
         match expr:
             case Load():
                 memory, at = f"mem_{self.kernel.params[expr.param].name}", self.address(expr.param, expr.at)
-                mask = self.lanes.mask
+                mask = self.axes.mask
                 return self.let(f"load({memory}, {at}, {mask})" if mask else f"{memory}[{at}]")
             case Apply(op="cast"):
                 return self.cast(self.value(expr.args[0]), expr.args[0].dtype, expr.dtype)
@@ -267,12 +267,12 @@ class _Emitter:
     def reduction(self, expr: Reduce) -> str:
         term, index = self.fresh("term"), self.fresh(expr.index)
         self.line(f"def {term}({index}):")
-        with self.block(replace(self.lanes, rank=self.lanes.rank + 1)):
+        with self.block(replace(self.axes, rank=self.axes.rank + 1)):
             self.names[expr.index] = index
             self.line(f"return {self.value(expr.value)}")
         start = self.constant(f"identity({expr.op!r}, {expr.dtype.name.upper()})")
         extent = self.extent(expr.extent)
-        return self.let(f"reduce({COMBINE[expr.op]}, {start}, {extent}, {self.lanes.rank}, {term})")
+        return self.let(f"reduce({COMBINE[expr.op]}, {start}, {extent}, {self.axes.rank}, {term})")
 
     def address(self, param: int, at: tuple[tuple[Expr, int | Arg], ...]) -> str:
         terms = [f"at_{self.kernel.params[param].name}"]

@@ -33,7 +33,7 @@ class ToyExecutable(Executable):
     def __init__(self, program: Program, target: Target) -> None:
         for kernel in program.kernels().values():
             if not isinstance(kernel, LoopKernel):
-                hint = "give the target a loop form for it, see lir/portable.py"
+                hint = "give the target a loop form for it, see lir/forms"
                 raise LowerError(f"toy: program {program.name!r} has a kernel of kind {kernel.kind!r}", hint=hint)
             function(kernel)
         self._program, self.target = program, target

@@ -19,7 +19,7 @@ from rlx.flow.stages.norm import GemmaRmsNorm, RmsNorm
 from rlx.flow.state import MAIN_ROPE, DecodeBindings, FlowValue
 from rlx.hir.lower import counted
 from rlx.ir.graph import Graph, Value
-from rlx.ops.attention import MaskKind, split_mask
+from rlx.ops.attention import MaskKind, parse_mask
 from rlx.types import Size, known_equal
 
 
@@ -151,7 +151,7 @@ class SelfAttention:
             if past.mask.rank != 2:
                 raise ShapeError(f"stage {self.stage}: a custom mask is [batch, keys], found {past.mask.type}")
             kept = past.mask.assume_equal(shape=k.shape[:2])  # its sizes may have names of their own
-            if q.shape[1] == 1 and split_mask(self.mask)[0] == "causal":  # the only query sees all that is kept
+            if q.shape[1] == 1 and self.mask == MaskKind.CAUSAL:  # the only query sees all that is kept
                 mask, kind = kept, MaskKind.CUSTOM
             else:
                 mask, kind = _seen_and_kept(q, k, self.mask, kept), MaskKind.BIAS
@@ -243,15 +243,17 @@ def size_of(graph: Graph, size: Size) -> Value:
 def _seen_and_kept(q: Value, k: Value, kind: str, kept: Value) -> Value:
     """[batch, 1, seq, keys] to add to scores: 0 where the kind of mask shows a key that the custom mask keeps."""
     graph, seq, keys = q.graph, q.shape[1], k.shape[1]
-    name, window = split_mask(kind)
+    shape = parse_mask(kind)
+    if shape.takes_operand:
+        raise GraphError(f"a custom mask beside mask kind {kind!r}, which takes an operand of its own")
     keep = (kept if kept.dtype.name == "bool" else kept >= 0.5).reshape(kept.shape[0], 1, 1, keys)
     at = counted(graph, 1, keys)  # queries and keys end at the same position
-    before = size_of(graph, keys - seq)
+    before = size_of(graph, keys - seq + shape.ahead)
     back = (counted(graph, 1, seq) + before).reshape(1, 1, seq, 1) - at.reshape(1, 1, 1, keys)
-    if name in ("causal", "sliding"):
+    if shape.limited:
         keep = keep.logical_and(back >= 0)
-    if name == "sliding":
-        keep = keep.logical_and(back < window)
+    if shape.window:
+        keep = keep.logical_and(back < shape.window)
     return graph.one("where", keep, graph.constant(0.0), graph.constant(-math.inf))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlx.dtypes import BOOL
+from rlx.dtypes import BOOL, I32
 from rlx.errors import GraphError, nearest
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.attention import check_rows, has_positions, rope_tables_of, token_positions
@@ -45,48 +45,35 @@ QKV_STYLES = {
 
 
 def attend(
-    ctx: FlowCtx, q: Value, k: Value, v: Value, mask_input: str, bias: str = ATTENTION_BIAS, scale: float | None = None
+    ctx: FlowCtx, q: Value, k: Value, v: Value, mask_input: str, reach: int | None = None, scale: float | None = None
 ) -> Value:
     """Attention in which no token looks at padding: `[batch, seq, heads · head_dim]`.
 
-    Where a value is named `bias`, it is added to the scores; it has minus infinity at padding already.
+    With `reach`, tokens see those at most so many places before and after them. Without, a value named ATTENTION_BIAS
+    is added to the scores where there is one; it has minus infinity at padding already.
     """
     batch, seq, heads, head_dim = q.shape
     out: Value
-    if bias in ctx.state.named:
-        out = q.attention(k, v, ctx.state.named[bias], mask_kind=MaskKind.BIAS, scale=scale)
+    if reach is not None:
+        ids = kept_tokens(ctx, (batch, seq), mask_input).astype(I32) - 1  # 0, and -1 for padding
+        out = q.attention(k, v, ids, mask_kind=MaskKind.segments(MaskKind.near(reach)), scale=scale)
+    elif ATTENTION_BIAS in ctx.state.named:
+        out = q.attention(k, v, ctx.state.named[ATTENTION_BIAS], mask_kind=MaskKind.BIAS, scale=scale)
     else:
         mask = ctx.mask_input(mask_input, (batch, seq))
         out = q.attention(k, v, mask, mask_kind=MaskKind.CUSTOM, scale=scale)
     return out.reshape(batch, seq, heads * head_dim)
 
 
-def kept_tokens(ctx: FlowCtx, shape: Sequence[Size]) -> Value:
-    """Which tokens are no padding, `[batch, seq]` truth values: the input `attention_mask` of whatever type."""
-    mask = ctx.mask_input("attention_mask", shape)
+def kept_tokens(ctx: FlowCtx, shape: Sequence[Size], name: str = "attention_mask") -> Value:
+    """Which tokens are no padding, `[batch, seq]` truth values: an input of whatever type."""
+    mask = ctx.mask_input(name, shape)
     return mask if mask.dtype is BOOL else mask >= 0.5
 
 
 def _rows(value: FlowValue | None) -> Sequence[Size]:
     """[batch, seq] of the tokens that flow."""
     return (sym.BATCH, sym.SEQ) if value is None else value.shape[:2]
-
-
-@dataclass(frozen=True)
-class NearTokens(FlowStage):
-    """A mask of the tokens that are near each token, by name: 0 up to `reach` away, else minus infinity."""
-
-    name: str
-    reach: int
-
-    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        rows = _rows(value)
-        positions, kept = ctx.input("positions", rows, "i32"), kept_tokens(ctx, rows)
-        batch, seq = positions.shape
-        apart = positions.reshape(batch, 1, seq, 1) - positions.reshape(batch, 1, 1, seq)
-        near = (abs(apart) <= self.reach).logical_and(kept.reshape(batch, 1, 1, seq))
-        ctx.set_named(self.name, near.where(0.0, -np.inf))  # [batch, 1, seq, seq]
-        return value
 
 
 @dataclass(frozen=True)

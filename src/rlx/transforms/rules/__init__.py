@@ -18,5 +18,6 @@ from rlx.transforms.rules import quant as quant
 from rlx.transforms.rules import random as random
 from rlx.transforms.rules import reduce as reduce
 from rlx.transforms.rules import remat as remat
+from rlx.transforms.rules import sampling as sampling
 from rlx.transforms.rules import sequence as sequence
 from rlx.transforms.rules import shape as shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.ir.graph import Value
-from rlx.transforms.tables import Given, Lanes, Site, batching, straight_through, vjp
+from rlx.transforms.tables import Given, Site, Vmapped, batching, straight_through, vjp
 
 straight_through("round_blocks", why="rounding has no derivative of its own")
 
@@ -16,5 +16,5 @@ def _(at: Site, ct: Value) -> Given:
 
 
 @batching("round_blocks")
-def _(lanes: Lanes) -> Sequence[Value]:
-    return [lanes.graph.one("round_blocks", lanes.operand(0), **lanes.attrs)]
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    return [vmapped.graph.one("round_blocks", vmapped.operand(0), **vmapped.attrs)]

@@ -13,11 +13,11 @@ from typing import Any
 
 from rlx.dtypes import I32
 from rlx.ir.graph import Graph, Node, Value
-from rlx.ops.attention import row_type, split_mask
+from rlx.ops.attention import parse_mask, row_type
 from rlx.transforms.batch import folded
 from rlx.transforms.build import count, counter, flat, in_type, zeros_like
 from rlx.transforms.reverse import through_parts
-from rlx.transforms.tables import Given, Lanes, Pull, batching, linearise, parts
+from rlx.transforms.tables import Given, Pull, Vmapped, batching, linearise, parts
 from rlx.types import Size
 
 LOW = -1e30  # the score of a key that is not seen; -inf would make NaN of a row that sees nothing
@@ -25,17 +25,19 @@ LOW = -1e30  # the score of a key that is not seen; -inf would make NaN of a row
 
 def visible(graph: Graph, kind: str, queries: Size, keys: Size) -> Value | None:
     """[queries, keys]: which keys a query sees; None for all. Both end at the same position."""
-    name, window = split_mask(kind)
-    if name not in ("causal", "sliding"):
+    mask = parse_mask(kind)
+    if not mask.limited:
         return None
     gap: Any = keys - queries
     if not isinstance(gap, int):
         last: Any = count(graph, keys, I32)
         gap = last - count(graph, queries, I32)
-    row = (counter(graph, queries) + gap).reshape(queries, 1)
+    if mask.ahead:
+        gap = gap + mask.ahead
+    last_key = (counter(graph, queries) + gap).reshape(queries, 1)
     key = counter(graph, keys).reshape(1, keys)
-    seen = key <= row
-    return seen if not window else graph.one("logical_and", seen, key > row - window)
+    seen = key <= last_key
+    return seen if not mask.window else graph.one("logical_and", seen, key > last_key - mask.window)
 
 
 def grouped(x: Value, kv_heads: int) -> Value:
@@ -81,7 +83,11 @@ def score(q: Value, k: Value, mask: Value | None, mask_kind: str, scale: float |
         capped = graph.one("tanh", scores / softcap)
         scores = capped * softcap
     seen = visible(graph, mask_kind, seq, keys)
-    if mask is not None and mask_kind == "custom":
+    if mask is not None and parse_mask(mask_kind).segments:
+        own = mask.reshape(batch, 1, seq, 1)
+        same = graph.one("logical_and", own.equal(mask.reshape(batch, 1, 1, keys)), own >= 0)
+        seen = same if seen is None else graph.one("logical_and", same, seen)
+    elif mask is not None and mask_kind == "custom":
         keep = mask if mask.dtype.is_bool else mask >= 0.5
         seen = keep.reshape(batch, 1, 1, keys)
     elif mask is not None:
@@ -165,17 +171,17 @@ def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple
 
 # -- vmap -------------------------------------------------------------------------------------------------------------
 @batching("attention", "attention_lse", "attention_grad")
-def _(lanes: Lanes) -> Sequence[Value]:
-    at = len(lanes.operands) - 1  # the mask is the last operand
-    mask = lanes.operands[at]
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    at = len(vmapped.operands) - 1  # the mask is the last operand
+    mask = vmapped.operands[at]
     if mask is None:
-        return folded(lanes, range(at))
-    batch = lanes.full(0).shape[1]
-    if not lanes.batched[at] and mask.shape[0] == 1 and batch != 1:
-        return folded(lanes, range(at))
-    each = lanes.full(at)
+        return folded(vmapped, range(at))
+    batch = vmapped.full(0).shape[1]
+    if not vmapped.batched[at] and mask.shape[0] == 1 and batch != 1:
+        return folded(vmapped, range(at))
+    each = vmapped.full(at)
     if each.shape[1] == 1 and batch != 1:
-        each = lanes.graph.one("expand", each, shape=(lanes.size, batch, *each.shape[2:]))
-    operands = [flat(lanes.full(i), 2) for i in range(at)]
-    made = lanes.graph.build(lanes.node.op, [*operands, flat(each, 2)], dict(lanes.attrs))
-    return [r.reshape(lanes.size, *t.shape) for r, t in zip(made.results, lanes.node.types, strict=True)]
+        each = vmapped.graph.one("expand", each, shape=(vmapped.size, batch, *each.shape[2:]))
+    operands = [flat(vmapped.full(i), 2) for i in range(at)]
+    made = vmapped.graph.build(vmapped.node.op, [*operands, flat(each, 2)], dict(vmapped.attrs))
+    return [r.reshape(vmapped.size, *t.shape) for r, t in zip(made.results, vmapped.node.types, strict=True)]

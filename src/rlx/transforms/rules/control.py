@@ -18,7 +18,7 @@ from rlx.transforms.forward import push as push_graph
 from rlx.transforms.loops import Loop, Reverse, segmented
 from rlx.transforms.reverse import joint, linearise, split
 from rlx.transforms.rules.elementwise import aligned
-from rlx.transforms.tables import Given, Lanes, Pull, Site, batching, jvp, vjp
+from rlx.transforms.tables import Given, Pull, Site, Vmapped, batching, jvp, vjp
 from rlx.transforms.tables import linearise as linearising
 from rlx.transforms.tables import push as pushing
 from rlx.transforms.walk import leaves, moving_carries, moving_outputs, moving_scan
@@ -178,8 +178,8 @@ def _(at: Site, tangent: Value, _: Value | None) -> Given:
 
 
 @batching("ended")
-def _(lanes: Lanes) -> Sequence[Value]:
-    return [lanes.graph.one("ended", *aligned(lanes, there(lanes.operands), lanes.batched))]
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    return [vmapped.graph.one("ended", *aligned(vmapped, there(vmapped.operands), vmapped.batched))]
 
 
 # -- branches, backwards ----------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple
 
 # -- vmap -------------------------------------------------------------------------------------------------------------
 def _batched_carries(body: Graph, flags: Sequence[bool], carries: int, size: Size) -> list[bool]:
-    """The flags of a loop's operands, with those of carries that come to differ from lane to lane."""
+    """The flags of a loop's operands, with those of carries that come to differ between entries of the batch."""
     found = list(flags)
     while True:
         after = depends(body, found, size)[:carries]
@@ -238,44 +238,44 @@ def _batched_carries(body: Graph, flags: Sequence[bool], carries: int, size: Siz
 
 
 @batching("scan")
-def _(lanes: Lanes) -> Sequence[Value]:
-    loop, size = Loop.of(lanes.node), lanes.size
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    loop, size = Loop.of(vmapped.node), vmapped.size
     n, m = loop.carries, loop.carries + loop.broadcasts
-    flags = _batched_carries(loop.body, lanes.batched, n, size)
+    flags = _batched_carries(loop.body, vmapped.batched, n, size)
     out = [*flags[:n], *depends(loop.body, flags, size)[n:]]
     body = batched_graph(loop.body, flags, size, out)
-    given = there(lanes.operands)
-    carries = [widened(v, b, size) if f else v for v, b, f in zip(given[:n], lanes.batched, flags, strict=False)]
+    given = there(vmapped.operands)
+    carries = [widened(v, b, size) if f else v for v, b, f in zip(given[:n], vmapped.batched, flags, strict=False)]
     xs = [move_axis(v, 0, 1) if f else v for v, f in zip(given[m:], flags[m:], strict=True)]
     inner = Loop(body, loop.length, n, loop.broadcasts, loop.reverse, loop.checkpoints)
-    made = inner.emit(lanes.graph, body, [*carries, *given[n:m], *xs], loop.checkpoints)
+    made = inner.emit(vmapped.graph, body, [*carries, *given[n:m], *xs], loop.checkpoints)
     moved = [move_axis(v, 1, 0) if f else v for v, f in zip(made[n:], out[n:], strict=True)]
     return [widened(v, f, size) for v, f in zip([*made[:n], *moved], out, strict=True)]
 
 
 @batching("while_loop")
-def _(lanes: Lanes) -> Sequence[Value]:
-    size, n = lanes.size, lanes.node.attrs["carries"]
-    more, body = lanes.node.attrs["cond"], lanes.node.attrs["body"]
-    flags = _batched_carries(body, lanes.batched, n, size)
-    apart = depends(more, flags, size)[0]  # lanes stop at different times
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    size, n = vmapped.size, vmapped.node.attrs["carries"]
+    more, body = vmapped.node.attrs["cond"], vmapped.node.attrs["body"]
+    flags = _batched_carries(body, vmapped.batched, n, size)
+    apart = depends(more, flags, size)[0]  # vmapped stop at different times
     if apart:
         flags[:n] = [True] * n
-    given = there(lanes.operands)
-    carries = [widened(v, b, size) if f else v for v, b, f in zip(given[:n], lanes.batched, flags, strict=False)]
+    given = there(vmapped.operands)
+    carries = [widened(v, b, size) if f else v for v, b, f in zip(given[:n], vmapped.batched, flags, strict=False)]
     more = batched_graph(more, flags, size, [apart])
     body = batched_graph(body, flags, size, flags[:n])
     if apart:
         body = _only_where(more, body, n, size)
         running = more.outputs[0].reshape(size).astype("i32")
         more.set_outputs([more.one("sum", running) > 0])
-    steps = lanes.node.attrs["max_steps"]
-    made = lanes.graph.while_loop(carries, more, body, broadcasts=given[n:], max_steps=steps)
+    steps = vmapped.node.attrs["max_steps"]
+    made = vmapped.graph.while_loop(carries, more, body, broadcasts=given[n:], max_steps=steps)
     return [widened(v, f, size) for v, f in zip(made, flags, strict=False)]
 
 
 def _only_where(more: Graph, body: Graph, carries: int, size: Size) -> Graph:
-    """The body for lanes that still run; others stay as they are."""
+    """The body for vmapped that still run; others stay as they are."""
     graph = Graph(body.name)
     given = [declare(graph, n.attrs["name"], n.types[0]) for n in leaves(body)]
     (running,) = inline(graph, more, given)
@@ -284,17 +284,17 @@ def _only_where(more: Graph, body: Graph, carries: int, size: Size) -> Graph:
 
 
 def _chosen(where: Value, yes: Value, no: Value, size: Size) -> Value:
-    """Lanes of `yes` and of `no`; `where` has one truth value a lane."""
+    """Entries of `yes` and of `no`; `where` has one truth value per entry."""
     return where.graph.one("where", where.reshape(size, *(1,) * (yes.rank - 1)), yes, no)
 
 
 @batching("cond")
-def _(lanes: Lanes) -> Sequence[Value]:
-    size, flags = lanes.size, lanes.batched[1:]
-    given = there(lanes.operands)
-    bodies = [lanes.node.attrs[k] for k in ("then_body", "else_body")]
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    size, flags = vmapped.size, vmapped.batched[1:]
+    given = there(vmapped.operands)
+    bodies = [vmapped.node.attrs[k] for k in ("then_body", "else_body")]
     made = [batched_graph(b, flags, size, [True] * len(b.outputs)) for b in bodies]
-    if not lanes.batched[0]:
-        return lanes.graph.build("cond", given, {"then_body": made[0], "else_body": made[1]}).results
-    yes, no = (inline(lanes.graph, body, given[1:]) for body in made)
+    if not vmapped.batched[0]:
+        return vmapped.graph.build("cond", given, {"then_body": made[0], "else_body": made[1]}).results
+    yes, no = (inline(vmapped.graph, body, given[1:]) for body in made)
     return [_chosen(given[0], a, b, size) for a, b in zip(yes, no, strict=True)]

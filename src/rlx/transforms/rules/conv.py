@@ -12,7 +12,7 @@ from rlx.ops.conv import pair, span
 from rlx.transforms.batch import by_scan, folded
 from rlx.transforms.build import counter, flip, one_of, taken
 from rlx.transforms.rules.shape import scattered, spread
-from rlx.transforms.tables import Given, Lanes, Site, batching, jvp, parts, vjp
+from rlx.transforms.tables import Given, Site, Vmapped, batching, jvp, parts, vjp
 from rlx.types import Size
 
 Pair = tuple[int, int]
@@ -117,10 +117,10 @@ def _(x: Value, *, kind: str, kernel: Any, stride: Any, padding: Any) -> Value:
 
 # -- vmap -------------------------------------------------------------------------------------------------------------
 @batching("conv2d")
-def _(lanes: Lanes) -> Sequence[Value]:
-    return by_scan(lanes) if lanes.batched[1] or lanes.batched[2] else folded(lanes, (0,))
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    return by_scan(vmapped) if vmapped.batched[1] or vmapped.batched[2] else folded(vmapped, (0,))
 
 
 @batching("pool2d")
-def _(lanes: Lanes) -> Sequence[Value]:
-    return folded(lanes, (0,))
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    return folded(vmapped, (0,))

@@ -15,7 +15,7 @@ from rlx.transforms.build import zeros
 from rlx.transforms.forward import push as push_graph
 from rlx.transforms.reverse import linearise as linearise_graph
 from rlx.transforms.reverse import transposed
-from rlx.transforms.tables import Given, Lanes, Pull, batching, linearise, push
+from rlx.transforms.tables import Given, Pull, Vmapped, batching, linearise, push
 from rlx.transforms.walk import copied, leaves
 
 Stems = dict[str, Given]  # of the inputs of a derivative body that are no operands: what stands for each
@@ -95,11 +95,11 @@ def _(into: Graph, node: Node, operands: Given, tangents: Given) -> tuple[Sequen
 
 
 @batching("custom_fn")
-def _(lanes: Lanes) -> Sequence[Value]:
+def _(vmapped: Vmapped) -> Sequence[Value]:
     def wide(body: Graph | None) -> Graph | None:
         if body is None:
             return None
-        return batched_graph(body, [True] * len(leaves(body)), lanes.size, [True] * len(body.outputs))
+        return batched_graph(body, [True] * len(leaves(body)), vmapped.size, [True] * len(body.outputs))
 
-    attrs = {k: wide(v) for k, v in lanes.attrs.items()}
-    return lanes.graph.build("custom_fn", [lanes.full(i) for i in range(len(lanes.operands))], attrs).results
+    attrs = {k: wide(v) for k, v in vmapped.attrs.items()}
+    return vmapped.graph.build("custom_fn", [vmapped.full(i) for i in range(len(vmapped.operands))], attrs).results

@@ -14,7 +14,7 @@ import rlx.ops  # noqa: F401  the ops that share a vmap rule are looked up below
 from rlx.ir.graph import Value
 from rlx.ir.registry import ELEMENTWISE, OPS
 from rlx.transforms.build import insert_axes, zeros
-from rlx.transforms.tables import Lanes, Site, batching, flat_everywhere, partials
+from rlx.transforms.tables import Site, Vmapped, batching, flat_everywhere, partials
 
 Partial = Any  # None, a number, a Value, or a function of a Value
 
@@ -129,17 +129,17 @@ def _(at: Site, i: int) -> Partial:
 
 
 # -- vmap -------------------------------------------------------------------------------------------------------------
-def aligned(lanes: Lanes, operands: Sequence[Value], batched: Sequence[bool]) -> list[Value]:
+def aligned(vmapped: Vmapped, operands: Sequence[Value], batched: Sequence[bool]) -> list[Value]:
     """Operands of one rank beside the batch, so that the axis of the batch stays the first of what is broadcast."""
     rank = max(v.rank - b for v, b in zip(operands, batched, strict=True))
     return [insert_axes(v, 1, rank - (v.rank - 1)) if b else v for v, b in zip(operands, batched, strict=True)]
 
 
-def _lanes(lanes: Lanes) -> Sequence[Value]:
-    given = aligned(lanes, [lanes.operand(i) for i in range(len(lanes.operands))], lanes.batched)
-    return [lanes.graph.one(lanes.node.op, *given, **lanes.attrs)]
+def _vmapped(vmapped: Vmapped) -> Sequence[Value]:
+    given = aligned(vmapped, [vmapped.operand(i) for i in range(len(vmapped.operands))], vmapped.batched)
+    return [vmapped.graph.one(vmapped.node.op, *given, **vmapped.attrs)]
 
 
 batching(*(name for name, definition in OPS.items() if ELEMENTWISE in definition.traits and definition.is_builtin))(
-    _lanes
+    _vmapped
 )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rlx.dtypes import I32
 from rlx.ir.graph import Value
 from rlx.transforms.build import count, counter, flat, in_type, one_of, rows_of
-from rlx.transforms.tables import Given, Lanes, Site, batching, flat_everywhere, jvp, vjp
+from rlx.transforms.tables import Given, Site, Vmapped, batching, flat_everywhere, jvp, vjp
 
 flat_everywhere("group_rows", why="it gives indices")
 
@@ -31,11 +31,11 @@ def _(at: Site, x: Value | None, w: Value | None, _: Value | None) -> Given:
 
 
 @batching("grouped_matmul")
-def _(lanes: Lanes) -> Sequence[Value]:
-    x, w, index = lanes.full(0), lanes.operand(1), lanes.full(2)
-    where = rows_of(index, w.shape[1]) if lanes.batched[1] else index
-    made = lanes.graph.one("grouped_matmul", flat(x, 2), flat(w, 2) if lanes.batched[1] else w, flat(where, 2))
-    return [made.reshape(lanes.size, *lanes.node.types[0].shape)]
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    x, w, index = vmapped.full(0), vmapped.operand(1), vmapped.full(2)
+    where = rows_of(index, w.shape[1]) if vmapped.batched[1] else index
+    made = vmapped.graph.one("grouped_matmul", flat(x, 2), flat(w, 2) if vmapped.batched[1] else w, flat(where, 2))
+    return [made.reshape(vmapped.size, *vmapped.node.types[0].shape)]
 
 
 @vjp("grouped_outer")
@@ -57,22 +57,22 @@ def _(at: Site, x: Value | None, y: Value | None, _: Value | None) -> Given:
 
 
 @batching("grouped_outer")
-def _(lanes: Lanes) -> Sequence[Value]:
-    x, y, index = (lanes.full(i) for i in range(3))
-    shape = lanes.node.types[0].shape
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    x, y, index = (vmapped.full(i) for i in range(3))
+    shape = vmapped.node.types[0].shape
     where = rows_of(index, shape[0])
-    made = lanes.graph.one("grouped_outer", flat(x, 2), flat(y, 2), flat(where, 2), groups=lanes.size * shape[0])
-    return [made.reshape(lanes.size, *shape)]
+    made = vmapped.graph.one("grouped_outer", flat(x, 2), flat(y, 2), flat(where, 2), groups=vmapped.size * shape[0])
+    return [made.reshape(vmapped.size, *shape)]
 
 
 @batching("group_rows")
-def _(lanes: Lanes) -> Sequence[Value]:
-    """Lanes follow each other as groups do: in each, places are counted from its own start."""
-    index, groups = lanes.full(0), lanes.node.attrs["groups"]
-    graph, rows = lanes.graph, lanes.node.types[0].shape[0]
-    lane = counter(graph, lanes.size).reshape(lanes.size, 1)
-    all_groups = lanes.size * groups
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    """Entries of the batch follow each other as groups do: in each, places are counted from its own start."""
+    index, groups = vmapped.full(0), vmapped.node.attrs["groups"]
+    graph, rows = vmapped.graph, vmapped.node.types[0].shape[0]
+    entry = counter(graph, vmapped.size).reshape(vmapped.size, 1)
+    all_groups = vmapped.size * groups
     order, place, starts = flat(rows_of(index, groups), 2).group_rows(groups=all_groups)
-    which = counter(graph, groups + 1).reshape(1, groups + 1) + lane * count(graph, groups, I32)
-    before = lane * count(graph, rows, I32)
-    return [*(v.reshape(lanes.size, rows) - before for v in (order, place)), starts.gather(which) - before]
+    which = counter(graph, groups + 1).reshape(1, groups + 1) + entry * count(graph, groups, I32)
+    before = entry * count(graph, rows, I32)
+    return [*(v.reshape(vmapped.size, rows) - before for v in (order, place)), starts.gather(which) - before]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rlx.ir.graph import Value
 from rlx.transforms.build import counter, flat, full, in_type, move_axis, one_of, rows_of, zeros, zeros_like
-from rlx.transforms.tables import Given, Lanes, Site, batching, jvp, vjp
+from rlx.transforms.tables import Given, Site, Vmapped, batching, jvp, vjp
 from rlx.types import product
 
 
@@ -69,12 +69,12 @@ def _(at: Site, table: Value | None, _: Value | None, updates: Value | None) -> 
 
 
 @batching("gather")
-def _(lanes: Lanes) -> Sequence[Value]:
-    g, table, indices = lanes.graph, lanes.operand(0), lanes.operand(1)
-    axis = lanes.attrs["axis"] % (table.rank - lanes.batched[0])
-    if not lanes.batched[0]:
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    g, table, indices = vmapped.graph, vmapped.operand(0), vmapped.operand(1)
+    axis = vmapped.attrs["axis"] % (table.rank - vmapped.batched[0])
+    if not vmapped.batched[0]:
         return [move_axis(g.one("gather", table, indices, axis=axis), axis, 0)]
-    if not lanes.batched[1]:
+    if not vmapped.batched[1]:
         return [g.one("gather", table, indices, axis=axis + 1)]
     rows = move_axis(table, axis + 1, 1)  # [batch, n, ...]
     found = g.one("gather", flat(rows, 2), rows_of(indices, rows.shape[1]), axis=0)  # [batch, *indices, ...]
@@ -84,19 +84,19 @@ def _(lanes: Lanes) -> Sequence[Value]:
 
 
 @batching("scatter_add")
-def _(lanes: Lanes) -> Sequence[Value]:
-    return _scattered(lanes, "scatter_add")
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    return _scattered(vmapped, "scatter_add")
 
 
 @batching("scatter")
-def _(lanes: Lanes) -> Sequence[Value]:
-    return _scattered(lanes, "scatter")
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    return _scattered(vmapped, "scatter")
 
 
-def _scattered(lanes: Lanes, op: str) -> Sequence[Value]:
-    g = lanes.graph
-    table, indices, updates = lanes.full(0), lanes.operand(1), lanes.full(2)
-    if not lanes.batched[1]:
+def _scattered(vmapped: Vmapped, op: str) -> Sequence[Value]:
+    g = vmapped.graph
+    table, indices, updates = vmapped.full(0), vmapped.operand(1), vmapped.full(2)
+    if not vmapped.batched[1]:
         rows = move_axis(table, 0, 1)
         made = g.one(op, rows, indices, move_axis(updates, 0, indices.rank))
         return [move_axis(made, 1, 0)]

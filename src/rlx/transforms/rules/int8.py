@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.ir.graph import Value
-from rlx.transforms.tables import Lanes, batching, no_derivative
+from rlx.transforms.tables import Vmapped, batching, no_derivative
 
 no_derivative("quantise_rows", why="it makes integers for integer matmuls; for training use fake_quantise")
 
 
 @batching("quantise_rows")
-def _(lanes: Lanes) -> Sequence[Value]:
-    return lanes.graph.build("quantise_rows", [lanes.operand(0)], {}).results
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    return vmapped.graph.build("quantise_rows", [vmapped.operand(0)], {}).results

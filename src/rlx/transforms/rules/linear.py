@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rlx.ir.graph import Value
 from rlx.transforms.build import flat, in_type, one_of, sum_to
 from rlx.transforms.rules.elementwise import aligned
-from rlx.transforms.tables import Given, Lanes, Site, batching, jvp, vjp
+from rlx.transforms.tables import Given, Site, Vmapped, batching, jvp, vjp
 
 
 @vjp("matmul")
@@ -28,6 +28,6 @@ def _(at: Site, ta: Value | None, tb: Value | None) -> Given:
 
 
 @batching("matmul")
-def _(lanes: Lanes) -> Sequence[Value]:
-    a, b = aligned(lanes, [lanes.operand(0), lanes.operand(1)], lanes.batched)
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    a, b = aligned(vmapped, [vmapped.operand(0), vmapped.operand(1)], vmapped.batched)
     return [a @ b]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.ir.graph import Value
-from rlx.transforms.tables import Given, Lanes, Site, batching, vjp
+from rlx.transforms.tables import Given, Site, Vmapped, batching, vjp
 
 
 @vjp("cross_entropy")
@@ -14,6 +14,6 @@ def _(at: Site, ct: Value) -> Given:
 
 
 @batching("cross_entropy", "cross_entropy_grad")
-def _(lanes: Lanes) -> Sequence[Value]:
-    given = [lanes.full(i) for i in range(len(lanes.operands))]
-    return [lanes.graph.one(lanes.node.op, *given, **lanes.attrs)]
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    given = [vmapped.full(i) for i in range(len(vmapped.operands))]
+    return [vmapped.graph.one(vmapped.node.op, *given, **vmapped.attrs)]

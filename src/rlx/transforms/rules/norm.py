@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlx.ir.graph import Value
 from rlx.transforms.build import in_type, insert_axes
-from rlx.transforms.tables import Given, Lanes, Site, batching, vjp
+from rlx.transforms.tables import Given, Site, Vmapped, batching, vjp
 
 
 @vjp("layer_norm", "rms_norm")
@@ -22,14 +22,14 @@ def _(at: Site, ct: Value) -> Given:
 
 
 @batching("layer_norm", "rms_norm")
-def _(lanes: Lanes) -> Sequence[Value]:
-    x, gamma, beta = lanes.operands
-    if not (lanes.batched[1] or lanes.batched[2]):
-        return [lanes.graph.one(lanes.node.op, x, gamma, beta, **lanes.attrs)]
-    y = lanes.graph.one(lanes.node.op, lanes.full(0), **lanes.attrs)
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    x, gamma, beta = vmapped.operands
+    if not (vmapped.batched[1] or vmapped.batched[2]):
+        return [vmapped.graph.one(vmapped.node.op, x, gamma, beta, **vmapped.attrs)]
+    y = vmapped.graph.one(vmapped.node.op, vmapped.full(0), **vmapped.attrs)
     for i, op in ((1, "mul"), (2, "add")):
-        vector = lanes.operands[i]
+        vector = vmapped.operands[i]
         if vector is not None:
-            aligned = insert_axes(vector, 1, y.rank - 2) if lanes.batched[i] else vector
-            y = in_type(lanes.graph.one(op, y, aligned), y.dtype)
+            aligned = insert_axes(vector, 1, y.rank - 2) if vmapped.batched[i] else vector
+            y = in_type(vmapped.graph.one(op, y, aligned), y.dtype)
     return [y]

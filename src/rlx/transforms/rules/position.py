@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rlx.ir.graph import Value
 from rlx.transforms.batch import by_scan, folded
 from rlx.transforms.build import in_type, taken, zeros_like
-from rlx.transforms.tables import Given, Lanes, Site, batching, vjp
+from rlx.transforms.tables import Given, Site, Vmapped, batching, vjp
 from rlx.types import Size
 
 
@@ -36,7 +36,7 @@ def _pairs(x: Value, n: Size, style: str) -> tuple[Value, Value]:
 
 
 @batching("rope")
-def _(lanes: Lanes) -> Sequence[Value]:
-    if lanes.batched[1] or lanes.batched[2]:
-        return by_scan(lanes)
-    return folded(lanes, (0, 3))
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    if vmapped.batched[1] or vmapped.batched[2]:
+        return by_scan(vmapped)
+    return folded(vmapped, (0, 3))

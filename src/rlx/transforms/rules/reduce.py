@@ -18,14 +18,14 @@ from rlx.transforms.build import (
     zeros_like,
 )
 from rlx.transforms.rules.shape import linear
-from rlx.transforms.tables import Given, Lanes, Site, batching, flat_everywhere, vjp
+from rlx.transforms.tables import Given, Site, Vmapped, batching, flat_everywhere, vjp
 from rlx.types import product
 
 flat_everywhere("argmax", why="it gives indices")
 linear("sum", "mean", "cumsum")
 
 
-def axes_of(at: Site | Lanes) -> tuple[int, ...]:
+def axes_of(at: Site | Vmapped) -> tuple[int, ...]:
     """The axes of a reduction, sorted and not negative, of the operand without a batch."""
     operand = at.node.operands[0]
     assert operand is not None
@@ -97,19 +97,19 @@ def _(at: Site, ct: Value | None, _: Value | None) -> Given:
 
 # -- vmap -------------------------------------------------------------------------------------------------------------
 @batching("sum", "prod", "mean", "max", "min", "argmax")
-def _(lanes: Lanes) -> Sequence[Value]:
-    axes = tuple(a + 1 for a in axes_of(lanes))
-    axis = axes[0] if lanes.node.op == "argmax" else axes
-    return [lanes.graph.one(lanes.node.op, lanes.operand(0), axis=axis, keepdims=lanes.attrs["keepdims"])]
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    axes = tuple(a + 1 for a in axes_of(vmapped))
+    axis = axes[0] if vmapped.node.op == "argmax" else axes
+    return [vmapped.graph.one(vmapped.node.op, vmapped.operand(0), axis=axis, keepdims=vmapped.attrs["keepdims"])]
 
 
 @batching("softmax", "cumsum")
-def _(lanes: Lanes) -> Sequence[Value]:
-    x = lanes.operand(0)
-    attrs = dict(lanes.attrs) | {"axis": lanes.attrs["axis"] % (x.rank - 1) + 1}
-    return [lanes.graph.one(lanes.node.op, x, **attrs)]
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    x = vmapped.operand(0)
+    attrs = dict(vmapped.attrs) | {"axis": vmapped.attrs["axis"] % (x.rank - 1) + 1}
+    return [vmapped.graph.one(vmapped.node.op, x, **attrs)]
 
 
 @batching("topk")
-def _(lanes: Lanes) -> Sequence[Value]:
-    return lanes.graph.build("topk", [lanes.operand(0)], dict(lanes.attrs)).results
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    return vmapped.graph.build("topk", [vmapped.operand(0)], dict(vmapped.attrs)).results

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.ir.graph import Value
-from rlx.transforms.tables import Given, Lanes, Site, batching, jvp, vjp
+from rlx.transforms.tables import Given, Site, Vmapped, batching, jvp, vjp
 
 
 @vjp("barrier")
@@ -19,5 +19,5 @@ def _(at: Site, tangent: Value) -> Given:
 
 
 @batching("barrier")
-def _(lanes: Lanes) -> Sequence[Value]:
-    return [lanes.graph.one("barrier", lanes.operand(0))]
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    return [vmapped.graph.one("barrier", vmapped.operand(0))]

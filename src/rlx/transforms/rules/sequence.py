@@ -15,7 +15,7 @@ from rlx.ir.graph import Graph, Node, Value
 from rlx.ops.sequence import chunks_of
 from rlx.transforms.batch import by_scan, folded
 from rlx.transforms.build import declare, move_axis, taken, zeros
-from rlx.transforms.tables import Given, Lanes, Pull, batching, linearise, no_derivative, parts
+from rlx.transforms.tables import Given, Pull, Vmapped, batching, linearise, no_derivative, parts
 from rlx.types import Size
 
 CHUNK = 64
@@ -102,20 +102,20 @@ def _selective_scan(
 
 @parts("selective_scan_carry")
 def _(
-    x: Value, delta: Value, a: Value, b: Value, c: Value, state: Value, d: Value | None, *, state_size: int
+    x: Value, delta: Value, a: Value, b: Value, c: Value, state: Value, d: Value | None, _: None, *, state_size: int
 ) -> tuple[Value, Value]:
     return _selective_scan(x, delta, a, b, c, state, d, state_size)
 
 
 @parts("selective_scan")
-def _(x: Value, delta: Value, a: Value, b: Value, c: Value, d: Value | None, *, state_size: int) -> Value:
+def _(x: Value, delta: Value, a: Value, b: Value, c: Value, d: Value | None, _: None, *, state_size: int) -> Value:
     start = zeros(x.graph, x.type.with_shape(x.shape[0], *a.shape))
     return _selective_scan(x, delta, a, b, c, start, d, state_size)[0]
 
 
 @linearise("selective_scan", "selective_scan_carry")
 def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
-    *given, d = operands
+    *given, d, _ = operands
     x, delta, a, b, c, *rest = (o for o in given if o is not None)
     n = node.attrs["state_size"]
     state = rest[0] if rest else zeros(into, x.type.with_shape(x.shape[0], *a.shape))
@@ -125,9 +125,9 @@ def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple
         ct, back = (zeros(into, v.type) if w is None else w for w, v in zip([*cts, None], (y, last), strict=False))
         made = list(into.apply("selective_scan_backward", x, delta, a, b, c, states, ct, back, state_size=n))
         if d is None:
-            return [*made[: len(given)], None]
+            return [*made[: len(given)], None, None]
         made[0] = made[0] + ct * d
-        return [*made[: len(given)], (ct * x).sum(axis=(0, 1))]
+        return [*made[: len(given)], (ct * x).sum(axis=(0, 1)), None]
 
     return (y if d is None else y + x * d, last)[: len(node.types)], pull
 
@@ -226,12 +226,14 @@ def _gated_delta_net(rows: Sequence[Value], state: Value, n: int) -> tuple[Value
 
 
 @parts("gated_delta_net_carry")
-def _(q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, *, state_size: int) -> tuple[Value, Value]:
+def _(
+    q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, _: None, *, state_size: int
+) -> tuple[Value, Value]:
     return _gated_delta_net([q, k, v, g, beta], state, state_size)
 
 
 @parts("gated_delta_net")
-def _(q: Value, k: Value, v: Value, g: Value, beta: Value, *, state_size: int) -> Value:
+def _(q: Value, k: Value, v: Value, g: Value, beta: Value, _: None, *, state_size: int) -> Value:
     return _gated_delta_net([q, k, v, g, beta], _no_state(q, state_size), state_size)[0]
 
 
@@ -249,7 +251,7 @@ def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple
     def pull(cts: Given) -> Given:
         given = [zeros(into, x.type) if ct is None else ct for ct, x in zip([*cts, None], (out, last), strict=False)]
         made = into.apply("gated_delta_net_backward", q, k, g, beta, states, misses, *given, state_size=n)
-        return list(made[: len(operands)])
+        return [*made[: len(operands) - 1], None]
 
     return (out, last)[: len(node.types)], pull
 
@@ -314,7 +316,7 @@ def _token_of_attention(state: Value, q: Value, k: Value, v: Value, g: Value) ->
 
 
 @parts("gated_linear_attention_carry")
-def _(q: Value, k: Value, v: Value, g: Value, state: Value) -> tuple[Value, Value]:
+def _(q: Value, k: Value, v: Value, g: Value, state: Value, _: None) -> tuple[Value, Value]:
     batch, seq, groups, n = q.shape
     heads = v.shape[2]
     assert isinstance(heads, int) and isinstance(groups, int)
@@ -337,7 +339,7 @@ def _(q: Value, k: Value, v: Value, g: Value, state: Value) -> tuple[Value, Valu
 
 # -- causal convolution -----------------------------------------------------------------------------------------------
 @parts("depthwise_conv1d_causal")
-def _(x: Value, weight: Value, left_pad: Value, *, kernel_size: int) -> Value:
+def _(x: Value, weight: Value, left_pad: Value, _: None, *, kernel_size: int) -> Value:
     padded = x.graph.one("concatenate", left_pad, x, axis=1)
     taps = weight.reshape(weight.shape[0], kernel_size)
     total: Value | None = None
@@ -368,14 +370,14 @@ _OF_ALL = {
     "gated_delta_net", "gated_delta_net_carry", "gated_delta_net_kept", "gated_delta_net_backward",
     "gated_linear_attention_carry",
 )  # fmt: skip
-def _(lanes: Lanes) -> Sequence[Value]:
-    shared = _OF_ALL.get(lanes.node.op, ())
-    if any(lanes.batched[i] for i in shared):
-        return by_scan(lanes)
-    return folded(lanes, [i for i in range(len(lanes.operands)) if i not in shared])
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    shared = _OF_ALL.get(vmapped.node.op, ())
+    if any(vmapped.batched[i] for i in shared):
+        return by_scan(vmapped)
+    return folded(vmapped, [i for i in range(len(vmapped.operands)) if i not in shared])
 
 
 @batching("selective_scan_backward")
-def _(lanes: Lanes) -> Sequence[Value]:
-    """One by one: the gradient of a is a sum over the batch, and each lane has its own."""
-    return by_scan(lanes)
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    """One by one: the gradient of a is a sum over the batch, and each entry has its own."""
+    return by_scan(vmapped)

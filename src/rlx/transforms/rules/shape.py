@@ -10,7 +10,7 @@ import numpy as np
 from rlx.dtypes import I32
 from rlx.ir.graph import Value
 from rlx.transforms.build import count, counter, in_type, move_axis, sum_to, taken, zeros
-from rlx.transforms.tables import Given, Lanes, Site, batching, jvp, vjp
+from rlx.transforms.tables import Given, Site, Vmapped, batching, jvp, vjp
 from rlx.types import Size
 
 
@@ -112,32 +112,32 @@ def _(at: Site, *tangents: Value | None) -> Given:
 
 # -- vmap -------------------------------------------------------------------------------------------------------------
 @batching("reshape", "assume_equal", "expand")
-def _(lanes: Lanes) -> Sequence[Value]:
-    x, shape = lanes.operand(0), lanes.attrs["shape"]
-    if lanes.node.op == "expand":  # new axes come after the one of the batch
-        x = x.reshape(lanes.size, *(1,) * (len(shape) - (x.rank - 1)), *x.shape[1:])
-    return [lanes.graph.one(lanes.node.op, x, shape=(lanes.size, *shape))]
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    x, shape = vmapped.operand(0), vmapped.attrs["shape"]
+    if vmapped.node.op == "expand":  # new axes come after the one of the batch
+        x = x.reshape(vmapped.size, *(1,) * (len(shape) - (x.rank - 1)), *x.shape[1:])
+    return [vmapped.graph.one(vmapped.node.op, x, shape=(vmapped.size, *shape))]
 
 
 @batching("transpose")
-def _(lanes: Lanes) -> Sequence[Value]:
-    return [lanes.graph.one("transpose", lanes.operand(0), axes=(0, *(a + 1 for a in lanes.attrs["axes"])))]
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    return [vmapped.graph.one("transpose", vmapped.operand(0), axes=(0, *(a + 1 for a in vmapped.attrs["axes"])))]
 
 
 @batching("slice")
-def _(lanes: Lanes) -> Sequence[Value]:
-    start, stop, step = ((first, *lanes.attrs[k]) for k, first in (("start", 0), ("stop", lanes.size), ("step", 1)))
-    return [lanes.graph.one("slice", lanes.operand(0), start=start, stop=stop, step=step)]
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    start, stop, step = ((first, *vmapped.attrs[k]) for k, first in (("start", 0), ("stop", vmapped.size), ("step", 1)))
+    return [vmapped.graph.one("slice", vmapped.operand(0), start=start, stop=stop, step=step)]
 
 
 @batching("pad")
-def _(lanes: Lanes) -> Sequence[Value]:
-    low, high = ((0, *lanes.attrs[k]) for k in ("low", "high"))
-    return [lanes.graph.one("pad", lanes.operand(0), low=low, high=high, value=lanes.attrs["value"])]
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    low, high = ((0, *vmapped.attrs[k]) for k in ("low", "high"))
+    return [vmapped.graph.one("pad", vmapped.operand(0), low=low, high=high, value=vmapped.attrs["value"])]
 
 
 @batching("concatenate")
-def _(lanes: Lanes) -> Sequence[Value]:
-    rank = len(lanes.node.types[0].shape)
-    given = [lanes.full(i) for i in range(len(lanes.operands))]
-    return [lanes.graph.one("concatenate", *given, axis=lanes.attrs["axis"] % rank + 1)]
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    rank = len(vmapped.node.types[0].shape)
+    given = [vmapped.full(i) for i in range(len(vmapped.operands))]
+    return [vmapped.graph.one("concatenate", *given, axis=vmapped.attrs["axis"] % rank + 1)]

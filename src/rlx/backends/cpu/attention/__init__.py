@@ -14,11 +14,11 @@ from rlx.backends.cpu.attention.gradient import grad_entry as grad_entry
 from rlx.backends.cpu.attention.nest import entry as entry
 from rlx.backends.cpu.attention.plan import MASKS as MASKS
 from rlx.backends.cpu.attention.plan import Plan as Plan
+from rlx.backends.cpu.targets import CpuTarget
 from rlx.lir.kernels import AttentionGradKernel, AttentionKernel
-from rlx.target import Target
 
 
-def scratch_bytes(kernel: AttentionKernel | AttentionGradKernel, target: Target) -> int:
+def scratch_bytes(kernel: AttentionKernel | AttentionGradKernel, target: CpuTarget) -> int:
     """Scratch that a launch needs, the driver's header included."""
     if isinstance(kernel, AttentionGradKernel):
         return GradPlan(kernel.attention, target).regions["end"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlx.backends.cpu.attention import packing
+from rlx.backends.cpu.attention import packing, segments
 from rlx.backends.cpu.attention.elements import clear, load, store, sweep
 from rlx.backends.cpu.attention.plan import ENTRY_ARGUMENTS, LOG2_E, Plan, laid_out, read_words
 from rlx.backends.cpu.attention.softmax import Scorer
@@ -21,14 +21,14 @@ from rlx.backends.cpu.builder import NULL, Builder, Module, Value, const, i64
 from rlx.backends.cpu.math import exp2, fma
 from rlx.backends.cpu.matmul import micro_kernel
 from rlx.backends.cpu.routine import Entry, Routine
+from rlx.backends.cpu.targets import CpuTarget
 from rlx.lir.kernels import KEY_BLOCK, AttentionGradKernel
 from rlx.locks import cached_property
-from rlx.target import Target
 
 ROWS = 192  # query rows of a block: whole tiles; what is kept of them stays near the processor
 
 
-def grad_entry(kernel: AttentionGradKernel, target: Target) -> Entry:
+def grad_entry(kernel: AttentionGradKernel, target: CpuTarget) -> Entry:
     """The loop nest of `kernel`, with the table of micro-kernels: plain, then turned; by width, then by height."""
     plan = GradPlan(kernel.attention, target)
     sizes = [(height, width) for width in plan.widths for height in range(1, target.tile_rows + 1)]
@@ -80,8 +80,9 @@ class GradPlan(Plan):
             "biases": ROWS * 8,  # per row: where its bias lies
             "key_rows": KEY_BLOCK * 8,  # per key: where it lies
             "value_rows": KEY_BLOCK * 8,
-            "kept": KEY_BLOCK * size,  # per key, for a custom mask: all ones, or 0
+            "kept": KEY_BLOCK * size,  # per key: all ones or 0 of a custom mask, or its segment
             "zeros": self.zero_bytes,  # stands in for keys that do not count
+            **self.segment_regions(ROWS),
         })  # fmt: skip
 
 
@@ -90,6 +91,8 @@ def _define(module: Module, plan: GradPlan, kernel: AttentionGradKernel) -> None
     packing.define_addresses(module, plan)
     packing.define_pack_keys(module, plan)
     packing.define_turned(module, plan, "turn_values", "value_rows", "values", plan.kernel.value_dim)
+    segments.define_row_segments(module, plan, 1)
+    segments.define_meet(module, plan)
     for define in (_define_lines, _define_start, _define_differentiate, _define_add, _define_give, _define_clear):
         define(module, plan)
 
@@ -166,9 +169,14 @@ class Rows:
             bias, query_stride = unit.at("mask", *axes), words["mask_query"]
         tensors = (x for n in ("q", "dy") for x in (unit.place(n, self.head, self.first), words[f"{n}_seq"]))
         unit.call("start", unit.scratch, self.count, *tensors, bias, query_stride, self.limit)
+        if plan.kernel.segments:
+            ids = b.offset(unit.at("mask", ("batch", unit.batch)), self.first, "i32")
+            unit.call("row_segments", unit.scratch, self.count, ids)
         begin, end = i64(0), words["k_len"]
         if plan.limited:
             end = b.max(b.sub(b.add(self.limit, self.count), 1), 0)
+        if plan.kernel.ahead:
+            end = b.min(end, words["k_len"])
         if plan.kernel.mask == "sliding":
             begin = b.max(b.sub(self.limit, plan.kernel.window), 0)
 
@@ -183,11 +191,17 @@ class Rows:
     def limit(self) -> Value:
         """The first key that the first row does not see, were there keys without end."""
         b, words = self.unit.b, self.unit.words
-        return b.add(b.add(b.sub(words["k_len"], words["q_len"]), self.first), 1)
+        return b.add(b.add(b.sub(words["k_len"], words["q_len"]), self.first), 1 + self.unit.plan.kernel.ahead)
 
     def block(self, base: Value, count: Value) -> None:
         """All rows against the keys `base` .. `base + count`."""
         unit, b, plan = self.unit, self.unit.b, self.unit.plan
+        if plan.kernel.segments:
+            ids = b.offset(unit.at("mask", ("batch", unit.batch)), base, "i32")
+            unit.call("meet", unit.scratch, self.count, ids, count)
+            first, end = (segments.bound(b, plan, unit.scratch, n) for n in (segments.FIRST, segments.END))
+            b.when(b.icmp("slt", first, end), lambda: Block(self, base, count, count, (first, end)).emit())
+            return
         if plan.kernel.mask != "custom":
             Block(self, base, count, count).emit()
             return
@@ -198,12 +212,16 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some rows against the keys `base` .. `base + count`, of which a custom mask keeps `kept`."""
+    """Some rows against the keys `base` .. `base + count`, of which a custom mask keeps `kept`.
+
+    `met`: the first row that shares a segment with a key, and the row after the last one.
+    """
 
     rows: Rows
     base: Value
     count: Value
     kept: Value
+    met: tuple[Value, Value] | None = None
 
     @property
     def unit(self) -> Unit:
@@ -222,9 +240,12 @@ class Block:
             first = b.min(b.max(b.sub(b.add(self.base, 1), self.rows.limit), 0), end)
         if plan.kernel.mask == "sliding":
             end = b.min(end, b.sub(b.add(b.add(self.base, self.count), plan.kernel.window), self.rows.limit))
+        if self.met is not None:
+            end = b.min(end, self.met[1])
+            first = b.min(b.max(first, self.met[0]), end)
         height = plan.target.tile_rows
         b.loop(first, end, height, lambda row: self.tile(row, b.min(b.sub(end, row), height)))
-        b.loop(0, self.count, height, lambda key: self.sums(key, b.min(b.sub(self.count, key), height), end))
+        b.loop(0, self.count, height, lambda key: self.sums(key, b.min(b.sub(self.count, key), height), first, end))
         for name in ("dk", "dv"):
             place = unit.place(name, unit.key_head, self.base)
             unit.call(f"add_{name}", unit.scratch, self.count, place, words[f"{name}_seq"])
@@ -299,12 +320,14 @@ class Block:
             b.loop(0, b.ceil_div(reach, plan.panel), 1, panel)
 
     # -- sums over rows -----------------------------------------------------------------------------------------------
-    def sums(self, key: Value, height: Value, end: Value) -> None:
-        """dV = weightsᵀ · dys and dK = innerᵀ · queries of some keys, over the rows before `end` that see one."""
+    def sums(self, key: Value, height: Value, first: Value, end: Value) -> None:
+        """dV = weightsᵀ · dys and dK = innerᵀ · queries of some keys, over those rows `first` .. `end` that see one."""
         b, plan = self.unit.b, self.unit.plan
         start = i64(0)
         if plan.limited:
             start = b.min(b.max(b.sub(b.add(b.add(self.base, key), 1), self.rows.limit), 0), end)
+        if self.met is not None:
+            start = b.max(start, first)
         rows, left = b.sub(end, start), b.add(b.mul(start, KEY_BLOCK), key)
         sides = (
             ("weights", "dys", plan.kernel.value_dim, plan.value_row, "dv"),

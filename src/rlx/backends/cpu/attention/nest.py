@@ -5,20 +5,20 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from rlx.backends.cpu.attention import packing, rows, softmax
+from rlx.backends.cpu.attention import packing, rows, segments, softmax
 from rlx.backends.cpu.attention.elements import clear, fetch
 from rlx.backends.cpu.attention.packing import each_strip
 from rlx.backends.cpu.attention.plan import ENTRY_ARGUMENTS, LINE, Plan, read_words
 from rlx.backends.cpu.builder import NULL, Builder, Int, Module, Value, const, i64
 from rlx.backends.cpu.matmul import micro_kernel
 from rlx.backends.cpu.routine import Entry, Routine
+from rlx.backends.cpu.targets import CpuTarget
 from rlx.lir.kernels import KEY_BLOCK, OUTSIDE_POOL, OUTSIDE_TABLE, AttentionKernel
-from rlx.target import Target
 
 _POINTER_WORDS = ("parts", "q", "k", "v", "out", "mask", "positions", "table", "rows", "lse")
 
 
-def entry(kernel: AttentionKernel, target: Target) -> Entry:
+def entry(kernel: AttentionKernel, target: CpuTarget) -> Entry:
     """The loop nest of `kernel`, with the table of micro-kernels that it calls: by width, then by height."""
     plan = Plan(kernel, target)
     widths, heights = range(1, target.tile_vectors + 1), range(1, target.tile_rows + 1)
@@ -29,6 +29,8 @@ def entry(kernel: AttentionKernel, target: Target) -> Entry:
 def _define_entry(module: Module, plan: Plan) -> None:
     for define in _PARTS:
         define(module, plan)
+    segments.define_row_segments(module, plan, plan.kernel.group)
+    segments.define_meet(module, plan)
 
     def body(b: Builder, args: Value, low: Value, high: Value, scratch: Value) -> None:
         words = read_words(b, plan.kernel.words, _POINTER_WORDS, args)
@@ -94,12 +96,16 @@ class Units:
     def emit(self) -> None:
         b, kernel, words = self.b, self.plan.kernel, self.words
         # The first key that the first row does not see, were there keys without end.
-        limit = b.add(b.add(b.sub(words["k_len"], words["q_len"]), self.first), 1)
+        limit = b.add(b.add(b.sub(words["k_len"], words["q_len"]), self.first), 1 + kernel.ahead)
         mask = self.mask()
         self.start(mask, words["mask_query"], words["mask_head"], limit)
+        if kernel.segments:
+            self.call("row_segments", self.scratch, self.positions, b.offset(mask, self.first, "i32"))
         begin, end = i64(0), words["k_len"]
         if self.plan.limited:
             end = b.max(b.sub(b.add(limit, self.positions), 1), 0)
+        if kernel.ahead:
+            end = b.min(end, words["k_len"])
         if kernel.mask == "sliding":
             begin = b.max(b.sub(limit, kernel.window), 0)
         self.blocks(begin, end, mask)
@@ -168,7 +174,7 @@ class Units:
             return [self.block(base, count, mask, started)]
 
         # Whether there is something in the outputs of all rows: the first block need not add to zeros.
-        started = i64(1 if self.plan.limited else 0)
+        started = i64(1 if self.plan.clears_outputs else 0)
         started = b.loop(b.sdiv(begin, KEY_BLOCK), b.ceil_div(end, KEY_BLOCK), 1, block, [started])[0]
         b.when(b.icmp("eq", started, 0), lambda: self.clear_outputs(i64(0), self.rows))
 
@@ -209,7 +215,7 @@ class Units:
     def mask(self) -> Value:
         """Where the mask of this batch row, or the bias of the first query row, lies."""
         b, words, kind = self.b, self.words, self.plan.kernel.mask
-        if kind not in ("custom", "bias"):
+        if kind not in ("custom", "bias") and not self.plan.kernel.segments:
             return NULL
         index = b.mul(self.batch, words["mask_batch"])
         if kind == "bias":
@@ -224,6 +230,12 @@ class Units:
     def block(self, base: Value, count: Value, mask: Value, started: Value) -> Value:
         """All rows against the keys `base` .. `base + count`; the result is whether they have outputs now."""
         b = self.b
+        if self.plan.kernel.segments:
+            self.call("meet", self.scratch, self.rows, b.offset(mask, base, "i32"), count)
+            first, end = (segments.bound(b, self.plan, self.scratch, n) for n in (segments.FIRST, segments.END))
+            met = b.icmp("slt", first, end)
+            b.when(met, lambda: self.visible_block(base, count, count, started, first, end))
+            return i64(1)
         if self.plan.kernel.mask != "custom":
             self.visible_block(base, count, count, started)
             return i64(1)
@@ -259,18 +271,22 @@ class Units:
         place = b.offset(self.table, b.sdiv(slot, KEY_BLOCK), "i32")
         return b.convert("sext", b.load("i32", place, align=4), "i64")
 
-    def visible_block(self, base: Value, count: Value, kept: Value, started: Value) -> None:
+    def visible_block(
+        self, base: Value, count: Value, kept: Value, started: Value, first: Int = 0, end: Value | None = None
+    ) -> None:
+        """Rows `first` .. `end`, or all of them, against a block."""
         b, plan = self.b, self.plan
+        end = self.rows if end is None else end
         keys = self.cached_keys() if plan.kernel.cached else self.packed_keys(base, count)
         if plan.packs_values:
             self.addresses("value_rows", "v", base, count)
-            # A bias looks for inf and NaN in all 64 rows, so all have to be there.
-            rows = i64(KEY_BLOCK) if plan.kernel.mask == "bias" else count
+            # All 64 rows are searched for inf and NaN, so all have to be there.
+            rows = i64(KEY_BLOCK) if plan.checks_values else count
             self.call("pack_values", self.scratch, rows, i64(0) if plan.kernel.cached else self.ahead("v", base))
-        finite = self.call("finite", self.scratch, result="i1") if plan.kernel.mask == "bias" else None
+        finite = self.call("finite", self.scratch, result="i1") if plan.checks_values else None
 
         def tile(row: Value) -> None:
-            height = b.min(b.sub(self.rows, row), plan.target.tile_rows)
+            height = b.min(b.sub(end, row), plan.target.tile_rows)
 
             def attend() -> None:
                 reach = self.reach(row, height, base, count)
@@ -290,7 +306,7 @@ class Units:
             else:
                 attend()
 
-        b.loop(0, self.rows, plan.target.tile_rows, tile)
+        b.loop(first, end, plan.target.tile_rows, tile)
 
     def packed_keys(self, base: Value, count: Value) -> Keys:
         plan = self.plan
@@ -416,13 +432,17 @@ class Outputs:
     started: Value
 
     def emit(self, finite: Value | None) -> None:
-        """`finite`, for a bias: whether V has no inf and no NaN, so that it does not matter which keys are masked."""
+        """`finite`, of a bias or segments: V has no inf and no NaN, so it does not matter which keys are masked."""
+        if finite is None:
+            self.together()
+        else:
+            self.unit.b.when(finite, self.together, self.sparse)
+
+    def together(self) -> None:
         if self.unit.plan.limited:
             self.limited()
-        elif finite is None:
-            self.weigh(0, self.height, 0, self.count, self.started)
         else:
-            self.unit.b.when(finite, lambda: self.weigh(0, self.height, 0, self.count, self.started), self.sparse)
+            self.weigh(0, self.height, 0, self.count, self.started)
 
     def weigh(self, first: Int, height: Int, begin: Int, end: Int, accumulate: Int = 1) -> None:
         """Rows `first` .. of the tile and keys `begin` .. `end` of the block."""
@@ -470,7 +490,7 @@ class Outputs:
         b.when(b.icmp("slt", begin, end), lambda: self.weigh(i, 1, begin, end))
 
     def sparse(self) -> None:
-        """The slow way for a block with an inf or NaN in V that a bias may hide: keys of weight 0 are left out."""
+        """The slow way for a block with an inf or NaN in V that a mask may hide: keys of weight 0 are left out."""
         unit, plan, b = self.unit, self.unit.plan, self.unit.b
         b.when(b.icmp("eq", self.started, 0), lambda: unit.clear_outputs(self.row, self.height))
 
@@ -481,7 +501,8 @@ class Outputs:
                 heavy = b.fcmp("une", weight, const(plan.scalar, 0.0))
                 b.when(heavy, lambda: self.weigh(i, 1, j, b.add(j, 1)))
 
-            b.loop(0, self.count, 1, key)
+            begin, end = self.seen(i) if plan.limited else (i64(0), self.count)
+            b.loop(begin, end, 1, key)
 
         b.loop(0, self.height, 1, row)
 

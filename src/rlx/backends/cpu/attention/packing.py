@@ -10,7 +10,7 @@ from rlx.backends.cpu.attention.elements import fetch, load, load_packed, load_s
 from rlx.backends.cpu.attention.plan import LINE, Plan, Strips
 from rlx.backends.cpu.builder import Builder, Module, Value, const, i64, intrinsic_suffix, lanes_of, vector
 from rlx.dtypes import DType
-from rlx.lir.blocks import UNIT
+from rlx.lir.forms.blocks import UNIT
 from rlx.lir.kernels import KEY_BLOCK
 
 
@@ -244,7 +244,7 @@ def each_strip(b: Builder, plan: Plan, body: Callable[[Value, int, int], None]) 
 
 def define_finite(module: Module, plan: Plan) -> None:
     """Whether the packed V has no inf and no NaN: those times 0 are NaN, and NaN stays."""
-    if plan.kernel.mask != "bias":
+    if not plan.checks_values:
         return
 
     def emit(b: Builder, scratch: Value) -> Value:

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 
 from rlx.backends.cpu.builder import Builder, Int, Module, Value, vector
 from rlx.backends.cpu.matmul import HEADER_BYTES
-from rlx.dtypes import BY_NAME, F32, F64, DType
+from rlx.backends.cpu.targets import CpuTarget
+from rlx.dtypes import BY_NAME, F32, F64, I32, DType
 from rlx.errors import LowerError
-from rlx.lir.blocks import UNIT
+from rlx.lir.forms.blocks import UNIT
 from rlx.lir.kernels import KEY_BLOCK, AttentionKernel
 from rlx.locks import cached_property
-from rlx.target import Target
 
 MASKS = ("none", "causal", "sliding", "custom", "bias")
 CACHED_MASKS = ("causal", "sliding")
 LINE = 64  # bytes of a cache line
+BOUNDS = 5  # numbers that `segments` notes about rows and a block of keys
 ROWS = 192  # query rows that go over blocks of keys together, or those of one unit if they are more
 PACKED = BY_NAME["q8_0"]  # the packed type that a cache may have: an f16, then a byte a number
 SCALAR = {F32: "float", F64: "double"}
@@ -58,7 +59,7 @@ class Plan:
     """Sizes and offsets, all known when the kernel is emitted."""
 
     kernel: AttentionKernel
-    target: Target
+    target: CpuTarget
 
     def __post_init__(self) -> None:
         kernel = self.kernel
@@ -70,6 +71,13 @@ class Plan:
             raise LowerError(f"cpu attention: a {kernel.mask} mask needs its element type")
         if kernel.mask == "bias" and not self.mask_dtype.is_float:
             raise LowerError(f"cpu attention: a bias is of a float type, not {kernel.mask_dtype}")
+        if kernel.segments and (kernel.mask in ("custom", "bias") or kernel.mask_dtype is not I32 or kernel.cached):
+            raise LowerError(
+                f"cpu attention: segments are ids of i32 beside masks none, causal and sliding without a cache, "
+                f"found {kernel.mask_dtype} and mask {kernel.mask!r}"
+            )
+        if kernel.ahead and (kernel.mask != "sliding" or kernel.cached):
+            raise LowerError(f"cpu attention: keys ahead are of a sliding window, not of mask {kernel.mask!r}")
         if kernel.cached and kernel.mask not in CACHED_MASKS:
             raise LowerError(f"cpu attention: a cache goes with masks {', '.join(CACHED_MASKS)}, not {kernel.mask!r}")
         if kernel.cache_dtype is not None and not kernel.cached:
@@ -174,6 +182,16 @@ class Plan:
         return self.kernel.mask in ("causal", "sliding")
 
     @property
+    def clears_outputs(self) -> bool:
+        """Whether outputs start at 0, because the first block of keys is not one that all rows see."""
+        return self.limited or self.kernel.segments
+
+    @property
+    def checks_values(self) -> bool:
+        """Whether V is searched for inf and NaN, because rows of a tile see different keys of a range."""
+        return self.kernel.mask == "bias" or self.kernel.segments
+
+    @property
     def copies_queries(self) -> bool:
         """Queries are read where they lie unless they need widening or their rows have no common stride."""
         return self.compute is not self.kernel.dtype or self.kernel.group > 1 or self.kernel.cached
@@ -191,7 +209,7 @@ class Plan:
     def packs_values(self) -> bool:
         """V is read where it lies unless it needs widening or padding, or some of its rows have to be left out."""
         ready = self.compute is self.stored and self.kernel.value_dim % self.lanes == 0
-        return not ready or self.kernel.mask in ("custom", "bias")
+        return not ready or self.kernel.mask == "custom" or self.checks_values
 
     def padded(self, extent: int) -> int:
         return -(-extent // self.lanes) * self.lanes
@@ -248,10 +266,15 @@ class Plan:
             "biases": self.rows * 8,  # per row: where its bias lies
             "key_rows": KEY_BLOCK * 8 * self.packs_keys,  # per key of the block: where it lies
             "value_rows": KEY_BLOCK * 8 * self.packs_values,
-            "kept": KEY_BLOCK * self.size,  # per key of the block, for a custom mask: all ones, or 0
+            "kept": KEY_BLOCK * self.size,  # per key of the block: all ones or 0 of a custom mask, or its segment
             "zeros": self.zero_bytes * packs,  # stands in for keys that do not count
+            **self.segment_regions(self.rows),
         }
         return laid_out(sizes)
+
+    def segment_regions(self, rows: int) -> dict[str, int]:
+        """Bytes of what `segments` notes about rows and a block of keys."""
+        return {"row_segments": rows * 8, "segment_bounds": BOUNDS * 8} if self.kernel.segments else {}
 
     @property
     def zero_bytes(self) -> int:

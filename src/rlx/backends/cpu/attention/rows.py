@@ -111,7 +111,7 @@ def define_start(module: Module, plan: Plan) -> None:
         b: Builder, scratch: Value, positions: Value, queries: Value, mask: Value, q_seq: Value, q_head: Value,
         mask_query: Value, mask_head: Value, limit: Value,
     ) -> None:  # fmt: skip
-        if plan.limited:
+        if plan.clears_outputs:
             rows = b.mul(positions, kernel.group)
             clear(b, plan.region(b, scratch, "outputs"), b.mul(rows, plan.value_stride * plan.size))
 

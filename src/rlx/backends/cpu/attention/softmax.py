@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from rlx.backends.cpu.attention import segments
 from rlx.backends.cpu.attention.elements import stored_type, sweep, widen
 from rlx.backends.cpu.attention.plan import Plan
 from rlx.backends.cpu.builder import Builder, Module, Value, const, i64, intrinsic_suffix, vector
@@ -114,6 +115,10 @@ class Scorer:
             self.end = self.kept = b.sub(limit, base)
         if kernel.mask == "sliding":
             self.begin = b.sub(self.end, kernel.window)
+        if kernel.ahead:
+            self.end = self.kept = b.min(self.end, count)
+        if kernel.segments:
+            self.segment = b.load("i64", plan.region(b, scratch, "row_segments", row, "i64"), align=8)
         if kernel.mask == "bias":
             start = b.load("ptr", plan.region(b, scratch, "biases", row, "ptr"), align=8)
             self.bias = b.offset(start, b.mul(base, plan.mask_dtype.size))
@@ -127,6 +132,9 @@ class Scorer:
         """Whether the row sees all keys of the span."""
         b = self.b
         whole = b.icmp("sge", self.kept, self.span)
+        if self.plan.kernel.segments:
+            of_block = segments.bound(b, self.plan, self.scratch, segments.OF_BLOCK)
+            whole = b.op("and", whole, b.icmp("eq", of_block, self.segment))
         if self.plan.kernel.mask != "sliding":
             return whole
         return b.op("and", whole, b.icmp("sle", self.begin, 0))
@@ -199,6 +207,10 @@ class Scorer:
         seen = b.icmp("slt", numbers, self._in_lanes(b.sub(self.end, j)))
         if plan.kernel.mask == "sliding":
             seen = b.op("and", seen, b.icmp("sge", numbers, self._in_lanes(b.sub(self.begin, j))))
+        if plan.kernel.segments:
+            ids = b.load(type_, plan.region(b, self.scratch, "kept", j, plan.word), align=plan.size)
+            own = b.splat(b.convert("trunc", self.segment, plan.word), self.width)
+            seen = b.op("and", seen, b.icmp("eq", ids, own))
         return seen
 
     def _in_lanes(self, key: Value) -> Value:

@@ -6,8 +6,8 @@ from rlx.backends.cpu.builder import Body, Builder, Module, Value, const, i64
 from rlx.backends.cpu.math import fma
 from rlx.backends.cpu.matmul import Geometry
 from rlx.backends.cpu.routine import Routine
+from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import DType
-from rlx.target import Target
 
 _ARGUMENTS = (
     ("ptr noalias", "a"), ("i64", "lda"), ("ptr noalias", "b"), ("i64", "ldb"), ("i64", "k"),
@@ -16,7 +16,7 @@ _ARGUMENTS = (
 UNROLL = 4
 
 
-def turned_kernel(dtype: DType, height: int, vectors: int, target: Target) -> Routine:
+def turned_kernel(dtype: DType, height: int, vectors: int, target: CpuTarget) -> Routine:
     """C[height][w] = A[k][height]ᵀ B[k][w], where w is `vectors` vectors; strides are in elements."""
     form = Geometry(dtype, target.lanes(dtype.size), height, vectors)
     symbol = f"turned_tile.{dtype}.{height}x{vectors}"
@@ -28,7 +28,7 @@ def turned_kernel(dtype: DType, height: int, vectors: int, target: Target) -> Ro
 
 
 def _emit(
-    b: Builder, form: Geometry, target: Target, a: Value, lda: Value, right: Value, ldb: Value, k: Value, c: Value,
+    b: Builder, form: Geometry, target: CpuTarget, a: Value, lda: Value, right: Value, ldb: Value, k: Value, c: Value,
     ldc: Value,
 ) -> None:  # fmt: skip
     size, rows, vectors = form.dtype.size, range(form.rows), range(form.vectors)

@@ -1,0 +1,37 @@
+"""Loop forms of the CPU: ops that become launches of its matmul and attention kernels, in place of portable loops."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+
+from rlx.ir.graph import Node
+from rlx.lir.schedule import LoopForm, Scheduler
+from rlx.lir.views import View
+
+WHERE = {
+    "matmul": "linear.matmul",
+    "integer_matmul": "linear.matmul",
+    "fused_matmul": "linear.fused_matmul",
+    "fused_grouped": "linear.fused_matmul",
+    "grouped_matmul": "grouped.grouped_matmul",
+    "outer_of_runs": "grouped.outer_of_runs",
+    "attention": "attention.attention",
+    "attention_lse": "attention.attention",
+    "attention_grad": "attention.attention_grad",
+    "cached_attention": "cache.cached_attention",
+}
+
+
+def _imported_when_called(where: str) -> LoopForm:
+    """A form in a module of this package; most programs need few."""
+    module, function = where.split(".")
+
+    def form(s: Scheduler, node: Node) -> Sequence[View]:
+        found: LoopForm = getattr(importlib.import_module(f"{__name__}.{module}"), function)
+        return found(s, node)
+
+    return form
+
+
+FORMS: Mapping[str, LoopForm] = {op: _imported_when_called(where) for op, where in WHERE.items()}

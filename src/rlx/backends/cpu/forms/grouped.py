@@ -1,0 +1,25 @@
+"""Products in which each row chooses its matrix, as launches of the matmul kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlx.backends.cpu.forms.linear import launch_matmul
+from rlx.ir.graph import Node
+from rlx.lir.schedule import Scheduler
+from rlx.lir.views import View
+
+
+def grouped_matmul(s: Scheduler, node: Node) -> Sequence[View]:
+    x, w, index = (s.view(o) for o in node.operands)
+    out = s.result(node)
+    launch_matmul(s, x, w, [], [out], None, weights=1, packed=False, columns=out.shape[1], index=index)
+    return [out]
+
+
+def outer_of_runs(s: Scheduler, node: Node) -> Sequence[View]:
+    x, y, starts = (s.view(o) for o in node.operands)
+    out = s.result(node)
+    columns = out.shape[2]
+    launch_matmul(s, x, y, [], [out], None, weights=1, packed=False, columns=columns, index=starts, depth=True)
+    return [out]

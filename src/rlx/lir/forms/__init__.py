@@ -1,0 +1,20 @@
+"""Portable forms: how each op becomes launches of kernels on any target, a file per group of ops.
+
+The scheduler imports a group when it meets an op of it, since most programs need few; `load_all` imports every one.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+GROUPS = (
+    "activations", "attention", "cache", "control", "conv", "custom", "elementwise", "fused", "grouped", "index",
+    "int8", "linear", "loss", "norm", "position", "quant", "random", "reduce", "remat", "sampling", "sequence",
+    "shape", "update",
+)  # fmt: skip
+
+
+def load_all() -> None:
+    """Fill the table of loop forms."""
+    for group in GROUPS:
+        importlib.import_module(f"{__name__}.{group}")

@@ -1,0 +1,309 @@
+"""Attention as plain loops: a unit is one query of one head, which keeps the scores of its keys in a row of memory.
+
+So there is memory for seq × keys scores. Backends for long sequences replace these forms by kernels of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rlx.dtypes import BOOL, I64
+from rlx.ir.graph import Node, Value
+from rlx.lir.forms.linear import Strided, multiply
+from rlx.lir.kernels import BEYOND_CAPACITY, OUTSIDE_POOL, OUTSIDE_TABLE
+from rlx.lir.loops import Check, Expr, For, Index, Let, Reduce, Ref, Stmt, number
+from rlx.lir.schedule import Scheduler, decode_unit, loop_form
+from rlx.lir.views import View
+from rlx.ops.attention import parse_mask
+from rlx.types import Size, TensorType, dim_min, product
+
+# The unit at hand, and the key.
+BATCH, QUERY, HEAD, KV_HEAD, KEY = Ref("b", I64), Ref("i", I64), Ref("h", I64), Ref("kv", I64), Index("t")
+POSITION = Ref("position", I64)  # of the query
+Read = Callable[[Expr], Expr]  # an element of the key or value at hand
+
+
+class _Queries(Strided):
+    """A kernel with a unit per batch entry, query and head: the scores of a query, key by key."""
+
+    def __init__(self, s: Scheduler, node: Node, q: View, kv_heads: Size) -> None:
+        super().__init__(s, node.op)
+        heads, head_dim = q.shape[2:]
+        assert isinstance(heads, int) and isinstance(kv_heads, int) and isinstance(head_dim, int)
+        scale = node.attrs["scale"]
+        self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
+        self.softcap: float | None = node.attrs["softcap"]
+        self.mask = parse_mask(node.attrs["mask_kind"])
+        self.kind = q.dtype.wide  # sums are wide on every target
+        self.q, self.head_dim, self.units = self.read(q), head_dim, product(q.shape[:3])
+        unit = decode_unit(self.builder, q.shape[:3], ["b", "i", "h"])
+        self.lets: list[Stmt] = [*unit, Let("kv", HEAD.quot(heads // kv_heads))]
+
+    def dot(self, query: int, key: Read, size: int) -> Expr:
+        """A row of a query tensor times the key at hand."""
+        d = Index("d")
+        return Reduce(
+            "sum", "d", size, self.load(query, BATCH, QUERY, HEAD, d).cast(self.kind) * key(d).cast(self.kind)
+        )
+
+    def score(self, key: Read) -> list[Stmt]:
+        """Names `score`, before masks, and `slope`: how it grows with the product of query and key."""
+        scaled, bent = self.dot(self.q, key, self.head_dim) * self.scale, Ref("bent", self.kind)
+        if self.softcap is None:
+            return [Let("score", scaled), Let("slope", number(self.scale, self.kind))]
+        return [
+            Let("bent", (scaled / self.softcap).tanh()),
+            Let("score", bent * self.softcap),
+            Let("slope", (1.0 - bent * bent) * self.scale),
+        ]
+
+    def masked(self, mask: View | None, seen: Expr) -> list[Stmt]:
+        """Names `masked`: the score, or -inf for a key that the query does not see."""
+        score: Expr = Ref("score", self.kind)
+        if mask is not None and self.mask.segments:
+            ids = self.read(mask)
+            own = self.load(ids, BATCH, QUERY)
+            seen = seen & (own >= 0) & own.eq(self.load(ids, BATCH, KEY))
+        elif mask is not None and self.mask.name == "custom":
+            keep = self.load(self.read(mask), BATCH, KEY)
+            seen = seen & (keep if keep.dtype is BOOL else keep >= 0.5)
+        elif mask is not None:
+            strides = tuple(0 if size == 1 else step for size, step in zip(mask.shape, mask.strides, strict=True))
+            bias = self.load(self.read(mask.with_(mask.shape, strides)), BATCH, HEAD, QUERY, KEY).cast(self.kind)
+            score, seen = score + bias, seen & bias.ne(-math.inf)
+        return [Let("masked", seen.select(score, -math.inf))]
+
+    def seen(self, position: Expr) -> Expr:
+        """Whether the query may see a key at this position."""
+        last = POSITION + self.mask.ahead if self.mask.ahead else POSITION
+        if self.mask.window:
+            return (position <= last) & (position > last - self.mask.window)
+        return position <= last if self.mask.limited else number(True, BOOL)
+
+    def launch(self, s: Scheduler, body: Sequence[Stmt], flops: Size) -> None:
+        root = For("u", self.builder.arg("units", self.units), (*self.lets, *body))
+        self.builder.launch(s, root, self.units, split="queries", flops=flops)
+
+
+def _optional(s: Scheduler, operand: Value | None) -> View | None:
+    return None if operand is None else s.view(operand)
+
+
+# -- forward ----------------------------------------------------------------------------------------------------------
+@loop_form("attention", "attention_lse")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    """`attention`, and `attention_lse`, which also gives the logarithm of the sum of exp(scores)."""
+    q, k, v = (s.view(o) for o in node.operands[:3])
+    results = [s.result(node, i) for i in range(len(node.types))]
+    a = _Queries(s, node, q, k.shape[2])
+    keys, values = a.read(k), a.read(v)
+    a.lets.append(Let("position", QUERY + a.builder.arg("ahead", k.shape[1] - q.shape[1])))  # both end at one position
+    scores = [
+        *a.score(lambda d: a.load(keys, BATCH, KEY, KV_HEAD, d)),
+        *a.masked(_optional(s, node.operands[3]), a.seen(KEY)),
+    ]
+    _attend(s, a, q, k.shape[1], scores, lambda j: a.load(values, BATCH, KEY, KV_HEAD, j), results)
+    return results
+
+
+@dataclass(frozen=True)
+class CachedTokens:
+    """Operands of `cached_attention` as rectangular tokens: ragged ones are a batch of single tokens."""
+
+    q: View  # [batch, seq, heads, head_dim]
+    positions: View  # [batch, seq]
+    table: View  # [rows, blocks]
+    rows: View | None  # [batch], if ragged
+    result: View
+    out: View  # the result as [batch, seq, heads, value_dim]
+
+    @classmethod
+    def of(cls, s: Scheduler, node: Node) -> CachedTokens:
+        q, _, _, positions, table, rows = node.operands
+        assert q is not None and positions is not None and table is not None
+        result = s.result(node)
+        tokens = s.view(q), s.view(positions), s.view(table)
+        if rows is None:
+            return cls(*tokens, None, result, result)
+        return cls(_single(tokens[0]), _single(tokens[1]), tokens[2], s.view(rows), result, _single(result))
+
+
+def _single(view: View) -> View:
+    """[tokens, ...] as [tokens, 1, ...]."""
+    return view.with_((view.shape[0], 1, *view.shape[1:]), (view.strides[0], 1, *view.strides[1:]))
+
+
+@loop_form("cached_attention")
+def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
+    """Goes over all positions of the table; in a ring, over as many from the page of the oldest one that is seen.
+
+    So a ring gives the bits of a cache of everything.
+    """
+    tokens, (keys, values) = CachedTokens.of(s, node), (s.view(o) for o in node.operands[1:3] if o is not None)
+    storage, transposed = node.operands[1].dtype, node.attrs["transposed"]  # type: ignore[union-attr]
+    q, (rows, blocks), pages, page = tokens.q, tokens.table.shape, keys.shape[0], values.shape[2]
+    assert isinstance(page, int)
+    a = _Queries(s, node, q, values.shape[1])
+    where, table = a.read(tokens.positions), a.read(tokens.table)
+    a.lets.append(Let("position", a.load(where, BATCH, QUERY).cast(I64)))
+    a.lets += _row(a, tokens)
+    some = dim_min(rows * blocks * pages, 1)  # 0 if there is no page to look at
+    size = blocks * page * some
+    capacity, count = a.builder.arg("capacity", size), size
+    present = POSITION >= 0
+    position: Expr = KEY
+    place, fits = position, capacity > POSITION
+    if node.attrs["ring"]:
+        oldest = Ref("oldest", I64)
+        a.lets += [_newest(a, tokens, where), Let("oldest", (POSITION + 1 - a.mask.window).max(0))]
+        a.lets.append(Let("begin", oldest - oldest.rem(page)))
+        position, count = KEY + Ref("begin", I64), size + page * some
+        place, fits = position % capacity, (POSITION < 0) | (Ref("newest", I64) - oldest < capacity)
+    known = Ref("known", BOOL)
+    a.lets += [
+        Check(fits, BEYOND_CAPACITY),
+        Check((POSITION < 0) | known, OUTSIDE_TABLE),
+        Let("looks", present & fits & known),
+    ]
+    seen = Ref("looks", BOOL) & a.seen(position)
+
+    listed, paged, lane = a.load(table, Ref("row", I64), place // page).cast(I64), Ref("paged", I64), place % page
+    in_pool = (listed >= 0) & (listed < a.builder.arg("pages", pages))
+    own_page = in_pool.select(listed, 0)  # page 0 stands in for one that does not exist
+    exists = Ref("exists", BOOL)
+    scores: list[Stmt] = [
+        Let("exists", in_pool),
+        Check(exists | ~seen, OUTSIDE_POOL),
+        Let("paged", own_page),
+    ]
+    key: Read
+    value: Read
+    if storage.is_packed:
+        packed_keys, packed_values = a.packed(keys, storage), a.packed(values, storage)
+        key = lambda d: packed_keys(paged, KV_HEAD, lane, d)
+        value = lambda j: packed_values(own_page, KV_HEAD, lane, j)
+    else:
+        plain_keys, plain_values = a.read(keys), a.read(values)
+        key = lambda d: a.load(plain_keys, paged, KV_HEAD, *((d, lane) if transposed else (lane, d)))
+        value = lambda j: a.load(plain_values, own_page, KV_HEAD, lane, j)
+    scores += [*a.score(key), *a.masked(None, seen & exists)]
+    _attend(s, a, q, count, scores, value, [tokens.out])
+    return [tokens.result]
+
+
+def _row(a: _Queries, tokens: CachedTokens) -> list[Stmt]:
+    """Names `row`, that of the query in the table, and `known`: whether there is one. If not, row 0 stands in."""
+    if tokens.rows is None:
+        return [Let("row", BATCH), Let("known", number(True, BOOL))]
+    wanted = Ref("wanted", I64)
+    return [
+        Let("wanted", a.load(a.read(tokens.rows), BATCH).cast(I64)),
+        Let("known", (wanted >= 0) & (wanted < a.builder.arg("rows", tokens.table.shape[0]))),
+        Let("row", Ref("known", BOOL).select(wanted, 0)),
+    ]
+
+
+def _newest(a: _Queries, tokens: CachedTokens, where: int) -> Let:
+    """Names `newest`: the newest position of the row of the query in this call."""
+    p = Index("p")
+    if tokens.rows is None:
+        newest = a.load(where, BATCH, p).cast(I64)
+        return Let("newest", Reduce("max", "p", a.builder.arg("queries", tokens.q.shape[1]), newest))
+    same = a.load(a.read(tokens.rows), p).cast(I64).eq(Ref("wanted", I64))
+    position = same.select(a.load(where, p).cast(I64), -1)
+    return Let("newest", Reduce("max", "p", a.builder.arg("queries", tokens.q.shape[0]), position))
+
+
+def _attend(
+    s: Scheduler, a: _Queries, q: View, keys: Size, scores: Sequence[Stmt], value: Read, results: Sequence[View]
+) -> None:
+    """softmax(scores) times values. A key of weight 0 adds nothing, whatever its value is; no key at all gives 0."""
+    out, j = results[0], Index("j")
+    row = a.write(s.temporary(TensorType((*q.shape[:3], keys), a.kind)))
+    count = a.builder.arg("keys", keys)
+    here, top, total = a.load(row, BATCH, QUERY, HEAD, KEY), Ref("top", a.kind), Ref("total", a.kind)
+    weighted = here.ne(0.0).choose(here * value(j).cast(a.kind), 0.0)
+    body: list[Stmt] = [
+        For("t", count, (*scores, a.store(row, Ref("masked", a.kind), BATCH, QUERY, HEAD, KEY)), vector=True),
+        Let("top", Reduce("max", "t", count, here)),
+        Let("base", top.eq(-math.inf).select(0.0, top)),
+        For("t", count, (a.store(row, (here - Ref("base", a.kind)).exp(), BATCH, QUERY, HEAD, KEY),), vector=True),
+        Let("total", Reduce("sum", "t", count, here)),
+        Let("divisor", total.eq(0.0).select(1.0, total)),
+        For(
+            "j",
+            a.builder.arg("columns", out.shape[3]),
+            (
+                a.store(
+                    a.write(out), Reduce("sum", "t", count, weighted) / Ref("divisor", a.kind), BATCH, QUERY, HEAD, j
+                ),
+            ),
+            vector=True,
+        ),
+    ]
+    if len(results) == 2:
+        body.append(a.store(a.write(results[1]), total.log() + top, BATCH, HEAD, QUERY))
+    a.launch(s, body, product(q.shape[:3]) * keys * (2 * (q.shape[3] + out.shape[3])))
+
+
+# -- gradient ---------------------------------------------------------------------------------------------------------
+@loop_form("attention_grad")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    """Makes the weights P and the gradients dS of products again, then dQ = dS K, dK = dSᵀ Q and dV = Pᵀ dY."""
+    q, k, v, dy, lse, delta = (s.view(o) for o in node.operands[:6])
+    dq, dk, dv = (s.result(node, i) for i in range(3))
+    batch, queries, heads, head_dim = q.shape
+    kv_heads, value_dim = k.shape[2], v.shape[3]
+    assert isinstance(heads, int) and isinstance(kv_heads, int) and isinstance(value_dim, int)
+    a = _Queries(s, node, q, kv_heads)
+    scratch = TensorType((batch, heads, queries, k.shape[1]), a.kind)
+    p, ds = s.temporary(scratch), s.temporary(scratch)
+    keys, values, outer, sums, deltas = (a.read(view) for view in (k, v, dy, lse, delta))
+    a.lets += [
+        Let("position", QUERY + a.builder.arg("ahead", k.shape[1] - queries)),
+        Let("lse", a.load(sums, BATCH, HEAD, QUERY).cast(a.kind)),
+        Let("base", Ref("lse", a.kind).eq(-math.inf).select(0.0, Ref("lse", a.kind))),
+        Let("delta", a.load(deltas, BATCH, HEAD, QUERY).cast(a.kind)),
+    ]
+    weight, gain = Ref("weight", a.kind), a.dot(outer, lambda d: a.load(values, BATCH, KEY, KV_HEAD, d), value_dim)
+    of_key: list[Stmt] = [
+        *a.score(lambda d: a.load(keys, BATCH, KEY, KV_HEAD, d)),
+        *a.masked(_optional(s, node.operands[6]), a.seen(KEY)),
+        Let("weight", (Ref("masked", a.kind) - Ref("base", a.kind)).exp()),
+        a.store(a.write(p), weight, BATCH, HEAD, QUERY, KEY),
+        Let("change", weight * (gain - Ref("delta", a.kind)) * Ref("slope", a.kind)),
+        a.store(a.write(ds), weight.ne(0.0).select(Ref("change", a.kind), 0.0), BATCH, HEAD, QUERY, KEY),
+    ]
+    row = For("t", a.builder.arg("keys", k.shape[1]), tuple(of_key), vector=True)
+    a.launch(s, [row], product(scratch.shape) * (2 * (head_dim + value_dim)))
+    group = heads // kv_heads
+    by_head = (batch, kv_heads, group)
+
+    def heads_first(view: View) -> View:
+        """[batch, seq, heads, size] as [batch, heads, seq, size]."""
+        return view.transpose((0, 2, 1, 3))
+
+    def per_key(view: View) -> View:
+        """A row per query of every head that shares a key head: [batch, kv_heads, group · queries, size]."""
+        return _reshaped(s.contiguous(view), (batch, kv_heads, queries * group, view.shape[3]))
+
+    out = _reshaped(heads_first(dq), (*by_head, queries, head_dim))
+    multiply(s, _reshaped(ds, (*by_head, queries, k.shape[1])), [_one_group(heads_first(k))], [], [out], masked=True)
+    for left, right, result in ((ds, q, dk), (p, dy, dv)):
+        turned = per_key(left).transpose((0, 1, 3, 2))
+        multiply(s, turned, [per_key(heads_first(right))], [], [heads_first(result)], masked=True)
+    return [dq, dk, dv]
+
+
+def _reshaped(view: View, shape: tuple[Size, ...]) -> View:
+    found = view.reshape(shape)
+    assert found is not None, "an axis of heads can be split, and axes without gaps joined"
+    return found
+
+
+def _one_group(view: View) -> View:
+    """[batch, kv_heads, keys, size] with an axis for the heads that share a key head."""
+    (batch, heads, *shape), (first, second, *strides) = view.shape, view.strides
+    return view.with_((batch, heads, 1, *shape), (first, second, 0, *strides))

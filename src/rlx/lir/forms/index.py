@@ -1,0 +1,116 @@
+"""Loop forms of ops that index by data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rlx.dtypes import BOOL, I64
+from rlx.ir.graph import Node
+from rlx.lir.aliasing import may_reuse
+from rlx.lir.forms.quant import element, packed_reads
+from rlx.lir.kernels import OUT_OF_RANGE
+from rlx.lir.loops import Check, Expr, For, Index, Let, Load, Place, Ref, Stmt, Store
+from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, loop_form, map_elements
+from rlx.lir.views import View
+from rlx.types import Size, TensorType, contiguous_strides, product
+
+
+def in_range(index: Expr, size: Expr) -> Expr:
+    """0 <= index < size."""
+    return (index >= 0) & (index < size)
+
+
+@loop_form("gather")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    table, indices, out = s.view(node.operands[0]), s.view(node.operands[1]), s.result(node)
+    axis = node.attrs["axis"] % table.rank
+    count = indices.rank
+    assert node.operands[0] is not None
+    storage = node.operands[0].dtype
+    none: tuple[Size, ...] = (0,) * count
+    table_strides = (*table.strides[:axis], *none, *table.strides[axis + 1 :])
+    rows = View(table.buffer, table.dtype, out.shape, table_strides, table.offset)
+    before, after = (0,) * axis, (0,) * (table.rank - axis - 1)
+    which = View(indices.buffer, indices.dtype, out.shape, (*before, *indices.strides, *after), indices.offset)
+
+    def body(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
+        size = e.arg("size", table.shape[axis])
+        step = e.arg("step", table.strides[axis])
+        stmts: list[Stmt] = [
+            Let("at", e.load(1).cast(I64)),
+            Let("ok", in_range(Ref("at", I64), size)),
+            Check(Ref("ok", BOOL), OUT_OF_RANGE),
+        ]
+        row = (Ref("at", I64), step)
+        if storage.is_packed:
+            found = element(e, storage, e.index(count), (row,), halves=2)
+        else:
+            found = e.load(0, row)
+        return stmts, [Ref("ok", BOOL).choose(found, 0)]
+
+    if storage.is_packed:
+        units, halves = packed_reads(table, out.shape, table_strides)
+        map_elements(s, f"gather_{storage}", out.shape, [units, which, halves], [out], body, keep=(count,))
+    else:
+        map_elements(s, "gather", out.shape, [rows, which], [out], body)
+    return [out]
+
+
+@loop_form("scatter_add")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    """Narrow floats add up in a wide copy, so that they are rounded once and not with each update."""
+    out = _table(s, node)
+    kind = out.dtype.wide
+    total = out if out.dtype is kind else s.temporary(TensorType(out.shape, kind))
+    _scattered(s, node, total, lambda old, update: old + update.cast(kind))
+    if total is not out:
+        s.copy_into(total, out)
+    return [out]
+
+
+@loop_form("scatter")
+def _(s: Scheduler, node: Node) -> Sequence[View]:
+    out = _table(s, node)
+    _scattered(s, node, out, lambda old, update: update)
+    return [out]
+
+
+def _table(s: Scheduler, node: Node) -> View:
+    """Where the result goes: where the table lies if nothing needs that again and sums fit there, else elsewhere."""
+    x, indices, updates = (s.view(o) for o in node.operands)
+    wide = node.op == "scatter" or x.dtype is x.dtype.wide
+    free = x.is_contiguous() and not s.is_output(node) and may_reuse(s, node, x)
+    return x if wide and free and x.buffer not in (indices.buffer, updates.buffer) else s.result(node)
+
+
+def _scattered(s: Scheduler, node: Node, out: View, changed: Callable[[Expr, Expr], Expr]) -> None:
+    """Each column of the table, or of a copy, walks all updates in order: threads share columns, never rows."""
+    x, indices, updates = (s.view(o) for o in node.operands)
+    if out != x:
+        s.copy_into(x, out)
+    indices, updates = s.contiguous(indices), s.contiguous(updates)
+    columns = product(x.shape[1:])
+    builder = LoopBuilder(node.op)
+    builder.param(indices)
+    builder.param(updates)
+    builder.param(out, written=True)
+    n = builder.arg("n", columns)
+    size = builder.arg("size", x.shape[0])
+    stride = builder.arg("stride", contiguous_strides(x.shape)[0])
+    u, j = Index("q"), Index("j")
+    place: Place = ((Ref("at", I64), stride), (j, 1))
+    old = builder.load(2, place)
+    new = changed(old, builder.load(1, ((u, n), (j, 1))))
+    ok, found = Ref("ok", BOOL), Ref("found", I64)
+    body: tuple[Stmt, ...] = (
+        Let("found", Load(0, ((u, 1),), indices.dtype).cast(I64)),
+        Let("ok", in_range(found, size)),
+        Check(ok, OUT_OF_RANGE),
+        Let("at", ok.select(found, 0)),
+        Store(2, place, ok.select(new, old)),
+    )
+    walk = For("q", builder.arg("updates", product(indices.shape)), body)
+    chunk = 256
+    units = (columns + (chunk - 1)) // chunk
+    root = For("j", n, (walk,), vector=True)
+    builder.launch(s, root, units, chunk=chunk, split="columns", flops=product(updates.shape))

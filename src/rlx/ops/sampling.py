@@ -1,0 +1,152 @@
+"""Sampling: from the logits of a row to its next token.
+
+Penalties come first, then temperature, top-k, top-p and min-p, in the order of Hugging Face. `rlx/sampling.py` says
+what that means on NumPy arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlx.dtypes import F32, I32
+from rlx.errors import DTypeError, GraphError, ShapeError
+from rlx.ir.registry import f32, i32, op, sample
+from rlx.sampling import candidates, log_probabilities, penalise, place
+from rlx.types import Size, TensorType, require_equal
+
+Array = np.ndarray[Any, Any]
+NO_TOKEN = -1  # the pick of a row whose highest logit is not finite
+
+
+def _sample_tokens(
+    logits: Any, uniform: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, allowed: Any, history: Any,
+    prompt_length: Any, repetition_penalty: Any, frequency_penalty: Any, presence_penalty: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    tokens, scores = np.full(len(logits), NO_TOKEN, np.int32), np.full(len(logits), np.nan, np.float32)
+    for row, raw in enumerate(logits.astype(np.float32)):
+        adjusted = raw.copy()
+        if allowed is not None:
+            adjusted[~_bits(allowed[row], len(raw))] = -np.inf
+        if history is not None:
+            distinct, counts = _occurrences(history[row], int(prompt_length[row]), len(raw))
+            penalise(
+                adjusted, distinct, counts, repetition=repetition_penalty[row], frequency=frequency_penalty[row],
+                presence=presence_penalty[row],
+            )  # fmt: skip
+        if not np.isfinite(adjusted.max(initial=-np.inf)):
+            continue
+        tokens[row] = adjusted.argmax()
+        if temperature[row] > 0:
+            found, weights = candidates(
+                adjusted, temperature=float(temperature[row]), top_k=int(top_k[row]), top_p=float(top_p[row]),
+                min_p=float(min_p[row]),
+            )  # fmt: skip
+            at = place(weights, float(uniform[row]))
+            tokens[row] = at if found is None else found[at]
+        with np.errstate(invalid="ignore"):
+            scores[row] = log_probabilities(raw)[tokens[row]]
+    return tokens, scores
+
+
+def _bits(words: Any, count: int) -> Array:
+    """Bit i of the words, for i below `count`, the lowest bit of each word first."""
+    size = 8 * words.dtype.itemsize
+    at = np.arange(count)
+    found: Array = (words[at // size].astype(np.int64) >> at % size & 1).astype(bool)
+    return found
+
+
+def _occurrences(history: Any, prompt_length: int, vocab: int) -> tuple[Array, Array]:
+    """The distinct tokens of a history, and how often each occurs behind the prompt."""
+    picked = np.arange(len(history)) >= prompt_length
+    valid = (history >= 0) & (history < vocab)
+    distinct, places = np.unique(history[valid].astype(np.int64), return_inverse=True)
+    return distinct, np.bincount(places, picked[valid], len(distinct))
+
+
+_ROWS = (f32(3, 300), f32(3, low=0, high=1))
+_PENALTIES = (f32(3, low=0.5, high=2), f32(3, low=-1, high=1), f32(3, low=-1, high=1))
+
+
+@op(
+    "sample_tokens", reference=_sample_tokens,
+    samples=[
+        sample(
+            f32(3, 7), f32(3, low=0, high=1), f32(3, low=0.5, high=2), i32(3, low=0, high=9), f32(3, low=0.3, high=1),
+            f32(3, low=0, high=0.3), i32(3, 1, low=65, high=127), i32(3, 5, low=0, high=9), i32(3, low=0, high=5),
+            *_PENALTIES,
+        ),
+        sample(*_ROWS, f32(3, low=0.2, high=2), i32(3, low=1, high=90), f32(3, low=0.3, high=1), f32(3, low=0, high=0)),
+        sample(*_ROWS, f32(3, low=0, high=0), i32(3, low=0, high=5), f32(3, low=1, high=1), f32(3, low=0, high=0)),
+        sample(*_ROWS, f32(3, low=1, high=9), i32(3, low=0, high=1), f32(3, low=1, high=1), f32(3, low=0, high=0.2)),
+        sample(
+            *_ROWS, f32(3, low=0.5, high=2), i32(3, low=0, high=1), f32(3, low=0.5, high=1), f32(3, low=0, high=0),
+            None, i32(3, 9, low=0, high=99), i32(3, low=0, high=9), *_PENALTIES,
+        ),
+    ],
+)  # fmt: skip
+def sample_tokens(
+    logits: TensorType,
+    uniform: TensorType,
+    temperature: TensorType,
+    top_k: TensorType,
+    top_p: TensorType,
+    min_p: TensorType,
+    allowed: TensorType | None = None,
+    history: TensorType | None = None,
+    prompt_length: TensorType | None = None,
+    repetition_penalty: TensorType | None = None,
+    frequency_penalty: TensorType | None = None,
+    presence_penalty: TensorType | None = None,
+) -> tuple[TensorType, TensorType]:
+    """The next token of each row of logits `[rows, vocab]`, and the log-probability that the logits alone give it.
+
+    Settings are arrays `[rows]`. Temperature 0 picks the highest logit, the lowest id among equals; else the token is
+    where the running sum of weights, in order of ids, passes `uniform` (from 0, below 1) of the whole. Kept are the
+    `top_k` highest (0: all; equals of the last stay), of these the fewest that weigh `top_p`, of these those that
+    weigh `min_p` of the heaviest. Numbers are computed in f32 and added up in f64, `uniform` and `top_p` are best f64.
+
+    `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. `history`:
+    tokens `[rows, n]`, any order, the first `prompt_length` of a row the prompt's; ids outside the vocabulary are
+    padding. The repetition penalty counts them all, frequency and presence those after the prompt. A row whose highest
+    logit is not finite, or that has no token left, gives token -1 and NaN.
+    """
+    if logits.rank != 2 or logits.shape[1] == 0:
+        raise ShapeError(f"sample_tokens: logits are [rows, vocab], found {logits}")
+    rows, vocab = logits.shape
+    _check("logits", logits, logits.shape, integers=False)
+    for name, setting in (
+        ("uniform", uniform), ("temperature", temperature), ("top_p", top_p), ("min_p", min_p),
+    ):  # fmt: skip
+        _check(name, setting, (rows,), integers=False)
+    _check("top_k", top_k, (rows,), integers=True)
+    if allowed is not None:
+        bits = 8 * allowed.dtype.size
+        _check("allowed", allowed, (rows, (vocab + (bits - 1)) // bits), integers=True)
+    penalties = {
+        "prompt_length": prompt_length, "repetition_penalty": repetition_penalty,
+        "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty,
+    }  # fmt: skip
+    for name, penalty in penalties.items():
+        if (penalty is None) != (history is None):
+            missing, there = (name, "history") if penalty is None else ("history", name)
+            raise GraphError(f"sample_tokens: {there} is given, {missing} is not", hint="history comes with penalties")
+        if penalty is not None:
+            _check(name, penalty, (rows,), integers=name == "prompt_length")
+    if history is not None:
+        if history.rank != 2:
+            raise ShapeError(f"sample_tokens: history is [rows, tokens], found {history}")
+        _check("history", history, (rows, history.shape[1]), integers=True)
+    return TensorType((rows,), I32), TensorType((rows,), F32)
+
+
+def _check(name: str, found: TensorType, shape: tuple[Size, ...], *, integers: bool) -> None:
+    if not (found.dtype.is_integer if integers else found.dtype.is_float):
+        raise DTypeError(f"sample_tokens: {name} takes {'integers' if integers else 'floats'}, found {found}")
+    message = f"sample_tokens: {name} {found} should have shape [{', '.join(map(str, shape))}]"
+    if found.rank != len(shape):
+        raise ShapeError(message)
+    for have, want in zip(found.shape, shape, strict=True):
+        require_equal(have, want, message)
