@@ -152,18 +152,22 @@ def rlx_cached(case: Case, threads: int, dtype: str) -> Prepared:
     graph = rlx.Graph("attention")
     query = graph.input("q", (1, "seq", d["heads"], d["size"]))
     at, table = graph.input("positions", (1, "seq"), "i32"), graph.input("table", (1, "blocks"), "i32")
-    keys = graph.state("keys", ("pages", d["kv_heads"], d["size"], 64), dtype)
-    values = graph.state("values", ("pages", d["kv_heads"], 64, d["size"]), dtype)
-    attended = query.cached_attention(keys, values, at, table, transposed=True)
+    layout, stored = rlx.Session().target.kv_layout, rlx.dtype(dtype)
+    keys, values = (
+        graph.state(of, layout.pool_shape(of, stored, rlx.dim("pages"), d["kv_heads"], d["size"]), dtype)
+        for of in ("keys", "values")
+    )
+    axes = {"key_axes": layout.axes("keys", stored), "value_axes": layout.axes("values", stored)}
+    attended = query.cached_attention(keys, values, at, table, **axes)
     compiled = rlx.compile(graph.set_outputs(attended), threads=threads)
     kind = np.float16 if dtype == "f16" else np.float32
     pages = {
-        "keys": k.reshape(-1, 64, *k.shape[1:]).transpose(0, 2, 3, 1).astype(kind),
-        "values": v.reshape(-1, 64, *v.shape[1:]).transpose(0, 2, 1, 3).astype(kind),
+        of: np.einsum(f"pshd->{layout.axes(of, stored)}", x.reshape(-1, layout.page, *x.shape[1:])).astype(kind)
+        for of, x in (("keys", k), ("values", v))
     }
     places = {
         "positions": np.arange(d["keys"] - d["queries"], d["keys"], dtype=np.int32)[None],
-        "table": np.arange(d["keys"] // 64, dtype=np.int32)[None],
+        "table": np.arange(layout.blocks(d["keys"]), dtype=np.int32)[None],
     }
     feeds = [
         {"q": q[None], **places, **{n: np.ascontiguousarray(x.copy()) for n, x in pages.items()}}

@@ -964,12 +964,12 @@ def _sees(kind: str, query: int, keys: Array) -> Array:
 # -- the KV cache -----------------------------------------------------------------------------------------------------
 @oracle("kv_append")
 def _kv_append(
-    pool: Array, new: Array, positions: Array, table: Array, rows: Array | None = None, *, transposed: bool = False,
+    pool: Array, new: Array, positions: Array, table: Array, rows: Array | None = None, *, axes: str = "phsd",
     ring: bool = False,
 ) -> Array:  # fmt: skip
     """Token by token."""
     result = pool.copy()
-    by_slot = result.transpose(0, 3, 1, 2) if transposed else result.transpose(0, 2, 1, 3)  # [pages, page, heads, dim]
+    by_slot = result.transpose(tuple(map(axes.index, "pshd")))
     page, capacity = by_slot.shape[1], by_slot.shape[1] * table.shape[1]
     for token in np.ndindex(positions.shape):
         if (p := positions[token]) >= 0:
@@ -981,12 +981,12 @@ def _kv_append(
 @oracle("cached_attention")
 def _cached_attention(
     q: Array, keys: Array, values: Array, positions: Array, table: Array, rows: Array | None = None, *,
-    mask_kind: str = "causal", scale: float | None = None, softcap: float | None = None, transposed: bool = False,
-    ring: bool = False,
+    mask_kind: str = "causal", scale: float | None = None, softcap: float | None = None, key_axes: str = "phsd",
+    value_axes: str = "phsd", ring: bool = False,
 ) -> Array:  # fmt: skip
     """Attention of each query by itself, over the keys up to its position; in a ring the old ones are not looked at."""
-    result = np.zeros((*q.shape[:-1], values.shape[3]))
-    keys, page = keys.swapaxes(2, 3) if transposed else keys, values.shape[2]
+    keys, values = np.einsum(f"{key_axes}->phsd", keys), np.einsum(f"{value_axes}->phsd", values)
+    result, page = np.zeros((*q.shape[:-1], values.shape[3])), values.shape[2]
     for token in np.ndindex(positions.shape):
         past = np.arange(positions[token] + 1)
         if ring:

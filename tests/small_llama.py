@@ -151,7 +151,7 @@ class Driver:
             if (window := spec.window(i)) is not None:
                 self.cache[table_name(window)] = dense_table(batch, blocks)
                 for kind in ("keys", "values"):
-                    self.cache[f"{kind}.{i}"] = np.zeros((batch * blocks, *spec.page_shape(kind)), np.float32)
+                    self.cache[f"{kind}.{i}"] = np.zeros(spec.pool_shape(kind, batch * blocks), np.float32)
         self.states = {name: np.zeros((batch, *shape), np.float32) for name, shape in spec.states}  # recurrent ones
 
     @classmethod

@@ -436,7 +436,7 @@ def test_f64_caches_and_packed_weights_are_left_alone() -> None:
     new = g.input("new", (1, 1, 1, 4))
     packed = g.param("packed", (8, 32), "q8_0").dequantise().mT
     zero = g.constant(np.zeros((1, 1), np.int32))
-    stored = keys.kv_append(new, zero, zero, transposed=True)
+    stored = keys.kv_append(new, zero, zero, axes="phds")
     g.set_outputs([wide * 3.0, stored, g.input("x", (2, 32)) @ packed])
     f = compile(g, precision=Precision("bf16"))
     assert "interleaved(q8_0" in f.plan.main_text, "the weights stay packed"

@@ -8,30 +8,35 @@ from typing import Any
 
 from rlx.dtypes import F32, DType
 from rlx.layouts import WeightLayout
-from rlx.types import TensorType
+from rlx.types import Size, TensorType
+
+POOL_AXES = "phsd"  # of a pool of a KV cache: page, head, slot of a page, dimension of a head
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """How a backend lays out a KV cache: positions per page, and the order of keys inside a page.
+    """How a backend lays out a KV cache: positions per page, and the order of axes in the pools of keys and values.
 
-    A page holds the keys, or the values, of `page` positions for every key head. Attention goes over keys page by page.
+    A pool has the axes of `POOL_AXES` in any order. Attention goes over keys page by page.
     """
 
     page: int = 64
-    transposed_keys: bool = True  # a page of plain keys is [head_dim, page], as vector units read it
+    keys: str = POOL_AXES
+    values: str = POOL_AXES
 
     def blocks(self, positions: int) -> int:
         """Pages that so many positions of a sequence take."""
         return -(-positions // self.page)
 
-    def transposes(self, kind: str, dtype: DType) -> bool:
-        """Whether a page of `keys` or `values` is [dim, page]: packed rows stay rows."""
-        return kind == "keys" and self.transposed_keys and not dtype.is_packed
+    def axes(self, kind: str, dtype: DType) -> str:
+        """The order of axes in a pool of `keys` or `values`; packed rows stay contiguous."""
+        axes: str = getattr(self, kind)
+        return axes.replace("d", "") + "d" if dtype.is_packed else axes
 
-    def page_shape(self, kind: str, dtype: DType, kv_heads: int, dim: int) -> tuple[int, int, int]:
-        """The axes of a page of `keys` or `values` of this type."""
-        return (kv_heads, dim, self.page) if self.transposes(kind, dtype) else (kv_heads, self.page, dim)
+    def pool_shape(self, kind: str, dtype: DType, pages: Size, kv_heads: int, dim: int) -> tuple[Size, ...]:
+        """The shape of a pool of `keys` or `values` of this type."""
+        sizes: dict[str, Size] = {"p": pages, "h": kv_heads, "s": self.page, "d": dim}
+        return tuple(sizes[axis] for axis in self.axes(kind, dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,22 +22,23 @@ def attend(cache: CacheBindings, layer: int, mask: str = MaskKind.CAUSAL) -> Val
 
 @pytest.mark.parametrize("dtype", ("f32", "q8_0"))
 def test_layers_with_a_window_have_rings(dtype: str) -> None:
-    cache = CacheBindings(rlx.Graph("layers"), KvCacheSpec(4, 2, 32, dtype))
+    cache = CacheBindings(rlx.Graph("layers"), KvCacheSpec(4, 2, 32, dtype, layout=rlx.Session().target.kv_layout))
     for layer, mask in enumerate((MaskKind.sliding(40), MaskKind.CAUSAL, MaskKind.sliding(7))):
         out = attend(cache, layer, mask)
         assert out.node.attrs["ring"] == (mask != MaskKind.CAUSAL)
-    block = "64, 32" if dtype == "q8_0" else "32, 64"
+    cpu, block = rlx.Session().target.kv_layout, "64, 32" if dtype == "q8_0" else "32, 64"
     for layer, (window, symbol) in enumerate((("40", "ring40"), ("", "blocks"), ("7", "ring7"))):
-        assert str(cache.graph.named(f"keys.{layer}").type) == f"{dtype}[pages{window}, 2, {block}]"
-        assert str(cache.graph.named(f"values.{layer}").type) == f"{dtype}[pages{window}, 2, 64, 32]"
+        assert str(cache.graph.named(f"keys.{layer}").type) == f"{dtype}[2, pages{window}, {block}]"
+        assert str(cache.graph.named(f"values.{layer}").type) == f"{dtype}[2, pages{window}, 64, 32]"
         assert str(cache.graph.named(f"table{window}").type) == f"i32[batch, {symbol}]"
-    assert cache.bound == KvCacheSpec(4, 2, 32, dtype, (40, 0, 7, None))
+    assert cache.bound == KvCacheSpec(4, 2, 32, dtype, (40, 0, 7, None), layout=cpu)
 
 
 def test_pages_are_laid_out_as_the_backend_says() -> None:
-    cache = CacheBindings(rlx.Graph("layers"), KvCacheSpec(1, 2, 32, layout=KvLayout(16, transposed_keys=False)))
-    assert attend(cache, 0).node.attrs["transposed"] is False
-    assert str(cache.graph.named("keys.0").type) == "f32[pages, 2, 16, 32]"
+    cache = CacheBindings(rlx.Graph("layers"), KvCacheSpec(1, 2, 32, layout=KvLayout(16, keys="dphs")))
+    assert attend(cache, 0).node.attrs["key_axes"] == "dphs"
+    assert str(cache.graph.named("keys.0").type) == "f32[32, pages, 2, 16]"
+    assert str(cache.graph.named("values.0").type) == "f32[pages, 2, 16, 32]"
 
 
 def test_a_layer_attends_once_and_has_to_be_there() -> None:

@@ -202,14 +202,14 @@ def test_scale_and_softcap_count_in_every_path(device: str, preset: str) -> None
     keys, values = g.state("keys", (1, 2, 4, 64)), g.state("values", (1, 2, 64, 4))
     at = g.constant(np.arange(5, dtype=np.int32)[None])
     table = g.constant(np.zeros((1, 1), np.int32))
-    keys, values = keys.kv_append(split[1], at, table, transposed=True), values.kv_append(split[2], at, table)
+    keys, values = keys.kv_append(split[1], at, table, axes="phds"), values.kv_append(split[2], at, table)
     sizes = {"num_heads": 2, "head_dim": 4}
     found = [
         g.attention_block(a, b, c, mask_kind="causal", **sizes, **attrs),
         g.attention_block(a, b, c, m, mask_kind="custom", **sizes, **attrs),
         g.attention(*split, mask_kind="causal", **attrs).reshape(1, 5, 8),
         g.attention(*split, m, mask_kind="custom", **attrs).reshape(1, 5, 8),
-        split[0].cached_attention(keys, values, at, table, transposed=True, **attrs).reshape(1, 5, 8),
+        split[0].cached_attention(keys, values, at, table, key_axes="phds", **attrs).reshape(1, 5, 8),
     ]
     f = rlx.compile(g.set_outputs(found), device, profile=CompileProfile.preset(preset))
     caches = {"keys": np.zeros((1, 2, 4, 64), np.float32), "values": np.zeros((1, 2, 64, 4), np.float32)}

@@ -38,9 +38,9 @@ def step_graph(
     table = graph.input("table", (batch, "blocks"), "i32")
     keys = graph.state("keys", ("pages", kv_heads, dim, 64), dtype)
     values = graph.state("values", ("pages", kv_heads, 64, dim), dtype)
-    keys = graph.kv_append(keys, k, positions, table, transposed=True)
+    keys = graph.kv_append(keys, k, positions, table, axes="phds")
     values = graph.kv_append(values, v, positions, table)
-    how = {"mask_kind": mask_kind, "transposed": True}
+    how = {"mask_kind": mask_kind, "key_axes": "phds"}
     return graph.set_outputs(graph.cached_attention(q, keys, values, positions, table, **how))
 
 
@@ -181,10 +181,10 @@ def ring_graph(window: int, dtype: str = "f32", heads: int = 4, kv_heads: int = 
     k, v = (graph.input(n, ("batch", "seq", kv_heads, dim)) for n in "kv")
     positions = graph.input("positions", ("batch", "seq"), "i32")
     table, plain = graph.input("table", ("batch", "blocks"), "i32"), dtype != "q8_0"
-    shape = ("pages", kv_heads, dim, 64) if plain else ("pages", kv_heads, 64, dim)
-    keys = graph.state("keys", shape, dtype).kv_append(k, positions, table, transposed=plain, ring=True)
+    shape, axes = (("pages", kv_heads, dim, 64), "phds") if plain else (("pages", kv_heads, 64, dim), "phsd")
+    keys = graph.state("keys", shape, dtype).kv_append(k, positions, table, axes=axes, ring=True)
     values = graph.state("values", ("pages", kv_heads, 64, dim), dtype).kv_append(v, positions, table, ring=True)
-    how = {"mask_kind": f"sliding({window})", "transposed": plain, "ring": True}
+    how = {"mask_kind": f"sliding({window})", "key_axes": axes, "ring": True}
     return graph.set_outputs(q.cached_attention(keys, values, positions, table, **how))
 
 
@@ -350,7 +350,9 @@ def append_graph(kind: str, dtype: str = "f32", new: str = "f32", index: str = "
         graph.input("positions", ("batch", "seq"), index),
         graph.input("table", ("batch", "blocks"), "i32"),
     )
-    return graph.set_outputs(graph.kv_append(cache, tokens, positions, table, transposed=kind == "keys"))
+    return graph.set_outputs(
+        graph.kv_append(cache, tokens, positions, table, axes="phds" if kind == "keys" else "phsd")
+    )
 
 
 def rows(cache: Array, batch: int) -> Array:
@@ -390,7 +392,7 @@ def test_positions_may_be_of_any_integer_type(index: str, place: str) -> None:
     positions = graph.named("positions")
     q, values = graph.input("q", ("batch", "seq", 2, 20)), graph.input("values", ("pages", 2, 64, 20))
     table = graph.named("table")
-    attended = graph.cached_attention(q, graph.outputs[0], values, positions, table, transposed=True)
+    attended = graph.cached_attention(q, graph.outputs[0], values, positions, table, key_axes="phds")
     run = compiled(graph.set_outputs(attended), place)
     arrays = {"q": np.ones((1, 2, 2, 20), np.float32), "new": np.ones((1, 2, 2, 20), np.float32)}
     arrays |= {"cache": empty("keys", 1, 128), "values": empty("values", 1, 128), "table": dense(1, 2)}
@@ -448,7 +450,7 @@ def test_a_query_beyond_the_capacity_is_an_error(place: str) -> None:
     q, positions = graph.input("q", (1, "seq", 2, 16)), graph.input("positions", (1, "seq"), "i32")
     caches = graph.input("keys", ("pages", 1, 16, 64)), graph.input("values", ("pages", 1, 64, 16))
     table = graph.input("table", (1, "blocks"), "i32")
-    attended = graph.cached_attention(q, *caches, positions, table, transposed=True)
+    attended = graph.cached_attention(q, *caches, positions, table, key_axes="phds")
     run = compiled(graph.set_outputs(attended), place)
     for blocks, pages in ((2, 5), (1, 1), (2, 2), (0, 0), (0, 3)):
         room = 64 * blocks
@@ -533,7 +535,7 @@ APPENDED = {"pool": (3, 2, 64, 4), "new": (1, 5, 2, 4), "positions": (1, 5), "ta
     ("changed", "error", "message"),
     (
         ({"pool": (3, 2, 3, 4, 32)}, ShapeError, r"pool: expected \[pages, kv_heads, page, dim\]"),
-        ({"pool": (3, "n", 64, 4), "new": (1, 5, "n", 4)}, ShapeError, "the last three fixed"),
+        ({"pool": (3, "n", 64, 4), "new": (1, 5, "n", 4)}, ShapeError, "fixed numbers above 0 but for pages"),
         ({"new": (1, 5, 3, 4)}, ShapeError, "do not fit the pool"),
         ({"new": (1, 5, 4)}, ShapeError, r"new tokens are \[batch, seq, kv_heads, dim\]"),
         ({"new": (2, 5, 2, 4), "positions": (2, 5)}, ShapeError, "a batch of 2 and a table of 1 rows"),
@@ -572,10 +574,10 @@ def test_what_does_not_fit_cannot_be_attended_to(
     changed: dict[str, Any], attrs: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     graph = rlx.Graph("types")
-    assert graph.cached_attention(*leaves(graph, **GOOD), transposed=True).shape == (1, 5, 6, 9)
+    assert graph.cached_attention(*leaves(graph, **GOOD), key_axes="phds").shape == (1, 5, 6, 9)
     other = rlx.Graph("types")
     with pytest.raises(error, match=message):
-        other.cached_attention(*leaves(other, **{**GOOD, **changed}), transposed=True, **attrs)
+        other.cached_attention(*leaves(other, **{**GOOD, **changed}), key_axes="phds", **attrs)
 
 
 def test_element_types_have_to_go_together() -> None:
@@ -585,10 +587,10 @@ def test_element_types_have_to_go_together() -> None:
     keys, values = ({t: graph.input(f"{n}_{t}", GOOD[n], t) for t in names} for n in ("keys", "values"))
     for types in (("f32", "f16"), ("f64", "f64")):
         with pytest.raises(DTypeError, match="both pools have one type"):
-            graph.cached_attention(q, keys[types[0]], values[types[1]], *places, transposed=True)
+            graph.cached_attention(q, keys[types[0]], values[types[1]], *places, key_axes="phds")
     with pytest.raises(DTypeError, match="keys: pages hold floats"):
-        graph.cached_attention(q, keys["i32"], values["f32"], *places, transposed=True)
+        graph.cached_attention(q, keys["i32"], values["f32"], *places, key_axes="phds")
     with pytest.raises(DTypeError, match="positions: expected integers"):
         floats = graph.input("floats", (1, 5))
-        graph.cached_attention(q, keys["f16"], values["f16"], floats, places[1], transposed=True)
-    assert graph.cached_attention(q, keys["f16"], values["f16"], *places, transposed=True).dtype == q.dtype
+        graph.cached_attention(q, keys["f16"], values["f16"], floats, places[1], key_axes="phds")
+    assert graph.cached_attention(q, keys["f16"], values["f16"], *places, key_axes="phds").dtype == q.dtype

@@ -10,6 +10,7 @@ import pytest
 
 import rlx
 from rlx.errors import KernelError
+from rlx.target import KvLayout
 
 Array = np.ndarray[Any, Any]
 DEVICES = ("reference", "toy", "cpu")
@@ -21,7 +22,7 @@ PROMPT = {
 }
 
 
-def step_graph(dtype: str, kind: str, ragged: bool, transposed: bool) -> rlx.Graph:
+def step_graph(dtype: str, kind: str, ragged: bool, layout: KvLayout) -> rlx.Graph:
     """Appends, then attends; the pools are outputs, since the reference does not write states in place."""
     _, mask_kind, ring = KINDS[kind]
     graph, lead = rlx.Graph("step"), ("tokens",) if ragged else ("batch", "seq")
@@ -31,12 +32,18 @@ def step_graph(dtype: str, kind: str, ragged: bool, transposed: bool) -> rlx.Gra
         graph.input("table", ("rows" if ragged else "batch", "blocks"), "i32"),
     ]
     places += [graph.input("rows", lead, "i32")] if ragged else []
-    page = (DIM, PAGE) if transposed else (PAGE, DIM)
-    keys = graph.state("keys", ("pages", KV_HEADS, *page), dtype)
-    keys = keys.kv_append(k, *places, transposed=transposed, ring=ring)
-    values = graph.state("values", ("pages", KV_HEADS, PAGE, DIM), dtype).kv_append(v, *places, ring=ring)
-    how = {"mask_kind": mask_kind, "transposed": transposed, "ring": ring}
-    return graph.set_outputs([q.cached_attention(keys, values, *places, **how), keys, values])
+    stored = rlx.dtype(dtype)
+    axes = {kind: layout.axes(kind, stored) for kind in ("keys", "values")}
+    pools = {}
+    for name, new in (("keys", k), ("values", v)):
+        pool = graph.state(name, layout.pool_shape(name, stored, rlx.dim("pages"), KV_HEADS, DIM), dtype)
+        pools[name] = pool.kv_append(new, *places, axes=axes[name], ring=ring)
+    how = {"mask_kind": mask_kind, "ring": ring, "key_axes": axes["keys"], "value_axes": axes["values"]}
+    return graph.set_outputs([q.cached_attention(*pools.values(), *places, **how), *pools.values()])
+
+
+def layout_of(device: str) -> KvLayout:
+    return rlx.Session(device).target.kv_layout
 
 
 @functools.cache
@@ -47,17 +54,17 @@ def step(device: str, *how: Any) -> Any:
 class Cache:
     """Pools of NaN, or of nothing that makes sense, and a table: the dense one, or one at random."""
 
-    def __init__(self, device: str, dtype: str, kind: str, ragged: bool, transposed: bool, seed: int) -> None:
-        self.f, self.ragged = step(device, dtype, kind, ragged, transposed), ragged
+    def __init__(self, device: str, dtype: str, kind: str, ragged: bool, layout: KvLayout, seed: int) -> None:
+        self.f, self.ragged = step(device, dtype, kind, ragged, layout), ragged
         self.random, blocks = np.random.default_rng(seed), KINDS[kind][0]
         pages = np.arange(BATCH * blocks) if not seed else self.random.permutation(BATCH * blocks + 3)
         self.table = pages[: BATCH * blocks].reshape(BATCH, blocks).astype(np.int32)
         stored, count = rlx.dtype(dtype), len(pages)
-        shapes = {"keys": (DIM, PAGE) if transposed else (PAGE, DIM), "values": (PAGE, DIM)}
         self.pools: dict[str, Any] = {}
-        for name, (first, last) in shapes.items():
-            size = count * KV_HEADS * first * last // stored.block * stored.size
-            array = np.frombuffer(b"\xff" * size, stored.numpy).reshape(count, KV_HEADS, first, last // stored.block)
+        for name in ("keys", "values"):
+            *lead, last = layout.pool_shape(name, stored, count, KV_HEADS, DIM)
+            size = count * KV_HEADS * PAGE * DIM // stored.block * stored.size
+            array = np.frombuffer(b"\xff" * size, stored.numpy).reshape(*lead, last // stored.block)
             memory = self.f.allocator.zeros(array.shape, array.dtype)
             self.f.allocator.copy(array, memory)
             self.pools[name] = memory
@@ -99,10 +106,9 @@ def expected(dtype: str, kind: str) -> Array:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ("f32", "f16", "q8_0"))
 def test_bits_depend_on_neither_pages_nor_chunks_nor_shape(dtype: str, kind: str, device: str) -> None:
-    transposed = device == "cpu" and dtype != "q8_0"
     results = []
     for ragged, seed, size in ((False, 0, 70), (False, 1, 70), (False, 2, 33), (True, 3, 50), (True, 4, 17)):
-        cache = Cache(device, dtype, kind, ragged, transposed, seed)
+        cache = Cache(device, dtype, kind, ragged, layout_of(device), seed)
         chunks = [(i, min(i + size, LENGTH)) for i in range(0, LENGTH, size)]
         begin, end = chunks[1]
         chunks[1:2] = [*((p, p + 1) for p in range(begin, begin + 5)), (begin + 5, end)]  # decode in between
@@ -113,10 +119,10 @@ def test_bits_depend_on_neither_pages_nor_chunks_nor_shape(dtype: str, kind: str
     np.testing.assert_allclose(results[0], expected(dtype, kind), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("axes", (("phsd", "phsd"), ("phds", "phsd"), ("hpds", "hpsd"), ("shpd", "dsph")))
 @pytest.mark.parametrize("device", ("toy", "cpu"))
-def test_a_backend_reads_pages_of_any_layout(device: str, transposed: bool) -> None:
-    cache = Cache(device, "f32", "causal", False, transposed, 5)
+def test_a_backend_reads_pages_of_any_layout(device: str, axes: tuple[str, str]) -> None:
+    cache = Cache(device, "f32", "causal", False, KvLayout(PAGE, *axes), 5)
     found = np.concatenate([cache.feed(0, 100), cache.feed(100, 101), cache.feed(101, LENGTH)], axis=1)
     np.testing.assert_allclose(found, expected("f32", "causal"), rtol=1e-4, atol=1e-4)
 
@@ -130,7 +136,7 @@ def fault(cache: Cache, count: int, rows: list[int], positions: list[int]) -> No
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bad", (-1, 2, 2**31 - 1))
 def test_a_row_outside_the_table_is_an_error(bad: int, device: str) -> None:
-    cache = Cache(device, "f32", "causal", True, device == "cpu", 1)
+    cache = Cache(device, "f32", "causal", True, layout_of(device), 1)
     fault(cache, 3, [0, bad, 1], [0, -1, 0])  # padding has no row
     with pytest.raises(KernelError, match=r"row .* outside the table"):
         fault(cache, 3, [0, bad, 1], [1, 0, 1])
@@ -139,7 +145,7 @@ def test_a_row_outside_the_table_is_an_error(bad: int, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bad", (-1, 9, 2**31 - 1))
 def test_a_page_outside_the_pool_is_an_error(bad: int, device: str) -> None:
-    cache = Cache(device, "f32", "causal", True, device == "cpu", 1)
+    cache = Cache(device, "f32", "causal", True, layout_of(device), 1)
     cache.table[:, 1:] = bad
     fault(cache, 2, [0, 1], [63, 5])  # nobody looks there
     before = np.asarray(cache.pools["values"]).tobytes()
@@ -151,7 +157,7 @@ def test_a_page_outside_the_pool_is_an_error(bad: int, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_ragged_ring_says_when_it_is_too_small(device: str) -> None:
     """The newest token of the same row counts, wherever it stands in the call."""
-    cache = Cache(device, "f32", "ring", True, device == "cpu", 1)
+    cache = Cache(device, "f32", "ring", True, layout_of(device), 1)
     fault(cache, 3, [0, 1, 0], [1000, 5000, 1078])
     with pytest.raises(KernelError, match="attention"):
         fault(cache, 3, [0, 1, 0], [1000, 5000, 1079])

@@ -465,7 +465,7 @@ BAD_CALLS = [
     # -- caches
     bad("kv_append", KEYS, ShapeError, "kv_append: new tokens f32[2, 5, 2, 8]; f32[6, 2, 8, 64]"),
     bad("kv_append", "f32[6, 2, 3, 8, 64]; f32[2, 5, 2, 8]; i32[2, 5]; i32[2, 3]",
-        ShapeError, "kv_append: pool: expected [pages, kv_heads, dim, page]; f32[6, 2, 3, 8, 64]", transposed=True),
+        ShapeError, "kv_append: pool: expected [pages, kv_heads, dim, page]; f32[6, 2, 3, 8, 64]", axes="phds"),
     bad("kv_append", "f32[6, 2, 9, 8]; i32[2, 5, 2, 8]; i32[2, 5]; i32[2, 3]",
         DTypeError, "kv_append: new tokens are floats; i32"),
     bad("kv_append", "f32[6, 2, 9, 8]; f32[2, 5, 2, 8]; i32[2, 4]; i32[2, 3]",
@@ -475,7 +475,7 @@ BAD_CALLS = [
     bad("kv_append", "f32[6, 2, 9, 8]; f32[5, 2, 8]; i32[5]; i32[2, 3]; i32[4]",
         ShapeError, "kv_append: rows i32[4]; [5]"),
     bad("kv_append", "q8_0[6, 2, 32, 64]; f32[2, 5, 2, 32]; i32[2, 5]; i32[2, 3]",
-        GraphError, "kv_append: pool: pages of q8_0 cannot be transposed", transposed=True),
+        GraphError, "kv_append: pool: axes of q8_0 are 'phds'", axes="phds"),
     bad("kv_append", "q4_0[6, 2, 9, 32]; f32[2, 5, 2, 32]; i32[2, 5]; i32[2, 3]",
         DTypeError, "kv_append: pool: pages hold floats or q8_0; q4_0"),
     bad("cached_attention", CACHED, GraphError, "cached_attention: mask kind 'none'", mask_kind="none"),

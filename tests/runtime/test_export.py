@@ -137,7 +137,7 @@ def test_a_state_stays_a_state(tmp_path: Path) -> None:
     g = rlx.Graph("counter")
     keys, table = g.state("keys", ("pages", 1, 4, 64)), g.input("table", ("batch", "blocks"), "i32")
     new, positions = g.input("new", ("batch", "seq", 1, 4)), g.input("positions", ("batch", "seq"), "i32")
-    g.set_outputs([g.kv_append(keys, new, positions, table, transposed=True)])
+    g.set_outputs([g.kv_append(keys, new, positions, table, axes="phds")])
     found = load(rlx.compile(g).export(tmp_path / "state.rlxp"))
     cache, places = np.zeros((2, 1, 4, 64), np.float32), {"positions": np.int32([[3]]), "table": np.int32([[1]])}
     found.run({"keys": cache, "new": np.ones((1, 1, 1, 4), np.float32), **places})

@@ -2,8 +2,10 @@
 
 Keys and values are in pools of pages (see `KvLayout`), one of each per layer; layers with the same window share a table
 `[batch, blocks]` of the pages of each sequence. Rows with a common prefix share its pages until one of them writes.
-Capacity grows by doubling, up to the model's context; that of a layer with a window ends at the window and `SPARE`
-more, where new positions take the place of old ones. Recurrent states (`[batch, ...]`) have one size.
+Capacity ends at the model's context; that of a layer with a window ends at the window and `SPARE` more, where new
+positions take the place of old ones. Pools reserve address space for all of it where the device can, and take memory
+page by page as positions are written; elsewhere they grow by doubling, which copies them. Recurrent states
+(`[batch, ...]`) have one size.
 
 A cache knows which tokens it holds, so that a prompt which begins with the same ones can go on from there: same bits,
 less work. With rings it cannot go back further than about `SPARE` tokens, and with recurrent states not at all; a
@@ -17,7 +19,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from rlx.locks import Lock
 from rlx.resources import require
 from rlx.runtime.kv_cache import KvCacheSpec, table_name
 from rlx.target import KvLayout
+from rlx.types import concrete
 
 KINDS = ("keys", "values")
 KEPT = 4  # caches that wait for the next prompt
@@ -51,6 +54,7 @@ class KvCache:
         self.windows = {i: window for i in range(spec.layers) if (window := spec.window(i)) is not None}
         self._tables = {window: PageTable(batch) for window in sorted(set(self.windows.values()))}
         self._rings = {window: self._most(window) * spec.layout.page for window in self.windows.values() if window}
+        self._reserved = self._reserve_pools()
         # of each row: up to which token keys turned by which frequencies, where RoPE depends on length
         self._turned: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(batch)]
         self._least = [0] * batch  # tokens of a row that have to stay: what came before them may be overwritten
@@ -60,26 +64,48 @@ class KvCache:
         self.reserve(1)
 
     def reserve(self, tokens: int) -> None:
-        """Room for `tokens` positions in every sequence; what is there stays."""
+        """Room for `tokens` positions in every sequence; what is there stays where it is, or is copied.
+
+        Where the device can reserve memory, pools have room for the whole context from the start.
+        """
         needed = self.spec.layout.blocks(tokens)
         if needed <= self.blocks:
             return
-        blocks, kind = min(max(needed, 2 * self.blocks, 4), self.most), dtype(self.spec.dtype)
-        counts = {window: self.batch * min(blocks, self._most(window)) for window in self._tables}
-        pages = {of: self._page_shape(of) for of in KINDS}
-        size = sum(counts[window] * math.prod(page) for window in self.windows.values() for page in pages.values())
-        require("KV cache", size * kind.size, hint="a shorter context, a smaller batch, or cache='f16' or 'q8_0'")
+        blocks = min(max(needed, 2 * self.blocks, 4), self.most)
+        sizes = {window: min(blocks, self._most(window)) for window in self._tables}
+        size = sum(self.batch * sizes[window] * self._page_bytes(window) for window in self._tables)
+        require("KV cache", size, hint="a shorter context, a smaller batch, or cache='f16' or 'q8_0'")
         for window, table in self._tables.items():
-            table.grow(min(blocks, self._most(window)))
-        for i, window in self.windows.items():
-            for of, page in pages.items():
-                self._grow(f"{of}.{i}", (counts[window], *page))
+            table.grow(sizes[window], self._most(window) if self._reserved else sizes[window])
+        if not self._reserved:
+            for name, shape in self._pool_shapes(sizes):
+                self._grow(name, shape)
         self.blocks = blocks
 
-    def _page_shape(self, of: str) -> tuple[int, ...]:
-        """That of a page of keys or values in memory."""
-        *lead, last = self.spec.page_shape(of)
-        return *lead, last // dtype(self.spec.dtype).block
+    def _reserve_pools(self) -> bool:
+        """Reserve memory for everything that the pools may ever hold, if the device can."""
+        kind = dtype(self.spec.dtype).numpy
+        for name, shape in self._pool_shapes({window: self._most(window) for window in self._tables}):
+            pool = self._memory.reserve(shape, kind)
+            if pool is None:
+                self.buffers.clear()
+                return False
+            self.buffers[name] = pool
+        return True
+
+    def _pool_shapes(self, blocks: Mapping[int, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names of pools and their shapes in memory, for so many blocks per sequence of each window."""
+        packed = dtype(self.spec.dtype).block
+        for i, window in self.windows.items():
+            for of in KINDS:
+                *lead, last = concrete(self.spec.pool_shape(of, self.batch * blocks[window]), {})
+                yield f"{of}.{i}", (*lead, last // packed)
+
+    def _page_bytes(self, window: int) -> int:
+        """Bytes of a page of keys and one of values in all layers of a window."""
+        kind, layers = dtype(self.spec.dtype), sum(own == window for own in self.windows.values())
+        numbers = self.spec.kv_heads * self.spec.head_dim * self.spec.layout.page
+        return layers * len(KINDS) * numbers // kind.block * kind.size
 
     def _most(self, window: int) -> int:
         """Blocks that a layer with a window, or without one (0), has at most."""
@@ -92,17 +118,27 @@ class KvCache:
             return
         new = self._memory.zeros(shape, dtype(self.spec.dtype).numpy)
         if old is not None:
-            self._memory.copy(old, self._memory.part(new, slice(old.shape[0])))
+            self._memory.copy(old, self._some_pages(new, name, 0, self._page_count(old, name)))
         self.buffers[name] = new
+
+    def _page_count(self, pool: Any, name: str) -> int:
+        count: int = pool.shape[self._page_axis(name)]
+        return count
+
+    def _page_axis(self, name: str) -> int:
+        return self.spec.axes(name.partition(".")[0]).index("p")
+
+    def _some_pages(self, pool: Any, name: str, begin: int, end: int) -> Any:
+        """A view of consecutive pages of a pool."""
+        return self._memory.part(pool, *[slice(None)] * self._page_axis(name), slice(begin, end))
 
     def _copy_pages(self, window: int, pairs: Sequence[tuple[int, int]], source: KvCache) -> None:
         """Copy pages (from, to) of all layers of a window."""
-        part = self._memory.part
         for begin, to, count in _runs(pairs):
             for i in (i for i, own in self.windows.items() if own == window):
                 for name in (f"{of}.{i}" for of in KINDS):
-                    pages = part(source.buffers[name], slice(begin, begin + count))
-                    self._memory.copy(pages, part(self.buffers[name], slice(to, to + count)))
+                    pages = self._some_pages(source.buffers[name], name, begin, begin + count)
+                    self._memory.copy(pages, self._some_pages(self.buffers[name], name, to, to + count))
 
     def going_to_write(self, row: int, start: int, end: int, length: int | None = None) -> None:
         """Positions `start` .. `end` of a row are about to be written; what rings hold in their places is gone.
@@ -219,7 +255,12 @@ class KvCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers.values())
+        """Bytes of memory that it takes: of reserved pools, the pages that have been written."""
+        if not self._reserved:
+            return sum(buffer.nbytes for buffer in self.buffers.values())
+        touched = sum(table.touched * self._page_bytes(window) for window, table in self._tables.items())
+        states: int = sum(self.buffers[name].nbytes for name in self._states)
+        return touched + states
 
 
 class CacheStore:

@@ -14,14 +14,15 @@ NONE = -1  # no page yet
 class PageTable:
     """The pages of some sequences in the layers of one window. Rows may share pages until one of them writes there.
 
-    There are rows · blocks pages, so that every row can have pages of its own.
+    Each row has a run of consecutive pages for its blocks, so that a sequence is contiguous unless it shares pages.
     """
 
     def __init__(self, rows: int) -> None:
         self.numbers: Array = np.zeros((rows, 0), np.int32)  # as kernels read them
         self._pages: list[list[int]] = [[] for _ in range(rows)]  # the same, quicker to look at
         self._users: list[int] = []  # of each page
-        self._free: list[int] = []  # the next one last
+        self._run = 0  # pages per row
+        self._touched: set[int] = set()
 
     @property
     def blocks(self) -> int:
@@ -31,15 +32,18 @@ class PageTable:
     def pages(self) -> int:
         return len(self._users)
 
-    def grow(self, blocks: int) -> None:
-        """More blocks in every row; pages keep their numbers."""
-        old = self.blocks
-        more = range(self.pages, len(self._pages) * blocks)
-        self._users += [0] * len(more)
-        self._free = [*reversed(more), *self._free]
+    @property
+    def touched(self) -> int:
+        """How many pages have ever been written."""
+        return len(self._touched)
+
+    def grow(self, blocks: int, run: int) -> None:
+        """Have so many blocks in every row, and `run` pages per row, at least `blocks`; pages keep their numbers."""
+        self._run = run
+        self._users += [0] * (len(self._pages) * run - self.pages)
         for row in self._pages:
-            row += [NONE] * (blocks - old)
-        self.numbers = np.array(self._pages, np.int32)
+            row += [NONE] * (blocks - len(row))
+        self.numbers = np.array(self._pages, np.int32).reshape(len(self._pages), blocks)
 
     def page(self, row: int, block: int) -> int:
         """The page of a block, or NONE."""
@@ -50,7 +54,10 @@ class PageTable:
         page = self._pages[row][block]
         if page != NONE and self._users[page] == 1:
             return None
-        new = self._free.pop()
+        new = row * self._run + block
+        if self._users[new]:  # another row shares it
+            new = self._users.index(0)
+        self._touched.add(new)
         self._put(row, block, new)
         return None if page == NONE else (page, new)
 
@@ -70,6 +77,4 @@ class PageTable:
             self._users[page] += 1
         if old != NONE:
             self._users[old] -= 1
-            if not self._users[old]:
-                self._free.append(old)
         self._pages[row][block] = self.numbers[row, block] = page

@@ -102,12 +102,13 @@ class CacheBindings:
             problem = "attends twice" if layer in self.windows else f"is not one of its {self.spec.layers}"
             raise GraphError(f"kv_cache: layer {layer} {problem}", hint="layer_idx counts the layers from 0")
         window = self.windows[layer] = split_mask(mask_kind)[1]
-        ring, transposed = window > 0, self.spec.layout.transposes("keys", dtype(self.spec.dtype))
+        ring, (key_axes, value_axes) = window > 0, (self.spec.axes(kind) for kind in ("keys", "values"))
         table, keys, values = self.leaves(layer, window)
-        keys = keys.kv_append(k, positions, table, transposed=transposed, ring=ring)
-        values = values.kv_append(v, positions, table, ring=ring)
-        how = {"mask_kind": mask_kind, "scale": scale, "softcap": softcap, "transposed": transposed, "ring": ring}
-        return self.graph.one("cached_attention", q, keys, values, positions, table, **how)
+        keys = keys.kv_append(k, positions, table, axes=key_axes, ring=ring)
+        values = values.kv_append(v, positions, table, axes=value_axes, ring=ring)
+        how = {"mask_kind": mask_kind, "scale": scale, "softcap": softcap, "ring": ring}
+        axes = {"key_axes": key_axes, "value_axes": value_axes}
+        return self.graph.one("cached_attention", q, keys, values, positions, table, **how, **axes)
 
     def leaves(self, layer: int, window: int) -> tuple[Value, Value, Value]:
         """The table that layers of one window share, and the pools of keys and values of a layer."""
@@ -115,8 +116,8 @@ class CacheBindings:
         if window not in self.tables:
             blocks = dim(f"ring{window}" if window else "blocks")
             self.tables[window] = self.graph.input(table_name(window), (sym.BATCH, blocks), "i32")
-        keys = self.graph.state(f"keys.{layer}", (pages, *spec.page_shape("keys")), kind)
-        values = self.graph.state(f"values.{layer}", (pages, *spec.page_shape("values")), kind)
+        keys = self.graph.state(f"keys.{layer}", spec.pool_shape("keys", pages), kind)
+        values = self.graph.state(f"values.{layer}", spec.pool_shape("values", pages), kind)
         return self.tables[window], keys, values
 
     def state(self, name: str, shape: tuple[int, ...]) -> Value:

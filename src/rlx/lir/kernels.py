@@ -177,8 +177,8 @@ class AttentionKernel:
     `group` query heads share one key head. `mask` is none, causal, sliding, custom or bias; rows and keys are aligned
     at the end (row i sits at position k_len - q_len + i). A unit is (batch, key head, block of query positions).
 
-    `cached`: k and v are pools of pages, k `[pages][kv_head][head_dim][KEY_BLOCK]`, v
-    `[pages][kv_head][KEY_BLOCK][value_dim]`, read in place. `table[b][block]`, an i32, is the page of a block of
+    `cached`: k and v are pools of pages in any order of pages and heads, read in place: pages of k are
+    `[head_dim][KEY_BLOCK]`, pages of v `[KEY_BLOCK][value_dim]`. `table[b][block]`, an i32, is the page of a block of
     positions. Row i of batch entry b sits at `positions[b][i]`, an i32, and sees the keys up to there, all (causal) or
     the last `window` of them (sliding). A negative position is padding, whose result is zeros; one that is not below
     `capacity` is a fault, as is a page outside the pool. Packed pages are both rows, as v is, with strides in 16-bit

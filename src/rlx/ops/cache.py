@@ -1,8 +1,8 @@
 """KV caches: append keys or values of new tokens to pages, attend over the pages of a sequence.
 
-A pool is [pages, kv_heads, page, dim]; a page holds so many positions of one sequence. In a `transposed` pool, for keys
-of vector machines, a page is [kv_heads, dim, page]. A table [rows, blocks] has the page of each block of positions of
-each sequence, in any order. Positions are data, so sequences of a batch may be of unequal length. A cache may be a
+A pool has pages of every head: the axes are page, head, slot (a position inside a page) and dim, `phsd`, in the order
+that the backend wants (`Target.kv_layout`). A table [rows, blocks] has the page of each block of positions of each
+sequence, in any order. Positions are data, so sequences of a batch may be of unequal length. A cache may be a
 ring, in which position p is stored at p modulo the capacity of the table: enough for a sliding window.
 
 Tokens are rectangular, [batch, seq], where batch entry b belongs to row b of the table; or ragged, [tokens], where
@@ -21,6 +21,7 @@ from rlx.errors import DTypeError, GraphError, KernelError, ShapeError
 from rlx.ir.registry import CHECKS_DATA, TAKES_PACKED, f32, i32, op, packed, sample
 from rlx.ops.attention import split_mask
 from rlx.ops.quant import unpacked
+from rlx.target import POOL_AXES
 from rlx.types import Size, TensorType, require_equal
 
 PACKED = BY_NAME["q8_0"]  # the packed type that caches may have
@@ -39,8 +40,9 @@ def _present(where: str, positions: Any, rows: Any, table: Any) -> list[tuple[tu
     return present
 
 
-def _place(where: str, positions: Any, table: Any, pool: Any, page: int, ring: bool) -> tuple[Any, Any]:
+def _place(where: str, positions: Any, table: Any, pool: Any, ring: bool) -> tuple[Any, Any]:
     """Page numbers of positions of a row, and the slots inside the pages."""
+    page = pool.shape[2]
     capacity = len(table) * page
     if positions.max() >= capacity and not (ring and capacity):
         raise KernelError(f"{where}: position {positions.max()} lies outside the capacity of {capacity}")
@@ -66,16 +68,19 @@ def packed_rows(x: Any) -> Any:
     return result
 
 
-def _kv_append(
-    pool: Any, new: Any, positions: Any, table: Any, rows: Any = None, *, transposed: bool, ring: bool
-) -> Any:
+def _ordered(pool: Any, axes: str) -> Any:
+    """A view of a pool as [pages, kv_heads, page, dim]."""
+    return pool.transpose([axes.index(axis) for axis in POOL_AXES])
+
+
+def _kv_append(pool: Any, new: Any, positions: Any, table: Any, rows: Any = None, *, axes: str, ring: bool) -> Any:
     if pool.dtype == PACKED.numpy:
         result, new = pool.copy(), packed_rows(new)
     else:
         result = pool.astype(np.result_type(pool, new))  # a copy; wide, so that new numbers are rounded once
-    pages = result.swapaxes(2, 3) if transposed else result
+    pages = _ordered(result, axes)
     for token, row, position in _present("kv_append", positions, rows, table):
-        at = _place("kv_append", np.array([position]), table[row], pool, pages.shape[2], ring)
+        at = _place("kv_append", np.array([position]), table[row], pages, ring)
         pages[at[0][0], :, at[1][0]] = new[token]
     return result
 
@@ -84,20 +89,20 @@ def _kv_append(
 @op(
     "kv_append", reference=_kv_append, traits=[TAKES_PACKED, CHECKS_DATA],
     samples=[
-        sample(f32(5, 3, 8, 64), f32(2, 5, 3, 8), i32(2, 5, low=-2, high=128), i32(2, 2, low=0, high=5, distinct=True),
-               transposed=True),
+        sample(f32(3, 5, 8, 64), f32(2, 5, 3, 8), i32(2, 5, low=-2, high=128), i32(2, 2, low=0, high=5, distinct=True),
+               axes="hpds"),
         sample(f32(3, 2, 20, 16), f32(1, 70, 2, 20), i32(1, 70, low=0, high=48), i32(1, 3, low=0, high=3),
-               transposed=True),
+               axes="phds"),
         sample(f32(7, 3, 16, 8), f32(2, 5, 3, 8), i32(2, 5, low=-2, high=48), i32(2, 3, low=0, high=7, distinct=True)),
         sample(f32(9, 1, 32, 33), f32(3, 1, 1, 33), i32(3, 1, low=0, high=96), i32(3, 3, low=0, high=9, distinct=True)),
-        sample(f32(2, 3, 8, 64), f32(2, 5, 3, 8), i32(2, 5, low=-9, high=999), i32(2, 1, low=0, high=2, distinct=True),
-               transposed=True, ring=True),
-        sample(f32(9, 3, 8, 8), f32(12, 3, 8), i32(12, low=-9, high=999), i32(4, 2, low=0, high=9, distinct=True),
-               i32(12, low=0, high=4), ring=True),
+        sample(f32(3, 2, 8, 64), f32(2, 5, 3, 8), i32(2, 5, low=-9, high=999), i32(2, 1, low=0, high=2, distinct=True),
+               axes="hpds", ring=True),
+        sample(f32(8, 9, 3, 8), f32(12, 3, 8), i32(12, low=-9, high=999), i32(4, 2, low=0, high=9, distinct=True),
+               i32(12, low=0, high=4), axes="sphd", ring=True),
         sample(f32(9, 2, 4, 16), f32(7, 2, 4), i32(7, low=-4, high=48), i32(3, 3, low=0, high=9, distinct=True),
-               i32(7, low=0, high=3), transposed=True),
-        sample(packed("q8_0", 3, 2, 64, 96), f32(2, 5, 2, 96), i32(2, 5, low=-2, high=64),
-               i32(2, 1, low=0, high=3, distinct=True)),
+               i32(7, low=0, high=3), axes="phds"),
+        sample(packed("q8_0", 2, 3, 64, 96), f32(2, 5, 2, 96), i32(2, 5, low=-2, high=64),
+               i32(2, 1, low=0, high=3, distinct=True), axes="hpsd"),
         sample(packed("q8_0", 5, 3, 16, 32), f32(6, 3, 32), i32(6, low=0, high=99),
                i32(2, 2, low=0, high=5, distinct=True), i32(6, low=0, high=2), ring=True),
     ],
@@ -109,14 +114,14 @@ def kv_append(
     table: TensorType,
     rows: TensorType | None = None,
     *,
-    transposed: bool = False,
+    axes: str = POOL_AXES,
     ring: bool = False,
 ) -> TensorType:
     """The pool with each new token at its position of its row, rounded to the type of the pool.
 
-    `pool` is [pages, kv_heads, page, dim], or [pages, kv_heads, dim, page] if `transposed`; `table` is [rows, blocks]
-    and holds page numbers. `new` is [batch, seq, kv_heads, dim] with `positions` [batch, seq], where batch entry b
-    belongs to row b; or [tokens, kv_heads, dim] with `positions` and `rows` [tokens].
+    `axes` is the order of the axes of `pool`: p (pages), h (kv_heads), s (positions per page), d (dim). `table` is
+    [rows, blocks] and holds page numbers. `new` is [batch, seq, kv_heads, dim] with `positions` [batch, seq], where
+    batch entry b belongs to row b; or [tokens, kv_heads, dim] with `positions` and `rows` [tokens].
 
     A negative position is padding and skipped; of equal ones of a row the last counts. A position beyond the capacity
     (blocks · page) is an error at run time, unless the cache is a `ring`, where it takes the place of the one that was
@@ -126,14 +131,14 @@ def kv_append(
     place, and nothing may read it again as it was. An input, a weight or a constant is copied instead.
     """
     where = "kv_append"
-    _check_pool(where, "pool", pool, transposed)
+    sizes = _check_pool(where, "pool", pool, axes)
     lead = _check_tokens(where, new.shape, positions, table, rows)
     if new.rank != lead + 2:
         axes = "batch, seq" if lead == 2 else "tokens"
         raise ShapeError(f"{where}: new tokens are [{axes}, kv_heads, dim], found {new}")
     if not new.dtype.is_float:
         raise DTypeError(f"{where}: new tokens are floats, found {new.dtype}")
-    for have, want in ((pool.shape[1], new.shape[-2]), (_page(pool, transposed)[1], new.shape[-1])):
+    for have, want in ((sizes["h"], new.shape[-2]), (sizes["d"], new.shape[-1])):
         require_equal(have, want, f"{where}: new tokens {new} do not fit the pool {pool}")
     return pool
 
@@ -141,17 +146,15 @@ def kv_append(
 # -- attending --------------------------------------------------------------------------------------------------------
 def _cached_attention(
     q: Any, keys: Any, values: Any, positions: Any, table: Any, rows: Any = None, *, mask_kind: str,
-    scale: float | None, softcap: float | None, transposed: bool, ring: bool,
+    scale: float | None, softcap: float | None, key_axes: str, value_axes: str, ring: bool,
 ) -> Any:  # fmt: skip
     where, window = "cached_attention", split_mask(mask_kind)[1]
-    kv_heads, group = keys.shape[1], q.shape[-2] // keys.shape[1]
     factor = q.dtype.type(scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
     if keys.dtype == PACKED.numpy:
         keys, values = unpacked(keys), unpacked(values)
-    if transposed:
-        keys = keys.swapaxes(2, 3)
-    page = keys.shape[2]
-    capacity = table.shape[1] * page
+    keys, values = _ordered(keys, key_axes), _ordered(values, value_axes)
+    kv_heads, group = keys.shape[1], q.shape[-2] // keys.shape[1]
+    capacity = table.shape[1] * keys.shape[2]
     present = _present(where, positions, rows, table)
     newest: dict[int, int] = {}
     for _, row, p in present:
@@ -161,7 +164,7 @@ def _cached_attention(
         oldest = max(p + 1 - window, 0) if window else 0
         if ring and newest[row] - oldest >= capacity:
             raise KernelError(f"{where}: positions {oldest} to {newest[row]} lie outside the capacity of {capacity}")
-        at = _place(where, np.arange(oldest, p + 1), table[row], keys, page, ring)
+        at = _place(where, np.arange(oldest, p + 1), table[row], keys, ring)
         seen_keys, seen_values = (pool[at[0], :, at[1]].swapaxes(0, 1) for pool in (keys, values))
         scores = q[token].reshape(kv_heads, group, -1) @ seen_keys.swapaxes(1, 2) * factor  # [kv_heads, group, keys]
         if softcap is not None:
@@ -175,24 +178,24 @@ def _cached_attention(
 @op(
     "cached_attention", reference=_cached_attention, tolerance=1e-5, traits=[TAKES_PACKED, CHECKS_DATA],
     samples=[
-        sample(f32(2, 3, 4, 16), f32(5, 2, 16, 64), f32(5, 2, 64, 16), i32(2, 3, low=-2, high=128),
-               i32(2, 2, low=0, high=5), transposed=True),
+        sample(f32(2, 3, 4, 16), f32(2, 5, 16, 64), f32(2, 5, 64, 16), i32(2, 3, low=-2, high=128),
+               i32(2, 2, low=0, high=5), key_axes="hpds", value_axes="hpsd"),
         sample(f32(3, 1, 6, 20), f32(8, 2, 20, 64), f32(8, 2, 64, 33), i32(3, 1, low=0, high=192),
-               i32(3, 3, low=0, high=8), transposed=True),
-        sample(f32(1, 70, 2, 64), f32(2, 1, 64, 64), f32(2, 1, 64, 64), i32(1, 70, low=-9, high=128),
-               i32(1, 2, low=0, high=2), transposed=True, mask_kind="sliding(40)"),
-        sample(f32(2, 4, 3, 80), f32(2, 3, 80, 64), f32(2, 3, 64, 80), i32(2, 4, low=0, high=64),
-               i32(2, 1, low=0, high=2), transposed=True, scale=0.3, softcap=5.0),
-        sample(f32(2, 3, 4, 32), f32(3, 2, 32, 64), f32(3, 2, 64, 16), i32(2, 3, low=100, high=120),
-               i32(2, 1, low=0, high=3), transposed=True, mask_kind="sliding(40)", ring=True),
-        sample(f32(9, 4, 16), f32(5, 2, 16, 64), f32(5, 2, 64, 16), i32(9, low=-4, high=128),
-               i32(3, 2, low=0, high=5), i32(9, low=0, high=3), transposed=True),
+               i32(3, 3, low=0, high=8), key_axes="phds"),
+        sample(f32(1, 70, 2, 64), f32(1, 2, 64, 64), f32(1, 2, 64, 64), i32(1, 70, low=-9, high=128),
+               i32(1, 2, low=0, high=2), key_axes="hpds", value_axes="hpsd", mask_kind="sliding(40)"),
+        sample(f32(2, 4, 3, 80), f32(3, 2, 80, 64), f32(3, 2, 64, 80), i32(2, 4, low=0, high=64),
+               i32(2, 1, low=0, high=2), key_axes="hpds", value_axes="hpsd", scale=0.3, softcap=5.0),
+        sample(f32(2, 3, 4, 32), f32(2, 3, 32, 64), f32(2, 3, 64, 16), i32(2, 3, low=100, high=120),
+               i32(2, 1, low=0, high=3), key_axes="hpds", value_axes="hpsd", mask_kind="sliding(40)", ring=True),
+        sample(f32(9, 4, 16), f32(2, 5, 16, 64), f32(2, 5, 64, 16), i32(9, low=-4, high=128),
+               i32(3, 2, low=0, high=5), i32(9, low=0, high=3), key_axes="hpds", value_axes="hpsd"),
         sample(f32(2, 3, 4, 8), f32(7, 2, 16, 8), f32(7, 2, 16, 5), i32(2, 3, low=-2, high=48),
                i32(2, 3, low=0, high=7)),
         sample(f32(6, 2, 8), f32(7, 2, 16, 8), f32(7, 2, 16, 8), i32(6, low=100, high=110), i32(2, 3, low=0, high=7),
                i32(6, low=0, high=2), mask_kind="sliding(30)", ring=True),
-        sample(f32(1, 5, 4, 96), packed("q8_0", 3, 2, 64, 96), packed("q8_0", 3, 2, 64, 32), i32(1, 5, low=-1, high=99),
-               i32(1, 2, low=0, high=3), scale=1e-3),
+        sample(f32(1, 5, 4, 96), packed("q8_0", 2, 3, 64, 96), packed("q8_0", 2, 3, 64, 32), i32(1, 5, low=-1, high=99),
+               i32(1, 2, low=0, high=3), key_axes="hpsd", value_axes="hpsd", scale=1e-3),
         sample(f32(2, 3, 3, 32), packed("q8_0", 2, 1, 64, 32), packed("q8_0", 2, 1, 64, 96), i32(2, 3, low=90, high=99),
                i32(2, 1, low=0, high=2), mask_kind="sliding(50)", ring=True, scale=1e-3),
     ],
@@ -208,18 +211,19 @@ def cached_attention(
     mask_kind: str = "causal",
     scale: float | None = None,
     softcap: float | None = None,
-    transposed: bool = False,
+    key_axes: str = POOL_AXES,
+    value_axes: str = POOL_AXES,
     ring: bool = False,
 ) -> TensorType:
     """softmax(scale · q kᵀ, softcapped and masked) v for each head, over the keys and values of cached sequences.
 
     `q` is [batch, seq, heads, head_dim] with `positions` [batch, seq], or [tokens, heads, head_dim] with `positions`
     and `rows` [tokens]; heads are a multiple of kv_heads. `keys` and `values` are pools of pages of one size
-    (`transposed` is of the keys), `table` [rows, blocks] has the page numbers of both; see kv_append. A query sees the
-    keys of its row up to and including its position, or the last w of them (mask kind sliding(w)); what the pages hold
-    at other positions does not matter. A negative position is padding and gives zeros. A position beyond the
-    capacity, a row, or a page that is seen and does not exist is an error at run time. The scale is 1/√head_dim unless
-    given.
+    with their axes in the order of `key_axes` and `value_axes`; `table` [rows, blocks] has the page numbers of both
+    (see kv_append). A query sees the keys of its row up to and including its position, or the last w of them (mask kind
+    sliding(w)); what the pages hold at other positions does not matter. A negative position is padding and gives zeros.
+    A position beyond the capacity, a row, or a page that is seen and does not exist is an error at run time. The scale
+    is 1/√head_dim unless given.
 
     Caches that are a `ring` go with sliding windows. From the oldest key that a query of a row sees to the newest query
     of the row, there have to be at most as many positions as the ring holds; more are an error at run time.
@@ -235,8 +239,10 @@ def cached_attention(
     if q.rank != lead + 2 or not all(isinstance(d, int) and d > 0 for d in q.shape[lead:]):
         axes = "batch, seq" if lead == 2 else "tokens"
         raise ShapeError(f"{where}: q is [{axes}, heads, head_dim], the last two fixed numbers above 0, found {q}")
-    _check_pool(where, "keys", keys, transposed)
-    _check_pool(where, "values", values, False)
+    of_keys, of_values = (
+        _check_pool(where, name, pool, axes)
+        for name, pool, axes in (("keys", keys, key_axes), ("values", values, value_axes))
+    )
     width = F32 if keys.dtype is PACKED else keys.dtype.wide
     if not q.dtype.is_float or keys.dtype is not values.dtype or width is not q.dtype.wide:
         raise DTypeError(
@@ -244,33 +250,34 @@ def cached_attention(
             f"keys {keys.dtype}, values {values.dtype}"
         )
     heads, head_dim = q.shape[lead:]
-    (page, key_dim), kv_heads = _page(keys, transposed), values.shape[1]
-    require_equal(head_dim, key_dim, f"{where}: head_dim of q is {head_dim}, of keys {key_dim}")
-    require_equal(keys.shape[1], kv_heads, f"{where}: keys have {keys.shape[1]} heads, values {kv_heads}")
-    require_equal(page, values.shape[2], f"{where}: a page has {page} keys and {values.shape[2]} values")
-    counts = keys.shape[0], values.shape[0]
-    require_equal(*counts, f"{where}: there are {counts[0]} pages of keys and {counts[1]} of values")
+    kv_heads = of_values["h"]
+    require_equal(head_dim, of_keys["d"], f"{where}: head_dim of q is {head_dim}, of keys {of_keys['d']}")
+    require_equal(of_keys["h"], kv_heads, f"{where}: keys have {of_keys['h']} heads, values {kv_heads}")
+    pages = f"a page has {of_keys['s']} keys and {of_values['s']} values"
+    require_equal(of_keys["s"], of_values["s"], f"{where}: {pages}")
+    pools = f"there are {of_keys['p']} pages of keys and {of_values['p']} of values"
+    require_equal(of_keys["p"], of_values["p"], f"{where}: {pools}")
     assert isinstance(heads, int) and isinstance(kv_heads, int)
     if heads % kv_heads:
         raise ShapeError(f"{where}: {heads} query heads are no multiple of {kv_heads} key heads")
-    return q.with_shape(*q.shape[:-1], values.shape[3])
+    return q.with_shape(*q.shape[:-1], of_values["d"])
 
 
 # -- type rules -------------------------------------------------------------------------------------------------------
-def _page(pool: TensorType, transposed: bool) -> tuple[Size, Size]:
-    """Positions of a page, and the size of a head."""
-    page, dim = pool.shape[2:]
-    return (dim, page) if transposed else (page, dim)
-
-
-def _check_pool(where: str, name: str, pool: TensorType, transposed: bool) -> None:
-    axes = "dim, page" if transposed else "page, dim"
-    if pool.rank != 4 or not all(isinstance(d, int) and d > 0 for d in pool.shape[1:]):
-        raise ShapeError(f"{where}: {name}: expected [pages, kv_heads, {axes}], the last three fixed, found {pool}")
+def _check_pool(where: str, name: str, pool: TensorType, axes: str) -> dict[str, Size]:
+    """Checks the type of a pool; the result is the size of each axis."""
+    if sorted(axes) != sorted(POOL_AXES):
+        raise GraphError(f"{where}: {name}: axes are {axes!r}", hint=f"an order of {POOL_AXES!r}")
+    sizes = dict(zip(axes, pool.shape, strict=False))
+    if pool.rank != 4 or not all(isinstance(d, int) and d > 0 for axis, d in sizes.items() if axis != "p"):
+        names = {"p": "pages", "h": "kv_heads", "s": "page", "d": "dim"}
+        wanted = ", ".join(names[axis] for axis in axes)
+        raise ShapeError(f"{where}: {name}: expected [{wanted}], fixed numbers above 0 but for pages, found {pool}")
     if not pool.dtype.is_float and pool.dtype is not PACKED:
         raise DTypeError(f"{where}: {name}: pages hold floats or {PACKED}, found {pool.dtype}")
-    if transposed and pool.dtype.is_packed:
-        raise GraphError(f"{where}: {name}: pages of {pool.dtype} cannot be transposed", hint="leave out transposed")
+    if pool.dtype.is_packed and axes[-1] != "d":
+        raise GraphError(f"{where}: {name}: axes of {pool.dtype} are {axes!r}", hint="packed rows are last: end in d")
+    return sizes
 
 
 def _check_tokens(

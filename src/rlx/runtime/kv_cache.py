@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from rlx.dtypes import dtype as dtype_of
 from rlx.errors import CapabilityError
 from rlx.target import KvLayout
+from rlx.types import Size
 
 CACHES = ("auto", "f32", "f16", "q8_0")  # what keys and values may be asked to be kept in
 AUTO = ("f16", "f32")  # what auto may become
@@ -53,9 +54,13 @@ class KvCacheSpec:
         """That of a layer."""
         return self.windows[layer] if self.windows else 0
 
-    def page_shape(self, kind: str) -> tuple[int, int, int]:
-        """The axes of a page of `keys` or `values`."""
-        return self.layout.page_shape(kind, dtype_of(self.dtype), self.kv_heads, self.head_dim)
+    def axes(self, kind: str) -> str:
+        """The order of axes in pools of `keys` or `values`."""
+        return self.layout.axes(kind, dtype_of(self.dtype))
+
+    def pool_shape(self, kind: str, pages: Size) -> tuple[Size, ...]:
+        """The shape of a pool of `keys` or `values`, in elements."""
+        return self.layout.pool_shape(kind, dtype_of(self.dtype), pages, self.kv_heads, self.head_dim)
 
 
 def table_name(window: int) -> str:

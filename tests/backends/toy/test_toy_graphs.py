@@ -22,6 +22,7 @@ from rlx.ir.registry import packed
 from rlx.models import config as configs
 from rlx.models import llama
 from rlx.profile import CompileProfile, Precision
+from rlx.target import KvLayout
 from rlx.transforms import grad
 
 Array = np.ndarray[Any, Any]
@@ -177,7 +178,7 @@ def test_a_llama_with_caches_equals_its_forward_pass_in_numpy(kind: str | None) 
             weights[name] = blocks.view(rlx.dtype(kind).numpy)
             plain[name] = gguf.quants.dequantize(blocks, ggml)
     config = configs.from_hf(llama.Config, settings, "test")
-    built = llama.decoder("llama", config, 128, None).build(MapWeights(weights))
+    built = llama.decoder("llama", config, 128, None).cache_layout(KvLayout()).build(MapWeights(weights))
     toy = rlx.compile(built.module, "toy")
     params: dict[str, Any] = weights | dict(built.params)
     toy.set_params({node.attrs["name"]: params[node.attrs["name"]] for node in built.module.params})
@@ -187,7 +188,7 @@ def test_a_llama_with_caches_equals_its_forward_pass_in_numpy(kind: str | None) 
     caches: dict[str, Any] = {}
     for i in range(spec.layers):
         for of in ("keys", "values"):
-            caches[f"{of}.{i}"] = zeros((3, *spec.page_shape(of)), np.dtype(np.float32))
+            caches[f"{of}.{i}"] = zeros(spec.pool_shape(of, 3), np.dtype(np.float32))
     caches["table"] = np.int32([[2, 0]])
     tokens = [7, 1, 42, 63, 0, 9, 9, 30]
     found = []

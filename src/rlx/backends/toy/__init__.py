@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
@@ -20,21 +19,12 @@ from rlx.lir import expressions, kernels, loops, program, views
 from rlx.lir.kernels import Kernel
 from rlx.lir.loops import LoopKernel
 from rlx.lir.program import Program
-from rlx.target import KvLayout, Target
+from rlx.target import Target
 
 __all__ = ["TOY", "ToyAllocator", "ToyBackend", "ToyBuffer", "ToyExecutable"]
 
 
-@dataclass(frozen=True, slots=True)
-class ToyTarget(Target):
-    """A machine without vectors: pages hold keys as rows."""
-
-    @property
-    def kv_layout(self) -> KvLayout:
-        return KvLayout(transposed_keys=False)
-
-
-TOY = ToyTarget("toy", device="toy")
+TOY = Target("toy", device="toy")
 
 
 class ToyBackend(Backend):

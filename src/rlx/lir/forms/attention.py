@@ -17,6 +17,7 @@ from rlx.lir.loops import Check, Expr, For, Index, Let, Reduce, Ref, Stmt, numbe
 from rlx.lir.schedule import Scheduler, decode_unit, loop_form
 from rlx.lir.views import View
 from rlx.ops.attention import parse_mask
+from rlx.target import POOL_AXES
 from rlx.types import Size, TensorType, dim_min, product
 
 # The unit at hand, and the key.
@@ -130,6 +131,18 @@ class CachedTokens:
         return cls(_single(tokens[0]), _single(tokens[1]), tokens[2], s.view(rows), result, _single(result))
 
 
+def in_order(pool: View, axes: str) -> View:
+    """A pool as [pages, kv_heads, page, dim]."""
+    return pool.transpose([axes.index(axis) for axis in POOL_AXES])
+
+
+def pools(s: Scheduler, node: Node) -> tuple[View, View]:
+    """Keys and values of `cached_attention`, in that order of axes."""
+    _, keys, values, *_ = node.operands
+    assert keys is not None and values is not None
+    return in_order(s.view(keys), node.attrs["key_axes"]), in_order(s.view(values), node.attrs["value_axes"])
+
+
 def _single(view: View) -> View:
     """[tokens, ...] as [tokens, 1, ...]."""
     return view.with_((view.shape[0], 1, *view.shape[1:]), (view.strides[0], 1, *view.strides[1:]))
@@ -141,8 +154,8 @@ def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
 
     So a ring gives the bits of a cache of everything.
     """
-    tokens, (keys, values) = CachedTokens.of(s, node), (s.view(o) for o in node.operands[1:3] if o is not None)
-    storage, transposed = node.operands[1].dtype, node.attrs["transposed"]  # type: ignore[union-attr]
+    tokens, (keys, values) = CachedTokens.of(s, node), pools(s, node)
+    storage = node.operands[1].dtype  # type: ignore[union-attr]
     q, (rows, blocks), pages, page = tokens.q, tokens.table.shape, keys.shape[0], values.shape[2]
     assert isinstance(page, int)
     a = _Queries(s, node, q, values.shape[1])
@@ -169,7 +182,7 @@ def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
     ]
     seen = Ref("looks", BOOL) & a.seen(position)
 
-    listed, paged, lane = a.load(table, Ref("row", I64), place // page).cast(I64), Ref("paged", I64), place % page
+    listed, paged, slot = a.load(table, Ref("row", I64), place // page).cast(I64), Ref("paged", I64), place % page
     in_pool = (listed >= 0) & (listed < a.builder.arg("pages", pages))
     own_page = in_pool.select(listed, 0)  # page 0 stands in for one that does not exist
     exists = Ref("exists", BOOL)
@@ -182,12 +195,12 @@ def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
     value: Read
     if storage.is_packed:
         packed_keys, packed_values = a.packed(keys, storage), a.packed(values, storage)
-        key = lambda d: packed_keys(paged, KV_HEAD, lane, d)
-        value = lambda j: packed_values(own_page, KV_HEAD, lane, j)
+        key = lambda d: packed_keys(paged, KV_HEAD, slot, d)
+        value = lambda j: packed_values(own_page, KV_HEAD, slot, j)
     else:
         plain_keys, plain_values = a.read(keys), a.read(values)
-        key = lambda d: a.load(plain_keys, paged, KV_HEAD, *((d, lane) if transposed else (lane, d)))
-        value = lambda j: a.load(plain_values, own_page, KV_HEAD, lane, j)
+        key = lambda d: a.load(plain_keys, paged, KV_HEAD, slot, d)
+        value = lambda j: a.load(plain_values, own_page, KV_HEAD, slot, j)
     scores += [*a.score(key), *a.masked(None, seen & exists)]
     _attend(s, a, q, count, scores, value, [tokens.out])
     return [tokens.result]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rlx.dtypes import BOOL, F16, F32, I8, I32, I64, DType
 from rlx.ir.graph import Node
 from rlx.lir.aliasing import may_write
-from rlx.lir.forms import attention as attention  # has `cached_attention`
+from rlx.lir.forms import attention
 from rlx.lir.forms.blocks import UNIT
 from rlx.lir.kernels import BEYOND_CAPACITY, OUTSIDE_POOL, OUTSIDE_TABLE
 from rlx.lir.loops import Arg, Check, Const, Expr, For, Index, Let, Load, Place, Reduce, Ref, Stmt, Store
@@ -30,8 +30,8 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         pool = s.copied(pool)
     if new.buffer == pool.buffer:
         new = s.copied(new)
-    transposed, storage = node.attrs["transposed"], node.types[0].dtype
-    page = pool.shape[3 if transposed else 2]
+    storage, ordered = node.types[0].dtype, attention.in_order(pool, node.attrs["axes"])
+    pages, kv_heads, page = ordered.shape[:3]
     assert isinstance(page, int)
     if ragged:  # one batch entry
         new, positions = (_with_axis(v, 0) for v in (new, positions))
@@ -39,10 +39,10 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     for view in (new, s.contiguous(positions), s.contiguous(table), *map(s.contiguous, ragged)):
         builder.param(view)
     first = len(builder.views)
-    for view in (_as_type(pool, F16), _as_type(pool, I8)) if storage.is_packed else (pool,):
+    for view in (_as_type(ordered, F16), _as_type(ordered, I8)) if storage.is_packed else (ordered,):
         builder.param(view, written=True)
-    tokens, (row_count, blocks), pages = new.shape[1], table.shape, pool.shape[0]
-    append = _Append(builder, first, transposed, page, "row" if ragged else "")
+    tokens, (row_count, blocks) = new.shape[1], table.shape
+    append = _Append(builder, first, page, ragged=bool(ragged))
     capacity = builder.arg("capacity", blocks * page * dim_min(pages, 1))
     # In a ring every position has its place, unless there is none at all.
     some = dim_min(row_count * blocks * pages, 1)
@@ -53,9 +53,9 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         inside = (row >= 0) & (row < builder.arg("rows", row_count))
         checks.append(Check((append.position("c") < 0) | inside, OUTSIDE_TABLE))
     write = append.quantise(storage) if storage.is_packed else append.write()
-    units = product((new.shape[0], pool.shape[1]))
+    units = product((new.shape[0], kv_heads))
     body: tuple[Stmt, ...] = (
-        *decode_unit(builder, (new.shape[0], pool.shape[1]), ["b", "h"]),
+        *decode_unit(builder, (new.shape[0], kv_heads), ["b", "h"]),
         For("c", builder.arg("tokens", tokens), tuple(checks), vector=True),
         # Without rows, blocks or pages there is nothing that a skipped token could look up either.
         For("t", builder.arg("room_for", tokens * some), (*append.place(limit, capacity, row_count, pages), *write)),
@@ -67,8 +67,8 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 class _Append:
     """Statements of a unit of `kv_append`: head `h` of token `t` goes to slot `slot` of page `page`, if it is ok."""
 
-    def __init__(self, builder: LoopBuilder, pool: int, transposed: bool, page: int, row: str) -> None:
-        self.builder, self.pool, self.transposed, self.page, self.ragged = builder, pool, transposed, page, bool(row)
+    def __init__(self, builder: LoopBuilder, pool: int, page: int, *, ragged: bool) -> None:
+        self.builder, self.pool, self.page, self.ragged = builder, pool, page, ragged
 
     def position(self, token: str) -> Expr:
         return self._number(POSITIONS, Ref("b", I64), Index(token))
@@ -102,7 +102,7 @@ class _Append:
     def write(self) -> tuple[Stmt, ...]:
         """One element after the other along `j`."""
         builder, page, h, slot, j = self.builder, Ref("page", I64), Ref("h", I64), Ref("slot", I64), Index("j")
-        at = _terms(builder, self.pool, page, h, *((j, slot) if self.transposed else (slot, j)))
+        at = _terms(builder, self.pool, page, h, slot, j)
         fresh = builder.load(NEW, _place_in_new(builder, j))
         size = builder.views[NEW].shape[3]
         assert isinstance(size, int)

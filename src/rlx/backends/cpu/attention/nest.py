@@ -315,28 +315,29 @@ class Units:
         packed = plan.region(self.b, self.scratch, "keys")
         return Keys(packed, plan.panel, plan.head_stride * plan.panel, packed, 0)
 
-    def on_pages(self, operand: str) -> tuple[Value, Value]:
-        """Where the keys or values of the block are, and those of the next one."""
+    def on_page(self, operand: str, page: Value, head: Value) -> Value:
+        """Where the keys or values of a page are."""
         b, words = self.b, self.words
+        index = b.add(b.mul(page, words[f"{operand}_page"]), b.mul(head, words[f"{operand}_head"]))
+        return b.offset(words[operand], b.mul(index, self.plan.stride_bytes))
 
-        def place(page: Value, head: Value) -> Value:
-            index = b.add(b.mul(page, words[f"{operand}_page"]), b.mul(head, words[f"{operand}_head"]))
-            return b.offset(words[operand], b.mul(index, self.plan.stride_bytes))
+    def values(self, base: Value) -> Value:
+        """Where the values of the block at `base` are."""
+        cached = self.plan.kernel.cached
+        return self.on_page("v", self.page, self.key_head) if cached else self.place("v", self.key_head, base)
 
-        return place(self.page, self.key_head), place(self.next_page, self.next_head)
-
-    def value_block(self, base: Value) -> tuple[Value, Value]:
-        """Where the values of the block at `base` are, and those of the next one."""
+    def next_values(self, values: Value) -> Value:
+        """Where those of the block after it are."""
         b, plan = self.b, self.plan
         if plan.kernel.cached:
-            return self.on_pages("v")
-        values = self.place("v", self.key_head, base)
-        return values, b.offset(values, b.mul(self.words["v_seq"], KEY_BLOCK * plan.stride_bytes))
+            return self.on_page("v", self.next_page, self.next_head)
+        return b.offset(values, b.mul(self.words["v_seq"], KEY_BLOCK * plan.stride_bytes))
 
     def cached_keys(self) -> Keys:
         """A page of keys is [head_dim][64], or made so: strips of it are panels whose rows lie apart."""
         b, plan = self.b, self.plan
-        place, following = self.on_pages("k")
+        place = self.on_page("k", self.page, self.key_head)
+        following = self.on_page("k", self.next_page, self.next_head)
         if not plan.widens_keys:
             return Keys(place, KEY_BLOCK, plan.panel, following, plan.panel * plan.size)
         self.call("unpack_keys" if plan.packed else "widen_keys", self.scratch, place, following)
@@ -357,7 +358,7 @@ class Units:
     def addresses(self, region: str, operand: str, base: Value, count: Value) -> None:
         """Note where the rows of the block lie; zeros stand in for those past `count` and those not kept."""
         rows = self.plan.region(self.b, self.scratch, region)
-        source = self.value_block(base)[0] if operand == "v" else self.place(operand, self.key_head, base)
+        source = self.values(base) if operand == "v" else self.place(operand, self.key_head, base)
         self.call("addresses", self.scratch, rows, source, self.words[f"{operand}_seq"], count)
 
     def covering(self, count: Value) -> Value:
@@ -449,7 +450,8 @@ class Outputs:
         unit, plan, b = self.unit, self.unit.plan, self.unit.b
         weights = plan.region(b, unit.scratch, "scores", b.mul(i64(first), KEY_BLOCK))
         outputs = plan.region(b, unit.scratch, "outputs", b.mul(b.add(self.row, first), plan.value_stride))
-        (values, following), stride = unit.value_block(self.base), unit.words["v_seq"]
+        values, stride = unit.values(self.base), unit.words["v_seq"]
+        following = unit.next_values(values)
         if plan.packs_values:
             values = plan.region(b, unit.scratch, "values")
         rows = self.row, i64(height), i64(begin), i64(end)

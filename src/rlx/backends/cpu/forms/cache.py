@@ -5,34 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rlx.dtypes import I32, I64
+from rlx.dtypes import I32, I64, DType
 from rlx.ir.graph import Node
-from rlx.lir.forms.attention import CachedTokens
+from rlx.lir.forms.attention import CachedTokens, pools
 from rlx.lir.forms.attention import cached_attention as portable
 from rlx.lir.kernels import KEY_BLOCK, AttentionKernel
 from rlx.lir.loops import Expr, Stmt
 from rlx.lir.schedule import Elements, Scheduler, map_elements
 from rlx.lir.views import View
 from rlx.ops.attention import split_mask
-from rlx.types import Size, TensorType, contiguous_strides
+from rlx.types import Size, TensorType
 
 
 def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
-    keys, values = (s.view(o) for o in node.operands[1:3] if o is not None)
-    storage, page, transposed = node.operands[1].dtype, values.shape[2], node.attrs["transposed"]  # type: ignore[union-attr]
-    if page != KEY_BLOCK or transposed != s.target.kv_layout.transposes("keys", storage):
+    keys, values = pools(s, node)
+    storage = node.operands[1].dtype  # type: ignore[union-attr]
+    if not _has_own_pages(keys, values, storage):
         return portable(s, node)  # pages of another backend
     tokens = CachedTokens.of(s, node)
     q, out = tokens.q if tokens.q.strides[-1] == 1 else s.copied(tokens.q), tokens.out
-    values = values if values.strides[-1] == 1 else s.copied(values)
     positions, table = (_narrow(s, v) for v in (tokens.positions, tokens.table))
     kind, window = split_mask(node.attrs["mask_kind"])
     kv_heads = values.shape[1]
     heads, head_dim, value_dim = *q.shape[2:], out.shape[3]
     assert isinstance(heads, int) and isinstance(kv_heads, int)
     assert isinstance(head_dim, int) and isinstance(value_dim, int)
-    if keys.strides[2:] != contiguous_strides(keys.shape[2:]):
-        keys = s.copied(keys)
     scale = node.attrs["scale"]
     kernel = AttentionKernel(
         dtype=q.dtype, head_dim=head_dim, value_dim=value_dim, group=heads // kv_heads, mask=kind, window=window,
@@ -59,6 +56,16 @@ def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
     flops = q.shape[0] * q.shape[1] * capacity * (heads * 2 * (head_dim + value_dim))
     s.launch(kernel, words, units, "heads", flops=flops)
     return [tokens.result]
+
+
+def _has_own_pages(keys: View, values: View, storage: DType) -> bool:
+    """Whether a page is what the kernel reads: values as rows, keys as [head_dim, 64], or as rows if they are packed.
+
+    The order of heads and pages does not matter.
+    """
+    page, head_dim = keys.shape[2:]
+    wanted = (head_dim, 1) if storage.is_packed else (1, page)
+    return page == KEY_BLOCK and keys.strides[2:] == wanted and values.strides[3] == 1
 
 
 def _narrow(s: Scheduler, numbers: View) -> View:
