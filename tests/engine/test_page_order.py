@@ -65,4 +65,4 @@ def test_bits_depend_on_neither_the_order_of_pages_nor_on_chunks(
     if cache == "f32":
         logits = np.frombuffer(found[0], np.float32).reshape(LENGTH, -1)
         wanted = tiny_llama.forward(weights, prompt(LENGTH), **config)["logits"]
-        assert (np.abs(logits - wanted).max(-1) / np.abs(wanted).max(-1)).max() < 1e-4  # angles of RoPE are f32
+        assert (np.abs(logits - wanted).max(-1) / np.abs(wanted).max(-1)).max() < 1e-4
