@@ -209,12 +209,12 @@ PLACES = [("reference", "f32"), *((t.name, "f32") for t in widths()), (BEST, "f6
 
 @pytest.mark.parametrize(("place", "element_type"), PLACES)
 @pytest.mark.parametrize("case", cases())
-def test_one_compilation_is_right_at_every_size(case: Case, place: str, element_type: str) -> None:
-    check_every_size(case, place, element_type)
-
-
-def check_every_size(case: Case, place: str, element_type: str) -> None:
+def test_one_compilation_is_right_at_every_size(
+    case: Case, place: str, element_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Compile once, run at all sizes of the case, compare with the oracle; nothing else gets compiled."""
+    if (place, element_type) == (BEST, "f32"):
+        monkeypatch.setenv("RLX_CHECK", "1")  # a kernel that leaves its arrays ends the process
     graph = rlx.Graph(case.op)
     inputs = [graph.input(f"x{i}", o.shape, o.dtype or element_type) for i, o in enumerate(case.operands)]
     result = graph.apply(case.op, *case.seen(inputs), **case.attrs)

@@ -85,12 +85,6 @@ def digits(name: str) -> Array:
 
 
 @functools.cache
-def vectors(name: str) -> Array:
-    """The vectors of a grid: float32 [size, length]."""
-    return np.array(GRIDS[name].levels, np.float32)[digits(name)]
-
-
-@functools.cache
 def words(name: str) -> tuple[int, ...]:
     """Each vector of a grid as one integer, `bits` bits a digit, the first digit lowest."""
     grid = GRIDS[name]

@@ -324,6 +324,16 @@ def test_runs_are_shared_where_one_alone_would_take_as_long() -> None:
 
 
 @within()
+def test_runs_stay_on_their_caller_where_one_alone_was_faster() -> None:
+    own = Pool(2, pool.compiled_driver())
+    long = np.array([0, 4_000_000], np.int64)
+    records, scratch = records_of(("delay", long, 1, 0)), scratch_for(2)
+    request = request_of(records, scratch)
+    request[driver.APART // 8] = 1  # tick
+    assert [own.execute(request.ctypes.data) for _ in range(2)] == [2, 1]
+
+
+@within()
 def test_a_brief_run_does_not_wake_workers() -> None:
     own, chain = Pool(2, pool.compiled_driver()), Mirror(units=64, phases=3, threads=2)
     request = request_of(chain.records, chain.scratch)

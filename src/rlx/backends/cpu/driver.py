@@ -63,9 +63,12 @@ READ_AHEAD = 256 << 10  # bytes at most: they must still be in a core's own cach
 READ_STEP = 256  # bytes between two looks at what a thread waits for
 
 # A request of `call`. The last words are the notes of the driver, 0 at first: the ticks of the shortest run, times its
-# threads; those of the last run that threads shared; until when a caller that slept is no sign of late workers.
-RECORDS, COUNT, SCRATCH, STRIDE, TRACE, SLOTS, SHORTEST, TOGETHER, TRUSTED = range(0, 72, 8)
-REQUEST_WORDS = 9
+# threads; the average ticks of the last runs that threads shared, whether the next of them begins a new average, and
+# the fewest ticks of one of them; the fewest ticks of a run alone since workers were last late; until when runs are
+# shared whatever happens, and for how long that was.
+RECORDS, COUNT, SCRATCH, STRIDE, TRACE, SLOTS, SHORTEST, *NOTES = range(0, 104, 8)
+TOGETHER, ANEW, BEST_TOGETHER, APART, TRUSTED, TRUSTED_FOR = NOTES
+REQUEST_WORDS = 13
 COPIED_WORDS = 6  # a job block begins with these words of its request
 
 # A job block. Words that different threads write lie 128 bytes apart, because x86 fetches cache lines in pairs.
@@ -105,11 +108,17 @@ OUT, IN, WATCHED = range(3)  # of INSIDE; WATCHED is IN, with a caller that slee
 # on its caller, if the one before ended more than a twentieth ago: by then workers sleep. In a loop they do not.
 BRIEF, REST = 5, 20
 # Workers are late where the caller has slept for more than an eighth of the last eight runs or so: some of them have
-# units in hand but no core. The next runs then stay on their callers for a while, twice as long each time: for so many
-# milliseconds, and for one run per `LEAST_ALONE` of them, because between runs there may be pauses.
+# units in hand but no core. A busy neighbour takes the caller's core as well, without a sleep: so they are where the
+# last four runs or so took half as long again as the best one, or longer than a run alone, and where that costs a
+# millisecond in eight runs. The next runs then stay on their callers for a while, four times as long each time: for so
+# many milliseconds, and for one run per `LEAST_ALONE` of them, because between runs there may be pauses.
 WINDOW, LATE_SHARE = 8, 8
-LEAST_ALONE, MOST_ALONE = 16, 1024  # milliseconds
-TRUST = 1024  # milliseconds for which runs are shared all the same, because one alone was no faster
+AVERAGED = 4
+FORGET = 256  # the best run counts for less with each run, by this part of it: sizes and machines change
+LEAST_ALONE, MOST_ALONE = 16, 2048  # milliseconds
+# Where the best of two runs alone, or a long one, is no faster, runs are shared again however late workers are: for so
+# many milliseconds and at least so many runs alone, twice as long each time.
+LEAST_TRUST, MOST_TRUST, TRUST_RUNS = 1024, 16384, 32
 
 WAIT, WAKE = 128, 129  # futex operations, private to the process
 EVERYONE = (1 << 31) - 1

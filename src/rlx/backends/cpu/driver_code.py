@@ -529,16 +529,27 @@ class Driver:
             def held() -> list[Value]:
                 _store(b, b.max(b.sub(runs, 1), 0), b.offset(job, d.ALONE_RUNS))
                 alone()
-                end, shared = self.now(b), word(request, d.TOGETHER)
-                # It was no faster: sharing is right, however late others are.
-                slow = b.icmp("sgt", b.sub(end, begin), b.sub(shared, b.op("ashr", shared, i64(4))))
+                end, average, before = self.now(b), word(request, d.TOGETHER), word(request, d.APART)
+                taken, again = b.sub(end, begin), b.icmp("ne", before, 0)
+                best = b.select(again, b.min(before, taken), taken)
+                note(request, d.APART, best)
 
-                def trust() -> None:
-                    for field in (d.ALONE_UNTIL, d.ALONE_RUNS):
-                        _store(b, i64(0), b.offset(job, field))
-                    note(request, d.TRUSTED, b.add(end, b.mul(unit, d.TRUST)))
+                def compare() -> None:
+                    trust = b.max(b.mul(word(request, d.TRUSTED_FOR), 2), b.mul(unit, d.LEAST_TRUST))
+                    trust = b.max(b.min(trust, b.mul(unit, d.MOST_TRUST)), b.mul(best, d.TRUST_RUNS))
+                    trust = b.select(b.icmp("sge", best, average), trust, i64(0))
+                    note(request, d.TRUSTED_FOR, trust)
+                    note(request, d.TRUSTED, b.add(end, trust))
 
-                b.when(b.op("and", b.icmp("ne", shared, 0), slow), trust)
+                    def share() -> None:
+                        for field in (d.ALONE_UNTIL, d.ALONE_RUNS):
+                            _store(b, i64(0), b.offset(job, field))
+
+                    b.when(b.icmp("ne", trust, 0), share)
+
+                # One short run may have been disturbed.
+                enough = b.op("or", again, b.icmp("sgt", taken, b.mul(unit, d.LEAST_ALONE)))
+                b.when(b.op("and", b.icmp("ne", average, 0), enough), compare)
                 return [i64(1)]
 
             def shared() -> list[Value]:
@@ -568,7 +579,13 @@ class Driver:
 
         end, unit = self.now(b), word(d.MILLISECOND)
         taken = b.sub(end, begin)
-        note(d.TOGETHER, taken, request)
+        before, best, apart = (word(field, request) for field in (d.TOGETHER, d.BEST_TOGETHER, d.APART))
+        first = b.icmp("eq", best, 0)
+        best = b.select(first, taken, b.min(taken, b.add(best, b.sdiv(best, d.FORGET))))
+        begins = b.op("or", first, b.icmp("ne", word(d.ANEW, request), 0))
+        average = b.select(begins, taken, b.add(before, b.sdiv(b.sub(taken, before), d.AVERAGED)))
+        for field, value in ((d.TOGETHER, average), (d.BEST_TOGETHER, best), (d.ANEW, i64(0))):
+            note(field, value, request)
 
         def over_window(total: int, value: Value) -> Value:
             before = word(total)
@@ -579,18 +596,24 @@ class Driver:
         all_taken = over_window(d.ALL_TAKEN, taken)
         late = b.icmp("sgt", b.mul(all_slept, d.LATE_SHARE), all_taken)
         late = b.op("and", late, b.icmp("sgt", all_slept, unit))
+        usual = b.select(b.icmp("eq", apart, 0), b.add(best, b.sdiv(best, 2)), apart)
+        lost = b.select(trusted, i64(0), b.sub(average, usual))
+        late = b.op("or", late, b.icmp("sgt", b.mul(lost, d.WINDOW), unit))
 
         def stay() -> list[Value]:
             pause = b.max(word(d.ALONE_FOR), b.mul(unit, d.LEAST_ALONE))
             _store(b, b.add(end, pause), b.offset(job, d.ALONE_UNTIL))
             _store(b, b.sdiv(pause, b.mul(unit, d.LEAST_ALONE)), b.offset(job, d.ALONE_RUNS))
-            note(d.ALONE_FOR, b.min(b.mul(pause, 2), b.mul(unit, d.MOST_ALONE)))
+            note(d.ALONE_FOR, b.min(b.mul(pause, 4), b.mul(unit, d.MOST_ALONE)))
+            note(d.APART, i64(0), request)
+            note(d.ANEW, i64(1), request)
             # Half of what makes workers late: another late run is enough, a good one wipes it out.
             return [b.sdiv(all_taken, 2 * d.LATE_SHARE), all_taken]
 
         def go_on() -> list[Value]:
-            good = b.icmp("slt", b.mul(all_slept, 2 * d.LATE_SHARE), all_taken)
-            note(d.ALONE_FOR, b.select(good, i64(0), word(d.ALONE_FOR)))
+            # Workers that have kept up for as long as runs would stay alone next are late no more.
+            since = b.sub(end, _load(b, b.offset(job, d.ALONE_UNTIL), "i64"))
+            note(d.ALONE_FOR, b.select(b.icmp("sgt", since, word(d.ALONE_FOR)), i64(0), word(d.ALONE_FOR)))
             return [all_slept, all_taken]
 
         all_slept, all_taken = b.when(late, stay, go_on)

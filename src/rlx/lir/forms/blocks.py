@@ -1,75 +1,39 @@
-"""Packed blocks as expressions: the number at a position of a block, from its bytes.
+"""Packed blocks in kernels: reads the bytes of a block as expressions, for the decoders of `formats/blocks.py`.
 
-A decoder is written once, for a `Position` that is known (unrolled kernels: offsets and shifts become constants), an
-index or a mixture of both, and for any `Source` of the bytes: blocks as files have them (`RowBlocks`), or as a backend
-lays them out. Bits are those of ggml: widen, then multiply and add in its order.
+A `Source` says where the bytes lie: blocks as files have them (`RowBlocks`), or as a backend lays them out.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from rlx.dtypes import F16, F32, I16, I32, I64, U8, DType
-from rlx.errors import LowerError
+from rlx.formats import blocks
+from rlx.lir.forms.small_floats import small_float
 from rlx.lir.loops import (
     Const,
     Expr,
     Let,
     Load,
+    Lookup,
     Place,
     Ref,
     Stmt,
+    Table,
     known,
 )
 
 UNIT = 2  # bytes
 RECENT = 12  # words that stay in registers
-
-
-def signed_word(bits: int) -> int:
-    """32 bits as the number that an i32 with them is."""
-    return bits - ((bits & 1 << 31) << 1)
+Int = int | Expr  # a number that is known, or an expression
 
 
 def unit_of(storage: DType) -> DType:
     """What blocks are read by."""
     return I16 if storage.unit == UNIT else U8
-
-
-# -- positions ------------------------------------------------------------------------------------------------------
-Int = int | Expr  # a number that is known, or an expression
-
-
-def _where(condition: Int, then: Expr, other: Expr) -> Expr:
-    """`then` where the condition is not 0."""
-    if isinstance(condition, int):
-        return then if condition else other
-    return condition.ne(0).select(then, other)
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where in a block: `outer` groups of 2**span, then `inner` positions."""
-
-    outer: Int
-    span: int
-    inner: int
-
-    @classmethod
-    def of(cls, index: Expr) -> Position:
-        """A position that is not known at all."""
-        return cls(index, 0, 0)
-
-    def __rshift__(self, n: int) -> Int:
-        if n > self.span:
-            return self.outer >> n - self.span
-        return (self.outer << self.span - n) + (self.inner >> n)
-
-    def __and__(self, mask: int) -> Int:
-        high = mask >> self.span
-        return ((self.outer & high) << self.span) + (self.inner & mask) if high else self.inner & mask
 
 
 # -- where blocks lie -----------------------------------------------------------------------------------------------
@@ -120,6 +84,11 @@ class RowBlocks:
         return Load(self.units, self.unit_at(known(index, I64)), kind).cast(I32)
 
 
+@functools.cache
+def _in_code(table: blocks.Table) -> Table:
+    return Table.of(table.name, table.values)
+
+
 # -- reading a block ------------------------------------------------------------------------------------------------
 @dataclass
 class Block:
@@ -153,8 +122,34 @@ class Block:
 
     def signed(self, byte: Int) -> Expr:
         """A byte as a signed number."""
+        return self.top_byte(byte, 24)
+
+    def byte(self, index: int) -> Expr:
+        """A byte, where units are bytes."""
+        return self.source.byte(index)
+
+    def top_byte(self, byte: Int, shift: int) -> Expr:
+        """A byte at the top of a word, shifted down with its sign."""
         index, start = self.source.split(byte)
-        return self.word(index) << (24 - start) >> 24
+        return self.word(index) << (24 - start) >> shift
+
+    def lookup(self, table: blocks.Table, index: Int) -> Expr:
+        """An entry of a table, which becomes part of the code."""
+        return known(table.values[index], I32) if isinstance(index, int) else Lookup(_in_code(table), index)
+
+    def where(self, condition: Int, then: Expr, other: Expr) -> Expr:
+        """`then` where the condition is not 0."""
+        if isinstance(condition, int):
+            return then if condition else other
+        return condition.ne(0).select(then, other)
+
+    def zero(self) -> Expr:
+        """The integer 0."""
+        return known(0, I32)
+
+    def from_half(self, bits: Expr) -> Expr:
+        """The f16 with these bits, widened."""
+        return small_float(bits, "f16")
 
     def word(self, index: Int) -> Expr:
         """A word, as wide as the source has them; the last few stay in registers."""
@@ -175,116 +170,7 @@ class Block:
         return Ref(name, value.dtype)
 
 
-# -- the types ------------------------------------------------------------------------------------------------------
-Decoder = Callable[[Block, Position], Expr]
-
-
-def _nibble(b: Block, base: int, i: Position) -> Expr:
-    return b.bits((i & 15) + base, (i >> 4) << 2, 4)
-
-
-def _fifth(b: Block, base: int, i: Position) -> Expr:
-    return b.bits((i >> 3) + base, i & 7, 1) << 4
-
-
-def _q4_0(b: Block, i: Position) -> Expr:
-    return (_nibble(b, 2, i) - 8).cast(F32) * b.half(0)
-
-
-def _q4_1(b: Block, i: Position) -> Expr:
-    return _nibble(b, 4, i).cast(F32) * b.half(0) + b.half(1)
-
-
-def _q5_0(b: Block, i: Position) -> Expr:
-    return ((_nibble(b, 6, i) | _fifth(b, 2, i)) - 16).cast(F32) * b.half(0)
-
-
-def _q5_1(b: Block, i: Position) -> Expr:
-    return (_nibble(b, 8, i) | _fifth(b, 4, i)).cast(F32) * b.half(0) + b.half(1)
-
-
-def _q8_0(b: Block, i: Position) -> Expr:
-    return b.signed((i & 31) + 2).cast(F32) * b.half(0)
-
-
-def _pair(b: Block, base: int, i: Position) -> Expr:
-    """Two bits: 128 positions are four planes of 32 bytes."""
-    return b.bits(((i >> 7) << 5) + (i & 31) + base, (i >> 5 & 3) << 1, 2)
-
-
-def _q2_k(b: Block, i: Position) -> Expr:
-    s = i >> 4
-    scale = b.keep(("scale", s), lambda: b.half(40) * b.bits(s, 0, 4).cast(F32))
-    least = b.keep(("min", s), lambda: b.half(41) * b.bits(s, 4, 4).cast(F32))
-    return _pair(b, 16, i).cast(F32) * scale - least
-
-
-def _q3_k(b: Block, i: Position) -> Expr:
-    s = i >> 4
-
-    def scale() -> Expr:
-        low, high = b.bits((s & 7) + 96, (s >> 3) << 2, 4), b.bits((s & 3) + 104, (s >> 2) << 1, 2)
-        return b.half(54) * ((low | high << 4) - 32).cast(F32)
-
-    high = b.bits(i & 31, i >> 5, 1) << 2
-    return ((_pair(b, 32, i) | high) - 4).cast(F32) * b.keep(("scale", s), scale)
-
-
-def _k_scales(b: Block, i: Position) -> tuple[Expr, Expr]:
-    """A 6-bit scale and minimum: four whole in the low bits of bytes 4-7 and 8-11, four as bytes 12-15 + top bits."""
-    j = i >> 5
-    late, at = j >> 2, j & 3
-
-    def scale() -> Expr:
-        split = b.bits(at + 12, 0, 4) | b.bits(at + 4, 6, 2) << 4
-        return b.half(0) * _where(late, split, b.bits(at + 4, 0, 6)).cast(F32)
-
-    def least() -> Expr:
-        split = b.bits(at + 12, 4, 4) | b.bits(at + 8, 6, 2) << 4
-        return b.half(1) * _where(late, split, b.bits(at + 8, 0, 6)).cast(F32)
-
-    return b.keep(("scale", j), scale), b.keep(("min", j), least)
-
-
-def _k_nibble(b: Block, base: int, i: Position) -> Expr:
-    """Four bits: 64 positions are 32 bytes, low halves first."""
-    return b.bits(((i >> 6) << 5) + (i & 31) + base, (i >> 5 & 1) << 2, 4)
-
-
-def _q4_k(b: Block, i: Position) -> Expr:
-    scale, least = _k_scales(b, i)
-    return _k_nibble(b, 16, i).cast(F32) * scale - least
-
-
-def _q5_k(b: Block, i: Position) -> Expr:
-    scale, least = _k_scales(b, i)
-    q = _k_nibble(b, 48, i) | b.bits((i & 31) + 16, i >> 5, 1) << 4
-    return q.cast(F32) * scale - least
-
-
-def _q6_k(b: Block, i: Position) -> Expr:
-    s = i >> 4
-    scale = b.keep(("scale", s), lambda: b.half(104) * b.signed(s + 192).cast(F32))
-    low = b.bits(((i >> 7) << 6) + (i & 63), (i >> 6 & 1) << 2, 4)
-    return ((low | _pair(b, 128, i) << 4) - 32).cast(F32) * scale
-
-
-def _q8_k(b: Block, i: Position) -> Expr:
-    return b.signed((i & 255) + 4).cast(F32) * b.single(0)
-
-
-DECODERS: dict[str, Decoder] = {
-    "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0, "q2_k": _q2_k, "q3_k": _q3_k,
-    "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k, "q8_k": _q8_k,
-}  # fmt: skip
-
-
-def decode(storage: DType, block: Block, position: Position) -> Expr:
-    """The number at a position."""
-    if storage.name not in DECODERS:  # one with tables, or one that nobody knows
-        from rlx.lir.forms.grid_blocks import DECODERS as WITH_TABLES  # which needs this module
-
-        DECODERS.update(WITH_TABLES)
-    if storage.name not in DECODERS:
-        raise LowerError(f"blocks of {storage}: no kernel reads them", hint="known: " + ", ".join(DECODERS))
-    return DECODERS[storage.name](block, position)
+def decode(storage: DType, block: Block, position: blocks.Position) -> Expr:
+    """The number at a position of a block."""
+    number: Expr = blocks.decode(storage, block, position)
+    return number

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 
 from rlx.dtypes import BOOL, F16, I64, DType
 from rlx.errors import LowerError
+from rlx.formats.blocks import Position
 from rlx.ir.graph import Graph, Node
-from rlx.lir.forms.blocks import Block, Position, RowBlocks, decode
+from rlx.lir.forms.blocks import Block, RowBlocks, decode
 from rlx.lir.forms.elementwise import body_lets
 from rlx.lir.forms.index import in_range
 from rlx.lir.kernels import OUT_OF_RANGE

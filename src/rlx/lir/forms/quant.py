@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.dtypes import F16, F32, I32, DType
+from rlx.formats.blocks import Position
 from rlx.ir.graph import Node
-from rlx.lir.forms.blocks import Block, Position, RowBlocks, decode
+from rlx.lir.forms.blocks import Block, RowBlocks, decode
 from rlx.lir.forms.elementwise import scalar_form
 from rlx.lir.forms.small_floats import FLOATS, small_bits, small_float
 from rlx.lir.loops import Expr, Place, Stmt

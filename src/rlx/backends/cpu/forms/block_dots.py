@@ -17,8 +17,9 @@ from rlx.backends.cpu.forms.panels import ARGUMENTS, Panels, block_number, multi
 from rlx.backends.cpu.packing.activations import Activations, activations_for
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import F32, I32, I64, DType
-from rlx.lir.forms.blocks import Block, signed_word
-from rlx.lir.forms.grid_blocks import power_scale
+from rlx.formats.blocks import signed_word
+from rlx.formats.grid_blocks import power_scale
+from rlx.lir.forms.blocks import Block
 from rlx.lir.loops import (
     Apply,
     Arg,

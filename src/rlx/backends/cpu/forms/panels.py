@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from rlx.backends.cpu.packing.interleaved import apart_of, first_word
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import F16, F32, I32, I64, U8, DType
-from rlx.lir.forms.blocks import UNIT, Block, Int, Position, decode
+from rlx.formats.blocks import Position
+from rlx.lir.forms.blocks import UNIT, Block, Int, decode
 from rlx.lir.loops import (
     Arg,
     Assign,

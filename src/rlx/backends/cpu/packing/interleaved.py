@@ -11,9 +11,10 @@ import numpy as np
 from rlx.backends.cpu.packing.activations import ActivationWords, activations_for, numbers_of
 from rlx.dtypes import F32, I16, I32, I64, DType
 from rlx.dtypes import dtype as dtype_of
+from rlx.formats.blocks import signed_word
 from rlx.ir.graph import Node
 from rlx.layouts import Layout, WeightLayout
-from rlx.lir.forms.blocks import signed_word, unit_of
+from rlx.lir.forms.blocks import unit_of
 from rlx.lir.loops import Const, Expr, For, Index, Load, Place, Ref, Stmt, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit
 from rlx.lir.views import View
