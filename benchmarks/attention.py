@@ -149,18 +149,29 @@ def rlx_cached(case: Case, threads: int, dtype: str) -> Prepared:
     import rlx
 
     d, (q, k, v) = case.dims, operands(case)
-    graph, blocks = rlx.Graph("attention"), rlx.dim("blocks")
+    graph = rlx.Graph("attention")
     query = graph.input("q", (1, "seq", d["heads"], d["size"]))
-    at = graph.input("positions", (1, "seq"), "i32")
-    keys = graph.state("keys", (1, d["kv_heads"], blocks, d["size"], 64), dtype)
-    values = graph.state("values", (1, d["kv_heads"], blocks * 64, d["size"]), dtype)
-    compiled = rlx.compile(graph.set_outputs(query.cached_attention(keys, values, at)), threads=threads)
+    at, table = graph.input("positions", (1, "seq"), "i32"), graph.input("table", (1, "blocks"), "i32")
+    layout, stored = rlx.Session().target.kv_layout, rlx.dtype(dtype)
+    keys, values = (
+        graph.state(of, layout.pool_shape(of, stored, rlx.dim("pages"), d["kv_heads"], d["size"]), dtype)
+        for of in ("keys", "values")
+    )
+    axes = {"key_axes": layout.axes("keys", stored), "value_axes": layout.axes("values", stored)}
+    attended = query.cached_attention(keys, values, at, table, **axes)
+    compiled = rlx.compile(graph.set_outputs(attended), threads=threads)
     kind = np.float16 if dtype == "f16" else np.float32
-    in_blocks = k.reshape(-1, 64, *k.shape[1:]).transpose(2, 0, 3, 1)[None].astype(kind)
-    rows = v.transpose(1, 0, 2)[None].astype(kind)
-    places = np.arange(d["keys"] - d["queries"], d["keys"], dtype=np.int32)[None]
+    pages = {
+        of: np.einsum(f"pshd->{layout.axes(of, stored)}", x.reshape(-1, layout.page, *x.shape[1:])).astype(kind)
+        for of, x in (("keys", k), ("values", v))
+    }
+    places = {
+        "positions": np.arange(d["keys"] - d["queries"], d["keys"], dtype=np.int32)[None],
+        "table": np.arange(layout.blocks(d["keys"]), dtype=np.int32)[None],
+    }
     feeds = [
-        {"q": q[None], "positions": places, "keys": in_blocks.copy(), "values": rows.copy()} for _ in range(d["layers"])
+        {"q": q[None], **places, **{n: np.ascontiguousarray(x.copy()) for n, x in pages.items()}}
+        for _ in range(d["layers"])
     ]
 
     def call() -> None:

@@ -963,34 +963,39 @@ def _sees(kind: str, query: int, keys: Array) -> Array:
 
 # -- the KV cache -----------------------------------------------------------------------------------------------------
 @oracle("kv_append")
-def _kv_append(cache: Array, new: Array, positions: Array, *, kind: str, ring: bool = False) -> Array:
-    """By way of the plain layout: one row a position."""
-    result = cache.copy()
-    rows = result.transpose(0, 2, 4, 1, 3) if kind == "keys" else result.transpose(0, 2, 1, 3)
-    capacity = result.shape[2] * (64 if kind == "keys" else 1)
-    for b, s in np.ndindex(positions.shape):
-        if (p := positions[b, s]) >= 0:
-            p = p % capacity if ring else p
-            rows[(b, *divmod(p, 64)) if kind == "keys" else (b, p)] = new[b, s]
+def _kv_append(
+    pool: Array, new: Array, positions: Array, table: Array, rows: Array | None = None, *, axes: str = "phsd",
+    ring: bool = False,
+) -> Array:  # fmt: skip
+    """Token by token."""
+    result = pool.copy()
+    by_slot = result.transpose(tuple(map(axes.index, "pshd")))
+    page, capacity = by_slot.shape[1], by_slot.shape[1] * table.shape[1]
+    for token in np.ndindex(positions.shape):
+        if (p := positions[token]) >= 0:
+            block, slot = divmod(p % capacity if ring else p, page)
+            by_slot[table[token[0] if rows is None else rows[token], block], slot] = new[token]
     return result
 
 
 @oracle("cached_attention")
 def _cached_attention(
-    q: Array, keys: Array, values: Array, positions: Array, *, mask_kind: str = "causal", scale: float | None = None,
-    softcap: float | None = None, ring: bool = False,
+    q: Array, keys: Array, values: Array, positions: Array, table: Array, rows: Array | None = None, *,
+    mask_kind: str = "causal", scale: float | None = None, softcap: float | None = None, key_axes: str = "phsd",
+    value_axes: str = "phsd", ring: bool = False,
 ) -> Array:  # fmt: skip
     """Attention of each query by itself, over the keys up to its position; in a ring the old ones are not looked at."""
-    result = np.zeros((*q.shape[:3], values.shape[3]))
-    for b, s in np.ndindex(positions.shape):
-        past = np.arange(positions[b, s] + 1)
+    keys, values = np.einsum(f"{key_axes}->phsd", keys), np.einsum(f"{value_axes}->phsd", values)
+    result, page = np.zeros((*q.shape[:-1], values.shape[3])), values.shape[2]
+    for token in np.ndindex(positions.shape):
+        past = np.arange(positions[token] + 1)
         if ring:
-            past %= values.shape[2]
+            past %= page * table.shape[1]
         if len(past):
-            k = keys[b : b + 1, :, past // 64, :, past % 64].swapaxes(0, 1)
-            v = values[b : b + 1, :, past].swapaxes(1, 2)
-            query = q[b : b + 1, s : s + 1]
-            result[b, s] = _attention(query, k, v, mask_kind=mask_kind, scale=scale, softcap=softcap)[0, 0]
+            pages = table[token[0] if rows is None else rows[token]][past // page]
+            k, v = (pool[pages, :, past % page][None] for pool in (keys, values))  # [1, keys, heads, dim]
+            query = q[token][None, None]
+            result[token] = _attention(query, k, v, mask_kind=mask_kind, scale=scale, softcap=softcap)[0, 0]
     return result
 
 

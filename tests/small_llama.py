@@ -16,6 +16,7 @@ import numpy as np
 from rlx.flow.flow import BuiltModel
 from rlx.flow.weights import WeightSource
 from rlx.models.load import Checkpoint
+from rlx.runtime.kv_cache import table_name
 from rlx.runtime.session import Session
 
 Array = np.ndarray[Any, Any]
@@ -127,6 +128,11 @@ def values(
     return found
 
 
+def dense_table(rows: int, blocks: int) -> Array:
+    """The pages of sequences that are contiguous in a pool."""
+    return np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
+
+
 # -- the driver ------------------------------------------------------------------------------------------------------
 class Driver:
     """A compiled decoder with a cache for some sequences."""
@@ -139,11 +145,13 @@ class Driver:
             self.f.set_param(name, built.params[name] if name in built.params else weights.array(name))
         spec = built.cache
         assert spec is not None
-        blocks = -(-capacity // 64)
+        blocks = spec.layout.blocks(capacity)
         self.cache: dict[str, Array] = {}
-        for i in (i for i in range(spec.layers) if spec.window(i) is not None):
-            self.cache[f"keys.{i}"] = np.zeros((batch, spec.kv_heads, blocks, spec.head_dim, 64), np.float32)
-            self.cache[f"values.{i}"] = np.zeros((batch, spec.kv_heads, blocks * 64, spec.head_dim), np.float32)
+        for i in range(spec.layers):
+            if (window := spec.window(i)) is not None:
+                self.cache[table_name(window)] = dense_table(batch, blocks)
+                for kind in ("keys", "values"):
+                    self.cache[f"{kind}.{i}"] = np.zeros(spec.pool_shape(kind, batch * blocks), np.float32)
         self.states = {name: np.zeros((batch, *shape), np.float32) for name, shape in spec.states}  # recurrent ones
 
     @classmethod

@@ -432,10 +432,11 @@ def test_a_layer_in_narrow_precision_is_near_and_its_graph_is_narrow(compute: st
 def test_f64_caches_and_packed_weights_are_left_alone() -> None:
     g = Graph("alone")
     wide = g.input("wide", (2, 3), "f64")
-    keys = g.state("keys", (1, 1, 1, 4, 64))
+    keys = g.state("keys", (1, 1, 4, 64))
     new = g.input("new", (1, 1, 1, 4))
     packed = g.param("packed", (8, 32), "q8_0").dequantise().mT
-    stored = keys.kv_append(new, g.constant(np.zeros((1, 1), np.int32)), kind="keys")
+    zero = g.constant(np.zeros((1, 1), np.int32))
+    stored = keys.kv_append(new, zero, zero, axes="phds")
     g.set_outputs([wide * 3.0, stored, g.input("x", (2, 32)) @ packed])
     f = compile(g, precision=Precision("bf16"))
     assert "interleaved(q8_0" in f.plan.main_text, "the weights stay packed"
@@ -443,12 +444,12 @@ def test_f64_caches_and_packed_weights_are_left_alone() -> None:
     blocks["d"], blocks["qs"] = 0.1, np.arange(256).reshape(8, 1, 32) % 7
     f.set_params({"packed": blocks})
     third = np.full((2, 3), 1 / 3)
-    cache = np.zeros((1, 1, 1, 4, 64), np.float32)
+    cache = np.zeros((1, 1, 4, 64), np.float32)
     x = np.random.default_rng(0).standard_normal((2, 32)).astype(np.float32)
     row = np.array([1.0, 2.0, 3.0, 1 / 3], np.float32).reshape(1, 1, 1, 4)
     tripled, kept, product = f.run({"wide": third, "keys": cache, "new": row, "x": x})
     np.testing.assert_array_equal(tripled, third * 3.0)
-    np.testing.assert_array_equal(kept[0, 0, 0, :, 0], rounded(row, "bf16").ravel())
+    np.testing.assert_array_equal(kept[0, 0, :, 0], rounded(row, "bf16").ravel())
     numbers_ = np.float32(np.float16(0.1)) * (np.arange(256).reshape(8, 32) % 7)
     np.testing.assert_allclose(product, rounded(x, "bf16") @ numbers_.T, rtol=1e-2, atol=1e-2)
 

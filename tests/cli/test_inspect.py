@@ -75,7 +75,7 @@ def test_a_model_at_every_level(level: str, capsys: pytest.CaptureFixture[str]) 
     out = inspect(capsys, STORIES, "--level", level, "--phase", "decode", "--past", "100")
     lines = out.splitlines()
     assert lines[0].endswith(f"llama decoder, 5 layers, {lines[0].rsplit(' ', 1)[1]}")
-    assert lines[1] == "# decode: batch = 1, blocks = 2, picked = 1, seq = 1"
+    assert lines[1] == "# decode: batch = 1, blocks = 2, pages = 2, picked = 1, seq = 1"
     assert "cached_attention(" in out if level != "lir" else "launch attention." in out
     assert all(f"layers.{i}" in out for i in range(5))
 

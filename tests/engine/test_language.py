@@ -424,7 +424,7 @@ def test_memory_is_counted(tiny_folder: Path) -> None:
     assert before.cache == 0 and size <= before.weights + before.mapped <= 3 * size
     model.generate([5] * 100, max_tokens=2)
     after = model.memory()
-    assert after.cache == 2 * 2 * 2 * 12 * 256 * 4  # layers, keys and values, kv heads, head size, positions, f32
+    assert after.cache == 2 * 2 * 2 * 12 * 128 * 4  # layers, keys and values, kv heads, head size, two pages, f32
     assert after.arena > 0 and after.weights == before.weights
     assert after.total == after.weights + after.mapped + after.cache + after.arena
     assert "MiB (weights" in str(after)

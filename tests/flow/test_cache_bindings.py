@@ -10,6 +10,7 @@ from rlx.flow.state import CacheBindings
 from rlx.ir.graph import Value
 from rlx.ops.attention import MaskKind
 from rlx.runtime.kv_cache import KvCacheSpec
+from rlx.target import KvLayout
 
 
 def attend(cache: CacheBindings, layer: int, mask: str = MaskKind.CAUSAL) -> Value:
@@ -21,15 +22,23 @@ def attend(cache: CacheBindings, layer: int, mask: str = MaskKind.CAUSAL) -> Val
 
 @pytest.mark.parametrize("dtype", ("f32", "q8_0"))
 def test_layers_with_a_window_have_rings(dtype: str) -> None:
-    cache = CacheBindings(rlx.Graph("layers"), KvCacheSpec(4, 2, 32, dtype))
+    cache = CacheBindings(rlx.Graph("layers"), KvCacheSpec(4, 2, 32, dtype, layout=rlx.Session().target.kv_layout))
     for layer, mask in enumerate((MaskKind.sliding(40), MaskKind.CAUSAL, MaskKind.sliding(7))):
         out = attend(cache, layer, mask)
         assert out.node.attrs["ring"] == (mask != MaskKind.CAUSAL)
-    block = "64, 32" if dtype == "q8_0" else "32, 64"
-    for layer, symbol in enumerate(("ring40", "blocks", "ring7")):
-        assert str(cache.graph.named(f"keys.{layer}").type) == f"{dtype}[batch, 2, {symbol}, {block}]"
-        assert str(cache.graph.named(f"values.{layer}").type) == f"{dtype}[batch, 2, 64*{symbol}, 32]"
-    assert cache.bound == KvCacheSpec(4, 2, 32, dtype, (40, 0, 7, None))
+    cpu, block = rlx.Session().target.kv_layout, "64, 32" if dtype == "q8_0" else "32, 64"
+    for layer, (window, symbol) in enumerate((("40", "ring40"), ("", "blocks"), ("7", "ring7"))):
+        assert str(cache.graph.named(f"keys.{layer}").type) == f"{dtype}[2, pages{window}, {block}]"
+        assert str(cache.graph.named(f"values.{layer}").type) == f"{dtype}[2, pages{window}, 64, 32]"
+        assert str(cache.graph.named(f"table{window}").type) == f"i32[batch, {symbol}]"
+    assert cache.bound == KvCacheSpec(4, 2, 32, dtype, (40, 0, 7, None), layout=cpu)
+
+
+def test_pages_are_laid_out_as_the_backend_says() -> None:
+    cache = CacheBindings(rlx.Graph("layers"), KvCacheSpec(1, 2, 32, layout=KvLayout(16, keys="dphs")))
+    assert attend(cache, 0).node.attrs["key_axes"] == "dphs"
+    assert str(cache.graph.named("keys.0").type) == "f32[32, pages, 2, 16]"
+    assert str(cache.graph.named("values.0").type) == "f32[pages, 2, 16, 32]"
 
 
 def test_a_layer_attends_once_and_has_to_be_there() -> None:

@@ -199,19 +199,20 @@ def test_scale_and_softcap_count_in_every_path(device: str, preset: str) -> None
     a, b, c = (g.input(n, (1, 5, 8)) for n in ("q", "k", "v"))
     m = g.input("mask", (1, 5))
     split = [t.reshape(1, 5, 2, 4) for t in (a, b, c)]
-    keys, values = g.state("keys", (1, 2, 1, 4, 64)), g.state("values", (1, 2, 64, 4))
+    keys, values = g.state("keys", (1, 2, 4, 64)), g.state("values", (1, 2, 64, 4))
     at = g.constant(np.arange(5, dtype=np.int32)[None])
-    keys, values = keys.kv_append(split[1], at, kind="keys"), values.kv_append(split[2], at, kind="values")
+    table = g.constant(np.zeros((1, 1), np.int32))
+    keys, values = keys.kv_append(split[1], at, table, axes="phds"), values.kv_append(split[2], at, table)
     sizes = {"num_heads": 2, "head_dim": 4}
     found = [
         g.attention_block(a, b, c, mask_kind="causal", **sizes, **attrs),
         g.attention_block(a, b, c, m, mask_kind="custom", **sizes, **attrs),
         g.attention(*split, mask_kind="causal", **attrs).reshape(1, 5, 8),
         g.attention(*split, m, mask_kind="custom", **attrs).reshape(1, 5, 8),
-        split[0].cached_attention(keys, values, at, **attrs).reshape(1, 5, 8),
+        split[0].cached_attention(keys, values, at, table, key_axes="phds", **attrs).reshape(1, 5, 8),
     ]
     f = rlx.compile(g.set_outputs(found), device, profile=CompileProfile.preset(preset))
-    caches = {"keys": np.zeros((1, 2, 1, 4, 64), np.float32), "values": np.zeros((1, 2, 64, 4), np.float32)}
+    caches = {"keys": np.zeros((1, 2, 4, 64), np.float32), "values": np.zeros((1, 2, 64, 4), np.float32)}
     results = f.run({"q": q, "k": k, "v": v, "mask": mask, **caches})
     for have, kind in zip(results, ["causal", "custom", "causal", "custom", "causal"], strict=True):
         np.testing.assert_allclose(have, want(kind), rtol=1e-4, atol=1e-5)

@@ -35,11 +35,13 @@ def step_graph(
     q = graph.input("q", (batch, "seq", heads, dim))
     k, v = (graph.input(n, (batch, "seq", kv_heads, dim)) for n in "kv")
     positions = graph.input("positions", (batch, "seq"), "i32")
-    keys = graph.state("keys", (batch, kv_heads, "blocks", dim, 64), dtype)
-    values = graph.state("values", (batch, kv_heads, "capacity", dim), dtype)
-    keys = graph.kv_append(keys, k, positions, kind="keys")
-    values = graph.kv_append(values, v, positions, kind="values")
-    return graph.set_outputs(graph.cached_attention(q, keys, values, positions, mask_kind=mask_kind))
+    table = graph.input("table", (batch, "blocks"), "i32")
+    keys = graph.state("keys", ("pages", kv_heads, dim, 64), dtype)
+    values = graph.state("values", ("pages", kv_heads, 64, dim), dtype)
+    keys = graph.kv_append(keys, k, positions, table, axes="phds")
+    values = graph.kv_append(values, v, positions, table)
+    how = {"mask_kind": mask_kind, "key_axes": "phds"}
+    return graph.set_outputs(graph.cached_attention(q, keys, values, positions, table, **how))
 
 
 @functools.cache
@@ -60,13 +62,21 @@ class Cache:
     """Arrays that the steps write to, full of NaN at first."""
 
     def __init__(self, batch: int, kv_heads: int, dim: int, dtype: str = "f32") -> None:
-        self.keys = np.full((batch, kv_heads, CAPACITY // 64, dim, 64), np.nan, NUMPY[dtype])
-        self.values = np.full((batch, kv_heads, CAPACITY, dim), np.nan, NUMPY[dtype])
+        pages = batch * CAPACITY // 64
+        self.keys = np.full((pages, kv_heads, dim, 64), np.nan, NUMPY[dtype])
+        self.values = np.full((pages, kv_heads, 64, dim), np.nan, NUMPY[dtype])
+        self.table = dense(batch, CAPACITY // 64)
 
     def step(self, run: Any, prompt: dict[str, Array], chunk: Any, positions: Array) -> Array:
         inputs = {name: array[:, chunk] for name, array in prompt.items()}
-        found: Array = run.run({**inputs, "positions": positions, "keys": self.keys, "values": self.values})[0]
+        cache = {"keys": self.keys, "values": self.values, "table": self.table}
+        found: Array = run.run({**inputs, **cache, "positions": positions})[0]
         return found
+
+
+def dense(rows: int, blocks: int) -> Array:
+    """The table of sequences whose pages lie one after the other."""
+    return np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
 
 
 def a_prompt(batch: int, seq: int, heads: int, kv_heads: int, dim: int) -> dict[str, Array]:
@@ -170,20 +180,20 @@ def ring_graph(window: int, dtype: str = "f32", heads: int = 4, kv_heads: int = 
     q = graph.input("q", ("batch", "seq", heads, dim))
     k, v = (graph.input(n, ("batch", "seq", kv_heads, dim)) for n in "kv")
     positions = graph.input("positions", ("batch", "seq"), "i32")
-    blocks = rlx.dim("blocks")
-    shape = ("batch", kv_heads, blocks, 64, dim) if dtype == "q8_0" else ("batch", kv_heads, blocks, dim, 64)
-    keys = graph.state("keys", shape, dtype).kv_append(k, positions, kind="keys", ring=True)
-    values = graph.state("values", ("batch", kv_heads, blocks * 64, dim), dtype)
-    values = values.kv_append(v, positions, kind="values", ring=True)
-    return graph.set_outputs(q.cached_attention(keys, values, positions, mask_kind=f"sliding({window})", ring=True))
+    table, plain = graph.input("table", ("batch", "blocks"), "i32"), dtype != "q8_0"
+    shape, axes = (("pages", kv_heads, dim, 64), "phds") if plain else (("pages", kv_heads, 64, dim), "phsd")
+    keys = graph.state("keys", shape, dtype).kv_append(k, positions, table, axes=axes, ring=True)
+    values = graph.state("values", ("pages", kv_heads, 64, dim), dtype).kv_append(v, positions, table, ring=True)
+    how = {"mask_kind": f"sliding({window})", "key_axes": axes, "ring": True}
+    return graph.set_outputs(q.cached_attention(keys, values, positions, table, **how))
 
 
 def a_ring(dtype: str, blocks: int, batch: int = 1, kv_heads: int = 2, dim: int = 32) -> dict[str, Array]:
+    pages, table = batch * blocks, {"table": dense(batch, blocks)}
     if dtype == "q8_0":
-        keys = spoiled(batch, kv_heads, blocks, 64, dim)
-        return {"keys": keys, "values": spoiled(batch, kv_heads, 64 * blocks, dim)}
-    keys = np.full((batch, kv_heads, blocks, dim, 64), np.nan, NUMPY[dtype])
-    return {"keys": keys, "values": np.full((batch, kv_heads, 64 * blocks, dim), np.nan, NUMPY[dtype])}
+        return table | {name: spoiled(pages, kv_heads, 64, dim) for name in ("keys", "values")}
+    keys = np.full((pages, kv_heads, dim, 64), np.nan, NUMPY[dtype])
+    return table | {"keys": keys, "values": np.full((pages, kv_heads, 64, dim), np.nan, NUMPY[dtype])}
 
 
 def spoiled(*shape: int) -> Array:
@@ -250,14 +260,14 @@ def packed_step_graph(heads: int, kv_heads: int, dim: int, value_dim: int, mask_
     q, k = graph.input("q", ("batch", "seq", heads, dim)), graph.input("k", ("batch", "seq", kv_heads, dim))
     v = graph.input("v", ("batch", "seq", kv_heads, value_dim))
     positions = graph.input("positions", ("batch", "seq"), "i32")
-    keys = graph.state("keys", ("batch", kv_heads, 4, 64, dim), "q8_0").kv_append(k, positions, kind="keys")
-    values = graph.state("values", ("batch", kv_heads, 250, value_dim), "q8_0").kv_append(v, positions, kind="values")
-    return graph.set_outputs(q.cached_attention(keys, values, positions, mask_kind=mask_kind))
+    table = graph.input("table", ("batch", 4), "i32")
+    keys = graph.state("keys", ("pages", kv_heads, 64, dim), "q8_0").kv_append(k, positions, table)
+    values = graph.state("values", ("pages", kv_heads, 64, value_dim), "q8_0").kv_append(v, positions, table)
+    return graph.set_outputs(q.cached_attention(keys, values, positions, table, mask_kind=mask_kind))
 
 
 @EVERY_PLACE
-@pytest.mark.parametrize("kind", ("keys", "values"))
-def test_packed_rows_are_those_of_gguf(kind: str, place: str) -> None:
+def test_packed_rows_are_those_of_gguf(place: str) -> None:
     """Among them blocks of zeros, of equal numbers, numbers that lie half way, and tiny ones."""
     rng = np.random.default_rng(5)
     new = rng.standard_normal((2, 6, 3, 96)).astype(np.float32) * 10.0 ** rng.integers(-6, 4, (2, 6, 3, 1))
@@ -265,21 +275,21 @@ def test_packed_rows_are_those_of_gguf(kind: str, place: str) -> None:
     new[0, 2] = np.tile(np.arange(-15.5, 16.5), 3)
     new[0, 2, :, ::32] = 127
     graph = rlx.Graph("append")
-    shape = (2, 3, 2, 64, 96) if kind == "keys" else (2, 3, 128, 96)
+    shape = (4, 3, 64, 96)
     state, tokens = graph.state("cache", shape, "q8_0"), graph.input("new", (2, 6, 3, 96))
     positions = graph.input("positions", (2, 6), "i32")
-    appended = state.kv_append(tokens, positions, kind=kind)
+    appended = state.kv_append(tokens, positions, graph.constant(dense(2, 2)))
     run = compiled(graph.set_outputs([appended, appended.dequantise()]), place)
     where = np.array([[0, 1, 2, 5, -1, 127], [9, 9, -4, 64, 63, 100]], np.int32)
-    cache = np.zeros((2, 3, 128, 3), Q8)
-    cache["d"], cache["qs"] = 3, rng.integers(-128, 128, (2, 3, 128, 3, 32))
+    cache = np.zeros((4, 3, 64, 3), Q8)
+    cache["d"], cache["qs"] = 3, rng.integers(-128, 128, (4, 3, 64, 3, 32))
     expected = cache.copy()
     for b, s in np.ndindex(2, 6):
         if where[b, s] >= 0:
-            expected[b, :, where[b, s]] = quantised(new[b, s].astype(np.float32))
-    state_array = cache.reshape(*shape[:-1], 3)
-    blocks, found = run.run({"cache": state_array, "new": new.astype(np.float32), "positions": where})
-    assert blocks.shape == state_array.shape and found.shape == shape
+            block, slot = divmod(where[b, s], 64)
+            expected[2 * b + block, :, slot] = quantised(new[b, s].astype(np.float32))
+    blocks, found = run.run({"cache": cache, "new": new.astype(np.float32), "positions": where})
+    assert blocks.shape == cache.shape and found.shape == shape
     assert_same_bits(blocks, expected)
     assert_same_bits(found, dequantised(expected))
     if place != "reference":
@@ -298,7 +308,8 @@ def test_attention_reads_a_packed_cache(sizes: tuple[int, int, int, int], mask_k
     run = compiled(packed_step_graph(heads, kv_heads, dim, value_dim, mask_kind), place)
 
     def cache() -> dict[str, Array]:
-        return {"keys": spoiled(1, kv_heads, 4, 64, dim), "values": spoiled(1, kv_heads, 250, value_dim)}
+        pools = {"keys": spoiled(5, kv_heads, 64, dim), "values": spoiled(5, kv_heads, 64, value_dim)}
+        return pools | {"table": np.array([[3, 1, 4, 0]], np.int32)}
 
     whole = run.run({"q": q, "k": k, "v": v, **cache(), "positions": at(0, length)})[0]
     k64, v64 = (np.repeat(dequantised(quantised(x)), heads // kv_heads, axis=2) for x in (k, v))
@@ -321,7 +332,8 @@ def test_nan_and_inf_do_not_get_lost_in_a_packed_cache(place: str) -> None:
     graph = rlx.Graph("append")
     state, tokens = graph.state("cache", (1, 1, 64, 32), "q8_0"), graph.input("new", (1, 2, 1, 32))
     positions = graph.constant(np.array([[0, 1]], np.int32))
-    run = compiled(graph.set_outputs(state.kv_append(tokens, positions, kind="values").dequantise()), place)
+    appended = state.kv_append(tokens, positions, graph.constant(dense(1, 1)))
+    run = compiled(graph.set_outputs(appended.dequantise()), place)
     new = np.ones((1, 2, 1, 32), np.float32)
     new[0, 0, 0, 3], new[0, 1, 0, 4] = np.nan, np.inf
     found = run.run({"cache": np.zeros((1, 1, 64, 1), Q8), "new": new})[0]
@@ -331,23 +343,27 @@ def test_nan_and_inf_do_not_get_lost_in_a_packed_cache(place: str) -> None:
 # -- appending --------------------------------------------------------------------------------------------------------
 def append_graph(kind: str, dtype: str = "f32", new: str = "f32", index: str = "i32", leaf: str = "state") -> rlx.Graph:
     graph = rlx.Graph("append")
-    shape: tuple[Any, ...] = ("batch", 2, "room", 20, 64) if kind == "keys" else ("batch", 2, "room", 20)
+    shape: tuple[Any, ...] = ("pages", 2, 20, 64) if kind == "keys" else ("pages", 2, 64, 20)
     cache = getattr(graph, leaf)("cache", shape, dtype)
     tokens = graph.input("new", ("batch", "seq", 2, 20), new)
-    positions = graph.input("positions", ("batch", "seq"), index)
-    return graph.set_outputs(graph.kv_append(cache, tokens, positions, kind=kind))
+    positions, table = (
+        graph.input("positions", ("batch", "seq"), index),
+        graph.input("table", ("batch", "blocks"), "i32"),
+    )
+    return graph.set_outputs(
+        graph.kv_append(cache, tokens, positions, table, axes="phds" if kind == "keys" else "phsd")
+    )
 
 
-def rows(cache: Array) -> Array:
-    """A cache as [batch, positions, kv_heads, dim]."""
-    if cache.ndim == 4:
-        return cache.transpose(0, 2, 1, 3)
-    return cache.transpose(0, 2, 4, 1, 3).reshape(cache.shape[0], -1, cache.shape[1], cache.shape[3])
+def rows(cache: Array, batch: int) -> Array:
+    """A pool of contiguous sequences as [batch, positions, kv_heads, dim]."""
+    by_slot = cache.transpose((0, 3, 1, 2) if cache.shape[3] == 64 else (0, 2, 1, 3))
+    return by_slot.reshape(batch, -1, *by_slot.shape[2:])
 
 
 def empty(kind: str, batch: int, positions: int, dtype: str = "f32") -> Array:
-    shape = (batch, 2, positions // 64, 20, 64) if kind == "keys" else (batch, 2, positions, 20)
-    return np.full(shape, 7, NUMPY[dtype])
+    pages = batch * positions // 64
+    return np.full((pages, 2, 20, 64) if kind == "keys" else (pages, 2, 64, 20), 7, NUMPY[dtype])
 
 
 @EVERY_PLACE
@@ -359,12 +375,13 @@ def test_tokens_lie_at_their_positions(dtype: str, new: str, kind: str, place: s
     run = compiled(append_graph(kind, dtype, new), place)
     positions = np.array([[3, 127, -1, 64, 0], [-5, 63, 62, 63, 100]], np.int32)
     tokens = np.random.default_rng(1).standard_normal((2, 5, 2, 20)).astype(NUMPY[new])
-    (found,) = run.run({"cache": empty(kind, 2, 128, dtype), "new": tokens, "positions": positions})
+    cache = empty(kind, 2, 128, dtype)
+    (found,) = run.run({"cache": cache, "new": tokens, "positions": positions, "table": dense(2, 2)})
     expected = np.full((2, 128, 2, 20), 7, NUMPY[dtype])
     for b, s in np.ndindex(2, 5):
         if positions[b, s] >= 0:
             expected[b, positions[b, s]] = tokens[b, s].astype(NUMPY[dtype])  # of two at 63 the last one
-    assert_same_bits(rows(found), expected)
+    assert_same_bits(rows(found, 2), expected)
 
 
 @EVERY_PLACE
@@ -373,11 +390,12 @@ def test_positions_may_be_of_any_integer_type(index: str, place: str) -> None:
     """Also of those that hold numbers far beyond what a cache can have."""
     graph = append_graph("keys", index=index)
     positions = graph.named("positions")
-    q, values = graph.input("q", ("batch", "seq", 2, 20)), graph.input("values", ("batch", 2, "room2", 20))
-    attended = graph.cached_attention(q, graph.outputs[0], values, positions)
+    q, values = graph.input("q", ("batch", "seq", 2, 20)), graph.input("values", ("pages", 2, 64, 20))
+    table = graph.named("table")
+    attended = graph.cached_attention(q, graph.outputs[0], values, positions, table, key_axes="phds")
     run = compiled(graph.set_outputs(attended), place)
     arrays = {"q": np.ones((1, 2, 2, 20), np.float32), "new": np.ones((1, 2, 2, 20), np.float32)}
-    arrays |= {"cache": empty("keys", 1, 128), "values": empty("values", 1, 128)}
+    arrays |= {"cache": empty("keys", 1, 128), "values": empty("values", 1, 128), "table": dense(1, 2)}
     found = run.run({**arrays, "positions": np.array([[0, 100]], NUMPY[index])})[0]
     np.testing.assert_allclose(found, 7, rtol=1e-6)
     for bad in {"i64": (2**32, 2**63 - 1), "u32": (2**31, 2**32 - 1)}.get(index, ()):
@@ -394,9 +412,9 @@ def test_a_state_is_written_in_place_and_an_input_is_not(kind: str, target: str)
     tokens, positions = np.arange(80, dtype=np.float32).reshape(1, 2, 2, 20), np.array([[9, 5]], np.int32)
     for leaf in ("state", "input"):
         run, cache = compiled(append_graph(kind, leaf=leaf), target), empty(kind, 1, 64)
-        (found,) = run.run({"cache": cache, "new": tokens, "positions": positions})
-        assert_same_bits(rows(found)[:, [9, 5]], tokens)
-        assert (np.delete(rows(found), [9, 5], axis=1) == 7).all()
+        (found,) = run.run({"cache": cache, "new": tokens, "positions": positions, "table": dense(1, 1)})
+        assert_same_bits(rows(found, 1)[:, [9, 5]], tokens)
+        assert (np.delete(rows(found, 1), [9, 5], axis=1) == 7).all()
         assert_same_bits(cache, found if leaf == "state" else empty(kind, 1, 64))
 
 
@@ -408,9 +426,9 @@ def test_a_position_beyond_the_capacity_is_an_error(kind: str, place: str) -> No
         for where in (0, 20, 36):
             positions = np.full((1, 37), -1, np.int32)
             positions[0, where] = bad
-            cache = empty(kind, 1, room)
+            cache, arrays = empty(kind, 1, room), {"positions": positions, "table": dense(1, room // 64)}
             with pytest.raises(KernelError, match="kv_append"):
-                run.run({"cache": cache, "new": np.ones((1, 37, 2, 20), np.float32), "positions": positions})
+                run.run({"cache": cache, "new": np.ones((1, 37, 2, 20), np.float32), **arrays})
             assert (cache == 7).all()
 
 
@@ -420,22 +438,25 @@ def test_sizes_may_be_zero(kind: str, place: str) -> None:
     run = compiled(append_graph(kind), place)
     for batch, seq, room in ((0, 3, 64), (2, 0, 64), (2, 3, 0)):
         arrays = {"new": np.ones((batch, seq, 2, 20), np.float32), "positions": np.full((batch, seq), -1, np.int32)}
+        arrays["table"] = dense(batch, room // 64)
         (found,) = run.run({**arrays, "cache": empty(kind, batch, room)})
         assert_same_bits(found, empty(kind, batch, room))
 
 
 @EVERY_PLACE
 def test_a_query_beyond_the_capacity_is_an_error(place: str) -> None:
-    """Of either cache: the smaller one counts."""
+    """The blocks of the table count, however many pages there are."""
     graph = rlx.Graph("attend")
     q, positions = graph.input("q", (1, "seq", 2, 16)), graph.input("positions", (1, "seq"), "i32")
-    caches = graph.input("keys", (1, 1, "blocks", 16, 64)), graph.input("values", (1, 1, "capacity", 16))
-    run = compiled(graph.set_outputs(graph.cached_attention(q, *caches, positions)), place)
-    for blocks, capacity in ((2, 100), (1, 500), (2, 128), (0, 0)):
-        room = min(64 * blocks, capacity)
+    caches = graph.input("keys", ("pages", 1, 16, 64)), graph.input("values", ("pages", 1, 64, 16))
+    table = graph.input("table", (1, "blocks"), "i32")
+    attended = graph.cached_attention(q, *caches, positions, table, key_axes="phds")
+    run = compiled(graph.set_outputs(attended), place)
+    for blocks, pages in ((2, 5), (1, 1), (2, 2), (0, 0), (0, 3)):
+        room = 64 * blocks
         arrays = {
-            "q": np.ones((1, 3, 2, 16), np.float32), "keys": np.ones((1, 1, blocks, 16, 64), np.float32),
-            "values": np.ones((1, 1, capacity, 16), np.float32),
+            "q": np.ones((1, 3, 2, 16), np.float32), "keys": np.ones((pages, 1, 16, 64), np.float32),
+            "values": np.ones((pages, 1, 64, 16), np.float32), "table": dense(1, blocks),
         }  # fmt: skip
         good = run.run({**arrays, "positions": np.array([[-1, room - 1, -1]], np.int32)})[0]
         np.testing.assert_allclose(good[:, 1], 1 if room else 0, rtol=1e-6)
@@ -451,8 +472,9 @@ def test_what_is_read_again_is_copied_first(target: str) -> None:
     cache, new = graph.input("x", (1, 2, 64, 20)) * 2.0, graph.input("new", (1, 1, 2, 20))
     first, second = (graph.constant(np.full((1, 1), p, np.int32)) for p in (3, 4))
     before = cache.reshape(2, 64, 20)
-    once = graph.kv_append(cache, new, first, kind="values")
-    twice = graph.kv_append(once, new, second, kind="values")
+    table = graph.constant(dense(1, 1))
+    once = graph.kv_append(cache, new, first, table)
+    twice = graph.kv_append(once, new, second, table)
     graph.set_outputs([before.sum(), once.sum(), twice.sum()])
     given = np.zeros((1, 2, 64, 20), np.float32)
     sums = rlx.compile(graph, target=target).run({"x": given, "new": np.ones((1, 1, 2, 20), np.float32)})
@@ -477,7 +499,7 @@ def test_weights_and_constants_are_not_written() -> None:
         cache = graph.param("cache", given.shape) if leaf == "param" else graph.constant(given)
         new = graph.input("new", (1, 1, 2, 20))
         position = graph.constant(np.full((1, 1), 3, np.int32))
-        run = rlx.compile(graph.set_outputs(graph.kv_append(cache, new, position, kind="values")))
+        run = rlx.compile(graph.set_outputs(graph.kv_append(cache, new, position, graph.constant(dense(1, 1)))))
         if leaf == "param":
             run.set_param("cache", given)
         for value in (1, 2):
@@ -499,33 +521,38 @@ def test_a_step_is_two_launches_and_the_same_ones_for_all_sizes() -> None:
 
 
 # -- types ------------------------------------------------------------------------------------------------------------
+INTEGERS = ("positions", "table", "rows")
+
+
 def leaves(graph: rlx.Graph, **shapes: tuple[Any, ...]) -> list[rlx.Value]:
-    return [graph.input(n, s, "i32" if n == "positions" else "f32") for n, s in shapes.items()]
+    return [graph.input(n, s, "i32" if n in INTEGERS else "f32") for n, s in shapes.items()]
+
+
+APPENDED = {"pool": (3, 2, 64, 4), "new": (1, 5, 2, 4), "positions": (1, 5), "table": (1, 3)}
 
 
 @pytest.mark.parametrize(
-    ("shapes", "kind", "error", "message"),
+    ("changed", "error", "message"),
     (
-        (((1, 2, 3, 4, 64), (1, 5, 2, 4), (1, 5)), "rows", GraphError, "kind 'rows' is not one of keys, values"),
-        (((1, 2, 3, 4, 32), (1, 5, 2, 4), (1, 5)), "keys", ShapeError, "blocks, head_dim, 64], found"),
-        (((1, 2, 3, 4, 64), (1, 5, 2, 4), (1, 5)), "values", ShapeError, "capacity, value_dim], found"),
-        (((1, 2, 64, 4), (1, 5, 3, 4), (1, 5)), "values", ShapeError, "do not fit the cache"),
-        (((1, 2, 64, 4), (2, 5, 2, 4), (2, 5)), "values", ShapeError, "do not fit the cache"),
-        (((1, 2, 64, 4), (1, 5, 2, 4), (1, 4)), "values", ShapeError, r"should have shape \[1, 5\]"),
-        (((1, 2, 64, 4), (1, 5, 2, 4), (5,)), "values", ShapeError, r"positions are \[batch, seq\]"),
-        (((1, "n", 64, 4), (1, 5, "n", 4), (1, 5)), "values", ShapeError, "fixed numbers above 0"),
+        ({"pool": (3, 2, 3, 4, 32)}, ShapeError, r"pool: expected \[pages, kv_heads, page, dim\]"),
+        ({"pool": (3, "n", 64, 4), "new": (1, 5, "n", 4)}, ShapeError, "fixed numbers above 0 but for pages"),
+        ({"new": (1, 5, 3, 4)}, ShapeError, "do not fit the pool"),
+        ({"new": (1, 5, 4)}, ShapeError, r"new tokens are \[batch, seq, kv_heads, dim\]"),
+        ({"new": (2, 5, 2, 4), "positions": (2, 5)}, ShapeError, "a batch of 2 and a table of 1 rows"),
+        ({"positions": (1, 4)}, ShapeError, r"should have shape \[1, 5\]"),
+        ({"positions": (5,)}, ShapeError, r"positions: expected \[batch, seq\]"),
+        ({"table": (3,)}, ShapeError, r"table: expected \[rows, blocks\]"),
+        ({"rows": (5,)}, ShapeError, r"positions: expected \[tokens\]"),
+        ({"new": (5, 2, 4), "positions": (5,), "rows": (4,)}, ShapeError, r"rows .* should have shape \[5\]"),
     ),
 )
-def test_what_does_not_fit_cannot_be_appended(
-    shapes: tuple[Any, ...], kind: str, error: type[Exception], message: str
-) -> None:
+def test_what_does_not_fit_cannot_be_appended(changed: dict[str, Any], error: type[Exception], message: str) -> None:
     graph = rlx.Graph("types")
-    cache, new, positions = shapes
     with pytest.raises(error, match=message):
-        graph.kv_append(*leaves(graph, cache=cache, new=new, positions=positions), kind=kind)
+        graph.kv_append(*leaves(graph, **{**APPENDED, **changed}))
 
 
-GOOD = {"q": (1, 5, 6, 8), "keys": (1, 2, 3, 8, 64), "values": (1, 2, 100, 9), "positions": (1, 5)}
+GOOD = {"q": (1, 5, 6, 8), "keys": (4, 2, 8, 64), "values": (4, 2, 64, 9), "positions": (1, 5), "table": (1, 3)}
 
 
 @pytest.mark.parametrize(
@@ -536,8 +563,10 @@ GOOD = {"q": (1, 5, 6, 8), "keys": (1, 2, 3, 8, 64), "values": (1, 2, 100, 9), "
         ({}, {"softcap": 0.0}, GraphError, "softcap is 0.0"),
         ({"q": (1, 5, 5, 8)}, {}, ShapeError, "5 query heads are no multiple of 2"),
         ({"q": (1, 5, 6, 9)}, {}, ShapeError, "head_dim of q is 9, of keys 8"),
-        ({"q": (2, 5, 6, 8), "positions": (2, 5)}, {}, ShapeError, "batch sizes differ, 2 and 1"),
-        ({"values": (1, 3, 100, 9)}, {}, ShapeError, "keys have 2 heads, values 3"),
+        ({"q": (2, 5, 6, 8), "positions": (2, 5)}, {}, ShapeError, "a batch of 2 and a table of 1 rows"),
+        ({"values": (4, 3, 64, 9)}, {}, ShapeError, "keys have 2 heads, values 3"),
+        ({"values": (4, 2, 32, 9)}, {}, ShapeError, "a page has 64 keys and 32 values"),
+        ({"values": (5, 2, 64, 9)}, {}, ShapeError, "4 pages of keys and 5 of values"),
         ({"positions": (1, 6)}, {}, ShapeError, r"should have shape \[1, 5\]"),
     ),
 )
@@ -545,22 +574,23 @@ def test_what_does_not_fit_cannot_be_attended_to(
     changed: dict[str, Any], attrs: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     graph = rlx.Graph("types")
-    assert graph.cached_attention(*leaves(graph, **GOOD)).shape == (1, 5, 6, 9)
+    assert graph.cached_attention(*leaves(graph, **GOOD), key_axes="phds").shape == (1, 5, 6, 9)
     other = rlx.Graph("types")
     with pytest.raises(error, match=message):
-        other.cached_attention(*leaves(other, **{**GOOD, **changed}), **attrs)
+        other.cached_attention(*leaves(other, **{**GOOD, **changed}), key_axes="phds", **attrs)
 
 
 def test_element_types_have_to_go_together() -> None:
     graph = rlx.Graph("types")
-    q, positions = graph.input("q", GOOD["q"]), graph.input("positions", GOOD["positions"], "i32")
+    q, *places = graph.input("q", GOOD["q"]), *(graph.input(n, GOOD[n], "i32") for n in ("positions", "table"))
     names = ("f32", "f16", "f64", "i32")
     keys, values = ({t: graph.input(f"{n}_{t}", GOOD[n], t) for t in names} for n in ("keys", "values"))
     for types in (("f32", "f16"), ("f64", "f64")):
-        with pytest.raises(DTypeError, match="both caches have one type"):
-            graph.cached_attention(q, keys[types[0]], values[types[1]], positions)
-    with pytest.raises(DTypeError, match="a cache of keys holds floats"):
-        graph.cached_attention(q, keys["i32"], values["f32"], positions)
-    with pytest.raises(DTypeError, match="positions are integers"):
-        graph.cached_attention(q, keys["f16"], values["f16"], graph.input("floats", (1, 5)))
-    assert graph.cached_attention(q, keys["f16"], values["f16"], positions).dtype == q.dtype
+        with pytest.raises(DTypeError, match="both pools have one type"):
+            graph.cached_attention(q, keys[types[0]], values[types[1]], *places, key_axes="phds")
+    with pytest.raises(DTypeError, match="keys: pages hold floats"):
+        graph.cached_attention(q, keys["i32"], values["f32"], *places, key_axes="phds")
+    with pytest.raises(DTypeError, match="positions: expected integers"):
+        floats = graph.input("floats", (1, 5))
+        graph.cached_attention(q, keys["f16"], values["f16"], floats, places[1], key_axes="phds")
+    assert graph.cached_attention(q, keys["f16"], values["f16"], *places, key_axes="phds").dtype == q.dtype

@@ -308,8 +308,9 @@ def test_a_cache_in_a_body_is_carried_by_value() -> None:
 
     def step(cache: Any, fixed: Any, new: Any, at: Any) -> list[Any]:
         g = cache.graph
-        other = g.kv_append(fixed, new, at, kind="values")
-        return [g.kv_append(cache, new, at, kind="values"), other.sum(axis=(0, 1, 3))]
+        table = g.constant(np.zeros((1, 1), np.int32))
+        other = g.kv_append(fixed, new, at, table)
+        return [g.kv_append(cache, new, at, table), other.sum(axis=(0, 1, 3))]
 
     shapes: dict[str, Any] = {"cache": (1, 2, 6, 3), "fixed": (1, 2, 6, 3), "new": (1, 1, 2, 3)}
     body = body_of("step", shapes | {"at": ((1, 1), "i32")}, step)

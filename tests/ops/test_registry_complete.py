@@ -197,8 +197,8 @@ FLOAT_UNARY = [
 NUMBER_BINARY = ["add", "sub", "mul", "maximum", "minimum", "less", "less_equal", "greater", "greater_equal"]
 FOLDS = ["sum", "prod", "mean", "max", "min"]
 NUMBER_FOLDS = ["sum", "prod", "max", "min", "argmax", "cumsum"]
-KEYS = "f32[2, 2, 3, 8, 64]; f32[2, 5, 2, 8]; i32[2, 5]"
-CACHED = "f32[2, 5, 4, 8]; f32[2, 2, 3, 8, 64]; f32[2, 2, 192, 8]; i32[2, 5]"
+KEYS = "f32[6, 2, 8, 64]; f32[2, 5, 2, 8]; i32[2, 5]; i32[2, 3]"
+CACHED = "f32[2, 5, 4, 8]; f32[6, 2, 64, 8]; f32[6, 2, 64, 8]; i32[2, 5]; i32[2, 3]"
 QKV = "f32[2, 5, 4, 8]; f32[2, 7, 2, 8]; f32[2, 7, 2, 8]"
 ROPE = "f32[2, 3, 2, 8]; f32[9, 4]; f32[9, 4]; i32[2, 3]"
 FFN = "f32[8, 12]; f32[8, 12]; f32[12, 8]; f32[6, 2]; f32[6, 2]"
@@ -463,33 +463,34 @@ BAD_CALLS = [
     bad("attention_grad", f"{QKV}; f32[2, 5, 4, 8]; f32[2, 4, 5]; i32[2, 4, 5]", DTypeError,
          "attention_grad: delta is i32[2, 4, 5]; floats"),
     # -- caches
-    bad("kv_append", KEYS, GraphError, "kv_append: kind 'rows'; keys, values", kind="rows"),
-    bad("kv_append", KEYS, ShapeError, "kv_append: a cache of values is; f32[2, 2, 3, 8, 64]", kind="values"),
-    bad("kv_append", "f32[2, 2, 3, 8, 32]; f32[2, 5, 2, 8]; i32[2, 5]",
-        ShapeError, "kv_append: ; 64]; f32[2, 2, 3, 8, 32]", kind="keys"),
-    bad("kv_append", "f32[2, 2, 9, 8]; f32[2, 5, 3, 8]; i32[2, 5]",
-        ShapeError, "kv_append: ; f32[2, 5, 3, 8]; f32[2, 2, 9, 8]", kind="values"),
-    bad("kv_append", "f32[2, 2, 9, 8]; i32[2, 5, 2, 8]; i32[2, 5]",
-        DTypeError, "kv_append: new values are floats; i32", kind="values"),
-    bad("kv_append", "f32[2, 2, 9, 8]; f32[2, 5, 2, 8]; i32[2, 4]",
-        ShapeError, "kv_append: positions i32[2, 4]; [2, 5]", kind="values"),
-    bad("kv_append", "q8_0[2, 2, 3, 32, 64]; f32[2, 5, 2, 64]; i32[2, 5]",
-        ShapeError, "kv_append: a cache of keys is; blocks, 64, head_dim; q8_0[2, 2, 3, 32, 64]", kind="keys"),
-    bad("kv_append", "q4_0[2, 2, 9, 32]; f32[2, 5, 2, 32]; i32[2, 5]",
-        DTypeError, "kv_append: a cache of values holds floats or q8_0; q4_0", kind="values"),
+    bad("kv_append", KEYS, ShapeError, "kv_append: new tokens f32[2, 5, 2, 8]; f32[6, 2, 8, 64]"),
+    bad("kv_append", "f32[6, 2, 3, 8, 64]; f32[2, 5, 2, 8]; i32[2, 5]; i32[2, 3]",
+        ShapeError, "kv_append: pool: expected [pages, kv_heads, dim, page]; f32[6, 2, 3, 8, 64]", axes="phds"),
+    bad("kv_append", "f32[6, 2, 9, 8]; i32[2, 5, 2, 8]; i32[2, 5]; i32[2, 3]",
+        DTypeError, "kv_append: new tokens are floats; i32"),
+    bad("kv_append", "f32[6, 2, 9, 8]; f32[2, 5, 2, 8]; i32[2, 4]; i32[2, 3]",
+        ShapeError, "kv_append: positions i32[2, 4]; [2, 5]"),
+    bad("kv_append", "f32[6, 2, 9, 8]; f32[2, 5, 2, 8]; i32[2, 5]; f32[2, 3]",
+        DTypeError, "kv_append: table: expected integers; f32[2, 3]"),
+    bad("kv_append", "f32[6, 2, 9, 8]; f32[5, 2, 8]; i32[5]; i32[2, 3]; i32[4]",
+        ShapeError, "kv_append: rows i32[4]; [5]"),
+    bad("kv_append", "q8_0[6, 2, 32, 64]; f32[2, 5, 2, 32]; i32[2, 5]; i32[2, 3]",
+        GraphError, "kv_append: pool: axes of q8_0 are 'phds'", axes="phds"),
+    bad("kv_append", "q4_0[6, 2, 9, 32]; f32[2, 5, 2, 32]; i32[2, 5]; i32[2, 3]",
+        DTypeError, "kv_append: pool: pages hold floats or q8_0; q4_0"),
     bad("cached_attention", CACHED, GraphError, "cached_attention: mask kind 'none'", mask_kind="none"),
     bad("cached_attention", CACHED, GraphError, "cached_attention: a ring forgets; 'causal'", ring=True),
-    bad("cached_attention", "f32[2, 5, 4, 8]; f32[2, 2, 3, 8, 64]; f32[2, 2, 191, 8]; i32[2, 5]",
-        ShapeError, "cached_attention: a ring of 192 keys and 191 values", mask_kind="sliding(9)", ring=True),
-    bad("cached_attention", "f64[2, 5, 4, 32]; q8_0[2, 2, 3, 64, 32]; q8_0[2, 2, 192, 32]; i32[2, 5]",
-        DTypeError, "cached_attention: both caches have one type; f64; q8_0"),
+    bad("cached_attention", "f32[2, 5, 4, 8]; f32[6, 2, 64, 8]; f32[6, 2, 32, 8]; i32[2, 5]; i32[2, 3]",
+        ShapeError, "cached_attention: a page has 64 keys and 32 values"),
+    bad("cached_attention", "f64[2, 5, 4, 32]; q8_0[6, 2, 64, 32]; q8_0[6, 2, 64, 32]; i32[2, 5]; i32[2, 3]",
+        DTypeError, "cached_attention: both pools have one type; f64; q8_0"),
     bad("cached_attention", CACHED, GraphError, "cached_attention: softcap is -1.0", softcap=-1.0),
-    bad("cached_attention", "f32[2, 5, 3, 8]; f32[2, 2, 3, 8, 64]; f32[2, 2, 192, 8]; i32[2, 5]",
+    bad("cached_attention", "f32[2, 5, 3, 8]; f32[6, 2, 64, 8]; f32[6, 2, 64, 8]; i32[2, 5]; i32[2, 3]",
         ShapeError, "cached_attention: 3 query heads; 2 key heads"),
-    bad("cached_attention", "f32[2, 5, 4, 8]; f16[2, 2, 3, 8, 64]; f32[2, 2, 192, 8]; i32[2, 5]",
+    bad("cached_attention", "f32[2, 5, 4, 8]; f16[6, 2, 64, 8]; f32[6, 2, 64, 8]; i32[2, 5]; i32[2, 3]",
         DTypeError, "cached_attention: ; f16; f32"),
-    bad("cached_attention", "f32[2, 5, 4, 8]; f32[2, 2, 3, 8, 64]; f32[2, 2, 192, 8]; f32[2, 5]",
-        DTypeError, "cached_attention: positions are integers"),
+    bad("cached_attention", "f32[2, 5, 4, 8]; f32[6, 2, 64, 8]; f32[6, 2, 64, 8]; f32[2, 5]; i32[2, 3]",
+        DTypeError, "cached_attention: positions: expected integers"),
     # -- blocks
     bad("linear", "f32[2, 4]; f32[3, 5]", ShapeError, "matmul: inner sizes differ, 4 and 3"),
     bad("linear", "f32[2, 4]; f32[4, 5]; f32[4]", ShapeError, "linear: bias f32[4]; 5 columns"),

@@ -136,15 +136,15 @@ def test_what_was_packed_must_be_set_again_with_the_others(files: dict[bool, Pat
 
 def test_a_state_stays_a_state(tmp_path: Path) -> None:
     g = rlx.Graph("counter")
-    keys = g.state("keys", ("batch", 1, "blocks", 4, 64))
+    keys, table = g.state("keys", ("pages", 1, 4, 64)), g.input("table", ("batch", "blocks"), "i32")
     new, positions = g.input("new", ("batch", "seq", 1, 4)), g.input("positions", ("batch", "seq"), "i32")
-    g.set_outputs([g.kv_append(keys, new, positions, kind="keys")])
+    g.set_outputs([g.kv_append(keys, new, positions, table, axes="phds")])
     found = load(rlx.compile(g).export(tmp_path / "state.rlxp"))
-    cache = np.zeros((1, 1, 1, 4, 64), np.float32)
-    found.run({"keys": cache, "new": np.ones((1, 1, 1, 4), np.float32), "positions": np.array([[3]], np.int32)})
-    assert cache[0, 0, 0, :, 3].tolist() == [1.0] * 4 and cache.sum() == 4
+    cache, places = np.zeros((2, 1, 4, 64), np.float32), {"positions": np.int32([[3]]), "table": np.int32([[1]])}
+    found.run({"keys": cache, "new": np.ones((1, 1, 1, 4), np.float32), **places})
+    assert cache[1, 0, :, 3].tolist() == [1.0] * 4 and cache.sum() == 4
     with pytest.raises(BindError, match="changed in place"):
-        found.run({"keys": cache.tolist(), "new": np.ones((1, 1, 1, 4), np.float32), "positions": [[3]]})
+        found.run({"keys": cache.tolist(), "new": np.ones((1, 1, 1, 4), np.float32), **places})
 
 
 def test_a_loop_runs_in_the_export(tmp_path: Path) -> None:

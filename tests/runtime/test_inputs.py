@@ -345,7 +345,8 @@ def test_a_state_that_cannot_be_changed_in_place_is_refused(spoil: Callable[[Any
     cache = g.state("cache", (1, 1, 64, 8))
     new = g.input("new", (1, 1, 1, 8))
     at = g.input("at", (1, 1), "i32")
-    f = rlx.compile(g.set_outputs([cache.kv_append(new, at, kind="values").sum()]))
+    table = g.constant(np.zeros((1, 1), np.int32))
+    f = rlx.compile(g.set_outputs([cache.kv_append(new, at, table).sum()]))
     inputs = {"new": np.ones((1, 1, 1, 8), np.float32), "at": np.array([[3]], np.int32)}
     good = np.zeros((1, 1, 64, 8), np.float32)
     f.run({**inputs, "cache": good})

@@ -114,6 +114,10 @@ class Allocator(ABC):
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """A new buffer of zeros."""
 
+    def reserve(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any | None:
+        """A buffer of zeros that takes memory only where it is written; None where the device has no such memory."""
+        return None
+
     @abstractmethod
     def upload(self, array: Array) -> Any:
         """The array in memory of the device. Host devices give the array itself."""
@@ -154,6 +158,11 @@ class HostAllocator(Allocator):
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         return np.zeros(shape, dtype)
+
+    def reserve(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
+        from rlx.backends.reserved import reserved_zeros
+
+        return reserved_zeros(shape, dtype)
 
     def upload(self, array: Array) -> Array:
         return array

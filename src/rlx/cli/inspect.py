@@ -36,12 +36,11 @@ from rlx.models.pooling import pooled, read_settings
 from rlx.profile import CompileProfile
 from rlx.runtime.kv_cache import CACHE_HELP, CACHES
 from rlx.runtime.plan import cached_plan
-from rlx.target import Target
+from rlx.target import KvLayout, Target
 from rlx.types import evaluate
 
 LEVELS = ("hir", "mir", "lir", "llvm", "asm")
 MAX_BYTES = 256 << 20  # of a graph's text
-BLOCK = 64  # positions of a block of the cache
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -125,10 +124,12 @@ def load(path: Path) -> Graph:
 
 def phase_sizes(batch: int, seq: int, past: int = 0, symbols: Iterable[str] = ()) -> dict[str, int]:
     """The sizes of the symbols that models use, for `seq` new tokens after `past` others; of rings, those named."""
-    blocks = -(-(past + seq) // BLOCK)
+    layout = KvLayout()
+    blocks = layout.blocks(past + seq)
     windows = {s: int(s[4:]) for s in symbols if s[:4] == "ring" and s[4:].isdecimal()}
-    rings = {symbol: min(blocks, ring_blocks(window)) for symbol, window in windows.items()}
-    return {"batch": batch, "seq": seq, "past_seq": past, "blocks": blocks, "picked": batch, **rings}
+    rings = {symbol: min(blocks, ring_blocks(window, layout)) for symbol, window in windows.items()}
+    pages = {f"pages{windows[symbol]}": batch * own for symbol, own in rings.items()} | {"pages": batch * blocks}
+    return {"batch": batch, "seq": seq, "past_seq": past, "blocks": blocks, "picked": batch, **rings, **pages}
 
 
 def _sizes(arguments: argparse.Namespace, graph: Graph) -> dict[str, int]:

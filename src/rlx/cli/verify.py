@@ -377,7 +377,8 @@ def _inputs(model: Any) -> dict[str, Array]:
     if model.built.cache is not None:
         cache = KvCache(model.built.cache, 1, model.context)
         cache.reserve(count)
-        given |= cache.buffers
+        cache.going_to_write(0, 0, count)
+        given |= cache.rows(0, 1)
     return {name: given[name] for name in model.compiled.input_types}
 
 

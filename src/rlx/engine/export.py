@@ -48,6 +48,7 @@ from rlx.runtime.export import (
 )
 from rlx.runtime.kv_cache import CACHES
 from rlx.runtime.session import Session
+from rlx.target import KvLayout
 from rlx.types import TensorType
 
 Array = np.ndarray[Any, Any]
@@ -130,7 +131,7 @@ def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
 
 
 def _classes(family: Family) -> dict[str, type]:
-    return {c.__name__: c for c in (family.config, KvCacheSpec, EmbedSettings, ImageSettings, SpecialIds)}
+    return {c.__name__: c for c in (family.config, KvCacheSpec, KvLayout, EmbedSettings, ImageSettings, SpecialIds)}
 
 
 def _files(tensors: TensorFile) -> Iterator[dict[str, Any]]:

@@ -107,12 +107,12 @@ class Decoder:
         width = max(len(row) for row in rows)
         tokens = np.zeros((len(rows), width), np.int32)
         positions = np.full((len(rows), width), -1, np.int32)
+        self.cache.reserve(max((end for row, end in zip(rows, ends, strict=True) if row), default=0))
         for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
             tokens[i, : len(row)] = row
             positions[i, : len(row)] = np.arange(start, start + len(row))
             self.cache.going_to_write(first + i, start, start + len(row), lengths[i])
             del self.cache.tokens[first + i][start:]
-        self.cache.reserve(int(positions.max()) + 1)
         states = self.cache.rows(first, first + len(rows))
         given = {"tokens": tokens, "positions": positions, "last_token_idx": picked}
         if self.cache.spec.lengths:

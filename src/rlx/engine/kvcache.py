@@ -1,13 +1,17 @@
 """KV caches: memory that the runtime owns and kernels write in place, and the store of those that calls have left.
 
-Keys lie as `[batch, kv_heads, blocks, head_dim, 64]` (packed ones as `[..., blocks, 64, head_dim]`), values as
-`[batch, kv_heads, blocks · 64, head_dim]`. Capacity grows by doubling, up to the model's context; that of a layer with
-a window ends at the window and `SPARE` more, where new positions take the place of old ones. Recurrent states
-(`[batch, ...]`) have one size. A cache knows which tokens it holds, so that a prompt which begins with the same ones
-can go on from there: same bits, less work. With rings it cannot go back further than about `SPARE` tokens, and with
-recurrent states not at all; a prompt that shares less is read from its beginning. States of the delta rule are the same
-but for rounding: it adds up tokens of a call that belong together, and those depend on where the call begins. Where
-RoPE depends on the length of a sequence, a prompt goes on only from keys that turned by the frequencies of its length.
+Keys and values are in pools of pages (see `KvLayout`), one of each per layer; layers with the same window share a table
+`[batch, blocks]` of the pages of each sequence. Rows with a common prefix share its pages until one of them writes.
+Capacity ends at the model's context; that of a layer with a window ends at the window and `SPARE` more, where new
+positions take the place of old ones. Pools reserve address space for all of it where the device can, and take memory
+page by page as positions are written; elsewhere they grow by doubling, which copies them. Recurrent states
+(`[batch, ...]`) have one size.
+
+A cache knows which tokens it holds, so that a prompt which begins with the same ones can go on from there: same bits,
+less work. With rings it cannot go back further than about `SPARE` tokens, and with recurrent states not at all; a
+prompt that shares less is read from its beginning. States of the delta rule are the same but for rounding: it adds up
+tokens of a call that belong together, and those depend on where the call begins. Where RoPE depends on the length of a
+sequence, a prompt goes on only from keys that turned by the frequencies of its length.
 """
 
 from __future__ import annotations
@@ -15,18 +19,21 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rlx.backends.base import HOST, Allocator
 from rlx.dtypes import dtype
+from rlx.engine.page_table import PageTable
 from rlx.locks import Lock
 from rlx.resources import require
-from rlx.runtime.kv_cache import KvCacheSpec
+from rlx.runtime.kv_cache import KvCacheSpec, table_name
+from rlx.target import KvLayout
+from rlx.types import concrete
 
-BLOCK = 64
+KINDS = ("keys", "values")
 KEPT = 4  # caches that wait for the next prompt
 KEPT_BYTES = 512 << 20  # of all but the last one
 WORTH_COPYING = 32  # tokens; below it, reading them again costs about as much
@@ -40,12 +47,14 @@ class KvCache:
         self.spec = spec
         self._memory = memory  # of the device that decodes
         self.batch = batch
-        self.most = -(-context // BLOCK)
+        self.most = spec.layout.blocks(context)
         self.blocks = 0
         self.buffers: dict[str, Any] = {}
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
         self.windows = {i: window for i in range(spec.layers) if (window := spec.window(i)) is not None}
-        self._rings = {window: self._most(window) * BLOCK for window in self.windows.values() if window}
+        self._tables = {window: PageTable(batch) for window in sorted(set(self.windows.values()))}
+        self._rings = {window: self._most(window) * spec.layout.page for window in self.windows.values() if window}
+        self._reserved = self._reserve_pools()
         # of each row: up to which token keys turned by which frequencies, where RoPE depends on length
         self._turned: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(batch)]
         self._least = [0] * batch  # tokens of a row that have to stay: what came before them may be overwritten
@@ -55,36 +64,81 @@ class KvCache:
         self.reserve(1)
 
     def reserve(self, tokens: int) -> None:
-        """Room for `tokens` positions in every sequence; what is there stays."""
-        needed = -(-tokens // BLOCK)
+        """Room for `tokens` positions in every sequence; what is there stays where it is, or is copied.
+
+        Where the device can reserve memory, pools have room for the whole context from the start.
+        """
+        needed = self.spec.layout.blocks(tokens)
         if needed <= self.blocks:
             return
-        blocks, kind = min(max(needed, 2 * self.blocks, 4), self.most), dtype(self.spec.dtype)
-        shapes: dict[str, tuple[int, ...]] = {}
-        for i, window in self.windows.items():
-            own = min(blocks, self._most(window))
-            head = self.spec.head_dim // kind.block
-            lead = (self.batch, self.spec.kv_heads, own)
-            shapes[f"keys.{i}"] = (*lead, BLOCK, head) if kind.is_packed else (*lead, head, BLOCK)
-            shapes[f"values.{i}"] = (*lead[:2], own * BLOCK, head)
-        size = sum(math.prod(shape) for shape in shapes.values()) * kind.size
+        blocks = min(max(needed, 2 * self.blocks, 4), self.most)
+        sizes = {window: min(blocks, self._most(window)) for window in self._tables}
+        size = sum(self.batch * sizes[window] * self._page_bytes(window) for window in self._tables)
         require("KV cache", size, hint="a shorter context, a smaller batch, or cache='f16' or 'q8_0'")
-        for name, shape in shapes.items():
-            self._grow(name, shape)
+        for window, table in self._tables.items():
+            table.grow(sizes[window], self._most(window) if self._reserved else sizes[window])
+        if not self._reserved:
+            for name, shape in self._pool_shapes(sizes):
+                self._grow(name, shape)
         self.blocks = blocks
+
+    def _reserve_pools(self) -> bool:
+        """Reserve memory for everything that the pools may ever hold, if the device can."""
+        kind = dtype(self.spec.dtype).numpy
+        for name, shape in self._pool_shapes({window: self._most(window) for window in self._tables}):
+            pool = self._memory.reserve(shape, kind)
+            if pool is None:
+                self.buffers.clear()
+                return False
+            self.buffers[name] = pool
+        return True
+
+    def _pool_shapes(self, blocks: Mapping[int, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names of pools and their shapes in memory, for so many blocks per sequence of each window."""
+        packed = dtype(self.spec.dtype).block
+        for i, window in self.windows.items():
+            for of in KINDS:
+                *lead, last = concrete(self.spec.pool_shape(of, self.batch * blocks[window]), {})
+                yield f"{of}.{i}", (*lead, last // packed)
+
+    def _page_bytes(self, window: int) -> int:
+        """Bytes of a page of keys and one of values in all layers of a window."""
+        kind, layers = dtype(self.spec.dtype), sum(own == window for own in self.windows.values())
+        numbers = self.spec.kv_heads * self.spec.head_dim * self.spec.layout.page
+        return layers * len(KINDS) * numbers // kind.block * kind.size
 
     def _most(self, window: int) -> int:
         """Blocks that a layer with a window, or without one (0), has at most."""
-        return min(ring_blocks(window), self.most) if window else self.most
+        return min(ring_blocks(window, self.spec.layout), self.most) if window else self.most
 
     def _grow(self, name: str, shape: tuple[int, ...]) -> None:
+        """More pages; those that are there keep their numbers."""
         old = self.buffers.get(name)
         if old is not None and old.shape == shape:
             return
         new = self._memory.zeros(shape, dtype(self.spec.dtype).numpy)
         if old is not None:
-            self._memory.copy(old, self._memory.part(new, slice(None), slice(None), slice(old.shape[2])))
+            self._memory.copy(old, self._some_pages(new, name, 0, self._page_count(old, name)))
         self.buffers[name] = new
+
+    def _page_count(self, pool: Any, name: str) -> int:
+        count: int = pool.shape[self._page_axis(name)]
+        return count
+
+    def _page_axis(self, name: str) -> int:
+        return self.spec.axes(name.partition(".")[0]).index("p")
+
+    def _some_pages(self, pool: Any, name: str, begin: int, end: int) -> Any:
+        """A view of consecutive pages of a pool."""
+        return self._memory.part(pool, *[slice(None)] * self._page_axis(name), slice(begin, end))
+
+    def _copy_pages(self, window: int, pairs: Sequence[tuple[int, int]], source: KvCache) -> None:
+        """Copy pages (from, to) of all layers of a window."""
+        for begin, to, count in _runs(pairs):
+            for i in (i for i, own in self.windows.items() if own == window):
+                for name in (f"{of}.{i}" for of in KINDS):
+                    pages = self._some_pages(source.buffers[name], name, begin, begin + count)
+                    self._memory.copy(pages, self._some_pages(self.buffers[name], name, to, to + count))
 
     def going_to_write(self, row: int, start: int, end: int, length: int | None = None) -> None:
         """Positions `start` .. `end` of a row are about to be written; what rings hold in their places is gone.
@@ -103,6 +157,17 @@ class KvCache:
         for window, capacity in self._rings.items():
             if end > capacity:
                 self._least[row] = max(self._least[row], end - capacity + window - 1)
+        self._own_pages(row, start, end)
+
+    def _own_pages(self, row: int, start: int, end: int) -> None:
+        """Pages of its own for positions of a row that are about to be written."""
+        page = self.spec.layout.page
+        for window, table in self._tables.items():
+            last = -(-end // page)
+            for block in range(max(start // page, last - table.blocks), last):
+                moved = table.own(row, block % table.blocks)
+                if moved is not None and (window or block * page < start):
+                    self._copy_pages(window, [moved], self)
 
     def _turn(self, row: int, start: int, end: int, turned: tuple[int, ...]) -> None:
         runs = self._turned[row]
@@ -140,28 +205,31 @@ class KvCache:
                 row.clear()
 
     def rows(self, first: int, end: int) -> dict[str, Any]:
-        """The memory of some neighbouring sequences, as a decoder takes it."""
-        if first == 0 and end == self.batch:
-            return self.buffers
-        return {name: self._memory.part(buffer, slice(first, end)) for name, buffer in self.buffers.items()}
+        """The memory of some neighbouring sequences, as a decoder takes it: pools, their pages, recurrent states."""
+        part = self._memory.part
+        states = {name: part(self.buffers[name], slice(first, end)) for name in self._states}
+        tables = {table_name(window): table.numbers[first:end] for window, table in self._tables.items()}
+        return self.buffers | states | tables
 
     def copy_row(self, row: int, source: KvCache, source_row: int, count: int) -> None:
         """Take over the first `count` tokens of a sequence of `source`."""
         self.reserve(count)
-        end = -(-count // BLOCK)
-        part = self._memory.part
-        for name, buffer in self.buffers.items():
-            old = source.buffers[name]
-            if name in self._states:
-                assert count == len(source.tokens[source_row]), "a recurrent state has all tokens in it"
-                self._memory.copy(part(old, source_row), part(buffer, row))
+        end = self.spec.layout.blocks(count)
+        for window, table in self._tables.items():
+            blocks = range(max(end - self._most(window), 0), end)
+            if source is self:
+                table.share(row, source_row, {block % table.blocks for block in blocks})
                 continue
-            size = BLOCK if name.startswith("values.") else 1  # elements of a block along axis 2
-            first = max(end - self._most(self.windows[int(name.rpartition(".")[2])]), 0)
-            for begin, length in _runs(first, end, old.shape[2] // size, buffer.shape[2] // size):
-                from_, to = (begin % (b.shape[2] // size) * size for b in (old, buffer))
-                blocks = part(old, source_row, slice(None), slice(from_, from_ + length * size))
-                self._memory.copy(blocks, part(buffer, row, slice(None), slice(to, to + length * size)))
+            table.release(row)
+            pairs, old = [], source._tables[window]
+            for block in blocks:
+                table.own(row, block % table.blocks)
+                pairs.append((old.page(source_row, block % old.blocks), table.page(row, block % table.blocks)))
+            self._copy_pages(window, pairs, source)
+        for name in self._states:
+            assert count == len(source.tokens[source_row]), "a recurrent state has all tokens in it"
+            part = self._memory.part
+            self._memory.copy(part(source.buffers[name], source_row), part(self.buffers[name], row))
         self.tokens[row] = source.tokens[source_row][:count]
         self._least[row] = source._least[source_row]
         self._turned[row] = _cut(source._turned[source_row], count)
@@ -187,7 +255,12 @@ class KvCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers.values())
+        """Bytes of memory that it takes: of reserved pools, the pages that have been written."""
+        if not self._reserved:
+            return sum(buffer.nbytes for buffer in self.buffers.values())
+        touched = sum(table.touched * self._page_bytes(window) for window, table in self._tables.items())
+        states: int = sum(self.buffers[name].nbytes for name in self._states)
+        return touched + states
 
 
 class CacheStore:
@@ -308,9 +381,9 @@ class CacheStore:
             return sum(cache.nbytes for cache in self._made)
 
 
-def ring_blocks(window: int) -> int:
+def ring_blocks(window: int, layout: KvLayout) -> int:
     """Blocks of the ring of a layer with a window, where the context is long enough for one."""
-    return -(-(window + SPARE) // BLOCK)
+    return layout.blocks(window + SPARE)
 
 
 def _cut(runs: Sequence[tuple[int, tuple[int, ...]]], count: int) -> list[tuple[int, tuple[int, ...]]]:
@@ -319,12 +392,14 @@ def _cut(runs: Sequence[tuple[int, tuple[int, ...]]], count: int) -> list[tuple[
     return [(min(end, count), turned) for begin, (end, turned) in zip(begins, runs, strict=False) if begin < count]
 
 
-def _runs(first: int, end: int, *rings: int) -> Iterator[tuple[int, int]]:
-    """Blocks from `first` to `end` as runs (begin, length) that wrap around in none of the rings of so many blocks."""
-    while first < end:
-        length = min(end - first, *(ring - first % ring for ring in rings))
-        yield first, length
-        first += length
+def _runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Pairs (from, to) of pages as runs (from, to, count) of neighbours."""
+    first = 0
+    for i in range(1, len(pairs) + 1):
+        begin, to = pairs[first]
+        if i == len(pairs) or pairs[i] != (begin + i - first, to + i - first):
+            yield begin, to, i - first
+            first = i
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -127,7 +127,7 @@ class LanguageModel(Model):
 
     def _flow(self) -> ModelFlow:
         flow = self.family.flow(self.checkpoint.config, self.context, self.checkpoint.rope_factors)
-        return flow.cache_dtype(self.cache_dtype)
+        return flow.cache_dtype(self.cache_dtype).cache_layout(self._session.target.kv_layout)
 
     # -- parts --
     @cached_property

@@ -33,6 +33,7 @@ from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_cache import KvCacheSpec as KvCacheSpec
 from rlx.runtime.session import Session
+from rlx.target import KvLayout
 from rlx.types import ShapeLike, TensorType, tensor
 
 if TYPE_CHECKING:
@@ -211,6 +212,7 @@ class ModelFlow(StageList):
     stages: tuple[FlowStage, ...] = ()
     output_name: str = "output"
     cache: KvCacheSpec | None = field(default=None)
+    layout: KvLayout | None = None  # of the cache
     extra_names: tuple[str, ...] = ()
     side: tuple[SideOutputs, ...] = ()
     extensions: tuple[Extension, ...] = ()
@@ -270,6 +272,12 @@ class ModelFlow(StageList):
             raise GraphError(f"flow {self.name!r}: has no cache, so it has no type")
         return replace(self, cache=replace(self.cache, dtype=name))
 
+    def cache_layout(self, layout: KvLayout) -> Self:
+        """Lay out the cache as the backend that runs the model wants it: `Target.kv_layout`, the CPU's unless said."""
+        if self.cache is None:
+            raise GraphError(f"flow {self.name!r}: has no cache, so it has no layout")
+        return replace(self, layout=layout)
+
     def profile(self, profile: CompileProfile | str) -> Self:
         """How it is compiled: a profile, or the preset of that name."""
         return replace(self, compile_profile=CompileProfile.preset(profile) if isinstance(profile, str) else profile)
@@ -324,7 +332,8 @@ class ModelFlow(StageList):
         for name, shape, kind in self.inputs:
             ctx.input(name, shape, kind)
         if self.cache is not None:
-            ctx.state.cache = CacheBindings(graph, self.cache)
+            layout = self.layout or Session().target.kv_layout
+            ctx.state.cache = CacheBindings(graph, replace(self.cache, layout=layout))
         value: FlowValue | None = ctx.flow_input(self.inputs[0][0])
         value = emit_all(ctx, self.stages, value, self.places_of(self.stages))
         if ctx.state.residuals:

@@ -10,7 +10,7 @@ from rlx.dtypes import dtype
 from rlx.errors import GraphError, nearest
 from rlx.ir.graph import Graph, Value
 from rlx.ops.attention import split_mask
-from rlx.runtime.kv_cache import KvCacheSpec
+from rlx.runtime.kv_cache import KvCacheSpec, table_name
 from rlx.types import Size, dim, sym
 
 Shape = tuple[Size, ...]
@@ -81,11 +81,12 @@ def _flowing(found: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class CacheBindings:
-    """The runtime-owned cache: a keys and a values leaf a layer, of the kind that its mask asks for, and states."""
+    """The runtime-owned cache: pools of keys and values per layer, tables of their pages, and recurrent states."""
 
     graph: Graph
     spec: KvCacheSpec
     windows: dict[int, int] = field(default_factory=dict)  # of the layers that have attended
+    tables: dict[int, Value] = field(default_factory=dict)  # of pages, by window
     states: dict[str, tuple[int, ...]] = field(default_factory=dict)  # recurrent ones, sizes for one sequence
     lengths: list[tuple[int, bool]] = field(default_factory=list)  # that RoPE depends on
 
@@ -101,18 +102,23 @@ class CacheBindings:
             problem = "attends twice" if layer in self.windows else f"is not one of its {self.spec.layers}"
             raise GraphError(f"kv_cache: layer {layer} {problem}", hint="layer_idx counts the layers from 0")
         window = self.windows[layer] = split_mask(mask_kind)[1]
-        kept = {"ring": window > 0}
-        keys, values = self.leaves(layer, window)
-        keys = keys.kv_append(k, positions, kind="keys", **kept)
-        values = values.kv_append(v, positions, kind="values", **kept)
-        how = {"mask_kind": mask_kind, "scale": scale, "softcap": softcap, **kept}
-        return self.graph.one("cached_attention", q, keys, values, positions, **how)
+        ring, (key_axes, value_axes) = window > 0, (self.spec.axes(kind) for kind in ("keys", "values"))
+        table, keys, values = self.leaves(layer, window)
+        keys = keys.kv_append(k, positions, table, axes=key_axes, ring=ring)
+        values = values.kv_append(v, positions, table, axes=value_axes, ring=ring)
+        how = {"mask_kind": mask_kind, "scale": scale, "softcap": softcap, "ring": ring}
+        axes = {"key_axes": key_axes, "value_axes": value_axes}
+        return self.graph.one("cached_attention", q, keys, values, positions, table, **how, **axes)
 
-    def leaves(self, layer: int, window: int) -> tuple[Value, Value]:
-        spec, kind, blocks = self.spec, dtype(self.spec.dtype), dim(f"ring{window}" if window else "blocks")
-        block = (64, spec.head_dim) if kind.is_packed else (spec.head_dim, 64)
-        keys = self.graph.state(f"keys.{layer}", (sym.BATCH, spec.kv_heads, blocks, *block), kind)
-        return keys, self.graph.state(f"values.{layer}", (sym.BATCH, spec.kv_heads, blocks * 64, spec.head_dim), kind)
+    def leaves(self, layer: int, window: int) -> tuple[Value, Value, Value]:
+        """The table that layers of one window share, and the pools of keys and values of a layer."""
+        spec, kind, pages = self.spec, dtype(self.spec.dtype), dim(f"pages{window}" if window else "pages")
+        if window not in self.tables:
+            blocks = dim(f"ring{window}" if window else "blocks")
+            self.tables[window] = self.graph.input(table_name(window), (sym.BATCH, blocks), "i32")
+        keys = self.graph.state(f"keys.{layer}", spec.pool_shape("keys", pages), kind)
+        values = self.graph.state(f"values.{layer}", spec.pool_shape("values", pages), kind)
+        return self.tables[window], keys, values
 
     def state(self, name: str, shape: tuple[int, ...]) -> Value:
         """A recurrent state `[batch, *shape]`, for an op that carries it on: that op writes it in place."""

@@ -45,6 +45,7 @@ class Spec:
     dtype: str = "f32"
     low: float = -3.0
     high: float = 3.0
+    distinct: bool = False  # integers, no two of them equal
 
     def array(self, rng: np.random.Generator, dtype_: DType | None = None) -> np.ndarray[Any, Any]:
         """The numbers; a float spec takes the float type `dtype_` if one is given."""
@@ -55,6 +56,9 @@ class Spec:
             return _random_blocks(rng, wanted, self.shape)
         if wanted.is_bool:
             return rng.random(self.shape) < 0.5
+        if self.distinct:
+            numbers = np.arange(int(self.low), int(self.high))
+            return rng.choice(numbers, self.shape, replace=False).astype(wanted.numpy)
         if wanted.is_integer:
             return rng.integers(int(self.low), int(self.high), self.shape).astype(wanted.numpy)
         return rng.uniform(self.low, self.high, self.shape).astype(wanted.numpy)
@@ -86,9 +90,9 @@ def f32(*shape: int, low: float = -3.0, high: float = 3.0) -> Spec:
     return Spec(shape, "f32", low, high)
 
 
-def i32(*shape: int, low: int = -9, high: int = 9) -> Spec:
+def i32(*shape: int, low: int = -9, high: int = 9, distinct: bool = False) -> Spec:
     """Random integers."""
-    return Spec(shape, "i32", low, high)
+    return Spec(shape, "i32", low, high, distinct)
 
 
 def boolean(*shape: int) -> Spec:

@@ -15,10 +15,13 @@ from rlx.dtypes import I32, DType
 from rlx.layouts import WeightLayout
 from rlx.lir.loops import Expr, Let, LoopKernel, Ref, multiplied, walk, written_out
 from rlx.locks import cached_property
+from rlx.target import KvLayout
 
-KEY_BLOCK = 64  # keys of one attention block, cut at absolute positions
+KEY_BLOCK = KvLayout().page  # keys of one attention block, cut at absolute positions
 OUT_OF_RANGE = 1  # fault code: an index lies outside the axis
 BEYOND_CAPACITY = 2  # fault code: a position does not lie within the cache
+OUTSIDE_TABLE = 4  # fault code: a row number does not lie within the table of a cache
+OUTSIDE_POOL = 5  # fault code: a page number does not lie within the pool
 OUT_OF_STEPS = 3  # fault code: the condition of a while loop still holds after `max_steps`
 UNFIT_SIZES = 1 << 16  # fault code, plus the number of the program's assertion that does not hold
 LONGEST_EPILOGUE = 200  # terms that a line of text shows
@@ -143,11 +146,13 @@ class AttentionKernel:
     `group` query heads share one key head. `mask` is none, causal, sliding, custom or bias; rows and keys are aligned
     at the end (row i sits at position k_len - q_len + i).
 
-    `cached`: k and v are caches that the runtime owns, k `[batch][kv_head][block][head_dim][KEY_BLOCK]`, v
-    `[batch][kv_head][capacity][value_dim]`, read where they lie. Row i of batch b sits at `positions[b][i]`, an i32,
-    and sees the keys up to there, all (causal) or the last `window` of them (sliding). A negative position is padding,
-    whose result is zeros; one that is not below `capacity` is a fault. Packed caches are both rows, as v is, with
-    strides in 16-bit units. In a `ring`, position p lies at p modulo `capacity`, which is whole blocks.
+    `cached`: k and v are pools of pages in any order of pages and heads, read in place: pages of k are
+    `[head_dim][KEY_BLOCK]`, pages of v `[KEY_BLOCK][value_dim]`. `table[b][block]`, an i32, is the page of a block of
+    positions. Row i of batch entry b sits at `positions[b][i]`, an i32, and sees the keys up to there, all (causal) or
+    the last `window` of them (sliding). A negative position is padding, whose result is zeros; one that is not below
+    `capacity` is a fault, as is a page outside the pool. Packed pages are both rows, as v is, with strides in 16-bit
+    units. In a `ring`, position p lies at p modulo `capacity`, which is whole pages. `ragged`: batch entry b is one
+    token, of row `rows[b]` of the table.
 
     `lse`: also gives the logarithm of the sum of exp(scores) of each row, `[batch][head][q_len]`.
 
@@ -171,6 +176,7 @@ class AttentionKernel:
     lse: bool = False
     ahead: int = 0
     segments: bool = False
+    ragged: bool = False
 
     kind = "attention"
 
@@ -179,17 +185,20 @@ class AttentionKernel:
         """What a launch gives: operands, sizes, and strides in elements."""
         strides = tuple(f"{t}_{axis}" for t in ("q", "k", "v", "out") for axis in ("batch", "seq", "head"))
         if self.cached:
-            head = ("q", "k", "v", "out", "positions", "batch", "q_len", "capacity", "kv_heads")
-            return (*head, *(s for s in strides if s != "k_seq"), "positions_batch")
+            pools = ("k_page", "k_head", "v_page", "v_seq", "v_head")
+            sizes = ("batch", "q_len", "capacity", "kv_heads", "pages", "table_rows")
+            own = tuple(s for s in strides if s[0] not in "kv")
+            return (*self.operands(), *sizes, *own, *pools, "positions_batch", "table_row")
         head = ("q", "k", "v", "out", "mask", "batch", "q_len", "k_len", "kv_heads")
         tail = ("lse", "lse_batch", "lse_head") if self.lse else ()
         return head + strides + ("mask_batch", "mask_head", "mask_query") + tail
 
     def operands(self) -> dict[str, bool]:
         """The words that are addresses of operands, and whether the kernel writes there."""
-        rows = {"lse": True} if self.lse else {}
-        beside = "positions" if self.cached else "mask"
-        return {"q": False, "k": False, "v": False, "out": True, beside: False} | rows
+        tensors = {"q": False, "k": False, "v": False, "out": True}
+        if self.cached:
+            return tensors | {"positions": False, "table": False} | ({"rows": False} if self.ragged else {})
+        return tensors | {"mask": False} | ({"lse": True} if self.lse else {})
 
     def arithmetic(self) -> str:
         """What it multiplies and adds; see `LoopKernel.arithmetic`."""
@@ -197,10 +206,10 @@ class AttentionKernel:
 
     @cached_property
     def fingerprint(self) -> str:
-        later = {"ahead": 0, "segments": False}  # a kernel without them keeps its name
+        later = {"ahead": 0, "segments": False, "ragged": False}  # a kernel without them keeps its name
         fields = {f: getattr(self, f) for f in self.__dataclass_fields__}
         values = (value for name, value in fields.items() if name not in later or value != later[name])
-        text = "|".join(map(repr, ("attention", *values)))
+        text = "|".join(map(repr, ("attention", *values, *("pages",) * self.cached)))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
@@ -215,6 +224,7 @@ class AttentionKernel:
         operands = f"q, k, v: {self.dtype}"
         if self.cached:
             operands = f"q: {self.dtype}, k, v: {'ring' if self.ring else 'cache'} of {self.cache_dtype or self.dtype}"
+            operands += ", ragged" * self.ragged
         return (
             f"kernel {self.symbol}({operands}) head_dim {self.head_dim}, "
             f"{self.group} query heads a key head, "

@@ -13,6 +13,7 @@ from rlx.runtime.compiled import CompiledGraph, Parts, input_specs, later_plan
 from rlx.runtime.session import Session
 from rlx.runtime.signature import Signature
 from rlx.runtime.weights import Recipe
+from rlx.target import KvLayout
 
 if TYPE_CHECKING:
     from rlx.ir.graph import Graph
@@ -23,7 +24,8 @@ def snapshot_records(device: str) -> Mapping[str, type]:
     """The records that the snapshot of a graph on a device is made of, by name."""
     from rlx.backends.base import backend
 
-    return codec.records_of(*backend(device).image_modules(), signature, kv_cache) | {"Recipe": Recipe}
+    own = {"Recipe": Recipe, "KvLayout": KvLayout}
+    return codec.records_of(*backend(device).image_modules(), signature, kv_cache) | own
 
 
 def from_snapshot(

@@ -28,7 +28,7 @@ from test_attention_kernels import (
 from rlx.backends.cpu import attention, toolchain
 from rlx.dtypes import BF16, BY_NAME, F16, F32, F64, I32, DType
 from rlx.errors import LowerError
-from rlx.lir.kernels import BEYOND_CAPACITY, AttentionKernel
+from rlx.lir.kernels import BEYOND_CAPACITY, OUTSIDE_POOL, AttentionKernel
 from rlx.target import Target
 
 Array = npt.NDArray[Any]
@@ -42,13 +42,14 @@ def over_cache(kernel: AttentionKernel, dtype: DType | None = None) -> Attention
 
 @dataclass(frozen=True)
 class Cached:
-    """q [batch, seq, heads, head_dim], caches of keys [batch, heads, blocks, head_dim, 64] and values [batch, heads,
-    capacity, value_dim], positions [batch, seq]."""
+    """q [batch, seq, heads, head_dim], pools of keys [pages, heads, head_dim, 64] and values [pages, heads, 64,
+    value_dim], positions [batch, seq], table [batch, blocks]."""
 
     q: Array
     keys: Array
     values: Array
     positions: Array
+    table: Array
 
     def rows(self, which: Any) -> Cached:
         """Some of the query rows."""
@@ -64,12 +65,13 @@ class CompiledCached(Compiled):
         given = {
             "parts": self.parts.ctypes.data, "q": q.ctypes.data, "k": keys.ctypes.data, "v": values.ctypes.data,
             "out": out.ctypes.data, "positions": positions.ctypes.data, "batch": q.shape[0], "q_len": q.shape[1],
-            "capacity": min(values.shape[2], 64 * keys.shape[2]), "kv_heads": keys.shape[1],
-            "positions_batch": positions.strides[0] // 4,
+            "capacity": 64 * operands.table.shape[1], "kv_heads": keys.shape[1], "pages": len(keys),
+            "positions_batch": positions.strides[0] // 4, "table": operands.table.ctypes.data,
+            "table_rows": len(operands.table), "table_row": operands.table.strides[0] // 4,
         }  # fmt: skip
         for name, array, axes in (
-            ("q", q, ("batch", "seq", "head")), ("out", out, ("batch", "seq", "head")), ("k", keys, ("batch", "head")),
-            ("v", values, ("batch", "head", "seq")),
+            ("q", q, ("batch", "seq", "head")), ("out", out, ("batch", "seq", "head")), ("k", keys, ("page", "head")),
+            ("v", values, ("page", "head", "seq")),
         ):  # fmt: skip
             for axis, stride in zip(axes, array.strides, strict=False):
                 given[f"{name}_{axis}"] = stride // (2 if array.dtype.names else array.itemsize)
@@ -97,23 +99,25 @@ def spoiled(*shape: int, dtype: Any) -> Array:
     return np.resize(np.array([np.nan, np.inf, -np.inf], dtype), shape)
 
 
-def cache_of(k: Array, v: Array, capacity: int, dtype: DType) -> tuple[Array, Array]:
-    """Caches with k and v [batch, seq, heads, dim] at the positions from 0 on."""
+def cache_of(k: Array, v: Array, capacity: int, dtype: DType) -> tuple[Array, Array, Array]:
+    """Pools and a table with k and v [batch, seq, heads, dim] at the positions from 0 on, on pages in random order."""
     batch, seq, heads, dim = k.shape
-    keys = spoiled(batch, heads, -(-capacity // 64), dim, 64, dtype=dtype.numpy)
-    values = spoiled(batch, heads, capacity, v.shape[3], dtype=dtype.numpy)
-    at = np.arange(seq)
-    keys[:, :, at // 64, :, at % 64] = k.swapaxes(0, 1)
-    values[:, :, :seq] = v.swapaxes(1, 2)
-    return keys, values
+    blocks = -(-capacity // 64)
+    keys = spoiled(batch * blocks, heads, dim, 64, dtype=dtype.numpy)
+    values = spoiled(batch * blocks, heads, 64, v.shape[3], dtype=dtype.numpy)
+    table = np.random.default_rng(capacity).permutation(batch * blocks).astype(np.int32).reshape(batch, blocks)
+    for b, p in np.ndindex(batch, seq):
+        keys[table[b, p // 64], :, :, p % 64] = k[b, p]
+        values[table[b, p // 64], :, p % 64] = v[b, p]
+    return keys, values, table
 
 
 def cached(kernel: AttentionKernel, operands: Operands, capacity: int = 0) -> Cached:
     """The same queries, keys and values by way of a cache; queries sit at the last positions."""
     (batch, q_len), k_len = operands.q.shape[:2], operands.k.shape[1]
-    keys, values = cache_of(operands.k, operands.v, capacity or k_len, kernel.cache_dtype or kernel.dtype)
+    keys, values, table = cache_of(operands.k, operands.v, capacity or k_len, kernel.cache_dtype or kernel.dtype)
     positions = np.tile(np.arange(k_len - q_len, k_len, dtype=np.int32), (batch, 1))
-    return Cached(operands.q, keys, values, positions)
+    return Cached(operands.q, keys, values, positions, table)
 
 
 def filled(kernel: AttentionKernel, positions: Sequence[Sequence[int]], kv_heads: int = 2, room: int = 5) -> Cached:
@@ -121,12 +125,12 @@ def filled(kernel: AttentionKernel, positions: Sequence[Sequence[int]], kv_heads
     at = np.array(positions, np.int32)
     longest = max(int(at.max()) + 1, 1)
     operands = random(kernel, at.shape[1], longest, batch=at.shape[0], kv_heads=kv_heads)
-    keys, values = cache_of(operands.k, operands.v, longest + room, kernel.cache_dtype or kernel.dtype)
+    keys, values, table = cache_of(operands.k, operands.v, longest + room, kernel.cache_dtype or kernel.dtype)
     for b, own in enumerate(at):
         for p in range(int(own.max()) + 1, longest):
-            keys[b, :, p // 64, :, p % 64] = np.nan
-            values[b, :, p] = np.nan
-    return Cached(operands.q, keys, values, at)
+            keys[table[b, p // 64], :, :, p % 64] = np.nan
+            values[table[b, p // 64], :, p % 64] = np.nan
+    return Cached(operands.q, keys, values, at, table)
 
 
 def reference(kernel: AttentionKernel, operands: Cached) -> Array:
@@ -138,12 +142,13 @@ def reference(kernel: AttentionKernel, operands: Cached) -> Array:
         first = max(position + 1 - kernel.window, 0) if kernel.mask == "sliding" else 0
         if position < 0:
             continue
-        own = [keys[b, head, p // 64, :, p % 64] for p in range(first, position + 1)]
+        places = [(operands.table[b, p // 64], p % 64) for p in range(first, position + 1)]
+        own = [keys[page, head, :, slot] for page, slot in places]
         scores = kernel.scale * (np.array(own) @ q[b, i, h])
         if kernel.softcap:
             scores = kernel.softcap * np.tanh(scores / kernel.softcap)
         weights = np.exp(scores - scores.max())
-        result[b, i, h] = weights / weights.sum() @ values[b, head, first : position + 1]
+        result[b, i, h] = weights / weights.sum() @ np.array([values[page, head, slot] for page, slot in places])
     return result
 
 
@@ -203,10 +208,13 @@ def test_layouts_are_strides(target: Target) -> None:
         larger[1::2, 1::2] = array
         return larger[1::2, 1::2]
 
-    table = np.full((2, 10), 10**6, np.int32)
-    table[:, 4:7] = plain.positions
+    wider = np.full((2, 10), 10**6, np.int32)
+    wider[:, 4:7] = plain.positions
+    pages = np.full((4, 7), 10**6, np.int32)
+    pages[1:3, 1 : 1 + plain.table.shape[1]] = plain.table
+    table = pages[1:3, 1 : 1 + plain.table.shape[1]]
     wide = np.full((2, 3, 7, 40), 7, np.float32)
-    operands = Cached(inside(plain.q), inside(plain.keys), inside(plain.values), table[:, 4:7])
+    operands = Cached(inside(plain.q), inside(plain.keys), inside(plain.values), wider[:, 4:7], table)
     assert_same_bits(run(operands, out=wide[:, :, 1:5, 3:35]), expected)
     wide[:, :, 1:5, 3:35] = 7
     assert (wide == 7).all()
@@ -273,7 +281,7 @@ def test_bits_depend_on_neither_units_nor_neighbours(mask: str, target: Target) 
     assert_same_bits(run(operands, calls=[(0, 5), (5, units)]), whole)
     for i in range(3):
         own = slice(i, i + 1)
-        alone = Cached(operands.q[own], operands.keys[own], operands.values[own], operands.positions[own])
+        alone = Cached(operands.q[own], operands.keys, operands.values, operands.positions[own], operands.table[own])
         assert_same_bits(run(alone), whole[own])
 
 
@@ -301,7 +309,8 @@ def test_a_unit_of_padding_reads_nothing(target: Target) -> None:
         np.lib.stride_tricks.as_strided(nowhere.view(np.float32), x.shape, x.strides)
         for x in (operands.q, operands.keys, operands.values)
     )
-    found = compiled_cached(kernel, target)(Cached(q, keys, values, np.full((1, 7), -1, np.int32)))
+    table = np.lib.stride_tricks.as_strided(nowhere.view(np.int32), (1, 1), (4, 4))
+    found = compiled_cached(kernel, target)(Cached(q, keys, values, np.full((1, 7), -1, np.int32), table))
     assert_same_bits(found, np.zeros_like(found))
 
 
@@ -316,7 +325,8 @@ def test_rows_do_not_notice_inf_and_nan_outside_their_range(mask: str, cache_dty
     for first, last in ((0, 1), (70, 71), (63, 65), (10, 128)):
         dirty = replace(clean, keys=clean.keys.copy(), values=clean.values.copy())
         for p in range(first, last):
-            for place in (dirty.keys[:, :, p // 64, :, p % 64], dirty.values[:, :, p]):
+            page = dirty.table[0, p // 64]
+            for place in (dirty.keys[page, :, :, p % 64], dirty.values[page, :, p % 64]):
                 place[...] = spoiled(*place.shape, dtype=place.dtype)
         found = run(dirty)
         assert_same_bits(found[:, :first], expected[:, :first])
@@ -346,7 +356,8 @@ def test_nothing_outside_a_buffer_is_touched(kernel: AttentionKernel, at_end: bo
     for positions in (((0,),), ((16,), (3,)), ((60, 61, 62, 63),), ((-1, 126, 4),), (range(65),)):
         plain = filled(kernel, positions, room=0)
         expected = run(plain)
-        arrays = (guarded_copy(x, at_end=at_end) for x in (plain.q, plain.keys, plain.values, plain.positions))
+        operands = plain.q, plain.keys, plain.values, plain.positions, plain.table
+        arrays = (guarded_copy(x, at_end=at_end) for x in operands)
         out = guarded_copy(np.zeros_like(expected), at_end=at_end)
         assert_same_bits(run(Cached(*arrays), out=out), expected)
 
@@ -357,17 +368,19 @@ def test_nothing_outside_a_packed_cache_is_touched(at_end: bool, target: Target)
     """Nor outside a ring, of which all blocks are read: it gives what a cache of all positions gives."""
     kernel = over_cache(a_kernel(head_dim=64, value_dim=96, group=3, mask="sliding", window=50), Q8)
     rng, q = np.random.default_rng(7), random(kernel, 5, 5, kv_heads=2).q
-    keys, values = (np.zeros(shape, Q8.numpy) for shape in ((1, 2, 3, 64, 2), (1, 2, 192, 3)))
+    keys, values = (np.zeros(shape, Q8.numpy) for shape in ((3, 2, 64, 2), (3, 2, 64, 3)))
     for x in (keys, values):
         x["d"], x["qs"] = rng.uniform(0, 0.01, x.shape), rng.integers(-127, 128, x["qs"].shape)
-    ring_keys, ring_values = keys[:, :, [2]], values[:, :, 128:]  # one block: positions 128 .. 192
+    ring_keys, ring_values = keys[[2]], values[[2]]  # one page: positions 128 .. 192
+    tables = np.arange(3, dtype=np.int32)[None], np.zeros((1, 1), np.int32)
     whole, ring = compiled_cached(kernel, target), compiled_cached(replace(kernel, ring=True), target)
     for first in (177, 187):
         positions = np.arange(first, first + 5, dtype=np.int32)[None]
-        arrays = (guarded_copy(np.ascontiguousarray(x), at_end=at_end) for x in (q, keys, values, positions))
+        arrays = (guarded_copy(np.ascontiguousarray(x), at_end=at_end) for x in (q, keys, values, positions, tables[0]))
         expected = whole(Cached(*arrays))
         assert np.isfinite(expected).all() and expected.any()
-        arrays = (guarded_copy(np.ascontiguousarray(x), at_end=at_end) for x in (q, ring_keys, ring_values, positions))
+        operands = q, ring_keys, ring_values, positions, tables[1]
+        arrays = (guarded_copy(np.ascontiguousarray(x), at_end=at_end) for x in operands)
         assert_same_bits(ring(Cached(*arrays)), expected)
 
 
@@ -378,15 +391,42 @@ def test_a_position_beyond_the_capacity_is_a_fault(target: Target) -> None:
     run, good = compiled_cached(kernel, target), filled(kernel, ((99, 3, 50),), room=0)
     expected = run(good)
     keys, values = (guarded_copy(x, at_end=True) for x in (good.keys, good.values))
-    for bad in (100, 128, 2**31 - 1):
-        operands = Cached(good.q, keys, values, np.array([[99, bad, 50]], np.int32))
-        out = np.full_like(expected, 7)
-        words, scratch = run.words(operands, out), run.scratch()
-        scratch[:64] = 0
-        run.function(words.ctypes.data, 0, run.units(operands), scratch.ctypes.data)
-        assert scratch[:8].view(np.int64)[0] == BEYOND_CAPACITY and not scratch[8:64].any()
+    for bad in (128, 200, 2**31 - 1):
+        operands = Cached(good.q, keys, values, np.array([[99, bad, 50]], np.int32), good.table)
+        out, status = run_with_status(run, operands)
+        assert status == BEYOND_CAPACITY
         assert_same_bits(out[:, [0, 2]], expected[:, [0, 2]])
         assert not out[:, 1].any()
+
+
+def run_with_status(run: CompiledCached, operands: Cached) -> tuple[Array, int]:
+    """The result and the fault code."""
+    out = np.full((*operands.q.shape[:3], run.kernel.value_dim), 7, np.float32)
+    words, scratch = run.words(operands, out), run.scratch()
+    scratch[:64] = 0
+    run.function(words.ctypes.data, 0, run.units(operands), scratch.ctypes.data)
+    assert not scratch[8:64].any()
+    return out, int(scratch[:8].view(np.int64)[0])
+
+
+@EVERY_TARGET
+@pytest.mark.parametrize("cache_dtype", (F32, F16), ids=str)
+def test_a_page_outside_the_pool_is_a_fault_for_those_who_see_it(cache_dtype: DType, target: Target) -> None:
+    """Guard pages lie around the pools."""
+    kernel = over_cache(a_kernel(head_dim=20, value_dim=16, group=2, mask="causal"), cache_dtype)
+    run, good = compiled_cached(kernel, target), filled(kernel, ((3,), (127,)), room=0)
+    expected = run(good)
+    keys, values = (guarded_copy(x, at_end=True) for x in (good.keys, good.values))
+    for bad in (4, 2**31 - 1, -1, -(2**31)):
+        table = good.table.copy()
+        table[0, 1] = bad  # which the token at position 3 does not see
+        out, status = run_with_status(run, replace(good, keys=keys, values=values, table=table))
+        assert status == 0
+        assert_same_bits(out, expected)
+        table[1, 0] = bad
+        out, status = run_with_status(run, replace(good, keys=keys, values=values, table=table))
+        assert status == OUTSIDE_POOL
+        assert_same_bits(out[0], expected[0])
 
 
 @EVERY_TARGET

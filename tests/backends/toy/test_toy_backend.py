@@ -95,13 +95,14 @@ def test_a_part_with_gaps_is_refused_by_kernels() -> None:
 
 def test_a_state_is_written_in_place() -> None:
     g = rlx.Graph("append")
-    keys = g.state("values", (1, 2, "capacity", 3))
+    values = g.state("values", ("pages", 2, 2, 3))
     new, at = g.input("new", (1, "seq", 2, 3)), g.input("positions", (1, "seq"), "i32")
-    toy = rlx.compile(g.set_outputs([g.kv_append(keys, new, at, kind="values").sum()]), "toy")
-    state = toy.allocator.zeros((1, 2, 5, 3), np.dtype(np.float32))
+    table = g.constant(np.int32([[2, 0, 1]]))
+    toy = rlx.compile(g.set_outputs([g.kv_append(values, new, at, table).sum()]), "toy")
+    state = toy.allocator.zeros((3, 2, 2, 3), np.dtype(np.float32))
     for position in (1, 4):
         run(toy, {"values": state, "new": np.full((1, 1, 2, 3), position, np.float32), "positions": [[position]]})
-    assert np.asarray(state)[0, 0, :, 0].tolist() == [0, 1, 0, 0, 4]
+    assert np.asarray(state)[:, 0, :, 0].tolist() == [[0, 0], [4, 0], [0, 1]]
 
 
 def test_the_arena_is_planned_for_the_sizes_of_a_run() -> None:
@@ -133,11 +134,11 @@ def test_a_row_that_chooses_no_matrix_is_an_error() -> None:
 @pytest.mark.parametrize("ring", [False, True])
 def test_a_position_beyond_a_cache_is_an_error(ring: bool) -> None:
     g = rlx.Graph("cached")
-    q, keys, values = g.input("q", (1, 2, 2, 8)), g.input("k", (1, 1, 1, 8, 64)), g.input("v", (1, 1, 64, 8))
+    q, keys, values = g.input("q", (1, 2, 2, 8)), g.input("k", (1, 1, 64, 8)), g.input("v", (1, 1, 64, 8))
     options = {"mask_kind": "sliding(40)", "ring": True} if ring else {}
-    y = g.cached_attention(q, keys, values, g.input("p", (1, 2), "i32"), **options)
+    y = g.cached_attention(q, keys, values, g.input("p", (1, 2), "i32"), g.constant(np.int32([[0]])), **options)
     toy = rlx.compile(g.set_outputs([y]), "toy")
-    arrays = {"q": np.ones((1, 2, 2, 8)), "k": np.ones((1, 1, 1, 8, 64)), "v": np.ones((1, 1, 64, 8))}
+    arrays = {"q": np.ones((1, 2, 2, 8)), "k": np.ones((1, 1, 64, 8)), "v": np.ones((1, 1, 64, 8))}
     inputs: dict[str, Any] = {name: array.astype(np.float32) for name, array in arrays.items()}
     assert np.asarray(run(toy, inputs | {"p": np.int32([[63, -1]])})[0])[0, :, 0, 0].tolist() == [1, 0]
     with pytest.raises(KernelError, match="a position lies outside the capacity of a cache"):

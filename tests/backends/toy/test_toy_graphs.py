@@ -22,6 +22,7 @@ from rlx.ir.registry import packed
 from rlx.models import config as configs
 from rlx.models import llama
 from rlx.profile import CompileProfile, Precision
+from rlx.target import KvLayout
 from rlx.transforms import grad
 
 Array = np.ndarray[Any, Any]
@@ -177,7 +178,7 @@ def test_a_llama_with_caches_equals_its_forward_pass_in_numpy(kind: str | None) 
             weights[name] = blocks.view(rlx.dtype(kind).numpy)
             plain[name] = gguf.quants.dequantize(blocks, ggml)
     config = configs.from_hf(llama.Config, settings, "test")
-    built = llama.decoder("llama", config, 128, None).build(MapWeights(weights))
+    built = llama.decoder("llama", config, 128, None).cache_layout(KvLayout()).build(MapWeights(weights))
     toy = rlx.compile(built.module, "toy")
     params: dict[str, Any] = weights | dict(built.params)
     toy.set_params({node.attrs["name"]: params[node.attrs["name"]] for node in built.module.params})
@@ -186,8 +187,9 @@ def test_a_llama_with_caches_equals_its_forward_pass_in_numpy(kind: str | None) 
     zeros = toy.allocator.zeros
     caches: dict[str, Any] = {}
     for i in range(spec.layers):
-        caches[f"keys.{i}"] = zeros((1, spec.kv_heads, 2, spec.head_dim, 64), np.dtype(np.float32))
-        caches[f"values.{i}"] = zeros((1, spec.kv_heads, 128, spec.head_dim), np.dtype(np.float32))
+        for of in ("keys", "values"):
+            caches[f"{of}.{i}"] = zeros(spec.pool_shape(of, 3), np.dtype(np.float32))
+    caches["table"] = np.int32([[2, 0]])
     tokens = [7, 1, 42, 63, 0, 9, 9, 30]
     found = []
     for first, last in ((0, 5), (5, 6), (6, 8)):  # prefill, then decode
@@ -233,14 +235,17 @@ def test_a_ring_gives_the_bits_of_a_cache_of_everything() -> None:
     for ring, places in ((True, 128), (False, 320)):
         g = rlx.Graph("cached")
         q, at = g.input("q", (1, "n", 2, 8)), g.input("p", (1, "n"), "i32")
-        keys, values = g.state("k", (1, 1, places // 64, 8, 64)), g.state("v", (1, 1, places, 8))
-        keys = g.kv_append(keys, g.input("new_k", (1, "n", 1, 8)), at, kind="keys", ring=ring)
-        values = g.kv_append(values, g.input("new_v", (1, "n", 1, 8)), at, kind="values", ring=ring)
-        y = g.cached_attention(q, keys, values, at, mask_kind="sliding(50)", ring=ring)
+        keys, values = (g.state(name, (places // 64, 1, 64, 8)) for name in "kv")
+        table = g.input("table", (1, places // 64), "i32")
+        keys = g.kv_append(keys, g.input("new_k", (1, "n", 1, 8)), at, table, ring=ring)
+        values = g.kv_append(values, g.input("new_v", (1, "n", 1, 8)), at, table, ring=ring)
+        y = g.cached_attention(q, keys, values, at, table, mask_kind="sliding(50)", ring=ring)
         graphs.append(rlx.compile(g.set_outputs([y]), "toy"))
     zeros = graphs[0].allocator.zeros
     f32 = np.dtype(np.float32)
-    caches = [{"k": zeros((1, 1, n // 64, 8, 64), f32), "v": zeros((1, 1, n, 8), f32)} for n in (128, 320)]
+    caches: list[dict[str, Any]] = [{name: zeros((n // 64, 1, 64, 8), f32) for name in "kv"} for n in (128, 320)]
+    for cache, pages in zip(caches, ([1, 0], [3, 0, 4, 1, 2]), strict=True):
+        cache["table"] = np.int32([pages])
     for first in range(0, 300, 60):
         inputs = {"q": numbers(1, 60, 2, 8), "new_k": numbers(1, 60, 1, 8), "new_v": numbers(1, 60, 1, 8)}
         positions = np.arange(first, first + 60, dtype=np.int32)[None]

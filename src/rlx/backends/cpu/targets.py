@@ -11,7 +11,7 @@ from typing import Any
 from rlx.dtypes import DType
 from rlx.errors import CapabilityError
 from rlx.layouts import Layout, WeightLayout
-from rlx.target import Target
+from rlx.target import KvLayout, Target
 from rlx.types import TensorType
 
 
@@ -48,6 +48,11 @@ class CpuTarget(Target):
         from rlx.backends.cpu.packing import weight_layout
 
         return weight_layout(self, x, w, rounded) if self.prepacks else None
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        """Consecutive pages of a head are contiguous, as a stream that the hardware prefetches; keys lie in lanes."""
+        return KvLayout(keys="hpds", values="hpsd")
 
     def forms(self) -> Mapping[str, Callable[..., Any]]:
         from rlx.backends.cpu.forms import FORMS

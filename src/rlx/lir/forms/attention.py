@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rlx.dtypes import BOOL, I64
 from rlx.ir.graph import Node, Value
 from rlx.lir.forms.linear import Strided, multiply
-from rlx.lir.kernels import BEYOND_CAPACITY, KEY_BLOCK
+from rlx.lir.kernels import BEYOND_CAPACITY, OUTSIDE_POOL, OUTSIDE_TABLE
 from rlx.lir.loops import Check, Expr, For, Index, Let, Reduce, Ref, Stmt, number
 from rlx.lir.schedule import Scheduler, decode_unit, loop_form
 from rlx.lir.views import View
 from rlx.ops.attention import parse_mask
+from rlx.target import POOL_AXES
 from rlx.types import Size, TensorType, dim_min, product
 
 # The unit at hand, and the key.
@@ -107,41 +109,124 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     return results
 
 
+@dataclass(frozen=True)
+class CachedTokens:
+    """Operands of `cached_attention` as rectangular tokens: ragged ones are a batch of single tokens."""
+
+    q: View  # [batch, seq, heads, head_dim]
+    positions: View  # [batch, seq]
+    table: View  # [rows, blocks]
+    rows: View | None  # [batch], if ragged
+    result: View
+    out: View  # the result as [batch, seq, heads, value_dim]
+
+    @classmethod
+    def of(cls, s: Scheduler, node: Node) -> CachedTokens:
+        q, _, _, positions, table, rows = node.operands
+        assert q is not None and positions is not None and table is not None
+        result = s.result(node)
+        tokens = s.view(q), s.view(positions), s.view(table)
+        if rows is None:
+            return cls(*tokens, None, result, result)
+        return cls(_single(tokens[0]), _single(tokens[1]), tokens[2], s.view(rows), result, _single(result))
+
+
+def in_order(pool: View, axes: str) -> View:
+    """A pool as [pages, kv_heads, page, dim]."""
+    return pool.transpose([axes.index(axis) for axis in POOL_AXES])
+
+
+def pools(s: Scheduler, node: Node) -> tuple[View, View]:
+    """Keys and values of `cached_attention`, in that order of axes."""
+    _, keys, values, *_ = node.operands
+    assert keys is not None and values is not None
+    return in_order(s.view(keys), node.attrs["key_axes"]), in_order(s.view(values), node.attrs["value_axes"])
+
+
+def _single(view: View) -> View:
+    """[tokens, ...] as [tokens, 1, ...]."""
+    return view.with_((view.shape[0], 1, *view.shape[1:]), (view.strides[0], 1, *view.strides[1:]))
+
+
 @loop_form("cached_attention")
-def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """Goes over all positions of the caches; in a ring, over as many from the block of the oldest one that is seen.
+def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
+    """Goes over all positions of the table; in a ring, over as many from the page of the oldest one that is seen.
 
     So a ring gives the bits of a cache of everything.
     """
-    q, keys, values, positions = (s.view(o) for o in node.operands)
+    tokens, (keys, values) = CachedTokens.of(s, node), pools(s, node)
     storage = node.operands[1].dtype  # type: ignore[union-attr]
-    out = s.result(node)
+    q, (rows, blocks), pages, page = tokens.q, tokens.table.shape, keys.shape[0], values.shape[2]
+    assert isinstance(page, int)
     a = _Queries(s, node, q, values.shape[1])
-    where, size = a.read(positions), dim_min(keys.shape[2] * KEY_BLOCK, values.shape[2])
-    capacity, count = a.builder.arg("capacity", size), size
+    where, table = a.read(tokens.positions), a.read(tokens.table)
     a.lets.append(Let("position", a.load(where, BATCH, QUERY).cast(I64)))
+    a.lets += _row(a, tokens)
+    some = dim_min(rows * blocks * pages, 1)  # 0 if there is no page to look at
+    size = blocks * page * some
+    capacity, count = a.builder.arg("capacity", size), size
+    present = POSITION >= 0
     position: Expr = KEY
     place, fits = position, capacity > POSITION
     if node.attrs["ring"]:
         oldest = Ref("oldest", I64)
-        newest = Reduce("max", "p", a.builder.arg("queries", q.shape[1]), a.load(where, BATCH, Index("p")).cast(I64))
-        a.lets.append(Let("oldest", (POSITION + 1 - a.mask.window).max(0)))
-        position, count = KEY + (oldest - oldest.rem(KEY_BLOCK)), (size + KEY_BLOCK) * dim_min(size, 1)
-        place, fits = position.rem(capacity), (POSITION < 0) | (newest - oldest < capacity)
-    a.lets.append(Check(fits, BEYOND_CAPACITY))
-    block, lane = place.quot(KEY_BLOCK), place.rem(KEY_BLOCK)
+        a.lets += [_newest(a, tokens, where), Let("oldest", (POSITION + 1 - a.mask.window).max(0))]
+        a.lets.append(Let("begin", oldest - oldest.rem(page)))
+        position, count = KEY + Ref("begin", I64), size + page * some
+        place, fits = position % capacity, (POSITION < 0) | (Ref("newest", I64) - oldest < capacity)
+    known = Ref("known", BOOL)
+    a.lets += [
+        Check(fits, BEYOND_CAPACITY),
+        Check((POSITION < 0) | known, OUTSIDE_TABLE),
+        Let("looks", present & fits & known),
+    ]
+    seen = Ref("looks", BOOL) & a.seen(position)
+
+    listed, paged, slot = a.load(table, Ref("row", I64), place // page).cast(I64), Ref("paged", I64), place % page
+    in_pool = (listed >= 0) & (listed < a.builder.arg("pages", pages))
+    own_page = in_pool.select(listed, 0)  # page 0 stands in for one that does not exist
+    exists = Ref("exists", BOOL)
+    scores: list[Stmt] = [
+        Let("exists", in_pool),
+        Check(exists | ~seen, OUTSIDE_POOL),
+        Let("paged", own_page),
+    ]
     key: Read
     value: Read
     if storage.is_packed:
         packed_keys, packed_values = a.packed(keys, storage), a.packed(values, storage)
-        key = lambda d: packed_keys(BATCH, KV_HEAD, block, lane, d)
-        value = lambda j: packed_values(BATCH, KV_HEAD, place, j)
+        key = lambda d: packed_keys(paged, KV_HEAD, slot, d)
+        value = lambda j: packed_values(own_page, KV_HEAD, slot, j)
     else:
         plain_keys, plain_values = a.read(keys), a.read(values)
-        key = lambda d: a.load(plain_keys, BATCH, KV_HEAD, block, d, lane)
-        value = lambda j: a.load(plain_values, BATCH, KV_HEAD, place, j)
-    _attend(s, a, q, count, [*a.score(key), *a.masked(None, a.seen(position))], value, [out])
-    return [out]
+        key = lambda d: a.load(plain_keys, paged, KV_HEAD, slot, d)
+        value = lambda j: a.load(plain_values, own_page, KV_HEAD, slot, j)
+    scores += [*a.score(key), *a.masked(None, seen & exists)]
+    _attend(s, a, q, count, scores, value, [tokens.out])
+    return [tokens.result]
+
+
+def _row(a: _Queries, tokens: CachedTokens) -> list[Stmt]:
+    """Names `row`, that of the query in the table, and `known`: whether there is one. If not, row 0 stands in."""
+    if tokens.rows is None:
+        return [Let("row", BATCH), Let("known", number(True, BOOL))]
+    wanted = Ref("wanted", I64)
+    return [
+        Let("wanted", a.load(a.read(tokens.rows), BATCH).cast(I64)),
+        Let("known", (wanted >= 0) & (wanted < a.builder.arg("rows", tokens.table.shape[0]))),
+        Let("row", Ref("known", BOOL).select(wanted, 0)),
+    ]
+
+
+def _newest(a: _Queries, tokens: CachedTokens, where: int) -> Let:
+    """Names `newest`: the newest position of the row of the query in this call."""
+    p = Index("p")
+    if tokens.rows is None:
+        newest = a.load(where, BATCH, p).cast(I64)
+        return Let("newest", Reduce("max", "p", a.builder.arg("queries", tokens.q.shape[1]), newest))
+    same = a.load(a.read(tokens.rows), p).cast(I64).eq(Ref("wanted", I64))
+    position = same.select(a.load(where, p).cast(I64), -1)
+    return Let("newest", Reduce("max", "p", a.builder.arg("queries", tokens.q.shape[0]), position))
 
 
 def _attend(

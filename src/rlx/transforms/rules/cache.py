@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlx.errors import DTypeError
 from rlx.ir.graph import Value
-from rlx.transforms.batch import by_scan, folded
+from rlx.transforms.batch import by_scan
 from rlx.transforms.tables import Vmapped, batching, no_derivative
 
 no_derivative(
@@ -17,10 +17,9 @@ no_derivative(
 
 @batching("kv_append", "cached_attention")
 def _(vmapped: Vmapped) -> Sequence[Value]:
+    """One after the other: each has page numbers of its own."""
     packed = [v for v in vmapped.operands if v is not None and v.dtype.is_packed]
-    if not packed:
-        return folded(vmapped, range(len(vmapped.operands)))
-    if vmapped.node.op == "kv_append":
+    if packed and vmapped.node.op == "kv_append":
         raise DTypeError(
             f"kv_append: a packed cache is not batched, found {packed[0].type}", hint="its batch is its own"
         )

@@ -14,9 +14,9 @@ from rlx.backends.cpu.matmul import micro_kernel
 from rlx.backends.cpu.routine import NOALIAS_ENTRY_ARGUMENTS, Entry, Routine
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.host_memory import LINE
-from rlx.lir.kernels import KEY_BLOCK, AttentionKernel
+from rlx.lir.kernels import KEY_BLOCK, OUTSIDE_POOL, OUTSIDE_TABLE, AttentionKernel
 
-_POINTER_WORDS = ("parts", "q", "k", "v", "out", "mask", "positions", "lse")
+_POINTER_WORDS = ("parts", "q", "k", "v", "out", "mask", "positions", "table", "rows", "lse")
 
 
 def entry(kernel: AttentionKernel, target: CpuTarget) -> Entry:
@@ -89,6 +89,10 @@ class Units:
     first: Value
     positions: Value
     rows: Value
+    table: Value = NULL  # over a cache: where the page numbers of the sequence are
+    page: Value = NULL  # of the block at hand
+    next_page: Value = NULL  # of the block after it, to be fetched, and its head
+    next_head: Value = NULL
 
     def emit(self) -> None:
         b, kernel, words = self.b, self.plan.kernel, self.words
@@ -112,14 +116,37 @@ class Units:
         b, words = self.b, self.words
         index = b.add(b.mul(self.batch, words["positions_batch"]), self.first)
         positions = b.offset(words["positions"], index, "i32")
-        newest = i64(0)
+        row, capacity, newest = self.batch, words["capacity"], i64(0)
+        if self.plan.kernel.ragged:
+            row = self.number("rows", self.batch)
+            known = b.icmp("ult", row, words["table_rows"])
+            capacity = b.select(known, capacity, i64(0))
         if self.plan.kernel.ring:
-            row = b.offset(words["positions"], b.mul(self.batch, words["positions_batch"]), "i32")
-            newest = self.call("newest", row, words["q_len"], result="i64")
-        arguments = positions, self.positions, words["capacity"], newest, *self.results()
+            newest = self.newest(row)
+        arguments = positions, self.positions, capacity, newest, *self.results()
         present = self.call("locate", self.scratch, *arguments, result="i64")
-        unit = replace(self, positions=present, rows=b.mul(present, self.plan.kernel.group))
+        if self.plan.kernel.ragged:  # `locate` has found that a sequence which does not exist has no room
+            asked = b.icmp("sge", self.number("positions", index), i64(0))
+            lost = b.op("and", asked, b.op("xor", known, Value("i1", "true")))
+            b.when(lost, lambda: b.store(i64(OUTSIDE_TABLE), self.scratch, align=8))
+        table = b.offset(words["table"], b.mul(row, words["table_row"]), "i32")
+        unit = replace(self, positions=present, rows=b.mul(present, self.plan.kernel.group), table=table)
         b.when(b.icmp("sgt", present, 0), unit.emit_present)
+
+    def number(self, word: str, index: Value) -> Value:
+        """An element of an i32 operand."""
+        b = self.b
+        return b.convert("sext", b.load("i32", b.offset(self.words[word], index, "i32"), align=4), "i64")
+
+    def newest(self, row: Value) -> Value:
+        """The newest position of the sequence in this call."""
+        b, words = self.b, self.words
+        if self.plan.kernel.ragged:
+            arguments = words["positions"], words["batch"], words["positions_batch"], words["rows"], row
+        else:
+            own = b.offset(words["positions"], b.mul(self.batch, words["positions_batch"]), "i32")
+            arguments = own, words["q_len"], i64(1), NULL, i64(0)
+        return self.call("newest", *arguments, result="i64")
 
     def emit_present(self) -> None:
         b, plan = self.b, self.plan
@@ -141,7 +168,11 @@ class Units:
 
         def block(index: Value, started: Value) -> list[Value]:
             base = b.mul(index, KEY_BLOCK)
-            return [self.block(base, b.min(b.sub(end, base), KEY_BLOCK), mask, started)]
+            count = b.min(b.sub(end, base), KEY_BLOCK)
+            if self.plan.kernel.cached:
+                self.page_block(base, count, started, begin, end)
+                return [i64(1)]
+            return [self.block(base, count, mask, started)]
 
         # Whether there is something in the outputs of all rows: the first block need not add to zeros.
         started = i64(1 if self.plan.clears_outputs else 0)
@@ -204,34 +235,52 @@ class Units:
             self.call("meet", self.scratch, self.rows, b.offset(mask, base, "i32"), count)
             first, end = (segments.bound(b, self.plan, self.scratch, n) for n in (segments.FIRST, segments.END))
             met = b.icmp("slt", first, end)
-            b.when(met, lambda: self.visible_block(base, base, count, count, started, first, end))
+            b.when(met, lambda: self.visible_block(base, count, count, started, first, end))
             return i64(1)
         if self.plan.kernel.mask != "custom":
-            slot = b.srem(base, self.words["capacity"]) if self.plan.kernel.ring else base
-            self.visible_block(base, slot, count, count, started)
+            self.visible_block(base, count, count, started)
             return i64(1)
         flags = b.offset(mask, b.mul(base, self.plan.mask_dtype.size))
         kept = self.call("keep", self.scratch, flags, count, result="i64")
 
         def visible() -> list[Value]:
-            self.visible_block(base, base, count, kept, started)
+            self.visible_block(base, count, kept, started)
             return [i64(1)]
 
         return b.when(b.icmp("sgt", kept, 0), visible, lambda: [started])[0]
 
-    def visible_block(
-        self, base: Value, slot: Value, count: Value, kept: Value, started: Value, first: Int = 0,
-        end: Value | None = None,
-    ) -> None:  # fmt: skip
-        """Rows `first` .. `end`, or all of them, against a block.
+    def page_block(self, base: Value, count: Value, started: Value, begin: Value, end: Value) -> None:
+        """The block of a cache that starts at position `base`: a page, unless its number is a fault.
 
-        `slot` is where the first key lies, which only in a ring is not its position.
+        The block after the last one, `end`, is the first one of the next head.
         """
+        b = self.b
+        last = b.icmp("sge", b.add(base, KEY_BLOCK), end)
+        page, following = (self.page_number(at) for at in (base, b.select(last, begin, b.add(base, KEY_BLOCK))))
+        next_head = b.add(self.key_head, b.convert("zext", last, "i64"))
+        unit = replace(self, page=page, next_page=following, next_head=next_head)
+        b.when(
+            b.icmp("ult", page, self.words["pages"]),
+            lambda: unit.visible_block(base, count, count, started),
+            lambda: b.store(i64(OUTSIDE_POOL), self.scratch, align=8),
+        )
+
+    def page_number(self, position: Value) -> Value:
+        """The page of a position, as the table has it."""
+        b = self.b
+        slot = b.srem(position, self.words["capacity"]) if self.plan.kernel.ring else position
+        place = b.offset(self.table, b.sdiv(slot, KEY_BLOCK), "i32")
+        return b.convert("sext", b.load("i32", place, align=4), "i64")
+
+    def visible_block(
+        self, base: Value, count: Value, kept: Value, started: Value, first: Int = 0, end: Value | None = None
+    ) -> None:
+        """Rows `first` .. `end`, or all of them, against a block."""
         b, plan = self.b, self.plan
         end = self.rows if end is None else end
-        keys = self.cached_keys(slot) if plan.kernel.cached else self.packed_keys(slot, count)
+        keys = self.cached_keys() if plan.kernel.cached else self.packed_keys(base, count)
         if plan.packs_values:
-            self.addresses("value_rows", "v", slot, count)
+            self.addresses("value_rows", "v", base, count)
             # All 64 rows are searched for inf and NaN, so all have to be there.
             rows = i64(KEY_BLOCK) if plan.checks_values else count
             self.call("pack_values", self.scratch, rows, i64(0) if plan.kernel.cached else self.ahead("v", base))
@@ -251,7 +300,7 @@ class Units:
                     weights(KEY_BLOCK)
                 else:
                     b.when(b.icmp("sle", reach, plan.spans[0]), *(functools.partial(weights, s) for s in plan.spans))
-                Outputs(self, row, height, base, slot, count, started).emit(finite)
+                Outputs(self, row, height, base, count, started).emit(finite)
 
             if plan.limited:
                 b.when(self.sees(row, height, base), attend)
@@ -267,19 +316,34 @@ class Units:
         packed = plan.region(self.b, self.scratch, "keys")
         return Keys(packed, plan.panel, plan.head_stride * plan.panel, packed, 0)
 
-    def cached_keys(self, slot: Value) -> Keys:
-        """A block of the cache is [head_dim][64], or made so: strips of it are panels whose rows lie apart."""
+    def on_page(self, operand: str, page: Value, head: Value) -> Value:
+        """Where the keys or values of a page are."""
+        b, words = self.b, self.words
+        index = b.add(b.mul(page, words[f"{operand}_page"]), b.mul(head, words[f"{operand}_head"]))
+        return b.offset(words[operand], b.mul(index, self.plan.stride_bytes))
+
+    def values(self, base: Value) -> Value:
+        """Where the values of the block at `base` are."""
+        cached = self.plan.kernel.cached
+        return self.on_page("v", self.page, self.key_head) if cached else self.place("v", self.key_head, base)
+
+    def next_values(self, values: Value) -> Value:
+        """Where those of the block after it are."""
         b, plan = self.b, self.plan
-        head = b.add(b.mul(self.batch, self.words["k_batch"]), b.mul(self.key_head, self.words["k_head"]))
-        place = b.offset(self.words["k"], b.mul(head, plan.stride_bytes))
-        place = b.offset(place, b.mul(slot, plan.row_bytes(plan.kernel.head_dim)))
+        if plan.kernel.cached:
+            return self.on_page("v", self.next_page, self.next_head)
+        return b.offset(values, b.mul(self.words["v_seq"], KEY_BLOCK * plan.stride_bytes))
+
+    def cached_keys(self) -> Keys:
+        """A page of keys is [head_dim][64], or made so: strips of it are panels whose rows lie apart."""
+        b, plan = self.b, self.plan
+        place = self.on_page("k", self.page, self.key_head)
+        following = self.on_page("k", self.next_page, self.next_head)
         if not plan.widens_keys:
-            following = b.offset(place, plan.kernel.head_dim * KEY_BLOCK, plan.scalar)
             return Keys(place, KEY_BLOCK, plan.panel, following, plan.panel * plan.size)
-        self.call("unpack_keys" if plan.packed else "widen_keys", self.scratch, place)
-        size = plan.row_bytes(plan.kernel.head_dim)
+        self.call("unpack_keys" if plan.packed else "widen_keys", self.scratch, place, following)
         # While one block is multiplied, the next one comes: a share of it with each row that is read.
-        following, share = b.offset(place, KEY_BLOCK * size), size * plan.panel // plan.kernel.head_dim
+        share = plan.row_bytes(plan.kernel.head_dim) * plan.panel // plan.kernel.head_dim
         return Keys(plan.region(b, self.scratch, "keys"), KEY_BLOCK, plan.panel, following, share)
 
     def ahead(self, operand: str, base: Value) -> Value:
@@ -294,7 +358,8 @@ class Units:
 
     def addresses(self, region: str, operand: str, base: Value, count: Value) -> None:
         """Note where the rows of the block lie; zeros stand in for those past `count` and those not kept."""
-        rows, source = self.plan.region(self.b, self.scratch, region), self.place(operand, self.key_head, base)
+        rows = self.plan.region(self.b, self.scratch, region)
+        source = self.values(base) if operand == "v" else self.place(operand, self.key_head, base)
         self.call("addresses", self.scratch, rows, source, self.words[f"{operand}_seq"], count)
 
     def covering(self, count: Value) -> Value:
@@ -365,7 +430,6 @@ class Outputs:
     row: Value
     height: Value
     base: Value
-    slot: Value
     count: Value
     started: Value
 
@@ -387,8 +451,8 @@ class Outputs:
         unit, plan, b = self.unit, self.unit.plan, self.unit.b
         weights = plan.region(b, unit.scratch, "scores", b.mul(i64(first), KEY_BLOCK))
         outputs = plan.region(b, unit.scratch, "outputs", b.mul(b.add(self.row, first), plan.value_stride))
-        values, stride = unit.place("v", unit.key_head, self.slot), unit.words["v_seq"]
-        following = b.offset(values, b.mul(stride, KEY_BLOCK * plan.stride_bytes))
+        values, stride = unit.values(self.base), unit.words["v_seq"]
+        following = unit.next_values(values)
         if plan.packs_values:
             values = plan.region(b, unit.scratch, "values")
         rows = self.row, i64(height), i64(begin), i64(end)

@@ -131,17 +131,17 @@ def define_widen_keys(module: Module, plan: Plan) -> None:
     dtype, lanes = plan.stored, plan.lanes
     elements = plan.kernel.head_dim * KEY_BLOCK
 
-    def emit(b: Builder, scratch: Value, keys: Value) -> None:
+    def emit(b: Builder, scratch: Value, keys: Value, following: Value) -> None:
         def line(at: Value, live: int) -> None:
             source = b.offset(keys, b.mul(at, dtype.size))
-            b.prefetch(b.offset(source, elements * dtype.size), locality=2)  # of the next block, which lies after it
+            b.prefetch(b.offset(following, b.mul(at, dtype.size)), locality=2)  # of the next page
             for n in range(0, live, lanes):
                 widened = load(b, plan, dtype, b.offset(source, n * dtype.size), lanes)
                 b.store(widened, plan.region(b, scratch, "keys", b.add(at, n)), align=plan.size)
 
         sweep(b, elements, LINE // dtype.size, line)
 
-    plan.define(module, "widen_keys", "ptr scratch, ptr keys", emit)
+    plan.define(module, "widen_keys", "ptr scratch, ptr keys, ptr following", emit)
 
 
 def define_unpack_keys(module: Module, plan: Plan) -> None:
@@ -151,12 +151,12 @@ def define_unpack_keys(module: Module, plan: Plan) -> None:
     storage, lanes, square = plan.stored, plan.lanes, 16  # bytes: what x86 interleaves within
     row = plan.row_bytes(plan.kernel.head_dim)
 
-    def emit(b: Builder, scratch: Value, keys: Value) -> None:
+    def emit(b: Builder, scratch: Value, keys: Value, following: Value) -> None:
         def block(index: Value) -> None:
-            first = b.offset(keys, b.mul(index, storage.size))
+            first, fetched = (b.offset(page, b.mul(index, storage.size)) for page in (keys, following))
             blocks = [b.offset(first, j * row) for j in range(KEY_BLOCK)]
-            for place in blocks:  # of the next 64 rows
-                b.prefetch(b.offset(place, KEY_BLOCK * row), locality=2)
+            for j in range(KEY_BLOCK):  # of the next page
+                b.prefetch(b.offset(fetched, j * row), locality=2)
             scales = [load_scales(b, plan, blocks[j : j + lanes], lanes) for j in range(0, KEY_BLOCK, lanes)]
             for part in range(0, storage.block, square):
                 pieces = [b.load(vector(square, "i8"), b.offset(p, UNIT + part), align=1) for p in blocks]
@@ -170,7 +170,7 @@ def define_unpack_keys(module: Module, plan: Plan) -> None:
 
         b.loop(0, plan.kernel.head_dim // storage.block, 1, block)
 
-    plan.define(module, "unpack_keys", "ptr scratch, ptr keys", emit)
+    plan.define(module, "unpack_keys", "ptr scratch, ptr keys, ptr following", emit)
 
 
 def _join(b: Builder, pieces: Sequence[Value]) -> Value:

@@ -13,17 +13,20 @@ from rlx.lir.kernels import BEYOND_CAPACITY
 
 
 def define_newest(module: Module, plan: Plan) -> None:
-    """Over a ring: the newest position of a batch row, -1 without any."""
+    """Over a ring: the newest position of a sequence, -1 without any. Ragged tokens say which ones are its own."""
     if not plan.kernel.ring:
         return
 
-    def emit(b: Builder, positions: Value, count: Value) -> Value:
+    def emit(b: Builder, positions: Value, count: Value, step: Value, rows: Value, row: Value) -> Value:
         def position(i: Value, newest: Value) -> list[Value]:
-            return [b.max(newest, _position(b, positions, i))]
+            at = _position(b, positions, b.mul(i, step))
+            if plan.kernel.ragged:
+                at = b.select(b.icmp("eq", _position(b, rows, i), row), at, i64(-1))
+            return [b.max(newest, at)]
 
         return b.loop(0, count, 1, position, [i64(-1)])[0]
 
-    plan.define(module, "newest", "ptr positions, i64 count", emit, result="i64")
+    plan.define(module, "newest", "ptr positions, i64 count, i64 step, ptr rows, i64 row", emit, result="i64")
 
 
 def _position(b: Builder, positions: Value, i: Value) -> Value:
