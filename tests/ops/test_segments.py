@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from targets import supported
+from targets import compiled, supported
 
 import rlx
 from rlx.errors import GraphError
@@ -20,10 +20,6 @@ EVERY_PLACE = pytest.mark.parametrize("place", PLACES)
 KINDS = (MaskKind.NONE, MaskKind.CAUSAL, MaskKind.sliding(9), MaskKind.near(5))
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 LENGTHS = (64, 30, 1, 33, 5)  # of the sequences in a row; the second one begins at a block of keys
-
-
-def compiled(graph: rlx.Graph, place: str) -> Any:
-    return rlx.compile(graph, place) if place in ("reference", "toy") else rlx.compile(graph, target=place)
 
 
 def operands(seq: int, heads: int = 4, kv_heads: int = 2, dim: int = 16, value: int = 20) -> dict[str, Array]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlx.backends.cpu.targets import cpu_target
 from rlx.dtypes import I64
 from rlx.ir.graph import Node
 from rlx.lir.forms.named_operands import Operands
 from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Place, Reduce, Ref, Stmt, Store, Var, fma, known
 from rlx.lir.schedule import CHUNK, Scheduler
 from rlx.lir.views import View
-from rlx.ops.sequence import chunks_of
+from rlx.ops.recurrent import chunks_of
 from rlx.types import TensorType, product
 
 VECTORS = 4  # of a unit's channels
@@ -37,7 +38,7 @@ class _Unit:
     def __init__(self, s: Scheduler, node: Node, results: Sequence[View]) -> None:
         self.chunk, self.n = node.attrs["chunk"], node.attrs["state_size"]
         self.kind = results[0].dtype.wide
-        self.span = s.target.span(self.kind)
+        self.span = cpu_target(s.target).lanes(self.kind.size)
         self.batch, self.seq, self.channels = results[0].shape
         self.blocks = (self.channels + (VECTORS * self.span - 1)) // (VECTORS * self.span)
         self.together = next(g for g in COMPONENTS if self.n % g == 0)
@@ -221,12 +222,14 @@ class _Unit:
         ))  # fmt: skip
 
 
-def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
+def selective_scan_backward(s: Scheduler, node: Node) -> Sequence[View]:
     """The gradients of all operands from those of outputs and last state."""
+    results = [s.result(node, i) for i in range(6)]
     unit = _Unit(s, node, results)
     flops = product([unit.batch, unit.seq, unit.channels, 24 * unit.n])
     unit.operands.builder.launch(s, unit.root(), unit.blocks, split="channels", flops=flops)
     _add_up(s, unit, dict(zip(RESULTS, results, strict=True)))
+    return results
 
 
 def _add_up(s: Scheduler, unit: _Unit, results: dict[str, View]) -> None:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rlx.backends.cpu.targets import cpu_target
 from rlx.dtypes import I64
 from rlx.ir.graph import Node
 from rlx.lir.forms.named_operands import Operands
@@ -90,8 +91,9 @@ class _Head:
         self.units = self.batch * self.heads * times
         self.operands = Operands(s, name)
         self.chunks = (self.seq + (chunk - 1)) // chunk
-        self.accumulators = s.target.accumulators()
-        span = s.target.span(self.kind)
+        target = cpu_target(s.target)
+        self.accumulators = target.tile_rows * target.tile_vectors
+        span = target.lanes(self.kind.size)
         self.columns, self.tokens = _Axis.of(size, span), _Axis.of(chunk, span)
         self.solved_at_once = _Axis.of(size, span, SOLVED)
         self.places: dict[str, tuple[int, int]] = {}  # where a matrix starts, and how long its rows are
