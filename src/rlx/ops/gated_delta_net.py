@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import ShapeError
-from rlx.ir.graph import Value
-from rlx.ir.registry import FUSED, SEGMENTED, f32, i32, op, sample
+from rlx.ir.registry import FUSED, f32, i32, op, sample
 from rlx.ops.recurrent import (
     CHUNK,
     check_chunk,
@@ -18,41 +17,42 @@ from rlx.ops.recurrent import (
     check_shape,
     check_state_size,
     chunks_of,
-    closed_apart,
-    reset_gates,
+    starts_of,
 )
 from rlx.types import TensorType
+
+
+def _outer(a: Any, b: Any) -> Any:
+    return a[..., :, None] * b[..., None, :]
+
+
+def _gated_delta_net_kept(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, segments: Any = None, *, state_size: int, chunk: int
+) -> tuple[Any, Any, Any, Any]:
+    batch, seq, heads, n = v.shape
+    states, misses = np.empty((batch, heads, -(-seq // chunk), n, n), v.dtype), np.empty_like(v)
+    out, state, starts = np.empty_like(v), state.copy(), starts_of(q, segments)
+    for t in range(seq):
+        if t % chunk == 0:
+            states[:, :, t // chunk] = state
+        state[starts[:, t]] = 0
+        state = state * np.exp(g[:, t])[..., None, None]
+        misses[:, t] = v[:, t] - np.einsum("bhij,bhi->bhj", state, k[:, t])
+        state = state + _outer(k[:, t], misses[:, t] * beta[:, t][..., None])
+        out[:, t] = np.einsum("bhij,bhi->bhj", state, q[:, t]) * q.dtype.type(1 / math.sqrt(state_size))
+    return out, state, states, misses
 
 
 def _gated_delta_net_carry(
     q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, segments: Any = None, *, state_size: int
 ) -> tuple[Any, Any]:
-    state, out, g = state.copy(), np.empty_like(v), reset_gates(g, segments)
-    for t in range(q.shape[1]):
-        state = state * np.exp(g[:, t])[..., None, None]
-        seen = np.einsum("bhij,bhi->bhj", state, k[:, t])
-        change = (v[:, t] - seen) * beta[:, t][..., None]
-        state = state + k[:, t][..., :, None] * change[..., None, :]
-        out[:, t] = np.einsum("bhij,bhi->bhj", state, q[:, t]) * q.dtype.type(1 / math.sqrt(state_size))
-    return out, state
+    out, last, *_ = _gated_delta_net_kept(q, k, v, g, beta, state, segments, state_size=state_size, chunk=CHUNK)
+    return out, last
 
 
 def _gated_delta_net(q: Any, k: Any, v: Any, g: Any, beta: Any, segments: Any = None, *, state_size: int) -> Any:
     start = np.zeros((q.shape[0], q.shape[2], state_size, state_size), q.dtype)
     return _gated_delta_net_carry(q, k, v, g, beta, start, segments, state_size=state_size)[0]
-
-
-def _gated_delta_net_carry_apart(
-    q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, segments: Value, *, state_size: int
-) -> tuple[Value, ...]:
-    gates = closed_apart(g, segments)
-    return tuple(q.graph.apply("gated_delta_net_carry", q, k, v, gates, beta, state, state_size=state_size))
-
-
-def _gated_delta_net_apart(
-    q: Value, k: Value, v: Value, g: Value, beta: Value, segments: Value, *, state_size: int
-) -> Value:
-    return q.graph.one("gated_delta_net", q, k, v, closed_apart(g, segments), beta, state_size=state_size)
 
 
 def _check_delta(
@@ -81,7 +81,7 @@ def _delta_operands(batch: int, seq: int, heads: int, n: int) -> tuple[Any, ...]
 
 
 @op(
-    "gated_delta_net", reference=_gated_delta_net, tolerance=1e-5, traits=[SEGMENTED], decompose=_gated_delta_net_apart,
+    "gated_delta_net", reference=_gated_delta_net, tolerance=1e-5,
     samples=[
         sample(*_delta_operands(2, 5, 3, 4), i32(2, 5, low=0, high=2), state_size=4),
         sample(*_delta_operands(1, 70, 2, 16), i32(1, 70, low=0, high=2), state_size=16),
@@ -97,15 +97,14 @@ def gated_delta_net(
 
     A token does S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and gives qᵀ S / sqrt(state_size). q, k and v are
     [batch, seq, heads, state_size], g (the logarithm of the gate) and beta are [batch, seq, heads]. Where the ids
-    `segments` [batch, seq] change from one token to the next, the gate is closed: S starts at zero again.
+    `segments` [batch, seq] change from one token to the next, S starts at zero again.
     """
     _check_delta("gated_delta_net", q, k, v, g, beta, None, state_size, segments)
     return v
 
 
 @op(
-    "gated_delta_net_carry", reference=_gated_delta_net_carry, tolerance=1e-5, traits=[SEGMENTED],
-    decompose=_gated_delta_net_carry_apart,
+    "gated_delta_net_carry", reference=_gated_delta_net_carry, tolerance=1e-5,
     samples=[
         sample(*_delta_operands(2, 5, 3, 4), f32(2, 3, 4, 4), i32(2, 5, low=0, high=2), state_size=4),
         sample(*_delta_operands(2, 5, 3, 4), f32(2, 3, 4, 4), state_size=4),
@@ -122,30 +121,10 @@ def gated_delta_net_carry(
     return v, state
 
 
-def _outer(a: Any, b: Any) -> Any:
-    return a[..., :, None] * b[..., None, :]
-
-
-def _gated_delta_net_kept(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, *, state_size: int, chunk: int
-) -> tuple[Any, Any, Any, Any]:
-    batch, seq, heads, n = v.shape
-    states, misses = np.empty((batch, heads, -(-seq // chunk), n, n), v.dtype), np.empty_like(v)
-    out, state = np.empty_like(v), state.copy()
-    for t in range(seq):
-        if t % chunk == 0:
-            states[:, :, t // chunk] = state
-        state = state * np.exp(g[:, t])[..., None, None]
-        misses[:, t] = v[:, t] - np.einsum("bhij,bhi->bhj", state, k[:, t])
-        state = state + _outer(k[:, t], misses[:, t] * beta[:, t][..., None])
-        out[:, t] = np.einsum("bhij,bhi->bhj", state, q[:, t]) * q.dtype.type(1 / math.sqrt(state_size))
-    return out, state, states, misses
-
-
 @op("gated_delta_net_kept", reference=_gated_delta_net_kept, traits=[FUSED])
 def gated_delta_net_kept(
-    q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType, state: TensorType, *,
-    state_size: int, chunk: int = CHUNK,
+    q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType, state: TensorType,
+    segments: TensorType | None = None, *, state_size: int, chunk: int = CHUNK,
 ) -> tuple[TensorType, TensorType, TensorType, TensorType]:  # fmt: skip
     """`gated_delta_net_carry` that also gives what its gradient needs.
 
@@ -153,23 +132,26 @@ def gated_delta_net_kept(
     v - kᵀ S.
     """
     where = "gated_delta_net_kept"
-    _check_delta(where, q, k, v, g, beta, state, state_size)
+    _check_delta(where, q, k, v, g, beta, state, state_size, segments)
     check_chunk(where, chunk)
     batch, seq, heads, n = v.shape
     return v, state, v.with_shape(batch, heads, chunks_of(seq, chunk), n, n), v
 
 
 def _gated_delta_net_backward(
-    q: Any, k: Any, g: Any, beta: Any, states: Any, misses: Any, d_out: Any, d_last: Any, *, state_size: int, chunk: int
-) -> tuple[Any, ...]:
+    q: Any, k: Any, g: Any, beta: Any, states: Any, misses: Any, d_out: Any, d_last: Any,
+    segments: Any = None, *, state_size: int, chunk: int,
+) -> tuple[Any, ...]:  # fmt: skip
     scale, seq, ds = q.dtype.type(1 / math.sqrt(state_size)), q.shape[1], d_last.copy()
     dq, dk, dv, dg, dbeta = (np.empty_like(x) for x in (q, k, misses, g, beta))
     gates, changes = np.exp(g)[..., None, None], misses * beta[..., None]
+    starts = starts_of(q, segments)
     for first in reversed(range(0, seq, chunk)):
         before, after, state = [], [], states[:, :, first // chunk]
         tokens = range(first, min(first + chunk, seq))
         for t in tokens:
             before.append(state * gates[:, t])
+            before[-1][starts[:, t]] = 0
             state = before[-1] + _outer(k[:, t], changes[:, t])
             after.append(state)
         for t in reversed(tokens):
@@ -184,13 +166,14 @@ def _gated_delta_net_backward(
             ds = ds - _outer(k[:, t], dv[:, t])
             dg[:, t] = (ds * old).sum((-2, -1))
             ds = ds * gates[:, t]
+            ds[starts[:, t]] = 0
     return dq, dk, dv, dg, dbeta, ds
 
 
 @op("gated_delta_net_backward", reference=_gated_delta_net_backward, traits=[FUSED])
 def gated_delta_net_backward(
     q: TensorType, k: TensorType, g: TensorType, beta: TensorType, states: TensorType, misses: TensorType,
-    d_out: TensorType, d_last: TensorType, *, state_size: int, chunk: int = CHUNK,
+    d_out: TensorType, d_last: TensorType, segments: TensorType | None = None, *, state_size: int, chunk: int = CHUNK,
 ) -> tuple[TensorType, TensorType, TensorType, TensorType, TensorType, TensorType]:  # fmt: skip
     """Gradients of q, k, v, g, beta and state of `gated_delta_net_carry`, from those of its results.
 
@@ -198,7 +181,7 @@ def gated_delta_net_backward(
     computed again.
     """
     where = "gated_delta_net_backward"
-    _check_delta(where, q, k, q, g, beta, None, state_size)
+    _check_delta(where, q, k, q, g, beta, None, state_size, segments)
     check_chunk(where, chunk)
     batch, seq, heads, n = q.shape
     check_shape(where, "states", states, batch, heads, chunks_of(seq, chunk), n, n)

@@ -7,32 +7,25 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import ShapeError
-from rlx.ir.graph import Value
-from rlx.ir.registry import SEGMENTED, f32, i32, op, sample
-from rlx.ops.recurrent import check_floats, check_segments, check_shape, closed_apart, reset_gates
+from rlx.ir.registry import f32, i32, op, sample
+from rlx.ops.recurrent import check_floats, check_segments, check_shape, starts_of
 from rlx.types import TensorType
-
-
-def _gated_linear_attention_carry_apart(
-    q: Value, k: Value, v: Value, g: Value, state: Value, segments: Value
-) -> tuple[Value, ...]:
-    return tuple(q.graph.apply("gated_linear_attention_carry", q, k, v, closed_apart(g, segments), state))
 
 
 def _gated_linear_attention_carry(
     q: Any, k: Any, v: Any, g: Any, state: Any, segments: Any = None
 ) -> tuple[Any, Any]:  # fmt: skip
-    state, out, g = state.copy(), np.empty_like(v), reset_gates(g, segments)
+    state, out, starts = state.copy(), np.empty_like(v), starts_of(v, segments)
     q, k = (np.repeat(t, v.shape[2] // t.shape[2], axis=2) for t in (q, k))
     for t in range(v.shape[1]):
+        state[starts[:, t]] = 0
         state = state * np.exp(g[:, t])[..., None, None] + k[:, t][..., :, None] * v[:, t][..., None, :]
         out[:, t] = np.einsum("bhij,bhi->bhj", state, q[:, t])
     return out, state
 
 
 @op(
-    "gated_linear_attention_carry", reference=_gated_linear_attention_carry, tolerance=1e-5, traits=[SEGMENTED],
-    decompose=_gated_linear_attention_carry_apart,
+    "gated_linear_attention_carry", reference=_gated_linear_attention_carry, tolerance=1e-5,
     samples=[
         sample(
             f32(2, 5, 1, 3), f32(2, 5, 1, 3), f32(2, 5, 4, 16), f32(2, 5, 4, low=-1, high=0), f32(2, 4, 3, 16),
@@ -57,7 +50,7 @@ def gated_linear_attention_carry(
     A token does S = exp(g) S + k ⊗ v and gives qᵀ S. q and k are [batch, seq, groups, n], v is
     [batch, seq, heads, m], g (the logarithm of the gate) is [batch, seq, heads]; neighbouring heads share a group.
     Starts from `state` [batch, heads, n, m] and also gives the one after the last token. Where the ids `segments`
-    [batch, seq] change from one token to the next, the gate is closed: S starts at zero again.
+    [batch, seq] change from one token to the next, S starts at zero again.
     """
     where = "gated_linear_attention_carry"
     for name, operand in (("q", q), ("v", v)):

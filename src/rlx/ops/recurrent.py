@@ -7,7 +7,6 @@ owns is consumed, as a cache is: it is updated in place, and nothing may read it
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -58,14 +57,11 @@ def check_segments(where: str, batch: Size, seq: Size, segments: TensorType | No
     check_shape(where, "segments", segments, batch, seq)
 
 
-def starts_of(segments: Any) -> Any:
+def starts_of(tokens: Any, segments: Any) -> Any:
     """[batch, seq], NumPy: whether the state is reset before a token, because its id is not that of the one before."""
+    if segments is None:
+        return np.zeros(tokens.shape[:2], bool)
     return np.diff(segments, axis=1, prepend=segments[:, :1]) != 0
-
-
-def reset_gates(g: Any, segments: Any) -> Any:
-    """NumPy: logarithms of gates, those of tokens that start a segment closed."""
-    return g if segments is None else np.where(starts_of(segments)[..., None], -np.inf, g).astype(g.dtype)
 
 
 def earlier(x: Value, before: Value, by: int) -> Value:
@@ -83,10 +79,5 @@ def repeated(x: Value, times: int) -> Value:
 
 
 def starts_apart(segments: Value) -> Value:
+    """The same as a value of a graph."""
     return segments.not_equal(earlier(segments, repeated(segments, 1), 1))  # type: ignore[no-any-return]
-
-
-def closed_apart(g: Value, segments: Value) -> Value:
-    """`g` with the gates of tokens that start a segment closed: nothing of the state is left after them."""
-    starts = starts_apart(segments)
-    return g.graph.one("where", starts.reshape(*starts.shape, 1), -math.inf, g)

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import ShapeError
-from rlx.ir.graph import Graph, Value
-from rlx.ir.registry import FUSED, SEGMENTED, f32, i32, op, sample
+from rlx.ir.registry import FUSED, f32, i32, op, sample
 from rlx.ops.recurrent import (
     CHUNK,
     check_chunk,
@@ -17,24 +16,32 @@ from rlx.ops.recurrent import (
     check_shape,
     check_state_size,
     chunks_of,
-    starts_apart,
     starts_of,
 )
 from rlx.types import TensorType
 
 
-def _selective_scan_carry(
-    x: Any, delta: Any, a: Any, b: Any, c: Any, state: Any, d: Any = None, segments: Any = None, *, state_size: int
-) -> tuple[Any, Any]:
-    state = state.copy()
-    y = np.empty_like(x)
-    starts = np.zeros(x.shape[:2], bool) if segments is None else starts_of(segments)
-    for t in range(x.shape[1]):
+def _selective_scan_kept(
+    x: Any, delta: Any, a: Any, b: Any, c: Any, state: Any, segments: Any = None, *, state_size: int, chunk: int
+) -> tuple[Any, Any, Any]:
+    batch, seq, channels = x.shape
+    y, states = np.empty_like(x), np.empty((batch, -(-seq // chunk), state_size, channels), x.dtype)
+    state, starts = state.copy(), starts_of(x, segments)
+    for t in range(seq):
+        if t % chunk == 0:
+            states[:, t // chunk] = state.swapaxes(1, 2)
         state[starts[:, t]] = 0
         step = delta[:, t, :, None]  # [batch, channels, 1]
         state = np.exp(step * a) * state + step * b[:, t, None, :] * x[:, t, :, None]
         y[:, t] = (state * c[:, t, None, :]).sum(-1)
-    return (y if d is None else y + d * x), state
+    return y, state, states
+
+
+def _selective_scan_carry(
+    x: Any, delta: Any, a: Any, b: Any, c: Any, state: Any, d: Any = None, segments: Any = None, *, state_size: int
+) -> tuple[Any, Any]:
+    y, last, _ = _selective_scan_kept(x, delta, a, b, c, state, segments, state_size=state_size, chunk=CHUNK)
+    return (y if d is None else y + d * x), last
 
 
 def _selective_scan(
@@ -42,40 +49,6 @@ def _selective_scan(
 ) -> Any:
     start = np.zeros((x.shape[0], *a.shape), x.dtype)
     return _selective_scan_carry(x, delta, a, b, c, start, d, segments, state_size=state_size)[0]
-
-
-def _selective_scan_carry_apart(
-    x: Value, delta: Value, a: Value, b: Value, c: Value, state: Value, d: Value | None, segments: Value, *,
-    state_size: int,
-) -> tuple[Value, Value]:  # fmt: skip
-    """Token by token: decays differ from one number of the state to the next, and none of them is a gate to close."""
-    rows = [v.transpose(axes=(1, 0, *range(2, v.rank))) for v in (x, delta, b, c, starts_apart(segments))]
-    body, wide = Graph("token"), x.dtype.wide
-    h, rates = body.input("h", state.shape, wide), body.input("a", a.shape, a.dtype)
-    names = ("x", "delta", "b", "c", "starts")
-    now, step, key, query, starts = (
-        body.input(n, r.shape[1:], r.dtype) for n, r in zip(names, rows, strict=True)
-    )  # fmt: skip
-    step, now = (v.astype(wide).reshape(*v.shape, 1) for v in (step, now))  # [batch, channels, 1]
-    key, query = (v.astype(wide).reshape(v.shape[0], 1, v.shape[1]) for v in (key, query))
-    fresh = body.one("where", starts.reshape(starts.shape[0], 1, 1), 0.0, h)
-    after = (step * rates.astype(wide)).exp() * fresh + step * key * now
-    body.set_outputs([after, (after * query).sum(axis=-1)])
-    seq = x.shape[1]
-    kept = int(chunks_of(seq, CHUNK)) if isinstance(seq, int) else 0  # states for a gradient, as the kernel keeps them
-    (last,), (ys,) = x.graph.scan_general(
-        [state.astype(wide)], body, seq, broadcasts=[a], xs=rows, checkpoints=kept
-    )  # fmt: skip
-    y = ys.transpose(axes=(1, 0, 2))
-    y = y if d is None else y + d.astype(wide) * x.astype(wide)
-    return y.astype(x.dtype), last.astype(x.dtype)
-
-
-def _selective_scan_apart(
-    x: Value, delta: Value, a: Value, b: Value, c: Value, d: Value | None, segments: Value, *, state_size: int
-) -> Value:
-    start = x.graph.one("expand", x.graph.constant(0, x.dtype), shape=(x.shape[0], *a.shape))
-    return _selective_scan_carry_apart(x, delta, a, b, c, start, d, segments, state_size=state_size)[0]
 
 
 def _check_selective(
@@ -104,7 +77,7 @@ def _scan_operands(batch: int, seq: int, channels: int, n: int) -> tuple[Any, ..
 
 
 @op(
-    "selective_scan", reference=_selective_scan, tolerance=5e-6, traits=[SEGMENTED], decompose=_selective_scan_apart,
+    "selective_scan", reference=_selective_scan, tolerance=5e-6,
     samples=[
         sample(*_scan_operands(2, 7, 5, 3), f32(5), i32(2, 7, low=0, high=2), state_size=3),
         sample(*_scan_operands(2, 7, 5, 3), f32(5), state_size=3), sample(*_scan_operands(1, 20, 70, 4), state_size=4),
@@ -125,8 +98,7 @@ def selective_scan(
 
 
 @op(
-    "selective_scan_carry", reference=_selective_scan_carry, tolerance=5e-6, traits=[SEGMENTED],
-    decompose=_selective_scan_carry_apart,
+    "selective_scan_carry", reference=_selective_scan_carry, tolerance=5e-6,
     samples=[
         sample(*_scan_operands(2, 7, 5, 3), f32(2, 5, 3), f32(5), i32(2, 7, low=0, high=2), state_size=3),
         sample(*_scan_operands(2, 7, 5, 3), f32(2, 5, 3), f32(5), state_size=3),
@@ -142,43 +114,32 @@ def selective_scan_carry(
     return x, state
 
 
-def _selective_scan_kept(
-    x: Any, delta: Any, a: Any, b: Any, c: Any, state: Any, *, state_size: int, chunk: int
-) -> tuple[Any, Any, Any]:
-    batch, seq, channels = x.shape
-    y, states = np.empty_like(x), np.empty((batch, -(-seq // chunk), state_size, channels), x.dtype)
-    for first in range(0, seq, chunk):
-        states[:, first // chunk] = state.swapaxes(1, 2)
-        tokens = slice(first, first + chunk)
-        rows = x[:, tokens], delta[:, tokens], a, b[:, tokens], c[:, tokens]
-        y[:, tokens], state = _selective_scan_carry(*rows, state, state_size=state_size)
-    return y, state.copy(), states
-
-
 @op("selective_scan_kept", reference=_selective_scan_kept, traits=[FUSED])
 def selective_scan_kept(
-    x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, state: TensorType, *,
-    state_size: int, chunk: int = CHUNK,
+    x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, state: TensorType,
+    segments: TensorType | None = None, *, state_size: int, chunk: int = CHUNK,
 ) -> tuple[TensorType, TensorType, TensorType]:  # fmt: skip
     """`selective_scan_carry` without d that also gives the state before each chunk, [batch, chunks, n, channels]."""
     where = "selective_scan_kept"
-    _check_selective(where, x, delta, a, b, c, state, None, state_size)
+    _check_selective(where, x, delta, a, b, c, state, None, state_size, segments)
     check_chunk(where, chunk)
     batch, seq, channels = x.shape
     return x, state, x.with_shape(batch, chunks_of(seq, chunk), state_size, channels)
 
 
 def _selective_scan_backward(
-    x: Any, delta: Any, a: Any, b: Any, c: Any, states: Any, d_out: Any, d_last: Any, *, state_size: int, chunk: int
-) -> tuple[Any, ...]:
+    x: Any, delta: Any, a: Any, b: Any, c: Any, states: Any, d_out: Any, d_last: Any,
+    segments: Any = None, *, state_size: int, chunk: int,
+) -> tuple[Any, ...]:  # fmt: skip
     dx, ddelta, da, db, dc = (np.zeros_like(v) for v in (x, delta, a, b, c))
     ds, steps = d_last.copy(), delta[..., None]  # [batch, seq, channels, 1]
-    drives = steps * x[..., None]
+    drives, resets = steps * x[..., None], starts_of(x, segments)
     for first in reversed(range(0, x.shape[1], chunk)):
         state, kept = states[:, first // chunk].swapaxes(1, 2), []
         tokens = range(first, min(first + chunk, x.shape[1]))
         for t in tokens:
             kept.append(np.exp(steps[:, t] * a) * state)
+            kept[-1][resets[:, t]] = 0
             state = kept[-1] + drives[:, t] * b[:, t, None]
         for t in reversed(tokens):
             ds = ds + d_out[:, t, :, None] * c[:, t, None]
@@ -188,20 +149,21 @@ def _selective_scan_backward(
             dx[:, t], ddelta[:, t] = drive * delta[:, t], drive * x[:, t] + (growth * a).sum(-1)
             da += (growth * steps[:, t]).sum(0)
             ds = ds * np.exp(steps[:, t] * a)
+            ds[resets[:, t]] = 0
     return dx, ddelta, da, db, dc, ds
 
 
 @op("selective_scan_backward", reference=_selective_scan_backward, traits=[FUSED])
 def selective_scan_backward(
     x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, states: TensorType,
-    d_out: TensorType, d_last: TensorType, *, state_size: int, chunk: int = CHUNK,
+    d_out: TensorType, d_last: TensorType, segments: TensorType | None = None, *, state_size: int, chunk: int = CHUNK,
 ) -> tuple[TensorType, TensorType, TensorType, TensorType, TensorType, TensorType]:  # fmt: skip
     """Gradients of x, delta, a, b, c and state of `selective_scan_carry` without d, from those of its results.
 
     `states` is what `selective_scan_kept` gives for the same chunk; inside a chunk the states are computed again.
     """
     where = "selective_scan_backward"
-    _check_selective(where, x, delta, a, b, c, None, None, state_size)
+    _check_selective(where, x, delta, a, b, c, None, None, state_size, segments)
     check_chunk(where, chunk)
     batch, seq, channels = x.shape
     check_shape(where, "states", states, batch, chunks_of(seq, chunk), state_size, channels)

@@ -38,7 +38,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
 @loop_form("gated_delta_net_kept")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     out, last, *kept = (s.result(node, i) for i in range(4))
-    walk_matrix(s, node, out, None, state=s.view(node.operands[5]), last=last, kept=kept)
+    walk_matrix(s, node, out, node.operands[-1], state=s.view(node.operands[5]), last=last, kept=kept)
     return [out, last, *kept]
 
 
@@ -50,7 +50,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     operands, results = Operands(s, node.op), [s.result(node, i) for i in range(6)]
     for name, operand in zip(NAMES, node.operands, strict=False):
         operands.read(name, s.view(operand))
-    read_segments(operands, node.operands[8] if len(node.operands) > 8 else None)
+    read_segments(operands, node.operands[-1])
     for name, view in zip(RESULTS, results, strict=True):
         operands.write(name, view)
     batch, seq, heads, n = results[0].shape

@@ -36,7 +36,7 @@ def find_start(operands: Operands, b: Expr, token: Expr) -> list[Stmt]:
     """`starts`: whether `token` starts a segment. Nothing where there are no segments."""
     if "segments" not in operands.numbers:
         return []
-    here, before = (operands.load("segments", b, at) for at in (token, (token - 1).max(0)))
+    here, before = (operands.load("segments", b, at) for at in (token, token - token.min(1)))
     return [Let(STARTS.name, here.ne(before))]
 
 

@@ -23,12 +23,13 @@ RESULTS = ("dx", "ddelta", "da", "db", "dc", "d_state")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     """Each channel walks the tokens with its n numbers of state in registers."""
     carried, keeps = node.op != "selective_scan", node.op == "selective_scan_kept"
-    names = ("x", "delta", "a", "b", "c", "state", "d") if carried else ("x", "delta", "a", "b", "c", "d")
+    names = ("x", "delta", "a", "b", "c", *(("state",) if carried else ()), *(() if keeps else ("d",)))
     operands = Operands(s, node.op)
     outs = [s.result(node)]
     for name, operand in zip(names, node.operands, strict=False):
         if operand is not None and name != "state":
             operands.read(name, s.view(operand))
+    read_segments(operands, node.operands[-1])
     operands.write("y", outs[0])
     if carried:
         state = s.view(node.operands[names.index("state")])
@@ -46,13 +47,14 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     start = [
         Var(f"h{i}", operands.load("state", b, j, Const(i, I64)) if carried else Const(0.0, kind)) for i in range(n)
     ]
-    step: list[Stmt] = [Let("dt", operands.load("delta", b, t, j)), Let("now", operands.load("x", b, t, j))]
+    step: list[Stmt] = [*find_start(operands, b, t)]
+    step += [Let("dt", operands.load("delta", b, t, j)), Let("now", operands.load("x", b, t, j))]
     step.append(Let("drive", Ref("dt", kind) * Ref("now", kind)))
     y: Expr = operands.load("d", j) * Ref("now", kind) if "d" in operands.numbers else Const(0.0, kind)
     for i in range(n):
         decay = (Ref("dt", kind) * Ref(f"a{i}", kind)).exp()
         driven = Ref("drive", kind) * operands.load("b", b, t, Const(i, I64))
-        step.append(Assign(f"h{i}", fma(decay, Ref(f"h{i}", kind), driven)))
+        step.append(Assign(f"h{i}", fma(decay, unless_start(operands, Ref(f"h{i}", kind)), driven)))
         step.append(Let(f"y{i}", fma(operands.load("c", b, t, Const(i, I64)), Ref(f"h{i}", kind), y)))
         y = Ref(f"y{i}", kind)
     step.append(operands.store("y", y, b, t, j))
@@ -82,7 +84,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     operands, results = Operands(s, node.op), [s.result(node, i) for i in range(6)]
     for name, operand in zip(NAMES, node.operands, strict=False):
         operands.read(name, s.view(operand))
-    read_segments(operands, node.operands[8] if len(node.operands) > 8 else None)
+    read_segments(operands, node.operands[-1])
     for name, view in zip(RESULTS, results, strict=True):
         if name != "da":
             operands.write(name, view)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rlx.ir.graph import Graph, Value
-from rlx.ops.recurrent import chunks_of
+from rlx.ops.recurrent import chunks_of, starts_apart
 from rlx.transforms.batch import by_scan, folded
 from rlx.transforms.build import declare, move_axis, taken
 from rlx.transforms.tables import Vmapped
@@ -17,7 +17,8 @@ from rlx.types import Size
 
 CHUNK = 64
 Results = tuple[Value, ...]  # the state after the last token, then what there is for each token
-Chunk = Callable[[Graph, Value, Sequence[Value], Sequence[Value]], Results]
+Token = Callable[..., Results]
+Native = Callable[[Value, Sequence[Value], Sequence[Value], Value | None], Results]
 
 
 def cut(x: Value, chunk: int) -> Value:
@@ -35,19 +36,38 @@ def joined(ys: Value, seq: Size) -> Value:
     return taken(move_axis(ys, 0, 1).reshape(batch, many * chunk, *ys.shape[3:]), 1, 0, seq)
 
 
-def chunked(state: Value, shared: Sequence[Value], rows: Sequence[Value], steps: Chunk, native: Chunk) -> Results:
+def row_of_starts(segments: Value | None) -> list[Value]:
+    """1 for each token that starts a segment and 0 for others, [batch, seq]; nothing where there are no segments."""
+    return [] if segments is None else [starts_apart(segments).astype("i32")]
+
+
+def reset(state: Value, starts: Value | None) -> Value:
+    """The state [batch, ...] that a token finds, where `starts` [batch] may say that it starts a segment."""
+    if starts is None:
+        return state
+    return state.graph.one("where", (starts > 0).reshape(starts.shape[0], *(1,) * (state.rank - 1)), 0.0, state)
+
+
+def chunked(
+    state: Value, shared: Sequence[Value], rows: Sequence[Value], segments: Value | None, token: Token, native: Native
+) -> Results:
     """A recurrence: the last state, and outputs [batch, seq, ...]. `rows` are [batch, seq, ...] each.
 
-    `steps` writes a chunk out token by token; `native` is the op itself on one chunk.
+    `token` is one step of it (see `over_tokens`); `native` is the op itself on one chunk.
     """
     g, seq = state.graph, rows[0].shape[1]
+    rows = [*rows, *row_of_starts(segments)]
     if isinstance(seq, int) and seq <= CHUNK:
-        return steps(g, state, shared, rows)
+        return over_tokens(g, state, shared, rows, token)
     many, pieces = chunks_of(seq, CHUNK), [cut(x, CHUNK) for x in rows]
     body = Graph("chunk")
     inner = declare(body, "state", state.type)
     held = [declare(body, f"shared{i}", v.type) for i, v in enumerate(shared)]
-    body.set_outputs(native(body, inner, held, each_of(body, pieces)))
+    tokens, ids = each_of(body, pieces), None
+    if segments is not None:  # as the op takes them: the first token of the chunk resets the state here
+        *tokens, starts = tokens
+        inner, ids = reset(inner, starts[:, 0]), starts.cumsum(axis=1)
+    body.set_outputs(native(inner, held, tokens, ids))
     (last,), ys = g.scan_general(
         [state], body, many, broadcasts=shared, xs=pieces,
         checkpoints=many,  # type: ignore[arg-type]
@@ -61,7 +81,7 @@ def each_of(body: Graph, xs: Sequence[Value]) -> list[Value]:
 
 
 def over_tokens(
-    g: Graph, state: Value, shared: Sequence[Value], rows: Sequence[Value], token: Callable[..., Results], *,
+    g: Graph, state: Value, shared: Sequence[Value], rows: Sequence[Value], token: Token, *,
     reverse: bool = False,
 ) -> Results:  # fmt: skip
     """A chunk as a scan over its tokens; `token` takes the state, what is shared and a token of each."""

@@ -9,7 +9,7 @@ from rlx.backends.cpu.targets import cpu_target
 from rlx.dtypes import I64, DType
 from rlx.ir.graph import Node
 from rlx.lir.forms.named_operands import Operands
-from rlx.lir.forms.recurrent import results_of
+from rlx.lir.forms.recurrent import find_start, read_segments, results_of, unless_start
 from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Place, Ref, Stmt, Store, Var, fma
 from rlx.lir.schedule import Scheduler, decode_unit, map_elements
 from rlx.lir.views import View
@@ -36,6 +36,7 @@ def by_token(s: Scheduler, node: Node, out: View, state: View | None, last: View
     assert isinstance(rows, int) and isinstance(columns, int)
     for name, operand in zip(names, node.operands, strict=False):
         operands.read(name, _exponentials(s, s.view(operand), kind) if name == "g" else s.view(operand))
+    read_segments(operands, node.operands[-1])
     operands.write("out", out)
     if state is not None and last is not None:
         operands.carry(state, last)
@@ -77,9 +78,9 @@ def by_token(s: Scheduler, node: Node, out: View, state: View | None, last: View
     for v in range(vectors):
         value = operands.load_at("v", column("v", v))
         look.append(Assign(seen[v].name, fma(operands.load_at("matrix", cell(v)), key, seen[v])))
-        missing = (value - decay * seen[v]) * rate if corrects else value
+        missing = (value - unless_start(operands, decay * seen[v])) * rate if corrects else value
         changes.append(Let(change[v].name, missing))
-        kept = decay * operands.load_at("matrix", cell(v))
+        kept = unless_start(operands, decay * operands.load_at("matrix", cell(v)))
         update.append(Let(new[v].name, fma(key, change[v], kept)))
         update.append(operands.store_at("matrix", new[v], cell(v)))
         update.append(Assign(read[v].name, fma(new[v], query, read[v])))
@@ -94,6 +95,7 @@ def by_token(s: Scheduler, node: Node, out: View, state: View | None, last: View
         *results,
     )
     token: tuple[Stmt, ...] = (
+        *find_start(operands, b, t),
         Let("decay", operands.load("g", b, t, h)),
         *((Let("rate", operands.load("beta", b, t, h)),) if corrects else ()),
         *(operands.base(name, b, t, group, zero) for name in ("q", "k")),
