@@ -23,7 +23,7 @@ from harness import command, describe_machine, timestamp, write_json
 
 import rlx
 from rlx.backends.base import backend
-from rlx.ops.sequence import CHUNK
+from rlx.ops.recurrent import CHUNK
 from rlx.transforms import value_and_grad
 
 NAMES = ("q", "k", "v", "g", "beta")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import rlx
 from rlx.backends.base import backend
 from rlx.target import Target
 
@@ -19,3 +22,8 @@ def best() -> Target:
 def widths() -> list[Target]:
     """One target for each width of vectors: those of one width differ in dot products of bytes alone."""
     return list({t.vector_bytes: t for t in reversed(supported())}.values())[::-1]
+
+
+def compiled(graph: rlx.Graph, place: str) -> Any:
+    """The graph for a device other than the CPU, or for a target of the CPU."""
+    return rlx.compile(graph, place) if place in ("reference", "toy") else rlx.compile(graph, target=place)

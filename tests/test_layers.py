@@ -139,7 +139,7 @@ def test_a_backend_sees_no_other() -> None:
 
 
 # Names that only the CPU backend has a use for.
-OF_PROCESSORS = re.compile(r"avx\w*|vnni|panels?|lanes?|vector_bytes|tile_rows|tile_vectors|has_fma|has_dot")
+OF_PROCESSORS = re.compile(r"avx\w*|vnni|panels?|lanes?|vector_bytes|tile_rows|tile_vectors|has_fma|has_dot|HEIGHTS")
 ELSEWHERE = [p for p in FILES if not p.is_relative_to(ROOT / "backends" / "cpu")]
 
 

@@ -51,14 +51,6 @@ class Target:
         """The type in which arithmetic on `dtype` is done: floats of fewer than 32 bits are widened on load."""
         return F32 if dtype.is_float and dtype.size < F32.size else dtype
 
-    def span(self, dtype: DType) -> int:
-        """How many elements next to each other go together, as a hint for the grain of loops."""
-        return 16 // dtype.size
-
-    def accumulators(self) -> int:
-        """How many such spans of sums a loop keeps at hand, as a hint."""
-        return 1
-
     def layout(self, x: DType, w: TensorType, *, rounded: bool = False) -> WeightLayout | None:
         """The layout that matmuls of x want weights in: numbers [..., k, n], or packed rows [..., n, k].
 

@@ -31,7 +31,11 @@ KERNELS: dict[str, tuple[Kernel, str, str]] = {
     "grouped": (MatmulKernel(F32, LAYOUT, 1, None, BESIDE, grouped="rows"), "a b index x0", "y1"),
     "attention": (ATTENTION, "q k v mask", "out"),
     "with lse": (AttentionKernel(F32, 16, 16, 2, "none", 0, 0.25, 0.0, None, lse=True), "q k v mask", "out lse"),
-    "cached": (AttentionKernel(F32, 16, 16, 2, "causal", 0, 1.0, 0.0, None, cached=True), "q k v positions table", "out"),
+    "cached": (
+        AttentionKernel(F32, 16, 16, 2, "causal", 0, 1.0, 0.0, None, cached=True),
+        "q k v positions table",
+        "out",
+    ),
     "gradient": (AttentionGradKernel(ATTENTION), "q k v dy lse delta mask", "dq dk dv"),
 }
 

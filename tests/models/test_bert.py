@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import golden_encoders
 import numpy as np
 import pytest
 import small_bert
@@ -257,3 +258,13 @@ def test_minilm_ranks_sentence_pairs_as_transformers_does(minilm: EmbeddingModel
     first, second = np.split(vectors.astype(np.float64), 2)
     found = spearmanr((first * second).sum(1), [score for _, _, score in rows]).statistic
     assert abs(found - SPEARMAN) < 0.0005
+
+
+def test_a_bert_that_reads_from_the_left_keeps_no_matrix_of_scores(tmp_path: Path) -> None:
+    settings = json.loads((Path(__file__).parents[1] / "fixtures" / "encoders" / "bert.json").read_text())
+    settings["config"]["is_decoder"] = True
+    golden_encoders.write_folder(tmp_path, settings)
+    checkpoint = open_checkpoint(tmp_path)
+    module = checkpoint.family.flow(checkpoint.config).build(checkpoint.weights).module
+    kinds = {node.attrs["mask_kind"] for node in module.nodes if "mask_kind" in node.attrs}
+    assert kinds == {"causal+segments"}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from targets import supported
+from targets import compiled, supported
 
 import rlx
 from rlx.errors import GraphError
 from rlx.ops.attention import MaskKind
+from rlx.ops.recurrent import CHUNK
 from rlx.transforms import vjp
 
 Array = npt.NDArray[Any]
@@ -20,10 +23,6 @@ EVERY_PLACE = pytest.mark.parametrize("place", PLACES)
 KINDS = (MaskKind.NONE, MaskKind.CAUSAL, MaskKind.sliding(9), MaskKind.near(5))
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 LENGTHS = (64, 30, 1, 33, 5)  # of the sequences in a row; the second one begins at a block of keys
-
-
-def compiled(graph: rlx.Graph, place: str) -> Any:
-    return rlx.compile(graph, place) if place in ("reference", "toy") else rlx.compile(graph, target=place)
 
 
 def operands(seq: int, heads: int = 4, kv_heads: int = 2, dim: int = 16, value: int = 20) -> dict[str, Array]:
@@ -168,38 +167,99 @@ RECURRENCES: dict[str, tuple[dict[str, Array], set[str], dict[str, int]]] = {  #
 }  # fmt: skip
 
 
+@functools.cache
+def recurrence(op: str, place: str, segments: bool, gradients: bool = True) -> Any:
+    """The first result of an op for any number of tokens, and the gradients of all operands if wanted."""
+    arrays, of_tokens, attrs = RECURRENCES[op]
+    graph = rlx.Graph(op)
+    operands = [graph.input(n, (1, "seq", *a.shape[2:]) if n in of_tokens else a.shape) for n, a in arrays.items()]
+    ids = [graph.input("ids", (1, "seq"), "i32")] if segments else []
+    results = graph.apply(op, *operands, *ids, **attrs)
+    graph.set_outputs([results[0] if op.endswith("_carry") else results])
+    return compiled(vjp(graph, list(arrays)) if gradients else graph, place)
+
+
 def recur(op: str, arrays: dict[str, Array], dy: Array, place: str, ids: Array | None = None) -> dict[str, Array]:
     """The first result and the gradients of all operands."""
-    graph = rlx.Graph(op)
-    operands = [graph.input(n, a.shape, "f32") for n, a in arrays.items()]
-    segments = [] if ids is None else [graph.input("ids", ids.shape, "i32")]
-    results = graph.apply(op, *operands, *segments, **RECURRENCES[op][2])
-    graph.set_outputs([results[0] if op.endswith("_carry") else results])
-    given = arrays | {"d_output": dy} | ({} if ids is None else {"ids": ids})
-    found = compiled(vjp(graph, list(arrays)), place).run(given)
+    given = {n: np.ascontiguousarray(a) for n, a in (arrays | {"d_output": dy}).items()}
+    given |= {} if ids is None else {"ids": ids}
+    found = recurrence(op, place, ids is not None).run(given)
     return dict(zip(("y", *arrays), map(np.asarray, found), strict=True))
+
+
+def pieces_alone(
+    op: str, lengths: tuple[int, ...], place: str
+) -> Iterator[tuple[int, dict[str, Array], dict[str, Array]]]:
+    """Where each sequence begins, what it has of the results of all together, and what it has alone."""
+    arrays, of_tokens, _ = RECURRENCES[op]
+    dy = drawn(9, *arrays.get("v", arrays.get("x")).shape)  # type: ignore[union-attr]
+    found, start = recur(op, arrays, dy, place, packed_ids(lengths)), 0
+    for length in lengths:
+        piece = slice(start, start + length)
+        alone = {n: a[:, piece] if n in of_tokens else a for n, a in arrays.items()}
+        packed = {n: a[:, piece] if n in {"y", *of_tokens} else a for n, a in found.items()}
+        yield start, packed, recur(op, alone, dy[:, piece], place)
+        start += length
+
+
+def near(found: Array, exact: Array, name: str) -> None:
+    np.testing.assert_allclose(found, exact, rtol=0, atol=1e-6 * max(1, np.abs(exact).max()), err_msg=name)
 
 
 @EVERY_PLACE
 @pytest.mark.parametrize("op", RECURRENCES)
 def test_a_recurrence_starts_again_where_ids_change(op: str, place: str) -> None:
-    lengths = (37, 1, 2, 40)
     arrays, of_tokens, _ = RECURRENCES[op]
-    dy = drawn(9, *arrays.get("v", arrays.get("x")).shape)  # type: ignore[union-attr]
-    found = recur(op, arrays, dy, place, packed_ids(lengths))
+    shared = arrays.keys() - of_tokens - {"state", "left_pad"}  # weights of all sequences
     sums: dict[str, Array] = {}
-    start = 0
-    for length in lengths:
-        piece = slice(start, start + length)
-        alone = {n: a[:, piece] if n in of_tokens else a for n, a in arrays.items()}
-        exact = recur(op, alone, dy[:, piece], place)
+    for _, packed, alone in pieces_alone(op, (37, 1, 2, 40), place):
         for name in ("y", *of_tokens):
-            np.testing.assert_allclose(found[name][:, piece], exact[name], rtol=0, atol=2e-6, err_msg=name)
-        for name in arrays.keys() - of_tokens - {"state", "left_pad"}:  # weights that all sequences share
-            sums[name] = sums.get(name, 0) + exact[name]
-        start += length
-    for name, total in sums.items():
-        np.testing.assert_allclose(found[name], total, rtol=0, atol=1e-5, err_msg=name)
+            near(packed[name], alone[name], name)
+        for name in shared:
+            sums[name] = sums.get(name, 0) + alone[name].astype(np.float64)
+    for name in shared:
+        near(packed[name], sums[name], name)
+
+
+@EVERY_PLACE
+@pytest.mark.parametrize("op", RECURRENCES)
+def test_a_sequence_that_begins_with_a_chunk_has_the_bits_that_it_has_alone(op: str, place: str) -> None:
+    """Results and gradients. The first gate of a sequence gates nothing: its gradient is exactly 0."""
+    _, of_tokens, _ = RECURRENCES[op]
+    for start, packed, alone in pieces_alone(op, (32, 32, 16), place):
+        assert start % CHUNK == 0
+        for name in {"y", *of_tokens} - {"g"}:
+            np.testing.assert_array_equal(packed[name], alone[name], name)
+        if "g" in of_tokens:
+            np.testing.assert_array_equal(packed["g"][:, 1:], alone["g"][:, 1:])
+            assert start == 0 or not packed["g"][:, 0].any()
+
+
+@EVERY_PLACE
+@pytest.mark.parametrize("op", RECURRENCES)
+def test_a_recurrence_without_a_gradient_has_the_bits_of_its_sequences(op: str, place: str) -> None:
+    arrays, of_tokens, _ = RECURRENCES[op]
+    run = recurrence(op, place, True, gradients=False).run
+    lengths = (32, 48)  # the gated delta net takes shorter ones token by token
+    (packed,) = run(arrays | {"ids": packed_ids(lengths)})
+    for piece in (slice(0, 32), slice(32, 80)):
+        tokens = {n: a[:, piece].copy() for n, a in arrays.items() if n in of_tokens}
+        (alone,) = run(arrays | tokens | {"ids": np.zeros((1, piece.stop - piece.start), np.int32)})
+        np.testing.assert_array_equal(np.asarray(packed)[:, piece], np.asarray(alone))
+
+
+def test_a_selective_scan_with_segments_is_as_many_launches_as_without() -> None:
+    arrays, _, attrs = RECURRENCES["selective_scan"]
+
+    def launches(segments: bool) -> list[str]:
+        graph = rlx.Graph("scan")
+        operands = [graph.input(n, a.shape) for n, a in arrays.items()]
+        ids = [graph.input("ids", (1, SEQ), "i32")] if segments else []
+        graph.set_outputs([graph.selective_scan(*operands, *ids, **attrs)])
+        plan = rlx.compile(vjp(graph, ["x", "a"])).plan.main
+        return [launch.kernel.name for launch in plan.launches]
+
+    assert launches(True) == launches(False)
 
 
 def test_the_gradient_of_a_scan_keeps_no_state_of_every_token() -> None:

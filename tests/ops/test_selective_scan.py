@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from targets import host, supported
+from targets import compiled, host, supported
 
 import rlx
 from rlx.errors import DTypeError, ShapeError
-from rlx.ops.sequence import CHUNK
+from rlx.ops.recurrent import CHUNK
 from rlx.transforms import grad, value_and_grad, vmap
 
 Array = np.ndarray[Any, Any]
@@ -128,6 +128,7 @@ def adjoints(
 
 WIDTHS = {t.vector_bytes: t.name for t in supported()}  # a target of each width
 EACH = [("f32", name, 1e-5) for name in WIDTHS.values()] + [("f64", host().name, 1e-13), ("bf16", host().name, 0.03)]
+EACH += [("f64", "toy", 1e-13)]  # by portable forms
 
 
 @pytest.mark.parametrize(("dtype", "target", "relative"), EACH)
@@ -144,8 +145,8 @@ def test_the_kernel_of_the_gradient_is_right_for_any_operands(dtype: str, target
         rounded = [v.astype(x.dtype.numpy) for x, v in zip(inputs, arrays, strict=True)]
         given |= {x.node.attrs["name"]: v for x, v in zip(inputs, rounded, strict=True)}
         wanted += adjoints(*(v.astype(np.float64) for v in rounded), chunk=chunk)
-    for device in (rlx.compile(graph, target=target), rlx.compile(graph, "reference")):
-        for found, want in zip(device.run(given), wanted, strict=True):
+    for device in (compiled(graph, target), rlx.compile(graph, "reference")):
+        for found, want in zip(map(np.asarray, device.run(given)), wanted, strict=True):
             assert found.shape == want.shape
             assert np.abs(found.astype(np.float64) - want).max() <= relative * np.abs(want).max()
 

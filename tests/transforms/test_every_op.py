@@ -20,6 +20,7 @@ OPS = [o for o in registry.OPS.values() if o.is_builtin and not o.traits & {LEAF
 SAMPLED = [o for o in OPS if CONTROL not in o.traits]
 NARROW = ("f16", "bf16", "f32")  # results that differences in float64 cannot be taken of
 LONG = 64  # tokens; longer recurrences are differentiated once
+RECURRENT = ("gated_delta_net", "gated_linear_attention", "selective_scan", "causal_conv")
 
 
 def is_packed(sample: Sample) -> bool:
@@ -44,7 +45,7 @@ def smooth_samples(op: OpDef) -> Iterator[tuple[int, Sample]]:
 
 def is_long(op: str, sample: Sample) -> bool:
     first = sample.operands[0]
-    return registry.get(op).group == "sequence" and first is not None and first.shape[1] > LONG
+    return registry.get(op).group in RECURRENT and first is not None and first.shape[1] > LONG
 
 
 def has_float_result(case: Case) -> bool:

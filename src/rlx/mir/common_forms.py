@@ -11,6 +11,7 @@ from typing import Any
 
 from rlx.ir.graph import Graph, Value
 from rlx.ir.registry import RuleTable
+from rlx.ops.recurrent import starts_apart
 from rlx.types import Size
 
 common_form: RuleTable[Callable[..., Any]] = RuleTable("common form", "src/rlx/mir/common_forms.py")
@@ -87,35 +88,52 @@ def _by_token(
     return ys.transpose(axes=(1, 0, *range(2, ys.rank))), last
 
 
+def _starts(segments: Value | None) -> list[Value]:
+    """Which tokens start a segment; nothing where there are no segments."""
+    return [] if segments is None else [starts_apart(segments)]
+
+
+def _reset(state: Value, starts: Value | None) -> Value:
+    """The state [batch, ...] that a token finds, which may start a segment."""
+    if starts is None:
+        return state
+    return state.graph.one("where", starts.reshape(starts.shape[0], *(1,) * (state.rank - 1)), 0.0, state)
+
+
 def _zeros(like: Value, *shape: Size) -> Value:
     return like.graph.one("expand", like.graph.constant(0, like.dtype), shape=shape)
 
 
 @common_form("selective_scan_carry")
 def _(
-    x: Value, delta: Value, a: Value, b: Value, c: Value, state: Value, d: Value | None, _: None = None, *,
-    state_size: int,
+    x: Value, delta: Value, a: Value, b: Value, c: Value, state: Value, d: Value | None,
+    segments: Value | None = None, *, state_size: int,
 ) -> tuple[Value, Value]:  # fmt: skip
-    def step(h: Value, rate: Value, x: Value, delta: Value, b: Value, c: Value) -> tuple[Value, Value]:
+    def step(
+        h: Value, rate: Value, x: Value, delta: Value, b: Value, c: Value, starts: Value | None = None
+    ) -> tuple[Value, Value]:
+        h = _reset(h, starts)
         dt = delta.reshape(*delta.shape, 1)  # [batch, channels, 1]
         b, c = (t.reshape(t.shape[0], 1, t.shape[1]) for t in (b, c))
         h = (dt * rate).exp() * h + dt * b * x.reshape(*x.shape, 1)
         return h, (h * c).sum(axis=-1)
 
-    y, last = _by_token(state, [a], [x, delta, b, c], step)
+    y, last = _by_token(state, [a], [x, delta, b, c, *_starts(segments)], step)
     return (y if d is None else y + d * x), last
 
 
 @common_form("selective_scan")
-def _(x: Value, delta: Value, a: Value, b: Value, c: Value, d: Value | None, _: None, *, state_size: int) -> Value:
+def _(
+    x: Value, delta: Value, a: Value, b: Value, c: Value, d: Value | None, segments: Value | None, *, state_size: int
+) -> Value:
     start = _zeros(x, x.shape[0], *a.shape)
-    y: Value = common_form["selective_scan_carry"](x, delta, a, b, c, start, d, state_size=state_size)[0]
+    y: Value = common_form["selective_scan_carry"](x, delta, a, b, c, start, d, segments, state_size=state_size)[0]
     return y
 
 
 @common_form("gated_delta_net_carry")
 def _(
-    q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, _: None = None, *, state_size: int
+    q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, segments: Value | None = None, *, state_size: int
 ) -> tuple[Value, Value]:
     def cell(x: Value) -> Value:
         return x.reshape(*x.shape, 1, 1)
@@ -123,19 +141,21 @@ def _(
     def row(x: Value) -> Value:
         return x.reshape(*x.shape[:2], 1, x.shape[2])
 
-    def step(s: Value, q: Value, k: Value, v: Value, g: Value, beta: Value) -> tuple[Value, Value]:
-        s = s * cell(g.exp())
+    def step(
+        s: Value, q: Value, k: Value, v: Value, g: Value, beta: Value, starts: Value | None = None
+    ) -> tuple[Value, Value]:
+        s = _reset(s, starts) * cell(g.exp())
         change = (row(v) - row(k) @ s) * cell(beta)  # [batch, heads, 1, values]
         s = s + k.reshape(*k.shape, 1) * change
         return s, (row(q) @ s).reshape(v.shape) * (1 / math.sqrt(state_size))
 
-    return _by_token(state, [], [q, k, v, g, beta], step)
+    return _by_token(state, [], [q, k, v, g, beta, *_starts(segments)], step)
 
 
 @common_form("gated_delta_net")
-def _(q: Value, k: Value, v: Value, g: Value, beta: Value, _: None, *, state_size: int) -> Value:
+def _(q: Value, k: Value, v: Value, g: Value, beta: Value, segments: Value | None, *, state_size: int) -> Value:
     start = _zeros(q, q.shape[0], q.shape[2], state_size, state_size)
-    out: Value = common_form["gated_delta_net_carry"](q, k, v, g, beta, start, state_size=state_size)[0]
+    out: Value = common_form["gated_delta_net_carry"](q, k, v, g, beta, start, segments, state_size=state_size)[0]
     return out
 
 

@@ -17,7 +17,8 @@ from rlx.ir.registry import ELEMENTWISE, LEAF, VIEW
 from rlx.ir.rewrite import Rewriter
 
 DELICATE = ("reduce", "norm")  # groups that keep f32 results where types are mixed
-CARRYING = ("sequence", "update")  # groups whose ops change states
+# Groups whose ops change states.
+CARRYING = ("causal_conv", "gated_delta_net", "gated_linear_attention", "selective_scan", "update")
 QUANTISING = ("quant", "int8")  # groups whose ops take scales and numbers as they are, and only round
 MOVES = ("gather", "concatenate", "pad", "cumsum")  # with views and elementwise ops: how indices are computed
 

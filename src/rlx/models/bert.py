@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import BertEncoderLayer, FlowStage
-from rlx.flow.stages.encoder import EarlierTokens
 from rlx.models.config import EncoderConfig, key
 from rlx.models.family import family
 from rlx.types import sym
@@ -49,14 +48,14 @@ WEIGHTS = {
 def bert(c: Config) -> ModelFlow:
     def layer(i: int) -> FlowStage:
         return BertEncoderLayer(
-            f"encoder.layer.{i}", c.dim, c.heads, c.head_dim, c.eps, intermediate_size=c.ffn, activation=c.activation
-        )
+            f"encoder.layer.{i}", c.dim, c.heads, c.head_dim, c.eps, intermediate_size=c.ffn, activation=c.activation,
+            causal=c.causal,
+        )  # fmt: skip
 
     return (
         ModelFlow("bert").input("tokens", (sym.BATCH, sym.SEQ), "i32")
         .token_embed("embeddings.word_embeddings.weight", shape=(c.vocab, c.dim))
         .gather_add("token_types", "embeddings.token_type_embeddings.weight", rows=c.types)
         .gather_add("positions", "embeddings.position_embeddings.weight", rows=c.positions)
-        .when(c.causal, lambda flow: flow.stage(EarlierTokens()))
         .layer_norm("embeddings.LayerNorm", c.eps).repeat_layers(c.layers, layer)
     )  # fmt: skip

@@ -56,9 +56,8 @@ class EmbeddingGemmaLayer(GemmaDecoder):
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
         heads = self.self_attention()
         queries, keys = (heads.turned(ctx, heads.project(ctx, x, which)) for which in "qk")
-        found = attend(
-            ctx, queries, keys, heads.project(ctx, x, "v"), "attention_mask", self.reach, self.score_scale
-        )  # fmt: skip
+        kind = MaskKind.NONE if self.reach is None else MaskKind.near(self.reach)
+        found = attend(ctx, queries, keys, heads.project(ctx, x, "v"), "attention_mask", kind, self.score_scale)
         return self.projected(ctx, found, x.shape[-1])
 
 

@@ -19,6 +19,7 @@ from rlx.ir.provenance import stage as provenance
 from rlx.models.config import FULL, SLIDING, EncoderConfig, check_layer_types, key
 from rlx.models.family import family
 from rlx.models.rope import Rope, of_layer_kind, rope_stage
+from rlx.ops.attention import MaskKind
 from rlx.types import sym
 
 LOCAL, GLOBAL = "rope.local", "rope.global"  # names of RoPE tables
@@ -142,7 +143,8 @@ class ModernBertLayer(FlowStage):
         qkv = self.dense(ctx, x, "attn.Wqkv", 3 * c.dim, c.attention_bias)
         q, k, v = split_qkv(qkv, c.heads, c.head_dim)
         q, k = turned(ctx, "ModernBertLayer", q, k, rope=LOCAL if self.near else GLOBAL)
-        out = attend(ctx, q, k, v, "attention_mask", c.window // 2 if self.near else None)
+        kind = MaskKind.near(c.window // 2) if self.near else MaskKind.NONE
+        out = attend(ctx, q, k, v, "attention_mask", kind)
         return self.dense(ctx, out, "attn.Wo", c.dim, c.attention_bias)
 
     def ffn(self, ctx: FlowCtx, x: Value) -> Value:

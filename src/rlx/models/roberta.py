@@ -13,7 +13,6 @@ from rlx.errors import FormatError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import BertEncoderLayer, FlowStage
-from rlx.flow.stages.encoder import EarlierTokens
 from rlx.flow.state import FlowValue
 from rlx.models.bert import WEIGHTS
 from rlx.models.config import EncoderConfig, key
@@ -49,15 +48,15 @@ class Config(EncoderConfig):
 def roberta(c: Config) -> ModelFlow:
     def layer(i: int) -> FlowStage:
         return BertEncoderLayer(
-            f"encoder.layer.{i}", c.dim, c.heads, c.head_dim, c.eps, intermediate_size=c.ffn, activation=c.activation
-        )
+            f"encoder.layer.{i}", c.dim, c.heads, c.head_dim, c.eps, intermediate_size=c.ffn, activation=c.activation,
+            causal=c.causal,
+        )  # fmt: skip
 
     return (
         ModelFlow("roberta").input("tokens", (sym.BATCH, sym.SEQ), "i32")
         .token_embed("embeddings.word_embeddings.weight", shape=(c.vocab, c.dim))
         .gather_add("token_types", "embeddings.token_type_embeddings.weight", rows=c.types)
         .stage(PaddedPositions("embeddings.position_embeddings.weight", c.pad, c.positions))
-        .when(c.causal, lambda flow: flow.stage(EarlierTokens()))
         .layer_norm("embeddings.LayerNorm", c.eps).repeat_layers(c.layers, layer)
     )  # fmt: skip
 

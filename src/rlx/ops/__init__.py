@@ -3,11 +3,14 @@
 from rlx.ops import activations as activations
 from rlx.ops import attention as attention
 from rlx.ops import cache as cache
+from rlx.ops import causal_conv as causal_conv
 from rlx.ops import control as control
 from rlx.ops import conv as conv
 from rlx.ops import custom as custom
 from rlx.ops import elementwise as elementwise
 from rlx.ops import fused as fused
+from rlx.ops import gated_delta_net as gated_delta_net
+from rlx.ops import gated_linear_attention as gated_linear_attention
 from rlx.ops import grouped as grouped
 from rlx.ops import index as index
 from rlx.ops import int8 as int8
@@ -21,6 +24,6 @@ from rlx.ops import random as random
 from rlx.ops import reduce as reduce
 from rlx.ops import remat as remat
 from rlx.ops import sampling as sampling
-from rlx.ops import sequence as sequence
+from rlx.ops import selective_scan as selective_scan
 from rlx.ops import shape as shape
 from rlx.ops import update as update

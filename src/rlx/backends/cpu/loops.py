@@ -321,6 +321,8 @@ class _Emitter:
         for index, stride in at:
             factor = self.integer(stride)
             split = self.affine(index)
+            if split is None and self.lanes.count == 1:
+                split = 0, b.extract(self.value(index), 0)
             if split is None:
                 lanes = b.op("mul", self.value(index), b.splat(factor, self.lanes.count))
                 varying = lanes if varying is None else b.op("add", varying, lanes)

@@ -38,12 +38,6 @@ class CpuTarget(Target):
         """Columns of a packed weight panel."""
         return self.lanes(element_bytes) * self.tile_vectors
 
-    def span(self, dtype: DType) -> int:
-        return self.lanes(dtype.size)
-
-    def accumulators(self) -> int:
-        return self.tile_rows * self.tile_vectors
-
     def layout(self, x: DType, w: TensorType, *, rounded: bool = False) -> WeightLayout | None:
         from rlx.backends.cpu.packing import weight_layout
 

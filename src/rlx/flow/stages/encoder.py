@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from rlx.dtypes import BOOL, I32
 from rlx.errors import GraphError, nearest
 from rlx.flow.context import FlowCtx
@@ -16,13 +14,10 @@ from rlx.flow.stages.ffn import GeluFfn, SwiGlu, linear
 from rlx.flow.stages.norm import LayerNorm
 from rlx.flow.stages.structure import emit_stage
 from rlx.flow.state import MAIN_ROPE, FlowValue
-from rlx.hir.lower import counted
 from rlx.ir.graph import Value
 from rlx.ir.provenance import stage as provenance
 from rlx.ops.attention import MaskKind
-from rlx.types import Size, sym
-
-ATTENTION_BIAS = "attention_bias"  # the name of what a stage before the layers has them add to scores
+from rlx.types import Size
 
 
 @dataclass(frozen=True)
@@ -45,23 +40,20 @@ QKV_STYLES = {
 
 
 def attend(
-    ctx: FlowCtx, q: Value, k: Value, v: Value, mask_input: str, reach: int | None = None, scale: float | None = None
+    ctx: FlowCtx, q: Value, k: Value, v: Value, mask_input: str, kind: str = MaskKind.NONE, scale: float | None = None
 ) -> Value:
     """Attention in which no token looks at padding: `[batch, seq, heads · head_dim]`.
 
-    With `reach`, tokens see those at most so many places before and after them. Without, a value named ATTENTION_BIAS
-    is added to the scores where there is one; it has minus infinity at padding already.
+    Of the other tokens it sees those that the mask kind says: all, earlier ones, or near ones.
     """
     batch, seq, heads, head_dim = q.shape
     out: Value
-    if reach is not None:
-        ids = kept_tokens(ctx, (batch, seq), mask_input).astype(I32) - 1  # 0, and -1 for padding
-        out = q.attention(k, v, ids, mask_kind=MaskKind.segments(MaskKind.near(reach)), scale=scale)
-    elif ATTENTION_BIAS in ctx.state.named:
-        out = q.attention(k, v, ctx.state.named[ATTENTION_BIAS], mask_kind=MaskKind.BIAS, scale=scale)
-    else:
+    if kind == MaskKind.NONE:
         mask = ctx.mask_input(mask_input, (batch, seq))
         out = q.attention(k, v, mask, mask_kind=MaskKind.CUSTOM, scale=scale)
+    else:
+        ids = kept_tokens(ctx, (batch, seq), mask_input).astype(I32) - 1  # 0, and -1 for padding
+        out = q.attention(k, v, ids, mask_kind=MaskKind.segments(kind), scale=scale)
     return out.reshape(batch, seq, heads * head_dim)
 
 
@@ -69,25 +61,6 @@ def kept_tokens(ctx: FlowCtx, shape: Sequence[Size], name: str = "attention_mask
     """Which tokens are no padding, `[batch, seq]` truth values: an input of whatever type."""
     mask = ctx.mask_input(name, shape)
     return mask if mask.dtype is BOOL else mask >= 0.5
-
-
-def _rows(value: FlowValue | None) -> Sequence[Size]:
-    """[batch, seq] of the tokens that flow."""
-    return (sym.BATCH, sym.SEQ) if value is None else value.shape[:2]
-
-
-@dataclass(frozen=True)
-class EarlierTokens(FlowStage):
-    """A mask of the tokens up to each token, which layers add to their scores: encoders that read from the left."""
-
-    def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue | None:
-        kept = kept_tokens(ctx, _rows(value))
-        batch, seq = kept.shape
-        at = counted(ctx.hir(), batch, seq)
-        earlier = at.reshape(batch, 1, 1, seq) <= at.reshape(batch, 1, seq, 1)
-        seen = earlier.logical_and(kept.reshape(batch, 1, 1, seq))
-        ctx.set_named(ATTENTION_BIAS, seen.where(0.0, -np.inf))  # [batch, 1, seq, seq]
-        return value
 
 
 def split_qkv(qkv: Value, heads: int, head_dim: int) -> list[Value]:
@@ -135,6 +108,7 @@ class BertEncoderLayer(FlowStage):
     attention_mask_input: str = "attention_mask"
     intermediate_size: int | None = None  # checks the weights of the feed-forward
     activation: str = "gelu"
+    causal: bool = False  # a token sees those before it only
 
     def __post_init__(self) -> None:
         if self.qkv_style not in QKV_STYLES:
@@ -155,7 +129,8 @@ class BertEncoderLayer(FlowStage):
             self.dense(ctx, x, name, width).reshape(batch, seq, self.num_heads, self.head_dim)
             for name in (names.q, names.k, names.v)
         )
-        return self.dense(ctx, attend(ctx, q, k, v, self.attention_mask_input), names.out, self.hidden_size)
+        kind = MaskKind.CAUSAL if self.causal else MaskKind.NONE
+        return self.dense(ctx, attend(ctx, q, k, v, self.attention_mask_input, kind), names.out, self.hidden_size)
 
     def dense(self, ctx: FlowCtx, x: Value, name: str, out: int) -> Value:
         base = f"{self.layer_prefix}.{name}"

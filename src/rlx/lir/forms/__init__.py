@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib
 
 GROUPS = (
-    "activations", "attention", "cache", "control", "conv", "custom", "elementwise", "fused", "grouped", "index",
-    "int8", "linear", "loss", "norm", "position", "quant", "random", "reduce", "remat", "sampling", "sequence",
-    "shape", "update",
+    "activations", "attention", "cache", "causal_conv", "control", "conv", "custom", "elementwise", "fused",
+    "gated_delta_net", "gated_linear_attention", "grouped", "index", "int8", "linear", "loss", "norm", "position",
+    "quant", "random", "reduce", "remat", "sampling", "selective_scan", "shape", "update",
 )  # fmt: skip
 
 

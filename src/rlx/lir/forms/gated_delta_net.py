@@ -1,169 +1,129 @@
-"""Loop forms of recurrences whose state is a matrix: token by token, and, where there are many, by chunks of tokens."""
+"""Loop forms of the gated delta net and its gradient, token by token. A unit is a head."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from rlx.dtypes import I64, DType
+from rlx.dtypes import I64
 from rlx.ir.graph import Node
-from rlx.lir.forms import delta_chunks
-from rlx.lir.forms.named_operands import Operands, state_after
-from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Place, Ref, Stmt, Store, Var, fma
-from rlx.lir.schedule import Scheduler, decode_unit, loop_form, map_elements
+from rlx.lir.forms.named_operands import Operands
+from rlx.lir.forms.recurrent import (
+    FIRST,
+    REST,
+    TOKEN,
+    find_start,
+    read_segments,
+    results_of,
+    unless_start,
+    walk_chunks,
+    walk_matrix,
+)
+from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Reduce, Ref, Stmt, Var, fma
+from rlx.lir.schedule import Scheduler, decode_unit, loop_form
 from rlx.lir.views import View
-from rlx.ops.sequence import CHUNK
-from rlx.types import Size, TensorType, dim_min, product
+from rlx.types import TensorType, product
 
-VECTORS = (2, 1)  # columns of one unit, in vectors; the first that divides the matrix, and half the L1 cache has room
+NAMES = ("q", "k", "g", "beta", "states", "misses", "d_out", "d_last")
+RESULTS = ("dq", "dk", "dv", "dg", "dbeta", "d_state")
 
 
 @loop_form("gated_delta_net", "gated_delta_net_carry")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    """By chunks where there is a whole one, else token by token: one of the two launches has no units."""
-    outs, state = _results(s, node)
-    last = outs[1] if state is not None else None
-    many = dim_min(outs[0].shape[1] // CHUNK, 1)
-    if many != 1:
-        _by_token(s, node, outs[0], state, last, 1 - many)
-    if many != 0:
-        delta_chunks.forward(s, node, outs[0], CHUNK, many, state=state, last=last)
+    outs, state = results_of(s, node)
+    walk_matrix(s, node, outs[0], node.operands[-1], state=state, last=outs[1] if state is not None else None)
     return outs
-
-
-@loop_form("gated_linear_attention_carry")
-def _(s: Scheduler, node: Node) -> Sequence[View]:
-    outs, state = _results(s, node)
-    _by_token(s, node, outs[0], state, outs[1], 1)
-    return outs
-
-
-def _results(s: Scheduler, node: Node) -> tuple[list[View], View | None]:
-    """Where the results go, and the state that is carried."""
-    out = s.result(node)
-    if not node.op.endswith("_carry"):
-        return [out], None
-    state = s.view(node.operands[-2])  # the last one is for segments
-    return [out, state_after(s, node, state)], state
 
 
 @loop_form("gated_delta_net_kept")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     out, last, *kept = (s.result(node, i) for i in range(4))
-    state = s.view(node.operands[5])
-    delta_chunks.forward(s, node, out, node.attrs["chunk"], 1, state=state, last=last, kept=kept)
+    walk_matrix(s, node, out, node.operands[-1], state=s.view(node.operands[5]), last=last, kept=kept)
     return [out, last, *kept]
 
 
 @loop_form("gated_delta_net_backward")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
-    results = [s.result(node, i) for i in range(6)]
-    delta_chunks.backward(s, node, results)
-    return results
-
-
-def _by_token(s: Scheduler, node: Node, out: View, state: View | None, last: View | None, times: Size) -> None:
-    """A unit is some columns of one head's matrix, which no other column needs: a copy of them, without gaps, stays in
-    the L1 cache for all tokens. The vector loop goes over columns. There are `times` as many units: none, or all.
+    """From the last chunk to the first: computes what each token of the chunk found in the state (`old`), then goes
+    back through the tokens with the gradient of the state (`ds`).
     """
-    corrects = node.op.startswith("gated_delta_net")
-    operands = Operands(s, node.op)
-    names = ("q", "k", "v", "g", "beta") if corrects else ("q", "k", "v", "g")
-    batch, seq, heads, columns = out.shape
-    rows, kind = s.view(node.operands[0]).shape[3], out.dtype.wide
-    assert isinstance(rows, int) and isinstance(columns, int)
-    for name, operand in zip(names, node.operands, strict=False):
-        operands.read(name, _exponentials(s, s.view(operand), kind) if name == "g" else s.view(operand))
-    operands.write("out", out)
-    if state is not None and last is not None:
-        operands.carry(state, last)
-    span = s.target.span(kind)
-    vectors = next((v for v in VECTORS if columns % (v * span) == 0), 0)  # side by side, so that sums do not wait
-    span = span if vectors else columns
-    vectors = vectors or 1
-    width = vectors * span
-    operands.write("matrix", s.temporary(TensorType((batch, heads, columns // width, rows, width), kind)))
+    operands, results = Operands(s, node.op), [s.result(node, i) for i in range(6)]
+    for name, operand in zip(NAMES, node.operands, strict=False):
+        operands.read(name, s.view(operand))
+    read_segments(operands, node.operands[-1])
+    for name, view in zip(RESULTS, results, strict=True):
+        operands.write(name, view)
+    batch, seq, heads, n = results[0].shape
+    chunk, kind = node.attrs["chunk"], results[0].dtype.wide
+    assert isinstance(n, int)
+    for name, *shape in (("state", n, n), ("ds", n, n), ("old", chunk, n, n), ("change", n), ("row", n)):
+        operands.write(name, s.temporary(TensorType((batch, heads, *shape), kind)))
     builder = operands.builder
-    lets = decode_unit(builder, [batch, heads, columns // width], ["b", "h", "c"])
-    b, h, t, i, j = Ref("b", I64), Ref("h", I64), Index("t"), Index("i"), Index("j")
-    zero, first = Const(0, I64), Ref("c", I64) * width
-    lets.append(operands.base("matrix", b, h, Ref("c", I64), zero, zero))
-    group: Expr = h
-    if not corrects:
-        groups = s.view(node.operands[0]).shape[2]
-        lets.append(Let("group", h.quot(builder.arg("group_heads", heads // groups))))
-        group = Ref("group", I64)
+    lets = decode_unit(builder, [batch, heads], ["b", "h"])
+    b, h, at, i, j = Ref("b", I64), Ref("h", I64), Ref("at", I64), Index("i"), Index("j")
+    decay, scale = Ref("decay", kind), 1 / math.sqrt(n)
 
-    def cell(v: int) -> Place:
-        return ((Ref("matrix_base", I64), 1), (i, width), (Const(v * span, I64), 1), (j, 1))
+    def mine(name: str, *place: Expr) -> Expr:
+        """An element of the memory of the unit."""
+        return operands.load(name, b, h, *place)
 
-    def column(name: str, v: int) -> Place:
-        return ((Ref(f"{name}_base", I64), 1), (Const(v * span, I64), 1), (j, 1))
+    def put(name: str, value: Expr, *place: Expr) -> Stmt:
+        return operands.store(name, value, b, h, *place)
 
-    def component(name: str) -> Expr:
-        return operands.load_at(name, ((Ref(f"{name}_base", I64), 1), (i, 1)))
+    def given(name: str, *place: Expr) -> Expr:
+        return operands.load(name, b, TOKEN, h, *place)
 
-    def each(*names: str) -> list[list[Ref]]:
-        return [[Ref(f"{name}{v}", kind) for v in range(vectors)] for name in names]
+    def each_cell(*stmts: Stmt) -> For:
+        return For("i", n, (For("j", n, stmts, vector=True),))
 
-    seen, change, read, new = each("seen", "change", "read", "new")
-    decay, rate, key, query = (Ref(name, kind) for name in ("decay", "rate", "key", "query"))
-    look: list[Stmt] = [Let("key", component("k"))]
-    update: list[Stmt] = [Let("key", component("k")), Let("query", component("q"))]
-    changes: list[Stmt] = []
-    results: list[Stmt] = []
-    for v in range(vectors):
-        value = operands.load_at("v", column("v", v))
-        look.append(Assign(seen[v].name, fma(operands.load_at("matrix", cell(v)), key, seen[v])))
-        missing = (value - decay * seen[v]) * rate if corrects else value
-        changes.append(Let(change[v].name, missing))
-        kept = decay * operands.load_at("matrix", cell(v))
-        update.append(Let(new[v].name, fma(key, change[v], kept)))
-        update.append(operands.store_at("matrix", new[v], cell(v)))
-        update.append(Assign(read[v].name, fma(new[v], query, read[v])))
-        result = read[v] * (1 / math.sqrt(rows)) if corrects else read[v]
-        results.append(operands.store_at("out", result, column("out", v)))
-    looks: tuple[Stmt, ...] = (*(Var(x.name, Const(0.0, kind)) for x in seen), For("i", rows, tuple(look)))
-    of_columns: tuple[Stmt, ...] = (
-        *(looks if corrects else ()),
-        *(Var(x.name, Const(0.0, kind)) for x in read),
-        *changes,
-        For("i", rows, tuple(update)),
-        *results,
+    def find_token(number: Expr) -> list[Stmt]:
+        """`token`, its gate, and what it changed."""
+        change = given("misses", j) * given("beta")
+        return [
+            Let("at", number), Let("token", FIRST + at), *find_start(operands, b, TOKEN),
+            Let("decay", given("g").exp()),
+            For("j", n, (put("change", change, j),), vector=True),
+        ]  # fmt: skip
+
+    forwards = For("t", REST, (
+        *find_token(Index("t")),
+        each_cell(
+            Let("left", unless_start(operands, decay * mine("state", i, j))),
+            put("old", Ref("left", kind), at, i, j),
+            put("state", fma(given("k", i), mine("change", j), Ref("left", kind)), i, j),
+        ),
+    ))  # fmt: skip
+    new = fma(given("k", i), mine("change", j), mine("old", at, i, j))
+    wrote = Reduce("sum", "j", n, mine("ds", i, j) * mine("change", j))
+    read = Reduce("sum", "j", n, mine("old", at, i, j) * mine("row", j) * given("beta"))
+    of_row = Reduce("sum", "j", n, mine("ds", i, j) * mine("old", at, i, j))
+    backwards = For("back", REST, (
+        *find_token(REST - 1 - Index("back")),
+        each_cell(put("ds", fma(given("q", i) * scale, given("d_out", j), mine("ds", i, j)), i, j)),
+        For("i", n, (
+            operands.store("dq", Reduce("sum", "j", n, new * given("d_out", j)) * scale, b, TOKEN, h, i),
+        )),
+        For("j", n, (
+            Let("pulled", Reduce("sum", "i", n, mine("ds", i, j) * given("k", i))),
+            put("row", Ref("pulled", kind), j),
+            operands.store("dv", Ref("pulled", kind) * given("beta"), b, TOKEN, h, j),
+        ), vector=True),
+        operands.store("dbeta", Reduce("sum", "j", n, mine("row", j) * given("misses", j)), b, TOKEN, h),
+        For("i", n, (operands.store("dk", wrote - read, b, TOKEN, h, i),)),
+        each_cell(put("ds", fma(-given("k", i), mine("row", j) * given("beta"), mine("ds", i, j)), i, j)),
+        Var("slope", Const(0.0, kind)),
+        For("i", n, (Assign("slope", Ref("slope", kind) + of_row),)),
+        operands.store("dg", unless_start(operands, Ref("slope", kind)), b, TOKEN, h),
+        each_cell(put("ds", unless_start(operands, mine("ds", i, j) * decay), i, j)),
+    ))  # fmt: skip
+    start = each_cell(put("state", operands.load("states", b, h, Ref("chunk", I64), i, j), i, j))
+    body: tuple[Stmt, ...] = (
+        *lets,
+        each_cell(put("ds", operands.load("d_last", b, h, i, j), i, j)),
+        walk_chunks(operands, seq, chunk, start, forwards, backwards, backwards=True),
+        each_cell(operands.store("d_state", mine("ds", i, j), b, h, i, j)),
     )
-    token: tuple[Stmt, ...] = (
-        Let("decay", operands.load("g", b, t, h)),
-        *((Let("rate", operands.load("beta", b, t, h)),) if corrects else ()),
-        *(operands.base(name, b, t, group, zero) for name in ("q", "k")),
-        *(operands.base(name, b, t, h, first) for name in ("v", "out")),
-        For("j", span, of_columns, vector=True),
-    )
-    walk = For("t", builder.arg("seq", seq), token)
-    units = batch * heads * (columns // width) * times
-    whole = _whole_matrix(operands, rows, width, state is not None, walk)
-    root = For("u", builder.arg("units", units), (*lets, *whole))
-    builder.launch(s, root, units, split="columns", flops=product(out.shape) * (6 * rows) * times)
-
-
-def _whole_matrix(operands: Operands, rows: int, width: int, carried: bool, walk: For) -> list[Stmt]:
-    """The walk, between copying the columns of the state in and out, or from zeros."""
-    kind = operands.builder.params[operands.numbers["matrix"]].dtype
-    b, h, i, j = Ref("b", I64), Ref("h", I64), Index("i"), Index("j")
-    at = Ref("c", I64) * width + j
-    here: Place = ((Ref("matrix_base", I64), 1), (i, width), (j, 1))
-
-    def each_cell(store: Store) -> For:
-        return For("i", rows, (For("j", width, (store,), vector=True),))
-
-    start = operands.load("state", b, h, i, at) if carried else Const(0.0, kind)
-    copied: list[Stmt] = [each_cell(operands.store_at("matrix", start, here)), walk]
-    if carried:
-        copied.append(each_cell(operands.store("final", operands.load_at("matrix", here), b, h, i, at)))
-    return copied
-
-
-def _exponentials(s: Scheduler, x: View, kind: DType) -> View:
-    """exp(x) in a launch of its own: number by number it costs more than a token's whole matrix."""
-    out = s.temporary(TensorType(x.shape, kind))
-    map_elements(s, "exp", x.shape, [x], [out], lambda e: ((), [e.load_wide(0).cast(kind).exp()]))
-    return out
+    units = batch * heads
+    root = For("u", builder.arg("units", units), body)
+    builder.launch(s, root, units, split="heads", flops=product(results[0].shape) * (20 * n))
+    return results

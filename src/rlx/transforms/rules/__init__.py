@@ -3,10 +3,13 @@
 from rlx.transforms.rules import activations as activations
 from rlx.transforms.rules import attention as attention
 from rlx.transforms.rules import cache as cache
+from rlx.transforms.rules import causal_conv as causal_conv
 from rlx.transforms.rules import control as control
 from rlx.transforms.rules import conv as conv
 from rlx.transforms.rules import custom as custom
 from rlx.transforms.rules import elementwise as elementwise
+from rlx.transforms.rules import gated_delta_net as gated_delta_net
+from rlx.transforms.rules import gated_linear_attention as gated_linear_attention
 from rlx.transforms.rules import grouped as grouped
 from rlx.transforms.rules import index as index
 from rlx.transforms.rules import int8 as int8
@@ -19,5 +22,5 @@ from rlx.transforms.rules import random as random
 from rlx.transforms.rules import reduce as reduce
 from rlx.transforms.rules import remat as remat
 from rlx.transforms.rules import sampling as sampling
-from rlx.transforms.rules import sequence as sequence
+from rlx.transforms.rules import selective_scan as selective_scan
 from rlx.transforms.rules import shape as shape

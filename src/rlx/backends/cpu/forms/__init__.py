@@ -1,4 +1,4 @@
-"""Loop forms of the CPU: ops that become launches of its matmul and attention kernels, in place of portable loops."""
+"""Loop forms of the CPU, in place of portable ones: launches of its matmul and attention kernels, tiled recurrences."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ WHERE = {
     "attention_lse": "attention.attention",
     "attention_grad": "attention.attention_grad",
     "cached_attention": "cache.cached_attention",
+    "gated_delta_net": "gated_delta_net.gated_delta_net",
+    "gated_delta_net_carry": "gated_delta_net.gated_delta_net",
+    "gated_delta_net_kept": "gated_delta_net.gated_delta_net_kept",
+    "gated_delta_net_backward": "gated_delta_net.gated_delta_net_backward",
+    "gated_linear_attention_carry": "delta_tokens.gated_linear_attention",
+    "selective_scan_backward": "scan_gradient.selective_scan_backward",
 }
 
 

@@ -16,9 +16,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rlx.backends.cpu.targets import cpu_target
 from rlx.dtypes import I64
 from rlx.ir.graph import Node
 from rlx.lir.forms.named_operands import Operands
+from rlx.lir.forms.recurrent import STARTS, find_start, read_segments
 from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Place, Reduce, Ref, Stmt, Store, Var, fma, known
 from rlx.lir.schedule import Scheduler, decode_unit
 from rlx.lir.views import View
@@ -90,8 +92,9 @@ class _Head:
         self.units = self.batch * self.heads * times
         self.operands = Operands(s, name)
         self.chunks = (self.seq + (chunk - 1)) // chunk
-        self.accumulators = s.target.accumulators()
-        span = s.target.span(self.kind)
+        target = cpu_target(s.target)
+        self.accumulators = target.tile_rows * target.tile_vectors
+        span = target.lanes(self.kind.size)
         self.columns, self.tokens = _Axis.of(size, span), _Axis.of(chunk, span)
         self.solved_at_once = _Axis.of(size, span, SOLVED)
         self.places: dict[str, tuple[int, int]] = {}  # where a matrix starts, and how long its rows are
@@ -109,9 +112,10 @@ class _Head:
             self.size += -(-rows * columns // 16) * 16
 
     def read(self, node: Node, *names: str) -> None:
-        """The first operands of the node, by name."""
+        """The first operands of the node by name, and segments."""
         for name, operand in zip(names, node.operands, strict=False):
             self.operands.read(name, self.scheduler.view(operand))
+        read_segments(self.operands, node.operands[-1])
 
     def launch(self, before: Sequence[Stmt], walk: Sequence[Stmt], after: Sequence[Stmt], *, backwards: bool) -> None:
         """A unit does `before`, then `walk` for each chunk, from the last one if `backwards`, then `after`."""
@@ -130,6 +134,14 @@ class _Head:
         root = For("u", builder.arg("units", self.units), (*lets, *before, loop, *after))
         flops = product([self.units, self.seq, self.n, self.n * (12 if backwards else 6)])
         builder.launch(self.scheduler, root, self.units, split="heads", flops=flops)
+
+    @property
+    def has_segments(self) -> bool:
+        return "segments" in self.operands.numbers
+
+    def unless_closed(self, total: Expr) -> Expr:
+        """What flows back through the gate of token `late`, exactly: nothing where a segment starts there."""
+        return self.get("gate", (), _one(LATE)).eq(0).select(0, total) if self.has_segments else total
 
     # -- elements ------------------------------------------------------------------------------------------------------
     def open(self) -> None:
@@ -292,9 +304,12 @@ class _Head:
             self.put("w", self.zero, (), _one(J)),
         )
         given = {"gate": "g", "rate": "beta"}
+        values = {m: self.operands.load(x, B, TOKEN, H) for m, x in given.items()}
+        if self.has_segments:  # the gate of a token that starts one is 0
+            values["gate"] = STARTS.select(-math.inf, values["gate"])
         return [
             self.each_token(
-                *(self.put(m, self.operands.load(x, B, TOKEN, H), (), _one(T)) for m, x in given.items())
+                *find_start(self.operands, B, TOKEN), *(self.put(m, value, (), _one(T)) for m, value in values.items())
             ),
             For("t", PADS, tuple(self.put(m, self.zero, (), _one(REST, T)) for m in given)),
             For("j", self.chunk, start, vector=True),
@@ -503,7 +518,7 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
         *_of_ends(head),
         For("t", REST, (
             Let("late", REST - 1 - T),
-            Assign("of_gates", Ref("of_gates", kind) + head.get("dG", (), _one(LATE))),
+            Assign("of_gates", head.unless_closed(Ref("of_gates", kind) + head.get("dG", (), _one(LATE)))),
             operands.store("dg", Ref("of_gates", kind), B, FIRST + LATE, H),
         )),
         head.product(n, columns, [head.turned("Q", "bdO"), head.turned("K", "bdV")], head.advance),

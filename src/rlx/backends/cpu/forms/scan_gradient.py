@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlx.backends.cpu.targets import cpu_target
 from rlx.dtypes import I64
 from rlx.ir.graph import Node
 from rlx.lir.forms.named_operands import Operands
+from rlx.lir.forms.recurrent import find_start, read_segments, unless_start
 from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Place, Reduce, Ref, Stmt, Store, Var, fma, known
 from rlx.lir.schedule import CHUNK, Scheduler
 from rlx.lir.views import View
-from rlx.ops.sequence import chunks_of
+from rlx.ops.recurrent import chunks_of
 from rlx.types import TensorType, product
 
 VECTORS = 4  # of a unit's channels
@@ -37,7 +39,7 @@ class _Unit:
     def __init__(self, s: Scheduler, node: Node, results: Sequence[View]) -> None:
         self.chunk, self.n = node.attrs["chunk"], node.attrs["state_size"]
         self.kind = results[0].dtype.wide
-        self.span = s.target.span(self.kind)
+        self.span = cpu_target(s.target).lanes(self.kind.size)
         self.batch, self.seq, self.channels = results[0].shape
         self.blocks = (self.channels + (VECTORS * self.span - 1)) // (VECTORS * self.span)
         self.together = next(g for g in COMPONENTS if self.n % g == 0)
@@ -50,8 +52,9 @@ class _Unit:
             self.starts[name] = self.rows
             self.rows += many
         self.operands = Operands(s, node.op)
-        for name, operand in zip(NAMES, node.operands, strict=True):
+        for name, operand in zip(NAMES, node.operands, strict=False):
             self.operands.read(name, s.view(operand))
+        read_segments(self.operands, node.operands[-1])
         for name, view in zip(RESULTS, results, strict=True):
             if name not in SUMS:
                 self.operands.write(name, view)
@@ -77,6 +80,7 @@ class _Unit:
         """A token, its step, its input and their product."""
         return [
             Let("token", FIRST + at),
+            *find_start(self.operands, B, TOKEN),
             self.operands.base("x", B, TOKEN, CHANNEL),
             self.operands.base("b", B, TOKEN, known(0, I64)),
             Let("step", self.operands.load_at("delta", ROW)),
@@ -113,7 +117,7 @@ class _Unit:
             row = (T, self.together), (known(k, I64), 1)
             step += [
                 Let(decay.name, (self.value("step") * rate).exp()),
-                Let(kept.name, decay * h),
+                Let(kept.name, unless_start(self.operands, decay * h)),
                 self.put("decay", decay, *row),
                 self.put("kept", kept, *row),
                 Assign(h.name, fma(self.value("drive"), self.component("b", k), kept)),
@@ -142,7 +146,7 @@ class _Unit:
                 Let(f"drive_d{k}", fma(state_d, key, drive_d)),
                 Let(f"step_d{k}", fma(growth, rate, step_d)),
                 Assign(rate_d.name, fma(growth, step, rate_d)),
-                Assign(state_d.name, state_d * self.get("decay", *row)),
+                Assign(state_d.name, unless_start(self.operands, state_d * self.get("decay", *row))),
             ]
             drive_d, step_d = self.value(f"drive_d{k}"), self.value(f"step_d{k}")
         body += [self.put("drive_d", drive_d, (at, 1)), self.put("step_d", step_d, (at, 1))]
@@ -221,12 +225,14 @@ class _Unit:
         ))  # fmt: skip
 
 
-def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
+def selective_scan_backward(s: Scheduler, node: Node) -> Sequence[View]:
     """The gradients of all operands from those of outputs and last state."""
+    results = [s.result(node, i) for i in range(6)]
     unit = _Unit(s, node, results)
     flops = product([unit.batch, unit.seq, unit.channels, 24 * unit.n])
     unit.operands.builder.launch(s, unit.root(), unit.blocks, split="channels", flops=flops)
     _add_up(s, unit, dict(zip(RESULTS, results, strict=True)))
+    return results
 
 
 def _add_up(s: Scheduler, unit: _Unit, results: dict[str, View]) -> None:

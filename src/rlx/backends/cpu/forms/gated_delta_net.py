@@ -1,0 +1,39 @@
+"""The gated delta net and its gradient on the CPU: token by token, and, where there are many, by chunks of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlx.backends.cpu.forms import delta_chunks
+from rlx.backends.cpu.forms.delta_tokens import by_token
+from rlx.ir.graph import Node
+from rlx.lir.forms.recurrent import results_of
+from rlx.lir.schedule import Scheduler
+from rlx.lir.views import View
+from rlx.ops.recurrent import CHUNK
+from rlx.types import dim_min
+
+
+def gated_delta_net(s: Scheduler, node: Node) -> Sequence[View]:
+    """By chunks where there is a whole one, else token by token: one of the two launches has no units."""
+    outs, state = results_of(s, node)
+    last = outs[1] if state is not None else None
+    many = dim_min(outs[0].shape[1] // CHUNK, 1)
+    if many != 1:
+        by_token(s, node, outs[0], state, last, 1 - many)
+    if many != 0:
+        delta_chunks.forward(s, node, outs[0], CHUNK, many, state=state, last=last)
+    return outs
+
+
+def gated_delta_net_kept(s: Scheduler, node: Node) -> Sequence[View]:
+    out, last, *kept = (s.result(node, i) for i in range(4))
+    state = s.view(node.operands[5])
+    delta_chunks.forward(s, node, out, node.attrs["chunk"], 1, state=state, last=last, kept=kept)
+    return [out, last, *kept]
+
+
+def gated_delta_net_backward(s: Scheduler, node: Node) -> Sequence[View]:
+    results = [s.result(node, i) for i in range(6)]
+    delta_chunks.backward(s, node, results)
+    return results

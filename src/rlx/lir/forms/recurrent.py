@@ -1,0 +1,132 @@
+"""What loop forms of recurrences share: walks over chunks of tokens, resets at segment starts, matrices as states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rlx.dtypes import BOOL, I64
+from rlx.ir.graph import Node, Value
+from rlx.lir.forms.named_operands import Operands, state_after
+from rlx.lir.loops import Const, Expr, For, Index, Let, Reduce, Ref, Stmt, fma, known
+from rlx.lir.schedule import Scheduler, decode_unit
+from rlx.lir.views import View
+from rlx.ops.recurrent import chunks_of
+from rlx.types import Size, TensorType, product
+
+FIRST, REST, TOKEN, STARTS = Ref("first", I64), Ref("rest", I64), Ref("token", I64), Ref("starts", BOOL)
+
+
+def results_of(s: Scheduler, node: Node) -> tuple[list[View], View | None]:
+    """Where the results go, and the state that is carried."""
+    out = s.result(node)
+    if not node.op.endswith("_carry"):
+        return [out], None
+    state = s.view(node.operands[-2])  # the last one is for segments
+    return [out, state_after(s, node, state)], state
+
+
+# -- segments ----------------------------------------------------------------------------------------------------------
+def read_segments(operands: Operands, segments: Value | None) -> None:
+    if segments is not None:
+        operands.read("segments", operands.scheduler.view(segments))
+
+
+def find_start(operands: Operands, b: Expr, token: Expr) -> list[Stmt]:
+    """`starts`: whether `token` starts a segment. Nothing where there are no segments."""
+    if "segments" not in operands.numbers:
+        return []
+    here, before = (operands.load("segments", b, at) for at in (token, token - token.min(1)))
+    return [Let(STARTS.name, here.ne(before))]
+
+
+def unless_start(operands: Operands, value: Expr) -> Expr:
+    """A value of the state before the token, which is 0 where a segment starts."""
+    return STARTS.select(0, value) if "segments" in operands.numbers else value
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------------
+def walk_chunks(operands: Operands, seq: Size, chunk: int, *body: Stmt, backwards: bool = False) -> For:
+    """Does `body` for each chunk: `chunk` is its number, `first` its first token, `rest` how many it has."""
+    builder = operands.builder
+    chunks = builder.arg("chunks", chunks_of(seq, chunk))
+    turn = chunks - 1 - Index("turn") if backwards else Index("turn")
+    bounds = (
+        Let("chunk", turn),
+        Let("first", Ref("chunk", I64) * chunk),
+        Let("rest", known(chunk, I64).min(builder.arg("seq", seq) - FIRST)),
+    )
+    return For("turn", chunks, (*bounds, *body))
+
+
+# -- states that are matrices ------------------------------------------------------------------------------------------
+def walk_matrix(
+    s: Scheduler, node: Node, out: View, segments: Value | None, *, state: View | None, last: View | None,
+    kept: Sequence[View] = (),
+) -> None:  # fmt: skip
+    """Gated linear attention, or the gated delta net, token by token. A unit is a head, its matrix in its own memory.
+
+    `kept` are the states before each chunk, and what each token found missing.
+    """
+    corrects = node.op.startswith("gated_delta_net")
+    operands = Operands(s, node.op)
+    for name, operand in zip(("q", "k", "v", "g", "beta") if corrects else "qkvg", node.operands, strict=False):
+        operands.read(name, s.view(operand))
+    read_segments(operands, segments)
+    operands.write("out", out)
+    if state is not None and last is not None:
+        operands.carry(state, last)
+    for name, view in zip(("states", "misses"), kept, strict=False):
+        operands.write(name, view)
+    batch, seq, heads, columns = out.shape
+    groups, rows = s.view(node.operands[0]).shape[2:]
+    kind = out.dtype.wide
+    assert isinstance(rows, int) and isinstance(columns, int)
+    operands.write("matrix", s.temporary(TensorType((batch, heads, rows, columns), kind)))
+    builder = operands.builder
+    lets = decode_unit(builder, [batch, heads], ["b", "h"])
+    b, h, i, j = Ref("b", I64), Ref("h", I64), Index("i"), Index("j")
+    lets.append(Let("group", h.quot(builder.arg("group_heads", heads // groups))))
+    group, decay, change = Ref("group", I64), Ref("decay", kind), Ref("change", kind)
+
+    def cell() -> Expr:
+        return operands.load("matrix", b, h, i, j)
+
+    def each_cell(*stmts: Stmt) -> For:
+        return For("i", rows, (For("j", columns, stmts, vector=True),))
+
+    key, query = (operands.load(name, b, TOKEN, group, i) for name in "kq")
+    value = operands.load("v", b, TOKEN, h, j)
+    column: list[Stmt] = []
+    if corrects:
+        seen = unless_start(operands, decay * Reduce("sum", "i", rows, cell() * key))
+        column.append(Let("miss", value - seen))
+        if kept:
+            column.append(operands.store("misses", Ref("miss", kind), b, TOKEN, h, j))
+        value = Ref("miss", kind) * operands.load("beta", b, TOKEN, h)
+    scale = 1 / math.sqrt(rows) if corrects else 1.0
+    new = fma(key, change, unless_start(operands, decay * cell()))
+    column += [
+        Let("change", value),
+        For("i", rows, (operands.store("matrix", new, b, h, i, j),)),
+        operands.store("out", Reduce("sum", "i", rows, cell() * query) * scale, b, TOKEN, h, j),
+    ]
+    token = (
+        Let("token", FIRST + Index("t")),
+        *find_start(operands, b, TOKEN),
+        Let("decay", operands.load("g", b, TOKEN, h).exp()),
+        For("j", columns, tuple(column), vector=True),
+    )
+    tokens = For("t", REST, token)
+    start = operands.load("state", b, h, i, j) if state is not None else Const(0.0, kind)
+    body: list[Stmt] = [*lets, each_cell(operands.store("matrix", start, b, h, i, j))]
+    if kept:
+        keep = each_cell(operands.store("states", cell(), b, h, Ref("chunk", I64), i, j))
+        body.append(walk_chunks(operands, seq, node.attrs["chunk"], keep, tokens))
+    else:
+        body += [Let("first", known(0, I64)), Let("rest", known(0, I64) + builder.arg("seq", seq)), tokens]
+    if last is not None:
+        body.append(each_cell(operands.store("final", cell(), b, h, i, j)))
+    units = batch * heads
+    root = For("u", builder.arg("units", units), tuple(body))
+    builder.launch(s, root, units, split="heads", flops=product(out.shape) * (6 * rows))

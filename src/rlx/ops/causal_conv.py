@@ -1,0 +1,113 @@
+"""Causal depthwise convolution, with a state of the last tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import DTypeError, ShapeError
+from rlx.ir.graph import Value
+from rlx.ir.registry import SEGMENTED, f32, i32, op, sample
+from rlx.ops.recurrent import check_floats, check_segments, check_shape, earlier, repeated
+from rlx.types import TensorType
+
+
+def _depthwise_conv1d_causal(x: Any, weight: Any, left_pad: Any, segments: Any = None, *, kernel_size: int) -> Any:
+    padded, seq = np.concatenate([left_pad, x], axis=1), x.shape[1]
+    taps = weight.reshape(weight.shape[0], kernel_size)
+    y = np.zeros_like(x)
+    ids = np.zeros(x.shape[:2], np.int32) if segments is None else segments
+    before = np.pad(ids, ((0, 0), (kernel_size - 1, 0)), "edge" if seq else "constant")
+    for k in range(kernel_size):
+        same = before[:, k : k + seq] == ids
+        y += np.where(same[..., None], padded[:, k : k + seq], 0) * taps[:, k]
+    return y
+
+
+def _depthwise_conv1d_causal_apart(
+    x: Value, weight: Value, left_pad: Value, segments: Value, *, kernel_size: int
+) -> Value:
+    """Tokens of another segment count as zeros; those of `left_pad` are of the first one."""
+    taps, wide = weight.reshape(weight.shape[0], kernel_size), x.dtype.wide
+    total: Value | None = None
+    for k in range(kernel_size):
+        back = kernel_size - 1 - k
+        token = earlier(x, left_pad, back)
+        if back:
+            same = segments.equal(earlier(segments, repeated(segments, kernel_size - 1), back))
+            token = x.graph.one("where", same.reshape(*same.shape, 1), token, 0.0)
+        term = token.astype(wide) * taps[:, k].astype(wide)
+        total = term if total is None else total + term
+    assert total is not None
+    return total.astype(x.dtype)
+
+
+@op(
+    "depthwise_conv1d_causal", reference=_depthwise_conv1d_causal, tolerance=2e-6, traits=[SEGMENTED],
+    decompose=_depthwise_conv1d_causal_apart,
+    samples=[
+        sample(f32(2, 9, 3), f32(3, 4), f32(2, 3, 3), i32(2, 9, low=0, high=2), kernel_size=4),
+        sample(f32(2, 5, 3), f32(3, 4), f32(2, 3, 3), kernel_size=4),
+        sample(f32(1, 1, 70), f32(70, 1, 4), f32(1, 3, 70), kernel_size=4),
+        sample(f32(2, 9, 5), f32(5, 1, 1, 3), f32(2, 2, 5), kernel_size=3),
+        sample(f32(2, 4, 5), f32(5, 1), f32(2, 0, 5), kernel_size=1),
+    ],
+)  # fmt: skip
+def depthwise_conv1d_causal(
+    x: TensorType, weight: TensorType, left_pad: TensorType, segments: TensorType | None = None, *, kernel_size: int
+) -> TensorType:
+    """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
+
+    x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] stands for the tokens before it: zeros at
+    the start, the last tokens of the piece before otherwise. The weight is [channels, kernel_size]; axes of size 1
+    between them, as in files, are accepted. With ids `segments` [batch, seq], tokens of another segment than that of t
+    count as zeros.
+    """
+    where = "depthwise_conv1d_causal"
+    _check_conv(where, x, weight, "left_pad", left_pad, kernel_size)
+    check_segments(where, x.shape[0], x.shape[1], segments)
+    return x
+
+
+def _check_conv(where: str, x: TensorType, weight: TensorType, name: str, before: TensorType, kernel_size: int) -> None:
+    if x.rank != 3 or kernel_size < 1:
+        raise ShapeError(f"{where}: x is [batch, seq, channels], found {x} and kernel_size {kernel_size}")
+    batch, _, channels = x.shape
+    ones = (1,) * (weight.rank - 2)
+    check_shape(where, "weight", weight, channels, *ones, kernel_size)
+    check_shape(where, name, before, batch, kernel_size - 1, channels)
+    check_floats(where, x, weight, before)
+
+
+def _depthwise_conv1d_causal_carry(
+    x: Any, weight: Any, state: Any, lengths: Any, *, kernel_size: int
+) -> tuple[Any, Any]:
+    y = _depthwise_conv1d_causal(x, weight, state, kernel_size=kernel_size)
+    all_of_it, ends = np.concatenate([state, x], axis=1), np.clip(lengths, 0, x.shape[1])
+    after = [row[end : end + kernel_size - 1] for row, end in zip(all_of_it, ends, strict=True)]
+    return y, np.stack(after) if after else state.copy()
+
+
+@op(
+    "depthwise_conv1d_causal_carry", reference=_depthwise_conv1d_causal_carry, tolerance=2e-6,
+    samples=[
+        sample(f32(2, 5, 3), f32(3, 4), f32(2, 3, 3), i32(2, low=0, high=6), kernel_size=4),
+        sample(f32(3, 1, 70), f32(70, 1, 4), f32(3, 3, 70), i32(3, low=0, high=2), kernel_size=4),
+        sample(f32(2, 2, 5), f32(5, 1), f32(2, 0, 5), i32(2, low=0, high=3), kernel_size=1),
+    ],
+)  # fmt: skip
+def depthwise_conv1d_causal_carry(
+    x: TensorType, weight: TensorType, state: TensorType, lengths: TensorType, *, kernel_size: int
+) -> tuple[TensorType, TensorType]:
+    """`depthwise_conv1d_causal` after the tokens in `state`, and the state after the last token.
+
+    The state has the last kernel_size - 1 tokens, [batch, kernel_size - 1, channels]. Of the tokens of a row the first
+    `lengths[b]` count; what comes after them is padding, and no state has it.
+    """
+    where = "depthwise_conv1d_causal_carry"
+    _check_conv(where, x, weight, "state", state, kernel_size)
+    check_shape(where, "lengths", lengths, x.shape[0])
+    if not lengths.dtype.is_integer:
+        raise DTypeError(f"{where}: lengths are integers, found {lengths}")
+    return x, state

@@ -1,0 +1,70 @@
+"""Linear attention with a gate, the recurrence of Mamba 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import ShapeError
+from rlx.ir.registry import f32, i32, op, sample
+from rlx.ops.recurrent import check_floats, check_segments, check_shape, starts_of
+from rlx.types import TensorType
+
+
+def _gated_linear_attention_carry(
+    q: Any, k: Any, v: Any, g: Any, state: Any, segments: Any = None
+) -> tuple[Any, Any]:  # fmt: skip
+    state, out, starts = state.copy(), np.empty_like(v), starts_of(v, segments)
+    q, k = (np.repeat(t, v.shape[2] // t.shape[2], axis=2) for t in (q, k))
+    for t in range(v.shape[1]):
+        state[starts[:, t]] = 0
+        state = state * np.exp(g[:, t])[..., None, None] + k[:, t][..., :, None] * v[:, t][..., None, :]
+        out[:, t] = np.einsum("bhij,bhi->bhj", state, q[:, t])
+    return out, state
+
+
+@op(
+    "gated_linear_attention_carry", reference=_gated_linear_attention_carry, tolerance=1e-5,
+    samples=[
+        sample(
+            f32(2, 5, 1, 3), f32(2, 5, 1, 3), f32(2, 5, 4, 16), f32(2, 5, 4, low=-1, high=0), f32(2, 4, 3, 16),
+            i32(2, 5, low=0, high=2),
+        ),
+        sample(
+            f32(2, 5, 1, 3), f32(2, 5, 1, 3), f32(2, 5, 4, 16), f32(2, 5, 4, low=-1, high=0), f32(2, 4, 3, 16)
+        ),
+        sample(
+            f32(1, 1, 2, 20), f32(1, 1, 2, 20), f32(1, 1, 6, 5), f32(1, 1, 6, low=-1, high=0), f32(1, 6, 20, 5)
+        ),
+        sample(
+            f32(1, 70, 2, 8), f32(1, 70, 2, 8), f32(1, 70, 2, 32), f32(1, 70, 2, low=-1, high=0), f32(1, 2, 8, 32)
+        ),
+    ],
+)  # fmt: skip
+def gated_linear_attention_carry(
+    q: TensorType, k: TensorType, v: TensorType, g: TensorType, state: TensorType, segments: TensorType | None = None
+) -> tuple[TensorType, TensorType]:
+    """Linear attention with a gate; a head keeps a matrix S from keys to values. Mamba 2's recurrence, among others.
+
+    A token does S = exp(g) S + k ⊗ v and gives qᵀ S. q and k are [batch, seq, groups, n], v is
+    [batch, seq, heads, m], g (the logarithm of the gate) is [batch, seq, heads]; neighbouring heads share a group.
+    Starts from `state` [batch, heads, n, m] and also gives the one after the last token. Where the ids `segments`
+    [batch, seq] change from one token to the next, S starts at zero again.
+    """
+    where = "gated_linear_attention_carry"
+    for name, operand in (("q", q), ("v", v)):
+        if operand.rank != 4 or not all(isinstance(d, int) and d > 0 for d in operand.shape[2:]):
+            raise ShapeError(f"{where}: {name} is [batch, seq, heads, size], the last two fixed, found {operand}")
+    batch, seq, groups, n = q.shape
+    heads, m = v.shape[2:]
+    assert isinstance(heads, int) and isinstance(groups, int)
+    if heads % groups:
+        raise ShapeError(f"{where}: {heads} heads are no multiple of {groups} groups")
+    check_shape(where, "k", k, *q.shape)
+    check_shape(where, "v", v, batch, seq, heads, m)
+    check_shape(where, "g", g, batch, seq, heads)
+    check_shape(where, "state", state, batch, heads, n, m)
+    check_segments(where, batch, seq, segments)
+    check_floats(where, q, k, v, g, state)
+    return v, state

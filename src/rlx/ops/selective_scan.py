@@ -1,0 +1,173 @@
+"""The selective scan of Mamba: each channel has a state of a few numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlx.errors import ShapeError
+from rlx.ir.registry import FUSED, f32, i32, op, sample
+from rlx.ops.recurrent import (
+    CHUNK,
+    check_chunk,
+    check_floats,
+    check_segments,
+    check_shape,
+    check_state_size,
+    chunks_of,
+    starts_of,
+)
+from rlx.types import TensorType
+
+
+def _selective_scan_kept(
+    x: Any, delta: Any, a: Any, b: Any, c: Any, state: Any, segments: Any = None, *, state_size: int, chunk: int
+) -> tuple[Any, Any, Any]:
+    batch, seq, channels = x.shape
+    y, states = np.empty_like(x), np.empty((batch, -(-seq // chunk), state_size, channels), x.dtype)
+    state, starts = state.copy(), starts_of(x, segments)
+    for t in range(seq):
+        if t % chunk == 0:
+            states[:, t // chunk] = state.swapaxes(1, 2)
+        state[starts[:, t]] = 0
+        step = delta[:, t, :, None]  # [batch, channels, 1]
+        state = np.exp(step * a) * state + step * b[:, t, None, :] * x[:, t, :, None]
+        y[:, t] = (state * c[:, t, None, :]).sum(-1)
+    return y, state, states
+
+
+def _selective_scan_carry(
+    x: Any, delta: Any, a: Any, b: Any, c: Any, state: Any, d: Any = None, segments: Any = None, *, state_size: int
+) -> tuple[Any, Any]:
+    y, last, _ = _selective_scan_kept(x, delta, a, b, c, state, segments, state_size=state_size, chunk=CHUNK)
+    return (y if d is None else y + d * x), last
+
+
+def _selective_scan(
+    x: Any, delta: Any, a: Any, b: Any, c: Any, d: Any = None, segments: Any = None, *, state_size: int
+) -> Any:
+    start = np.zeros((x.shape[0], *a.shape), x.dtype)
+    return _selective_scan_carry(x, delta, a, b, c, start, d, segments, state_size=state_size)[0]
+
+
+def _check_selective(
+    where: str, x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType,
+    state: TensorType | None, d: TensorType | None, n: int, segments: TensorType | None = None,
+) -> None:  # fmt: skip
+    check_state_size(where, n)
+    if x.rank != 3:
+        raise ShapeError(f"{where}: x is [batch, seq, channels], found {x}")
+    batch, seq, channels = x.shape
+    check_shape(where, "delta", delta, batch, seq, channels)
+    check_shape(where, "a", a, channels, n)
+    check_shape(where, "b", b, batch, seq, n)
+    check_shape(where, "c", c, batch, seq, n)
+    check_shape(where, "state", state, batch, channels, n)
+    check_shape(where, "d", d, channels)
+    check_segments(where, batch, seq, segments)
+    check_floats(where, x, delta, a, b, c, state, d)
+
+
+def _scan_operands(batch: int, seq: int, channels: int, n: int) -> tuple[Any, ...]:
+    return (
+        f32(batch, seq, channels), f32(batch, seq, channels, low=0.01, high=0.5), f32(channels, n, low=-2, high=-0.1),
+        f32(batch, seq, n), f32(batch, seq, n),
+    )  # fmt: skip
+
+
+@op(
+    "selective_scan", reference=_selective_scan, tolerance=5e-6,
+    samples=[
+        sample(*_scan_operands(2, 7, 5, 3), f32(5), i32(2, 7, low=0, high=2), state_size=3),
+        sample(*_scan_operands(2, 7, 5, 3), f32(5), state_size=3), sample(*_scan_operands(1, 20, 70, 4), state_size=4),
+        sample(*_scan_operands(1, 0, 3, 2), state_size=2),
+    ],
+)  # fmt: skip
+def selective_scan(
+    x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, d: TensorType | None = None,
+    segments: TensorType | None = None, *, state_size: int,
+) -> TensorType:  # fmt: skip
+    """Mamba's scan: h = exp(delta a) h + delta b x along the sequence, y = c · h + d x.
+
+    x and delta are [batch, seq, channels], a is [channels, n], b and c are [batch, seq, n], d (if given) is [channels].
+    Where the ids `segments` [batch, seq] change from one token to the next, h starts at zero again.
+    """
+    _check_selective("selective_scan", x, delta, a, b, c, None, d, state_size, segments)
+    return x
+
+
+@op(
+    "selective_scan_carry", reference=_selective_scan_carry, tolerance=5e-6,
+    samples=[
+        sample(*_scan_operands(2, 7, 5, 3), f32(2, 5, 3), f32(5), i32(2, 7, low=0, high=2), state_size=3),
+        sample(*_scan_operands(2, 7, 5, 3), f32(2, 5, 3), f32(5), state_size=3),
+        sample(*_scan_operands(3, 1, 33, 2), f32(3, 33, 2), state_size=2),
+    ],
+)  # fmt: skip
+def selective_scan_carry(
+    x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, state: TensorType,
+    d: TensorType | None = None, segments: TensorType | None = None, *, state_size: int,
+) -> tuple[TensorType, TensorType]:  # fmt: skip
+    """`selective_scan` that starts from `state` [batch, channels, n] and also gives the state after the last token."""
+    _check_selective("selective_scan_carry", x, delta, a, b, c, state, d, state_size, segments)
+    return x, state
+
+
+@op("selective_scan_kept", reference=_selective_scan_kept, traits=[FUSED])
+def selective_scan_kept(
+    x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, state: TensorType,
+    segments: TensorType | None = None, *, state_size: int, chunk: int = CHUNK,
+) -> tuple[TensorType, TensorType, TensorType]:  # fmt: skip
+    """`selective_scan_carry` without d that also gives the state before each chunk, [batch, chunks, n, channels]."""
+    where = "selective_scan_kept"
+    _check_selective(where, x, delta, a, b, c, state, None, state_size, segments)
+    check_chunk(where, chunk)
+    batch, seq, channels = x.shape
+    return x, state, x.with_shape(batch, chunks_of(seq, chunk), state_size, channels)
+
+
+def _selective_scan_backward(
+    x: Any, delta: Any, a: Any, b: Any, c: Any, states: Any, d_out: Any, d_last: Any,
+    segments: Any = None, *, state_size: int, chunk: int,
+) -> tuple[Any, ...]:  # fmt: skip
+    dx, ddelta, da, db, dc = (np.zeros_like(v) for v in (x, delta, a, b, c))
+    ds, steps = d_last.copy(), delta[..., None]  # [batch, seq, channels, 1]
+    drives, resets = steps * x[..., None], starts_of(x, segments)
+    for first in reversed(range(0, x.shape[1], chunk)):
+        state, kept = states[:, first // chunk].swapaxes(1, 2), []
+        tokens = range(first, min(first + chunk, x.shape[1]))
+        for t in tokens:
+            kept.append(np.exp(steps[:, t] * a) * state)
+            kept[-1][resets[:, t]] = 0
+            state = kept[-1] + drives[:, t] * b[:, t, None]
+        for t in reversed(tokens):
+            ds = ds + d_out[:, t, :, None] * c[:, t, None]
+            after, growth = kept[t - first] + drives[:, t] * b[:, t, None], ds * kept[t - first]
+            dc[:, t], db[:, t] = (after * d_out[:, t, :, None]).sum(1), (ds * drives[:, t]).sum(1)
+            drive = (ds * b[:, t, None]).sum(-1)
+            dx[:, t], ddelta[:, t] = drive * delta[:, t], drive * x[:, t] + (growth * a).sum(-1)
+            da += (growth * steps[:, t]).sum(0)
+            ds = ds * np.exp(steps[:, t] * a)
+            ds[resets[:, t]] = 0
+    return dx, ddelta, da, db, dc, ds
+
+
+@op("selective_scan_backward", reference=_selective_scan_backward, traits=[FUSED])
+def selective_scan_backward(
+    x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, states: TensorType,
+    d_out: TensorType, d_last: TensorType, segments: TensorType | None = None, *, state_size: int, chunk: int = CHUNK,
+) -> tuple[TensorType, TensorType, TensorType, TensorType, TensorType, TensorType]:  # fmt: skip
+    """Gradients of x, delta, a, b, c and state of `selective_scan_carry` without d, from those of its results.
+
+    `states` is what `selective_scan_kept` gives for the same chunk; inside a chunk the states are computed again.
+    """
+    where = "selective_scan_backward"
+    _check_selective(where, x, delta, a, b, c, None, None, state_size, segments)
+    check_chunk(where, chunk)
+    batch, seq, channels = x.shape
+    check_shape(where, "states", states, batch, chunks_of(seq, chunk), state_size, channels)
+    check_shape(where, "d_out", d_out, batch, seq, channels)
+    check_shape(where, "d_last", d_last, batch, channels, state_size)
+    check_floats(where, x, states, d_out, d_last)
+    return x, delta, a, b, c, d_last

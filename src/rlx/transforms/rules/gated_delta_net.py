@@ -1,0 +1,165 @@
+"""The gated delta net. Its gradient has a kernel; here is how that is differentiated in turn, and forward mode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rlx.ir.graph import Graph, Node, Value
+from rlx.ops.recurrent import chunks_of
+from rlx.transforms.build import declare, move_axis, zeros
+from rlx.transforms.rules.recurrent import (
+    Results,
+    batched,
+    chunked,
+    cut,
+    each_of,
+    joined,
+    over_tokens,
+    reset,
+    row_of_starts,
+)
+from rlx.transforms.tables import Given, Pull, Vmapped, batching, linearise, parts
+
+
+def _cell(x: Value) -> Value:
+    """[batch, heads] beside matrices."""
+    return x.reshape(*x.shape, 1, 1)
+
+
+def _row(x: Value) -> Value:
+    """[batch, heads, n] beside matrices, as a row."""
+    return x.reshape(*x.shape[:2], 1, x.shape[2])
+
+
+def _column(x: Value) -> Value:
+    return x.reshape(*x.shape, 1)
+
+
+def _token_of_delta(
+    state: Value, q: Value, k: Value, v: Value, g: Value, beta: Value, starts: Value | None = None
+) -> Results:
+    """The state after the token, its output, and what it found missing."""
+    state = reset(state, starts) * _cell(g.exp())
+    miss = _row(v) - _row(k) @ state
+    after = state + _column(k) * (miss * _cell(beta))
+    return after, (_row(q) @ after).reshape(v.shape) * _scale(v), miss.reshape(v.shape)
+
+
+def _scale(v: Value) -> float:
+    n = v.shape[-1]
+    assert isinstance(n, int)
+    return 1 / math.sqrt(n)
+
+
+def _gated_delta_net(rows: Sequence[Value], state: Value, segments: Value | None, n: int) -> tuple[Value, Value]:
+    def token(*given: Value) -> Results:
+        return _token_of_delta(*given)[:2]
+
+    def native(start: Value, shared: Sequence[Value], rows: Sequence[Value], ids: Value | None) -> Results:
+        y, after = start.graph.apply("gated_delta_net_carry", *rows, start, ids, state_size=n)
+        return after, y
+
+    last, y = chunked(state, [], rows, segments, token, native)
+    return y, last
+
+
+@parts("gated_delta_net_carry")
+def _(
+    q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, segments: Value | None, *, state_size: int
+) -> tuple[Value, Value]:
+    return _gated_delta_net([q, k, v, g, beta], state, segments, state_size)
+
+
+@parts("gated_delta_net")
+def _(q: Value, k: Value, v: Value, g: Value, beta: Value, segments: Value | None, *, state_size: int) -> Value:
+    return _gated_delta_net([q, k, v, g, beta], _no_state(q, state_size), segments, state_size)[0]
+
+
+def _no_state(q: Value, n: int) -> Value:
+    return zeros(q.graph, q.type.with_shape(q.shape[0], q.shape[2], n, n))
+
+
+@linearise("gated_delta_net", "gated_delta_net_carry")
+def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
+    *given, segments = operands
+    q, k, v, g, beta, *rest = (o for o in given if o is not None)
+    n = node.attrs["state_size"]
+    state = rest[0] if rest else _no_state(q, n)
+    out, last, states, misses = into.apply("gated_delta_net_kept", q, k, v, g, beta, state, segments, state_size=n)
+
+    def pull(cts: Given) -> Given:
+        back = [zeros(into, x.type) if ct is None else ct for ct, x in zip([*cts, None], (out, last), strict=False)]
+        made = into.apply("gated_delta_net_backward", q, k, g, beta, states, misses, *back, segments, state_size=n)
+        return [*made[: len(given)], None]
+
+    return (out, last)[: len(node.types)], pull
+
+
+@parts("gated_delta_net_kept")
+def _(
+    q: Value,
+    k: Value,
+    v: Value,
+    g: Value,
+    beta: Value,
+    state: Value,
+    segments: Value | None,
+    *,
+    state_size: int,
+    chunk: int,
+) -> tuple[Value, Value, Value, Value]:
+    pieces, seq = [cut(x, chunk) for x in (q, k, v, g, beta, *row_of_starts(segments))], q.shape[1]
+    body = Graph("chunk")
+    start = declare(body, "state", state.type)
+    body.set_outputs([*over_tokens(body, start, (), each_of(body, pieces), _token_of_delta), start])
+    (last,), (out, misses, states) = q.graph.scan_general([state], body, chunks_of(seq, chunk), xs=pieces)
+    return joined(out, seq), last, move_axis(states, 0, 2), joined(misses, seq)
+
+
+def _token_again(state: Value, k: Value, g: Value, change: Value, starts: Value | None = None) -> Results:
+    """The state after a token, and with it the one that the token met."""
+    before = reset(state, starts) * _cell(g.exp())
+    after = before + _column(k) * _row(change)
+    return after, before, after
+
+
+def _token_back(
+    ds: Value, q: Value, k: Value, g: Value, beta: Value, miss: Value, ct: Value, before: Value, after: Value,
+    starts: Value | None = None,
+) -> Results:  # fmt: skip
+    """The gradient of the state before a token from that of the state after it, and those of q, k, v, g and beta."""
+    ds = ds + _column(q) * (_row(ct) * _scale(q))
+    dq = (after @ _column(ct)).reshape(q.shape) * _scale(q)
+    change = _row(k) @ ds
+    dbeta = (change * _row(miss)).sum(axis=-1).reshape(beta.shape)
+    dv = change * _cell(beta)
+    dk = ds @ (_column(miss) * _cell(beta)) - before @ dv.mT
+    ds = ds - _column(k) * dv
+    dg = (ds * before).sum(axis=(-2, -1))
+    return reset(ds * _cell(g.exp()), starts), dq, dk.reshape(k.shape), dv.reshape(q.shape), dg, dbeta
+
+
+@parts("gated_delta_net_backward")
+def _(
+    q: Value, k: Value, g: Value, beta: Value, states: Value, misses: Value, d_out: Value, d_last: Value,
+    segments: Value | None, *, state_size: int, chunk: int,
+) -> tuple[Value, ...]:  # fmt: skip
+    seq = q.shape[1]
+    starts = row_of_starts(segments)
+    pieces = [*(cut(x, chunk) for x in (q, k, g, beta, misses, d_out, *starts)), move_axis(states, 2, 0)]
+    body = Graph("chunk")
+    ds = declare(body, "ds", d_last.type)
+    *rows, start = each_of(body, pieces)
+    rows, starts = rows[:6], rows[6:]
+    _, key, gate, rate, miss, _ = rows
+    again = [key, gate, miss * rate.reshape(*rate.shape, 1), *starts]
+    _, before, after = over_tokens(body, start, (), again, _token_again)
+    body.set_outputs(over_tokens(body, ds, (), [*rows, before, after, *starts], _token_back, reverse=True))
+    (first,), made = q.graph.scan_general([d_last], body, chunks_of(seq, chunk), xs=pieces, reverse=True)
+    return *(joined(x, seq) for x in made), first
+
+
+@batching("gated_delta_net", "gated_delta_net_carry", "gated_delta_net_kept", "gated_delta_net_backward")
+def _(vmapped: Vmapped) -> Sequence[Value]:
+    return batched(vmapped)
