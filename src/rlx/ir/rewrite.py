@@ -7,7 +7,7 @@ expressions are equal; `match` finds the first in a graph, the second replaces i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,20 +45,24 @@ class Rewriter:
         """The node again, on new operands."""
         return self.graph.append(node.op, self.operands(node), node.attrs, node.types, node.origin).results
 
-    def make(self, like: Node, op: str, *operands: Value | None, **attrs: Any) -> tuple[Value, ...]:
-        """A new node that stands for `like`: types inferred, origin kept and marked with the pass."""
-        return self.graph.build(op, operands, attrs, like.origin.by(self.made_by)).results
+    def make(self, like: Node | Sequence[Node], op: str, *operands: Value | None, **attrs: Any) -> tuple[Value, ...]:
+        """A new node that stands for `like`: types inferred, origin kept and marked with the pass.
 
-    def one(self, like: Node, op: str, *operands: Value | None, **attrs: Any) -> Value:
+        Of several nodes that it stands for, the first gives the origin and the others are noted in it.
+        """
+        return self.graph.build(op, operands, attrs, self._origin(like)).results
+
+    def _origin(self, like: Node | Sequence[Node]) -> Origin:
+        if isinstance(like, Node):
+            return like.origin.by(self.made_by)
+        first, *others = (n.origin for n in like)
+        origin = first.by(self.made_by)
+        merged = tuple(o for o in others if o.by(self.made_by) != origin)
+        return replace(origin, merged=(*origin.merged, *merged))
+
+    def one(self, like: Node | Sequence[Node], op: str, *operands: Value | None, **attrs: Any) -> Value:
         """`make` for an op of one result."""
         return self.make(like, op, *operands, **attrs)[0]
-
-    def credit(self, value: Value, nodes: Sequence[Node]) -> Value:
-        """Note that `value`, made like one of these nodes, stands for all of them; returns it."""
-        origin = value.node.origin
-        merged = tuple(n.origin for n in nodes if n.origin.by(self.made_by) != origin)
-        object.__setattr__(value.node, "origin", replace(origin, merged=(*origin.merged, *merged)))
-        return value
 
     def constant(self, like: Node, data: np.ndarray[Any, Any]) -> Value:
         """Numbers that stand for a result of `like`."""
@@ -97,6 +101,16 @@ def inline(into: Graph, body: Graph, operands: Sequence[Value], origin: Origin |
         inside.update(zip(node.results, made.results, strict=True))
     assert next(given, None) is None, "as many operands as inputs"
     return tuple(inside[o] for o in body.outputs)
+
+
+def with_origins(graph: Graph, origins: Iterable[Origin]) -> Graph:
+    """The graph with another origin for each of its nodes, such as one read from text."""
+    new = iter(origins)
+
+    def visit(rewriter: Rewriter, node: Node) -> tuple[Value, ...]:
+        return rewriter.graph.append(node.op, rewriter.operands(node), node.attrs, node.types, next(new)).results
+
+    return rebuild(graph, visit, made_by="with_origins")
 
 
 def map_bodies(graph: Graph, change: Callable[[Graph], Graph]) -> Graph:

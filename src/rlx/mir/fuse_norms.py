@@ -41,10 +41,10 @@ def fuse_norms(graph: Graph, *, report: FusionReport | None = None) -> Graph:
             if report is not None:
                 report.add("residual norm", [node, norm])
             normed, total = rewriter.make(
-                norm, "residual_norm", a, b, gamma, beta, kind=KINDS[norm.op], eps=norm.attrs["eps"]
+                [norm, node], "residual_norm", a, b, gamma, beta, kind=KINDS[norm.op], eps=norm.attrs["eps"]
             )
             made[norm] = normed
-            return rewriter.credit(total, [node])
+            return total
         return made[node] if node in norms else None
 
     return rebuild(graph, visit, made_by="fuse_norms")
@@ -80,9 +80,9 @@ def quantise_norms(graph: Graph, *, report: FusionReport | None = None) -> Graph
             report.add("quantised norm", nodes)
         even = None if found.even is None else rewriter[found.even]
         integers, scale, offset, *others = rewriter.make(
-            node, "quantised_norm", x, residual, *rest, even, kind=kind, eps=node.attrs["eps"], keep=keep
+            nodes, "quantised_norm", x, residual, *rest, even, kind=kind, eps=node.attrs["eps"], keep=keep
         )
-        made[found.rows] = rewriter.credit(integers, nodes[1:]), scale, offset
+        made[found.rows] = integers, scale, offset
         y = others[0] if keep else integers  # which nobody reads
         return (y, others[-1]) if is_sum else (y,)
 

@@ -173,11 +173,11 @@ def _merge(rewriter: Rewriter, members: list[Member]) -> dict[Node, Value]:
     like = members[0].matmul
     x = rewriter[_pair(like)[0]]
     wide = _side_by_side(rewriter, like, [rewriter[_pair(m.matmul)[1]] for m in members])
-    result = rewriter.credit(rewriter.one(like, "matmul", x, wide), [m.matmul for m in members])
+    result = rewriter.one([m.matmul for m in members], "matmul", x, wide)
     if any(m.bias is not None for m in members):
         biases = [rewriter[m.bias] if m.bias is not None else _nothing(rewriter, m.matmul) for m in members]
-        total = rewriter.one(like, "add", result, rewriter.one(like, "concatenate", *biases, axis=0))
-        result = rewriter.credit(total, [m.result for m in members])
+        bias = rewriter.one(like, "concatenate", *biases, axis=0)
+        result = rewriter.one([like, *(m.result for m in members)], "add", result, bias)
     found: dict[Node, Value] = {}
     at: Any = 0
     for m in members:

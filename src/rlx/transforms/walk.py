@@ -37,15 +37,12 @@ def pruned(graph: Graph) -> Graph:
 @contextmanager
 def stamped(graph: Graph, node: Node, made_by: str) -> Iterator[None]:
     """What is built inside comes from where `node` does, made by a transform."""
-    start = len(graph.nodes)
-    origin = node.origin.by(made_by)
     try:
-        yield
+        with graph.scope(node.origin.by(made_by)):
+            yield
     except GraphError as error:
         error.add_note(f"  in the {made_by} of {node!r}, {node.origin}")
         raise
-    for made in graph.nodes[start:]:
-        object.__setattr__(made, "origin", origin)
 
 
 def copied(into: Graph, node: Node, operands: Sequence[Value | None]) -> tuple[Value, ...]:
