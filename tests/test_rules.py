@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,3 +41,9 @@ def forced_writes(tree: ast.AST, inside: str = "") -> Iterator[int]:
 def test_frozen_objects_stay_as_they_were_made(path: Path) -> None:
     lines = list(forced_writes(parsed(path)))
     assert not lines or name_of(path) in SETS_FIELDS, f"{name_of(path)} writes to frozen objects in lines {lines}"
+
+
+def test_nodes_are_copied_one_by_one_in_one_place() -> None:
+    """Who wants a part of a graph asks `live_copy` or `copy_nodes`."""
+    copies = re.compile(r"\.update\(zip\((\w+)\.results, [\w.]+\.copy\(\1\)")
+    assert [name_of(p) for p in FILES if copies.search(p.read_text())] == ["ir/rewrite.py"]

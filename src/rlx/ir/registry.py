@@ -25,6 +25,7 @@ HIR, MIR = "hir", "mir"
 ELEMENTWISE = "elementwise"  # the result at an index depends on the operands at that index
 VIEW = "view"  # the result is the operand seen with other strides, wherever strides can say it
 LEAF = "leaf"  # input, param, const
+NAMED = ("input", "state", "param")  # leaves that a graph takes by name
 REQUIRED = inspect.Parameter.empty  # the default of an attribute that must be given
 FUSED = "fused"  # made by passes, not by users
 TAKES_PACKED = "packed"  # operands may be blocks of quantised weights

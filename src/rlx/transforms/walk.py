@@ -1,4 +1,4 @@
-"""What both modes of differentiation and vmap need of graphs: leaves, dead code, origins, activity, decompositions."""
+"""What both modes of differentiation and vmap need of graphs: leaves, origins, activity, decompositions."""
 
 from __future__ import annotations
 
@@ -8,30 +8,14 @@ from contextlib import contextmanager
 from rlx.errors import GraphError
 from rlx.ir.compose import has_segments, written_out
 from rlx.ir.graph import Graph, Node, Value
-from rlx.ir.registry import LEAF
-from rlx.ir.rewrite import Rewriter
+from rlx.ir.registry import LEAF, NAMED
 from rlx.transforms import tables
 from rlx.types import TensorType
-
-NAMED = ("input", "state", "param")
 
 
 def leaves(graph: Graph) -> list[Node]:
     """Inputs, states and params in the order of their declaration."""
     return [n for n in graph.nodes if n.op in NAMED]
-
-
-def pruned(graph: Graph) -> Graph:
-    """The graph without what its outputs do not need, inputs and params excepted: these come first, in order."""
-    live = graph.reachable(graph.outputs)
-    rewriter = Rewriter(graph, "prune")
-    for node in leaves(graph):
-        rewriter.values.update(zip(node.results, rewriter.copy(node), strict=True))
-    for node in graph.nodes:
-        if node in live and node.op not in NAMED:
-            rewriter.values.update(zip(node.results, rewriter.copy(node), strict=True))
-    rewriter.graph.outputs = tuple(rewriter.values[o] for o in graph.outputs)
-    return rewriter.graph
 
 
 @contextmanager
