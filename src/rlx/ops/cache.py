@@ -15,6 +15,7 @@ import numpy as np
 
 from rlx.dtypes import BY_NAME, F32
 from rlx.errors import DTypeError, GraphError, KernelError, ShapeError
+from rlx.ir.independence import never
 from rlx.ir.registry import CHECKS_DATA, TAKES_PACKED, f32, i32, op, packed, sample
 from rlx.ops.attention import split_mask
 from rlx.ops.quant import unpacked
@@ -65,7 +66,7 @@ def _kv_append(cache: Any, new: Any, positions: Any, *, kind: str, ring: bool) -
 
 
 @op(
-    "kv_append", reference=_kv_append, traits=[TAKES_PACKED, CHECKS_DATA],
+    "kv_append", independent=never, reference=_kv_append, traits=[TAKES_PACKED, CHECKS_DATA],
     samples=[
         sample(f32(2, 3, 2, 8, 64), f32(2, 5, 3, 8), i32(2, 5, low=-2, high=128), kind="keys"),
         sample(f32(1, 2, 1, 20, 64), f32(1, 70, 2, 20), i32(1, 70, low=0, high=64), kind="keys"),
@@ -134,7 +135,7 @@ def _cached_attention(
 
 
 @op(
-    "cached_attention", reference=_cached_attention, tolerance=1e-5, traits=[TAKES_PACKED],
+    "cached_attention", independent=never, reference=_cached_attention, tolerance=1e-5, traits=[TAKES_PACKED],
     samples=[
         sample(f32(2, 3, 4, 16), f32(2, 2, 2, 16, 64), f32(2, 2, 100, 16), i32(2, 3, low=-2, high=100)),
         sample(f32(3, 1, 6, 20), f32(3, 2, 3, 20, 64), f32(3, 2, 192, 33), i32(3, 1, low=0, high=192)),

@@ -15,6 +15,7 @@ import numpy as np
 
 from rlx.errors import DTypeError, ShapeError
 from rlx.ir.graph import Graph, Value
+from rlx.ir.independence import never
 from rlx.ir.registry import FUSED, SEGMENTED, f32, i32, op, sample
 from rlx.types import Size, TensorType, require_equal
 
@@ -176,7 +177,8 @@ def _scan_operands(batch: int, seq: int, channels: int, n: int) -> tuple[Any, ..
 
 
 @op(
-    "selective_scan", reference=_selective_scan, tolerance=5e-6, traits=[SEGMENTED], decompose=_selective_scan_apart,
+    "selective_scan", independent=never,
+    reference=_selective_scan, tolerance=5e-6, traits=[SEGMENTED], decompose=_selective_scan_apart,
     samples=[
         sample(*_scan_operands(2, 7, 5, 3), f32(5), i32(2, 7, low=0, high=2), state_size=3),
         sample(*_scan_operands(2, 7, 5, 3), f32(5), state_size=3), sample(*_scan_operands(1, 20, 70, 4), state_size=4),
@@ -197,7 +199,7 @@ def selective_scan(
 
 
 @op(
-    "selective_scan_carry", reference=_selective_scan_carry, tolerance=5e-6, traits=[SEGMENTED],
+    "selective_scan_carry", independent=never, reference=_selective_scan_carry, tolerance=5e-6, traits=[SEGMENTED],
     decompose=_selective_scan_carry_apart,
     samples=[
         sample(*_scan_operands(2, 7, 5, 3), f32(2, 5, 3), f32(5), i32(2, 7, low=0, high=2), state_size=3),
@@ -227,7 +229,7 @@ def _selective_scan_kept(
     return y, state.copy(), states
 
 
-@op("selective_scan_kept", reference=_selective_scan_kept, traits=[FUSED])
+@op("selective_scan_kept", independent=never, reference=_selective_scan_kept, traits=[FUSED])
 def selective_scan_kept(
     x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, state: TensorType, *,
     state_size: int, chunk: int = CHUNK,
@@ -263,7 +265,7 @@ def _selective_scan_backward(
     return dx, ddelta, da, db, dc, ds
 
 
-@op("selective_scan_backward", reference=_selective_scan_backward, traits=[FUSED])
+@op("selective_scan_backward", independent=never, reference=_selective_scan_backward, traits=[FUSED])
 def selective_scan_backward(
     x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, states: TensorType,
     d_out: TensorType, d_last: TensorType, *, state_size: int, chunk: int = CHUNK,
@@ -341,7 +343,8 @@ def _delta_operands(batch: int, seq: int, heads: int, n: int) -> tuple[Any, ...]
 
 
 @op(
-    "gated_delta_net", reference=_gated_delta_net, tolerance=1e-5, traits=[SEGMENTED], decompose=_gated_delta_net_apart,
+    "gated_delta_net", independent=never,
+    reference=_gated_delta_net, tolerance=1e-5, traits=[SEGMENTED], decompose=_gated_delta_net_apart,
     samples=[
         sample(*_delta_operands(2, 5, 3, 4), i32(2, 5, low=0, high=2), state_size=4),
         sample(*_delta_operands(1, 70, 2, 16), i32(1, 70, low=0, high=2), state_size=16),
@@ -364,7 +367,7 @@ def gated_delta_net(
 
 
 @op(
-    "gated_delta_net_carry", reference=_gated_delta_net_carry, tolerance=1e-5, traits=[SEGMENTED],
+    "gated_delta_net_carry", independent=never, reference=_gated_delta_net_carry, tolerance=1e-5, traits=[SEGMENTED],
     decompose=_gated_delta_net_carry_apart,
     samples=[
         sample(*_delta_operands(2, 5, 3, 4), f32(2, 3, 4, 4), i32(2, 5, low=0, high=2), state_size=4),
@@ -402,7 +405,7 @@ def _gated_delta_net_kept(
     return out, state, states, misses
 
 
-@op("gated_delta_net_kept", reference=_gated_delta_net_kept, traits=[FUSED])
+@op("gated_delta_net_kept", independent=never, reference=_gated_delta_net_kept, traits=[FUSED])
 def gated_delta_net_kept(
     q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType, state: TensorType, *,
     state_size: int, chunk: int = CHUNK,
@@ -447,7 +450,7 @@ def _gated_delta_net_backward(
     return dq, dk, dv, dg, dbeta, ds
 
 
-@op("gated_delta_net_backward", reference=_gated_delta_net_backward, traits=[FUSED])
+@op("gated_delta_net_backward", independent=never, reference=_gated_delta_net_backward, traits=[FUSED])
 def gated_delta_net_backward(
     q: TensorType, k: TensorType, g: TensorType, beta: TensorType, states: TensorType, misses: TensorType,
     d_out: TensorType, d_last: TensorType, *, state_size: int, chunk: int = CHUNK,
@@ -488,7 +491,8 @@ def _gated_linear_attention_carry(
 
 
 @op(
-    "gated_linear_attention_carry", reference=_gated_linear_attention_carry, tolerance=1e-5, traits=[SEGMENTED],
+    "gated_linear_attention_carry", independent=never,
+    reference=_gated_linear_attention_carry, tolerance=1e-5, traits=[SEGMENTED],
     decompose=_gated_linear_attention_carry_apart,
     samples=[
         sample(
@@ -566,7 +570,8 @@ def _depthwise_conv1d_causal_apart(
 
 
 @op(
-    "depthwise_conv1d_causal", reference=_depthwise_conv1d_causal, tolerance=2e-6, traits=[SEGMENTED],
+    "depthwise_conv1d_causal", independent=never,
+    reference=_depthwise_conv1d_causal, tolerance=2e-6, traits=[SEGMENTED],
     decompose=_depthwise_conv1d_causal_apart,
     samples=[
         sample(f32(2, 9, 3), f32(3, 4), f32(2, 3, 3), i32(2, 9, low=0, high=2), kernel_size=4),
@@ -612,7 +617,7 @@ def _depthwise_conv1d_causal_carry(
 
 
 @op(
-    "depthwise_conv1d_causal_carry", reference=_depthwise_conv1d_causal_carry, tolerance=2e-6,
+    "depthwise_conv1d_causal_carry", independent=never, reference=_depthwise_conv1d_causal_carry, tolerance=2e-6,
     samples=[
         sample(f32(2, 5, 3), f32(3, 4), f32(2, 3, 3), i32(2, low=0, high=6), kernel_size=4),
         sample(f32(3, 1, 70), f32(70, 1, 4), f32(3, 3, 70), i32(3, low=0, high=2), kernel_size=4),
