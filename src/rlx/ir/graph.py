@@ -70,17 +70,18 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
     # -- leaves -----------------------------------------------------------------------------------------------------
     def input(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
         """A tensor given at each run; a type in place of the shape says both."""
-        return self._leaf("input", name, shape, dtype)
+        return self.leaf("input", name, shape, dtype)
 
     def state(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
         """Memory given at each run that the graph changes in place, such as a KV cache."""
-        return self._leaf("state", name, shape, dtype)
+        return self.leaf("state", name, shape, dtype)
 
     def param(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
         """A weight: given once, kept for all runs."""
-        return self._leaf("param", name, shape, dtype)
+        return self.leaf("param", name, shape, dtype)
 
-    def _leaf(self, op: str, name: str, shape: ShapeLike | TensorType, like: DTypeLike) -> Value:
+    def leaf(self, op: str, name: str, shape: ShapeLike | TensorType, like: DTypeLike) -> Value:
+        """An input, state or param; `op` says which."""
         if not name or name in self._named:
             problem = "has no name" if not name else f"{name!r} exists already"
             raise GraphError(f"{op}: {problem} in graph {self.name!r}", hint="names of inputs and params are unique")
