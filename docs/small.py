@@ -34,7 +34,7 @@ import numpy as np
 # for the whole graph. Every element is an f32. A size may be a name: it is known only when the program runs, and the
 # machine code takes it as an argument, so that no new length is ever a new compilation.
 # In rlx: nodes live in an append-only `Graph` (src/rlx/ir/graph.py), have element types, attributes, several results,
-# and remember the source line that made them. Sizes are expressions such as `batch*seq` (src/rlx/types.py).
+# and remember the source line that made them. Sizes are expressions such as `batch*seq` (src/rlx/dims.py).
 Size = int | str
 Shape = tuple[Size, ...]
 Array = np.ndarray

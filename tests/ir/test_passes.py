@@ -29,7 +29,7 @@ def test_passes_run_in_order_and_are_logged() -> None:
     log = PassLog()
     result = run_passes(graph(), (first, second, first), log)
     assert seen == ["first", "second", "first"] and result.outputs == ()
-    assert [(name, before, after) for name, _, before, after in log.entries] == [
+    assert [(e.name, e.before, e.after) for e in log.entries] == [
         ("first", 2, 2),
         ("second", 2, 2),
         ("first", 2, 2),

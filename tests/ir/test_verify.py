@@ -35,6 +35,13 @@ def append(op: str, *operands: Callable[[Graph], Value | None], attrs: dict | No
     return break_
 
 
+def result(of: Node, index: int) -> Value:
+    """A value that the node may not have."""
+    value = Value(index)
+    value.node = of
+    return value
+
+
 def node(i: int) -> Callable[[Graph], Value]:
     return lambda g: g.nodes[i][0]
 
@@ -42,7 +49,7 @@ def node(i: int) -> Callable[[Graph], Value]:
 def replace(position: int, **changes: object) -> Callable[[Graph], None]:
     def break_(g: Graph) -> None:
         old = g.nodes[position]
-        parts = {k: getattr(old, k) for k in ("id", "op", "operands", "attrs", "types", "origin", "graph")}
+        parts = {k: getattr(old, k) for k in ("id", "op", "operands", "attrs", "types", "origin", "graph", "results")}
         g.nodes[position] = Node(**(parts | changes))
 
     return break_
@@ -68,7 +75,7 @@ BROKEN: dict[str, tuple[Callable[[Graph], None], str]] = {
     "unknown op": (append("tanhh", node(0)), "uses an op that is not registered"),
     "wrong level": (append("linear", node(0), node(0), attrs={"activation": None}), "is an HIR op in an MIR graph"),
     "foreign operand": (append("tanh", lambda g: foreign()), "which is not defined before it"),
-    "unknown result": (append("tanh", lambda g: Value(g.nodes[1], 1)), "which is not defined before it"),
+    "unknown result": (append("tanh", lambda g: result(g.nodes[1], 1)), "which is not defined before it"),
     "reads itself": (replace(1, operands=(graph().nodes[1][0],)), "which is not defined before it"),
     "operand after": (lambda g: replace(1, operands=(g.nodes[2][0],))(g), "which is not defined before it"),
     "wrong number": (replace(1, id=7), "has number 7 at position 1"),
@@ -99,8 +106,8 @@ def test_a_broken_node_is_shown_with_its_neighbours(name: str) -> None:
     "make",
     [
         lambda g: foreign(),
-        lambda g: Value(g.nodes[0], 1),
-        lambda g: Value(g.nodes[0], -1),
+        lambda g: result(g.nodes[0], 1),
+        lambda g: result(g.nodes[0], -1),
         lambda g: graph().outputs[0],
     ],
 )

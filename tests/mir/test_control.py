@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -152,7 +153,9 @@ def test_a_body_is_verified_with_its_graph() -> None:
     body = body_of("c", build=lambda c: c.tanh())
     g = rlx.Graph("g")
     g.set_outputs([g.scan(g.input("c", (2, 8)), body, 3)]).verify()
-    object.__setattr__(g.nodes[-1].attrs["body"].nodes[1], "op", "sum")
+    inner = g.nodes[-1].attrs["body"]
+    inner.nodes[1] = replace(inner.nodes[1], op="sum")
+    inner.nodes[1][0].node = inner.nodes[1]
     with pytest.raises(VerifyError, match="sum") as caught:
         g.verify()
     assert any("in body of %1 scan" in note for note in caught.value.notes)

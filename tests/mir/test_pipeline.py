@@ -19,7 +19,7 @@ import rlx
 from rlx import Graph
 from rlx.errors import CapabilityError
 from rlx.ir.evaluate import run
-from rlx.mir.pipeline import Optimised, optimise
+from rlx.mir.pipeline import PIPELINE, Optimised, optimise
 from rlx.types import concrete
 
 Array = np.ndarray[Any, Any]
@@ -179,10 +179,44 @@ def test_the_report_says_what_was_missed_and_why() -> None:
 
 def test_the_log_lists_every_pass_with_its_time() -> None:
     log = optimise(LAYERS["bert"][0], AVX512).log
-    names = [e[0] for e in log.entries]
+    names = [e.name for e in log.entries]
     assert names[:4] == ["canonicalize", "fold_constants", "cse", "dce"] and "fuse_epilogues" in names
-    assert all(seconds >= 0 and before > 0 and after > 0 for _, seconds, before, after in log.entries)
-    assert re.match(r"canonicalize +\d+\.\d\d ms +\d+ -> +\d+ nodes", log.text())
+    assert all(e.seconds >= 0 and e.before > 0 and e.after > 0 for e in log.entries)
+    assert re.match(r"canonicalize +\d+\.\d\d ms +\d+ -> +\d+ nodes +\d+ rewritten", log.text())
+
+
+# -- the list of passes -----------------------------------------------------------------------------------------------
+def test_the_pipeline_prints_as_its_table_of_contents() -> None:
+    lines = str(PIPELINE).splitlines()
+    assert len(lines) == len(PIPELINE)
+    for line, step in zip(lines, PIPELINE, strict=True):
+        assert step.name in line and step.part in line and (step.apply.__doc__ or "").split("\n")[0] in line
+
+
+def test_the_table_says_what_each_pass_did() -> None:
+    done = optimise(LAYERS["bert"][0], AVX512)
+    lines = dict(zip((step.name for step in PIPELINE), PIPELINE.text(done.log).splitlines(), strict=True))
+    assert re.search(r"fuse_epilogues +\d+ -> +\d+ nodes +[1-9]\d* rewritten +\d+\.\d\d ms", lines["fuse_epilogues"])
+    assert re.search(r"int8_matmuls +not run", lines["int8_matmuls"])
+
+
+def test_rewrites_are_nodes_that_were_replaced_or_dropped() -> None:
+    g = Graph("g")
+    x = g.input("x", (2, 3))
+    kept = x.reshape(3, 2)
+    g.tanh(x)  # dead
+    g.set_outputs([(kept * 1.0).tanh(), kept.tanh() + kept.tanh()])
+    entries = {e.name: e for e in optimise(g, AVX512).log.entries[:4]}
+    found = {name: (e.before, e.after, e.rewrites) for name, e in entries.items()}
+    assert found["canonicalize"] == (9, 8, 1), "kept * 1.0 is kept"
+    assert found["cse"] == (8, 6, 2), "three tanh of the same are one"
+    assert found["dce"] == (6, 4, 2), "the constant and the tanh of x are dead"
+
+
+@pytest.mark.parametrize("step", PIPELINE, ids=lambda step: step.name)
+def test_a_pass_is_found_under_its_name(step: Any) -> None:
+    assert step.apply.__module__ == f"rlx.mir.{step.name}"
+    assert (Path(__file__).parent.parent / "fixtures" / "mir" / f"{step.name}.ir").exists()
 
 
 # -- dumps ------------------------------------------------------------------------------------------------------------
@@ -195,7 +229,7 @@ def test_rlx_dump_writes_a_file_after_each_pass(tmp_path: Path, monkeypatch: pyt
     steps = [f.name.split(".")[-2] for f in files]
     assert steps[0] == "built" and steps.count("hoist_weights") == 2
     assert steps[1:5] == ["canonicalize", "fold_constants", "cse", "dce"]
-    assert len(files) == 3 + len(done.log.entries)
+    assert len(files) == 2 + len(done.log.entries)
     assert all(re.fullmatch(r"\d{3,}-my_graph(\.bind)?\.\w+\.rlx", f.name) for f in files)
     assert all(Graph.parse(f.read_text()) for f in files), "every dump reads back"
     assert Graph.parse(files[0].read_text()) == g

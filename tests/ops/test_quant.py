@@ -557,7 +557,7 @@ def test_params_that_cannot_hold_a_scheme() -> None:
         g.dequant_matmul(x, x, scheme=QuantScheme.GGUF_Q8_0)
     c = g.param("c", (64, 128))
     used = c + 1
-    with pytest.raises(DTypeError, match=rf"w is f32\[64, 128\] to %{used.node.id} add, it cannot be q8_0") as caught:
+    with pytest.raises(DTypeError, match=rf"'c' is f32\[64, 128\] to %{used.node.id} add, it cannot be q8_0") as caught:
         g.dequant_matmul(x, c, scheme=QuantScheme.GGUF_Q8_0)
     assert "g.param('c', (n, 128), 'q8_0')" in str(caught.value.hint)
     d = g.param("d", (64, 128))

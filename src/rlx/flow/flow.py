@@ -27,7 +27,7 @@ from rlx.flow.weights import LayeredWeights, MapWeights, WeightSource, as_source
 from rlx.ir.graph import Graph, Value
 from rlx.ir.provenance import Origin, here
 from rlx.ir.registry import HIR, LEAF, MIR
-from rlx.ir.rewrite import Rewriter, rebuild
+from rlx.ir.rewrite import live_copy, rebuild
 from rlx.module import GraphModule
 from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph
@@ -178,21 +178,8 @@ class BuiltModel:
         Inputs and states stay, needed or not, so that all parts of a model are run in the same way.
         """
         names = {value: name for name, value in given.items()}
-        live, left = set[Value](), list(wanted.values())
-        while left:
-            value = left.pop()
-            if value not in live:
-                live.add(value)
-                left += [] if value in names else [o for o in value.node.operands if o is not None]
-        part, needed = Rewriter(self.module, "cut"), {value.node for value in live if value not in names}
-        for node in self.module.nodes:
-            if node in needed or node.op in ("input", "state"):
-                part.values.update(zip(node.results, part.copy(node), strict=True))
-            for value in node.results:
-                if value in names and value in live:
-                    part.values[value] = part.graph.input(names[value], value.shape, value.dtype)
-        part.graph.set_outputs([part[value] for value in wanted.values()])
-        return replace(self, module=part.graph, output_names=list(wanted))
+        part = live_copy(self.module, list(wanted.values()), keep=("input", "state"), cut=names, made_by="cut")
+        return replace(self, module=part, output_names=list(wanted))
 
     def compile(
         self, device: str = "cpu", *, threads: int | None = None, profile: CompileProfile | None = None

@@ -9,6 +9,7 @@ from typing import Any
 from rlx.dtypes import dtype
 from rlx.errors import GraphError, nearest
 from rlx.ir.graph import Graph, Value
+from rlx.ir.operators import Operators
 from rlx.ops.attention import split_mask
 from rlx.runtime.kv_cache import KvCacheSpec, table_name
 from rlx.types import Size, dim, sym
@@ -28,7 +29,7 @@ def _by_value(name: str) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class FlowValue:
+class FlowValue(Operators):
     """The value that flows from stage to stage, with its shape.
 
     It has the operators and ops of its graph value, `id`, and what they give flows too: `value * 2`,
@@ -54,18 +55,12 @@ class FlowValue:
             return _flowing(found)
         return lambda *operands, **attrs: _flowing(found(*operands, **attrs))
 
+    def operate(self, op: str, *operands: Any) -> FlowValue:
+        """What an operator of Python gives: that of the graph value."""
+        return FlowValue.of(self.id.graph.one(op, *operands))
+
     # NumPy hands `np.tanh(value)` and `array + value` to us
     __array_ufunc__, __array_function__ = _by_value("__array_ufunc__"), _by_value("__array_function__")
-    __add__, __radd__ = _by_value("__add__"), _by_value("__radd__")
-    __sub__, __rsub__ = _by_value("__sub__"), _by_value("__rsub__")
-    __mul__, __rmul__ = _by_value("__mul__"), _by_value("__rmul__")
-    __truediv__, __rtruediv__ = _by_value("__truediv__"), _by_value("__rtruediv__")
-    __floordiv__, __rfloordiv__ = _by_value("__floordiv__"), _by_value("__rfloordiv__")
-    __mod__, __rmod__ = _by_value("__mod__"), _by_value("__rmod__")
-    __pow__, __rpow__ = _by_value("__pow__"), _by_value("__rpow__")
-    __matmul__, __rmatmul__ = _by_value("__matmul__"), _by_value("__rmatmul__")
-    __lt__, __le__, __gt__, __ge__ = (_by_value(f"__{name}__") for name in ("lt", "le", "gt", "ge"))
-    __neg__, __abs__, __invert__ = _by_value("__neg__"), _by_value("__abs__"), _by_value("__invert__")
     __getitem__ = _by_value("__getitem__")
     # it has no number while the graph is built, and says so
     __bool__, __int__, __float__ = _by_value("__bool__"), _by_value("__int__"), _by_value("__float__")

@@ -20,6 +20,7 @@ from rlx.dtypes import DType, WeakScalar, dtype, promote, weak
 from rlx.errors import DTypeError, GraphError, nearest
 from rlx.functional import tree
 from rlx.ir.graph import Graph, Value
+from rlx.ir.operators import Operators
 from rlx.ir.provenance import here
 from rlx.transforms.build import declare
 from rlx.types import Size, TensorType
@@ -147,7 +148,7 @@ def _leaked(x: Traced) -> NoReturn:
     raise GraphError(f"{x!r}: is used outside of the function that was traced when it was made", hint=hint)
 
 
-class Traced:
+class Traced(Operators):
     """A stand-in for an array while a function is traced. It has no numbers, only a shape and an element type.
 
     A `weak` one stands for a number, or for what elementwise ops make of numbers alone: beside arrays it takes theirs.
@@ -229,88 +230,15 @@ class Traced:
         self._unknown("number", "return it from the traced function")
 
     # -- operators ----------------------------------------------------------------------------------------------------
-    def __add__(self, other: Any) -> Any:
-        return _numpy("add", self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return _numpy("add", other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return _numpy("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return _numpy("sub", other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return _numpy("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return _numpy("mul", other, self)
-
-    def __truediv__(self, other: Any) -> Any:
-        return _numpy("divide", self, other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return _numpy("divide", other, self)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return _numpy("floor_divide", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return _numpy("floor_divide", other, self)
-
-    def __mod__(self, other: Any) -> Any:
-        return _numpy("mod", self, other)
-
-    def __rmod__(self, other: Any) -> Any:
-        return _numpy("mod", other, self)
-
-    def __pow__(self, other: Any) -> Any:
-        return _numpy("power", self, other)
-
-    def __rpow__(self, other: Any) -> Any:
-        return _numpy("power", other, self)
-
-    def __matmul__(self, other: Any) -> Any:
-        return _numpy("matmul", self, other)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return _numpy("matmul", other, self)
+    def operate(self, op: str, *operands: Any) -> Any:
+        """What an operator of Python gives: the function of arrays that has NumPy's name for the op."""
+        return _numpy(_NUMPY_NAMES.get(op, op), *operands)
 
     def __eq__(self, other: object) -> Any:
         return _numpy("equal", self, other)
 
     def __ne__(self, other: object) -> Any:
         return _numpy("not_equal", self, other)
-
-    def __lt__(self, other: Any) -> Any:
-        return _numpy("less", self, other)
-
-    def __le__(self, other: Any) -> Any:
-        return _numpy("less_equal", self, other)
-
-    def __gt__(self, other: Any) -> Any:
-        return _numpy("greater", self, other)
-
-    def __ge__(self, other: Any) -> Any:
-        return _numpy("greater_equal", self, other)
-
-    def __and__(self, other: Any) -> Any:
-        return _numpy("logical_and", self, other)
-
-    def __or__(self, other: Any) -> Any:
-        return _numpy("logical_or", self, other)
-
-    __rand__, __ror__ = __and__, __or__  # of truth values, where order does not matter
-
-    def __neg__(self) -> Any:
-        return _numpy("negative", self)
-
-    def __abs__(self) -> Any:
-        return _numpy("abs", self)
-
-    def __invert__(self) -> Any:
-        return _numpy("logical_not", self)
 
     def __getitem__(self, key: Any) -> Any:
         return _numpy("index", self, key)
@@ -356,6 +284,9 @@ class Traced:
 def _formless(name: str, hint: str | None) -> NoReturn:
     hint = hint or "write it with functions that have one; dir(rlx) lists them"
     raise GraphError(f"numpy.{name}: has no form for traced arrays", hint=hint, notes=[f"at: {here()}"])
+
+
+_NUMPY_NAMES = {"div": "divide", "pow": "power", "neg": "negative"}
 
 
 def _numpy(name: str, *operands: Any) -> Any:

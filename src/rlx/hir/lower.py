@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from rlx.errors import LowerError
 from rlx.hir.blocks import heads_first, heads_shape, rotated
 from rlx.ir.graph import Graph, Node, Value
+from rlx.ir.provenance import built_from
 from rlx.ir.registry import HIR, MIR, RuleTable, get
 from rlx.ir.rewrite import Rewriter, map_bodies
 from rlx.profile import FusionPolicy
@@ -218,12 +218,11 @@ def _copy(rewriter: Rewriter, node: Node, policy: FusionPolicy) -> tuple[Value, 
 
 def _lower(rewriter: Rewriter, node: Node, policy: FusionPolicy) -> tuple[Value, ...]:
     _check(node)
-    start = len(rewriter.graph)
     rule = direct[node.op] if policy is FusionPolicy.DIRECT and node.op in direct else lowering[node.op]
-    given = rule(*rewriter.operands(node), **node.attrs)
+    origin = replace(node.origin, source=f"%{node.id} {node.op}")
+    with rewriter.graph.scope(origin), built_from(origin):  # the latter for nodes in bodies
+        given = rule(*rewriter.operands(node), **node.attrs)
     results = (given,) if isinstance(given, Value) else given
-    for made in rewriter.graph.nodes[start:]:
-        _mark(made, node)
     for have, want in zip(results, node.types, strict=True):
         if have.type != want:
             raise LowerError(f"{node.op}: became {have.type}, expected {want}", notes=[f"at: {node.origin}"])
@@ -241,12 +240,3 @@ def _check(node: Node) -> None:
     for name, operand in zip(names[:least], node.operands, strict=False):
         if operand is None:
             raise LowerError(f"{node.op}: expected operand {name!r}, found none", notes=notes)
-
-
-def _mark(made: Node, block: Node) -> None:
-    """Say of a node, and of nodes in its body, which block it came from."""
-    object.__setattr__(made, "origin", replace(block.origin, source=f"%{block.id} {block.op}"))
-    bodies: list[Any] = [v for v in made.attrs.values() if isinstance(v, Graph)]
-    for body in bodies:
-        for inner in body.nodes:
-            _mark(inner, block)

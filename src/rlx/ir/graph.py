@@ -1,7 +1,7 @@
 """Graphs: append-only lists of immutable nodes, shared by HIR and MIR.
 
 `Graph` builds (`g.input`, `g.param`, `g.softmax(x)`), prints, parses, compares by structure and makes fingerprints.
-A `Value` is one result of a node and carries the operators and one method an op.
+Nodes and values are in `ir/value.py`.
 """
 
 from __future__ import annotations
@@ -10,296 +10,29 @@ import enum
 import functools
 import hashlib
 import json
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlx.dtypes import BOOL, DType, DTypeLike, dtype, promote, weak
-from rlx.errors import DTypeError, GraphError, RlxError, ShapeError, nearest
+from rlx.errors import GraphError, RlxError, ShapeError, nearest
 from rlx.ir import registry
+from rlx.ir.constants import Array as Array
+from rlx.ir.constants import constant_data
 from rlx.ir.control import ControlBuilders
 from rlx.ir.custom import CustomBuilders
-from rlx.ir.numpy_functions import NumpyFunctions
 from rlx.ir.provenance import Origin, here
 from rlx.ir.quant import QuantBuilders
+from rlx.ir.value import Node as Node
+from rlx.ir.value import Value as Value
 from rlx.layouts import Layout
 from rlx.types import Dim, ShapeLike, Size, Symbol, TensorType, as_shape, as_size, symbols_of, tensor
 
 if TYPE_CHECKING:
     from rlx.module import GraphModule
-
-
-class Array:
-    """A constant's data: a read-only copy of a NumPy array that compares and hashes by content."""
-
-    __slots__ = ("data", "digest")
-
-    def __init__(self, data: np.ndarray[Any, Any]) -> None:
-        self.data = np.array(data, order="C")
-        self.data.flags.writeable = False
-        digest = hashlib.blake2b(f"{self.data.dtype.name}{self.data.shape}".encode(), digest_size=16)
-        digest.update(self.data.reshape(-1).view(np.uint8).data)
-        self.digest = digest.hexdigest()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Array) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Array, (self.data,))
-
-    def __repr__(self) -> str:
-        return f"@{self.digest[:12]}"
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Node:
-    """One application of an op. Nodes compare by identity; graphs compare by structure."""
-
-    id: int
-    op: str
-    operands: tuple[Value | None, ...]
-    attrs: dict[str, Any]
-    types: tuple[TensorType, ...]
-    origin: Origin
-    graph: Graph
-    results: tuple[Value, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "results", tuple([Value(self, i) for i in range(len(self.types))]))
-
-    def __getitem__(self, index: int) -> Value:
-        return self.results[index]
-
-    def __rlx_value__(self) -> Value:
-        """What stands for the node where it is an operand: its result; several are laid end to end in one vector."""
-        if len(self.results) == 1:
-            return self.results[0]
-        kind = functools.reduce(promote, (value.dtype for value in self.results))
-        flat = [value.reshape(value.type.elements) for value in self.results]
-        return self.graph.one("concatenate", *(v if v.dtype is kind else v.astype(kind) for v in flat), axis=0)
-
-    @property
-    def definition(self) -> registry.OpDef:
-        return registry.get(self.op)
-
-    def __repr__(self) -> str:
-        return f"<node %{self.id} {self.op}>"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("nodes are pickled with their graph, as text")
-
-
-class Value(NumpyFunctions):
-    """One result of a node. `==` is identity: a node has one value for each of its results."""
-
-    __slots__ = ("index", "node")
-
-    def __init__(self, node: Node, index: int = 0) -> None:
-        self.node = node
-        self.index = index
-
-    # -- type -----------------------------------------------------------------------------------------------------
-    @property
-    def type(self) -> TensorType:
-        return self.node.types[self.index]
-
-    @property
-    def shape(self) -> tuple[Size, ...]:
-        return self.type.shape
-
-    @property
-    def dtype(self) -> DType:
-        return self.type.dtype
-
-    @property
-    def rank(self) -> int:
-        return self.type.rank
-
-    @property
-    def graph(self) -> Graph:
-        return self.node.graph
-
-    def __repr__(self) -> str:
-        suffix = f".{self.index}" if len(self.node.types) > 1 else ""
-        return f"<value %{self.node.id}{suffix}: {self.type}>"
-
-    # -- manners ------------------------------------------------------------------------------------------------------
-    def __bool__(self) -> bool:
-        self._no_number("bool")
-
-    def __int__(self) -> int:
-        self._no_number("int")
-
-    def __float__(self) -> float:
-        self._no_number("float")
-
-    def __iter__(self) -> Iterator[Value]:
-        raise GraphError(f"value {self!r}: cannot be iterated", hint="slice it, or use split along an axis")
-
-    def _no_number(self, what: str) -> NoReturn:
-        hint = "it has a value only when the graph runs; use g.where(...) to choose, g.equal(a, b) to compare"
-        raise GraphError(f"value {self!r}: has no {what} while the graph is built", hint=hint)
-
-    # -- operators ----------------------------------------------------------------------------------------------------
-    def _binary(self, name: str, other: Any, swapped: bool = False) -> Value:
-        a, b = (other, self) if swapped else (self, other)
-        return self.graph.one(name, a, b)
-
-    def __add__(self, other: Any) -> Value:
-        return self._binary("add", other)
-
-    def __radd__(self, other: Any) -> Value:
-        return self._binary("add", other, True)
-
-    def __sub__(self, other: Any) -> Value:
-        return self._binary("sub", other)
-
-    def __rsub__(self, other: Any) -> Value:
-        return self._binary("sub", other, True)
-
-    def __mul__(self, other: Any) -> Value:
-        return self._binary("mul", other)
-
-    def __rmul__(self, other: Any) -> Value:
-        return self._binary("mul", other, True)
-
-    def __truediv__(self, other: Any) -> Value:
-        return self._binary("div", other)
-
-    def __rtruediv__(self, other: Any) -> Value:
-        return self._binary("div", other, True)
-
-    def __floordiv__(self, other: Any) -> Value:
-        return self._binary("floor_divide", other)
-
-    def __rfloordiv__(self, other: Any) -> Value:
-        return self._binary("floor_divide", other, True)
-
-    def __mod__(self, other: Any) -> Value:
-        return self._binary("mod", other)
-
-    def __rmod__(self, other: Any) -> Value:
-        return self._binary("mod", other, True)
-
-    def __pow__(self, other: Any) -> Value:
-        return self._binary("pow", other)
-
-    def __rpow__(self, other: Any) -> Value:
-        return self._binary("pow", other, True)
-
-    def __matmul__(self, other: Any) -> Value:
-        return self._binary("matmul", other)
-
-    def __rmatmul__(self, other: Any) -> Value:
-        return self._binary("matmul", other, True)
-
-    def __lt__(self, other: Any) -> Value:
-        return self._binary("less", other)
-
-    def __le__(self, other: Any) -> Value:
-        return self._binary("less_equal", other)
-
-    def __gt__(self, other: Any) -> Value:
-        return self._binary("greater", other)
-
-    def __ge__(self, other: Any) -> Value:
-        return self._binary("greater_equal", other)
-
-    def __neg__(self) -> Value:
-        return self.graph.one("neg", self)
-
-    def __abs__(self) -> Value:
-        return self.graph.one("abs", self)
-
-    def __invert__(self) -> Value:
-        return self.graph.one("logical_not", self)
-
-    def __getitem__(self, key: Any) -> Value:
-        return _index(self, key)
-
-    @property
-    def mT(self) -> Value:
-        """The last two axes swapped."""
-        if self.rank < 2:
-            raise ShapeError(f"mT: needs two axes, found {self.type}")
-        axes = (*range(self.rank - 2), self.rank - 1, self.rank - 2)
-        return self.graph.one("transpose", self, axes=axes)
-
-    def astype(self, like: DTypeLike) -> Value:
-        """The value cast to another element type."""
-        return self.graph.one("cast", self, dtype=like)
-
-    def cast(self, dtype: DTypeLike) -> Value:
-        """The same as `astype`."""
-        return self.astype(dtype)
-
-    def reshape(self, *shape: Any) -> Value:
-        """The value with another shape; one size may be -1."""
-        return self.graph.reshape(self, shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        op = registry.SPELLINGS.get(name, name)
-        if op in registry.OPS and registry.LEAF not in registry.OPS[op].traits:
-            return functools.partial(getattr(self.graph, op), self)
-        raise AttributeError(f"Value has no op {name!r}. {nearest(name, registry.OPS) or ''}".strip())
-
-
-def _index(value: Value, key: Any) -> Value:
-    keys = list(key) if isinstance(key, tuple) else [key]
-    gap = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
-    rest = keys[gap + 1 :]
-    if gap + len(rest) > value.rank:
-        raise ShapeError(f"index: {gap + len(rest)} indices for {value.type}")
-    keys = keys[:gap] + [slice(None)] * (value.rank - gap - len(rest)) + rest
-    starts: list[Size] = []
-    stops: list[Size] = []
-    steps: list[int] = []
-    kept: list[int] = []
-    for axis, (k, size) in enumerate(zip(keys, value.shape, strict=True)):
-        if isinstance(k, slice):
-            kept.append(axis)
-            starts.append(0 if k.start is None else _bound(k.start, size))
-            stops.append(size if k.stop is None else _bound(k.stop, size))
-            steps.append(1 if k.step is None else operator.index(k.step))
-        else:
-            at = _position(k, size)
-            starts.append(at)
-            stops.append(at + 1)
-            steps.append(1)
-    result = value.graph.one("slice", value, start=tuple(starts), stop=tuple(stops), step=tuple(steps))
-    return result if len(kept) == value.rank else result.reshape(tuple(result.shape[a] for a in kept))
-
-
-def _from_end(k: Any, size: Size) -> Size:
-    """An index from the start of the axis; a negative one counts from its end."""
-    if isinstance(k, Dim):
-        return k
-    if isinstance(k, (bool, np.bool_)) or not hasattr(k, "__index__"):
-        raise GraphError(f"index: {k!r} is not an integer or a slice", hint="use x.gather(indices, axis=...) for data")
-    n = operator.index(k)
-    return size + n if n < 0 else n
-
-
-def _bound(k: Any, size: Size) -> Size:
-    """A bound of a slice; as in NumPy, one that lies before the start is the start."""
-    at = _from_end(k, size)
-    return max(at, 0) if isinstance(at, int) else at
-
-
-def _position(k: Any, size: Size) -> Size:
-    """The place of a single index."""
-    at = _from_end(k, size)
-    if isinstance(at, int) and (at < 0 or (isinstance(size, int) and at >= size)):
-        raise ShapeError(f"index: {k} lies outside an axis of size {size}")
-    return at
 
 
 class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
@@ -314,6 +47,7 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
         self.nodes: list[Node] = []
         self.outputs: tuple[Value, ...] = ()
         self._named: dict[str, Node] = {}
+        self._scope: Origin | None = None  # where nodes come from, while one is open
         self.limits: dict[str, int] = {}  # symbol -> largest size allowed at run time
         self.fixed: set[str] = set()  # params that training leaves alone unless it is told their names
         self.stages: dict[str, Value] = {}  # what stages of a flow gave, by path; text does not have it
@@ -336,17 +70,18 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
     # -- leaves -----------------------------------------------------------------------------------------------------
     def input(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
         """A tensor given at each run; a type in place of the shape says both."""
-        return self._leaf("input", name, shape, dtype)
+        return self.leaf("input", name, shape, dtype)
 
     def state(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
         """Memory given at each run that the graph changes in place, such as a KV cache."""
-        return self._leaf("state", name, shape, dtype)
+        return self.leaf("state", name, shape, dtype)
 
     def param(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = "f32") -> Value:
         """A weight: given once, kept for all runs."""
-        return self._leaf("param", name, shape, dtype)
+        return self.leaf("param", name, shape, dtype)
 
-    def _leaf(self, op: str, name: str, shape: ShapeLike | TensorType, like: DTypeLike) -> Value:
+    def leaf(self, op: str, name: str, shape: ShapeLike | TensorType, like: DTypeLike) -> Value:
+        """An input, state or param; `op` says which."""
         if not name or name in self._named:
             problem = "has no name" if not name else f"{name!r} exists already"
             raise GraphError(f"{op}: {problem} in graph {self.name!r}", hint="names of inputs and params are unique")
@@ -364,7 +99,7 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
 
     def constant(self, data: Any, dtype: DTypeLike | None = None) -> Value:
         """Numbers that are part of the graph. Python floats are f32, Python ints i32, unless `dtype` says otherwise."""
-        return self._constant(Array(_numbers(data, dtype)))
+        return self._constant(Array(constant_data(data, dtype)))
 
     def _constant(self, array: Array) -> Value:
         type_ = TensorType(tuple(array.data.shape), dtype(array.data.dtype))
@@ -456,11 +191,33 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
         origin: Origin | None = None,
     ) -> Node:
         """Append a node whose types are known: for passes and parsers. Users call the ops."""
-        node = Node(len(self.nodes), op, operands, attrs, types, origin or here(), self)
+        results = tuple([Value(i) for i in range(len(types))])
+        node = Node(len(self.nodes), op, operands, attrs, types, self._scope or origin or here(), self, results)
+        for value in results:
+            value.node = node
         self.nodes.append(node)
         if op in ("input", "state", "param"):
             self._named[attrs["name"]] = node
         return node
+
+    @contextmanager
+    def scope(self, origin: Origin) -> Iterator[None]:
+        """Nodes appended inside come from `origin`, whatever else they are given; of nested scopes the outer counts."""
+        outer = self._scope
+        self._scope = outer or origin
+        try:
+            yield
+        finally:
+            self._scope = outer
+
+    def redeclare(self, leaf: Value, type_: TensorType) -> None:
+        """Give an input or param another type. Nothing may read it yet; the value stays the same handle."""
+        old = leaf.node
+        for node in self.nodes:
+            if leaf in node.operands:
+                name = old.attrs["name"]
+                raise GraphError(f"{name!r} is {leaf.type} to %{node.id} {node.op}, it cannot be {type_}")
+        leaf.node = self.nodes[old.id] = self._named[old.attrs["name"]] = replace(old, types=(type_,))
 
     def set_outputs(self, outputs: Iterable[Value] | Value) -> Graph:
         """Say what the graph gives; returns the graph."""
@@ -595,29 +352,6 @@ def _unpickle(text: str) -> Graph:
     import rlx  # its Graph comes with all ops declared, which a fresh process may not have yet
 
     return rlx.Graph.parse(text)
-
-
-def _numbers(data: Any, like: DTypeLike | None) -> np.ndarray[Any, Any]:
-    """`data` as an array of a type that rlx has; numbers that the type cannot hold are an error."""
-    try:
-        array = np.asarray(data)
-    except ValueError as error:
-        raise DTypeError(f"constant: {error}") from error
-    if like is not None:
-        wanted = dtype(like)
-    elif isinstance(data, (np.ndarray, np.generic)):
-        wanted = dtype(data.dtype)
-    elif array.dtype.kind in "biuf":
-        wanted = dtype({"b": bool, "f": float}.get(array.dtype.kind, int))
-    else:
-        raise DTypeError(f"constant: {data!r} is not made of numbers that rlx has")
-    if wanted.is_integer and array.size and array.dtype.kind in "iuf":
-        limits = np.iinfo(wanted.numpy)
-        for number in (array.min(), array.max()):
-            if not limits.min <= number <= limits.max:
-                raise DTypeError(f"constant: {number} does not fit {wanted}", hint='give a wider type: dtype="i64"')
-    with np.errstate(over="ignore"):  # as in any float arithmetic, what is too large is inf
-        return array.astype(wanted.numpy, copy=False)
 
 
 def check_out_shape(where: str, types: Sequence[TensorType], expected: Any) -> None:

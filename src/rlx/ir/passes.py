@@ -11,14 +11,16 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from rlx.errors import CapabilityError, VerifyError, shortened
 from rlx.ir.graph import Graph
+from rlx.ir.rewrite import counted
 from rlx.ir.verify import Typed, verify
 
 Pass = Callable[[Graph], Graph]
@@ -26,16 +28,31 @@ _serial = itertools.count()
 _watched: ContextVar[list[tuple[str, Graph]] | None] = ContextVar("watched", default=None)
 
 
+@dataclass(frozen=True)
+class PassEntry:
+    """What one run of a pass did. `rewrites` counts replaced and dropped nodes, `number` is its step in a pipeline."""
+
+    name: str
+    seconds: float
+    before: int  # nodes
+    after: int
+    rewrites: int
+    number: int = 0
+
+
 @dataclass
 class PassLog:
-    """What ran, in order: name, seconds, nodes before and after. `typed` has what the verifier knows already."""
+    """What ran, in order. `typed` has what the verifier knows already."""
 
-    entries: list[tuple[str, float, int, int]] = field(default_factory=list)
+    entries: list[PassEntry] = field(default_factory=list)
     typed: Typed = field(default_factory=dict)
 
     def text(self) -> str:
-        rows = [f"{name:24} {seconds * 1e3:8.2f} ms  {a:5} -> {b:5} nodes" for name, seconds, a, b in self.entries]
-        return "\n".join(rows)
+        """A line per run of a pass."""
+        return "\n".join(
+            f"{e.name:24} {e.seconds * 1e3:8.2f} ms  {e.before:5} -> {e.after:5} nodes  {e.rewrites:5} rewritten"
+            for e in self.entries
+        )
 
 
 def run_passes(graph: Graph, passes: Sequence[Pass], log: PassLog | None = None) -> Graph:
@@ -45,9 +62,7 @@ def run_passes(graph: Graph, passes: Sequence[Pass], log: PassLog | None = None)
         for apply in passes:
             name = getattr(apply, "func", apply).__name__
             before, count = graph, len(graph)
-            started = time.perf_counter()
-            graph = apply(graph)
-            log.entries.append((name, time.perf_counter() - started, count, len(graph)))
+            graph = timed(log, getattr(apply, "number", 0), apply, graph)
             try:
                 if graph is not before or len(graph) != count:
                     verify(graph, log.typed)
@@ -56,6 +71,22 @@ def run_passes(graph: Graph, passes: Sequence[Pass], log: PassLog | None = None)
                 raise
             dump(graph, name)
     return graph
+
+
+Result = TypeVar("Result", bound=Sized)
+
+
+def timed(
+    log: PassLog, number: int, apply: Callable[..., Result], graph: Graph, *others: Any, **options: Any
+) -> Result:
+    """What a pass makes of a graph; the log notes what it did."""
+    with counted() as tally:
+        started, before = time.perf_counter(), len(graph)
+        result = apply(graph, *others, **options)
+        seconds = time.perf_counter() - started
+    name = getattr(apply, "func", apply).__name__
+    log.entries.append(PassEntry(name, seconds, before, len(result), tally.rewrites, number))
+    return result
 
 
 @contextmanager

@@ -59,6 +59,19 @@ def stage(name: str) -> Iterator[None]:
         _stage.reset(token)
 
 
+_source: ContextVar[Origin | None] = ContextVar("source", default=None)
+
+
+@contextmanager
+def built_from(origin: Origin) -> Iterator[None]:
+    """Nodes built inside, of whichever graph, come from `origin` unless they are given another."""
+    token = _source.set(origin)
+    try:
+        yield
+    finally:
+        _source.reset(token)
+
+
 _added: ContextVar[tuple[FrameType, Origin] | None] = ContextVar("added", default=None)
 
 
@@ -81,7 +94,10 @@ def _is_library(file: str) -> bool:
 
 
 def here() -> Origin:
-    """The nearest frame of a user, with the current stage path."""
+    """Where nodes come from by default: the nearest frame of a user with the current stage path, or `built_from`."""
+    source = _source.get()
+    if source is not None:
+        return source
     frame: FrameType | None = sys._getframe(1)
     added = _added.get()
     while frame is not None and _is_library(frame.f_code.co_filename):

@@ -10,14 +10,15 @@ from rlx.quant import QuantScheme
 from rlx.types import Size, TensorType
 
 if TYPE_CHECKING:
-    from rlx.ir.graph import Node, Value
+    from rlx.ir.value import Value
 
 
 class QuantBuilders:
     """What `Graph` inherits: builders that find out more than an op could."""
 
     if TYPE_CHECKING:
-        nodes: list[Node]
+
+        def redeclare(self, leaf: Value, type_: TensorType) -> None: ...
 
         def one(self, op: str, *operands: Any, **attrs: Any) -> Value: ...
 
@@ -61,12 +62,12 @@ class QuantBuilders:
         k = x.shape[-1] if x.rank else 0
         if not isinstance(k, int) or k % packed.block:
             raise ShapeError(f"{where}: k is {k}, not whole blocks of {packed.block} ({scheme})")
-        for node in self.nodes:
-            if w in node.operands:
-                hint = f"declare it as it is: g.param({w.node.attrs['name']!r}, (n, {k}), {packed.name!r})"
-                raise DTypeError(f"{where}: w is {w.type} to %{node.id} {node.op}, it cannot be {packed}", hint=hint)
         rows = _rows(w.type, k, scheme)
-        object.__setattr__(w.node, "types", (TensorType((rows, k), packed),))
+        try:
+            self.redeclare(w, TensorType((rows, k), packed))
+        except GraphError as error:
+            hint = f"declare it as it is: g.param({w.node.attrs['name']!r}, (n, {k}), {packed.name!r})"
+            raise DTypeError(f"{where}: {error}", hint=hint) from None
 
 
 def _rows(declared: TensorType, k: int, scheme: QuantScheme) -> Size:

@@ -18,6 +18,7 @@ import numpy as np
 
 from rlx.dtypes import DType, dtype
 from rlx.errors import DTypeError, GraphError, LowerError, RlxError, nearest
+from rlx.ir.independence import Independence, aligned
 from rlx.types import TensorType
 
 HIR, MIR = "hir", "mir"
@@ -25,6 +26,7 @@ HIR, MIR = "hir", "mir"
 ELEMENTWISE = "elementwise"  # the result at an index depends on the operands at that index
 VIEW = "view"  # the result is the operand seen with other strides, wherever strides can say it
 LEAF = "leaf"  # input, param, const
+NAMED = ("input", "state", "param")  # leaves that a graph takes by name
 REQUIRED = inspect.Parameter.empty  # the default of an attribute that must be given
 FUSED = "fused"  # made by passes, not by users
 TAKES_PACKED = "packed"  # operands may be blocks of quantised weights
@@ -146,6 +148,7 @@ class OpDef:
     doc: str
     place: str  # file:line
     takes_binding: bool  # whether the reference wants the sizes of the symbols
+    independent: Independence | None  # when entries of a batch do not meet; None, undeclared: never
 
     def __str__(self) -> str:
         return self.name
@@ -223,6 +226,7 @@ def op(
     tolerance: float = 1e-6,
     level: str = MIR,
     doc: str | None = None,
+    independent: Independence | None = None,
 ) -> Callable[[Callable[..., Any]], OpDef]:
     """Declare an op; decorate its type rule. Users do it with `rlx.op`."""
 
@@ -246,6 +250,7 @@ def op(
             tolerance=tolerance,
             doc=inspect.cleandoc(doc or rule.__doc__ or ""),
             takes_binding=reference is not None and "binding" in _parameters(reference),
+            independent=aligned if independent is None and ELEMENTWISE in traits else independent,
             place=f"{caller.f_code.co_filename}:{caller.f_lineno}",
         )
         OPS[name] = definition

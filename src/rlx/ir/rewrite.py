@@ -7,7 +7,9 @@ expressions are equal; `match` finds the first in a graph, the second replaces i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +19,7 @@ from rlx.dtypes import dtype
 from rlx.ir import registry
 from rlx.ir.graph import Array, Graph, Node, Value
 from rlx.ir.provenance import Origin
-from rlx.ir.registry import CONTROL
+from rlx.ir.registry import CONTROL, NAMED
 from rlx.types import TensorType
 
 Visitor = Callable[["Rewriter", Node], "Sequence[Value] | Value | None"]
@@ -45,20 +47,33 @@ class Rewriter:
         """The node again, on new operands."""
         return self.graph.append(node.op, self.operands(node), node.attrs, node.types, node.origin).results
 
-    def make(self, like: Node, op: str, *operands: Value | None, **attrs: Any) -> tuple[Value, ...]:
-        """A new node that stands for `like`: types inferred, origin kept and marked with the pass."""
-        return self.graph.build(op, operands, attrs, like.origin.by(self.made_by)).results
+    def keep(self, node: Node) -> None:
+        """Take the node over as it is."""
+        self.values.update(zip(node.results, self.copy(node), strict=True))
 
-    def one(self, like: Node, op: str, *operands: Value | None, **attrs: Any) -> Value:
+    def finish(self, outputs: Iterable[Value]) -> Graph:
+        """The new graph, which gives what these old values became."""
+        self.graph.outputs = tuple([self.values[o] for o in outputs])
+        return self.graph
+
+    def make(self, like: Node | Sequence[Node], op: str, *operands: Value | None, **attrs: Any) -> tuple[Value, ...]:
+        """A new node that stands for `like`: types inferred, origin kept and marked with the pass.
+
+        Of several nodes that it stands for, the first gives the origin and the others are noted in it.
+        """
+        return self.graph.build(op, operands, attrs, self._origin(like)).results
+
+    def _origin(self, like: Node | Sequence[Node]) -> Origin:
+        if isinstance(like, Node):
+            return like.origin.by(self.made_by)
+        first, *others = (n.origin for n in like)
+        origin = first.by(self.made_by)
+        merged = tuple(o for o in others if o.by(self.made_by) != origin)
+        return replace(origin, merged=(*origin.merged, *merged))
+
+    def one(self, like: Node | Sequence[Node], op: str, *operands: Value | None, **attrs: Any) -> Value:
         """`make` for an op of one result."""
         return self.make(like, op, *operands, **attrs)[0]
-
-    def credit(self, value: Value, nodes: Sequence[Node]) -> Value:
-        """Note that `value`, made like one of these nodes, stands for all of them; returns it."""
-        origin = value.node.origin
-        merged = tuple(n.origin for n in nodes if n.origin.by(self.made_by) != origin)
-        object.__setattr__(value.node, "origin", replace(origin, merged=(*origin.merged, *merged)))
-        return value
 
     def constant(self, like: Node, data: np.ndarray[Any, Any]) -> Value:
         """Numbers that stand for a result of `like`."""
@@ -72,16 +87,104 @@ DROPPED: tuple[Value, ...] = ()  # what a visitor returns for a node that anothe
 def rebuild(graph: Graph, visit: Visitor, *, made_by: str) -> Graph:
     """A new graph in which each node is what `visit` returns for it (None: the node itself, DROPPED: nothing)."""
     rewriter = Rewriter(graph, made_by)
+    values, new, rewrites = rewriter.values, rewriter.graph.nodes, 0
     for node in graph.nodes:
+        start = len(new)
         given = visit(rewriter, node)
-        if given is DROPPED:
+        if given is None:
+            rewriter.keep(node)
             continue
-        results = rewriter.copy(node) if given is None else (given,) if isinstance(given, Value) else tuple(given)
-        rewriter.values.update(zip(node.results, results, strict=True))
-    values = rewriter.values
-    rewriter.graph.outputs = tuple(values[o] for o in graph.outputs)
+        if given is DROPPED:
+            rewrites += 1
+            continue
+        results = (given,) if isinstance(given, Value) else tuple(given)
+        values.update(zip(node.results, results, strict=True))
+        rewrites += not (len(new) == start + 1 and _is_copy(rewriter, node, new[start], results))
+    _count(rewrites)
     rewriter.graph.stages = {path: values[value] for path, value in graph.stages.items() if value in values}
-    return rewriter.graph
+    return rewriter.finish(graph.outputs)
+
+
+def _is_copy(rewriter: Rewriter, old: Node, new: Node, results: tuple[Value, ...]) -> bool:
+    """Whether the results are those of a node that says the same again."""
+    if results != new.results or (new.op, new.types, len(new.operands)) != (old.op, old.types, len(old.operands)):
+        return False
+    reads = [None if o is None else rewriter.values.get(o) for o in old.operands]  # some may have been dropped
+    if reads != list(new.operands):
+        return False
+    return new.attrs is old.attrs or all(
+        value is new.attrs[key] or (not isinstance(value, Graph) and value == new.attrs[key])
+        for key, value in old.attrs.items()
+    )
+
+
+def copy_nodes(graph: Graph, nodes: Iterable[Node], *, made_by: str) -> Graph:
+    """The graph of these nodes, in their order: each comes after what it reads."""
+    rewriter = Rewriter(graph, made_by)
+    for node in nodes:
+        rewriter.keep(node)
+    return rewriter.finish(graph.outputs)
+
+
+def live_copy(
+    graph: Graph, outputs: Sequence[Value] | None = None, *, keep: Sequence[str] = NAMED,
+    cut: Mapping[Value, str] | None = None, leaves_first: bool = False, made_by: str = "live_copy",
+) -> Graph:  # fmt: skip
+    """What a graph computes for its outputs, or for other values of it: the graph itself where that is all of it.
+
+    Inputs, states and params stay in any case, or those of the kinds in `keep`. Values in `cut` become inputs by these
+    names, and what only they depend on is left out. With `leaves_first`, all named leaves come before other nodes.
+    """
+    wanted = graph.outputs if outputs is None else tuple(outputs)
+    inputs, read, live = cut or {}, set[Value](), set[Node]()
+    stack = list(wanted)
+    while stack:
+        value = stack.pop()
+        if value in inputs:
+            read.add(value)
+        elif value.node not in live:
+            live.add(value.node)
+            stack += [o for o in value.node.operands if o is not None]
+    live.update(node for node in graph.nodes if node.op in keep)
+    _count(len(graph) - len(live))
+    if len(live) == len(graph) and wanted == graph.outputs and not leaves_first and not read:
+        return graph
+    rewriter = Rewriter(graph, made_by)
+    for node in sorted(graph.nodes, key=lambda node: node.op not in NAMED) if leaves_first else graph.nodes:
+        if node in live:
+            rewriter.keep(node)
+        for value in node.results if read else ():
+            if value in read:
+                rewriter.values[value] = rewriter.graph.input(inputs[value], value.shape, value.dtype)
+    return rewriter.finish(wanted)
+
+
+# -- counting ---------------------------------------------------------------------------------------------------------
+@dataclass
+class Tally:
+    """How many nodes were replaced or dropped so far."""
+
+    rewrites: int = 0
+
+
+_tally: ContextVar[Tally | None] = ContextVar("tally", default=None)
+
+
+@contextmanager
+def counted() -> Iterator[Tally]:
+    """Counts the nodes that are replaced or dropped inside."""
+    tally = Tally()
+    token = _tally.set(tally)
+    try:
+        yield tally
+    finally:
+        _tally.reset(token)
+
+
+def _count(rewrites: int) -> None:
+    tally = _tally.get()
+    if tally is not None:
+        tally.rewrites += rewrites
 
 
 def inline(into: Graph, body: Graph, operands: Sequence[Value], origin: Origin | None = None) -> tuple[Value, ...]:
@@ -97,6 +200,16 @@ def inline(into: Graph, body: Graph, operands: Sequence[Value], origin: Origin |
         inside.update(zip(node.results, made.results, strict=True))
     assert next(given, None) is None, "as many operands as inputs"
     return tuple(inside[o] for o in body.outputs)
+
+
+def with_origins(graph: Graph, origins: Iterable[Origin]) -> Graph:
+    """The graph with another origin for each of its nodes, such as one read from text."""
+    new = iter(origins)
+
+    def visit(rewriter: Rewriter, node: Node) -> tuple[Value, ...]:
+        return rewriter.graph.append(node.op, rewriter.operands(node), node.attrs, node.types, next(new)).results
+
+    return rebuild(graph, visit, made_by="with_origins")
 
 
 def map_bodies(graph: Graph, change: Callable[[Graph], Graph]) -> Graph:

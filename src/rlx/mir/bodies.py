@@ -56,9 +56,8 @@ def identity(acc: Value) -> Graph:
 
 def _accumulator(body: Graph, i: int, acc: Value) -> Value:
     """The sums of a matmul as an input of a body; it comes from where the matmul does."""
-    value = body.input(f"acc{i}", acc.shape, acc.dtype)
-    object.__setattr__(value.node, "origin", acc.node.origin)
-    return value
+    with body.scope(acc.node.origin):
+        return body.input(f"acc{i}", acc.shape, acc.dtype)
 
 
 def is_identity(body: Graph) -> bool:

@@ -114,8 +114,9 @@ class _Preview(Value):
     """A node as it would be in the new graph, without appending it yet."""
 
     def __init__(self, rewriter: Rewriter, node: Node) -> None:
-        operands = rewriter.operands(node)
-        super().__init__(Node(-1, node.op, operands, node.attrs, node.types, node.origin, rewriter.graph), 0)
+        super().__init__()
+        operands, results = rewriter.operands(node), (self,)
+        self.node = Node(-1, node.op, operands, node.attrs, node.types, node.origin, rewriter.graph, results)
 
 
 _BY_OP: dict[str, list[Identity]] = {}

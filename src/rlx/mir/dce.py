@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from rlx.ir.graph import Graph
-from rlx.ir.rewrite import Rewriter
+from rlx.ir.rewrite import live_copy
 
 
 def dce(graph: Graph) -> Graph:
     """Keep what the outputs depend on, and every input and param."""
-    live = graph.reachable(graph.outputs)
-    kept = [node for node in graph.nodes if node in live or node.op in ("input", "state", "param")]
-    if len(kept) == len(graph):
-        return graph
-    rewriter = Rewriter(graph, "dce")
-    for node in kept:
-        rewriter.values.update(zip(node.results, rewriter.copy(node), strict=True))
-    rewriter.graph.outputs = tuple(rewriter.values[o] for o in graph.outputs)
-    return rewriter.graph
+    return live_copy(graph, made_by="dce")

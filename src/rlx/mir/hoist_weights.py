@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from rlx.dtypes import F32
 from rlx.ir.graph import Graph, Node, Value
-from rlx.ir.rewrite import Rewriter
+from rlx.ir.rewrite import Rewriter, live_copy
 from rlx.layouts import Layout, WeightLayout
 from rlx.mir.bodies import identity
 from rlx.mir.weights import packed_rows, stored, weight_nodes
@@ -27,6 +27,10 @@ class Hoisted:
     main: Graph
     bind: Graph
     derived: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        """Nodes of both."""
+        return len(self.main) + len(self.bind)
 
 
 def hoist_weights(graph: Graph, target: Target, *, certain: bool = True) -> Hoisted:
@@ -54,12 +58,12 @@ class _Hoister:
     def run(self) -> Hoisted:
         for node in self.graph.nodes:
             if node in self.weights:
-                self.bind.values.update(zip(node.results, self.bind.copy(node), strict=True))
+                self.bind.keep(node)
             else:
                 self._main(node)
         self.main.graph.outputs = tuple(self._operand(o) for o in self.graph.outputs)
         self.bind.graph.outputs = tuple(self.outputs)
-        bind = _only_needed(self.bind.graph)
+        bind = live_copy(self.bind.graph, keep=(), made_by="hoist_weights")  # without params that nothing reads
         return Hoisted(self.main.graph, bind, self.derived)
 
     def _main(self, node: Node) -> None:
@@ -149,14 +153,3 @@ class _Hoister:
             packed = self.bind.one(like, "prepack", *(self.bind.values[w] for w in weights), layout=layout)
             self.packed[weights, layout] = self._derive(like, packed)
         return self.packed[weights, layout]
-
-
-def _only_needed(graph: Graph) -> Graph:
-    """The bind graph without params that nothing in it reads."""
-    live = graph.reachable(graph.outputs)
-    rewriter = Rewriter(graph, "hoist_weights")
-    for node in graph.nodes:
-        if node in live:
-            rewriter.values.update(zip(node.results, rewriter.copy(node), strict=True))
-    rewriter.graph.outputs = tuple(rewriter.values[o] for o in graph.outputs)
-    return rewriter.graph

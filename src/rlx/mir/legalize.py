@@ -16,9 +16,9 @@ from rlx.target import Target
 
 
 def legalize(graph: Graph, *, target: Target | None = None) -> Graph:
-    """Matmuls, grouped ones too, and gradients of attention have operands of one type that is native on the target;
-    sums of rows that gradients read are wide.
+    """Give the operands of matmuls and of attention's gradients one type that is native on the target.
 
+    Grouped matmuls too; sums of rows that gradients read are wide.
     Without a target, as on the reference device, narrow floats are wide while they are computed with.
     """
     native = _wide if target is None else target.native

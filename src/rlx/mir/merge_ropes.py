@@ -83,7 +83,7 @@ def _merge(rewriter: Rewriter, like: Node, cuts: Sequence[Cut]) -> dict[Node, Va
     heads = rewriter.one(like, "reshape", part, shape=(*y.shape[:2], (high - low) // dim, dim))
     tables = [rewriter[o] for o in cuts[0].rope.operands[1:] if o is not None]
     ropes = [cut.rope for cut in cuts]
-    turned = rewriter.credit(rewriter.one(like, "rope", heads, *tables, **cuts[0].rope.attrs), ropes)
+    turned = rewriter.one([like, *ropes], "rope", heads, *tables, **cuts[0].rope.attrs)
     found, at = {}, 0
     for cut in cuts:
         stop = (*turned.shape[:2], at + cut.heads, dim)

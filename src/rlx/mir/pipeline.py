@@ -1,38 +1,45 @@
-"""The MIR pipeline: from a graph as built to a graph that can be scheduled, and the bind graph of its weights."""
+"""The MIR pipeline: from a graph as built to a graph that can be scheduled, and the bind graph of its weights.
+
+`PIPELINE` is the order of all passes, and `print(PIPELINE)` its table of contents. `hoist_weights` makes two graphs of
+one; what follows runs on both. Bodies of loops and branches go through the same passes before the graph they are in.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from rlx.dtypes import dtype
 from rlx.ir.graph import Graph
-from rlx.ir.passes import Pass, PassLog, dump, run_passes
+from rlx.ir.passes import Pass, PassEntry, PassLog, dump, run_passes, timed
 from rlx.ir.registry import CONTROL, FUSED
 from rlx.ir.verify import verify
 from rlx.mir.canonicalize import canonicalize
-from rlx.mir.control import optimise_bodies
 from rlx.mir.cse import cse
 from rlx.mir.dce import dce
 from rlx.mir.expand import expand, has_composed
 from rlx.mir.fold_constants import fold_constants
 from rlx.mir.fuse_epilogues import fuse_epilogues
-from rlx.mir.fuse_norms import fuse_norms, quantise_norms
+from rlx.mir.fuse_norms import fuse_norms
 from rlx.mir.fuse_regions import fuse_regions
 from rlx.mir.hoist_weights import Hoisted, hoist_weights
-from rlx.mir.int8 import int8_matmuls
+from rlx.mir.int8_matmuls import int8_matmuls
 from rlx.mir.legalize import legalize
-from rlx.mir.merge_matmuls import merge_gates, merge_matmuls
+from rlx.mir.merge_gates import merge_gates
+from rlx.mir.merge_matmuls import merge_matmuls
 from rlx.mir.merge_ropes import merge_ropes
+from rlx.mir.optimise_bodies import optimise_bodies
 from rlx.mir.patches_as_matmuls import patches_as_matmuls
-from rlx.mir.precision import set_precision
+from rlx.mir.quantise_norms import quantise_norms
 from rlx.mir.report import FusionReport
+from rlx.mir.report_unfused import report_unfused
 from rlx.mir.round_activations import round_activations
+from rlx.mir.set_precision import set_precision
 from rlx.mir.unfuse import unfuse
-from rlx.mir.unfused import report_unfused
-from rlx.mir.weights import weights_first
+from rlx.mir.weights_first import weights_first
 from rlx.mir.widen_late import widen_late
 from rlx.profile import NARROW, CompileProfile, KernelDispatchConfig, Precision
 from rlx.target import Target
@@ -50,95 +57,226 @@ class Optimised:
 
     def text(self) -> str:
         """What the passes did and the graphs they left."""
-        return "\n".join([self.log.text(), str(self.report), self.main.text(), self.bind.text()])
+        return "\n".join([PIPELINE.text(self.log), str(self.report), self.main.text(), self.bind.text()])
 
 
-def arrive(graph: Graph, profile: CompileProfile) -> tuple[Pass, ...]:
-    """What has to happen to a graph first: composed and fused ops come apart, values get the precision asked for."""
-    passes: list[Pass] = []
-    if has_composed(graph, profile.kernel_dispatch) or profile.kernel_dispatch != KernelDispatchConfig():
-        passes.append(partial(expand, dispatch=profile.kernel_dispatch))
-    if passes or any(n.definition.traits & {FUSED, CONTROL} for n in graph.nodes):
-        passes.append(unfuse)
-    if profile.precision.compute in NARROW:
-        mixed = profile.precision.mixed == "auto"
-        passes.append(partial(set_precision, compute=dtype(profile.precision.compute), mixed=mixed))
-    if profile.precision.activations == "int8":
-        passes.append(round_activations)
-    return tuple(passes)
+@dataclass(frozen=True)
+class Request:
+    """What passes are asked for: the graph as built, and for what it is compiled. `certain` as in `hoist_weights`."""
+
+    graph: Graph
+    profile: CompileProfile
+    target: Target | None = None
+    report: FusionReport | None = None
+    certain: bool = True
+
+
+# -- conditions: the docstring says in the table of contents when a pass runs -----------------------------------------
+def has_compositions(r: Request) -> bool:
+    """ops without a kernel"""
+    dispatch = r.profile.kernel_dispatch
+    return has_composed(r.graph, dispatch) or dispatch != KernelDispatchConfig()
+
+
+def has_fused(r: Request) -> bool:
+    """fused ops, loops, or an expanded graph"""
+    return has_compositions(r) or any(n.definition.traits & {FUSED, CONTROL} for n in r.graph.nodes)
+
+
+def is_narrow(r: Request) -> bool:
+    """compute in 16 bits"""
+    return r.profile.precision.compute in NARROW
+
+
+def has_int8_activations(r: Request) -> bool:
+    """int8 activations"""
+    return r.profile.precision.activations == "int8"
+
+
+def has_bodies(r: Request) -> bool:
+    """loops or branches"""
+    return any(CONTROL in node.definition.traits for node in r.graph.nodes)
+
+
+def computes_int8(r: Request) -> bool:
+    """compute in int8"""
+    return r.profile.precision.compute == "int8"
+
+
+def folds(r: Request) -> bool:
+    """unless switched off"""
+    return r.profile.passes.constant_folding
+
+
+def eliminates(r: Request) -> bool:
+    """unless switched off"""
+    return r.profile.passes.dce
+
+
+def fuses(r: Request) -> bool:
+    """unless fusion is skipped"""
+    return not r.profile.fusion.skip
+
+
+def merges_gates(r: Request) -> bool:
+    """unless fusion is skipped, or compute in int8"""
+    return fuses(r) and not computes_int8(r)
+
+
+# -- options of passes ------------------------------------------------------------------------------------------------
+def dispatched(r: Request) -> dict[str, Any]:
+    return {"dispatch": r.profile.kernel_dispatch}
+
+
+def precision(r: Request) -> dict[str, Any]:
+    return {"compute": dtype(r.profile.precision.compute), "mixed": r.profile.precision.mixed == "auto"}
+
+
+def targeted(r: Request) -> dict[str, Any]:
+    return {"target": r.target}
+
+
+def reported(r: Request) -> dict[str, Any]:
+    return {"report": r.report}
+
+
+def merged(r: Request) -> dict[str, Any]:
+    return {"report": r.report, "certain": r.certain}
+
+
+def joined(r: Request) -> dict[str, Any]:
+    """Regions are made of single ops where fusion is skipped, and not joined where the backend is asked not to."""
+    if not fuses(r):
+        return {"join": False}
+    assert r.target is not None
+    return {"report": r.report, "join": not r.profile.backend.of(r.target.device).get("unfuse_regions")}
+
+
+def _plain(r: Request) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A pass at its place in the pipeline: its part of the pipeline, when it runs, and with which options."""
+
+    part: str
+    apply: Callable[..., Any]
+    when: Callable[[Request], bool] | None = None  # always
+    options: Callable[[Request], Mapping[str, Any]] = _plain
+
+    @property
+    def name(self) -> str:
+        return self.apply.__name__
+
+
+class Pipeline(tuple[Step, ...]):
+    """All steps in order."""
+
+    def number(self, apply: Callable[..., Any]) -> int:
+        """The number of the first step that runs a pass."""
+        return next(number for number, step in enumerate(self, 1) if step.apply is apply)
+
+    def passes(self, request: Request, *parts: str) -> list[Pass]:
+        """The passes of some parts that a request asks for, with their options."""
+        chosen: list[Pass] = []
+        for number, step in enumerate(self, 1):
+            if step.part in parts and (step.when is None or step.when(request)):
+                apply = partial(step.apply, **step.options(request))
+                apply.number = number  # type: ignore[attr-defined]
+                chosen.append(apply)
+        return chosen
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, log: PassLog | None = None) -> str:
+        """The table of contents; with a log also what each pass did, all its runs (main, bind, bodies) together."""
+        done: dict[int, list[PassEntry]] = {}
+        for entry in log.entries if log else ():
+            done.setdefault(entry.number, []).append(entry)
+        rows = []
+        for number, step in enumerate(self, 1):
+            condition = f" [{step.when.__doc__}]" if step.when else ""
+            about = (step.apply.__doc__ or "").strip().split("\n")[0]
+            did = "" if log is None else f"{_summary(done.get(number, ()))}  "
+            rows.append(f"{number:2} {step.part:8} {step.name:18} {did}{about}{condition}")
+        return "\n".join(rows)
+
+
+def _summary(entries: Sequence[PassEntry]) -> str:
+    if not entries:
+        return f"{'not run':>44}"
+    before, after, rewrites = (sum(getattr(e, key) for e in entries) for key in ("before", "after", "rewrites"))
+    seconds = sum(e.seconds for e in entries)
+    return f"{before:6} -> {after:6} nodes {rewrites:5} rewritten {seconds * 1e3:7.2f} ms"
+
+
+PIPELINE = Pipeline(
+    (
+        # A graph arrives: composed and fused ops come apart, values get the precision asked for.
+        Step("arrive", expand, has_compositions, dispatched),
+        Step("arrive", unfuse, has_fused),
+        Step("arrive", set_precision, is_narrow, precision),
+        Step("arrive", round_activations, has_int8_activations),
+        Step("bodies", optimise_bodies, has_bodies),
+        # Passes that only make a graph smaller.
+        Step("simplify", canonicalize),
+        Step("simplify", fold_constants, folds),
+        Step("simplify", cse),
+        Step("simplify", dce, eliminates),
+        # Passes that join work on whole tensors, before weights are packed.
+        Step("merge", patches_as_matmuls),
+        Step("merge", legalize, options=targeted),
+        Step("merge", widen_late),
+        Step("merge", merge_gates, merges_gates, merged),
+        Step("merge", merge_matmuls, fuses, merged),
+        Step("merge", canonicalize, fuses),
+        Step("merge", merge_ropes, fuses, reported),
+        Step("merge", canonicalize, fuses),
+        Step("merge", int8_matmuls, computes_int8),
+        Step("merge", dce, eliminates),
+        Step("split", hoist_weights),
+        # Passes that join elementwise work, after weights are packed.
+        Step("fuse", weights_first),
+        Step("fuse", fuse_norms, fuses, reported),
+        Step("fuse", quantise_norms, fuses, reported),
+        Step("fuse", fuse_regions, options=joined),
+        Step("fuse", fuse_epilogues, fuses, reported),
+        Step("fuse", dce, eliminates),
+    )
+)
 
 
 def rounded(graph: Graph, profile: CompileProfile) -> Graph:
     """The graph as the reference device runs it: nothing is made faster, numbers have the precision of the profile."""
     if profile.precision.compute == "f32" and profile.precision.activations != "int8":
         return graph
-    passes = arrive(graph, profile)
+    passes = PIPELINE.passes(Request(graph, profile), "arrive")
     if profile.precision.compute == "int8":
-        passes = (*passes, patches_as_matmuls, legalize, int8_matmuls)
+        passes += [patches_as_matmuls, legalize, int8_matmuls]
     return run_passes(graph, passes)
 
 
-def simplify() -> tuple[Pass, ...]:
-    """Passes that only make a graph smaller."""
-    return (canonicalize, fold_constants, cse, dce)
-
-
-def merge(report: FusionReport, target: Target, *, gates: bool, certain: bool = True) -> tuple[Pass, ...]:
-    """Passes that join work on whole tensors, before weights are packed; `certain` as in `hoist_weights`."""
-    return (
-        patches_as_matmuls,
-        partial(legalize, target=target),
-        widen_late,
-        *((partial(merge_gates, report=report, certain=certain),) if gates else ()),
-        partial(merge_matmuls, report=report, certain=certain),
-        canonicalize,
-        partial(merge_ropes, report=report),
-        canonicalize,
-    )
-
-
-def fuse(report: FusionReport, profile: CompileProfile, target: Target) -> tuple[Pass, ...]:
-    """Passes that join elementwise work, after weights are packed."""
-    if profile.fusion.skip:
-        return (weights_first, partial(fuse_regions, join=False), dce)
-    return (
-        weights_first,
-        partial(fuse_norms, report=report),
-        partial(quantise_norms, report=report),
-        partial(fuse_regions, report=report, join=not profile.backend.of(target.device).get("unfuse_regions")),
-        partial(fuse_epilogues, report=report),
-        dce,
-    )
-
-
-def chosen(passes: Sequence[Pass], profile: CompileProfile) -> tuple[Pass, ...]:
-    """The passes that a profile does not switch off."""
-    off: list[Pass] = [] if profile.passes.dce else [dce]
-    off += [] if profile.passes.constant_folding else [fold_constants]
-    return tuple(p for p in passes if p not in off)
-
-
-def split(
-    graph: Graph, target: Target, profile: CompileProfile, report: FusionReport, log: PassLog, *, certain: bool = True
-) -> Hoisted:
+def _split(request: Request, log: PassLog) -> Hoisted:
     """The graph without what depends on weights alone, and that by itself; bodies of loops and branches are done.
 
     A body that may not run at all is not `certain`: nothing that can fail leaves it.
     """
-
-    int8 = profile.precision.compute == "int8"
-    inside = replace(profile, precision=Precision()) if int8 else profile  # what is in a loop stays f32
+    graph, profile, target = request.graph, request.profile, request.target
+    assert target is not None
+    # What is in a loop stays f32.
+    inside = replace(profile, precision=Precision()) if computes_int8(request) else profile
 
     def body(inner: Graph, certain: bool) -> Hoisted:
-        parts = split(unfuse(inner), target, inside, report, log, certain=certain)
-        return replace(parts, main=run_passes(parts.main, chosen(fuse(report, profile, target), profile), log))
+        asked = replace(request, graph=unfuse(inner), profile=inside, certain=certain)
+        parts = _split(asked, log)
+        return replace(parts, main=run_passes(parts.main, PIPELINE.passes(asked, "fuse"), log))
 
-    graph = optimise_bodies(graph, body)
-    merging = merge(report, target, gates=not int8, certain=certain)
-    if profile.fusion.skip:
-        merging = (patches_as_matmuls, partial(legalize, target=target), widen_late)
-    passes = (*simplify(), *merging, *((int8_matmuls,) if int8 else ()), dce)
-    return hoist_weights(run_passes(graph, chosen(passes, profile), log), target, certain=certain)
+    if has_bodies(request):
+        graph = timed(log, PIPELINE.number(optimise_bodies), optimise_bodies, graph, body)
+    graph = run_passes(graph, PIPELINE.passes(request, "simplify", "merge"), log)
+    return timed(log, PIPELINE.number(hoist_weights), hoist_weights, graph, target, certain=request.certain)
 
 
 def optimise(graph: Graph, target: Target, profile: CompileProfile | None = None) -> Optimised:
@@ -146,13 +284,14 @@ def optimise(graph: Graph, target: Target, profile: CompileProfile | None = None
     profile = profile or CompileProfile()
     report, log = FusionReport(), PassLog()
     dump(graph, "built")
-    graph = run_passes(graph, chosen(arrive(graph, profile), profile), log)
-    hoisted = split(graph, target, profile, report, log)
+    request = Request(graph, profile, target, report)
+    graph = run_passes(graph, PIPELINE.passes(request, "arrive"), log)
+    hoisted = _split(replace(request, graph=graph), log)
     for part in (hoisted.main, hoisted.bind):
         verify(part, log.typed)
         dump(part, "hoist_weights")
-    main = run_passes(hoisted.main, chosen(fuse(report, profile, target), profile), log)
-    bind = run_passes(hoisted.bind, chosen(fuse(FusionReport(), profile, target), profile), log)
+    main = run_passes(hoisted.main, PIPELINE.passes(request, "fuse"), log)
+    bind = run_passes(hoisted.bind, PIPELINE.passes(replace(request, report=FusionReport()), "fuse"), log)
     if not profile.fusion.skip:
         report_unfused(main, report)
     log.typed.clear()  # nodes of all passes

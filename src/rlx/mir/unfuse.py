@@ -26,9 +26,7 @@ def _comes_apart(node: Node) -> bool:
 def _visit(rewriter: Rewriter, node: Node) -> Value | tuple[Value, ...] | None:
     if not _comes_apart(node):
         return None
-    start = len(rewriter.graph)
     assert node.definition.decompose is not None
-    parts: Value | tuple[Value, ...] = node.definition.decompose(*rewriter.operands(node), **node.attrs)
-    for made in rewriter.graph.nodes[start:]:
-        object.__setattr__(made, "origin", node.origin)
+    with rewriter.graph.scope(node.origin):
+        parts: Value | tuple[Value, ...] = node.definition.decompose(*rewriter.operands(node), **node.attrs)
     return parts

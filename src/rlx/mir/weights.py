@@ -8,7 +8,6 @@ from typing import Any
 from rlx.dtypes import DType
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import CHECKS_DATA, CHECKS_SIZES, CONTROL
-from rlx.ir.rewrite import Rewriter
 from rlx.types import Dim, TensorType
 
 
@@ -61,20 +60,6 @@ def _symbols(parts: Iterable[Any]) -> set[str]:
     return found
 
 
-def weights_first(graph: Graph) -> Graph:
-    """The same graph with weight nodes in front, so that merged weights can be used anywhere."""
-    weights = weight_nodes(graph)
-    if weights.issuperset(graph.nodes[: len(weights)]):
-        return graph
-    rewriter = Rewriter(graph, "weights_first")
-    for wanted in (True, False):
-        for node in graph.nodes:
-            if (node in weights) == wanted:
-                rewriter.values.update(zip(node.results, rewriter.copy(node), strict=True))
-    rewriter.graph.outputs = tuple(rewriter.values[o] for o in graph.outputs)
-    return rewriter.graph
-
-
 def packed_rows(value: Value) -> Value | None:
     """The packed tensor [..., n, k] that a weight [..., k, n] is the unpacked transpose of, if it is one."""
     if value.node.op != "transpose" or value.node.attrs["axes"] not in ((1, 0), (0, 2, 1)):
@@ -102,3 +87,10 @@ def storage_of(weight: Value) -> DType:
 def is_matrix(value: Value, weights: set[Node]) -> bool:
     """A two-dimensional weight."""
     return value.node in weights and value.rank == 2
+
+
+def sides(matmul: Node) -> tuple[Value, Value]:
+    """The two factors of a matmul."""
+    a, b, *_ = matmul.operands
+    assert a is not None and b is not None
+    return a, b

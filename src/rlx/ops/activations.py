@@ -8,6 +8,7 @@ import numpy as np
 
 from rlx.dtypes import dtype as dtype_of
 from rlx.errors import DTypeError, ShapeError
+from rlx.ir.independence import never
 from rlx.ir.registry import f32, op, sample
 from rlx.types import TensorType
 
@@ -46,7 +47,12 @@ def _round_blocks(x: Any, *, block: int) -> Any:
     return (codes * scale).astype(x.dtype).reshape(x.shape)
 
 
-@op("round_blocks", reference=_round_blocks, samples=[sample(f32(3, 64), block=32), sample(f32(2, 2, 256), block=256)])
+@op(
+    "round_blocks",
+    independent=never,
+    reference=_round_blocks,
+    samples=[sample(f32(3, 64), block=32), sample(f32(2, 2, 256), block=256)],
+)
 def round_blocks(x: TensorType, *, block: int) -> TensorType:
     """x as 8-bit numbers with one scale for each `block` of them along the last axis: what that keeps of it."""
     check_blocks("round_blocks", x, block)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlx.errors import DTypeError, GraphError, ShapeError
+from rlx.ir.graph import Node
+from rlx.ir.independence import never
 from rlx.ir.registry import Sample, Spec, boolean, f32, i32, op, sample
 from rlx.types import TensorType, require_equal
 
@@ -170,8 +173,13 @@ def _heads(batch: int, q: int, k: int, heads: int, kv: int, dim: int) -> tuple[S
     return f32(batch, q, heads, dim), f32(batch, k, kv, dim), f32(batch, k, kv, dim)
 
 
+def _by_entries(node: Node, batched: Sequence[bool]) -> bool:
+    """Queries, keys and values of each entry by themselves."""
+    return all(batched[:3])
+
+
 @op(
-    "attention", reference=_attention, tolerance=1e-5,
+    "attention", independent=_by_entries, reference=_attention, tolerance=1e-5,
     samples=[
         sample(*_heads(2, 5, 5, 4, 4, 8)), sample(*_heads(1, 70, 70, 4, 2, 16), mask_kind="causal"),
         sample(*_heads(2, 1, 67, 6, 2, 32), mask_kind="causal"),
@@ -226,7 +234,7 @@ _SAMPLES = [
 ]  # fmt: skip
 
 
-@op("attention_lse", reference=_attention_lse, tolerance=1e-5, samples=_SAMPLES)
+@op("attention_lse", independent=never, reference=_attention_lse, tolerance=1e-5, samples=_SAMPLES)
 def attention_lse(
     q: TensorType,
     k: TensorType,
@@ -259,7 +267,13 @@ def _grad_sample(forward: Sample) -> Sample:
     return sample(q, k, v, f32(*q.shape[:3], v.shape[3]), *rows, *mask, **forward.attrs)
 
 
-@op("attention_grad", reference=_attention_grad, tolerance=2e-5, samples=[_grad_sample(s) for s in _SAMPLES])
+@op(
+    "attention_grad",
+    independent=never,
+    reference=_attention_grad,
+    tolerance=2e-5,
+    samples=[_grad_sample(s) for s in _SAMPLES],
+)
 def attention_grad(
     q: TensorType,
     k: TensorType,

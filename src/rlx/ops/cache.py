@@ -18,6 +18,7 @@ import numpy as np
 
 from rlx.dtypes import BY_NAME, F32
 from rlx.errors import DTypeError, GraphError, KernelError, ShapeError
+from rlx.ir.independence import never
 from rlx.ir.registry import CHECKS_DATA, TAKES_PACKED, f32, i32, op, packed, sample
 from rlx.ops.attention import split_mask
 from rlx.ops.quant import unpacked
@@ -87,7 +88,7 @@ def _kv_append(pool: Any, new: Any, positions: Any, table: Any, rows: Any = None
 
 # -- appending --------------------------------------------------------------------------------------------------------
 @op(
-    "kv_append", reference=_kv_append, traits=[TAKES_PACKED, CHECKS_DATA],
+    "kv_append", independent=never, reference=_kv_append, traits=[TAKES_PACKED, CHECKS_DATA],
     samples=[
         sample(f32(3, 5, 8, 64), f32(2, 5, 3, 8), i32(2, 5, low=-2, high=128), i32(2, 2, low=0, high=5, distinct=True),
                axes="hpds"),
@@ -176,7 +177,8 @@ def _cached_attention(
 
 
 @op(
-    "cached_attention", reference=_cached_attention, tolerance=1e-5, traits=[TAKES_PACKED, CHECKS_DATA],
+    "cached_attention", independent=never, reference=_cached_attention, tolerance=1e-5,
+    traits=[TAKES_PACKED, CHECKS_DATA],
     samples=[
         sample(f32(2, 3, 4, 16), f32(2, 5, 16, 64), f32(2, 5, 64, 16), i32(2, 3, low=-2, high=128),
                i32(2, 2, low=0, high=5), key_axes="hpds", value_axes="hpsd"),

@@ -8,6 +8,7 @@ import numpy as np
 
 from rlx.errors import DTypeError, ShapeError
 from rlx.ir.graph import Value
+from rlx.ir.independence import never
 from rlx.ir.registry import SEGMENTED, f32, i32, op, sample
 from rlx.ops.recurrent import check_floats, check_segments, check_shape, earlier, repeated
 from rlx.types import TensorType
@@ -44,7 +45,7 @@ def _depthwise_conv1d_causal_apart(
 
 
 @op(
-    "depthwise_conv1d_causal", reference=_depthwise_conv1d_causal, tolerance=2e-6, traits=[SEGMENTED],
+    "depthwise_conv1d_causal", independent=never, reference=_depthwise_conv1d_causal, tolerance=2e-6, traits=[SEGMENTED],
     decompose=_depthwise_conv1d_causal_apart,
     samples=[
         sample(f32(2, 9, 3), f32(3, 4), f32(2, 3, 3), i32(2, 9, low=0, high=2), kernel_size=4),
@@ -90,7 +91,7 @@ def _depthwise_conv1d_causal_carry(
 
 
 @op(
-    "depthwise_conv1d_causal_carry", reference=_depthwise_conv1d_causal_carry, tolerance=2e-6,
+    "depthwise_conv1d_causal_carry", independent=never, reference=_depthwise_conv1d_causal_carry, tolerance=2e-6,
     samples=[
         sample(f32(2, 5, 3), f32(3, 4), f32(2, 3, 3), i32(2, low=0, high=6), kernel_size=4),
         sample(f32(3, 1, 70), f32(70, 1, 4), f32(3, 3, 70), i32(3, low=0, high=2), kernel_size=4),

@@ -14,6 +14,7 @@ import numpy as np
 from rlx.errors import BindError, DTypeError, GraphError, KernelError, ShapeError
 from rlx.ir import evaluate
 from rlx.ir.graph import Graph
+from rlx.ir.independence import never
 from rlx.ir.registry import CONTROL, FUSED, TAKES_PACKED, op
 from rlx.types import Size, TensorType, broadcast, require_equal
 from rlx.types import evaluate as size_of
@@ -103,7 +104,7 @@ def _scan(
     return (*state, *ys)
 
 
-@op("scan", reference=_scan, traits=[CONTROL, TAKES_PACKED])
+@op("scan", independent=never, reference=_scan, traits=[CONTROL, TAKES_PACKED])
 def scan(
     *operands: TensorType,
     body: Graph,
@@ -156,7 +157,7 @@ def _while_loop(
     return tuple(state)
 
 
-@op("while_loop", reference=_while_loop, traits=[CONTROL, TAKES_PACKED])
+@op("while_loop", independent=never, reference=_while_loop, traits=[CONTROL, TAKES_PACKED])
 def while_loop(
     *operands: TensorType, cond: Graph, body: Graph, carries: int, max_steps: int | None = None
 ) -> tuple[TensorType, ...]:
@@ -189,7 +190,7 @@ def _ended(x: Any, more: Any) -> Any:
     return np.broadcast_to(x, np.broadcast_shapes(x.shape, more.shape))
 
 
-@op("ended", reference=_ended, traits=[FUSED])
+@op("ended", independent=never, reference=_ended, traits=[FUSED])
 def ended(x: TensorType, more: TensorType) -> TensorType:
     """`x`, a result of a while loop with `max_steps`; an error at run time where `more`, its condition, still holds."""
     if not more.dtype.is_bool:
@@ -201,7 +202,7 @@ def _cond(predicate: Any, *operands: Any, then_body: Graph, else_body: Graph, bi
     return tuple(run_body(then_body if predicate.item() else else_body, operands, binding))
 
 
-@op("cond", reference=_cond, traits=[CONTROL, TAKES_PACKED])
+@op("cond", independent=never, reference=_cond, traits=[CONTROL, TAKES_PACKED])
 def cond(
     predicate: TensorType, *operands: TensorType, then_body: Graph, else_body: Graph
 ) -> TensorType | tuple[TensorType, ...]:

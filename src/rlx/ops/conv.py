@@ -9,6 +9,7 @@ import numpy as np
 
 from rlx.errors import BindError, DTypeError, GraphError, ShapeError
 from rlx.ir.graph import Value
+from rlx.ir.independence import never
 from rlx.ir.registry import CHECKS_SIZES, COMPOSED, f32, op, sample
 from rlx.types import Size, TensorType, require_equal
 
@@ -60,7 +61,7 @@ def _conv2d(x: Any, weight: Any, bias: Any = None, *, stride: Any, padding: Any,
 
 
 @op(
-    "conv2d", reference=_conv2d, tolerance=1e-5, traits=[CHECKS_SIZES],
+    "conv2d", independent=never, reference=_conv2d, tolerance=1e-5, traits=[CHECKS_SIZES],
     samples=[
         sample(f32(2, 3, 7, 8), f32(4, 3, 3, 2), f32(4)),
         sample(f32(1, 4, 6, 9), f32(6, 2, 3, 3), padding=1, groups=2),
@@ -107,7 +108,7 @@ def _pool2d(x: Any, *, kind: str, kernel: Any, stride: Any, padding: Any) -> Any
 
 
 @op(
-    "pool2d", reference=_pool2d, tolerance=1e-6, traits=[CHECKS_SIZES],
+    "pool2d", independent=never, reference=_pool2d, tolerance=1e-6, traits=[CHECKS_SIZES],
     samples=[
         sample(f32(2, 3, 7, 8), kind="max", kernel=2), sample(f32(1, 2, 9, 20), kind="mean", kernel=(3, 2), stride=2),
         sample(f32(1, 2, 6, 7), kind="max", kernel=3, stride=1, padding=1),
@@ -161,7 +162,7 @@ def _conv1d_apart(
 
 
 @op(
-    "conv1d", reference=_conv1d, decompose=_conv1d_apart, traits=[COMPOSED], tolerance=1e-5,
+    "conv1d", independent=never, reference=_conv1d, decompose=_conv1d_apart, traits=[COMPOSED], tolerance=1e-5,
     samples=[
         sample(f32(2, 3, 20), f32(4, 3, 5), f32(4), padding=2), sample(f32(1, 4, 33), f32(6, 2, 3), groups=2, stride=2),
         sample(f32(1, 2, 17), f32(3, 2, 3), dilation=2),
@@ -200,7 +201,7 @@ def _pool1d_apart(x: Value, *, kind: str, kernel: int, stride: int | None, paddi
 
 
 @op(
-    "pool1d", reference=_pool1d, decompose=_pool1d_apart, traits=[COMPOSED], tolerance=1e-6,
+    "pool1d", independent=never, reference=_pool1d, decompose=_pool1d_apart, traits=[COMPOSED], tolerance=1e-6,
     samples=[
         sample(f32(2, 3, 20), kind="max", kernel=2), sample(f32(1, 4, 33), kind="mean", kernel=3, stride=2, padding=1),
         sample(f32(1, 2, 17), kind="max", kernel=5, stride=1, padding=2),

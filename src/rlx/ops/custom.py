@@ -12,6 +12,7 @@ from typing import Any
 
 from rlx.errors import DTypeError, GraphError, ShapeError, nearest
 from rlx.ir.graph import Graph, Value
+from rlx.ir.independence import never
 from rlx.ir.registry import COMPOSED, CONTROL, op
 from rlx.ir.rewrite import inline
 from rlx.ops.control import run_body
@@ -138,7 +139,7 @@ def _inlined(*operands: Value, fwd_body: Graph, **_: Graph | None) -> tuple[Valu
     return inline(operands[0].graph, fwd_body, operands)
 
 
-@op("custom_fn", reference=_custom_fn, traits=[CONTROL, COMPOSED], decompose=_inlined)
+@op("custom_fn", independent=never, reference=_custom_fn, traits=[CONTROL, COMPOSED], decompose=_inlined)
 def custom_fn(
     *operands: TensorType, fwd_body: Graph, vjp_body: Graph | None = None, jvp_body: Graph | None = None
 ) -> TensorType | tuple[TensorType, ...]:

@@ -15,7 +15,8 @@ from rlx.dtypes import F32, DType
 from rlx.dtypes import dtype as dtype_of
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.ir import evaluate
-from rlx.ir.graph import Graph, Value
+from rlx.ir.graph import Graph, Node, Value
+from rlx.ir.independence import aligned, by_rows, matrices, never
 from rlx.ir.registry import CHECKS_DATA, FUSED, TAKES_PACKED, op
 from rlx.ir.rewrite import inline
 from rlx.layouts import Layout, WeightLayout
@@ -54,7 +55,7 @@ def _region_apart(*xs: Value, body: Graph) -> tuple[Value, ...]:
     return inline(xs[0].graph, body, xs)
 
 
-@op("region", reference=_region, traits=[FUSED], decompose=_region_apart)
+@op("region", independent=aligned, reference=_region, traits=[FUSED], decompose=_region_apart)
 def region(*xs: TensorType, body: Graph) -> TensorType | tuple[TensorType, ...]:
     """Elementwise ops in one kernel: each element is loaded once, computed in registers, stored once."""
     result = _check_body("region", body, xs)
@@ -68,7 +69,12 @@ def _prepack(*ws: Any, layout: Layout) -> Any:
     return layout.pack(*ws)
 
 
-@op("prepack", reference=_prepack, traits=[FUSED, TAKES_PACKED])
+def _by_rows_of_layout(node: Node, batched: Sequence[bool]) -> bool:
+    """A layout that packs each row by itself; the last axis is not the first."""
+    return node.attrs["layout"].by_rows and node.types[0].rank > 1
+
+
+@op("prepack", independent=_by_rows_of_layout, reference=_prepack, traits=[FUSED, TAKES_PACKED])
 def prepack(*ws: TensorType, layout: Layout) -> TensorType:
     """Weights, or the left side of a matmul, as kernels of a target read them; the layout says how."""
     return layout.packed_type(*ws)
@@ -132,7 +138,13 @@ def _check_stored(where: str, computed: DType, kept: DType) -> None:
         raise DTypeError(f"{where}: x is {computed}, the weight {kept}", hint=hint)
 
 
-@op("fused_matmul", reference=_fused_matmul, traits=[FUSED, TAKES_PACKED], decompose=_fused_matmul_apart)
+@op(
+    "fused_matmul",
+    independent=matrices,
+    reference=_fused_matmul,
+    traits=[FUSED, TAKES_PACKED],
+    decompose=_fused_matmul_apart,
+)
 def fused_matmul(
     x: TensorType,
     *rest: TensorType,
@@ -182,7 +194,7 @@ def _fused_grouped_apart(
 
 
 @op(
-    "fused_grouped", reference=_fused_grouped, traits=[FUSED, CHECKS_DATA, TAKES_PACKED],
+    "fused_grouped", independent=never, reference=_fused_grouped, traits=[FUSED, CHECKS_DATA, TAKES_PACKED],
     decompose=_fused_grouped_apart,
 )  # fmt: skip
 def fused_grouped(
@@ -216,7 +228,7 @@ def _residual_norm_apart(
     return x.graph.one(f"{kind}_norm", total, gamma, beta, eps=eps), total
 
 
-@op("residual_norm", reference=_residual_norm, traits=[FUSED], decompose=_residual_norm_apart)
+@op("residual_norm", independent=by_rows, reference=_residual_norm, traits=[FUSED], decompose=_residual_norm_apart)
 def residual_norm(
     x: TensorType,
     residual: TensorType,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import ShapeError
+from rlx.ir.independence import never
 from rlx.ir.registry import FUSED, f32, i32, op, sample
 from rlx.ops.recurrent import (
     CHUNK,
@@ -81,7 +82,7 @@ def _delta_operands(batch: int, seq: int, heads: int, n: int) -> tuple[Any, ...]
 
 
 @op(
-    "gated_delta_net", reference=_gated_delta_net, tolerance=1e-5,
+    "gated_delta_net", independent=never, reference=_gated_delta_net, tolerance=1e-5,
     samples=[
         sample(*_delta_operands(2, 5, 3, 4), i32(2, 5, low=0, high=2), state_size=4),
         sample(*_delta_operands(1, 70, 2, 16), i32(1, 70, low=0, high=2), state_size=16),
@@ -104,7 +105,7 @@ def gated_delta_net(
 
 
 @op(
-    "gated_delta_net_carry", reference=_gated_delta_net_carry, tolerance=1e-5,
+    "gated_delta_net_carry", independent=never, reference=_gated_delta_net_carry, tolerance=1e-5,
     samples=[
         sample(*_delta_operands(2, 5, 3, 4), f32(2, 3, 4, 4), i32(2, 5, low=0, high=2), state_size=4),
         sample(*_delta_operands(2, 5, 3, 4), f32(2, 3, 4, 4), state_size=4),
@@ -121,7 +122,7 @@ def gated_delta_net_carry(
     return v, state
 
 
-@op("gated_delta_net_kept", reference=_gated_delta_net_kept, traits=[FUSED])
+@op("gated_delta_net_kept", independent=never, reference=_gated_delta_net_kept, traits=[FUSED])
 def gated_delta_net_kept(
     q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType, state: TensorType,
     segments: TensorType | None = None, *, state_size: int, chunk: int = CHUNK,
@@ -170,7 +171,7 @@ def _gated_delta_net_backward(
     return dq, dk, dv, dg, dbeta, ds
 
 
-@op("gated_delta_net_backward", reference=_gated_delta_net_backward, traits=[FUSED])
+@op("gated_delta_net_backward", independent=never, reference=_gated_delta_net_backward, traits=[FUSED])
 def gated_delta_net_backward(
     q: TensorType, k: TensorType, g: TensorType, beta: TensorType, states: TensorType, misses: TensorType,
     d_out: TensorType, d_last: TensorType, segments: TensorType | None = None, *, state_size: int, chunk: int = CHUNK,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import ShapeError
+from rlx.ir.independence import never
 from rlx.ir.registry import f32, i32, op, sample
 from rlx.ops.recurrent import check_floats, check_segments, check_shape, starts_of
 from rlx.types import TensorType
@@ -25,7 +26,7 @@ def _gated_linear_attention_carry(
 
 
 @op(
-    "gated_linear_attention_carry", reference=_gated_linear_attention_carry, tolerance=1e-5,
+    "gated_linear_attention_carry", independent=never, reference=_gated_linear_attention_carry, tolerance=1e-5,
     samples=[
         sample(
             f32(2, 5, 1, 3), f32(2, 5, 1, 3), f32(2, 5, 4, 16), f32(2, 5, 4, low=-1, high=0), f32(2, 4, 3, 16),

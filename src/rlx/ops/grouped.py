@@ -11,6 +11,7 @@ from rlx.dtypes import I32, promote
 from rlx.dtypes import dtype as dtype_of
 from rlx.errors import DTypeError, KernelError, ShapeError
 from rlx.ir.graph import Value
+from rlx.ir.independence import never
 from rlx.ir.registry import CHECKS_DATA, COMPOSED, FUSED, f32, i32, op, sample
 from rlx.types import Size, TensorType, require_equal
 
@@ -47,7 +48,7 @@ def _grouped_matmul(x: Any, w: Any, index: Any) -> Any:
 
 
 @op(
-    "grouped_matmul", reference=_grouped_matmul, tolerance=1e-5, traits=[CHECKS_DATA],
+    "grouped_matmul", independent=never, reference=_grouped_matmul, tolerance=1e-5, traits=[CHECKS_DATA],
     samples=[
         sample(f32(5, 4), f32(3, 4, 6), i32(5, low=0, high=3)),
         sample(f32(9, 65), f32(4, 65, 130), i32(9, low=0, high=4)),
@@ -80,7 +81,7 @@ def _group_rows(index: Any, *, groups: int) -> Any:
 
 
 @op(
-    "group_rows", reference=_group_rows, traits=[CHECKS_DATA],
+    "group_rows", independent=never, reference=_group_rows, traits=[CHECKS_DATA],
     samples=[
         sample(i32(9, low=0, high=4), groups=4), sample(i32(130, low=0, high=3), groups=7),
         sample(i32(1, low=0, high=1), groups=1), sample(i32(0, low=0, high=1), groups=2),
@@ -119,7 +120,8 @@ def _grouped_outer_apart(x: Value, y: Value, index: Value, *, groups: Size) -> V
 
 
 @op(
-    "grouped_outer", reference=_grouped_outer, decompose=_grouped_outer_apart, traits=[COMPOSED], tolerance=1e-5,
+    "grouped_outer", independent=never,
+    reference=_grouped_outer, decompose=_grouped_outer_apart, traits=[COMPOSED], tolerance=1e-5,
     samples=[
         sample(f32(5, 4), f32(5, 6), i32(5, low=0, high=3), groups=3),
         sample(f32(19, 65), f32(19, 130), i32(19, low=0, high=4), groups=6),
@@ -145,7 +147,7 @@ def _outer_of_runs(x: Any, y: Any, starts: Any) -> Any:
     return np.stack(pieces) if pieces else np.zeros((0, x.shape[0], y.shape[1]), x.dtype)
 
 
-@op("outer_of_runs", reference=_outer_of_runs, traits=[FUSED])
+@op("outer_of_runs", independent=never, reference=_outer_of_runs, traits=[FUSED])
 def outer_of_runs(x: TensorType, y: TensorType, starts: TensorType) -> TensorType:
     """x[:, s:e] @ y[s:e] from each start to the next: [k, rows] and [rows, n] give [starts - 1, k, n]."""
     return TensorType((starts.shape[0] - 1, x.shape[0], y.shape[1]), x.dtype)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from rlx.dtypes import F32
 from rlx.errors import DTypeError, KernelError, ShapeError
+from rlx.ir.graph import Node
+from rlx.ir.independence import never
 from rlx.ir.registry import CHECKS_DATA, TAKES_PACKED, boolean, f32, i32, op, sample
 from rlx.ops.quant import unpacked
 from rlx.types import TensorType, axis_index, require_equal
@@ -34,8 +37,13 @@ def _integers(where: str, indices: TensorType) -> None:
         raise DTypeError(f"{where}: indices are integers, found {indices.dtype}", hint="cast with x.astype('i32')")
 
 
+def _rows_of_a_table(node: Node, batched: Sequence[bool]) -> bool:
+    """Each entry reads a table that all share."""
+    return not batched[0] and node.attrs["axis"] == 0
+
+
 @op(
-    "gather", reference=_gather,
+    "gather", independent=_rows_of_a_table, reference=_gather,
     samples=[
         sample(f32(7, 5), i32(4, low=0, high=7)), sample(f32(7, 65), i32(2, 3, low=0, high=7)),
         sample(f32(3, 7, 5), i32(4, low=0, high=7), axis=1), sample(f32(3, 70), i32(2, 2, low=0, high=70), axis=-1),
@@ -67,7 +75,7 @@ def _scatter_add(x: Any, indices: Any, updates: Any) -> Any:
 
 
 @op(
-    "scatter_add", reference=_scatter_add, tolerance=5e-6, traits=[CHECKS_DATA],
+    "scatter_add", independent=never, reference=_scatter_add, tolerance=5e-6, traits=[CHECKS_DATA],
     samples=[
         sample(f32(7, 5), i32(4, low=0, high=7), f32(4, 5)), sample(f32(3, 65), i32(20, low=0, high=3), f32(20, 65)),
         sample(f32(6), i32(9, low=0, high=6), f32(9)), sample(i32(5, 3), i32(2, 4, low=0, high=5), i32(2, 4, 3)),
@@ -96,7 +104,7 @@ def _scatter(x: Any, indices: Any, updates: Any) -> Any:
 
 
 @op(
-    "scatter", reference=_scatter, traits=[CHECKS_DATA],
+    "scatter", independent=never, reference=_scatter, traits=[CHECKS_DATA],
     samples=[
         sample(f32(7, 5), i32(4, low=0, high=7), f32(4, 5)), sample(f32(3, 65), i32(20, low=0, high=3), f32(20, 65)),
         sample(f32(6), i32(9, low=0, high=6), f32(9)), sample(i32(5, 3), i32(2, 4, low=0, high=5), i32(2, 4, 3)),

@@ -9,6 +9,7 @@ import numpy as np
 from rlx.dtypes import U8
 from rlx.errors import DTypeError, ShapeError
 from rlx.ir.graph import Value
+from rlx.ir.independence import by_rows
 from rlx.ir.registry import FUSED, f32, op, sample
 from rlx.ops.elementwise import cast_array
 from rlx.ops.norm import check_scale, layer_norm_array, rms_norm_array
@@ -26,7 +27,7 @@ def _quantise_rows(x: Any) -> tuple[Any, Any, Any]:
 
 
 @op(
-    "quantise_rows", reference=_quantise_rows,
+    "quantise_rows", independent=by_rows, reference=_quantise_rows,
     samples=[sample(f32(4, 33)), sample(f32(2, 3, 130, low=-0.2, high=5.0)), sample(f32(64)), sample(f32(3, 1))],
 )  # fmt: skip
 def quantise_rows(x: TensorType) -> tuple[TensorType, TensorType, TensorType]:
@@ -63,7 +64,7 @@ def _quantised_norm_apart(
     return *rows, *([y] if keep else []), *([] if residual is None else [total])
 
 
-@op("quantised_norm", reference=_quantised_norm, traits=[FUSED], decompose=_quantised_norm_apart)
+@op("quantised_norm", independent=by_rows, reference=_quantised_norm, traits=[FUSED], decompose=_quantised_norm_apart)
 def quantised_norm(
     x: TensorType,
     residual: TensorType | None = None,

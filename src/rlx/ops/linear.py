@@ -9,6 +9,7 @@ import numpy as np
 from rlx.dtypes import I8, I32, U8, promote
 from rlx.dtypes import dtype as dtype_of
 from rlx.errors import DTypeError, ShapeError
+from rlx.ir.independence import matrices
 from rlx.ir.registry import FUSED, f32, i32, op, sample
 from rlx.types import TensorType, broadcast, require_equal
 
@@ -19,7 +20,7 @@ def _matmul(a: Any, b: Any) -> Any:
 
 
 @op(
-    "matmul", reference=_matmul, tolerance=1e-5,
+    "matmul", independent=matrices, reference=_matmul, tolerance=1e-5,
     samples=[
         sample(f32(3, 4), f32(4, 5)), sample(f32(7, 65), f32(65, 130)), sample(f32(2, 3, 4), f32(4, 5)),
         sample(f32(2, 1, 3, 17), f32(5, 17, 6)), sample(f32(1, 64), f32(64, 64)), sample(i32(3, 4), i32(4, 5)),
@@ -48,7 +49,7 @@ def _integer_matmul(a: Any, b: Any) -> Any:
     return np.matmul(a.astype(np.float64), b.astype(np.float64)).astype(np.int32)
 
 
-@op("integer_matmul", reference=_integer_matmul, traits=[FUSED])
+@op("integer_matmul", independent=matrices, reference=_integer_matmul, traits=[FUSED])
 def integer_matmul(a: TensorType, b: TensorType) -> TensorType:
     """Matrix product of 8-bit integers, u8 by i8, summed up as i32."""
     if a.dtype is not U8 or b.dtype is not I8:

@@ -8,6 +8,7 @@ import numpy as np
 
 from rlx.errors import DTypeError, KernelError, ShapeError
 from rlx.ir.graph import Value
+from rlx.ir.independence import never
 from rlx.ir.registry import CHECKS_DATA, f32, i32, op, sample
 from rlx.types import TensorType, require_equal
 
@@ -49,7 +50,7 @@ def _cross_entropy(logits: Any, labels: Any, *, ignore_index: int) -> Any:
 
 
 @op(
-    "cross_entropy", reference=_cross_entropy, tolerance=2e-6, traits=[CHECKS_DATA],
+    "cross_entropy", independent=never, reference=_cross_entropy, tolerance=2e-6, traits=[CHECKS_DATA],
     samples=[
         sample(f32(4, 7), i32(4, low=0, high=7)), sample(f32(2, 3, 130), i32(2, 3, low=0, high=130)),
         sample(f32(65), i32(low=0, high=65)), sample(f32(9, 5), i32(9, low=-1, high=5), ignore_index=-1),
@@ -85,7 +86,8 @@ def _cross_entropy_grad_apart(logits: Value, labels: Value, dy: Value, *, ignore
 
 
 @op(
-    "cross_entropy_grad", reference=_cross_entropy_grad, decompose=_cross_entropy_grad_apart, tolerance=2e-6,
+    "cross_entropy_grad", independent=never,
+    reference=_cross_entropy_grad, decompose=_cross_entropy_grad_apart, tolerance=2e-6,
     traits=[CHECKS_DATA],
     samples=[
         sample(f32(4, 7), i32(4, low=0, high=7), f32(4)),

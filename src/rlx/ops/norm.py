@@ -8,6 +8,7 @@ import numpy as np
 
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.ir.graph import Value
+from rlx.ir.independence import by_rows, never
 from rlx.ir.registry import f32, op, sample
 from rlx.types import TensorType, require_equal
 
@@ -54,7 +55,7 @@ _SAMPLES = [sample(f32(4, 33), f32(33), f32(33)), sample(f32(2, 3, 130), f32(130
             sample(f32(2, 17), None, f32(17), eps=0.1)]  # fmt: skip
 
 
-@op("layer_norm", reference=layer_norm_array, samples=_SAMPLES, tolerance=3e-6)
+@op("layer_norm", independent=by_rows, reference=layer_norm_array, samples=_SAMPLES, tolerance=3e-6)
 def layer_norm(
     x: TensorType, gamma: TensorType | None = None, beta: TensorType | None = None, *, eps: float = 1e-5
 ) -> TensorType:
@@ -63,7 +64,7 @@ def layer_norm(
     return x
 
 
-@op("rms_norm", reference=rms_norm_array, samples=_SAMPLES, tolerance=3e-6)
+@op("rms_norm", independent=by_rows, reference=rms_norm_array, samples=_SAMPLES, tolerance=3e-6)
 def rms_norm(
     x: TensorType, gamma: TensorType | None = None, beta: TensorType | None = None, *, eps: float = 1e-6
 ) -> TensorType:
@@ -103,7 +104,7 @@ def _norm_grad_apart(
 
 
 @op(
-    "norm_grad", reference=_norm_grad, decompose=_norm_grad_apart, tolerance=1e-5,
+    "norm_grad", independent=never, reference=_norm_grad, decompose=_norm_grad_apart, tolerance=1e-5,
     samples=[
         sample(f32(4, 33), f32(4, 33), f32(33), kind="layer", eps=1e-5),
         sample(f32(2, 3, 130), f32(2, 3, 130), f32(130), kind="rms", eps=1e-6),

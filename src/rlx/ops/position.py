@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from rlx.errors import BindError, DTypeError, GraphError, KernelError, ShapeError
+from rlx.ir.graph import Node
 from rlx.ir.registry import CHECKS_DATA, CHECKS_SIZES, f32, i32, op, sample
 from rlx.types import TensorType, require_equal
 
@@ -33,8 +35,13 @@ def _rope(x: Any, cos: Any, sin: Any, positions: Any, *, style: str) -> Any:
 _TABLE = (f32(11, 4), f32(11, 4), i32(2, 3, low=0, high=11))
 
 
+def _of_heads(node: Node, batched: Sequence[bool]) -> bool:
+    """The tables are shared."""
+    return batched[0] and not any(batched[1:3])
+
+
 @op(
-    "rope", reference=_rope, tolerance=2e-6, traits=[CHECKS_DATA, CHECKS_SIZES],
+    "rope", independent=_of_heads, reference=_rope, tolerance=2e-6, traits=[CHECKS_DATA, CHECKS_SIZES],
     samples=[
         sample(f32(2, 3, 2, 8), *_TABLE), sample(f32(2, 3, 2, 8), *_TABLE, style="pairs"),
         sample(f32(2, 3, 1, 13), *_TABLE), sample(f32(1, 5, 3, 64), f32(9, 32), f32(9, 32), i32(1, 5, low=0, high=9)),

@@ -16,6 +16,7 @@ from rlx.dtypes import dtype as dtype_of
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.formats.quants import dequantise as dequantise_blocks
 from rlx.ir.graph import Value
+from rlx.ir.independence import never
 from rlx.ir.registry import COMPOSED, TAKES_PACKED, Spec, f32, i32, op, packed, sample
 from rlx.ops.elementwise import cast_array
 from rlx.ops.linear import matmul
@@ -180,7 +181,7 @@ _SCALE = {"low": 0.02, "high": 0.1}
 
 
 @op(
-    "dequantise", reference=_dequantise, traits=[TAKES_PACKED],
+    "dequantise", independent=never, reference=_dequantise, traits=[TAKES_PACKED],
     samples=[
         *(sample(packed(str(d), 3, 2 * d.block)) for d in PACKED), sample(packed("q4_1", 7, 96)),
         sample(packed("q8_0", 2, 3, 32)), sample(packed("q4_k", 0, 256)),
@@ -260,7 +261,7 @@ def _check_float_blocks(
 
 
 @op(
-    "quantise", reference=_quantise,
+    "quantise", independent=never, reference=_quantise,
     samples=[
         sample(f32(5, 7), f32(**_SCALE)), sample(f32(3, 1, 65), f32(**_SCALE), i32(low=100, high=140), dtype=U8),
         sample(f32(4, 5, 3), f32(5, **_SCALE), i32(5), axis=1), sample(f32(4, 33), f32(33, **_SCALE), axis=-1),
@@ -339,7 +340,8 @@ def _quant_scale_apart(x: Value, *, axis: int | None, scheme: str | None) -> Val
 
 
 @op(
-    "quant_scale", reference=_quant_scale, decompose=_quant_scale_apart, traits=[COMPOSED], tolerance=1e-6,
+    "quant_scale", independent=never,
+    reference=_quant_scale, decompose=_quant_scale_apart, traits=[COMPOSED], tolerance=1e-6,
     samples=[
         sample(f32(5, 7)), sample(f32(4, 5, 3), axis=1), sample(f32(9), axis=-1), sample(f32(32, 6), scheme="int8/8"),
         sample(f32(2, 6, 4), scheme="int4/2"), sample(f32(2, 6, 5), scheme="fp8e5m2"),
@@ -416,7 +418,8 @@ def _fake_quantise_apart(x: Value, scale: Value | None = None, *, bits: int, axi
 
 
 @op(
-    "fake_quantise", reference=_fake_quantise, decompose=_fake_quantise_apart, traits=[COMPOSED], tolerance=1e-6,
+    "fake_quantise", independent=never,
+    reference=_fake_quantise, decompose=_fake_quantise_apart, traits=[COMPOSED], tolerance=1e-6,
     samples=[
         sample(f32(5, 7)), sample(f32(4, 5, 3), axis=1, bits=4), sample(f32(3, 33), axis=-1, bits=2),
         sample(f32(5, 7), f32(low=0.1, high=0.2), bits=4),
@@ -453,7 +456,8 @@ def _running_scale_apart(x: Value, state: Value, *, bits: int, axis: int | None,
 
 
 @op(
-    "running_scale", reference=_running_scale, decompose=_running_scale_apart, traits=[COMPOSED], tolerance=1e-6,
+    "running_scale", independent=never,
+    reference=_running_scale, decompose=_running_scale_apart, traits=[COMPOSED], tolerance=1e-6,
     samples=[
         sample(f32(5, 7), f32(low=0.1, high=0.2)), sample(f32(5, 7), f32(low=-2, high=-1)),
         sample(f32(4, 5, 3), f32(5, low=-0.1, high=0.2), axis=1, bits=4, decay=0.5),
@@ -508,7 +512,8 @@ def _fake_quantise_grad_apart(
 
 
 @op(
-    "fake_quantise_grad", reference=_fake_quantise_grad, decompose=_fake_quantise_grad_apart, traits=[COMPOSED],
+    "fake_quantise_grad", independent=never,
+    reference=_fake_quantise_grad, decompose=_fake_quantise_grad_apart, traits=[COMPOSED],
     tolerance=1e-5,
     samples=[
         sample(f32(5, 7), f32(5, 7)), sample(f32(5, 7), f32(5, 7), f32(low=0.1, high=0.2), bits=4, ste="clipped"),
@@ -550,7 +555,8 @@ def _fake_quantise_scale_grad_apart(x: Value, scale: Value, dy: Value, *, bits: 
 
 
 @op(
-    "fake_quantise_scale_grad", reference=_fake_quantise_scale_grad, decompose=_fake_quantise_scale_grad_apart,
+    "fake_quantise_scale_grad", independent=never,
+    reference=_fake_quantise_scale_grad, decompose=_fake_quantise_scale_grad_apart,
     traits=[COMPOSED], tolerance=1e-5,
     samples=[
         sample(f32(5, 7), f32(low=0.1, high=0.2), f32(5, 7), bits=4),
@@ -585,7 +591,8 @@ def _dequant_matmul_apart(x: Value, w: Value, scale: Value | None, zp: Value | N
 
 
 @op(
-    "dequant_matmul", reference=_dequant_matmul, decompose=_dequant_matmul_apart, traits=[COMPOSED, TAKES_PACKED],
+    "dequant_matmul", independent=never,
+    reference=_dequant_matmul, decompose=_dequant_matmul_apart, traits=[COMPOSED, TAKES_PACKED],
     tolerance=1e-5,
     samples=[
         sample(f32(3, 64), packed("q8_0", 5, 64), scheme="gguf_q8_0"),

@@ -10,6 +10,7 @@ import numpy as np
 from rlx.dtypes import F32, U32
 from rlx.errors import DTypeError, ShapeError
 from rlx.ir.graph import Value
+from rlx.ir.independence import never
 from rlx.ir.registry import COMPOSED, Spec, op, sample
 from rlx.types import Size, TensorType, as_shape
 
@@ -51,7 +52,7 @@ _KEY = Spec((2,), "u32", 0, 2**31)
 
 
 @op(
-    "random_bits", reference=_random_bits,
+    "random_bits", independent=never, reference=_random_bits,
     samples=[
         sample(_KEY, shape=(3, 5)), sample(_KEY, shape=(130,)), sample(_KEY, shape=()), sample(_KEY, shape=(0, 4)),
     ],
@@ -67,7 +68,7 @@ def _random_uniform(key: Any, *, shape: Any) -> Any:
 
 
 @op(
-    "random_uniform", reference=_random_uniform,
+    "random_uniform", independent=never, reference=_random_uniform,
     samples=[sample(_KEY, shape=(3, 50)), sample(_KEY, shape=(7,))],
 )  # fmt: skip
 def random_uniform(key: TensorType, *, shape: Sizes) -> TensorType:
@@ -90,7 +91,8 @@ def _random_normal_apart(key: Value, *, shape: Sizes) -> Value:
 
 
 @op(
-    "random_normal", reference=_random_normal, decompose=_random_normal_apart, traits=[COMPOSED], tolerance=1e-6,
+    "random_normal", independent=never,
+    reference=_random_normal, decompose=_random_normal_apart, traits=[COMPOSED], tolerance=1e-6,
     samples=[sample(_KEY, shape=(3, 50)), sample(_KEY, shape=()), sample(_KEY, shape=(0, 3))],
 )  # fmt: skip
 def random_normal(key: TensorType, *, shape: Sizes) -> TensorType:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from rlx.dtypes import BOOL, I32
 from rlx.errors import BindError, DTypeError, ShapeError
+from rlx.ir.graph import Node
+from rlx.ir.independence import batched_types, never
 from rlx.ir.registry import CHECKS_SIZES, f32, i32, op, sample
 from rlx.types import Size, TensorType, axis_index
 
@@ -50,7 +53,12 @@ def _sum(x: Any, *, axis: Axes, keepdims: bool) -> Any:
     return np.sum(_wide(x), axis=axis, keepdims=keepdims).astype(x.dtype)
 
 
-@op("sum", reference=_sum, samples=_SAMPLES)
+def _reduces_others(node: Node, batched: Sequence[bool]) -> bool:
+    (x,) = batched_types(node, batched)
+    return 0 not in normal_axes(node.attrs["axis"], x.rank, node.op)
+
+
+@op("sum", independent=_reduces_others, reference=_sum, samples=_SAMPLES)
 def sum_(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
     """Sum over axes, in the element type of `x`."""
     _number(x, "sum")
@@ -61,7 +69,7 @@ def _prod(x: Any, *, axis: Axes, keepdims: bool) -> Any:
     return np.prod(_wide(x), axis=axis, keepdims=keepdims).astype(x.dtype)
 
 
-@op("prod", reference=_prod, samples=_SAMPLES)
+@op("prod", independent=_reduces_others, reference=_prod, samples=_SAMPLES)
 def prod(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
     """Product over axes."""
     _number(x, "prod")
@@ -74,7 +82,7 @@ def _mean(x: Any, *, axis: Axes, keepdims: bool) -> Any:
     return (total / np.float64(count)).astype(x.dtype)
 
 
-@op("mean", reference=_mean, samples=_FLOATS)
+@op("mean", independent=_reduces_others, reference=_mean, samples=_FLOATS)
 def mean(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
     """Mean over axes, of floats; NaN over none."""
     if not x.dtype.is_float:
@@ -105,7 +113,7 @@ def _min(x: Any, *, axis: Axes, keepdims: bool) -> Any:
     return np.min(x, axis=axis, keepdims=keepdims, initial=_largest(x.dtype))
 
 
-@op("max", reference=_max, samples=_SAMPLES)
+@op("max", independent=_reduces_others, reference=_max, samples=_SAMPLES)
 def max_(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
     """Largest element over axes; NaN if there is one.
 
@@ -114,7 +122,7 @@ def max_(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorT
     return _extreme(x, axis, keepdims, "max")
 
 
-@op("min", reference=_min, samples=_SAMPLES)
+@op("min", independent=_reduces_others, reference=_min, samples=_SAMPLES)
 def min_(x: TensorType, *, axis: Axes = None, keepdims: bool = False) -> TensorType:
     """Smallest element over axes; NaN if there is one.
 
@@ -131,6 +139,7 @@ def _argmax(x: Any, *, axis: int, keepdims: bool) -> Any:
 
 @op(
     "argmax",
+    independent=never,
     reference=_argmax,
     samples=[sample(f32(4, 65)), sample(f32(4, 5, 6), axis=1), sample(i32(4, 50), keepdims=True)],
 )
@@ -158,6 +167,7 @@ def _topk(x: Any, *, k: int) -> Any:
 
 @op(
     "topk",
+    independent=never,
     reference=_topk,
     traits=[CHECKS_SIZES],
     samples=[sample(f32(3, 20), k=5), sample(f32(65), k=1), sample(i32(2, 3, 40), k=40)],
@@ -179,8 +189,13 @@ def _softmax(x: Any, *, axis: int) -> Any:
     return shifted / np.sum(shifted, axis=axis, keepdims=True)
 
 
+def _off_the_batch(node: Node, batched: Sequence[bool]) -> bool:
+    return bool(node.attrs["axis"] % node.types[0].rank != 0)
+
+
 @op(
     "softmax",
+    independent=_off_the_batch,
     reference=_softmax,
     tolerance=2e-6,
     samples=[sample(f32(4, 5)), sample(f32(3, 130)), sample(f32(2, 17, 5), axis=1), sample(f32(6, 3), axis=0)],
@@ -204,6 +219,7 @@ def _cumsum(x: Any, *, axis: int, exclusive: bool) -> Any:
 
 @op(
     "cumsum",
+    independent=never,
     reference=_cumsum,
     tolerance=5e-6,
     samples=[

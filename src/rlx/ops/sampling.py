@@ -12,6 +12,7 @@ import numpy as np
 
 from rlx.dtypes import F32, I32
 from rlx.errors import DTypeError, GraphError, ShapeError
+from rlx.ir.independence import never
 from rlx.ir.registry import f32, i32, op, sample
 from rlx.sampling import candidates, log_probabilities, penalise, place
 from rlx.types import Size, TensorType, require_equal
@@ -71,7 +72,7 @@ _PENALTIES = (f32(3, low=0.5, high=2), f32(3, low=-1, high=1), f32(3, low=-1, hi
 
 
 @op(
-    "sample_tokens", reference=_sample_tokens,
+    "sample_tokens", independent=never, reference=_sample_tokens,
     samples=[
         sample(
             f32(3, 7), f32(3, low=0, high=1), f32(3, low=0.5, high=2), i32(3, low=0, high=9), f32(3, low=0.3, high=1),

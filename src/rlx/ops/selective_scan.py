@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import ShapeError
+from rlx.ir.independence import never
 from rlx.ir.registry import FUSED, f32, i32, op, sample
 from rlx.ops.recurrent import (
     CHUNK,
@@ -77,7 +78,7 @@ def _scan_operands(batch: int, seq: int, channels: int, n: int) -> tuple[Any, ..
 
 
 @op(
-    "selective_scan", reference=_selective_scan, tolerance=5e-6,
+    "selective_scan", independent=never, reference=_selective_scan, tolerance=5e-6,
     samples=[
         sample(*_scan_operands(2, 7, 5, 3), f32(5), i32(2, 7, low=0, high=2), state_size=3),
         sample(*_scan_operands(2, 7, 5, 3), f32(5), state_size=3), sample(*_scan_operands(1, 20, 70, 4), state_size=4),
@@ -98,7 +99,7 @@ def selective_scan(
 
 
 @op(
-    "selective_scan_carry", reference=_selective_scan_carry, tolerance=5e-6,
+    "selective_scan_carry", independent=never, reference=_selective_scan_carry, tolerance=5e-6,
     samples=[
         sample(*_scan_operands(2, 7, 5, 3), f32(2, 5, 3), f32(5), i32(2, 7, low=0, high=2), state_size=3),
         sample(*_scan_operands(2, 7, 5, 3), f32(2, 5, 3), f32(5), state_size=3),
@@ -114,7 +115,7 @@ def selective_scan_carry(
     return x, state
 
 
-@op("selective_scan_kept", reference=_selective_scan_kept, traits=[FUSED])
+@op("selective_scan_kept", independent=never, reference=_selective_scan_kept, traits=[FUSED])
 def selective_scan_kept(
     x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, state: TensorType,
     segments: TensorType | None = None, *, state_size: int, chunk: int = CHUNK,
@@ -153,7 +154,7 @@ def _selective_scan_backward(
     return dx, ddelta, da, db, dc, ds
 
 
-@op("selective_scan_backward", reference=_selective_scan_backward, traits=[FUSED])
+@op("selective_scan_backward", independent=never, reference=_selective_scan_backward, traits=[FUSED])
 def selective_scan_backward(
     x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, states: TensorType,
     d_out: TensorType, d_last: TensorType, segments: TensorType | None = None, *, state_size: int, chunk: int = CHUNK,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from rlx.dtypes import DType, promote
 from rlx.errors import BindError, DTypeError, ShapeError
+from rlx.ir.graph import Node
+from rlx.ir.independence import aligned, everything, never
 from rlx.ir.registry import CHECKS_SIZES, TAKES_PACKED, VIEW, boolean, f32, i32, op, sample
 from rlx.types import Size, TensorType, axis_index, known_equal, product, require_equal
 
 Sizes = tuple[Size, ...]
 
 
-@op("reshape", reference=lambda x, *, shape: x.reshape(shape), traits=[VIEW],
+@op("reshape", independent=everything, reference=lambda x, *, shape: x.reshape(shape), traits=[VIEW],
     samples=[sample(f32(4, 6), shape=(2, 12)), sample(f32(2, 3, 4), shape=(24,)), sample(f32(1), shape=()),
              sample(i32(3, 5), shape=(5, 3))])  # fmt: skip
 def reshape(x: TensorType, *, shape: Sizes) -> TensorType:
@@ -26,7 +29,11 @@ def reshape(x: TensorType, *, shape: Sizes) -> TensorType:
     return x.with_shape(*shape)
 
 
-@op("transpose", reference=lambda x, *, axes: np.transpose(x, axes), traits=[VIEW],
+def _keeps_first(node: Node, batched: Sequence[bool]) -> bool:
+    return bool(node.attrs["axes"][0] == 0)
+
+
+@op("transpose", independent=_keeps_first, reference=lambda x, *, axes: np.transpose(x, axes), traits=[VIEW],
     samples=[sample(f32(4, 6), axes=(1, 0)), sample(f32(2, 3, 4), axes=(2, 0, 1)),
              sample(i32(2, 3, 4, 5), axes=(0, 2, 1, 3))])  # fmt: skip
 def transpose(x: TensorType, *, axes: tuple[int, ...]) -> TensorType:
@@ -49,7 +56,12 @@ def _exceeds(a: Size, b: Size) -> bool:
     return isinstance(gap, int) and gap < 0
 
 
-@op("slice", reference=_slice, traits=[VIEW, CHECKS_SIZES],
+def _all_of_first(node: Node, batched: Sequence[bool]) -> bool:
+    """Along the first axis from its start, step by step; it is as long as before, so that is all of it."""
+    return bool(node.attrs["start"][0] == 0 and node.attrs["step"][0] == 1)
+
+
+@op("slice", independent=_all_of_first, reference=_slice, traits=[VIEW, CHECKS_SIZES],
     samples=[sample(f32(4, 6), start=(1, 0), stop=(3, 6), step=(1, 2)),
              sample(f32(9), start=(4,), stop=(4,), step=(1,)),
              sample(i32(3, 40), start=(0, 5), stop=(3, 38), step=(2, 3))])  # fmt: skip
@@ -68,7 +80,7 @@ def slice_(x: TensorType, *, start: Sizes, stop: Sizes, step: tuple[int, ...]) -
     return x.with_shape(*sizes)
 
 
-@op("expand", reference=lambda x, *, shape: np.broadcast_to(x, shape), traits=[VIEW],
+@op("expand", independent=aligned, reference=lambda x, *, shape: np.broadcast_to(x, shape), traits=[VIEW],
     samples=[sample(f32(1, 6), shape=(4, 6)), sample(f32(3, 1), shape=(2, 3, 5)),
              sample(i32(), shape=(3, 4))])  # fmt: skip
 def expand(x: TensorType, *, shape: Sizes) -> TensorType:
@@ -88,7 +100,13 @@ def _assume_equal(x: Any, *, shape: Any) -> Any:
     return x
 
 
-@op("assume_equal", reference=_assume_equal, traits=[VIEW, CHECKS_SIZES], samples=[sample(f32(2, 3), shape=(2, 3))])
+@op(
+    "assume_equal",
+    independent=never,
+    reference=_assume_equal,
+    traits=[VIEW, CHECKS_SIZES],
+    samples=[sample(f32(2, 3), shape=(2, 3))],
+)
 def assume_equal(x: TensorType, *, shape: Sizes) -> TensorType:
     """`x` under a shape that only run time can show to be equal, axis by axis; it is checked at each run."""
     if len(shape) != x.rank:
@@ -99,7 +117,7 @@ def assume_equal(x: TensorType, *, shape: Sizes) -> TensorType:
     return x.with_shape(*shape)
 
 
-@op("concatenate", reference=lambda *xs, axis: np.concatenate(xs, axis),
+@op("concatenate", independent=everything, reference=lambda *xs, axis: np.concatenate(xs, axis),
     samples=[sample(f32(2, 3), f32(2, 5), axis=1), sample(f32(1, 4), f32(3, 4), f32(2, 4), axis=0),
              sample(f32(2, 0, 65), f32(2, 3, 65), axis=1), sample(i32(3, 2), i32(3, 17), axis=-1),
              sample(i32(3), f32(4)), sample(boolean(2, 3), boolean(1, 3))],
@@ -142,7 +160,7 @@ def _has(dtype: DType, value: float) -> bool:
     return limits.min <= value <= limits.max and value == int(value)
 
 
-@op("pad", reference=_pad, traits=[CHECKS_SIZES],
+@op("pad", independent=never, reference=_pad, traits=[CHECKS_SIZES],
     samples=[sample(f32(2, 3), low=(1, 0), high=(0, 2)), sample(f32(65), low=(3,), high=(4,), value=-1.5),
              sample(f32(2, 3, 17), low=(0, 2, 0), high=(1, 1, 0)), sample(i32(3, 5), low=(0, 1), high=(2, 3), value=7),
              sample(boolean(5), low=(1,), high=(2,), value=True), sample(f32(), low=(), high=())])  # fmt: skip

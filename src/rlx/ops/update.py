@@ -12,6 +12,7 @@ import numpy as np
 
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.ir.graph import Value
+from rlx.ir.independence import never
 from rlx.ir.registry import FUSED, Spec, f32, i32, op, sample
 from rlx.types import TensorType, require_equal
 
@@ -53,7 +54,7 @@ def _check_size(where: str, name: str, value: Any) -> None:
 
 # -- assign -----------------------------------------------------------------------------------------------------------
 @op(
-    "assign", reference=lambda x, value: value, decompose=lambda x, value: value,
+    "assign", independent=never, reference=lambda x, value: value, decompose=lambda x, value: value,
     samples=[sample(f32(5, 7), f32(5, 7)), sample(f32(), f32()), sample(i32(9), i32(9))],
 )  # fmt: skip
 def assign(x: TensorType, value: TensorType) -> TensorType:
@@ -95,7 +96,7 @@ def _adamw_operands(*shape: int) -> tuple[Spec, ...]:
 
 
 @op(
-    "adamw_update", reference=_adamw, decompose=_adamw_apart, tolerance=2e-6,
+    "adamw_update", independent=never, reference=_adamw, decompose=_adamw_apart, tolerance=2e-6,
     samples=[
         sample(*_adamw_operands(3, 70), beta1=0.9, beta2=0.999, eps=1e-8),
         sample(*_adamw_operands(5), f32(low=0.1, high=1.0), beta1=0.5, beta2=0.75, eps=0.1),
@@ -149,7 +150,7 @@ def _sgd_apart(
 
 
 @op(
-    "sgd_update", reference=_sgd, decompose=_sgd_apart, tolerance=2e-6,
+    "sgd_update", independent=never, reference=_sgd, decompose=_sgd_apart, tolerance=2e-6,
     samples=[
         sample(f32(3, 70), f32(3, 70), _POSITIVE, weight_decay=0.1),
         sample(f32(3, 70), f32(3, 70), _POSITIVE, f32(3, 70), momentum=0.9),
@@ -176,13 +177,13 @@ def sgd_update(
 
 
 # -- order ------------------------------------------------------------------------------------------------------------
-@op("settled", reference=lambda x: x, traits=[FUSED])
+@op("settled", independent=never, reference=lambda x: x, traits=[FUSED])
 def settled(x: TensorType) -> TensorType:
     """`x` in memory that is no state: what is read after a state has changed may be computed from it before."""
     return x
 
 
-@op("after", reference=lambda x, *done: x, traits=[FUSED])
+@op("after", independent=never, reference=lambda x, *done: x, traits=[FUSED])
 def after(x: TensorType, *done: TensorType) -> TensorType:
     """`x`, once all of `done` is there: what changes states is needed even where nobody reads the result."""
     return x

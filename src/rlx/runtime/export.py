@@ -189,12 +189,11 @@ def from_export(file: ExportFile, *, threads: int | None = None, store: WeightSt
 def _graph(file: ExportFile) -> Graph:
     """The graph, as it was built."""
     import rlx.hir.blocks  # noqa: F401  the ops and blocks that the text may name
+    from rlx.ir.rewrite import with_origins
 
     graph = Graph.parse(file.section("graph").decode())
     origins = codec.decode(file.section("origins"), PLACES, [], f"{file.path}: origins")
-    for node, origin in zip(graph.nodes, origins, strict=True):
-        object.__setattr__(node, "origin", origin)  # text does not say where nodes were built
-    return graph
+    return with_origins(graph, origins)  # text does not say where nodes were built
 
 
 def _program(file: ExportFile) -> plan.CompiledPlan:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rlx import types
+from rlx import dims, types
 from rlx.backends import cache
 from rlx.backends.base import backend_of
 from rlx.ir.graph import Graph
@@ -104,7 +104,7 @@ def keep_plan(plan: CompiledPlan, key: str) -> None:
 @functools.cache
 def plan_records() -> Mapping[str, type]:
     """The records that plans are made of, by name."""
-    return codec.records_of(types, expressions, loops, kernels, views, interface, program, report, weights) | {
+    return codec.records_of(dims, types, expressions, loops, kernels, views, interface, program, report, weights) | {
         "CompiledPlan": CompiledPlan
     }
 

@@ -37,17 +37,10 @@ class Recipe:
 
 def recipes(bind: Graph) -> list[Recipe]:
     """One for each output of a bind graph."""
-    from rlx.ir.rewrite import Rewriter  # where nothing is compiled, nothing is rewritten
+    from rlx.ir.rewrite import live_copy  # where nothing is compiled, nothing is rewritten
 
-    found = []
-    for output in bind.outputs:
-        needed = bind.reachable([output])
-        part = Rewriter(bind, "recipe")
-        for node in (n for n in bind.nodes if n in needed):
-            part.values.update(zip(node.results, part.copy(node), strict=True))
-        part.graph.outputs = (part.values[output],)
-        found.append(Recipe(part.graph.fingerprint(), tuple(_params(part.graph.nodes))))
-    return found
+    parts = [live_copy(bind, [output], keep=()) for output in bind.outputs]
+    return [Recipe(part.fingerprint(), tuple(_params(part.nodes))) for part in parts]
 
 
 def _params(nodes: Sequence[Node]) -> list[str]:

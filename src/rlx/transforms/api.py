@@ -14,12 +14,12 @@ import rlx.transforms.rules  # noqa: F401  fills the tables
 from rlx.errors import DTypeError, GraphError, ShapeError, nearest
 from rlx.hir.lower import lower
 from rlx.ir.graph import Graph, Node, Value
-from rlx.ir.rewrite import inline, rebuild
+from rlx.ir.rewrite import inline, live_copy, rebuild
 from rlx.transforms.batch import batch, widened
 from rlx.transforms.build import declare, eye, full, move_axis, zeros
 from rlx.transforms.forward import push
 from rlx.transforms.reverse import Joint, Keep, Linear, linearise, split
-from rlx.transforms.walk import leaves, pruned
+from rlx.transforms.walk import leaves
 from rlx.types import Size, TensorType, as_size, axis_index, product
 
 Wrt = str | Value | Sequence[str | Value] | None
@@ -89,6 +89,11 @@ def there(values: Iterable[Value | None], types: Iterable[TensorType], into: Gra
     return [zeros(into, t) if v is None else v for v, t in zip(values, types, strict=True)]
 
 
+def _pruned(graph: Graph) -> Graph:
+    """The graph without what its outputs do not need; inputs and params all stay and come first, in order."""
+    return live_copy(graph, leaves_first=True, made_by="prune")
+
+
 # -- reverse mode -----------------------------------------------------------------------------------------------------
 def vjp(graph: Any, wrt: Wrt = None, *, keep: Policy = "everything") -> Graph:
     """Outputs, then for each of `wrt` its gradient from cotangents of the outputs.
@@ -113,7 +118,7 @@ def grad(graph: Any, wrt: Wrt = None, *, has_aux: bool = False, keep: Policy = "
     """The gradient of the graph's output, one float, with respect to each of `wrt`; see `value_and_grad`."""
     made = _gradient("grad", graph, wrt, has_aux, keep)
     made.outputs = made.outputs[1:]
-    return pruned(made)
+    return _pruned(made)
 
 
 def _gradient(where: str, graph: Any, wrt: Wrt, has_aux: bool, keep: Policy) -> Graph:
@@ -149,7 +154,7 @@ def _reverse(where: str, source: Graph, wrt: list[Node], loss: int | None, keep:
     grads = _pulled(where, linear, seeds, wrt)
     made.set_outputs([*linear.outputs, *there(grads, [n.types[0] for n in wrt], made)])
     if policy is None:
-        return pruned(made)
+        return _pruned(made)
     return _rematerialised(where, source, made, start, policy, loss)
 
 
@@ -178,7 +183,7 @@ def _rematerialised(where: str, source: Graph, made: Graph, start: int, keep: Ke
     saved |= dict(zip((n[0] for n in body.inputs), given, strict=False))
     # Weights need no barrier: what depends on them alone is computed once, when they are set.
     behind = [v if v.node.op == "param" else final.one("barrier", v) for v in (saved[n] for n in cut.needs)]
-    return pruned(final.set_outputs([*results[:count], *inline(final, cut.backward, [*behind, *cts])]))
+    return _pruned(final.set_outputs([*results[:count], *inline(final, cut.backward, [*behind, *cts])]))
 
 
 def _as_inputs(graph: Graph) -> Graph:
@@ -201,7 +206,7 @@ def _forward(source: Graph, wrt: list[Node]) -> Graph:
     outputs, found = push(made, source, given, [tangents.get(n) for n in leaves(source)])
     floats = [i for i, o in enumerate(outputs) if o.dtype.is_float]
     moved = there([found[i] for i in floats], [outputs[i].type for i in floats], made)
-    return pruned(made.set_outputs([*outputs, *moved]))
+    return _pruned(made.set_outputs([*outputs, *moved]))
 
 
 def hvp(graph: Any, wrt: Wrt = None) -> Graph:
@@ -212,7 +217,7 @@ def hvp(graph: Any, wrt: Wrt = None) -> Graph:
     gradient = grad(source, names)
     made = _forward(gradient, chosen("hvp", gradient, names))
     made.outputs = made.outputs[len(names) :]
-    return pruned(made)
+    return _pruned(made)
 
 
 # -- jacobians --------------------------------------------------------------------------------------------------------
@@ -233,7 +238,7 @@ def jacfwd(graph: Any, wrt: Wrt = None) -> Graph:
         first = len(source.outputs)
         rows = [widened(t, w, size) for t, w in zip(outputs[first:], wide[first:], strict=True)]
         columns.append([move_axis(r, 0, r.rank - 1).reshape(*r.shape[1:], *node.types[0].shape) for r in rows])
-    return pruned(made.set_outputs([column[i] for i in range(len(columns[0])) for column in columns]))
+    return _pruned(made.set_outputs([column[i] for i in range(len(columns[0])) for column in columns]))
 
 
 def jacrev(graph: Any, wrt: Wrt = None) -> Graph:
@@ -252,7 +257,7 @@ def jacrev(graph: Any, wrt: Wrt = None) -> Graph:
         outputs, wide = batch(made, pulled, [*given, basis], [False] * len(given) + [True], size)
         for node, grad_, flag in zip(nodes, outputs[1:], wide[1:], strict=True):
             rows.append(widened(grad_, flag, size).reshape(*output.shape, *node.types[0].shape))
-    return pruned(made.set_outputs(rows))
+    return _pruned(made.set_outputs(rows))
 
 
 def _basis(into: Graph, type_: TensorType) -> tuple[Size, Value]:
@@ -286,7 +291,7 @@ def vmap(graph: Any, in_axes: Axes = 0, out_axes: int | Sequence[int] = 0, *, si
         if axis is not None:
             axis = axis_index(axis, type_.rank + 1, f"vmap: {node.attrs['name']!r}")
             shape.insert(axis, count)
-        leaf = made._leaf(node.op, node.attrs["name"], shape, type_.dtype)
+        leaf = made.leaf(node.op, node.attrs["name"], shape, type_.dtype)
         given.append(leaf if axis is None else move_axis(leaf, axis, 0))
         flags.append(axis is not None)
     if not any(flags):
@@ -299,7 +304,7 @@ def vmap(graph: Any, in_axes: Axes = 0, out_axes: int | Sequence[int] = 0, *, si
     for i, (value, flag, place) in enumerate(zip(outputs, wide, places, strict=True)):
         value = widened(value, flag, count)
         moved.append(move_axis(value, 0, axis_index(place, value.rank, f"vmap: output {i}")))
-    return pruned(made.set_outputs(moved))
+    return _pruned(made.set_outputs(moved))
 
 
 def _unused_symbol(source: Graph) -> str:

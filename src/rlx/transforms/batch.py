@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rlx.ir.graph import Graph, Node, Value
-from rlx.ir.registry import ELEMENTWISE, LEAF
+from rlx.ir.registry import ELEMENTWISE, LEAF, NAMED
 from rlx.transforms import tables
 from rlx.transforms.build import declare, flat
 from rlx.transforms.tables import Given, Vmapped
-from rlx.transforms.walk import NAMED, copied, leaves, opened, stamped
+from rlx.transforms.walk import copied, leaves, opened, stamped
 from rlx.types import Size
 
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from rlx.errors import VerifyError
 from rlx.ir.graph import Graph, Node, Value
-from rlx.ir.registry import LEAF
+from rlx.ir.registry import LEAF, NAMED
 from rlx.transforms import tables
 from rlx.transforms.build import in_type, one_of
 from rlx.transforms.reverse import no_rule, pushed_by_vjp, refusal, scaled
 from rlx.transforms.tables import Given, Site
-from rlx.transforms.walk import NAMED, copied, leaves, opened, stamped
+from rlx.transforms.walk import copied, leaves, opened, stamped
 
 
 def push(into: Graph, body: Graph, given: Given, tangents: Given) -> tuple[list[Value], list[Value | None]]:

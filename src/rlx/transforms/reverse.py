@@ -15,11 +15,11 @@ import numpy as np
 from rlx.errors import GraphError, LowerError, VerifyError
 from rlx.ir.compose import has_segments
 from rlx.ir.graph import Graph, Node, Value
-from rlx.ir.registry import LEAF
+from rlx.ir.registry import LEAF, NAMED
 from rlx.transforms import tables
 from rlx.transforms.build import declare, in_type, sum_to, zeros
 from rlx.transforms.tables import Given, Pull, Site
-from rlx.transforms.walk import NAMED, copied, leaves, opened, stamped
+from rlx.transforms.walk import copied, leaves, opened, stamped
 
 Keep = Callable[[Node], bool]
 

@@ -1,4 +1,4 @@
-"""What both modes of differentiation and vmap need of graphs: leaves, dead code, origins, activity, decompositions."""
+"""What both modes of differentiation and vmap need of graphs: leaves, origins, activity, decompositions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from contextlib import contextmanager
 from rlx.errors import GraphError
 from rlx.ir.compose import has_segments, written_out
 from rlx.ir.graph import Graph, Node, Value
-from rlx.ir.registry import LEAF
-from rlx.ir.rewrite import Rewriter
+from rlx.ir.registry import LEAF, NAMED
 from rlx.transforms import tables
 from rlx.types import TensorType
-
-NAMED = ("input", "state", "param")
 
 
 def leaves(graph: Graph) -> list[Node]:
@@ -21,31 +18,15 @@ def leaves(graph: Graph) -> list[Node]:
     return [n for n in graph.nodes if n.op in NAMED]
 
 
-def pruned(graph: Graph) -> Graph:
-    """The graph without what its outputs do not need, inputs and params excepted: these come first, in order."""
-    live = graph.reachable(graph.outputs)
-    rewriter = Rewriter(graph, "prune")
-    for node in leaves(graph):
-        rewriter.values.update(zip(node.results, rewriter.copy(node), strict=True))
-    for node in graph.nodes:
-        if node in live and node.op not in NAMED:
-            rewriter.values.update(zip(node.results, rewriter.copy(node), strict=True))
-    rewriter.graph.outputs = tuple(rewriter.values[o] for o in graph.outputs)
-    return rewriter.graph
-
-
 @contextmanager
 def stamped(graph: Graph, node: Node, made_by: str) -> Iterator[None]:
     """What is built inside comes from where `node` does, made by a transform."""
-    start = len(graph.nodes)
-    origin = node.origin.by(made_by)
     try:
-        yield
+        with graph.scope(node.origin.by(made_by)):
+            yield
     except GraphError as error:
         error.add_note(f"  in the {made_by} of {node!r}, {node.origin}")
         raise
-    for made in graph.nodes[start:]:
-        object.__setattr__(made, "origin", origin)
 
 
 def copied(into: Graph, node: Node, operands: Sequence[Value | None]) -> tuple[Value, ...]:

@@ -94,11 +94,11 @@ class CpuBackend(Backend):
 
     # -- what is stored ------------------------------------------------------------------------------------------------
     def image_modules(self) -> Sequence[ModuleType]:
-        from rlx import types
+        from rlx import dims, types
         from rlx.backends.cpu import image, layout, records
         from rlx.lir import interface, memory
 
-        return types, interface, memory, records, layout, image
+        return dims, types, interface, memory, records, layout, image
 
     def load(
         self, image: Any, program: Callable[[], Program], target: Target, *, threads: int | None = None,

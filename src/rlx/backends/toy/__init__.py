@@ -10,7 +10,7 @@ from types import ModuleType
 
 import numpy as np
 
-from rlx import types
+from rlx import dims, types
 from rlx.backends.base import Allocator, Backend, InputSpec
 from rlx.backends.toy import emitter, scalars
 from rlx.backends.toy.executable import ToyExecutable
@@ -54,7 +54,7 @@ class ToyBackend(Backend):
 
     def image_modules(self) -> Sequence[ModuleType]:
         """An image is the program itself, made of the records of LIR."""
-        return (types, expressions, loops, kernels, views, interface, program)
+        return (dims, types, expressions, loops, kernels, views, interface, program)
 
     def load(
         self, image: Program, program: Callable[[], Program], target: Target, *, threads: int | None = None,

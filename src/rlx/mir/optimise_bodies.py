@@ -124,9 +124,8 @@ class _Opened:
             elif node.op == "input":
                 body.values[node[0]] = inputs[node.attrs["name"]]
             else:
-                body.values.update(zip(node.results, body.copy(node), strict=True))
-        body.graph.outputs = tuple(body.values[o] for o in main.outputs)
-        return body.graph
+                body.keep(node)
+        return body.finish(main.outputs)
 
 
 def _teed(body: Graph) -> Graph:

@@ -19,7 +19,8 @@ import numpy as np
 from rlx.dtypes import F32, I8
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, rebuild
-from rlx.mir.weights import is_matrix, weight_nodes, weights_first
+from rlx.mir.weights import is_matrix, sides, weight_nodes
+from rlx.mir.weights_first import weights_first
 from rlx.ops.quant import LEAST_SCALE
 
 NORMS = ("layer_norm", "rms_norm")
@@ -56,7 +57,7 @@ def int8_matmuls(graph: Graph) -> Graph:
     readers: dict[Value, list[Value]] = {}  # left side -> the weights it is multiplied by
     chosen = [node for node in graph.nodes if _pays(node, weights, packed)]
     for node in chosen:
-        x, w = _sides(node)
+        x, w = sides(node)
         readers.setdefault(x, []).append(w)
     taken = set(chosen)
     rows: dict[Value, _Rows] = {}  # what several matmuls read is quantised once
@@ -65,7 +66,7 @@ def int8_matmuls(graph: Graph) -> Graph:
     def visit(rewriter: Rewriter, node: Node) -> Value | None:
         if node not in taken:
             return None
-        x, w = _sides(node)
+        x, w = sides(node)
         if x not in rows:
             rows[x] = _rows(rewriter, node, x, [rewriter[v] for v in readers[x]], weights)
         left = rows[x]
@@ -80,16 +81,10 @@ def int8_matmuls(graph: Graph) -> Graph:
     return rebuild(graph, visit, made_by="int8_matmuls")
 
 
-def _sides(matmul: Node) -> tuple[Value, Value]:
-    x, w = matmul.operands
-    assert x is not None and w is not None
-    return x, w
-
-
 def _pays(node: Node, weights: set[Node], packed: set[Node]) -> bool:
     if node.op != "matmul" or node.types[0].dtype is not F32:
         return False
-    x, w = _sides(node)
+    x, w = sides(node)
     if x.node in weights or not is_matrix(w, weights) or w.node in packed:
         return False
     return x.dtype is w.dtype is F32 and all(isinstance(size, int) and size >= LEAST for size in w.shape)

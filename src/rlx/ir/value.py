@@ -1,0 +1,195 @@
+"""Nodes and the values that they give. Nodes never change; a `Value` is one result, with its operators and ops."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from rlx.dtypes import DType, DTypeLike, promote
+from rlx.errors import GraphError, ShapeError, nearest
+from rlx.ir import registry
+from rlx.ir.numpy_functions import NumpyFunctions
+from rlx.ir.operators import Operators
+from rlx.ir.provenance import Origin
+from rlx.types import Dim, Size, TensorType
+
+if TYPE_CHECKING:
+    from rlx.ir.graph import Graph
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Node:
+    """One application of an op. Nodes compare by identity; graphs compare by structure."""
+
+    id: int
+    op: str
+    operands: tuple[Value | None, ...]
+    attrs: dict[str, Any]
+    types: tuple[TensorType, ...]
+    origin: Origin
+    graph: Graph
+    results: tuple[Value, ...]
+
+    def __getitem__(self, index: int) -> Value:
+        return self.results[index]
+
+    def __rlx_value__(self) -> Value:
+        """What stands for the node where it is an operand: its result; several are laid end to end in one vector."""
+        if len(self.results) == 1:
+            return self.results[0]
+        kind = functools.reduce(promote, (value.dtype for value in self.results))
+        flat = [value.reshape(value.type.elements) for value in self.results]
+        return self.graph.one("concatenate", *(v if v.dtype is kind else v.astype(kind) for v in flat), axis=0)
+
+    @property
+    def definition(self) -> registry.OpDef:
+        return registry.get(self.op)
+
+    def __repr__(self) -> str:
+        return f"<node %{self.id} {self.op}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("nodes are pickled with their graph, as text")
+
+
+class Value(NumpyFunctions, Operators):
+    """One result of a node: a handle, which `Graph.append` points at its node. `==` is identity."""
+
+    __slots__ = ("index", "node")
+    node: Node
+
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
+
+    # -- type -----------------------------------------------------------------------------------------------------
+    @property
+    def type(self) -> TensorType:
+        return self.node.types[self.index]
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        return self.type.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.type.dtype
+
+    @property
+    def rank(self) -> int:
+        return self.type.rank
+
+    @property
+    def graph(self) -> Graph:
+        return self.node.graph
+
+    def __repr__(self) -> str:
+        suffix = f".{self.index}" if len(self.node.types) > 1 else ""
+        return f"<value %{self.node.id}{suffix}: {self.type}>"
+
+    # -- manners ------------------------------------------------------------------------------------------------------
+    def __bool__(self) -> bool:
+        self._no_number("bool")
+
+    def __int__(self) -> int:
+        self._no_number("int")
+
+    def __float__(self) -> float:
+        self._no_number("float")
+
+    def __iter__(self) -> Iterator[Value]:
+        raise GraphError(f"value {self!r}: cannot be iterated", hint="slice it, or use split along an axis")
+
+    def _no_number(self, what: str) -> NoReturn:
+        hint = "it has a value only when the graph runs; use g.where(...) to choose, g.equal(a, b) to compare"
+        raise GraphError(f"value {self!r}: has no {what} while the graph is built", hint=hint)
+
+    # -- ops ----------------------------------------------------------------------------------------------------------
+    def operate(self, op: str, *operands: Any) -> Value:
+        """What an operator of Python builds: one node in the graph of the value."""
+        return self.graph.one(op, *operands)
+
+    def __getitem__(self, key: Any) -> Value:
+        return _index(self, key)
+
+    @property
+    def mT(self) -> Value:
+        """The last two axes swapped."""
+        if self.rank < 2:
+            raise ShapeError(f"mT: needs two axes, found {self.type}")
+        axes = (*range(self.rank - 2), self.rank - 1, self.rank - 2)
+        return self.graph.one("transpose", self, axes=axes)
+
+    def astype(self, like: DTypeLike) -> Value:
+        """The value cast to another element type."""
+        return self.graph.one("cast", self, dtype=like)
+
+    def cast(self, dtype: DTypeLike) -> Value:
+        """The same as `astype`."""
+        return self.astype(dtype)
+
+    def reshape(self, *shape: Any) -> Value:
+        """The value with another shape; one size may be -1."""
+        return self.graph.reshape(self, shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        op = registry.SPELLINGS.get(name, name)
+        if op in registry.OPS and registry.LEAF not in registry.OPS[op].traits:
+            return functools.partial(getattr(self.graph, op), self)
+        raise AttributeError(f"Value has no op {name!r}. {nearest(name, registry.OPS) or ''}".strip())
+
+
+def _index(value: Value, key: Any) -> Value:
+    keys = list(key) if isinstance(key, tuple) else [key]
+    gap = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
+    rest = keys[gap + 1 :]
+    if gap + len(rest) > value.rank:
+        raise ShapeError(f"index: {gap + len(rest)} indices for {value.type}")
+    keys = keys[:gap] + [slice(None)] * (value.rank - gap - len(rest)) + rest
+    starts: list[Size] = []
+    stops: list[Size] = []
+    steps: list[int] = []
+    kept: list[int] = []
+    for axis, (k, size) in enumerate(zip(keys, value.shape, strict=True)):
+        if isinstance(k, slice):
+            kept.append(axis)
+            starts.append(0 if k.start is None else _bound(k.start, size))
+            stops.append(size if k.stop is None else _bound(k.stop, size))
+            steps.append(1 if k.step is None else operator.index(k.step))
+        else:
+            at = _position(k, size)
+            starts.append(at)
+            stops.append(at + 1)
+            steps.append(1)
+    result = value.graph.one("slice", value, start=tuple(starts), stop=tuple(stops), step=tuple(steps))
+    return result if len(kept) == value.rank else result.reshape(tuple(result.shape[a] for a in kept))
+
+
+def _from_end(k: Any, size: Size) -> Size:
+    """An index from the start of the axis; a negative one counts from its end."""
+    if isinstance(k, Dim):
+        return k
+    if isinstance(k, (bool, np.bool_)) or not hasattr(k, "__index__"):
+        raise GraphError(f"index: {k!r} is not an integer or a slice", hint="use x.gather(indices, axis=...) for data")
+    n = operator.index(k)
+    return size + n if n < 0 else n
+
+
+def _bound(k: Any, size: Size) -> Size:
+    """A bound of a slice; as in NumPy, one that lies before the start is the start."""
+    at = _from_end(k, size)
+    return max(at, 0) if isinstance(at, int) else at
+
+
+def _position(k: Any, size: Size) -> Size:
+    """The place of a single index."""
+    at = _from_end(k, size)
+    if isinstance(at, int) and (at < 0 or (isinstance(size, int) and at >= size)):
+        raise ShapeError(f"index: {k} lies outside an axis of size {size}")
+    return at

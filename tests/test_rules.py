@@ -1,0 +1,89 @@
+"""Rules of the house that a program can check by reading the source."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rlx
+
+ROOT = Path(rlx.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+# A tree of a user's frozen dataclass is put together again without calling its constructor.
+SETS_FIELDS = {"functional/tree.py"}
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def forced_writes(tree: ast.AST, inside: str = "") -> Iterator[int]:
+    """Lines that write to a frozen object, but for one that completes itself in `__post_init__`."""
+    for child in ast.iter_child_nodes(tree):
+        name = child.name if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else inside
+        forced = isinstance(child, ast.Call) and ast.unparse(child.func) == "object.__setattr__"
+        if forced and not (name == "__post_init__" and ast.unparse(child).startswith("object.__setattr__(self,")):
+            yield child.lineno
+        yield from forced_writes(child, name)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_frozen_objects_stay_as_they_were_made(path: Path) -> None:
+    lines = list(forced_writes(parsed(path)))
+    assert not lines or name_of(path) in SETS_FIELDS, f"{name_of(path)} writes to frozen objects in lines {lines}"
+
+
+def test_nodes_are_copied_one_by_one_in_one_place() -> None:
+    """Who wants a part of a graph asks `live_copy` or `copy_nodes`."""
+    copies = re.compile(r"\.update\(zip\((\w+)\.results, [\w.]+\.copy\(\1\)")
+    assert [name_of(p) for p in FILES if copies.search(p.read_text())] == ["ir/rewrite.py"]
+
+
+# -- private names ----------------------------------------------------------------------------------------------------
+KEPT_APART = ("dims", "dim_binding", "types", "ir", "ops", "hir", "mir", "transforms", "functional", "lir")
+OF_PYTHON = {"_getframe", "_fields"}  # of `sys`, and of named tuples
+OURS = [p for p in FILES if p.relative_to(ROOT).with_suffix("").parts[0] in KEPT_APART]
+
+
+def own_names(tree: ast.Module) -> set[str]:
+    """What a file defines: functions, classes, variables, and attributes of `self`."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return found
+
+
+def private_reaches(tree: ast.Module) -> list[str]:
+    """Private names that are taken from elsewhere: attributes of other files' objects, and imports."""
+    own, found = own_names(tree), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr not in own | OF_PYTHON:
+            found += [ast.unparse(node)] if re.match("_[^_]", node.attr) else []
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlx"):
+            found += [f"{node.module}.{alias.name}" for alias in node.names if re.match("_[^_]", alias.name)]
+    return found
+
+
+@pytest.mark.parametrize("path", OURS, ids=name_of)
+def test_private_names_stay_in_their_file(path: Path) -> None:
+    assert private_reaches(parsed(path)) == []
+
+
+def test_a_private_reach_is_found() -> None:
+    tree = ast.parse("from rlx.ir.graph import _operands\n\ndef f(graph):\n    return graph._named, graph.named\n")
+    assert private_reaches(tree) == ["rlx.ir.graph._operands", "graph._named"]
