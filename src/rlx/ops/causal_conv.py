@@ -45,7 +45,8 @@ def _depthwise_conv1d_causal_apart(
 
 
 @op(
-    "depthwise_conv1d_causal", independent=never, reference=_depthwise_conv1d_causal, tolerance=2e-6, traits=[SEGMENTED],
+    "depthwise_conv1d_causal", independent=never,
+    reference=_depthwise_conv1d_causal, tolerance=2e-6, traits=[SEGMENTED],
     decompose=_depthwise_conv1d_causal_apart,
     samples=[
         sample(f32(2, 9, 3), f32(3, 4), f32(2, 3, 3), i32(2, 9, low=0, high=2), kernel_size=4),
