@@ -28,6 +28,7 @@ from rlx.formats.tokenizer import Tokenizer
 from rlx.ir.graph import Graph
 from rlx.locks import cached_property
 from rlx.models.arrange import weights_of
+from rlx.models.config import record_types
 from rlx.models.family import FAMILIES, Family, FileWeights
 from rlx.models.images import ImageSettings
 from rlx.models.load import Checkpoint
@@ -130,7 +131,9 @@ def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
 
 
 def _classes(family: Family) -> dict[str, type]:
-    return {c.__name__: c for c in (family.config, KvCacheSpec, EmbedSettings, ImageSettings, SpecialIds)}
+    return {
+        c.__name__: c for c in (*record_types(family.config), KvCacheSpec, EmbedSettings, ImageSettings, SpecialIds)
+    }
 
 
 def _files(tensors: TensorFile) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from rlx.flow.stages.ffn import linear
 from rlx.flow.stages.vision import pre_norm_layer
 from rlx.flow.state import FlowValue
 from rlx.formats.images import resampling
-from rlx.models.config import key
+from rlx.models.config import group, key
 from rlx.models.family import family
 from rlx.models.vision import Patches, PrependToken, VisionConfig, bicubic, named, split_attention
 from rlx.types import dim, sym
@@ -25,48 +26,77 @@ ROWS, COLUMNS = dim("rows"), dim("columns")  # patches of an image
 
 
 @dataclass(frozen=True)
-class Config(VisionConfig):
-    """DINOv2's configuration."""
+class DinoFfn:
+    """The feed-forwards of DINOv2: two layers, or a gated one."""
 
-    eps: float = key(hf="layer_norm_eps", default=1e-6)
-    patch: int = key(hf="patch_size", default=14)
     ratio: float = key(hf="mlp_ratio", default=4)
     gated: bool = key(hf="use_swiglu_ffn", default=False)
-    registers: int = 0
-    antialias = False  # of positions where there are fewer patches than it was trained with
 
-    @property
-    def ffn(self) -> int:
-        wide = int(self.dim * self.ratio)
+    def ffn(self, dim: int) -> int:
+        wide = int(dim * self.ratio)
         return (int(wide * 2 / 3) + 7) // 8 * 8 if self.gated else wide
 
-    def inputs(self, pixels: Array) -> dict[str, Array]:
-        """Images of any size: what is left over beside whole patches is cut off, as a convolution does it."""
-        height, width = pixels.shape[2:]
-        rows, columns = height // self.patch, width // self.patch
-        if not (rows and columns):
-            raise RequestError(f"image: {height} × {width} pixels are less than a patch of {self.patch} × {self.patch}")
-        stretch = resampling if self.antialias else bicubic
-        return {
-            "pixels": np.ascontiguousarray(pixels[:, :, : rows * self.patch, : columns * self.patch]),
-            "position_rows": stretch(self.grid, rows).astype(np.float32),
-            "position_columns": stretch(self.grid, columns).astype(np.float32),
-        }
-
-    def left_out(self) -> tuple[str, ...]:
+    def left_out(self, qkv_bias: bool) -> tuple[str, ...]:
         absent = MLP if self.gated else SWIGLU
-        biases = () if self.qkv_bias else tuple(f"attention.attention.{n}.bias" for n in QKV)
+        biases = () if qkv_bias else tuple(f"attention.attention.{n}.bias" for n in QKV)
         parts = (*(f"{name}.{part}" for name in absent for part in ("weight", "bias")), *biases)
         return tuple(f"encoder.layer.{{i}}.{part}" for part in parts)
 
 
 @dataclass(frozen=True)
-class RegisterConfig(Config):
+class Config(VisionConfig):
+    """DINOv2's configuration."""
+
+    eps: float = key(hf="layer_norm_eps", default=1e-6)
+    patch: int = key(hf="patch_size", default=14)
+    mlp: DinoFfn = group(DinoFfn)
+    registers: int = 0
+
+    @property
+    def ffn(self) -> int:
+        return self.mlp.ffn(self.dim)
+
+    def inputs(self, pixels: Array) -> dict[str, Array]:
+        return positioned(self, pixels, bicubic)
+
+    def left_out(self) -> tuple[str, ...]:
+        return self.mlp.left_out(self.qkv_bias)
+
+
+@dataclass(frozen=True)
+class RegisterConfig(VisionConfig):
     """DINOv2 with registers: tokens that belong to no patch."""
 
+    eps: float = key(hf="layer_norm_eps", default=1e-6)
     patch: int = key(hf="patch_size", default=16)
+    mlp: DinoFfn = group(DinoFfn)
     registers: int = key(hf="num_register_tokens", default=4)
-    antialias = True
+
+    @property
+    def ffn(self) -> int:
+        return self.mlp.ffn(self.dim)
+
+    def inputs(self, pixels: Array) -> dict[str, Array]:
+        return positioned(self, pixels, resampling)  # antialiased
+
+    def left_out(self) -> tuple[str, ...]:
+        return self.mlp.left_out(self.qkv_bias)
+
+
+def positioned(c: VisionConfig, pixels: Array, stretch: Callable[[int, int], Array]) -> dict[str, Array]:
+    """Images of any size, and how positions are stretched to their patches.
+
+    What is left over beside whole patches is cut off, as a convolution does it.
+    """
+    height, width = pixels.shape[2:]
+    rows, columns = height // c.patch, width // c.patch
+    if not (rows and columns):
+        raise RequestError(f"image: {height} × {width} pixels are less than a patch of {c.patch} × {c.patch}")
+    return {
+        "pixels": np.ascontiguousarray(pixels[:, :, : rows * c.patch, : columns * c.patch]),
+        "position_rows": stretch(c.grid, rows).astype(np.float32),
+        "position_columns": stretch(c.grid, columns).astype(np.float32),
+    }
 
 
 QKV = ("query", "key", "value")
@@ -82,11 +112,11 @@ REGISTER_WEIGHTS = WEIGHTS | {"embeddings.register_tokens": ""}
 
 
 @family("dinov2", kind="vision model", hf=["dinov2"], config=Config, weights=WEIGHTS, prefixes=["dinov2."])
-def dinov2(c: Config) -> ModelFlow:
+def dinov2(c: Config | RegisterConfig) -> ModelFlow:
     def layer(i: int) -> FlowStage:
         at = f"encoder.layer.{i}"
         attention = split_attention(f"{at}.attention", [f"attention.{n}" for n in QKV], "output.dense", c)
-        ffn = FusedSwiGlu(f"{at}.mlp", c.ffn) if c.gated else GeluFfn.dinov2(
+        ffn = FusedSwiGlu(f"{at}.mlp", c.ffn) if c.mlp.gated else GeluFfn.dinov2(
             at, intermediate_size=c.ffn, activation=c.activation
         )  # fmt: skip
         scales = (f"{at}.layer_scale1.lambda1", f"{at}.layer_scale2.lambda1")

@@ -24,10 +24,11 @@ from rlx.models import mamba
 from rlx.models.config import key
 from rlx.models.family import Change, family
 from rlx.models.rope import is_number
+from rlx.models.state_space import StateSpaceConfig
 
 
 @dataclass(frozen=True)
-class Config(mamba.StateSpaceConfig):
+class Config(StateSpaceConfig):
     """Mamba 2's configuration."""
 
     state: int = key(gguf="ssm.state_size", hf="state_size", default=128, most=4096)
