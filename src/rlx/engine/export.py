@@ -16,7 +16,8 @@ import numpy as np
 
 from rlx.engine.embed import EmbeddingModel
 from rlx.engine.language import LanguageModel
-from rlx.engine.model import Model, Prepared, class_of
+from rlx.engine.load import class_of
+from rlx.engine.model import Model, Prepared
 from rlx.engine.vision import VisionModel
 from rlx.errors import CapabilityError, FormatError, NotFoundError, RequestError
 from rlx.flow.flow import BuiltModel, KvCacheSpec, ModelFlow, Params

@@ -16,8 +16,8 @@ import numpy as np
 from rlx.errors import CapabilityError
 from rlx.formats.images import BICUBIC, BILINEAR, FILTERS, NEAREST, resize
 from rlx.formats.tensors import broken, quoted
-from rlx.models.beside import JsonObject
 from rlx.models.load import Checkpoint
+from rlx.models.sidecar_json import JsonObject
 
 Array = np.ndarray[Any, Any]
 FILE = "preprocessor_config.json"

@@ -24,8 +24,8 @@ from rlx.flow.weights import Array
 from rlx.formats import TensorFile, open_tensors
 from rlx.formats.tensors import broken, quoted
 from rlx.ir.graph import Value
-from rlx.models.beside import JsonObject
 from rlx.models.load import Checkpoint, read_json
+from rlx.models.sidecar_json import JsonObject
 from rlx.types import sym
 
 # -- kinds -----------------------------------------------------------------------------------------------------------
