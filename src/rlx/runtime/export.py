@@ -105,7 +105,9 @@ def _placed(origin: Origin) -> Origin:
 def _embedded(compiled: CompiledGraph) -> dict[str, Array]:
     """All that the main program reads, and the weights by whose shapes sizes are known."""
     compiled.prepare()
-    return compiled.host_weights() | {n: compiled._params[n] for n, t in compiled.param_types.items() if has_symbols(t)}
+    return compiled.host_weights() | {
+        name: compiled.known_params()[name] for name, type_ in compiled.param_types.items() if has_symbols(type_)
+    }
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

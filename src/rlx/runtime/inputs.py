@@ -43,6 +43,12 @@ def check_names(what: str, given: Any, wanted: Sequence[str]) -> None:
         raise BindError(f"{what}: {', '.join(map(repr, missing))} not given", notes=[f"wanted: {', '.join(wanted)}"])
 
 
+def not_set(missing: Sequence[str], hint: str) -> BindError:
+    """The error for parameters that a run needs and nobody has set."""
+    shown = ", ".join(map(repr, missing[:5])) + (f" and {len(missing) - 5} more" if missing[5:] else "")
+    return BindError(f"params: {shown} not set", hint=hint)
+
+
 def as_array(what: str, name: str, value: Any, type_: TensorType) -> Array:
     """A contiguous array of the declared element type and rank.
 
