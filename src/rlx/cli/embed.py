@@ -11,6 +11,8 @@ import argparse
 import contextlib
 import json
 import os
+import re
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -33,6 +35,9 @@ MAX_BYTES = 256 << 20  # of all files of texts and stdin together
 MANY = 256  # texts, from which on a bar is drawn
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # what models call the prompt of what is searched
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".npy")
+TEXTS = (".txt", ".md", ".rst", ".csv", ".tsv", ".json", ".jsonl", ".log")
+# Begins like a path, ends like a folder, or has a file name with a suffix behind a slash; not the address of a page.
+_PATH = re.compile(r"(?!.*://)((\.{0,2}|~)/.+|.+/|.+/[^/]+\.[A-Za-z][A-Za-z0-9]{0,7})")
 MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
 Array = np.ndarray[Any, Any]
 
@@ -124,6 +129,9 @@ def read_texts(texts: Sequence[str], files: Sequence[str] | None) -> list[Place]
     for text in texts:
         if _is_path(text):
             found += reader.lines_of(text)
+        elif _is_missing(text):
+            hint = f"to embed it as a text, give it on stdin: echo {shlex.quote(text)} | rlx embed"
+            raise UsageError(f"embed: {text!r} is written like a path, and nothing is there", hint=hint)
         else:
             found.append(Place(text, len(found) + 1))
     if not files:
@@ -141,6 +149,16 @@ def _is_path(text: str) -> bool:
     """Whether a word of the command line is a file or folder to read: there is one, and it is no image."""
     try:
         return Path(text).exists() and Path(text).suffix.lower() not in IMAGES
+    except (OSError, ValueError):  # too long for a name, or with a null in it
+        return False
+
+
+def _is_missing(text: str) -> bool:
+    """Whether a word can only be meant as the path of a file or folder, and there is none."""
+    if _PATH.fullmatch(text) is None and not text.lower().endswith((*TEXTS, *IMAGES)):
+        return False
+    try:
+        return not (any(c.isspace() for c in text) or Path(text).exists())
     except (OSError, ValueError):  # too long for a name, or with a null in it
         return False
 
