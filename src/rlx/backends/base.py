@@ -226,8 +226,9 @@ class Executable(ABC):
         return None
 
     def outputs(self, key: Key) -> list[ArrayType]:
-        """Shapes and element types of the outputs at these sizes."""
-        raise NotImplementedError
+        """Shapes and element types of the outputs at these sizes; programs that pack weights are asked for it."""
+        device = self.target.device
+        raise CapabilityError(f"outputs: device {device!r} does not say their sizes", hint="compile for device cpu")
 
     def trace(self, key: Key, inputs: Sequence[Any]) -> tuple[list[Any], Trace]:
         """Like `run`, and says when each launch ran."""
@@ -316,7 +317,10 @@ class Backend(ABC):
     # -- compiling
     def interpret(self, graph: Graph) -> Executable:
         """An executable for a MIR graph, for a backend that does without LIR."""
-        raise NotImplementedError
+        raise CapabilityError(
+            f"compile: device {self.name!r} runs no graphs as they are",
+            hint="it compiles LIR (`Backend.compile`)",
+        )
 
     def start_compiler(self, target: Target) -> None:  # noqa: B027
         """A program will come soon: load compilers in the background."""

@@ -286,7 +286,7 @@ def vmap(graph: Any, in_axes: Axes = 0, out_axes: int | Sequence[int] = 0, *, si
         if axis is not None:
             axis = axis_index(axis, type_.rank + 1, f"vmap: {node.attrs['name']!r}")
             shape.insert(axis, count)
-        leaf = made._leaf(node.op, node.attrs["name"], shape, type_.dtype)
+        leaf = getattr(made, node.op)(node.attrs["name"], shape, type_.dtype)  # an input, a state or a param
         given.append(leaf if axis is None else move_axis(leaf, axis, 0))
         flags.append(axis is not None)
     if not any(flags):
