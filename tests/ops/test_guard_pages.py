@@ -48,6 +48,31 @@ print("all shapes")
 """
 
 
+EMPTY_DRIVER = """
+import sys
+import numpy as np
+import rlx
+
+for op in ("gather", "scatter", "scatter_add"):
+    for rows in (0, "n"):
+        print(op, rows, flush=True)
+        g = rlx.Graph("empty")
+        table, at = g.input("table", (rows, 5)), g.input("at", ("count",), "i32")
+        updates = () if op == "gather" else (g.input("updates", ("count", 5)),)
+        g.set_outputs([getattr(g, op)(table, at, *updates)])
+        compiled = rlx.compile(g, target=sys.argv[1])
+        for count in (0, 4):
+            inputs = {"table": np.zeros((0, 5)), "at": np.zeros(count, np.int32), "updates": np.ones((count, 5))}
+            given = {name: inputs[name].astype(compiled.input_types[name].dtype.numpy) for name in compiled.input_types}
+            try:
+                (out,) = compiled.run(given)
+                assert count == 0 and out.size == 0
+            except rlx.errors.KernelError as error:
+                assert count and "an index lies outside" in str(error)
+print("all tables")
+"""
+
+
 def run(driver: str, *arguments: str) -> str:
     """What a driver prints in a process that checks its memory."""
     package = Path(rlx.__file__).resolve().parent.parent
@@ -68,3 +93,7 @@ def test_no_op_leaves_its_arrays(target: str) -> None:
 
 def test_no_size_makes_an_op_leave_its_arrays() -> None:
     assert run(SHAPES_DRIVER, supported()[0].name).endswith("all shapes\n")
+
+
+def test_an_index_into_an_empty_table_is_an_error_that_touches_nothing() -> None:
+    assert run(EMPTY_DRIVER, supported()[0].name).endswith("all tables\n")
