@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.errors import CapabilityError, nearest
 from rlx.layouts import Layout
 from rlx.locks import Lock
@@ -29,7 +30,6 @@ if TYPE_CHECKING:  # a process that only runs a graph needs none of these
     from rlx.lir.kernels import Kernel
     from rlx.lir.program import Program
 
-Array = np.ndarray[Any, Any]
 Key = tuple[int, ...]  # the sizes of a program's symbols, in the order of `Executable.symbols`
 ArrayType = tuple[tuple[int, ...], np.dtype[Any]]  # shape and element type
 MAX_THREADS = 4096  # a request for more is a typo

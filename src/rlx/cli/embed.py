@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from rlx import hub
+from rlx.arrays import Array
 from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.cli.loading import load
@@ -39,7 +40,6 @@ TEXTS = (".txt", ".md", ".rst", ".csv", ".tsv", ".json", ".jsonl", ".log")
 # Begins like a path, ends like a folder, or has a file name with a suffix behind a slash; not the address of a page.
 _PATH = re.compile(r"(?!.*://)((\.{0,2}|~)/.+|.+/|.+/[^/]+\.[A-Za-z][A-Za-z0-9]{0,7})")
 MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
-Array = np.ndarray[Any, Any]
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.formats.quants import dequantise
 from rlx.models.load import Checkpoint
 
-Array = np.ndarray[Any, Any]
 CLASSES = {"llama": "Llama", "qwen2": "Qwen2"}
 OVERHEAD = 1.3  # of memory, beside the weights in f32
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import F32, F64, dtype
 from rlx.engine.sampler import shown
 from rlx.errors import BindError, DTypeError, ShapeError, nearest
@@ -17,8 +18,6 @@ from rlx.runtime.compiled import CompiledGraph
 
 if TYPE_CHECKING:
     from rlx.engine.model import Model
-
-Array = np.ndarray[Any, Any]
 
 
 def checked_params(

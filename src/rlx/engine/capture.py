@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
+from rlx.arrays import Array
 from rlx.engine.edits import Edit, Edited, checked_edits, cut
 from rlx.engine.sampler import shown
 from rlx.errors import RequestError
@@ -16,8 +15,6 @@ from rlx.runtime.compiled import CompiledGraph
 if TYPE_CHECKING:
     from rlx.engine.model import Model
     from rlx.flow.flow import BuiltModel
-
-Array = np.ndarray[Any, Any]
 
 
 def captured_values(

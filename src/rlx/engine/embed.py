@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.engine.load_settings import whole
 from rlx.engine.model import Model
 from rlx.engine.sampler import shown
@@ -22,7 +23,6 @@ from rlx.hub.progress import drawn
 from rlx.locks import cached_property
 from rlx.models.pooling import EmbedSettings, read_settings
 
-Array = np.ndarray[Any, Any]
 TOKENS = 256  # of a batch for each thread, at most: activations stay in the caches, and threads seldom wait
 ENOUGH = 128  # of a batch for each thread, to be as fast a token: from here on, a shorter text begins another batch
 WINDOW = 8192  # texts that are tokenised and sorted at a time

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-
+from rlx.arrays import Array
 from rlx.engine.embed import EmbeddingModel
 from rlx.engine.language import LanguageModel
 from rlx.engine.load import class_of
@@ -52,7 +51,6 @@ from rlx.runtime.kv_cache import CACHES
 from rlx.runtime.session import Session
 from rlx.types import TensorType
 
-Array = np.ndarray[Any, Any]
 # Settings of `load` that an export has made its own, and what they are where nothing is asked for.
 AnyModel = LanguageModel | EmbeddingModel | VisionModel
 _PLAIN = {"device": "cpu", "precision": "auto", "cache": "auto", "context": None, "profile": None, "patch": None}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.engine import generate as generation
 from rlx.engine.generate import Cancel, Cancelled, Decoder, Growing, Logprob, grow
 from rlx.engine.kvcache import CacheStore
@@ -26,7 +27,6 @@ from rlx.types import TensorType, sym
 if TYPE_CHECKING:
     from rlx.formats.chat import ChatTemplate
 
-Array = np.ndarray[Any, Any]
 Messages = Sequence[Mapping[str, Any]]
 MAX_CHARS = 256  # of messages, for each token of the context: templates leave some of them out, but not that many
 SHORT = 64  # characters of a text that no template finds too long

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 import numpy as np
 
 import rlx
+from rlx.arrays import Array
 from rlx.engine.kvcache import CacheStore
 from rlx.engine.load_settings import auto_cache, checked_context, choose, profile_for, session_for, with_precision
 from rlx.engine.sampler import shown
@@ -35,7 +36,6 @@ if TYPE_CHECKING:  # imported where a model is built: one that has a snapshot ne
 
     Patch = Callable[[ModelFlow], ModelFlow]
 
-Array = np.ndarray[Any, Any]
 Key = TypeVar("Key")
 Made = TypeVar("Made")
 CAPTURES = 4  # graphs with captured stages, and of those with edited ones, that are kept

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import F32
 from rlx.engine.apply import checked_params
 from rlx.engine.save_check import check_same, replacing
@@ -29,7 +30,6 @@ from rlx.types import TensorType
 if TYPE_CHECKING:
     from rlx.engine.model import Model
 
-Array = np.ndarray[Any, Any]
 FILE = "model.safetensors"
 INVENTED = ("rope_local", "least_step", "most_step")  # names of settings that rlx reads out of others
 # Files beside a model that hold weights, in this or other formats.

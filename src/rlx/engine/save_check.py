@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.errors import CapabilityError
 from rlx.flow.flow import BuiltModel
 from rlx.flow.init import WantedWeights
@@ -18,7 +19,6 @@ from rlx.formats.tensors import quoted
 from rlx.models.config import leaves
 from rlx.models.load import Checkpoint, open_checkpoint
 
-Array = np.ndarray[Any, Any]
 POSITIONS = 256  # of the graphs that are compared, unless windows or RoPE change further on
 
 

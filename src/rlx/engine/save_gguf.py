@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import F16, F32
 from rlx.engine.save_check import check_same, replacing
 from rlx.engine.save_tensors import FLOATS, Source, Tensor
@@ -17,7 +18,6 @@ from rlx.formats.quants import GGUF_TYPES
 from rlx.models.config import DecoderConfig, leaves
 from rlx.models.load import Checkpoint
 
-Array = np.ndarray[Any, Any]
 # Kinds of RoPE that are kept in tensors, and the architectures whose files llama.cpp looks for them in.
 TENSORS_OF_ROPE = {"llama3": ("llama",), "longrope": ("llama", "phi3")}
 

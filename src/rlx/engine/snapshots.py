@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.backends import cache
 from rlx.dtypes import dtype
 from rlx.engine.load import class_of
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from rlx.engine.load import Loaded
     from rlx.models.load import Checkpoint
 
-Array = np.ndarray[Any, Any]
 KIND = "snapshot"
 KINDS = ("decoder", "encoder")  # of families, of which a snapshot has all that a model is
 WEIGHTS, TABLES = "weights", "tokenizer.tables"  # sections of which a warm start reads only what it needs

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.engine.apply import apply_params
 from rlx.engine.capture import captured_values
 from rlx.engine.load_settings import whole
@@ -22,7 +23,6 @@ from rlx.runtime.compiled import CompiledGraph
 if TYPE_CHECKING:
     from rlx.engine.edits import Edit
 
-Array = np.ndarray[Any, Any]
 BATCH = 8  # images at a time: enough to keep all cores busy, while activations stay small
 
 

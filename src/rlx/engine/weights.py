@@ -6,10 +6,11 @@ import hashlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.formats import TensorFile
 from rlx.runtime.compiled import CompiledGraph
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from rlx.flow.flow import BuiltModel
     from rlx.models.load import Checkpoint
 
-Array = np.ndarray[Any, Any]
 SAMPLE = 4096  # bytes at both ends of a tensor that tell models apart
 
 

@@ -7,16 +7,15 @@ floats, which GGUF has not, are widened and multiplied by their scale.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import BF16, F16, F32, F64, I8, I16, I32, I64, PACKED, DType
 from rlx.errors import FormatError
 from rlx.formats import grids
 
-Array = np.ndarray[Any, Any]
 Buffer = bytes | bytearray | memoryview | Array
 
 BLOCK_TYPES: dict[str, DType] = {d.name: d for d in PACKED}

@@ -16,7 +16,6 @@ from rlx.backends.reports import Ceilings, Trace
 from rlx.inspect.memory import MemoryReport, memory_report, show_bytes
 from rlx.types import evaluate
 
-Array = np.ndarray[Any, Any]
 RUNS = 5  # traced runs; the fastest of each launch counts
 
 

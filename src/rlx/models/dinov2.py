@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.errors import RequestError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
@@ -21,7 +21,6 @@ from rlx.models.family import family
 from rlx.models.vision import Patches, PrependToken, VisionConfig, bicubic, named, split_attention
 from rlx.types import dim, sym
 
-Array = np.ndarray[Any, Any]
 ROWS, COLUMNS = dim("rows"), dim("columns")  # patches of an image
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlx.arrays import Array
 from rlx.dtypes import BF16, F16, F32, PACKED
 from rlx.errors import CapabilityError, nearest
 from rlx.flow.flow import ModelFlow
-from rlx.flow.weights import Array
 from rlx.formats import TensorEntry, TensorFile
 from rlx.models.config import ModelConfig
 from rlx.models.init import initialisers

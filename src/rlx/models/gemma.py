@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rlx.arrays import Array
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, GemmaStyle, RmsNorm
-from rlx.flow.weights import Array
 from rlx.formats import TensorFile
 from rlx.models import llama, qwen3
 from rlx.models.config import FULL, SLIDING, TEXT_PREFIXES, DecoderConfig, Neutral, group, key, text_settings

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.flow.init import (
     Initialiser,
     lecun_normal,
@@ -24,7 +25,6 @@ from rlx.flow.init import (
     xavier_uniform,
     zeros,
 )
-from rlx.flow.weights import Array
 
 if TYPE_CHECKING:
     from rlx.flow.flow import ModelFlow

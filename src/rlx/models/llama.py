@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rlx.arrays import Array
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import DecoderLayer, FlowStage, LlamaDecoder
-from rlx.flow.weights import Array
 from rlx.formats import TensorFile
 from rlx.models.config import MAX_POSITIONS, DecoderConfig, group, key
 from rlx.models.family import family

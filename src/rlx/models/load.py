@@ -32,9 +32,9 @@ import rlx.models.qwen3_next
 import rlx.models.roberta
 import rlx.models.siglip
 import rlx.models.vit  # noqa: F401  declares the family
+from rlx.arrays import Array
 from rlx.dtypes import FLOAT8_PACKED
 from rlx.errors import CapabilityError, FormatError
-from rlx.flow.weights import Array
 from rlx.formats import TensorFile, open_tensors
 from rlx.formats.mapped import FileMap
 from rlx.formats.scaled import INSTEAD, METHODS, ScaledFile

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, RmsNorm, linear
 from rlx.flow.stages.ffn import activate, softplus
 from rlx.flow.stages.recurrent import short_conv, state_of, where_present
 from rlx.flow.state import FlowValue
-from rlx.flow.weights import Array
 from rlx.models.config import key
 from rlx.models.family import Change, family
 from rlx.models.state_space import StateSpaceConfig

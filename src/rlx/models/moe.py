@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rlx.arrays import Array
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import MoeFfn, Qwen3Decoder
-from rlx.flow.weights import Array
 from rlx.formats import TensorFile
 from rlx.models import llama, qwen3
 from rlx.models.arrange import Arrangement, Stack

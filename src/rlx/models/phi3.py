@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rlx.arrays import Array
 from rlx.flow.flow import ModelFlow
-from rlx.flow.weights import Array
 from rlx.models import llama
 from rlx.models.arrange import Arrangement, Rows
 from rlx.models.config import DecoderConfig, Neutral, key

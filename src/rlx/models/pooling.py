@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import F32
 from rlx.errors import CapabilityError, FormatError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage
 from rlx.flow.state import FlowValue
-from rlx.flow.weights import Array
 from rlx.formats import TensorFile, open_tensors
 from rlx.formats.tensors import broken, quoted
 from rlx.ir.graph import Value

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rlx.arrays import Array
 from rlx.flow.flow import ModelFlow
-from rlx.flow.weights import Array
 from rlx.models import llama
 from rlx.models.config import DecoderConfig, Neutral, group
 from rlx.models.family import family

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rlx.arrays import Array
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import Qwen3Decoder
-from rlx.flow.weights import Array
 from rlx.formats import TensorFile
 from rlx.models import llama
 from rlx.models.config import DecoderConfig, Neutral, group

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.flow.flow import ModelFlow
-from rlx.flow.weights import Array
 from rlx.formats import TensorFile
 from rlx.formats.tensors import broken, quoted
 from rlx.models import qwen3, qwen3_next

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import DeltaNetLayer, FlowStage, GatedAttentionLayer, GemmaRmsNorm, RmsNorm, SharedMoeFfn
-from rlx.flow.weights import Array
 from rlx.models import moe
 from rlx.models.arrange import Arrangement, Spans
 from rlx.models.config import group, key

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.backends.base import Backend, Buffer, Device, Executable, InputSpec, bytes_of
 from rlx.errors import BindError, CapabilityError, nearest
 from rlx.host_memory import release
@@ -36,7 +37,6 @@ if TYPE_CHECKING:  # reports and what they are made of are imported when one is 
     from rlx.runtime.non_finite import Watched
     from rlx.runtime.plan import CompiledPlan
 
-Array = np.ndarray[Any, Any]
 _NOTHING = contextlib.nullcontext()
 KNOWN_SHAPES = 4096  # combinations of input shapes whose sizes are remembered
 

@@ -16,9 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import rlx
+from rlx.arrays import Array
 from rlx.backends import cache
 from rlx.backends.base import Device, backend, backend_of
 from rlx.backends.reports import Code
@@ -41,7 +40,6 @@ from rlx.runtime.weights import WeightStore
 from rlx.target import Target
 from rlx.types import parse_type
 
-Array = np.ndarray[Any, Any]
 WEIGHTS = "weights"  # the section of weights as kernels read them
 PLACES = codec.records_of(provenance)
 

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.backends.base import Allocator
 from rlx.dtypes import dtype
 from rlx.errors import BindError, DTypeError, nearest
 from rlx.resources import require
 from rlx.types import Dim, TensorType, evaluate, symbols_of
-
-Array = np.ndarray[Any, Any]
 
 
 class Leaf(NamedTuple):

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.errors import NonFiniteError
 
 if TYPE_CHECKING:
     from rlx.ir.graph import Graph, Node, Value
     from rlx.runtime.compiled import CompiledGraph
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.errors import BindError, FormatError, GraphError, RequestError, ShapeError, nearest
 from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline
@@ -33,7 +34,6 @@ from rlx.types import TensorType, concrete
 if TYPE_CHECKING:
     from rlx.inspect.profiler import Report
 
-Array = np.ndarray[Any, Any]
 TINY = 1e-6  # what is added to the norm of all gradients before dividing by it, as torch does
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.backends.base import ArrayType, HostAllocator
 from rlx.host_memory import PAGE, address
 
-Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 LINE = 64  # bytes of a cache line
 HUGE = 2 << 20  # bytes of a huge page
