@@ -88,7 +88,7 @@ def test_a_file_gives_a_row_a_line(
 
 
 @pytest.mark.parametrize(
-    "word", ["notes/nope.txt", "nope.txt", "./nope", "../nope/x", "/no/such", "~/nope", "nope/", "nope.PNG", "a/b.png"]
+    "word", ["notes/nope.txt", "nope.txt", "./nope", "../nope/x", "/no/such", "~/nope", "nope/", "a/b.png"]
 )
 def test_the_path_of_a_file_that_is_not_there_is_refused(
     model: Path, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -96,7 +96,8 @@ def test_the_path_of_a_file_that_is_not_there_is_refused(
     monkeypatch.chdir(tmp_path)
     assert main(["embed", "-m", str(model), "fom", word]) == 2
     captured = capsys.readouterr()
-    assert f"'{word}' is written like a path, and nothing is there" in captured.err and not captured.out
+    problem = "names an image, and tiny-bert reads texts" if "png" in word else "is written like a path, and nothing is"
+    assert f"'{word}' {problem}" in captured.err and not captured.out
     assert f"echo {shlex.quote(word)} | rlx embed" in captured.err
     monkeypatch.setattr("sys.stdin", Piped(f"{word}\n".encode()))
     assert main(["embed", "-m", str(model), "--json"]) == 0  # as the hint says

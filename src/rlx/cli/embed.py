@@ -130,8 +130,7 @@ def read_texts(texts: Sequence[str], files: Sequence[str] | None) -> list[Place]
         if _is_path(text):
             found += reader.lines_of(text)
         elif _is_missing(text):
-            hint = f"to embed it as a text, give it on stdin: echo {shlex.quote(text)} | rlx embed"
-            raise UsageError(f"embed: {text!r} is written like a path, and nothing is there", hint=hint)
+            raise UsageError(f"embed: {text!r} is written like a path, and nothing is there", hint=_as_text(text))
         else:
             found.append(Place(text, len(found) + 1))
     if not files:
@@ -154,13 +153,23 @@ def _is_path(text: str) -> bool:
 
 
 def _is_missing(text: str) -> bool:
-    """Whether a word can only be meant as the path of a file or folder, and there is none."""
-    if _PATH.fullmatch(text) is None and not text.lower().endswith((*TEXTS, *IMAGES)):
+    """Whether a word can only be meant as the path of a file or folder, and there is none. Models look for images."""
+    if _is_image(text) or any(c.isspace() for c in text):
+        return False
+    if _PATH.fullmatch(text) is None and not text.lower().endswith(TEXTS):
         return False
     try:
-        return not (any(c.isspace() for c in text) or Path(text).exists())
+        return not Path(text).exists()
     except (OSError, ValueError):  # too long for a name, or with a null in it
         return False
+
+
+def _is_image(text: str) -> bool:
+    return text.lower().endswith(IMAGES) and not any(c.isspace() for c in text)
+
+
+def _as_text(word: str) -> str:
+    return f"to embed it as a text, give it on stdin: echo {shlex.quote(word)} | rlx embed"
 
 
 class _Reader:
@@ -244,6 +253,9 @@ def vectors_of(model: EmbeddingModel | VisionModel, texts: Sequence[str], argume
         if arguments.prompt is not None:
             raise UsageError(f"embed: {model.name} reads images, which have no --prompt")
         return model.encode_image(list(texts), **({"batch_size": n} if (n := arguments.batch_size) else {}))
+    image = next(filter(_is_image, arguments.texts), None)
+    if image is not None:
+        raise UsageError(f"embed: {image!r} names an image, and {model.name} reads texts", hint=_as_text(image))
     return model.embed(
         texts, prompt=_document_prompt(model, arguments), batch_size=arguments.batch_size,
         truncate=not arguments.no_truncate, show_progress=len(texts) >= MANY,
