@@ -19,9 +19,8 @@ from rlx.lir.loops import SCALAR_OPS
 ROOT = Path(rlx.__file__).parent
 # Lowest first; layers of one row do not import each other.
 ROWS = [
-    ["errors", "locks", "cgroups", "host_memory", "sampling"], ["resources", "dtypes"], ["dims"], ["dim_binding"],
-    ["types"], ["layouts"],
-    ["profile", "target", "quant"],
+    ["arrays"], ["errors", "locks", "cgroups", "host_memory", "sampling"], ["resources", "dtypes"], ["dims"],
+    ["dim_binding"], ["types"], ["layouts"], ["profile", "target", "quant"],
     ["ir", "formats"], ["ops"], ["hir"], ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["inspect"],
     ["runtime"], ["functional"], ["debug"], ["flow", "hub"], ["models"], ["engine", "train"], ["server"], ["cli"],
     ["__main__"],

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from rlx.engine.export import load_exported as load_exported
     from rlx.engine.language import Completion as Completion
     from rlx.engine.language import LanguageModel as LanguageModel
+    from rlx.engine.load import load as load
     from rlx.engine.model import Model as Model
-    from rlx.engine.model import load as load
     from rlx.engine.vision import VisionModel as VisionModel
     from rlx.flow.context import FlowCtx as FlowCtx
     from rlx.flow.emit import Emit as Emit
@@ -154,7 +154,7 @@ _PUBLIC = {
     "export": ("rlx.engine.export", "export"),
     "flow": ("rlx.flow", ""),
     "functional": ("rlx.functional", ""),
-    "load": ("rlx.engine.model", "load"),
+    "load": ("rlx.engine.load", "load"),
     "load_exported": ("rlx.engine.export", "load_exported"),
     "op": ("rlx.lir.forms.custom", "op"),
     "random": ("rlx.functional.random", ""),

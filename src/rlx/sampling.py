@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from rlx.arrays import Array
+
 COLDEST = 1e-6  # below it, quotients might overflow, and only equals of the highest are left anyway
 BLOCK = 256  # weights whose sum is one step when a token is drawn
 

@@ -13,7 +13,7 @@ from rlx.backends.reports import Ceilings
 from rlx.cli import bench
 from rlx.cli.bench import Row
 from rlx.cli.main import main
-from rlx.engine.model import load
+from rlx.engine.load import load
 
 ASSETS = Path(os.environ.get("RLX_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))
 STORIES = ASSETS / "stories260K" / "stories260K.bin"

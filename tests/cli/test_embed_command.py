@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import pytest
 import small_bert
 import tiny_llama
 
-from rlx.cli.embed import lines
+from rlx.cli.embed import lines, read_texts
 from rlx.cli.main import main
-from rlx.engine.model import load
+from rlx.engine.load import load
 
 TEXTS = ["bal dam", "fom", "", "fom kol kem", "bal dam", "dam"]
 
@@ -84,6 +85,31 @@ def test_a_file_gives_a_row_a_line(
     assert np.array_equal(np.load(out), wanted)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["lines.txt", "v.npy"]
     assert out.stat().st_mode & 0o777 == 0o666 & ~current_umask()
+
+
+@pytest.mark.parametrize(
+    "word", ["notes/nope.txt", "nope.txt", "./nope", "../nope/x", "/no/such", "~/nope", "nope/", "a/b.png"]
+)
+def test_the_path_of_a_file_that_is_not_there_is_refused(
+    model: Path, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["embed", "-m", str(model), "fom", word]) == 2
+    captured = capsys.readouterr()
+    problem = "names an image, and tiny-bert reads texts" if "png" in word else "is written like a path, and nothing is"
+    assert f"'{word}' {problem}" in captured.err and not captured.out
+    assert f"echo {shlex.quote(word)} | rlx embed" in captured.err
+    monkeypatch.setattr("sys.stdin", Piped(f"{word}\n".encode()))
+    assert main(["embed", "-m", str(model), "--json"]) == 0  # as the hint says
+    assert json.loads(capsys.readouterr().out)["texts"] == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["and/or", "n/a", "1/2.5", "https://a.org/b.html", "see notes/nope.txt", "a.b", "e.g.", "example.com"]
+)
+def test_other_words_with_slashes_and_dots_are_text(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [place.text for place in read_texts([text], None)] == [text]
 
 
 def current_umask() -> int:

@@ -17,7 +17,7 @@ from rlx.cli.main import main
 from rlx.cli.verify import _decode_is_prefill, _like_exact, answer_of, check_files
 from rlx.engine.generate import Decoder
 from rlx.engine.language import LanguageModel
-from rlx.engine.model import load
+from rlx.engine.load import load
 from rlx.hub import catalogue
 from rlx.hub.catalogue import Archive, Entry, File, Piece
 

@@ -9,7 +9,7 @@ import pytest
 import tiny_llama
 
 from rlx.engine.language import LanguageModel
-from rlx.engine.model import load
+from rlx.engine.load import load
 
 ASSETS = Path(os.environ.get("RLX_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))
 STORIES = ASSETS / "stories260K" / "stories260K.bin"

@@ -24,7 +24,7 @@ import small_bert
 import tiny_llama
 from forked import in_child
 
-from rlx.engine.model import load
+from rlx.engine.load import load
 
 TOKENS, OTHERS = [3, 14, 15, 9, 2], [[5, 6, 7], [1], [8, 9]]
 Jobs = dict[str, Callable[[], Any]]

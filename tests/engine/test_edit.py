@@ -10,7 +10,8 @@ import pytest
 import tiny_llama
 
 from rlx.engine.language import LanguageModel
-from rlx.engine.model import CAPTURES, load
+from rlx.engine.load import load
+from rlx.engine.model import CAPTURES
 from rlx.errors import RequestError, ShapeError
 from rlx.flow.flow import stage_values
 

@@ -21,7 +21,7 @@ from small_bert import CLS, SEP, WORDS, hidden_states, pooled, sentence_transfor
 
 from rlx.engine import embed as module
 from rlx.engine.embed import TOKENS, EmbeddingModel, batches
-from rlx.engine.model import load
+from rlx.engine.load import load
 from rlx.errors import CapabilityError, FormatError, RequestError
 from rlx.formats.tokenizer import Tokenizer
 from rlx.models.pooling import KINDS

@@ -20,7 +20,7 @@ import rlx
 from rlx.backends.base import kernels_compiled
 from rlx.engine.embed import EmbeddingModel
 from rlx.engine.language import LanguageModel
-from rlx.engine.model import load
+from rlx.engine.load import load
 from rlx.errors import CapabilityError, FormatError, NotFoundError, RequestError
 from rlx.runtime import container
 

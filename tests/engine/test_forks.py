@@ -16,11 +16,11 @@ from test_locks import held
 
 import rlx
 from rlx import locks
-from rlx.engine.model import load
+from rlx.engine.load import load
 from rlx.train import sgd
 
 from . import fork_load
-from .test_starts import settle
+from .test_snapshots import settle
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 

@@ -18,7 +18,7 @@ from limits import LONGEST_S
 import rlx
 from rlx.engine import generate as generation
 from rlx.engine.language import LanguageModel
-from rlx.engine.model import load
+from rlx.engine.load import load
 from rlx.errors import CapabilityError, FormatError, RequestError, ResourceError
 from rlx.formats.chat import ChatTemplate
 from rlx.formats.tokenizer import Tokenizer

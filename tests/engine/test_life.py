@@ -20,12 +20,12 @@ from runtime.test_caches import nothing_loaded, source
 
 from rlx.engine.embed import EmbeddingModel
 from rlx.engine.language import LanguageModel
-from rlx.engine.model import load
-from rlx.engine.starts import KeptCheckpoint
+from rlx.engine.load import load
+from rlx.engine.snapshots import SnapshotCheckpoint
 from rlx.errors import RequestError
 
 from .conftest import language_model
-from .test_starts import settle
+from .test_snapshots import settle
 
 MAPS = Path("/proc/self/maps")
 TOKENS = [3, 14, 15]
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["cold", "warm", "off"])
 def start(request: pytest.FixtureRequest, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How models are loaded: for the first time, from a start, or with nothing kept."""
+    """How models are loaded: for the first time, from a snapshot, or with nothing kept."""
     settings = {"cold": str(tmp_path), "warm": str(folder / "cache"), "off": "off"}
     monkeypatch.setenv("RLX_CACHE", settings[request.param])
     nothing_loaded(monkeypatch)
@@ -114,7 +114,7 @@ def test_a_model_that_nobody_has_any_more_gives_its_memory_back(
     for do in (lambda model: None, use):
         model = load(folder / kind)
         compiled = model.compiled
-        assert isinstance(model._checkpoint, KeptCheckpoint) == (start != "off")
+        assert isinstance(model._checkpoint, SnapshotCheckpoint) == (start != "off")
         do(model)
         weights = [weakref.ref(array) for array in compiled.executable.weights.values()]
         others = [weakref.ref(x) for x in (model, compiled, model._session, model.checkpoint)]

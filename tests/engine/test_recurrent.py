@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from rlx.engine import generate as generation
 from rlx.engine.language import Completion, LanguageModel
-from rlx.engine.model import load
+from rlx.engine.load import load
 from rlx.profile import CompileProfile, KernelDispatchPolicy, Precision
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.container import SUFFIX

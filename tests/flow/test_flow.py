@@ -46,7 +46,7 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 
 def built(c: dict[str, Any], weights: dict[str, Array], context: int = 128) -> BuiltModel:
-    return llama.decoder("llama", configs.from_hf(llama.Config, c, "test"), context, None).build(MapWeights(weights))
+    return llama.llama.flow(configs.from_hf(llama.Config, c, "test"), context).build(MapWeights(weights))
 
 
 # -- meaning ---------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def test_a_window_shows_the_last_keys_and_the_token_itself() -> None:
     c = settings(model_type="mistral", sliding_window=3)
     weights = random_weights(c)
     config = configs.from_hf(llama.MistralConfig, c, "test")
-    flow = llama.decoder("mistral", config, 128, None)
+    flow = llama.mistral.flow(config, 128)
     wanted = forward(c, weights, TOKENS, window=3)
     for chunk in (len(TOKENS), 1, 3):
         driver = Driver(flow.build(MapWeights(weights)), MapWeights(weights), 1, 128)

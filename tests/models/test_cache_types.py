@@ -13,8 +13,8 @@ from test_golden import Golden, converted, gguf, write
 
 from rlx.backends import cache as cache_folder
 from rlx.cli.main import main
-from rlx.engine import model as models
-from rlx.engine import starts
+from rlx.engine import load as models
+from rlx.engine import snapshots
 from rlx.engine.language import LanguageModel
 from rlx.errors import CapabilityError, RequestError
 from rlx.profile import CompileProfile, Precision
@@ -27,7 +27,7 @@ TABLE = "model.embed_tokens.weight"
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of its own, in which files count as settled at once."""
-    monkeypatch.setattr(starts, "SETTLED_NS", -(10**12))
+    monkeypatch.setattr(snapshots, "SETTLED_NS", -(10**12))
     monkeypatch.setenv("RLX_CACHE", str(tmp_path / "cache"))
     nothing_loaded(monkeypatch)
     return tmp_path / "cache" / cache_folder.STARTS
@@ -109,7 +109,7 @@ def test_verify_compares_what_is_exact(packed: Path, capsys: pytest.CaptureFixtu
     assert "ok       reference " in capsys.readouterr().out
 
 
-# -- kept starts ----------------------------------------------------------------------------------------------------
+# -- snapshots ------------------------------------------------------------------------------------------------------
 def test_a_start_is_that_of_the_type_however_it_was_asked_for(folder: Path, packed: Path, plain: Path) -> None:
     for path, kind in ((packed, "f16"), (plain, "f32")):
         before = set(folder.glob("*"))
@@ -140,9 +140,9 @@ def test_the_first_load_maps_its_weights_as_the_next_one_does(
     assert alone.memory().total == pytest.approx(first.memory().total, abs=4096)  # they are aligned in other ways
 
 
-def test_a_start_that_cannot_be_opened_costs_only_time(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_that_cannot_be_opened_costs_only_time(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = bits(load(packed))
-    monkeypatch.setattr(starts, "opened", lambda *_: None)
+    monkeypatch.setattr(snapshots, "open_snapshot", lambda *_: None)
     assert bits(load(packed)) == expected
 
 

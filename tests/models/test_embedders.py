@@ -13,7 +13,7 @@ from reference_models import SIZES
 from small_llama import SETTINGS, forward, random_weights, write_folder
 
 from rlx.engine.embed import EmbeddingModel
-from rlx.engine.model import load
+from rlx.engine.load import load
 from rlx.errors import RequestError
 from rlx.models.load import open_checkpoint
 

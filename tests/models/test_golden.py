@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from small_llama import Driver, difference
 
 from rlx.engine.language import LanguageModel
-from rlx.engine.model import load
+from rlx.engine.load import load
 from rlx.errors import CapabilityError, FormatError, RlxError
 from rlx.models.load import Checkpoint, open_checkpoint
 

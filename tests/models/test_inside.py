@@ -14,7 +14,7 @@ from small_llama import difference
 from test_golden import ARCHITECTURES, Golden, converted, gguf, write
 
 import rlx
-from rlx.engine import model as models
+from rlx.engine import load as models
 from rlx.engine.language import LanguageModel
 from rlx.engine.vision import VisionModel
 from rlx.errors import BindError, CapabilityError, DTypeError, GraphError, RequestError, ShapeError

@@ -12,7 +12,8 @@ from reference_models import TOLERANCE, check, logits, save
 from small_llama import difference
 
 from rlx.engine.generate import Decoder
-from rlx.engine.model import Model, load
+from rlx.engine.load import load
+from rlx.engine.model import Model
 from rlx.errors import RequestError
 
 ASSETS = Path(os.environ.get("RLX_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))

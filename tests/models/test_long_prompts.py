@@ -13,7 +13,7 @@ from test_golden import Golden
 
 from rlx.engine import generate as generation
 from rlx.engine.language import LanguageModel
-from rlx.engine.model import load
+from rlx.engine.load import load
 
 NAMES = ("gemma3", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 LONG = 4096

@@ -13,7 +13,7 @@ from reference_models import check, save
 from small_llama import difference
 from test_golden import Golden, converted, write
 
-from rlx.engine.model import load
+from rlx.engine.load import load
 from rlx.errors import CapabilityError, FormatError, RlxError
 from rlx.models.load import open_checkpoint
 

@@ -25,7 +25,7 @@ from test_golden_encoders import TEXTS
 
 import rlx
 from rlx.engine.language import LanguageModel
-from rlx.engine.model import load
+from rlx.engine.load import load
 from rlx.models.load import Checkpoint, open_checkpoint
 from rlx.runtime.compiled import CompiledGraph
 from rlx.transforms import value_and_grad

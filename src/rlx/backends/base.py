@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.errors import CapabilityError, nearest
 from rlx.layouts import Layout
 from rlx.locks import Lock
@@ -29,7 +30,6 @@ if TYPE_CHECKING:  # a process that only runs a graph needs none of these
     from rlx.lir.kernels import Kernel
     from rlx.lir.program import Program
 
-Array = np.ndarray[Any, Any]
 Key = tuple[int, ...]  # the sizes of a program's symbols, in the order of `Executable.symbols`
 ArrayType = tuple[tuple[int, ...], np.dtype[Any]]  # shape and element type
 MAX_THREADS = 4096  # a request for more is a typo
@@ -235,8 +235,9 @@ class Executable(ABC):
         return None
 
     def outputs(self, key: Key) -> list[ArrayType]:
-        """Shapes and element types of the outputs at these sizes."""
-        raise NotImplementedError
+        """Shapes and element types of the outputs at these sizes; programs that pack weights are asked for it."""
+        device = self.target.device
+        raise CapabilityError(f"outputs: device {device!r} does not say their sizes", hint="compile for device cpu")
 
     def units(self, key: Key) -> list[int]:
         """How many parts each launch is cut into at these sizes, which may run at the same time."""
@@ -329,7 +330,10 @@ class Backend(ABC):
     # -- compiling
     def interpret(self, graph: Graph) -> Executable:
         """An executable for a MIR graph, for a backend that does without LIR."""
-        raise NotImplementedError
+        raise CapabilityError(
+            f"compile: device {self.name!r} runs no graphs as they are",
+            hint="it compiles LIR (`Backend.compile`)",
+        )
 
     def start_compiler(self, target: Target) -> None:  # noqa: B027
         """A program will come soon: load compilers in the background."""

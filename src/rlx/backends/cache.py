@@ -1,9 +1,9 @@
-"""The cache folder: compiled programs and kernels on disk, and starts: models with their weights packed, to be mapped.
+"""The cache folder: compiled programs and kernels on disk, and snapshots: models with packed weights, to be mapped.
 
 What lies there is executed, so the folder and those in it are ours alone (mode 0700, our owner), files are written to
 a temporary name and renamed, and every file carries a digest that is checked when it is read. `RLX_CACHE` is `off`,
-`readonly` or a folder; starts are as large as models, and `RLX_CACHE_LIMIT` says how many gigabytes they may take (8;
-0: keep none).
+`readonly` or a folder; snapshots are as large as models, and `RLX_CACHE_LIMIT` says how many gigabytes they may take
+(8; 0: keep none).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rlx.errors import CapabilityError
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _DIGEST = 32
-STARTS = "starts"  # the folder of files that are mapped, not read
-LIMIT_GB = 8.0  # of starts
+SNAPSHOTS = "starts"  # the folder of files that are mapped, not read; its name is that of older versions
+LIMIT_GB = 8.0  # of snapshots
 SHARE = 0.25  # of the free disk, at most, for one more
 LEFTOVER_S = 3600.0  # after which a temporary file belongs to nobody
 
@@ -73,29 +73,29 @@ class Cache:
         except OSError:
             return
 
-    # -- starts --
-    def start(self, key: str) -> Path | None:
-        """Where a start lies that is there."""
-        path = None if self.folder is None else self.folder / STARTS / key
+    # -- snapshots --
+    def snapshot(self, key: str) -> Path | None:
+        """Where a snapshot lies that is there."""
+        path = None if self.folder is None else self.folder / SNAPSHOTS / key
         return path if path is not None and path.is_file() else None
 
-    def starts(self) -> list[Path]:
+    def snapshots(self) -> list[Path]:
         """All that are there."""
-        folder = None if self.folder is None else self.folder / STARTS
+        folder = None if self.folder is None else self.folder / SNAPSHOTS
         return sorted(p for p in folder.iterdir() if p.name[0] != ".") if folder is not None and folder.is_dir() else []
 
     def room(self, key: str, size: int) -> Path | None:
-        """Where a start of so many bytes may be written, after older ones had to go; None where there is no room.
+        """Where a snapshot of so many bytes may be written, after older ones had to go; None where there is no room.
 
-        A key is `whose-state`: of one owner, only the start of the last state stays. One that is there already is left
-        alone: another process may have written it just now.
+        A key is `whose-state`: of one owner, only the snapshot of the last state stays. One that is there already is
+        left alone: another process may have written it just now.
         """
-        limit = start_limit()
+        limit = snapshot_limit()
         if self.folder is None or not self.writable or size > limit:
             return None
         import shutil
 
-        folder = self.folder / STARTS
+        folder = self.folder / SNAPSHOTS
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for old in folder.glob(f"{key.partition('-')[0]}-*"):
@@ -109,14 +109,14 @@ class Cache:
         return folder / key
 
     def used(self, path: Path) -> None:
-        """Note that a start was used: those that were not are the first to go."""
+        """Note that a snapshot was used: those that were not are the first to go."""
         if self.writable:
             with contextlib.suppress(OSError):
                 # Only the time of access: that of modification tells processes that have it mapped of a change.
                 os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
     def drop(self, path: Path, seen: str) -> bool:
-        """Whether a start of no use could be removed. It stays if another process has written a new one since."""
+        """Whether a snapshot of no use could be removed. It stays if another process has written a new one since."""
         if not self.writable or file_of(path) != seen:
             return False
         try:
@@ -127,7 +127,7 @@ class Cache:
 
     @staticmethod
     def _trim(folder: Path, limit: float) -> None:
-        """Remove the starts that were used longest ago, until the others have no more than `limit` bytes."""
+        """Remove the snapshots that were used longest ago, until the others have no more than `limit` bytes."""
         found = sorted(((p, p.stat()) for p in folder.iterdir()), key=lambda x: -x[1].st_atime)
         total = 0
         for path, status in found:
@@ -161,8 +161,8 @@ class Cache:
         return count
 
 
-def start_limit() -> float:
-    """Bytes that starts may take."""
+def snapshot_limit() -> float:
+    """Bytes that snapshots may take."""
     text = os.environ.get("RLX_CACHE_LIMIT", "")
     try:
         limit = float(text) if text else LIMIT_GB

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.backends.base import Backend, Executable, InputSpec, Key
 from rlx.backends.reports import Trace
 from rlx.errors import CapabilityError
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from rlx.lir.kernels import Kernel
     from rlx.lir.program import Program
 
-Array = np.ndarray[Any, Any]
 REFERENCE = Target("reference", device="reference")
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
+from rlx.arrays import Array
 
 if TYPE_CHECKING:
     from rlx.backends.base import Key
     from rlx.lir.memory import Plan
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rlx.backends.cache import STARTS, Cache, current, file_of, start_limit
+from rlx.backends.cache import SNAPSHOTS, Cache, current, file_of, snapshot_limit
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -14,7 +14,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog="RLX_CACHE is off, readonly or a folder; RLX_CACHE_LIMIT is how many gigabytes started models may take",
     )
     command.add_argument("--clear", action="store_true", help="remove everything in it")
-    command.add_argument("--verify", action="store_true", help="read the weights of all starts; remove damaged ones")
+    command.add_argument("--verify", action="store_true", help="read the weights of all snapshots; remove damaged ones")
     command.set_defaults(run=run)
 
 
@@ -31,25 +31,25 @@ def run(arguments: argparse.Namespace) -> int:
     files, size = store.size()
     print(f"{store.folder}: {files} files, {size / 1e6:.1f} MB" + ("" if store.writable else " (read only)"))
     for kind, count, held in store.kinds():
-        limit = f" of {start_limit() / 1e6:,.0f} MB" if kind == STARTS else ""
+        limit = f" of {snapshot_limit() / 1e6:,.0f} MB" if kind == SNAPSHOTS else ""
         print(f"  {kind:10} {count:6} files  {held / 1e6:10.1f} MB{limit}")
     return 0
 
 
 def verify(store: Cache) -> int:
-    """Compare every byte of every start with its digest."""
+    """Compare every byte of every snapshot with its digest."""
     from rlx.errors import FormatError
     from rlx.runtime import container
 
-    found = store.starts()
+    found = store.snapshots()
     bad = 0
     for path in found:
         seen = file_of(path)
         try:
-            file = container.read(path, "a start")
+            file = container.read(path, "a snapshot")
             file.check(file.manifest["sections"])
         except FormatError as error:
             bad += 1
             print(f"{error}: {'removed' if store.drop(path, seen) else 'could not be removed'}")
-    print(f"{bad} of {len(found)} starts were damaged")
+    print(f"{bad} of {len(found)} snapshots were damaged")
     return 0

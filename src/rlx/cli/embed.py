@@ -11,6 +11,8 @@ import argparse
 import contextlib
 import json
 import os
+import re
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from rlx import hub
+from rlx.arrays import Array
 from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.cli.loading import load
@@ -33,8 +36,10 @@ MAX_BYTES = 256 << 20  # of all files of texts and stdin together
 MANY = 256  # texts, from which on a bar is drawn
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # what models call the prompt of what is searched
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".npy")
+TEXTS = (".txt", ".md", ".rst", ".csv", ".tsv", ".json", ".jsonl", ".log")
+# Begins like a path, ends like a folder, or has a file name with a suffix behind a slash; not the address of a page.
+_PATH = re.compile(r"(?!.*://)((\.{0,2}|~)/.+|.+/|.+/[^/]+\.[A-Za-z][A-Za-z0-9]{0,7})")
 MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
-Array = np.ndarray[Any, Any]
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -124,6 +129,8 @@ def read_texts(texts: Sequence[str], files: Sequence[str] | None) -> list[Place]
     for text in texts:
         if _is_path(text):
             found += reader.lines_of(text)
+        elif _is_missing(text):
+            raise UsageError(f"embed: {text!r} is written like a path, and nothing is there", hint=_as_text(text))
         else:
             found.append(Place(text, len(found) + 1))
     if not files:
@@ -143,6 +150,26 @@ def _is_path(text: str) -> bool:
         return Path(text).exists() and Path(text).suffix.lower() not in IMAGES
     except (OSError, ValueError):  # too long for a name, or with a null in it
         return False
+
+
+def _is_missing(text: str) -> bool:
+    """Whether a word can only be meant as the path of a file or folder, and there is none. Models look for images."""
+    if _is_image(text) or any(c.isspace() for c in text):
+        return False
+    if _PATH.fullmatch(text) is None and not text.lower().endswith(TEXTS):
+        return False
+    try:
+        return not Path(text).exists()
+    except (OSError, ValueError):  # too long for a name, or with a null in it
+        return False
+
+
+def _is_image(text: str) -> bool:
+    return text.lower().endswith(IMAGES) and not any(c.isspace() for c in text)
+
+
+def _as_text(word: str) -> str:
+    return f"to embed it as a text, give it on stdin: echo {shlex.quote(word)} | rlx embed"
 
 
 class _Reader:
@@ -226,6 +253,9 @@ def vectors_of(model: EmbeddingModel | VisionModel, texts: Sequence[str], argume
         if arguments.prompt is not None:
             raise UsageError(f"embed: {model.name} reads images, which have no --prompt")
         return model.encode_image(list(texts), **({"batch_size": n} if (n := arguments.batch_size) else {}))
+    image = next(filter(_is_image, arguments.texts), None)
+    if image is not None:
+        raise UsageError(f"embed: {image!r} names an image, and {model.name} reads texts", hint=_as_text(image))
     return model.embed(
         texts, prompt=_document_prompt(model, arguments), batch_size=arguments.batch_size,
         truncate=not arguments.no_truncate, show_progress=len(texts) >= MANY,

@@ -18,10 +18,9 @@ from rlx import hub
 from rlx.backends.base import backend, backend_of
 from rlx.cli import console
 from rlx.cli.console import UsageError
+from rlx.engine.build import build_checkpoint
 from rlx.engine.kvcache import ring_blocks
-from rlx.engine.model import CONTEXT, PROFILE, auto_cache, with_precision
 from rlx.errors import FormatError, NotFoundError
-from rlx.flow.flow import BuiltModel
 from rlx.hir.lower import lower
 from rlx.hub.store import show_size
 from rlx.inspect.page import graph_page
@@ -31,8 +30,7 @@ from rlx.lir import memory
 from rlx.lir.program import Launch, Program, launch_text
 from rlx.lir.views import View
 from rlx.mir.pipeline import optimise
-from rlx.models.load import Checkpoint, open_checkpoint
-from rlx.models.pooling import pooled, read_settings
+from rlx.models.load import open_checkpoint
 from rlx.profile import CompileProfile
 from rlx.runtime.kv_cache import CACHE_HELP, CACHES
 from rlx.runtime.plan import cached_plan
@@ -90,24 +88,9 @@ def _opened(arguments: argparse.Namespace) -> tuple[Graph, CompileProfile | None
     with checkpoint.file:
         if family.kind != "decoder" and (arguments.phase == "decode" or arguments.past):
             raise UsageError(f"inspect: {arguments.what} is an encoder: it has neither decode nor a past")
-        made = built(checkpoint, arguments.cache)
+        made = build_checkpoint(checkpoint, arguments.cache)
         about = f"{arguments.what}: {family.name} {family.kind}, {config.layers} layers"
         return made.module, made.profile, about
-
-
-def built(checkpoint: Checkpoint, cache: str = "auto") -> BuiltModel:
-    """A model as it is when it is loaded, by the profile beside it; of its weights only types are looked at."""
-    family, config, path = checkpoint.family, checkpoint.config, checkpoint.path
-    beside = (path if path.is_dir() else path.parent) / PROFILE
-    profile = CompileProfile.from_toml(beside) if beside.is_file() else None
-    if family.kind == "decoder":
-        if cache == "auto":
-            cache = auto_cache(checkpoint, with_precision(profile or CompileProfile(), "auto"))
-        flow = family.flow(config, min(CONTEXT, int(config.context)), checkpoint.rope_factors).cache_dtype(cache)
-    else:
-        flow = family.flow(config)
-        flow = flow if family.kind == "vision model" else pooled(flow, checkpoint, read_settings(checkpoint))
-    return (flow if profile is None else flow.profile(profile)).build(checkpoint.weights)
 
 
 def load(path: Path) -> Graph:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlx.backends.base import device
 from rlx.cli.console import BAD_FILE
-from rlx.engine import model
+from rlx.engine.load import load as load_model
 
 if TYPE_CHECKING:
-    from rlx.engine.model import Loaded
+    from rlx.engine.load import Loaded
 
 _BEFORE = "\nrlx: "
 _AFTER = (
@@ -19,12 +19,12 @@ _AFTER = (
 )
 
 
-@functools.wraps(model.load)
+@functools.wraps(load_model)
 def load(*args: Any, **settings: Any) -> Loaded:
     # The code that catches bus errors is there before the first load, if it need not be compiled: a cold start loads
     # LLVM beside other work, and should not wait for it here.
     backend = device(settings.get("device", "cpu")).backend
     backend.catch_bus_errors(BAD_FILE, _BEFORE, _AFTER, compiling=False)
-    found = model.load(*args, **settings)
+    found = load_model(*args, **settings)
     backend.catch_bus_errors(BAD_FILE, _BEFORE, _AFTER)
     return found

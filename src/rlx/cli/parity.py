@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.formats.quants import dequantise
 from rlx.models.load import Checkpoint
 
-Array = np.ndarray[Any, Any]
 CLASSES = {"llama": "Llama", "qwen2": "Qwen2"}
 OVERHEAD = 1.3  # of memory, beside the weights in f32
 
@@ -163,7 +163,7 @@ def _weight(checkpoint: Checkpoint, key: str) -> Array:
     type_, c = checkpoint.weights.type(key), checkpoint.config
     shape = tuple(int(n) for n in type_.shape)
     values = dequantise(checkpoint.weights.array(key), type_.dtype, int(np.prod(shape))).reshape(shape)
-    if c.pairs and ("q_proj" in key or "k_proj" in key):
+    if getattr(c, "pairs", False) and ("q_proj" in key or "k_proj" in key):
         pairs = values.reshape(-1, c.head_dim // 2, 2, *shape[1:])
         values = pairs.swapaxes(1, 2).reshape(shape)
     return np.array(values, np.float32)  # torch wants memory that may be written

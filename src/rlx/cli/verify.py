@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from rlx import hub
+from rlx.arrays import Array
 from rlx.cli import console, parity
 from rlx.cli.loading import load
 from rlx.cli.parity import Difference
@@ -39,7 +40,6 @@ from rlx.models.load import open_checkpoint
 from rlx.profile import CompileProfile
 from rlx.runtime.session import Session
 
-Array = np.ndarray[Any, Any]
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, 42 times; then it sleeps.",
     "Ein Käfer läuft über die Straße. 東京は日本の首都です。 Привет! 🙂",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import F32, F64, dtype
 from rlx.engine.sampler import shown
 from rlx.errors import BindError, DTypeError, ShapeError, nearest
@@ -15,7 +16,8 @@ from rlx.locks import Lock
 from rlx.models.family import STORED
 from rlx.runtime.compiled import CompiledGraph
 
-Array = np.ndarray[Any, Any]
+if TYPE_CHECKING:
+    from rlx.engine.model import Model
 
 
 def checked_params(
@@ -44,6 +46,20 @@ def checked_params(
     return given, kinds
 
 
+def apply_params(model: Model, params: Mapping[str, Any], values: Callable[[CompiledGraph], list[Array]]) -> Array:
+    """The main output of a model with other parameters; `values` runs the graph."""
+    given, kinds = checked_params(params, model.checkpoint.weights, model.params)
+
+    def make() -> Applied:
+        built = model._patched(model._hidden_flow()).build_with(
+            model.checkpoint.weights, {name: given[name] for name in kinds}
+        )
+        return Applied(model._session.compile(built.module, profile=built.profile), built.params.made)
+
+    found = model._applications.get_or_make(frozenset(kinds.items()), make)
+    return found.run(given, model._own_array, values)
+
+
 class Applied:
     """A graph whose weights change from call to call."""
 
@@ -60,6 +76,6 @@ class Applied:
             for name in self.compiled.param_types:
                 array = given[name] if name in given else self._made[name] if name in self._made else own(name)
                 # an array that can be written to may have other numbers than at the last call
-                if array.flags.writeable or self.compiled._params.get(name) is not array:
+                if array.flags.writeable or self.compiled.known_params().get(name) is not array:
                     self.compiled.set_param(name, array)
             return values(self.compiled)[0]

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.engine.sampler import shown
 from rlx.errors import RequestError, ShapeError, nearest
 from rlx.flow.flow import BuiltModel, matching, stage_values
 from rlx.ir.graph import Value
 from rlx.runtime.compiled import CompiledGraph
 
-Array = np.ndarray[Any, Any]
 Edit = Callable[[Array], Array]
 Values = Callable[[CompiledGraph, Mapping[str, Array]], list[Array]]  # runs a graph, with more inputs
 

@@ -13,15 +13,16 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from rlx.engine.model import Model, whole
+from rlx.arrays import Array
+from rlx.engine.load_settings import whole
+from rlx.engine.model import Model
 from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, FormatError, RequestError, nearest
 from rlx.flow.flow import ModelFlow
 from rlx.hub.progress import drawn
 from rlx.locks import cached_property
-from rlx.models.pooling import EmbedSettings, pooled, read_settings
+from rlx.models.pooling import EmbedSettings, read_settings
 
-Array = np.ndarray[Any, Any]
 TOKENS = 256  # of a batch for each thread, at most: activations stay in the caches, and threads seldom wait
 ENOUGH = 128  # of a batch for each thread, to be as fast a token: from here on, a shorter text begins another batch
 WINDOW = 8192  # texts that are tokenised and sorted at a time
@@ -36,10 +37,12 @@ class EmbeddingModel(Model):
     precisions = ("auto", "f32", "int8")
 
     def _flow(self) -> ModelFlow:
-        return pooled(super()._flow(), self.checkpoint, self.settings)
+        from rlx.engine.build import model_flow
+
+        return model_flow(self.checkpoint, self.context, self.cache_dtype, self.settings)
 
     def _hidden_flow(self) -> ModelFlow:
-        return super()._flow()
+        return self.family.flow(self.checkpoint.config)
 
     # -- parts --
     @cached_property

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-
+from rlx.arrays import Array
 from rlx.engine.embed import EmbeddingModel
 from rlx.engine.language import LanguageModel
-from rlx.engine.model import Model, Prepared, class_of
+from rlx.engine.load import class_of
+from rlx.engine.model import Model, Prepared
 from rlx.engine.vision import VisionModel
 from rlx.errors import CapabilityError, FormatError, NotFoundError, RequestError
 from rlx.flow.flow import BuiltModel, KvCacheSpec, ModelFlow, Params
@@ -28,6 +28,7 @@ from rlx.formats.tokenizer import Tokenizer
 from rlx.ir.graph import Graph
 from rlx.locks import cached_property
 from rlx.models.arrange import weights_of
+from rlx.models.config import record_types
 from rlx.models.family import FAMILIES, Family, FileWeights
 from rlx.models.images import ImageSettings
 from rlx.models.load import Checkpoint
@@ -51,7 +52,6 @@ from rlx.runtime.session import Session
 from rlx.target import KvLayout
 from rlx.types import TensorType
 
-Array = np.ndarray[Any, Any]
 # Settings of `load` that an export has made its own, and what they are where nothing is asked for.
 AnyModel = LanguageModel | EmbeddingModel | VisionModel
 _PLAIN = {"device": "cpu", "precision": "auto", "cache": "auto", "context": None, "profile": None, "patch": None}
@@ -131,7 +131,8 @@ def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
 
 
 def _classes(family: Family) -> dict[str, type]:
-    return {c.__name__: c for c in (family.config, KvCacheSpec, KvLayout, EmbedSettings, ImageSettings, SpecialIds)}
+    records = (*record_types(family.config), KvCacheSpec, KvLayout, EmbedSettings, ImageSettings, SpecialIds)
+    return {c.__name__: c for c in records}
 
 
 def _files(tensors: TensorFile) -> Iterator[dict[str, Any]]:

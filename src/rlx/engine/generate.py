@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.engine.kvcache import SPARE, CacheStore, KvCache
 from rlx.engine.sampler import Sampler, log_probabilities, most_likely, shown
 from rlx.formats.tokenizer import Stream
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_cache import KvCacheSpec
 
-Array = np.ndarray[Any, Any]
 CHUNK = 256  # prompt tokens of one call: more are hardly quicker, and an interrupt waits for the end of one
 ROWS = 8  # sequences that grow at the same time
 WASTE = 1.25  # how much longer rows may become by padding when prompts are read together

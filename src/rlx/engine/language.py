@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.engine import generate as generation
 from rlx.engine.generate import Cancel, Cancelled, Decoder, Growing, Logprob, grow
 from rlx.engine.kvcache import CacheStore
-from rlx.engine.model import NOTHING, Model, whole
+from rlx.engine.load_settings import whole
+from rlx.engine.model import NOTHING, Model
 from rlx.engine.sampler import Sampler, Sampling, shown
 from rlx.errors import CapabilityError, FormatError, RequestError, ResourceError, RlxError
 from rlx.formats.tokenizer import PLENTY
@@ -23,10 +25,8 @@ from rlx.runtime.compiled import CompiledGraph
 from rlx.types import TensorType, sym
 
 if TYPE_CHECKING:
-    from rlx.flow.flow import ModelFlow
     from rlx.formats.chat import ChatTemplate
 
-Array = np.ndarray[Any, Any]
 Messages = Sequence[Mapping[str, Any]]
 MAX_CHARS = 256  # of messages, for each token of the context: templates leave some of them out, but not that many
 SHORT = 64  # characters of a text that no template finds too long
@@ -124,10 +124,6 @@ class LanguageModel(Model):
     """A decoder. Calls from several threads have a cache each; the last ones are kept for prompts that begin alike."""
 
     caches: CacheStore
-
-    def _flow(self) -> ModelFlow:
-        flow = self.family.flow(self.checkpoint.config, self.context, self.checkpoint.rope_factors)
-        return flow.cache_dtype(self.cache_dtype).cache_layout(self._session.target.kv_layout)
 
     # -- parts --
     @cached_property

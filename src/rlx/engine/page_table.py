@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from rlx.arrays import Array
+
 NONE = -1  # no page yet
 
 

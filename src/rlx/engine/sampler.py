@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from rlx import sampling
+from rlx.arrays import Array
 from rlx.errors import KernelError, RequestError, nearest, shortened
 from rlx.sampling import highest_places
 from rlx.sampling import log_probabilities as log_probabilities
 
-Array = np.ndarray[Any, Any]
 MOST = 1e30  # of bias and penalties: what float32 holds even when they come together
 
 # setting -> the least and the most that it may be, and that in words. Nothing within overflows float32.

@@ -7,16 +7,15 @@ the same graph, so a setting that a format has no word for is an error and not a
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import F32
 from rlx.engine.apply import checked_params
 from rlx.engine.save_check import check_same, replacing
@@ -24,14 +23,13 @@ from rlx.engine.save_gguf import write_gguf
 from rlx.engine.save_tensors import FLOATS, Source, Tensor
 from rlx.errors import CapabilityError, FormatError, RequestError
 from rlx.formats.safetensors import DTYPES, INDEX_NAME, write_safetensors
-from rlx.models.config import FULL, LINEAR, SLIDING, DecoderConfig
+from rlx.models.config import FULL, LINEAR, SLIDING, DecoderConfig, leaves
 from rlx.models.load import Checkpoint
 from rlx.types import TensorType
 
 if TYPE_CHECKING:
     from rlx.engine.model import Model
 
-Array = np.ndarray[Any, Any]
 FILE = "model.safetensors"
 INVENTED = ("rope_local", "least_step", "most_step")  # names of settings that rlx reads out of others
 # Files beside a model that hold weights, in this or other formats.
@@ -112,7 +110,7 @@ def _write_folder(source: Source, names: Sequence[str], folder: Path, kind: str 
         if other.name == INDEX_NAME or (other.suffix == ".safetensors" and other.name != FILE):
             other.unlink()
     if not copied:
-        wanted = replace(checkpoint.config, **_plain(checkpoint.config))
+        wanted = checkpoint.config.changed(**_plain(checkpoint.config))
         check_same(checkpoint, wanted, folder)
 
 
@@ -200,9 +198,9 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
     """A decoder's configuration in the words of Hugging Face."""
     c, tokenizer = checkpoint.config, checkpoint.tokenizer
     said: dict[str, Any] = {"model_type": checkpoint.family.hf[0], "dtype": "float32"}
-    for field in dataclasses.fields(c):
-        place, value = field.metadata.get("hf"), getattr(c, field.name)
-        if place and place not in ("rope_scaling", "rope_theta") and not (value is None and field.default is None):
+    for leaf in leaves(type(c)):
+        place, value = leaf.metadata.get("hf"), c.value(leaf)
+        if place and place not in ("rope_scaling", "rope_theta") and not (value is None and leaf.default is None):
             said[place] = list(value) if isinstance(value, tuple) else value
     said |= _of_attention(c, said) if isinstance(c, DecoderConfig) else _of_states(c)
     for role in ("bos", "eos", "pad"):  # null where there is none: families have numbers of their own
@@ -223,18 +221,18 @@ def _of_attention(c: Any, said: Mapping[str, Any]) -> dict[str, Any]:
     said = dict(said)
     said["head_dim"] = c.head_dim
     said["num_key_value_heads"] = c.kv_heads
-    if getattr(c, "query_scalar", 0) is None:
+    if hasattr(c, "scores") and c.scores.query_scalar is None:
         said["query_pre_attn_scalar"] = c.head_dim
     said["rope_parameters"] = _rope(c.rope_base, c.rope_scaling)
     original = said["rope_parameters"].get("original_max_position_embeddings")
     if said["model_type"] == "phi3" and original:  # whose place is beside the others, and counts before this one
         said["original_max_position_embeddings"] = int(original)
-    if hasattr(c, "attends"):
-        said["layer_types"] = [FULL if c.attends(i) else LINEAR for i in range(c.layers)]
-    elif hasattr(c, "layer_types"):
+    if hasattr(c, "delta"):
+        said["layer_types"] = [FULL if c.delta.attends(i) else LINEAR for i in range(c.layers)]
+    elif any(leaf.metadata.get("hf") == "layer_types" for leaf in leaves(type(c))):
         said["layer_types"] = [SLIDING if c.window(i) else FULL for i in range(c.layers)]
-    if hasattr(c, "local_base"):  # newer files keep both kinds together
-        local = _rope(c.local_base, c.local_scaling)
+    if hasattr(c, "local"):  # newer files keep both kinds together
+        local = _rope(c.local.local_base, c.local.local_scaling)
         said["rope_parameters"] = {FULL: said["rope_parameters"], SLIDING: local}
     return said
 
@@ -246,4 +244,4 @@ def _rope(base: float, scaling: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _plain(c: Any) -> dict[str, Any]:
     """How a configuration differs in a folder: heads are in halves, norms without the 1."""
-    return {field.name: field.default for field in dataclasses.fields(c) if field.name in c.IN_GGUF}
+    return {leaf.name: leaf.default for leaf in leaves(type(c)) if leaf.name in c.IN_GGUF}

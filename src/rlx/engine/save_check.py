@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.errors import CapabilityError
 from rlx.flow.flow import BuiltModel
 from rlx.flow.init import WantedWeights
 from rlx.formats.tensors import quoted
+from rlx.models.config import leaves
 from rlx.models.load import Checkpoint, open_checkpoint
 
-Array = np.ndarray[Any, Any]
 POSITIONS = 256  # of the graphs that are compared, unless windows or RoPE change further on
 
 
@@ -53,13 +52,14 @@ def check_same(checkpoint: Checkpoint, wanted: Any, written: Path) -> None:
     if first.module == second.module and _same_tables(first, second):
         return
     apart = []
-    for field in dataclasses.fields(wanted):  # those that by themselves give another graph
-        mine = getattr(wanted, field.name)
-        theirs = getattr(other, field.name, mine)
+    written_values = {leaf.name: other.value(leaf) for leaf in leaves(type(other))}
+    for leaf in leaves(type(wanted)):  # those that by themselves give another graph
+        mine = wanted.value(leaf)
+        theirs = written_values.get(leaf.name, mine)
         if mine != theirs:
-            changed = _graph(checkpoint, replace(wanted, **{field.name: theirs}), positions, checkpoint.rope_factors)
+            changed = _graph(checkpoint, wanted.changed(**{leaf.name: theirs}), positions, checkpoint.rope_factors)
             if changed.module != first.module or not _same_tables(changed, first):
-                apart.append(f"{field.metadata.get('hf') or field.name} ({quoted(mine)})")
+                apart.append(f"{leaf.metadata.get('hf') or leaf.name} ({quoted(mine)})")
     raise CapabilityError(f"save: {found.file.format} has no words for {', '.join(apart) or 'a setting of this model'}")
 
 
@@ -80,8 +80,8 @@ def _positions(c: Any) -> int:
 
 def _rounded(c: Any) -> Any:
     """With numbers as GGUF has them."""
-    floats = {f.name: getattr(c, f.name) for f in dataclasses.fields(c) if isinstance(getattr(c, f.name), float)}
-    return replace(c, **{name: float(np.float32(value)) for name, value in floats.items()})
+    values = {leaf.name: c.value(leaf) for leaf in leaves(type(c))}
+    return c.changed(**{name: float(np.float32(v)) for name, v in values.items() if isinstance(v, float)})
 
 
 def _graph(checkpoint: Checkpoint, c: Any, positions: int, factors: Array | None) -> BuiltModel:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import F16, F32
 from rlx.engine.save_check import check_same, replacing
 from rlx.engine.save_tensors import FLOATS, Source, Tensor
 from rlx.errors import CapabilityError
 from rlx.formats.quants import GGUF_TYPES
-from rlx.models.config import DecoderConfig
+from rlx.models.config import DecoderConfig, leaves
 from rlx.models.load import Checkpoint
 
-Array = np.ndarray[Any, Any]
 # Kinds of RoPE that are kept in tensors, and the architectures whose files llama.cpp looks for them in.
 TENSORS_OF_ROPE = {"llama3": ("llama",), "longrope": ("llama", "phi3")}
 
@@ -57,7 +55,7 @@ def write_gguf(source: Source, names: Sequence[str], path: Path, kind: str | Non
         writer.write_tensors_to_file()
         writer.close()
         if not same:
-            check_same(checkpoint, replace(checkpoint.config, **checkpoint.config.IN_GGUF), at)
+            check_same(checkpoint, checkpoint.config.changed(**checkpoint.config.IN_GGUF), at)
 
 
 def _architecture(checkpoint: Checkpoint) -> str:
@@ -92,8 +90,8 @@ def _write_metadata(writer: Any, checkpoint: Checkpoint) -> None:
             said |= {"attention.key_length": c.head_dim, "attention.value_length": c.head_dim}
         if c.rotary != c.head_dim or prefix in ("llama", "phi3"):
             said["rope.dimension_count"] = c.rotary
-    for field in dataclasses.fields(c):
-        place, value = field.metadata.get("gguf"), getattr(c, field.name)
+    for leaf in leaves(type(c)):
+        place, value = leaf.metadata.get("gguf"), c.value(leaf)
         if place and value is not None:
             said[place] = value
     if isinstance(c, DecoderConfig) and c.turns:

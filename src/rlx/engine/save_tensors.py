@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import BF16, F16, F32, DType, dtype
 from rlx.errors import CapabilityError
 from rlx.formats.quants import dequantise
@@ -20,7 +21,6 @@ from rlx.models.family import Family
 from rlx.models.load import Checkpoint, repeated_head
 from rlx.types import TensorType
 
-Array = np.ndarray[Any, Any]
 FLOATS = {"f32": F32, "f16": F16, "bf16": BF16}
 STATE_SPACE = (".A_log", ".mixer.D", ".mixer.norm.weight", ".conv1d.weight")  # weights that llama.cpp reads as f32
 

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlx.engine.model import Model, whole
+from rlx.arrays import Array
+from rlx.engine.apply import apply_params
+from rlx.engine.capture import captured_values
+from rlx.engine.load_settings import whole
+from rlx.engine.model import Model
 from rlx.engine.sampler import shown
 from rlx.errors import FormatError, RequestError
 from rlx.formats.images import as_pixels, read_image
@@ -19,7 +23,6 @@ from rlx.runtime.compiled import CompiledGraph
 if TYPE_CHECKING:
     from rlx.engine.edits import Edit
 
-Array = np.ndarray[Any, Any]
 BATCH = 8  # images at a time: enough to keep all cores busy, while activations stay small
 
 
@@ -105,13 +108,13 @@ class VisionModel(Model):
         """Values inside the model by stage path, for one image; without `capture`, `pooled` and `states`."""
         self._check_usable()
         pixels = self.prepare(image)[None]
-        return self._looked_at(capture, edit, lambda compiled, more: self._of_one(compiled, pixels, more))
+        return captured_values(self, capture, edit, lambda compiled, more: self._of_one(compiled, pixels, more))
 
     def apply(self, params: Mapping[str, Any], image: Any) -> Array:
         """The hidden states `[tokens, dim]` that the model computes of an image with other parameters."""
         self._check_usable()
         pixels = self.prepare(image)[None]
-        return self._applied(params, lambda compiled: self._of_one(compiled, pixels, {})[::-1])
+        return apply_params(self, params, lambda compiled: self._of_one(compiled, pixels, {})[::-1])
 
     def _of_one(self, compiled: CompiledGraph, pixels: Array, more: Mapping[str, Array]) -> list[Array]:
         inputs = self.inputs(pixels) | {name: array[None] for name, array in more.items()}

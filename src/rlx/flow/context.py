@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import F32, DTypeLike
 from rlx.errors import BindError, FormatError, GraphError, RlxError, ShapeError, nearest
 from rlx.flow.state import FlowState, FlowValue, Shape
@@ -18,7 +19,6 @@ from rlx.module import GraphModule
 from rlx.profile import CompileProfile
 from rlx.types import ShapeLike, Size, TensorType, as_shape, known_equal, tensor
 
-Array = np.ndarray[Any, Any]
 _IN_STAGE = "  in stage: "
 
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
+from rlx.arrays import Array
 from rlx.dtypes import F32, DType, DTypeLike
 from rlx.errors import BindError, GraphError, RequestError, nearest, shortened
-from rlx.flow.context import Array, FlowCtx
+from rlx.flow.context import FlowCtx
 from rlx.flow.emit import Emit
 from rlx.flow.init import Initialiser, Rules, WantedWeights, as_initialiser, make
 from rlx.flow.layers import StageList

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import F32
 from rlx.errors import BindError, GraphError, nearest
-from rlx.flow.weights import Array
 from rlx.types import TensorType
 
 Initialiser = Callable[[Any, Sequence[int]], Array]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from rlx.arrays import Array
 from rlx.errors import GraphError
-from rlx.flow.context import Array
 from rlx.flow.side import SideOutputs
 from rlx.flow.stages import attention, decoder, embed, encoder, ffn, norm, parts, streams, structure, vision
 from rlx.flow.stages.base import FlowStage

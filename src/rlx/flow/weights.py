@@ -8,11 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import dtype
 from rlx.errors import BindError, GraphError, RlxError, nearest
 from rlx.types import TensorType
-
-Array = np.ndarray[Any, Any]
 
 
 @runtime_checkable

@@ -16,7 +16,8 @@ from typing import Any, Union, overload
 
 import numpy as np
 
-from rlx.formats.quants import GGUF_REMOVED, GGUF_TYPES, Array
+from rlx.arrays import Array
+from rlx.formats.quants import GGUF_REMOVED, GGUF_TYPES
 from rlx.formats.tensors import (
     MAX_RANK,
     MAX_TENSORS,

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from rlx.arrays import Array
 
 _DISTANCES = (
     "c-rk(UvJ#F5f6vM5tpL0v@FZAt!y@%&7RLNwyx{*1wje~MH&=Ab3Gi2LvT-dx`#gWBlNM)ML$bFOFvI%NJ%Sio%X$50=ptba{m10H$&<P#72PfPsly"

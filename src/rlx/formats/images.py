@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy_format
 
+from rlx.arrays import Array
 from rlx.errors import CapabilityError, RequestError, RlxError, shortened
 from rlx.formats.png import MAGIC as PNG
 from rlx.formats.png import PIXELS, SIDE, check_size, read_png
 from rlx.formats.tensors import PathLike, broken, open_bytes, quoted
 
-Array = np.ndarray[Any, Any]
 NPY = b"\x93NUMPY"
 BYTES = 1 << 30  # of a file: as many as the pixels of the largest image can take in any format
 

@@ -11,14 +11,13 @@ import functools
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from rlx.arrays import Array
 from rlx.formats.tensors import broken
 
-Array = np.ndarray[Any, Any]
 Unfilter = Callable[[Array, Array, Array], Array]
 
 MAGIC = b"\x89PNG\r\n\x1a\n"

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import BF16, F16, F32, F64, I8, I16, I32, I64, PACKED, DType
 from rlx.errors import FormatError
 
 if TYPE_CHECKING:
     from rlx.formats.blocks import Table
 
-Array = np.ndarray[Any, Any]
 Buffer = bytes | bytearray | memoryview | Array
 
 BLOCK_TYPES: dict[str, DType] = {d.name: d for d in PACKED}

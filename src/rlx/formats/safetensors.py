@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import BF16, BOOL, F16, F32, F64, I8, I16, I32, I64, U8, U32, DType
 from rlx.errors import FormatError
 from rlx.formats.strict_json import MAX_BYTES, parse_json
@@ -25,7 +26,6 @@ from rlx.formats.tensors import (
     MAX_TENSORS,
     U16,
     U64,
-    Array,
     FileBytes,
     PathLike,
     TensorEntry,

@@ -13,9 +13,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import BY_NAME, F32, FLOAT8_PACKED, U8, DType
 from rlx.errors import CapabilityError, FormatError
-from rlx.formats.tensors import F8E4M3, F8E5M2, F8E8M0, Array, TensorEntry, TensorFile, broken, quoted
+from rlx.formats.tensors import F8E4M3, F8E5M2, F8E8M0, TensorEntry, TensorFile, broken, quoted
 
 METHODS = ("fp8", "fbgemm_fp8", "mxfp4")
 MXFP4 = BY_NAME["mxfp4"]

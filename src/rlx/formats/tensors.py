@@ -26,11 +26,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import BOOL, DType
 from rlx.errors import FormatError, ResourceError, nearest, shortened
 from rlx.formats.mapped import FileMap, map_of
 
-Array = np.ndarray[Any, Any]
 PathLike = str | os.PathLike[str]
 
 # Stored in files, but no type of graphs.

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.backends.base import DeviceArray
 from rlx.dtypes import DType, WeakScalar, dtype, promote, weak
 from rlx.errors import DTypeError, GraphError, nearest
@@ -24,8 +25,6 @@ from rlx.ir.operators import Operators
 from rlx.ir.provenance import here
 from rlx.transforms.build import declare
 from rlx.types import Size, TensorType
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 import rlx.hir.blocks  # noqa: F401  declares the ops
+from rlx.arrays import Array
 from rlx.errors import DTypeError, GraphError
 from rlx.functional import tree
 from rlx.functional.graph_values import on_values
-from rlx.functional.stand_ins import Array, Line, Traced, as_array, current, is_weak, tracing, type_of, weak_type
+from rlx.functional.stand_ins import Line, Traced, as_array, current, is_weak, tracing, type_of, weak_type
 from rlx.ir import registry
 from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline

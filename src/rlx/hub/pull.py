@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rlx.errors import CapabilityError, NotFoundError, RequestError, RlxError, nearest
-from rlx.hub import catalogue, licence, store
-from rlx.hub.catalogue import Entry
+from rlx.hub import store
 from rlx.hub.progress import after, bar, say
 
-if TYPE_CHECKING:  # what a model of the catalogue that is here does not need is imported by the functions that do
-    from rlx.hub import archives, huggingface
+if TYPE_CHECKING:  # what a model that is here does not need is imported by the functions that do
+    from rlx.hub import archives, catalogue, huggingface
+    from rlx.hub.catalogue import Entry
 
 Source = Literal["path", "catalogue", "hub"]
 WEIGHTS = (".safetensors", ".gguf", ".bin")  # how files of them end
@@ -66,6 +66,8 @@ def resolve(
     found = locate(name, revision=revision)
     if found is not None and not found.in_doubt:
         return found
+    from rlx.hub import catalogue, licence
+
     entry = catalogue.find(os.fspath(name))
     offline = offline or store.is_offline()
     if entry is not None:
@@ -125,12 +127,14 @@ def locate(name: str | os.PathLike[str], *, revision: str | None = None) -> Mode
         return _of_path(text, path)
     if not isinstance(name, str):
         raise NotFoundError(f"{text}: no such file or folder")
+    from rlx.hub import catalogue
+
     entry = catalogue.find(text)
     if entry is not None:
         if revision is not None:
             raise NotFoundError(f"{text}: revision {revision!r} is asked for, but a catalogue name has no revisions")
         return _present(entry)
-    from rlx.hub import huggingface
+    from rlx.hub import huggingface  # which a model of the catalogue does not need
 
     repo = huggingface.parse(text, revision)
     if repo is not None:
@@ -146,19 +150,24 @@ def locate(name: str | os.PathLike[str], *, revision: str | None = None) -> Mode
 
 def names_a_model(text: str) -> bool:
     """Whether a word of the command line means a model: an existing path, a catalogue name, `org/name[:quant]`."""
-    if _existing(text) is not None or catalogue.find(text) is not None:
+    if _existing(text) is not None:
         return True
-    from rlx.hub import huggingface
+    from rlx.hub import catalogue
+
+    if catalogue.find(text) is not None:
+        return True
+    from rlx.hub import huggingface  # which a model of the catalogue does not need
 
     return huggingface.parse(text) is not None
 
 
 def remove(name: str) -> int:
     """Delete a model that rlx fetched, and what an interrupted download left; gives the bytes that were freed."""
+    from rlx.hub import catalogue, huggingface
+
     entry = catalogue.find(name)
     if entry is not None:
         return _remove_tree(entry.name, model_folder(entry), [f.name for f in entry.files])
-    from rlx.hub import huggingface
 
     repo = huggingface.parse(name)
     if repo is None:
@@ -179,6 +188,8 @@ def remove(name: str) -> int:
 
 def stored() -> list[ModelFiles]:
     """All complete models that rlx fetched: of the catalogue, in its order, then of the hub."""
+    from rlx.hub import catalogue
+
     found = [files for entry in catalogue.CATALOGUE.values() if (files := _present(entry))]
     return found + hub_models()
 

@@ -11,7 +11,8 @@ from rlx.ir.registry import HIR, LEAF, VIEW
 from rlx.mir.common_forms import common_form
 from rlx.mir.weights import weight_nodes
 
-# At run time a node is computed by machine code of its own op, by the ops that it is decomposed into, or in Python ...
+# At run time a node is computed by machine code of its own op, by that of the ops that it is decomposed into, or, on
+# the reference device, in Python ...
 NATIVE, DECOMPOSED, HOST = "native", "decomposed", "host"
 # ... or there is nothing left to do: it is only strides, was computed before, or is not needed.
 VIEWED, WEIGHTS, FOLDED, REMOVED, UNUSED = "view", "weights", "folded", "removed", "unused"
@@ -113,7 +114,7 @@ def _row(line: Lineage, node: Node, images: list[Node], gone: str) -> Dispatch:
         became = _ops(node, images)
     else:
         launches = _own_launches(line, node, in_main)
-        path = _path(node, became, [program.launches[i].kernel.kind for i in launches])
+        path = _path(node, became) if launches else VIEWED
     kernels = tuple(program.launches[i].kernel.symbol for i in launches)
     shown = became if path == DECOMPOSED or node.definition.level == HIR else ()
     return Dispatch(f"%{node.id}", node.op, path, shown, kernels, tuple(launches), str(node.origin))
@@ -126,11 +127,7 @@ def _own_launches(line: Lineage, node: Node, in_main: list[Node]) -> list[int]:
     return line.main_launches.get(node.id, [])
 
 
-def _path(node: Node, became: tuple[str, ...], kinds: list[str]) -> str:
-    if not kinds:
-        return VIEWED
-    if "host" in kinds:
-        return HOST
+def _path(node: Node, became: tuple[str, ...]) -> str:
     has_parts = node.definition.decompose is not None or node.op in common_form
     return DECOMPOSED if has_parts and node.op not in became else NATIVE
 

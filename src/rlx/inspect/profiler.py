@@ -16,7 +16,6 @@ from rlx.backends.reports import Ceilings, Trace
 from rlx.inspect.memory import MemoryReport, memory_report, show_bytes
 from rlx.types import evaluate
 
-Array = np.ndarray[Any, Any]
 RUNS = 5  # traced runs; the fastest of each launch counts
 
 
@@ -107,7 +106,7 @@ def profile(executable: Executable, fusion: str, key: Key | None, inputs: Sequen
         program.name, target.device, executable.threads, target.name,
         kernels=len(program.kernels()),
         weight_bytes=sum(evaluate(program.buffers[n].type.bytes, sizes) for n in program.weights),
-        dispatch={f"{i} {x.kernel.symbol}": _path(x.kernel.kind) for i, x in enumerate(program.launches)},
+        dispatch={f"{i} {x.kernel.symbol}": "native" for i, x in enumerate(program.launches)},
         fusion=fusion,
     )  # fmt: skip
     seconds = [0.0] * len(program.launches)
@@ -124,10 +123,6 @@ def profile(executable: Executable, fusion: str, key: Key | None, inputs: Sequen
             LaunchReport(kernel.symbol, kernel.kind, launch.where, moved, flops, taken, runs, kernel.arithmetic())
         )
     return report
-
-
-def _path(kind: str) -> str:
-    return "host" if kind == "host" else "native"
 
 
 def memory_of(executable: Executable, key: Key) -> MemoryReport:

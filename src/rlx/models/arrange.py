@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rlx.flow.weights import Array
+from rlx.arrays import Array
 from rlx.formats import TensorEntry, TensorFile
 from rlx.formats.scaled import with_scales
 from rlx.formats.tensors import broken, quoted

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from rlx.formats.tensors import quoted
 from rlx.locks import cached_property
 from rlx.models.rope import Rope, is_number
 
+Neutral = Mapping[str, tuple[Any, ...]]  # settings that are no fields, and the values that may be ignored
 _MISSING = object()
 MAX_SIZE = 1 << 24  # of an axis of a weight
 MAX_LAYERS = 4096
@@ -44,15 +45,61 @@ def key(
 
 
 @dataclass(frozen=True)
+class Leaf:
+    """A single value of a configuration: a field of its class, or of a group that the class has."""
+
+    name: str
+    type: str
+    default: Any
+    metadata: Mapping[str, Any]
+    group: str | None = None  # the field of the class that holds it
+
+    @classmethod
+    def of(cls, field: dataclasses.Field[Any]) -> Leaf:
+        type_ = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+        return cls(field.name, type_, field.default, field.metadata)
+
+
+def group(kind: type[Any], **own: Any) -> Any:
+    """A field that holds a record of fields which several families share.
+
+    `own` replaces single ones: with a `key` of this family's, or with a value that no file says.
+    """
+    members = {field.name: Leaf.of(field) for field in dataclasses.fields(kind)}
+    for name, value in own.items():
+        keyed = isinstance(value, dataclasses.Field)
+        members[name] = dataclasses.replace(
+            members[name], default=value.default if keyed else value, metadata=value.metadata if keyed else {}
+        )
+    usual = kind(**{name: leaf.default for name, leaf in members.items()})
+    return dataclasses.field(default=usual, metadata={"leaves": tuple(members.values())})
+
+
+def leaves(kind: type[ModelConfig]) -> tuple[Leaf, ...]:
+    """All values of a configuration, those of its groups among them. No two have the same name."""
+    found: list[Leaf] = []
+    for field in dataclasses.fields(kind):
+        members = field.metadata.get("leaves")
+        found += [Leaf.of(field)] if members is None else [dataclasses.replace(m, group=field.name) for m in members]
+    return tuple(found)
+
+
+def record_types(kind: type[ModelConfig]) -> tuple[type, ...]:
+    """The classes that a configuration is made of: its own, and those of its groups."""
+    groups = (type(field.default) for field in dataclasses.fields(kind) if "leaves" in field.metadata)
+    return (kind, *groups)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """What the configurations of all families share."""
 
     # Settings that are no fields: the values with which a model computes what its family computes.
-    HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    HF_NEUTRAL: ClassVar[Neutral] = {
         "compression_config": (None,),  # of compressed-tensors, in older files
         "partial_rotary_factor": (None, 1),
     }
-    GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    GGUF_NEUTRAL: ClassVar[Neutral] = {}
     # Fields that say how weights are kept: what they are for GGUF files. Hugging Face's have the defaults.
     IN_GGUF: ClassVar[Mapping[str, Any]] = {}
 
@@ -65,6 +112,13 @@ class ModelConfig:
 
     def check(self, where: str) -> None:
         """Raise FormatError for sizes that do not go together, CapabilityError for what the family cannot do."""
+
+    def value(self, leaf: Leaf) -> Any:
+        return getattr(self if leaf.group is None else getattr(self, leaf.group), leaf.name)
+
+    def changed(self, **values: Any) -> Self:
+        """A copy with other values, by their names as leaves."""
+        return dataclasses.replace(self, **_in_groups(type(self), values, lambda name: getattr(self, name)))
 
     @classmethod
     def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
@@ -104,24 +158,33 @@ def _read(kind: type[Config], style: str, lookup: Callable[[str], Any], where: s
         if found is not _MISSING and not (_is_scalar(found) and found in allowed):
             raise unsupported(where, name, found)
     values: dict[str, Any] = {}
-    for field in dataclasses.fields(kind):
-        place: str | None = field.metadata.get(style)
+    for leaf in leaves(kind):
+        place: str | None = leaf.metadata.get(style)
         found = _MISSING if place is None else lookup(place)
-        type_ = field.type.__name__ if isinstance(field.type, type) else str(field.type)
-        if field.name in known:
-            values[field.name] = known[field.name]
-        elif found is None and "None" in type_:
-            values[field.name] = None
+        if leaf.name in known:
+            values[leaf.name] = known[leaf.name]
+        elif found is None and "None" in leaf.type:
+            values[leaf.name] = None
         elif found is None or found is _MISSING:
-            if field.default is dataclasses.MISSING or (style == "gguf" and field.metadata.get("said_in_gguf")):
-                raise FormatError(f"{where}: the configuration has no {place or field.name!r}")
+            if leaf.default is dataclasses.MISSING or (style == "gguf" and leaf.metadata.get("said_in_gguf")):
+                raise FormatError(f"{where}: the configuration has no {place or leaf.name!r}")
         else:
-            values[field.name] = _typed(found, type_, field.metadata["range"], f"{where}: {place}")
-    config = kind(**values)
+            values[leaf.name] = _typed(found, leaf.type, leaf.metadata["range"], f"{where}: {place}")
+    config = kind(**_in_groups(kind, values, {f.name: f.default for f in dataclasses.fields(kind)}.__getitem__))
     if config.quantization is not None:
         read_quantization(config.quantization, where)
     config.check(where)
     return config
+
+
+def _in_groups(kind: type[ModelConfig], values: Mapping[str, Any], group: Callable[[str], Any]) -> dict[str, Any]:
+    """Values by leaf as values by field: `group` gives the record that a group's values are put into."""
+    of_groups: dict[str, dict[str, Any]] = {}
+    found: dict[str, Any] = {}
+    for leaf in leaves(kind):
+        if leaf.name in values:
+            (found if leaf.group is None else of_groups.setdefault(leaf.group, {}))[leaf.name] = values[leaf.name]
+    return found | {name: dataclasses.replace(group(name), **members) for name, members in of_groups.items()}
 
 
 _PYTHON: dict[str, tuple[Any, ...]] = {
@@ -205,7 +268,7 @@ def check_layer_types(where: str, kinds: tuple[str, ...] | None, layers: int, wi
 class EncoderConfig(ModelConfig):
     """What every encoder of texts has, under the names that most of them use."""
 
-    GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"attention.causal": (False,), "expert_count": (0,)}
+    GGUF_NEUTRAL: ClassVar[Neutral] = {"attention.causal": (False,), "expert_count": (0,)}
 
     dim: int = key(gguf="embedding_length", hf="hidden_size")
     layers: int = key(gguf="block_count", hf="num_hidden_layers", most=MAX_LAYERS)
@@ -235,7 +298,7 @@ class EncoderConfig(ModelConfig):
 class DecoderConfig(ModelConfig):
     """What every decoder has."""
 
-    GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    GGUF_NEUTRAL: ClassVar[Neutral] = {
         "expert_count": (0,), "attention.causal": (True,), "pooling_type": (0,), "use_parallel_residual": (False,),
         "attention.scale": (0,), "attention.output_scale": (0, 1), "attention.temperature_scale": (0, 1),
         "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,), "attn_logit_softcapping": (0,),

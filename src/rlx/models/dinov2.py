@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.errors import RequestError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
@@ -15,13 +16,30 @@ from rlx.flow.stages.ffn import linear
 from rlx.flow.stages.vision import pre_norm_layer
 from rlx.flow.state import FlowValue
 from rlx.formats.images import resampling
-from rlx.models.config import key
+from rlx.models.config import group, key
 from rlx.models.family import family
 from rlx.models.vision import Patches, PrependToken, VisionConfig, bicubic, named, split_attention
 from rlx.types import dim, sym
 
-Array = np.ndarray[Any, Any]
 ROWS, COLUMNS = dim("rows"), dim("columns")  # patches of an image
+
+
+@dataclass(frozen=True)
+class DinoFfn:
+    """The feed-forwards of DINOv2: two layers, or a gated one."""
+
+    ratio: float = key(hf="mlp_ratio", default=4)
+    gated: bool = key(hf="use_swiglu_ffn", default=False)
+
+    def ffn(self, dim: int) -> int:
+        wide = int(dim * self.ratio)
+        return (int(wide * 2 / 3) + 7) // 8 * 8 if self.gated else wide
+
+    def left_out(self, qkv_bias: bool) -> tuple[str, ...]:
+        absent = MLP if self.gated else SWIGLU
+        biases = () if qkv_bias else tuple(f"attention.attention.{n}.bias" for n in QKV)
+        parts = (*(f"{name}.{part}" for name in absent for part in ("weight", "bias")), *biases)
+        return tuple(f"encoder.layer.{{i}}.{part}" for part in parts)
 
 
 @dataclass(frozen=True)
@@ -30,43 +48,54 @@ class Config(VisionConfig):
 
     eps: float = key(hf="layer_norm_eps", default=1e-6)
     patch: int = key(hf="patch_size", default=14)
-    ratio: float = key(hf="mlp_ratio", default=4)
-    gated: bool = key(hf="use_swiglu_ffn", default=False)
+    mlp: DinoFfn = group(DinoFfn)
     registers: int = 0
-    antialias = False  # of positions where there are fewer patches than it was trained with
 
     @property
     def ffn(self) -> int:
-        wide = int(self.dim * self.ratio)
-        return (int(wide * 2 / 3) + 7) // 8 * 8 if self.gated else wide
+        return self.mlp.ffn(self.dim)
 
     def inputs(self, pixels: Array) -> dict[str, Array]:
-        """Images of any size: what is left over beside whole patches is cut off, as a convolution does it."""
-        height, width = pixels.shape[2:]
-        rows, columns = height // self.patch, width // self.patch
-        if not (rows and columns):
-            raise RequestError(f"image: {height} × {width} pixels are less than a patch of {self.patch} × {self.patch}")
-        stretch = resampling if self.antialias else bicubic
-        return {
-            "pixels": np.ascontiguousarray(pixels[:, :, : rows * self.patch, : columns * self.patch]),
-            "position_rows": stretch(self.grid, rows).astype(np.float32),
-            "position_columns": stretch(self.grid, columns).astype(np.float32),
-        }
+        return positioned(self, pixels, bicubic)
 
     def left_out(self) -> tuple[str, ...]:
-        absent = MLP if self.gated else SWIGLU
-        biases = () if self.qkv_bias else tuple(f"attention.attention.{n}.bias" for n in QKV)
-        parts = (*(f"{name}.{part}" for name in absent for part in ("weight", "bias")), *biases)
-        return tuple(f"encoder.layer.{{i}}.{part}" for part in parts)
+        return self.mlp.left_out(self.qkv_bias)
 
 
 @dataclass(frozen=True)
-class RegisterConfig(Config):
+class RegisterConfig(VisionConfig):
     """DINOv2 with registers: tokens that belong to no patch."""
 
+    eps: float = key(hf="layer_norm_eps", default=1e-6)
     patch: int = key(hf="patch_size", default=16)
+    mlp: DinoFfn = group(DinoFfn)
     registers: int = key(hf="num_register_tokens", default=4)
-    antialias = True
+
+    @property
+    def ffn(self) -> int:
+        return self.mlp.ffn(self.dim)
+
+    def inputs(self, pixels: Array) -> dict[str, Array]:
+        return positioned(self, pixels, resampling)  # antialiased
+
+    def left_out(self) -> tuple[str, ...]:
+        return self.mlp.left_out(self.qkv_bias)
+
+
+def positioned(c: VisionConfig, pixels: Array, stretch: Callable[[int, int], Array]) -> dict[str, Array]:
+    """Images of any size, and how positions are stretched to their patches.
+
+    What is left over beside whole patches is cut off, as a convolution does it.
+    """
+    height, width = pixels.shape[2:]
+    rows, columns = height // c.patch, width // c.patch
+    if not (rows and columns):
+        raise RequestError(f"image: {height} × {width} pixels are less than a patch of {c.patch} × {c.patch}")
+    return {
+        "pixels": np.ascontiguousarray(pixels[:, :, : rows * c.patch, : columns * c.patch]),
+        "position_rows": stretch(c.grid, rows).astype(np.float32),
+        "position_columns": stretch(c.grid, columns).astype(np.float32),
+    }
 
 
 QKV = ("query", "key", "value")
@@ -82,11 +111,11 @@ REGISTER_WEIGHTS = WEIGHTS | {"embeddings.register_tokens": ""}
 
 
 @family("dinov2", kind="vision model", hf=["dinov2"], config=Config, weights=WEIGHTS, prefixes=["dinov2."])
-def dinov2(c: Config) -> ModelFlow:
+def dinov2(c: Config | RegisterConfig) -> ModelFlow:
     def layer(i: int) -> FlowStage:
         at = f"encoder.layer.{i}"
         attention = split_attention(f"{at}.attention", [f"attention.{n}" for n in QKV], "output.dense", c)
-        ffn = FusedSwiGlu(f"{at}.mlp", c.ffn) if c.gated else GeluFfn.dinov2(
+        ffn = FusedSwiGlu(f"{at}.mlp", c.ffn) if c.mlp.gated else GeluFfn.dinov2(
             at, intermediate_size=c.ffn, activation=c.activation
         )  # fmt: skip
         scales = (f"{at}.layer_scale1.lambda1", f"{at}.layer_scale2.lambda1")

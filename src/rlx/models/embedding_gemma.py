@@ -10,37 +10,44 @@ from typing import Any, ClassVar
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.side import SideOutputs
-from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, RmsNorm
+from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, GemmaStyle, RmsNorm
 from rlx.flow.stages.encoder import attend
 from rlx.formats import TensorFile
 from rlx.ir.graph import Value
 from rlx.models import gemma
-from rlx.models.config import MAX_POSITIONS, key
+from rlx.models.config import DecoderConfig, Neutral, group
 from rlx.models.family import family
-from rlx.models.rope import rope_stage
+from rlx.models.fields import rope_base_key, window_key, without
+from rlx.models.gemma_base import FINAL_CAP, GemmaConfig, LocalRope, Scores, Windows
+from rlx.models.rope import Rope, rope_stage
 from rlx.ops.attention import MaskKind
 from rlx.types import sym
 
 
 @dataclass(frozen=True)
-class Config(gemma.Config3):
+class Config(GemmaConfig):
     """EmbeddingGemma's configuration: that of Gemma 3, and half of the window lies on each side."""
 
-    HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **gemma.Config3.HF_NEUTRAL, "use_bidirectional_attention": (True,)
+    STYLE: ClassVar[str] = GemmaStyle.GEMMA3
+    HF_NEUTRAL: ClassVar[Neutral] = {**GemmaConfig.HF_NEUTRAL, "use_bidirectional_attention": (True,)}
+    GGUF_NEUTRAL: ClassVar[Neutral] = {
+        **without(DecoderConfig.GGUF_NEUTRAL, FINAL_CAP, "pooling_type"), "attention.causal": (False,)
     }  # fmt: skip
-    GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **{name: values for name, values in gemma.Config3.GGUF_NEUTRAL.items() if name != "pooling_type"},
-        "attention.causal": (False,),
-    }
+    PERIOD: ClassVar[int] = 6
+    LARGEST: ClassVar[int] = 62
 
-    sliding_window: int | None = key(
-        gguf="attention.sliding_window", hf="sliding_window", default=512, most=MAX_POSITIONS
-    )
+    rope_base: float = rope_base_key(1_000_000.0)
+    scores: Scores = group(Scores, **gemma.SCORES3)
+    windows: Windows = group(Windows, sliding_window=window_key(512))
+    local: LocalRope = group(LocalRope)
 
     @classmethod
     def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
-        return super().known_of_gguf(file) | {"tied": True}
+        return {**super().known_of_gguf(file), **LocalRope.windows_of_gguf(file), "tied": True}
+
+    @property
+    def local_rope(self) -> Rope:
+        return self.local.rope(self.head_dim, self.trained)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +75,13 @@ def looks_both_ways(settings: Mapping[str, Any]) -> bool:
 @family("embeddinggemma", kind="encoder", gguf=["gemma-embedding"], hf=["gemma3_text"], config=Config,
         weights=gemma.WEIGHTS3, settings=gemma.by_layer_kind, reads=looks_both_ways)  # fmt: skip
 def embeddinggemma(c: Config) -> ModelFlow:
-    near, reach = [c.window(i) is not None for i in range(c.layers)], (c.sliding_window or 0) // 2
+    near, reach = [c.window(i) is not None for i in range(c.layers)], (c.windows.sliding_window or 0) // 2
 
     def layer(i: int) -> FlowStage:
         return EmbeddingGemmaLayer(
-            f"model.layers.{i}", c.heads, c.kv_heads, c.head_dim, c.eps, style=c.STYLE, score_scale=c.score_scale,
-            unit_offset=c.unit_offset, rope="rope.local" if near[i] else "rope", intermediate_size=c.ffn,
+            f"model.layers.{i}", c.heads, c.kv_heads, c.head_dim, c.eps, style=c.STYLE,
+            score_scale=c.scores.scale(c.head_dim), unit_offset=c.unit_offset,
+            rope="rope.local" if near[i] else "rope", intermediate_size=c.ffn,
             activation=c.activation, reach=reach if near[i] else None, attention_bias=c.attention_bias,
             output_bias=c.attention_bias,
         )  # fmt: skip

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlx.arrays import Array
 from rlx.dtypes import BF16, F16, F32, PACKED
 from rlx.errors import CapabilityError, nearest
 from rlx.flow.flow import ModelFlow
-from rlx.flow.weights import Array
 from rlx.formats import TensorEntry, TensorFile
 from rlx.models.config import ModelConfig
 from rlx.models.init import initialisers
@@ -44,7 +44,9 @@ class Family:
     settings: Settings | None = None  # puts what a config.json says into the words of `config`
     arrange: Callable[[Any, str], Mapping[str, Any]] | None = None  # (config, format): weights made of those in a file
     changes: Changes | None = None  # (config, name): of a weight's numbers on the way to GGUF
-    reads: Callable[[Mapping[str, Any]], bool] | None = None  # whether it is this one, where several share a model type
+    # Whether it is this one by its config.json, or its GGUF metadata, where several share a name.
+    reads: Callable[[Mapping[str, Any]], bool] | None = None
+    reads_gguf: Callable[[Mapping[str, Any]], bool] | None = None
     saved_as: str | None = None  # the architecture of its GGUF files, where they are read as another family's
 
     @property
@@ -62,7 +64,8 @@ def family(
     name: str, *, kind: str, gguf: Iterable[str] = (), hf: Iterable[str] = (), config: type[ModelConfig],
     weights: Mapping[str, str], prefixes: Iterable[str] = (), settings: Settings | None = None,
     arrange: Callable[[Any, str], Mapping[str, Any]] | None = None, changes: Changes | None = None,
-    reads: Callable[[Mapping[str, Any]], bool] | None = None, saved_as: str | None = None,
+    reads: Callable[[Mapping[str, Any]], bool] | None = None,
+    reads_gguf: Callable[[Mapping[str, Any]], bool] | None = None, saved_as: str | None = None,
 ) -> Callable[[Callable[..., ModelFlow]], Family]:  # fmt: skip
     """Declare a family; decorate its flow."""
 
@@ -71,7 +74,7 @@ def family(
             return flow(c, *arguments).initialised(initialisers(name, c))
 
         shape = tuple(gguf), tuple(hf), config, weights, assembled, tuple(prefixes)
-        found = Family(name, kind, *shape, settings, arrange, changes, reads, saved_as)
+        found = Family(name, kind, *shape, settings, arrange, changes, reads, reads_gguf, saved_as)
         FAMILIES[name] = found
         return found
 
@@ -79,18 +82,23 @@ def family(
 
 
 def find(architecture: str, style: str, settings: Mapping[str, Any] | None = None) -> Family:
-    """The family of a GGUF architecture, or of a Hugging Face model type and the other settings."""
-    for candidate in sorted(FAMILIES.values(), key=lambda family: family.reads is None):
-        if architecture in (candidate.gguf if style == "gguf" else candidate.hf) and (
-            candidate.reads is None or style == "gguf" or candidate.reads(settings or {})
-        ):
+    """The family of a GGUF architecture and its metadata, or of a Hugging Face model type and the other settings."""
+    named = [f for f in FAMILIES.values() if architecture in _names(f, style)]
+    asks = {f.name: f.reads_gguf if style == "gguf" else f.reads for f in named}
+    for candidate in sorted(named, key=lambda f: asks[f.name] is None):  # first those that look closer
+        is_it = asks[candidate.name]
+        if is_it is None or is_it(settings or {}):
             return candidate
-    known = {a for f in FAMILIES.values() for a in (f.gguf if style == "gguf" else f.hf)}
+    known = {name for f in FAMILIES.values() for name in _names(f, style)}
     known_ones = f"known: {', '.join(sorted(known))}."
     raise CapabilityError(
         f"model: architecture {architecture!r} is not supported",
         hint=f"{nearest(architecture, known) or known_ones} {ADDING}",
     )
+
+
+def _names(family: Family, style: str) -> tuple[str, ...]:
+    return family.gguf if style == "gguf" else family.hf
 
 
 class FileWeights:

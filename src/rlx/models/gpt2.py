@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rlx.arrays import Array
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, GeluFfn, LayerNorm, SelfAttention, emit_stage, linear, token_positions
 from rlx.flow.state import FlowValue
-from rlx.flow.weights import Array
 from rlx.ir.provenance import stage as provenance
 from rlx.models.arrange import Arrangement, Rows
 from rlx.models.config import MAX_LAYERS, MAX_POSITIONS, DecoderConfig, key

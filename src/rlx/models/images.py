@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.errors import CapabilityError
 from rlx.formats.images import BICUBIC, BILINEAR, FILTERS, NEAREST, resize
 from rlx.formats.tensors import broken, quoted
-from rlx.models.beside import JsonObject
 from rlx.models.load import Checkpoint
+from rlx.models.sidecar_json import JsonObject
 
-Array = np.ndarray[Any, Any]
 FILE = "preprocessor_config.json"
 MOST = 1 << 14  # pixels along a side
 # Steps that some processors take and that are not taken here: with these values they change nothing.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.flow.init import (
     Initialiser,
     lecun_normal,
@@ -24,7 +25,6 @@ from rlx.flow.init import (
     xavier_uniform,
     zeros,
 )
-from rlx.flow.weights import Array
 
 if TYPE_CHECKING:
     from rlx.flow.flow import ModelFlow
@@ -97,7 +97,7 @@ def _by_inputs(key: Any, shape: Sequence[int]) -> Array:
 def _qwen3_next(c: Any) -> Table:
     """Norms multiply by 1 + weight, but for those of the delta nets."""
     drawn = uniform(0.01, 16.0)
-    rates = lambda key, shape: -drawn(key, shape) if c.rates else np.log(drawn(key, shape))
+    rates = lambda key, shape: -drawn(key, shape) if c.delta.rates else np.log(drawn(key, shape))
     norms = zeros if c.unit_offset else ones
     return {"*.A_log": rates, "*.dt_bias": ones, "*.linear_attn.norm.weight": ones, "*norm.weight": norms}
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rlx.arrays import Array
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import DecoderLayer, FlowStage, LlamaDecoder
-from rlx.flow.weights import Array
 from rlx.formats import TensorFile
-from rlx.models.config import MAX_POSITIONS, DecoderConfig, key
+from rlx.models.config import MAX_POSITIONS, DecoderConfig, group, key
 from rlx.models.family import family
+from rlx.models.fields import Biases, window_key
 from rlx.models.rope import rope_stage
 from rlx.ops.attention import MaskKind
 from rlx.types import sym
@@ -19,13 +20,11 @@ from rlx.types import sym
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """Llama's configuration is the common one and three switches for biases."""
+    """Llama's configuration is the common one and switches for biases."""
 
     IN_GGUF: ClassVar[Mapping[str, Any]] = {"pairs": True}
 
-    attention_bias: bool = key(hf="attention_bias", default=False)  # on q, k and v
-    output_bias: bool = key(hf="attention_bias", default=False)
-    mlp_bias: bool = key(hf="mlp_bias", default=False)
+    biases: Biases = group(Biases, mlp_bias=key(hf="mlp_bias", default=False))
     sliding_window: int | None = key(gguf="attention.sliding_window", default=None, most=MAX_POSITIONS)
     pairs: bool = False  # q and k turn as neighbouring pairs, as Meta's checkpoints and GGUF have them
 
@@ -34,27 +33,29 @@ class Config(DecoderConfig):
 
     @classmethod
     def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
-        tensors = {"attention_bias": "attn_q", "output_bias": "attn_output", "mlp_bias": "ffn_gate"}
-        return {**cls.IN_GGUF, **{name: f"blk.0.{tensor}.bias" in file for name, tensor in tensors.items()}}
+        return {**cls.IN_GGUF, **Biases.in_gguf(file, "qkv_bias", "output_bias", "mlp_bias")}
 
     def left_out(self) -> tuple[str, ...]:
-        has = {"self_attn.o_proj": self.output_bias, "self_attn": self.attention_bias, "mlp": self.mlp_bias}
-        biases = [name for name in WEIGHTS if name.endswith(".bias")]
-        return tuple(b for b in biases if not next(on for part, on in has.items() if f".{part}." in b))
+        return self.biases.left_out(WEIGHTS)
 
 
 @dataclass(frozen=True)
-class MistralConfig(Config):
+class MistralConfig(DecoderConfig):
     """Mistral: no biases; a window unless the file says null."""
 
-    attention_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    sliding_window: int | None = key(
-        gguf="attention.sliding_window", hf="sliding_window", default=4096, most=MAX_POSITIONS
-    )
+    IN_GGUF: ClassVar[Mapping[str, Any]] = {"pairs": True}
+
+    sliding_window: int | None = window_key(4096)
+    pairs: bool = False
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window
+
+    def left_out(self) -> tuple[str, ...]:
+        return NO_BIASES.left_out(WEIGHTS)
 
 
+NO_BIASES = Biases(False, False, False)
 _LINEAR = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
@@ -75,12 +76,12 @@ WEIGHTS = {
 
 @family("llama", kind="decoder", gguf=["llama"], hf=["llama"], config=Config, weights=WEIGHTS)
 def llama(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
-    return decoder("llama", c, context, rope_factors)
+    return decoder("llama", c, context, rope_factors, biases=c.biases, pairs=c.pairs)
 
 
 @family("mistral", kind="decoder", hf=["mistral"], config=MistralConfig, weights=WEIGHTS, saved_as="llama")
 def mistral(c: MistralConfig, context: int, rope_factors: Array | None = None) -> ModelFlow:
-    return decoder("mistral", c, context, rope_factors)
+    return decoder("mistral", c, context, rope_factors, pairs=c.pairs)
 
 
 def mask_of(window: int | None, context: int) -> str:
@@ -89,19 +90,19 @@ def mask_of(window: int | None, context: int) -> str:
 
 
 def decoder(
-    name: str, c: Config, context: int, rope_factors: Array | None, stage: type[DecoderLayer] = LlamaDecoder,
-    ffn: Callable[[int], FlowStage | None] = lambda i: None,
+    name: str, c: DecoderConfig, context: int, rope_factors: Array | None, *, stage: type[DecoderLayer] = LlamaDecoder,
+    ffn: Callable[[int], FlowStage | None] = lambda i: None, biases: Biases = NO_BIASES, pairs: bool = False,
 ) -> ModelFlow:  # fmt: skip
     """The flow of Llama and all relatives that differ in switches, in the stage of a layer or in its feed-forward."""
 
     def layer(i: int) -> FlowStage:
         return stage(
             f"model.layers.{i}", c.heads, c.kv_heads, c.head_dim, c.eps, layer_idx=i,
-            mask=mask_of(c.window(i), context), attention_bias=c.attention_bias, output_bias=c.output_bias,
-            mlp_bias=c.mlp_bias, intermediate_size=c.ffn, activation=c.activation, ffn=ffn(i),
+            mask=mask_of(c.window(i), context), attention_bias=biases.qkv_bias, output_bias=biases.output_bias,
+            mlp_bias=biases.mlp_bias, intermediate_size=c.ffn, activation=c.activation, ffn=ffn(i),
         )  # fmt: skip
 
-    rope = rope_stage(c.rope, context, rope_factors, style="pairs" if c.pairs else "halves")
+    rope = rope_stage(c.rope, context, rope_factors, style="pairs" if pairs else "halves")
     return (
         ModelFlow(name).input("tokens", (sym.BATCH, sym.SEQ), "i32").kv_cache(c.layers, c.kv_heads, c.head_dim)
         .stage(rope).token_embed(shape=(c.vocab, c.dim))

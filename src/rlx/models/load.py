@@ -32,9 +32,9 @@ import rlx.models.qwen3_next
 import rlx.models.roberta
 import rlx.models.siglip
 import rlx.models.vit  # noqa: F401  declares the family
+from rlx.arrays import Array
 from rlx.dtypes import FLOAT8_PACKED
 from rlx.errors import CapabilityError, FormatError
-from rlx.flow.weights import Array
 from rlx.formats import TensorFile, open_tensors
 from rlx.formats.mapped import FileMap
 from rlx.formats.scaled import INSTEAD, METHODS, ScaledFile
@@ -103,9 +103,7 @@ def _from_gguf(path: Path, file: TensorFile) -> Checkpoint:
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise FormatError(f"{path}: the metadata has no general.architecture")
-    experts = metadata.get(f"{architecture}.expert_count", 0)
-    has_experts = architecture == "llama" and isinstance(experts, int) and experts > 0  # GGUF has no name for Mixtral
-    family = FAMILIES["mixtral"] if has_experts else find(architecture, "gguf")
+    family = find(architecture, "gguf", metadata)
     rest = embedders.without_pooling(family, metadata)
     known = _known_by_tensors(family, file)
     config: Any = configs.from_gguf(family.config, rest or metadata, f"{path}: metadata", known)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.errors import CapabilityError, FormatError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
@@ -16,7 +17,6 @@ from rlx.flow.stages import FlowStage, RmsNorm, linear
 from rlx.flow.stages.ffn import activate, softplus
 from rlx.flow.stages.recurrent import short_conv, state_of, where_present
 from rlx.flow.state import FlowValue
-from rlx.flow.weights import Array
 from rlx.formats import TensorFile
 from rlx.formats.tensors import quoted
 from rlx.ir.graph import Value
@@ -24,10 +24,11 @@ from rlx.models import mamba
 from rlx.models.config import key
 from rlx.models.family import Change, family
 from rlx.models.rope import is_number
+from rlx.models.state_space import StateSpaceConfig
 
 
 @dataclass(frozen=True)
-class Config(mamba.StateSpaceConfig):
+class Config(StateSpaceConfig):
     """Mamba 2's configuration."""
 
     state: int = key(gguf="ssm.state_size", hf="state_size", default=128, most=4096)

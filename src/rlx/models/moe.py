@@ -6,95 +6,84 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlx.errors import FormatError
+from rlx.arrays import Array
 from rlx.flow.flow import ModelFlow
-from rlx.flow.stages import DecoderLayer, LlamaDecoder, MoeFfn, Qwen3Decoder
-from rlx.flow.weights import Array
+from rlx.flow.stages import MoeFfn, Qwen3Decoder
 from rlx.formats import TensorFile
 from rlx.models import llama, qwen3
 from rlx.models.arrange import Arrangement, Stack
-from rlx.models.config import MAX_HEAD_DIM, MAX_POSITIONS, key
+from rlx.models.config import DecoderConfig, Neutral, group, key
 from rlx.models.family import family
-
-MAX_EXPERTS = 4096
-
-
-def check_experts(where: str, experts: int, chosen: int) -> None:
-    if chosen > experts:
-        raise FormatError(f"{where}: {chosen} experts a token are asked for, there are {experts}")
-
-
-def _without_experts(neutral: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-    """What a file may say besides: no other kind of mixture than these."""
-    others = {
-        "expert_shared_count": (0,), "expert_weights_scale": (0, 1), "leading_dense_block_count": (0,),
-        "expert_gating_func": (0, 1), "expert_group_count": (0, 1),
-    }  # fmt: skip
-    return {name: values for name, values in neutral.items() if name != "expert_count"} | others
+from rlx.models.fields import (
+    MAX_EXPERTS,
+    NO_WINDOW,
+    Biases,
+    Experts,
+    QwenWindows,
+    eps_key,
+    rope_base_key,
+    said_in_gguf,
+    window_key,
+)
 
 
 @dataclass(frozen=True)
-class Config(qwen3.Config):
+class Config(DecoderConfig):
     """Qwen3-MoE's configuration; in Hugging Face's, some layers may have one feed-forward for all tokens.
 
     Its window, unlike Qwen3's, is that of all layers.
     """
 
-    GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = _without_experts(qwen3.Config.GGUF_NEUTRAL)
+    GGUF_NEUTRAL: ClassVar[Neutral] = Experts.neutral(NO_WINDOW)
 
-    head_dim_given: int | None = key(gguf="attention.key_length", hf="head_dim", default=None, most=MAX_HEAD_DIM)
-    experts: int = key(gguf="expert_count", hf="num_experts", default=128, most=MAX_EXPERTS)
-    chosen: int = key(gguf="expert_used_count", hf="num_experts_per_tok", default=8)
-    expert_ffn: int = key(gguf="expert_feed_forward_length", hf="moe_intermediate_size", default=768)
-    normalise: bool = key(hf="norm_topk_prob", default=False)
-    step: int = key(hf="decoder_sparse_step", default=1)
-    dense: tuple[int, ...] | None = key(hf="mlp_only_layers", default=None)
+    biases: Biases = group(Biases)
+    windows: QwenWindows = group(QwenWindows)
+    moe: Experts = group(Experts)
 
     @classmethod
     def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
-        return {**super().known_of_gguf(file), "normalise": True}  # llama.cpp always does it
+        return {**Biases.in_gguf(file, "qkv_bias", "output_bias"), "normalise": True}  # llama.cpp always does it
 
     def window(self, layer: int) -> int | None:
-        return self.sliding_window if self.use_sliding_window else None
-
-    def is_dense(self, layer: int) -> bool:
-        return layer in (self.dense or ()) or bool((layer + 1) % self.step)
+        return self.windows.everywhere
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_experts(where, self.experts, self.chosen)
+        self.windows.check(where, self.layers)
+        self.moe.check(where)
+
+    def left_out(self) -> tuple[str, ...]:
+        return self.biases.left_out(QWEN_WEIGHTS)
 
 
 @dataclass(frozen=True)
-class MixtralConfig(llama.MistralConfig):
+class MixtralConfig(DecoderConfig):
     """Mixtral's configuration: all layers are mixtures. GGUF calls it a Llama with experts."""
 
-    GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = _without_experts(llama.Config.GGUF_NEUTRAL)
+    GGUF_NEUTRAL: ClassVar[Neutral] = Experts.neutral(DecoderConfig.GGUF_NEUTRAL)
+    IN_GGUF: ClassVar[Mapping[str, Any]] = {"pairs": True}
 
-    eps: float = key(gguf="attention.layer_norm_rms_epsilon", hf="rms_norm_eps", default=1e-5, said_in_gguf=True)
-    rope_base: float = key(gguf="rope.freq_base", hf="rope_theta", default=1_000_000.0)
-    sliding_window: int | None = key(
-        gguf="attention.sliding_window", hf="sliding_window", default=None, most=MAX_POSITIONS
-    )
-    experts: int = key(gguf="expert_count", hf="num_local_experts", default=8, most=MAX_EXPERTS)
-    chosen: int = key(gguf="expert_used_count", hf="num_experts_per_tok", default=2)
-    normalise: bool = True
+    eps: float = eps_key(1e-5)
+    rope_base: float = rope_base_key(1_000_000.0)
+    sliding_window: int | None = window_key(None)
+    pairs: bool = False  # as in Llama
+    moe: Experts = group(
+        Experts, experts=key(gguf="expert_count", hf="num_local_experts", default=8, most=MAX_EXPERTS),
+        chosen=key(gguf="expert_used_count", hf="num_experts_per_tok", default=2), expert_ffn=0, normalise=True, step=1,
+        dense=None,
+    )  # fmt: skip
 
     @classmethod
     def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
-        known = super().known_of_gguf(file)
-        return known if "llama.rope.freq_base" in file.metadata else {**known, "rope_base": 10_000.0}  # llama.cpp's
+        (base,) = said_in_gguf(file.metadata, "rope.freq_base")
+        return {**cls.IN_GGUF, **({"rope_base": 10_000.0} if base is None else {})}  # which is llama.cpp's
 
-    @property
-    def expert_ffn(self) -> int:
-        return self.ffn
-
-    def is_dense(self, layer: int) -> bool:
-        return False
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_experts(where, self.experts, self.chosen)
+        self.moe.check(where)
 
 
 _LAYER = "model.layers.{i}"
@@ -114,30 +103,29 @@ def counted_experts(settings: Mapping[str, Any], where: str) -> Mapping[str, Any
     return settings if found is None else {**settings, "num_experts": found}
 
 
+def has_experts(metadata: Mapping[str, Any]) -> bool:
+    """Whether a Llama of GGUF is a Mixtral, which has no name of its own there."""
+    (experts,) = said_in_gguf(metadata, "expert_count")
+    return isinstance(experts, int) and experts > 0
+
+
 def stacks(names: Mapping[str, str]) -> Callable[[Any, str], Arrangement]:
     """Experts that lie one by one in Hugging Face's files; GGUF has them stacked."""
 
     def arrange(c: Any, format: str) -> Arrangement:
         if format == "gguf":
             return {}
-        return {ours: Stack(theirs, c.experts) for ours, theirs in zip(_STACKED, names, strict=True)}
+        return {ours: Stack(theirs, c.moe.experts) for ours, theirs in zip(_STACKED, names, strict=True)}
 
     return arrange
 
 
-def decoder(
-    name: str, c: Any, context: int, rope_factors: Array | None, stage: type[DecoderLayer], mixture: str
-) -> ModelFlow:
-    """A relative of Llama in which mixtures of experts take the place of feed-forwards."""
-
-    def ffn(i: int) -> MoeFfn | None:
-        if c.is_dense(i):
-            return None
-        return MoeFfn(
-            f"model.layers.{i}.mlp", c.experts, c.chosen, c.normalise, c.expert_ffn, c.activation, mixture.format(i=i)
-        )
-
-    return llama.decoder(name, c, context, rope_factors, stage, ffn)
+def mixture(c: Any, layer: int, ffn: int, router: str | None = None) -> MoeFfn | None:
+    """What a layer has in place of a feed-forward, if anything; `ffn` is the size of an expert."""
+    moe, at = c.moe, f"model.layers.{layer}.mlp"
+    if moe.is_dense(layer):
+        return None
+    return MoeFfn(at, moe.experts, moe.chosen, moe.normalise, ffn, c.activation, router)
 
 
 @family(
@@ -145,12 +133,18 @@ def decoder(
     settings=counted_experts, arrange=stacks(OF_QWEN),
 )  # fmt: skip
 def qwen3moe(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
-    return decoder("qwen3moe", c, context, rope_factors, Qwen3Decoder, "model.layers.{i}.mlp.gate.weight")
+    return llama.decoder(
+        "qwen3moe", c, context, rope_factors, stage=Qwen3Decoder, biases=c.biases,
+        ffn=lambda i: mixture(c, i, c.moe.expert_ffn),
+    )  # fmt: skip
 
 
 @family(
-    "mixtral", kind="decoder", hf=["mixtral"], config=MixtralConfig, weights=MIXTRAL_WEIGHTS,
-    arrange=stacks(_OF_MIXTRAL), saved_as="llama",
+    "mixtral", kind="decoder", gguf=["llama"], hf=["mixtral"], config=MixtralConfig, weights=MIXTRAL_WEIGHTS,
+    arrange=stacks(_OF_MIXTRAL), reads_gguf=has_experts,
 )  # fmt: skip
 def mixtral(c: MixtralConfig, context: int, rope_factors: Array | None = None) -> ModelFlow:
-    return decoder("mixtral", c, context, rope_factors, LlamaDecoder, "model.layers.{i}.block_sparse_moe.gate.weight")
+    return llama.decoder(
+        "mixtral", c, context, rope_factors, pairs=c.pairs,
+        ffn=lambda i: mixture(c, i, c.ffn, f"model.layers.{i}.block_sparse_moe.gate.weight"),
+    )  # fmt: skip

@@ -9,39 +9,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlx.errors import FormatError
+from rlx.arrays import Array
 from rlx.flow.flow import ModelFlow
-from rlx.flow.weights import Array
-from rlx.formats import TensorFile
 from rlx.models import llama
 from rlx.models.arrange import Arrangement, Rows
-from rlx.models.config import MAX_POSITIONS, ModelConfig, key
+from rlx.models.config import DecoderConfig, Neutral, key
 from rlx.models.family import family
+from rlx.models.fields import check_rotary, eps_key, window_key, without
 
 
 @dataclass(frozen=True)
-class Config(llama.Config):
+class Config(DecoderConfig):
     """Phi-3's configuration: no biases, a window in all layers or none (0 in GGUF)."""
 
-    HF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        name: values
-        for name, values in {**ModelConfig.HF_NEUTRAL, "attention_bias": (None, False)}.items()
-        if name != "partial_rotary_factor"
-    }
-    IN_GGUF: ClassVar[Mapping[str, Any]] = {}
+    HF_NEUTRAL: ClassVar[Neutral] = {
+        **without(DecoderConfig.HF_NEUTRAL, "partial_rotary_factor"), "attention_bias": (None, False)
+    }  # fmt: skip
 
-    attention_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    eps: float = key(gguf="attention.layer_norm_rms_epsilon", hf="rms_norm_eps", default=1e-5, said_in_gguf=True)
+    eps: float = eps_key(1e-5)
     partial: float = key(hf="partial_rotary_factor", default=1.0)
-    sliding_window: int | None = key(
-        gguf="attention.sliding_window", hf="sliding_window", default=None, least=0, most=MAX_POSITIONS
-    )
-
-    @classmethod
-    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
-        return {}
+    sliding_window: int | None = window_key(None, least=0)
 
     def window(self, layer: int) -> int | None:
         return self.sliding_window or None
@@ -51,14 +38,9 @@ class Config(llama.Config):
         return self.rope_dim or int(self.head_dim * self.partial)
 
     def check(self, where: str) -> None:
-        if self.heads % self.kv_heads == 0 and (self.rotary % 2 or not 2 <= self.rotary <= self.head_dim):
-            raise FormatError(
-                f"{where}: {self.rotary} of {self.head_dim} elements of a head turn; expected an even part"
-            )
+        if self.heads % self.kv_heads == 0:
+            check_rotary(where, self.rotary, self.head_dim)
         super().check(where)
-
-    def left_out(self) -> tuple[str, ...]:
-        return ()
 
 
 def long_settings(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:

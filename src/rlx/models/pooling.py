@@ -14,18 +14,18 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import F32
 from rlx.errors import CapabilityError, FormatError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage
 from rlx.flow.state import FlowValue
-from rlx.flow.weights import Array
 from rlx.formats import TensorFile, open_tensors
 from rlx.formats.tensors import broken, quoted
 from rlx.ir.graph import Value
-from rlx.models.beside import JsonObject
 from rlx.models.load import Checkpoint, read_json
+from rlx.models.sidecar_json import JsonObject
 from rlx.types import sym
 
 # -- kinds -----------------------------------------------------------------------------------------------------------

@@ -13,47 +13,75 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.flow.flow import ModelFlow
-from rlx.flow.weights import Array
 from rlx.formats import TensorFile
 from rlx.formats.tensors import broken, quoted
-from rlx.models import moe, qwen3, qwen3_next
+from rlx.models import qwen3, qwen3_next
 from rlx.models.arrange import Arrangement, Rows, Stack
-from rlx.models.config import TEXT_PREFIXES, key, text_settings
+from rlx.models.config import TEXT_PREFIXES, Neutral, group, key, text_settings
+from rlx.models.delta_net import EXPERTS, DeltaNetConfig
 from rlx.models.family import Change, family
+from rlx.models.fields import MAX_EXPERTS, Experts, said_in_gguf, without
 
 
 @dataclass(frozen=True)
-class Config(qwen3_next.Config):
+class Config(DeltaNetConfig):
     """That of Qwen3.5 with experts."""
 
-    IN_GGUF: ClassVar[Mapping[str, Any]] = {**qwen3_next.Config.IN_GGUF, "tiled": True}
-    GGUF_NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        name: values for name, values in qwen3_next.Config.GGUF_NEUTRAL.items() if name != "rope.dimension_sections"
-    }
+    GGUF_NEUTRAL: ClassVar[Neutral] = without(DeltaNetConfig.GGUF_NEUTRAL, "rope.dimension_sections")
+    IN_GGUF: ClassVar[Mapping[str, Any]] = {"unit_offset": False, "rates": True, "tiled": True}
 
-    experts: int = key(gguf="expert_count", hf="num_experts", default=256, most=moe.MAX_EXPERTS)
-    chosen: int = key(gguf="expert_used_count", hf="num_experts_per_tok", default=8)
+    moe: Experts = group(
+        Experts, experts=key(gguf="expert_count", hf="num_experts", default=256, most=MAX_EXPERTS), **EXPERTS
+    )  # fmt: skip
     extra_layers: int = 0  # of a file, behind the others: they guess further tokens
 
     @classmethod
     def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
-        prefix = file.metadata.get("general.architecture")
-        names = ("block_count", "nextn_predict_layers", "feed_forward_length", "expert_feed_forward_length")
-        layers, extra, ffn, each = (file.metadata.get(f"{prefix}.{name}") for name in names)
-        known = super().known_of_gguf(file)
-        if extra is not None and type(layers) is int:
-            most = max(layers - 1, 0)
-            if type(extra) is not int or not 0 <= extra <= most:
-                name = f"{prefix}.nextn_predict_layers"
-                raise broken(file.path, f"metadata: {name}", expected=f"0 to {most}", found=quoted(extra))
-            _check_guessing(file, range(layers - extra, layers))
-            known |= {"layers": layers - extra, "extra_layers": extra}
-        return known | {"ffn": each} if ffn is None and type(each) is int else known  # which no layer has
+        return super().known_of_gguf(file) | known_layers(file)
 
     def only_in_gguf(self) -> dict[str, Any]:
-        half = self.rotary // 2  # of whose turns a third each goes by time, height and width, which texts have alike
-        return {**super().only_in_gguf(), "rope.dimension_sections": [(half + 2 - i) // 3 for i in range(3)] + [0]}
+        return {**super().only_in_gguf(), **turns_by_kind(self.rotary)}
+
+
+@dataclass(frozen=True)
+class DenseConfig(DeltaNetConfig):
+    """That of Qwen3.5 without experts."""
+
+    GGUF_NEUTRAL: ClassVar[Neutral] = Config.GGUF_NEUTRAL
+    IN_GGUF: ClassVar[Mapping[str, Any]] = Config.IN_GGUF
+
+    moe: Experts = group(Experts, **EXPERTS | {"experts": 0, "chosen": 0, "expert_ffn": 0, "shared_ffn": 0})
+    extra_layers: int = 0
+
+    @classmethod
+    def known_of_gguf(cls, file: TensorFile) -> dict[str, Any]:
+        return super().known_of_gguf(file) | known_layers(file)
+
+    def only_in_gguf(self) -> dict[str, Any]:
+        return {**super().only_in_gguf(), **turns_by_kind(self.rotary)}
+
+
+def known_layers(file: TensorFile) -> dict[str, Any]:
+    """The number of layers without those that guess further tokens, and the size of feed-forwards that no layer has."""
+    layers, extra = said_in_gguf(file.metadata, "block_count", "nextn_predict_layers")
+    ffn, each = said_in_gguf(file.metadata, "feed_forward_length", "expert_feed_forward_length")
+    known = {"ffn": each} if ffn is None and type(each) is int else {}
+    if extra is None or type(layers) is not int:
+        return known
+    most = max(layers - 1, 0)
+    if type(extra) is not int or not 0 <= extra <= most:
+        name = f"{file.metadata.get('general.architecture')}.nextn_predict_layers"
+        raise broken(file.path, f"metadata: {name}", expected=f"0 to {most}", found=quoted(extra))
+    _check_guessing(file, range(layers - extra, layers))
+    return known | {"layers": layers - extra, "extra_layers": extra}
+
+
+def turns_by_kind(rotary: int) -> dict[str, Any]:
+    """How many turns of a head go by time, height and width: a third each, which texts have alike."""
+    half = rotary // 2
+    return {"rope.dimension_sections": [(half + 2 - i) // 3 for i in range(3)] + [0]}
 
 
 def _check_guessing(file: TensorFile, layers: range) -> None:
@@ -64,16 +92,6 @@ def _check_guessing(file: TensorFile, layers: range) -> None:
         if i in layers:
             what = f"metadata: the last {len(layers)} layers guess further tokens"
             raise broken(file.path, what, expected=f"tensors blk.{i}.nextn.*", found="none")
-
-
-@dataclass(frozen=True)
-class DenseConfig(Config):
-    """That of Qwen3.5 without experts."""
-
-    experts: int = 0
-    chosen: int = 0
-    expert_ffn: int = 0
-    shared_ffn: int = 0
 
 
 _LAYER = "model.layers.{i}"
@@ -96,34 +114,35 @@ def arrange(c: Config, format: str) -> Arrangement:
     """Experts of Hugging Face's files lie one by one, or all in two tensors."""
     if format == "gguf":
         return {}
-    both = {"gate": Rows(_BOTH, 0, c.expert_ffn, axis=1), "up": Rows(_BOTH, c.expert_ffn, axis=1), "down": Rows(_DOWN)}
+    ffn = c.moe.expert_ffn
+    both = {"gate": Rows(_BOTH, 0, ffn, axis=1), "up": Rows(_BOTH, ffn, axis=1), "down": Rows(_DOWN)}
     one, all_ = f"{_LAYER}.mlp.experts.{{j}}", f"{_LAYER}.mlp.experts"
     return {
-        f"{all_}.{name}_proj.weight": (Stack(f"{one}.{name}_proj.weight", c.experts), rows)
+        f"{all_}.{name}_proj.weight": (Stack(f"{one}.{name}_proj.weight", c.moe.experts), rows)
         for name, rows in both.items()
     }
 
 
-def changes(c: Config, name: str) -> Change | None:
+def changes(c: DeltaNetConfig, name: str) -> Change | None:
     """What converters to GGUF do: as for Qwen3-Next, and heads of values change their order."""
     numbers = qwen3_next.changes(c, name)
     if ".linear_attn." not in name or name.endswith(".norm.weight"):
         return numbers
-    size = 1 if name.endswith((".A_log", ".dt_bias", "in_proj_a.weight", "in_proj_b.weight")) else c.value_size
+    size = 1 if name.endswith((".A_log", ".dt_bias", "in_proj_a.weight", "in_proj_b.weight")) else c.delta.value_size
     axis = 1 if name.endswith("out_proj.weight") else 0
 
     def moved(outer: int, inner: int) -> Callable[[Array], Array]:
         """Heads, which lie behind everything else along an axis, from one order to the other."""
 
         def apply(x: Array) -> Array:
-            before, heads = np.split(np.moveaxis(x, axis, 0), [x.shape[axis] - c.value_heads * size])
+            before, heads = np.split(np.moveaxis(x, axis, 0), [x.shape[axis] - c.delta.value_heads * size])
             other = heads.reshape(outer, inner, size, *heads.shape[1:]).swapaxes(0, 1).reshape(heads.shape)
             return np.moveaxis(np.concatenate([before, other]), 0, axis)
 
         return apply
 
-    share = c.value_heads // c.key_heads
-    there, back = moved(c.key_heads, share), moved(share, c.key_heads)
+    heads, share = c.delta.key_heads, c.delta.share
+    there, back = moved(heads, share), moved(share, heads)
     if numbers is None:
         return Change(there, back)
     return Change(lambda x: numbers.there(there(x)), lambda x: numbers.back(back(x)))

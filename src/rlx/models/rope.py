@@ -14,12 +14,12 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.errors import CapabilityError, FormatError, nearest
 from rlx.flow.stages import FlowStage, RopeGrowth, RopeSwitch, RopeTables
 from rlx.formats import TensorFile
 from rlx.formats.tensors import quoted
 
-Array = np.ndarray[Any, Any]
 MOST = 1e300  # beyond it, an integer of JSON may be too long for a float
 
 

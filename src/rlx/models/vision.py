@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.errors import FormatError, RequestError
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages import FlowStage, VitSelfAttn
 from rlx.flow.state import FlowValue
 from rlx.models.config import MAX_LAYERS, ModelConfig, check_activation, key
 
-Array = np.ndarray[Any, Any]
 MAX_PIXELS = 1 << 14  # along a side of an image
 
 

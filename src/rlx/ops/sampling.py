@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import F32, I32
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.ir.independence import never
@@ -17,7 +18,6 @@ from rlx.ir.registry import f32, i32, op, sample
 from rlx.sampling import candidates, log_probabilities, penalise, place
 from rlx.types import Size, TensorType, require_equal
 
-Array = np.ndarray[Any, Any]
 NO_TOKEN = -1  # the pick of a row whose highest logit is not finite
 
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import BY_NAME, DType
 from rlx.errors import CapabilityError, FormatError, RlxError
 from rlx.layouts import Layout, parse_layout
 from rlx.locks import cached_property
 from rlx.types import Composite, Dim
 
-Array = np.ndarray[Any, Any]
 Classes = Mapping[str, type]
 
 # Tags of entries that are no records of a class.

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.backends.base import Backend, Buffer, Device, Executable, InputSpec, bytes_of
 from rlx.errors import BindError, CapabilityError, nearest
 from rlx.host_memory import release
@@ -22,7 +23,7 @@ from rlx.locks import Lock, cached_property
 from rlx.profile import CompileProfile
 from rlx.resources import require, writable
 from rlx.runtime import finite
-from rlx.runtime.inputs import Leaf, as_buffer, check_fixed, check_names, has_symbols, solve_symbols
+from rlx.runtime.inputs import Leaf, as_buffer, check_fixed, check_names, has_symbols, not_set, solve_symbols
 from rlx.runtime.signature import Signature
 from rlx.runtime.weights import Recipe, WeightStore
 from rlx.target import Target
@@ -33,9 +34,9 @@ if TYPE_CHECKING:  # reports and what they are made of are imported when one is 
     from rlx.inspect.memory import MemoryReport
     from rlx.inspect.profiler import Report
     from rlx.ir.graph import Graph
+    from rlx.runtime.non_finite import Watched
     from rlx.runtime.plan import CompiledPlan
 
-Array = np.ndarray[Any, Any]
 _NOTHING = contextlib.nullcontext()
 KNOWN_SHAPES = 4096  # combinations of input shapes whose sizes are remembered
 
@@ -170,6 +171,11 @@ class CompiledGraph:
                 if name in weights and params.keys() >= set(recipe.params):
                     self._store.adopt(recipe, params, weights[name])
 
+    def _watched(self, buffers: Sequence[Any]) -> Watched:
+        from rlx.runtime.non_finite import Watched
+
+        return Watched(self, buffers)
+
     def _bound(self) -> None:
         """Bring derived weights up to date before a run."""
         if not self._stale:
@@ -178,8 +184,7 @@ class CompiledGraph:
             if self._stale:
                 missing = [n for n in self.param_types if n not in self._params]
                 if missing:
-                    shown = ", ".join(map(repr, missing[:5])) + (f" and {len(missing) - 5} more" if missing[5:] else "")
-                    raise BindError(f"params: {shown} not set", hint="call set_param or set_params before run")
+                    raise not_set(missing, "call set_param or set_params before run")
                 self._bind()
                 self._stale = False
 
@@ -233,7 +238,7 @@ class CompiledGraph:
     def _run(self, inputs: Mapping[str, Any], trace: str | Path | None) -> list[Any]:
         self._bound()
         buffers, key = self._prepare(inputs)
-        watched = finite.Watched(self, buffers) if finite.watching else None
+        watched = self._watched(buffers) if finite.watching else None
         if trace is None:
             outputs = self.executable.run(key, buffers)
         else:

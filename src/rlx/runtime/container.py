@@ -19,13 +19,13 @@ from typing import IO, Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import dtype
 from rlx.formats.mapped import FileMap, map_of
 from rlx.formats.strict_json import parse_json
 from rlx.formats.tensors import PathLike, broken, open_bytes
 from rlx.runtime.manifest import CONTAINER, LINE, check, check_sections
 
-Array = np.ndarray[Any, Any]
 Content = bytes | Mapping[str, Array]  # of a section
 SUFFIX = ".rlxp"  # of an export
 MAGIC, VERSION = b"RLXP", 4

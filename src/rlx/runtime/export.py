@@ -16,9 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import rlx
+from rlx.arrays import Array
 from rlx.backends import cache
 from rlx.backends.base import Device, backend, backend_of
 from rlx.backends.reports import Code
@@ -41,7 +40,6 @@ from rlx.runtime.weights import WeightStore
 from rlx.target import Target
 from rlx.types import parse_type
 
-Array = np.ndarray[Any, Any]
 WEIGHTS = "weights"  # the section of weights as kernels read them
 PLACES = codec.records_of(provenance)
 
@@ -105,7 +103,9 @@ def _placed(origin: Origin) -> Origin:
 def _embedded(compiled: CompiledGraph) -> dict[str, Array]:
     """All that the main program reads, and the weights by whose shapes sizes are known."""
     compiled.prepare()
-    return compiled.host_weights() | {n: compiled._params[n] for n, t in compiled.param_types.items() if has_symbols(t)}
+    return compiled.host_weights() | {
+        name: compiled.known_params()[name] for name, type_ in compiled.param_types.items() if has_symbols(type_)
+    }
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

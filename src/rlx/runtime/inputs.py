@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.backends.base import Allocator
 from rlx.dtypes import dtype
 from rlx.errors import BindError, DTypeError, nearest
 from rlx.resources import require
 from rlx.types import Dim, TensorType, evaluate, symbols_of
-
-Array = np.ndarray[Any, Any]
 
 
 class Leaf(NamedTuple):
@@ -41,6 +40,12 @@ def check_names(what: str, given: Any, wanted: Sequence[str]) -> None:
     missing = [n for n in wanted if n not in given]
     if missing:
         raise BindError(f"{what}: {', '.join(map(repr, missing))} not given", notes=[f"wanted: {', '.join(wanted)}"])
+
+
+def not_set(missing: Sequence[str], hint: str) -> BindError:
+    """The error for parameters that a run needs and nobody has set."""
+    shown = ", ".join(map(repr, missing[:5])) + (f" and {len(missing) - 5} more" if missing[5:] else "")
+    return BindError(f"params: {shown} not set", hint=hint)
 
 
 def as_array(what: str, name: str, value: Any, type_: TensorType) -> Array:

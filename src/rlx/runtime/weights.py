@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.backends.base import Allocator
 from rlx.locks import Lock
 
 if TYPE_CHECKING:
     from rlx.ir.graph import Graph, Node
 
-Array = np.ndarray[Any, Any]
 Key = tuple[str, tuple[int, ...]]
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.errors import BindError, FormatError, GraphError, RequestError, ShapeError, nearest
 from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline
@@ -23,7 +24,7 @@ from rlx.locks import Lock, Waits
 from rlx.profile import CompileProfile
 from rlx.resources import writable
 from rlx.runtime.compiled import CompiledGraph
-from rlx.runtime.inputs import as_array, check_fixed, check_names
+from rlx.runtime.inputs import as_array, check_fixed, check_names, not_set
 from rlx.runtime.session import Session
 from rlx.train.optimisers import Optimiser
 from rlx.transforms import value_and_grad
@@ -33,7 +34,6 @@ from rlx.types import TensorType, concrete
 if TYPE_CHECKING:
     from rlx.inspect.profiler import Report
 
-Array = np.ndarray[Any, Any]
 TINY = 1e-6  # what is added to the norm of all gradients before dividing by it, as torch does
 
 
@@ -218,8 +218,7 @@ class TrainStep:
     def _given(self, inputs: Mapping[str, Any], lr: float) -> dict[str, Any]:
         missing = [name for name in self._made.params if name not in self._set]
         if missing:
-            shown = ", ".join(map(repr, missing[:5])) + (f" and {len(missing) - 5} more" if missing[5:] else "")
-            raise BindError(f"params: {shown} not set", hint="call set_params before run")
+            raise not_set(missing, "call set_params before run")
         if isinstance(lr, bool) or not isinstance(lr, int | float | np.floating) or not 0 <= lr < math.inf:
             raise RequestError(f"step: lr is {lr!r}, wanted a number from 0")
         own = {self._made.numbers[n]: v for n, v in self.optimiser.numbers(self.steps + 1, float(lr)).items()}

@@ -20,7 +20,7 @@ import rlx
 from rlx.backends.cpu.memory import PAGE, Guarded, aligned, guarded_scratch, guarded_stride
 from rlx.dtypes import BY_NAME
 from rlx.engine.language import LanguageModel
-from rlx.engine.model import load
+from rlx.engine.load import load
 from rlx.ir.registry import packed
 from rlx.profile import CompileProfile, Precision
 from rlx.train import adamw, step

@@ -13,7 +13,7 @@ import tiny_llama
 import rlx
 from rlx.backends.toy import ToyBuffer
 from rlx.engine.language import LanguageModel
-from rlx.engine.starts import KeptCheckpoint
+from rlx.engine.snapshots import SnapshotCheckpoint
 from rlx.errors import BindError, CapabilityError
 
 f32 = np.float32
@@ -121,7 +121,7 @@ def test_a_snapshot_of_a_model_on_the_device_is_opened(tmp_path: Path, monkeypat
     tiny_llama.write(folder)
     time.sleep(0.1)  # files that changed just now are not trusted to stay
     first, second = rlx.load(folder, device="toy"), rlx.load(folder, device="toy")
-    assert isinstance(second, LanguageModel) and isinstance(second._checkpoint, KeptCheckpoint)
+    assert isinstance(second, LanguageModel) and isinstance(second._checkpoint, SnapshotCheckpoint)
     assert first.logits([1, 2, 3]).tobytes() == second.logits([1, 2, 3]).tobytes()
 
 

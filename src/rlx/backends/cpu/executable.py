@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.backends import base
 from rlx.backends.base import ArrayType, InputSpec, bytes_of
 from rlx.backends.cpu import driver, repeat
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from rlx.backends.reports import RunMemory, Trace
     from rlx.lir.program import Program
 
-Array = np.ndarray[Any, Any]
 KEPT_BYTES = 1 << 16  # outputs up to this size may be kept for the next run
 FRAMES = 256  # bindings whose sizes are remembered
 FEW_ROWS = 8  # of a product that waits for its weights rather than for arithmetic

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.backends.cpu import driver
 from rlx.backends.cpu.records import ARGUMENTS, ENDLESS, FLAGS, FUNCTION, LoopPlan, Mark, Records, Words
 from rlx.backends.cpu.targets import CpuTarget
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from rlx.backends.cpu.routine import Call, Entry
     from rlx.lir.program import Buffer, Program
     from rlx.lir.views import View
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

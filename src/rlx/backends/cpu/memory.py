@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.backends.base import ArrayType, HostAllocator
 from rlx.host_memory import LINE, PAGE, address
 
-Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 HUGE = 2 << 20  # bytes of a huge page
 HUGE_FROM = 3 << 19  # bytes in a huge page from which on it is worth having: it is there as a whole

@@ -16,10 +16,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.backends.base import InputSpec
 from rlx.backends.cpu.driver import REQUEST_WORDS
 
-Array = np.ndarray[Any, Any]
 Words = np.ndarray[Any, np.dtype[np.int64]]
 # A list of outputs; None where the run must be made in another way; False where a kernel has found a fault.
 Repeat = Callable[[object], "list[Array] | Literal[False] | None"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.backends.base import ArrayType, Executable, Key, bytes_of
 from rlx.backends.faults import check_sizes, fault
 from rlx.backends.reports import RunMemory, Trace
@@ -21,8 +22,6 @@ from rlx.lir.views import View
 from rlx.resources import require
 from rlx.target import Target
 from rlx.types import concrete, evaluate
-
-Array = np.ndarray[Any, Any]
 
 
 class ToyExecutable(Executable):

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.backends.base import Allocator, ArrayType, DeviceArray
 from rlx.errors import BindError
-
-Array = np.ndarray[Any, Any]
 
 
 class ToyBuffer(DeviceArray):

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.dtypes import BF16, BOOL, F32, F64, DType
 
-Array = np.ndarray[Any, Any]
 REDUCE_BLOCK = 32  # terms of a reduction that are combined side by side; part of the order of sums
 LANES = 1 << 16  # iterations that run side by side at most, reductions aside
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.errors import GraphError, ShapeError, nearest
-from rlx.flow.context import Array, FlowCtx
+from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
 from rlx.hir.lower import picked

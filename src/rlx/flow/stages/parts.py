@@ -8,8 +8,9 @@ from numbers import Real
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.errors import GraphError
-from rlx.flow.context import Array, FlowCtx
+from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.embed import check_style, check_tables, rows_input
 from rlx.flow.stages.ffn import linear

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.errors import GraphError, ShapeError
-from rlx.flow.context import Array, FlowCtx
+from rlx.flow.context import FlowCtx
 from rlx.flow.stages.attention import check_rows, has_positions, token_positions
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.embed import check_style, check_tables

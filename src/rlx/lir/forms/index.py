@@ -12,7 +12,7 @@ from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.loops import Check, Expr, For, Index, Let, Load, Place, Ref, Stmt, Store
 from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, loop_form, map_elements
 from rlx.lir.views import View
-from rlx.types import Size, TensorType, contiguous_strides, product
+from rlx.types import Size, TensorType, contiguous_strides, dim_min, product
 
 
 def in_range(index: Expr, size: Expr) -> Expr:
@@ -86,6 +86,8 @@ def _table(s: Scheduler, node: Node) -> View:
 def _scattered(s: Scheduler, node: Node, out: View, changed: Callable[[Expr, Expr], Expr]) -> None:
     """Each column of the table, or of a copy, walks all updates in order: threads share columns, never rows."""
     x, indices, updates = (s.view(o) for o in node.operands)
+    rows, count = x.shape[0], product(indices.shape)
+    may_be_empty = not (isinstance(rows, int) and rows > 0)
     if out != x:
         s.copy_into(x, out)
     indices, updates = s.contiguous(indices), s.contiguous(updates)
@@ -95,7 +97,7 @@ def _scattered(s: Scheduler, node: Node, out: View, changed: Callable[[Expr, Exp
     builder.param(updates)
     builder.param(out, written=True)
     n = builder.arg("n", columns)
-    size = builder.arg("size", x.shape[0])
+    size = builder.arg("size", rows)
     stride = builder.arg("stride", contiguous_strides(x.shape)[0])
     u, j = Index("q"), Index("j")
     place: Place = ((Ref("at", I64), stride), (j, 1))
@@ -109,8 +111,13 @@ def _scattered(s: Scheduler, node: Node, out: View, changed: Callable[[Expr, Exp
         Let("at", ok.select(found, 0)),
         Store(2, place, ok.select(new, old)),
     )
-    walk = For("q", builder.arg("updates", product(indices.shape)), body)
+    # An empty table has no row 0 that an update out of range could leave as it is: there the walk has no steps.
+    walk = For("q", builder.arg("updates", count * dim_min(rows, 1) if may_be_empty else count), body)
+    columns_body: tuple[Stmt, ...] = (walk,)
+    if may_be_empty:
+        has_rows = builder.arg("needed", dim_min(count, 1)) < builder.arg("beyond", rows + 1)
+        columns_body = (Check(has_rows, OUT_OF_RANGE), walk)
     chunk = 256
     units = (columns + (chunk - 1)) // chunk
-    root = For("j", n, (walk,), vector=True)
+    root = For("j", n, columns_body, vector=True)
     builder.launch(s, root, units, chunk=chunk, split="columns", flops=product(updates.shape))

@@ -1,4 +1,4 @@
-"""Starts: the second load of a model builds, plans, compiles and packs nothing, and says the same, bit for bit.
+"""Snapshots: the second load of a model builds, plans, compiles and packs nothing, and says the same, bit for bit.
 
 What was kept is only ever a saving: damaged, lost, outdated or not allowed, the model is loaded as if it were new.
 """
@@ -28,12 +28,12 @@ from runtime.test_caches import flip, nothing_loaded, source
 from targets import host
 
 from rlx.backends import cache
-from rlx.engine import model as model_module
-from rlx.engine import starts
+from rlx.engine import load as load_module
+from rlx.engine import snapshots
 from rlx.engine.embed import EmbeddingModel
 from rlx.engine.language import LanguageModel
-from rlx.engine.model import load
-from rlx.engine.starts import KeptCheckpoint
+from rlx.engine.load import load
+from rlx.engine.snapshots import SnapshotCheckpoint
 from rlx.errors import CapabilityError, FormatError
 from rlx.host_memory import owner
 from rlx.models import family
@@ -56,7 +56,7 @@ print(json.dumps({{
     "compiled": kernels_compiled(), "logits": model.logits({prompt!r}).tobytes().hex()[-4096:],
 }}))
 """
-# What a start must not need: LLVM, the generators, and whatever builds, lowers, optimises or schedules graphs.
+# What a warm start must not need: LLVM, the generators, and whatever builds, lowers, optimises or schedules graphs.
 HEAVY = ("llvmlite", "rlx.ir", "rlx.ops", "rlx.hir", "rlx.mir", "rlx.flow", "rlx.module", "rlx.models")
 LIGHT_LIR = {"rlx.lir", "rlx.lir.memory"}
 needs_stories = pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES} is absent")
@@ -83,7 +83,7 @@ def answer(found: dict[str, Any]) -> tuple[Any, ...]:
 
 def settle() -> None:
     """Wait until files that were just written count as settled."""
-    time.sleep(2 * starts.SETTLED_NS / 1e9)
+    time.sleep(2 * snapshots.SETTLED_NS / 1e9)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def tiny_path(tmp_path: Path) -> Path:
 
 
 def kept(folder: Path) -> list[Path]:
-    return sorted((folder / cache.STARTS).glob("*")) if (folder / cache.STARTS).exists() else []
+    return sorted((folder / cache.SNAPSHOTS).glob("*")) if (folder / cache.SNAPSHOTS).exists() else []
 
 
 made: weakref.WeakSet[Session] = weakref.WeakSet()  # in which a model was made from its files
@@ -114,21 +114,21 @@ def noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         made.add(session)
         return make(path, name, session, settings)
 
-    make = model_module._made
-    monkeypatch.setattr(model_module, "_made", notice)
+    make = load_module.open_model
+    monkeypatch.setattr(load_module, "open_model", notice)
 
 
 def is_kept(model: LanguageModel | EmbeddingModel) -> bool:
-    """Whether it is from a start of an earlier load."""
-    return isinstance(model._checkpoint, KeptCheckpoint) and model._session not in made
+    """Whether it is from a snapshot of an earlier load."""
+    return isinstance(model._checkpoint, SnapshotCheckpoint) and model._session not in made
 
 
 def unkept(path: Path) -> LanguageModel | EmbeddingModel:
     """A model from its files that goes on with what it was made of."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(starts, "find", lambda *_: {})
+        patch.setattr(snapshots, "find", lambda *_: {})
         model = load(path)
-    assert isinstance(model, (LanguageModel, EmbeddingModel)) and not isinstance(model._checkpoint, KeptCheckpoint)
+    assert isinstance(model, (LanguageModel, EmbeddingModel)) and not isinstance(model._checkpoint, SnapshotCheckpoint)
     return model
 
 
@@ -206,7 +206,7 @@ def test_a_weight_of_a_kept_graph_can_be_set(folder: Path, tiny_path: Path) -> N
 
 
 def test_a_closed_model_gives_its_memory_back_at_once(folder: Path, tiny_path: Path) -> None:
-    for _ in range(2):  # the first load, and one from a start
+    for _ in range(2):  # the first load, and one from a snapshot
         model = language_model(tiny_path)
         bits(model)
         graph = weakref.ref(model.compiled)
@@ -255,7 +255,7 @@ def test_each_load_says_once_what_files_leave_open(
 def test_weights_that_are_read_as_they_are_stay_in_the_model_s_file(folder: Path, tiny_path: Path) -> None:
     first = language_model(tiny_path)
     (path,) = kept(folder)
-    manifest = starts.container.read(path).manifest
+    manifest = snapshots.container.read(path).manifest
     names = {name for name, *_ in manifest["sections"]["weights"]["arrays"]}
     assert "model.embed_tokens.weight" in manifest["in_place"] and names.isdisjoint(manifest["in_place"])
     assert names | set(manifest["in_place"]) == set(first.compiled.executable.weights)  # type: ignore[attr-defined]
@@ -275,8 +275,8 @@ def test_the_tables_of_a_tokenizer_are_mapped(folder: Path) -> None:
 def test_a_tokenizer_whose_tables_are_damaged_is_made_again(folder: Path) -> None:
     expected = language_model(STORIES).token_ids("Once upon a time")
     (path,) = kept(folder)
-    data, file = path.read_bytes(), starts.container.read(path)
-    at = len(data) - len(file.data) + file.manifest["sections"][starts.TABLES]["at"]
+    data, file = path.read_bytes(), snapshots.container.read(path)
+    at = len(data) - len(file.data) + file.manifest["sections"][snapshots.TABLES]["at"]
     path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     model = language_model(STORIES)
     assert not is_kept(model) and model.token_ids("Once upon a time") == expected
@@ -295,7 +295,7 @@ def flipped_head(data: bytes) -> bytes:
     "damage", [flipped_head, flip, cut, lambda d: b"", lambda d: b"\0" * len(d), lambda d: d + b"x"],
     ids=["manifest", "middle", "cut", "emptied", "zeros", "longer"],
 )  # fmt: skip
-def test_a_damaged_start_is_made_again(folder: Path, tiny_path: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_snapshot_is_made_again(folder: Path, tiny_path: Path, damage: Callable[[bytes], bytes]) -> None:
     expected = bits(language_model(tiny_path))
     (path,) = kept(folder)
     path.write_bytes(damage(path.read_bytes()))
@@ -317,7 +317,7 @@ def test_the_start_of_another_model_is_refused(folder: Path, tiny_path: Path, tm
     assert not is_kept(model) and bits(model) == expected
 
 
-def test_a_start_made_by_another_llvm_is_not_used(
+def test_a_snapshot_made_by_another_llvm_is_not_used(
     folder: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = bits(language_model(tiny_path))
@@ -331,9 +331,9 @@ def test_a_start_made_by_another_llvm_is_not_used(
 def test_other_instructions_have_a_start_of_their_own(folder: Path, tiny_path: Path) -> None:
     settings = {"profile": CompileProfile(), "context": None, "cache": "f32", "precision": "auto"}
     session = Session()
-    (here,) = starts.find(tiny_path, session, settings).values()
+    (here,) = snapshots.find(tiny_path, session, settings).values()
     session.target = replace(host(), features=f"{host().features},+other")
-    (there,) = starts.find(tiny_path, session, settings).values()
+    (there,) = snapshots.find(tiny_path, session, settings).values()
     assert here.key != there.key
 
 
@@ -343,12 +343,12 @@ def test_pipes_are_not_waited_for_and_folders_behind_links_count(tmp_path: Path)
     os.mkfifo(model / "pipe")
     (model / "pooling").symlink_to(elsewhere)
     (elsewhere / "config.json").write_text("mean")
-    before = starts._state(tuple(starts._files(model)))
+    before = snapshots._state(tuple(snapshots._files(model)))
     (elsewhere / "config.json").write_text("last")
-    assert starts._state(tuple(starts._files(model))) != before
-    for i in range(starts.MOST_FILES):
+    assert snapshots._state(tuple(snapshots._files(model))) != before
+    for i in range(snapshots.MOST_FILES):
         (model / str(i)).touch()
-    assert len(tuple(starts._files(model))) > starts.MOST_FILES
+    assert len(tuple(snapshots._files(model))) > snapshots.MOST_FILES
 
 
 def test_a_model_that_changes_is_loaded_anew(folder: Path, tiny_path: Path) -> None:
@@ -403,7 +403,7 @@ def test_a_patched_model_and_families_of_others_are_not_kept(
 def test_a_file_that_has_just_changed_is_not_trusted_yet(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starts, "SETTLED_NS", 10**12)
+    monkeypatch.setattr(snapshots, "SETTLED_NS", 10**12)
     tiny_llama.write(tmp_path / "new")
     assert not is_kept(language_model(tmp_path / "new")) and kept(folder) == []
 
@@ -446,25 +446,25 @@ def test_a_disk_that_takes_nothing_is_no_error(folder: Path, tiny_path: Path, mo
     def full(*args: Any, **options: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(starts.container, "write", full)
+    monkeypatch.setattr(snapshots.container, "write", full)
     assert not is_kept(language_model(tiny_path)) and not is_kept(language_model(tiny_path))
 
 
-def test_starts_have_a_limit_and_the_oldest_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshots_have_a_limit_and_the_oldest_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = cache.current()
     for i, name in enumerate(("a", "b", "c")):
         path = store.room(name, 1000)
         assert path is not None
         path.write_bytes(bytes(1000))
         os.utime(path, (i, i))
-    path = store.start("a")
+    path = store.snapshot("a")
     assert path is not None
     store.used(path)
     monkeypatch.setenv("RLX_CACHE_LIMIT", "0.0000031")
     assert store.room("d", 1500) is not None
     assert [p.name for p in kept(folder)] == ["a"]
-    assert store.room("e", 4000) is None and store.start("a") is not None
-    assert dict((k, (n, size)) for k, n, size in store.kinds())[cache.STARTS] == (1, 1000)
+    assert store.room("e", 4000) is None and store.snapshot("a") is not None
+    assert dict((k, (n, size)) for k, n, size in store.kinds())[cache.SNAPSHOTS] == (1, 1000)
     monkeypatch.setenv("RLX_CACHE_LIMIT", "0")
     assert store.room("f", 1) is None
 
@@ -486,15 +486,15 @@ def test_a_start_that_another_process_has_written_meanwhile_is_used(
 ) -> None:
     expected = bits(language_model(tiny_path))
     (path,) = kept(folder)
-    theirs, keep = path.rename(tmp_path / "theirs"), starts.keep
+    theirs, keep = path.rename(tmp_path / "theirs"), snapshots.keep
 
-    def late(model: Any, start: starts.Start) -> bool:
+    def late(model: Any, start: snapshots.ModelSnapshot) -> bool:
         path.hardlink_to(theirs)
         return keep(model, start)
 
-    monkeypatch.setattr(starts, "keep", late)
+    monkeypatch.setattr(snapshots, "keep", late)
     model = language_model(tiny_path)
-    assert isinstance(model._checkpoint, KeptCheckpoint) and not is_kept(model) and bits(model) == expected
+    assert isinstance(model._checkpoint, SnapshotCheckpoint) and not is_kept(model) and bits(model) == expected
     assert kept(folder) == [path] and path.samefile(theirs)
     assert is_kept(language_model(tiny_path))
 
@@ -505,14 +505,14 @@ def test_a_damaged_start_that_cannot_be_removed_is_not_waited_for(
     expected, made = bits(language_model(tiny_path)), []
     (path,) = kept(folder)
     path.write_bytes(cut(path.read_bytes()))
-    build = model_module._made
+    build = load_module.open_model
 
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(model_module, "_made", lambda *given: made.append(given) or build(*given))
+    monkeypatch.setattr(load_module, "open_model", lambda *given: made.append(given) or build(*given))
     monkeypatch.setattr(Path, "unlink", refuse)
-    monkeypatch.setattr(starts.container, "write", refuse)
+    monkeypatch.setattr(snapshots.container, "write", refuse)
     model = language_model(tiny_path)
     assert len(made) == 1 and bits(model) == expected
 
@@ -522,7 +522,7 @@ def test_a_damaged_start_that_another_process_has_replaced_is_not_removed(
 ) -> None:
     expected = bits(language_model(tiny_path))
     (path,) = kept(folder)
-    theirs, read = Path(shutil.copy(path, tmp_path / "theirs")), starts.container.read
+    theirs, read = Path(shutil.copy(path, tmp_path / "theirs")), snapshots.container.read
     path.write_bytes(cut(path.read_bytes()))
     arriving = [theirs]
 
@@ -534,9 +534,9 @@ def test_a_damaged_start_that_another_process_has_replaced_is_not_removed(
                 path.unlink()
                 path.hardlink_to(arriving.pop())
 
-    monkeypatch.setattr(starts.container, "read", late)
+    monkeypatch.setattr(snapshots.container, "read", late)
     model = language_model(tiny_path)
-    assert isinstance(model._checkpoint, KeptCheckpoint) and not is_kept(model) and bits(model) == expected
+    assert isinstance(model._checkpoint, SnapshotCheckpoint) and not is_kept(model) and bits(model) == expected
     assert path.samefile(theirs)
 
 
@@ -544,4 +544,4 @@ def test_a_damaged_start_that_another_process_has_replaced_is_not_removed(
 def test_a_limit_that_is_no_number_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLX_CACHE_LIMIT", text)
     with pytest.raises(CapabilityError, match="RLX_CACHE_LIMIT: expected gigabytes"):
-        cache.start_limit()
+        cache.snapshot_limit()

@@ -1,10 +1,10 @@
-"""Starts: what a model was when it was first loaded, kept in the cache folder, so that the next process begins at once.
+"""Model snapshots: a loaded model in the cache folder, so that the next process need not build, compile or pack.
 
-The first one goes on with its start too: its packed weights are in memory once, as pages that the system may drop.
-A start has the layout of the compiled program, the weights as kernels read them, the tokenizer, and where the machine
-code lies. Weights that kernels read as the model's file has them are not copied: they are mapped from there. A start
-belongs to one state of the model's files, one set of settings, one target, one LLVM and one version of the sources of
-rlx; one that is damaged, or has lost its code, is removed, and the model is loaded as if it were new.
+The first process goes on with its snapshot too: its packed weights are in memory once, as pages that the system may
+drop. A snapshot has the layout of the compiled program, the weights as kernels read them, the tokenizer, and where the
+machine code lies. Weights that kernels read as the model's file has them are not copied: they are mapped from there. A
+snapshot belongs to one state of the model's files, one set of settings, one target, one LLVM and one version of the
+sources of rlx; one that is damaged, or has lost its code, is removed, and the model is loaded as if it were new.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlx.arrays import Array
 from rlx.backends import cache
 from rlx.dtypes import dtype
-from rlx.engine.model import Facts, Model, Prepared, auto_cache, class_of, weights_digest, with_precision
+from rlx.engine.load import class_of
+from rlx.engine.load_settings import auto_cache, with_precision
+from rlx.engine.model import Facts, Model, Prepared
 from rlx.errors import FormatError, ResourceError, RlxError
 from rlx.formats import special_tokens
 from rlx.formats.mapped import FileMap
@@ -42,13 +45,12 @@ from rlx.runtime.session import Session
 from rlx.runtime.snapshot import from_snapshot, snapshot_records
 
 if TYPE_CHECKING:
-    from rlx.engine.model import Loaded
+    from rlx.engine.load import Loaded
     from rlx.models.load import Checkpoint
 
-Array = np.ndarray[Any, Any]
-KIND = "start"
-KINDS = ("decoder", "encoder")  # of families, of which a start has all that a model is
-WEIGHTS, TABLES = "weights", "tokenizer.tables"  # sections of which a start reads only what it needs
+KIND = "snapshot"
+KINDS = ("decoder", "encoder")  # of families, of which a snapshot has all that a model is
+WEIGHTS, TABLES = "weights", "tokenizer.tables"  # sections of which a warm start reads only what it needs
 MOST_FILES = 256  # of a model; a folder with more is no model's own
 ENDS = 4096  # bytes at both ends of a file that tell its states apart
 SETTLED_NS = 50_000_000  # the clock of file systems ticks: what changed just now may change again in the same tick
@@ -57,8 +59,8 @@ _OURS = "rlx.models."  # where the flows are that the sources of rlx tell everyt
 
 
 @dataclass(frozen=True)
-class Start:
-    """Where the start of a model would be, for the files that it has now."""
+class ModelSnapshot:
+    """Where the snapshot of a model would be, for the files that it has now."""
 
     cache_dtype: str
     store: cache.Cache
@@ -71,8 +73,8 @@ class Start:
     seen: str  # which file lay there then
 
 
-def find(path: Path, session: Session, settings: Mapping[str, Any]) -> dict[str, Start]:
-    """The start of a model with these settings, by the type of its cache; none where none can be kept.
+def find(path: Path, session: Session, settings: Mapping[str, Any]) -> dict[str, ModelSnapshot]:
+    """The snapshot of a model with these settings, by the type of its cache; none where none can be kept.
 
     Where that type is auto, it is known when the files are opened, and until then there are several.
     """
@@ -96,9 +98,9 @@ def find(path: Path, session: Session, settings: Mapping[str, Any]) -> dict[str,
     for kind in AUTO if settings["cache"] == "auto" else (settings["cache"],):
         whose = f"{session.target}|{os.path.realpath(path)}|{profile.key()}|{asked} cache={kind}"
         key = f"{_digest(whose)}-{_digest(f'{made_by}|{state}|{whose}')}"
-        there = store.start(key)
+        there = store.snapshot(key)
         seen = "" if there is None else cache.file_of(there)
-        found[kind] = Start(kind, store, key, path, files, state, session, began, seen)
+        found[kind] = ModelSnapshot(kind, store, key, path, files, state, session, began, seen)
     return found
 
 
@@ -146,10 +148,10 @@ def _state(files: Sequence[Path]) -> str:
 
 
 # -- keeping ---------------------------------------------------------------------------------------------------------
-def keep(model: Model, start: Start) -> bool:
-    """Have the start of a model that was just loaded; False where it cannot be written, or there is no room for it."""
+def keep(model: Model, snapshot: ModelSnapshot) -> bool:
+    """Write the snapshot of a model that was just loaded. Returns False if that cannot be done."""
     compiled, checkpoint = model.compiled, model.checkpoint
-    if model.facts.kind not in KINDS or not _is_settled(start):
+    if model.facts.kind not in KINDS or not _is_settled(snapshot):
         return False
     if any(map(has_symbols, compiled.param_types.values())):
         return False
@@ -157,13 +159,13 @@ def keep(model: Model, start: Start) -> bool:
     if image is None or not _is_builtin(compiled):
         return False
     bound = compiled.host_weights()
-    placed = _in_place(start, checkpoint, bound)
+    placed = _in_place(snapshot, checkpoint, bound)
     weights = {n: a for n, a in bound.items() if n not in placed}
     tokenizer = checkpoint.tokenizer
     packed, tables = (b"", {}) if tokenizer is None else tokenizer.packed()
-    if _is_there(start):
+    if _is_there(snapshot):
         return True
-    path = start.store.room(start.key, sum(a.nbytes for a in (*weights.values(), *tables.values())))
+    path = snapshot.store.room(snapshot.key, sum(a.nbytes for a in (*weights.values(), *tables.values())))
     if path is None:
         return False
     records: dict[str, Any] = {
@@ -174,10 +176,10 @@ def keep(model: Model, start: Start) -> bool:
         "tokenizer": None if tokenizer is None else tokenizer.described(),
         "embed": getattr(model, "settings", None),
     }
-    text, arrays = codec.encode(records, _classes(model.facts.kind, start.session))
+    text, arrays = codec.encode(records, _classes(model.facts.kind, snapshot.session))
     manifest = {
         "kind": KIND,
-        "key": start.key,
+        "key": snapshot.key,
         "facts": asdict(model.facts),
         "digest": model.digest,
         "auto": auto_cache(checkpoint, model.profile),
@@ -198,17 +200,22 @@ def keep(model: Model, start: Start) -> bool:
     return True
 
 
-def _is_there(start: Start) -> bool:
+def _is_there(snapshot: ModelSnapshot) -> bool:
     """Whether another process was faster. One from before was of no use, or this would have begun with it."""
-    path = start.store.start(start.key) if start.store.writable else None
-    return path is not None and cache.file_of(path) not in ("", start.seen)
+    path = snapshot.store.snapshot(snapshot.key) if snapshot.store.writable else None
+    return path is not None and cache.file_of(path) not in ("", snapshot.seen)
 
 
-def _is_settled(start: Start) -> bool:
+def _is_settled(snapshot: ModelSnapshot) -> bool:
     """Whether the files are still as they were before the model was opened, and were so for longer than a tick."""
     try:
-        times = [t for path in start.files if path.exists() for t in (path.stat().st_mtime_ns, path.stat().st_ctime_ns)]
-        return max(times, default=start.began) + SETTLED_NS < start.began and _state(start.files) == start.state
+        times = [
+            t for path in snapshot.files if path.exists() for t in (path.stat().st_mtime_ns, path.stat().st_ctime_ns)
+        ]
+        return (
+            max(times, default=snapshot.began) + SETTLED_NS < snapshot.began
+            and _state(snapshot.files) == snapshot.state
+        )
     except OSError:  # gone meanwhile
         return False
 
@@ -222,10 +229,10 @@ def _is_builtin(compiled: CompiledGraph) -> bool:
 Place = tuple[int, int, str, list[int]]  # number of the file, offset, element type, shape
 
 
-def _in_place(start: Start, checkpoint: Checkpoint, bound: Mapping[str, Array]) -> dict[str, Place]:
+def _in_place(snapshot: ModelSnapshot, checkpoint: Checkpoint, bound: Mapping[str, Array]) -> dict[str, Place]:
     """The weights that are mapped from the model's files: which file, where, and as what."""
     found: dict[str, Place] = {}
-    numbers = {os.path.realpath(path): i for i, path in enumerate(start.files)}
+    numbers = {os.path.realpath(path): i for i, path in enumerate(snapshot.files)}
     source = checkpoint.weights
     for name, array in bound.items():
         if source.has(name) and isinstance(getattr(owner(array), "obj", None), mmap.mmap):
@@ -259,30 +266,30 @@ def _sampled(weights: Mapping[str, Array]) -> str:
 
 
 # -- opening ---------------------------------------------------------------------------------------------------------
-def opened(start: Start, name: str | None, settings: Mapping[str, Any]) -> Loaded | None:
+def open_snapshot(snapshot: ModelSnapshot, name: str | None, settings: Mapping[str, Any]) -> Loaded | None:
     """The model as it was kept; None where it was not, or where what was kept is of no use any more."""
-    path = start.store.start(start.key)
+    path = snapshot.store.snapshot(snapshot.key)
     if path is None:
         return None
     seen = cache.file_of(path)
     try:
-        file = container.read(path, "a start")
-        if settings["cache"] == "auto" and file.manifest["auto"] != start.cache_dtype:
+        file = container.read(path, "a snapshot")
+        if settings["cache"] == "auto" and file.manifest["auto"] != snapshot.cache_dtype:
             return None  # somebody asked for it by name
-        model = _opened(start, file, name, settings)
+        model = _restored(snapshot, file, name, settings)
     except ResourceError:
         raise
     except (RlxError, LookupError, TypeError, ValueError, AttributeError, OSError):
-        start.store.drop(path, seen)  # damaged, or its code is gone
+        snapshot.store.drop(path, seen)  # damaged, or its code is gone
         return None
-    start.store.used(path)
+    snapshot.store.used(path)
     return model
 
 
-def _opened(start: Start, file: Container, name: str | None, settings: Mapping[str, Any]) -> Loaded:
-    manifest, session = file.manifest, start.session
-    if (manifest["kind"], manifest["key"]) != (KIND, start.key):
-        raise FormatError(f"{file.path}: expected the start {start.key}, found {manifest['key']}")
+def _restored(snapshot: ModelSnapshot, file: Container, name: str | None, settings: Mapping[str, Any]) -> Loaded:
+    manifest, session = file.manifest, snapshot.session
+    if (manifest["kind"], manifest["key"]) != (KIND, snapshot.key):
+        raise FormatError(f"{file.path}: expected the snapshot {snapshot.key}, found {manifest['key']}")
     file.check(name for name in manifest["sections"] if name not in (WEIGHTS, TABLES))
     facts = Facts(**manifest["facts"])
     arrays = list(file.arrays("records.arrays").values())
@@ -290,10 +297,10 @@ def _opened(start: Start, file: Container, name: str | None, settings: Mapping[s
     weights = file.arrays(WEIGHTS)
     if [_sampled(weights), _sampled(file.arrays(TABLES))] != manifest["sampled"]:
         raise FormatError(f"{file.path}: its weights or tables are damaged")
-    placed = {number: open_bytes(start.files[number]) for number in {p[0] for p in manifest["in_place"].values()}}
+    placed = {number: open_bytes(snapshot.files[number]) for number in {p[0] for p in manifest["in_place"].values()}}
     weights |= _mapped(placed, manifest["in_place"])
     maps = [*file.maps, *(m for bytes_ in placed.values() for m in bytes_.maps)]
-    checkpoint = KeptCheckpoint(start.path, facts, manifest["digest"], file, records["tokenizer"], maps)
+    checkpoint = SnapshotCheckpoint(snapshot.path, facts, manifest["digest"], file, records["tokenizer"], maps)
 
     def source() -> tuple[Any, Mapping[str, Array]]:
         built = blueprint.built  # when somebody asks for it
@@ -306,7 +313,7 @@ def _opened(start: Start, file: Container, name: str | None, settings: Mapping[s
     own = {name: weights[name] for name in graph.param_types if name in weights}  # other graphs need no second map
     prepared = Prepared(session, None, graph, own, manifest["digest"], records["cache"])
     asked = {n: settings[n] for n in ("context", "precision", "profile")}
-    model = class_of(facts.kind)(checkpoint, name=name, cache=start.cache_dtype, prepared=prepared, **asked)
+    model = class_of(facts.kind)(checkpoint, name=name, cache=snapshot.cache_dtype, prepared=prepared, **asked)
     if records["embed"] is not None:
         model.__dict__["settings"] = records["embed"]
     blueprint = model._blueprint()
@@ -323,8 +330,8 @@ def _mapped(maps: Mapping[int, FileBytes], places: Mapping[str, Any]) -> dict[st
     return found
 
 
-class KeptCheckpoint:
-    """The files of a model that was started before: they are opened, as any model's, when somebody asks for more."""
+class SnapshotCheckpoint:
+    """The files of a model that has a snapshot: they are opened, as any model's, when somebody asks for more."""
 
     def __init__(
         self, path: Path, facts: Facts, digest: str, file: Container, described: Mapping[str, Any] | None,
@@ -340,6 +347,7 @@ class KeptCheckpoint:
         self._opened: Checkpoint | None = None
 
     def opened(self) -> Checkpoint:
+        from rlx.engine.weights import weights_digest
         from rlx.models.load import open_checkpoint
 
         with self._lock:

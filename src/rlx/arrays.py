@@ -1,0 +1,9 @@
+"""The type of NumPy arrays in signatures: of any shape and element type, both of which are checked at run time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]

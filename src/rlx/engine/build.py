@@ -1,0 +1,34 @@
+"""Graphs of a checkpoint, as `rlx.load` builds them."""
+
+from __future__ import annotations
+
+from rlx.engine.load_settings import auto_cache, default_context, profile_for, with_precision
+from rlx.flow.flow import BuiltModel, ModelFlow
+from rlx.models.load import Checkpoint
+from rlx.models.pooling import EmbedSettings, pooled, read_settings
+from rlx.target import KvLayout
+
+
+def model_flow(
+    checkpoint: Checkpoint, context: int, cache: str, settings: EmbedSettings | None = None,
+    layout: KvLayout | None = None,
+) -> ModelFlow:  # fmt: skip
+    """The stages of a model: a decoder with its cache, an encoder that pools as `settings` or its files say."""
+    family, config = checkpoint.family, checkpoint.config
+    match family.kind:
+        case "decoder":
+            flow = family.flow(config, context, checkpoint.rope_factors).cache_dtype(cache)
+            return flow if layout is None else flow.cache_layout(layout)
+        case "vision model":
+            return family.flow(config)
+        case _:
+            return pooled(family.flow(config), checkpoint, settings or read_settings(checkpoint))
+
+
+def build_checkpoint(checkpoint: Checkpoint, cache: str = "auto") -> BuiltModel:
+    """The graph of a model with the usual settings and the profile beside it. Only the types of weights are read."""
+    profile = profile_for(None, checkpoint.path)
+    if cache == "auto":
+        cache = auto_cache(checkpoint, with_precision(profile, "auto"))
+    context = default_context(checkpoint.family.kind, int(checkpoint.config.context))
+    return model_flow(checkpoint, context, cache).profile(profile).build(checkpoint.weights)

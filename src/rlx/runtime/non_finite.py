@@ -1,0 +1,189 @@
+"""The watch for NaN and infinity: a run that gives one becomes an error that names the node that made it.
+
+Runs are not slower for it while nobody watches. While somebody does, results are looked at after each run, and only a
+bad one costs more: the graph runs again node by node (`ir.evaluate`), from the same inputs, weights and states.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlx.arrays import Array
+from rlx.errors import NonFiniteError
+
+if TYPE_CHECKING:
+    from rlx.ir.graph import Graph, Node, Value
+    from rlx.runtime.compiled import CompiledGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """How many elements of an array are NaN, how many infinite, of how many."""
+
+    nan: int
+    infinite: int
+    elements: int
+
+    @classmethod
+    def of(cls, array: Array) -> Bad | None:
+        """None where all is finite, as integers are."""
+        if array.dtype.kind in "biu" or not array.size:
+            return None
+        try:
+            finite = np.isfinite(array)
+        except TypeError:  # packed bytes, or a narrow type that NumPy has no such function for
+            return None
+        if finite.all():
+            return None
+        nan = int(np.isnan(array).sum())
+        return cls(nan, int(array.size - finite.sum()) - nan, array.size)
+
+    def __str__(self) -> str:
+        parts = [f"{n} {what}" for n, what in ((self.nan, "NaN"), (self.infinite, "infinite")) if n]
+        return f"{' and '.join(parts)} of {self.elements} elements"
+
+
+class Watched:
+    """One run of a compiled graph. States are kept as they were before it."""
+
+    def __init__(self, compiled: CompiledGraph, arrays: Sequence[Array]) -> None:
+        self.compiled = compiled
+        self.arrays = dict(zip(compiled.input_types, arrays, strict=True))
+        self.before = {n: self.arrays[n].copy() for n in compiled._states}
+
+    def check(self, outputs: Sequence[Array]) -> None:
+        """Raises where an output is not finite, or a state is not that was before."""
+        found = {f"output {i}": bad for i, bad in enumerate(map(Bad.of, outputs)) if bad}
+        for name, old in self.before.items():
+            bad = Bad.of(self.arrays[name])
+            if bad and bool((~np.isfinite(self.arrays[name]) & np.isfinite(old)).any()):
+                found[f"state {name!r}"] = bad
+        if found:
+            raise self._error(found)
+
+    def _error(self, found: Mapping[str, Bad]) -> NonFiniteError:
+        where, bad = next(iter(found.items()))
+        seen = [f"seen in: {name} of {self.compiled.name!r}, {b}" for name, b in found.items()]
+        weights = self.compiled.known_params()
+        if any(n not in weights for n in self.compiled.param_types):
+            hint = "only packed weights are here; run the graph that it was exported from"
+            return NonFiniteError(f"{self.compiled.name}: {where} has {bad}", hint=hint)
+        leaves = {**weights, **self.arrays, **self.before}
+        culprit = search(self._graph(), leaves, self._sizes(weights))
+        if culprit is None:
+            note = "NumPy's reference is finite for the same inputs: this comes from rounding, or is a defect of rlx"
+            return NonFiniteError(f"{self.compiled.name}: {where} has {bad}", notes=[note])
+        return NonFiniteError(culprit.message, notes=[*culprit.notes, *seen])
+
+    def _graph(self) -> Graph:
+        from rlx.hir.lower import lower
+
+        return lower(self.compiled.graph)
+
+    def _sizes(self, weights: Mapping[str, Array]) -> dict[str, int]:
+        from rlx.runtime.inputs import Leaf, solve_symbols
+
+        types = self.compiled.param_types | self.compiled.input_types
+        leaves = [Leaf(n, {**weights, **self.arrays}[n], t) for n, t in types.items()]
+        return solve_symbols(leaves, self.compiled._limits)
+
+
+# -- the search -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """A node, what it made, and what of."""
+
+    node: Node
+    bad: Bad
+    finite: bool  # what it read
+    read: str
+
+    @classmethod
+    def of(cls, node: Node, operands: Sequence[Any], results: Sequence[Array], finite: bool) -> Culprit:
+        bad = next(b for b in map(Bad.of, results) if b)
+        return cls(node, bad, finite, ", ".join(_range(o) for o in operands if o is not None))
+
+    @property
+    def message(self) -> str:
+        if not self.node.operands:
+            name = f" {self.node.attrs['name']!r}" if "name" in self.node.attrs else ""
+            return f"{self.node.op}{name}: has {self.bad} before anything is computed"
+        return f"{self.node.op}: makes {self.bad} from {'finite operands' if self.finite else 'infinities'}"
+
+    @property
+    def notes(self) -> list[str]:
+        shown = f"%{self.node.id} {self.node.op} : {', '.join(map(str, self.node.types))}"
+        lines = {"node": shown, "operands": self.read, "built at": str(self.node.origin)}
+        return [f"{name}: {line}" for name, line in lines.items() if line]
+
+
+def _range(array: Array) -> str:
+    if not array.size:
+        return "empty"
+    low, high = array.min(), array.max()
+    return f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"
+
+
+def search(graph: Graph, leaves: Mapping[str, Array], sizes: Mapping[str, int]) -> Culprit | None:
+    """The first node whose bad elements, made from good ones, reach an output or a state; None if all is finite.
+
+    Infinities that are used up on the way, as those of a mask by a softmax, are nobody's fault.
+    """
+    from rlx.ir import evaluate
+
+    uses = Counter(o for n in graph.nodes for o in n.operands if o is not None)
+    values: dict[Value, Array] = {}
+    bad: dict[Value, Bad] = {}
+    suspects: dict[Node, Culprit] = {}
+    for node in graph.nodes:
+        operands = [None if o is None else values[o] for o in node.operands]
+        finite = not any(o in bad for o in node.operands)
+        inner: list[Culprit] = []
+        with evaluate.watched(functools.partial(_look, inner)):
+            results = evaluate.results_of(node, operands, leaves, sizes)
+        values |= zip(node.results, results, strict=True)
+        found = {v: b for v, b in zip(node.results, map(Bad.of, results), strict=True) if b}
+        if found:
+            bad |= found
+            suspects[node] = inner[0] if inner and finite else Culprit.of(node, operands, results, finite)
+        uses.subtract(o for o in node.operands if o is not None)
+        for o in node.operands:
+            if o is not None and not uses[o]:
+                values.pop(o, None)
+    roots = [o for o in graph.outputs if o in bad] or list(bad)
+    return _first(suspects, bad, roots)
+
+
+def _look(into: list[Culprit], node: Node, operands: Sequence[Any], results: Sequence[Array]) -> None:
+    """Keeps the first node of a body that makes bad elements from good ones."""
+    if not into and any(map(Bad.of, results)) and not any(Bad.of(o) for o in operands if o is not None):
+        into.append(Culprit.of(node, operands, results, finite=True))
+
+
+def _first(suspects: Mapping[Node, Culprit], bad: Mapping[Value, Bad], roots: Sequence[Value]) -> Culprit | None:
+    """Follows bad values back from the roots: best is a node that made them from finite numbers, next one that made
+    NaN from infinities, last a leaf that had them."""
+    reached: dict[int, Node] = {}
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop().node
+        if node.id not in reached:
+            reached[node.id] = node
+            waiting += [o for o in node.operands if o is not None and o in bad]
+    nodes = [reached[i] for i in sorted(reached)]
+    inside = [n for n in nodes if n.operands]
+    makers = [n for n in inside if not any(o in bad for o in n.operands)]
+    turners = [
+        n
+        for n in inside
+        if any(r in bad and bad[r].nan for r in n.results)
+        and not any(o is not None and o in bad and bad[o].nan for o in n.operands)
+    ]
+    chosen = [*makers, *turners, *nodes]
+    return suspects[chosen[0]] if chosen else None
