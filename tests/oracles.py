@@ -294,8 +294,12 @@ def _sample_tokens(logits: Array, *settings: Array | None) -> tuple[Array, Array
     picks = []
     for row, raw in enumerate(logits):
         of_row = [None if s is None else s[row] for s in settings]
-        uniform, temperature, top_k, top_p, min_p, allowed, *penalties = [*of_row, *[None] * (11 - len(of_row))]
+        of_row += [None] * (13 - len(of_row))
+        uniform, temperature, top_k, top_p, min_p, allowed, *penalties, bias_tokens, bias = of_row
         scores = [float(x) for x in raw]
+        for token, value in () if bias is None else zip(bias_tokens, bias, strict=True):
+            if 0 <= token < len(scores):
+                scores[int(token)] += float(value)
         if penalties[0] is not None:
             history, prompt, repetition, frequency, presence = penalties
             for token in {int(t) for t in history if 0 <= t < len(scores)}:
