@@ -15,6 +15,7 @@ Array = np.ndarray[Any, Any]
 COLDEST = 1e-6  # the lowest temperature: only equals of the highest logit have a weight there
 WEIGHT_BITS = 42  # the heaviest token weighs 2^42: sums of 2^21 fit into i64, and what rounds to 0 is at most 2^-25
 MAX_VOCAB = 2**21
+NO_TOKEN = -1  # the pick of a row whose highest logit is not finite; in lists of tokens, padding
 LOWEST = -48.0  # powers of two below it weigh nothing
 LOG2_E = 1.4426950408889634
 # 2^x for |x| <= 1/2, within 2^-28.9: coefficients of x^6 down to x^0

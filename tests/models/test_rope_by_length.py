@@ -124,12 +124,12 @@ def small(tmp_path: Path) -> Any:
 def test_a_row_that_grows_beyond_the_limit_is_read_again(small: Any) -> None:
     tokens = [int(t) % 64 for t in TOKENS[:20]]
     decoder = Decoder.start(small.compiled, small.built.cache, 2, 64)
-    decoder.feed([tokens[:15], tokens[:3]], [0, 0])
+    decoder.prefill([tokens[:15], tokens[:3]], [0, 0])
     for i in range(15, 19):
-        stepped = decoder.step([tokens[i], tokens[i - 12]])
+        stepped = decoder.decode([tokens[i], tokens[i - 12]])
     assert decoder.cache.tokens == [tokens[:19], tokens[:7]]
-    assert np.allclose(stepped[0], small.logits(tokens[:19])[-1], atol=1e-5)
-    assert np.allclose(stepped[1], small.logits(tokens[:7])[-1], atol=1e-5)
+    assert np.allclose(stepped[0].logits, small.logits(tokens[:19])[-1], atol=1e-5)
+    assert np.allclose(stepped[1].logits, small.logits(tokens[:7])[-1], atol=1e-5)
     short = small.logits(tokens[:16])[:10]
     assert np.abs(small.logits(tokens[:17])[:10] - short).max() > 0.01 * np.abs(short).max()
 

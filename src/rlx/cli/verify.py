@@ -26,6 +26,7 @@ from rlx.cli.parity import Difference
 from rlx.dtypes import DType
 from rlx.engine.kvcache import KvCache
 from rlx.engine.language import LanguageModel
+from rlx.engine.sampler import BatchSampling
 from rlx.engine.vision import VisionModel
 from rlx.errors import FormatError, RlxError
 from rlx.formats import TensorEntry, TensorFile
@@ -377,7 +378,7 @@ def _inputs(model: Any) -> dict[str, Array]:
     if model.built.cache is not None:
         cache = KvCache(model.built.cache, 1, model.context)
         cache.reserve(count)
-        given |= cache.buffers
+        given |= cache.buffers | BatchSampling().draw([None] * count)
     return {name: given[name] for name in model.compiled.input_types}
 
 

@@ -170,8 +170,9 @@ class Model:
         recipe = ModelRecipe(self.name, lambda: flow.profile(self.profile))
         return (recipe if self._patch is None else recipe.patch(self._patch)).assemble()
 
-    def _build(self, capture: Sequence[str] = ()) -> BuiltModel:
-        return self.flow.build(self.checkpoint.weights, capture)
+    def _build(self, capture: Sequence[str] | None = None) -> BuiltModel:
+        """The graph that is served, or one that gives the captured values."""
+        return self.flow.build(self.checkpoint.weights, capture or ())
 
     def _compile(self, built: BuiltModel) -> CompiledGraph:
         """Code with its weights in place, so that the first call is as quick as the others.
@@ -337,7 +338,8 @@ class Model:
             found = self._edited(patterns, list(edits)).run(edits, values)
         else:
             built, compiled = self._captured(patterns) if patterns else (self.built, compiled)
-            found = dict(zip(built.output_names, values(compiled, {}), strict=True))
+            outputs = values(compiled, {})
+            found = dict(zip(built.output_names[: len(outputs)], outputs, strict=True))
         return {n: v for n, v in found.items() if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)}
 
     def _values(self, compiled: CompiledGraph, ids: Sequence[int], more: Mapping[str, Array] = NOTHING) -> list[Array]:

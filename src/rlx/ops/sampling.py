@@ -13,11 +13,10 @@ import numpy as np
 from rlx.dtypes import F32, I32
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.ir.registry import f32, i32, op, sample
-from rlx.sampling import MAX_VOCAB, candidates, log_probabilities, penalise, place
+from rlx.sampling import MAX_VOCAB, NO_TOKEN, candidates, log_probabilities, penalise, place
 from rlx.types import Size, TensorType, require_equal
 
 Array = np.ndarray[Any, Any]
-NO_TOKEN = -1  # the pick of a row whose highest logit is not finite
 
 
 def _sample_tokens(

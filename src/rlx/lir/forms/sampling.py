@@ -16,8 +16,7 @@ from rlx.lir.forms.row_kernels import Body, Rows
 from rlx.lir.loops import Arg, Const, Expr, For, Index, Operand, Reduce, Ref, Stmt, number
 from rlx.lir.schedule import Elements, LoopBuilder, Scheduler, loop_form, map_elements
 from rlx.lir.views import View
-from rlx.ops.sampling import NO_TOKEN
-from rlx.sampling import COLDEST, EXP2, LOG2_E, LOWEST, ROUNDER, WEIGHT_BITS
+from rlx.sampling import COLDEST, EXP2, LOG2_E, LOWEST, NO_TOKEN, ROUNDER, WEIGHT_BITS
 from rlx.types import TensorType, product
 
 BLOCK = 256  # weights whose sum f64 holds exactly: 2^8 times 2^42 is below 2^53
