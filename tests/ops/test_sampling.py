@@ -272,6 +272,28 @@ def test_a_row_without_a_token_gives_none_and_others_theirs(device: str) -> None
         assert np.isnan(scores).tolist() == [True] * 4 + [False, True]
 
 
+@pytest.mark.parametrize("device", ["reference", *DEVICES])
+def test_a_bias_is_added_before_anything_else(device: str) -> None:
+    """Ids outside the vocabulary are padding; rows that are not scored give tokens alone."""
+    vocab, rows = 300, 3
+    g = rlx.Graph("biased")
+    operands: list[rlx.Value | None] = [g.input("logits", (rows, vocab)), g.input("uniform", (rows,), "f64")]
+    operands += [g.input(name, (rows,), dtype) for name, dtype in SETTINGS.items()]
+    operands += [None] * 6
+    operands += [g.input("tokens", (rows, "m"), "i32"), g.input("bias", (rows, "m")), g.input("scored", (rows,), "i32")]
+    f = rlx.compile(g.set_outputs(list(g.apply("sample_tokens", *operands))), device)
+    logits = np.random.default_rng(0).standard_normal((rows, vocab), np.float32)
+    tokens = np.array([[7, -1, 300], [299, 5, 2**31 - 1], [-1, -1, -1]], np.int32)
+    bias = np.array([[9, 99, 99], [20, 19, 99], [99, 99, 99]], np.float32)
+    inputs = {"logits": logits, "uniform": np.zeros(rows), "tokens": tokens, "bias": bias}
+    inputs["scored"] = np.array([1, 0, 1], np.int32)
+    for temperature in (0.0, 1.0):
+        picked, scores = run(f, inputs, settings(rows, temperature=temperature, top_k=1))
+        assert picked.tolist() == [7, 299, int(logits[2].argmax())]
+        assert np.isnan(scores).tolist() == [False, True, False]
+        np.testing.assert_allclose(scores[0], log_probabilities(logits[0])[7], rtol=1e-6)
+
+
 # -- settings ---------------------------------------------------------------------------------------------------------
 def test_uniform_numbers_and_fractions_count_to_the_last_bit() -> None:
     """With two tokens that weigh the same, the second begins at a half; 1 - 2^-53 is the last number below 1."""

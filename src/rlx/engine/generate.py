@@ -48,7 +48,7 @@ class Pick:
     """The next token of a row, as the graph picked it, and where its logits are."""
 
     token: int  # -1: no logit was finite
-    logprob: float  # by the logits alone
+    logprob: float  # by the logits alone; NaN unless the sampler asks for it
     batch_logits: Any  # [row, vocab], on the device
     row: int
 

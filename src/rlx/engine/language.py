@@ -273,8 +273,9 @@ class LanguageModel(Model):
             # An answer begins a text of its own; a continuation keeps the space before its first word.
             continues = not answer and not tokenizer.special_ids.issuperset(tokens)
             text, stop_ids = tokenizer.stream(skip_special=True, continues=continues), frozenset(tokenizer.stop_ids)
+        sampler = Sampler(settings.sampling, tokens, self.vocab_size, scored=settings.logprobs > 0)
         return TokenSequence(
-            tokens, Sampler(settings.sampling, tokens, self.vocab_size), vocab=self.vocab_size, text=text,
+            tokens, sampler, vocab=self.vocab_size, text=text,
             limit=room if settings.max_tokens is None else min(settings.max_tokens, room),
             asked=settings.max_tokens, stop=settings.stop, stop_ids=stop_ids, top=settings.logprobs,
         )  # fmt: skip

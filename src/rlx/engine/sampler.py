@@ -133,8 +133,11 @@ def _is_index(value: Any) -> bool:
 class Sampler:
     """The sampling state of one sequence: settings, random numbers that depend on the seed alone, and a history."""
 
-    def __init__(self, settings: Sampling, prompt: Sequence[int] = (), vocab: int | None = None) -> None:
+    def __init__(
+        self, settings: Sampling, prompt: Sequence[int] = (), vocab: int | None = None, scored: bool = False
+    ) -> None:
         self.settings = settings
+        self.scored = scored  # whether somebody reads log-probabilities
         for token in settings.logit_bias:
             if vocab is not None and not 0 <= token < vocab:
                 raise RequestError(f"sampling: logit_bias has token {shown(token)}, the vocabulary has {vocab} tokens")
@@ -160,7 +163,7 @@ OPERANDS: dict[str, tuple[str, str | None]] = {
     "uniform": ("f64", None), "temperature": ("f32", None), "top_k": ("i32", None), "top_p": ("f64", None),
     "min_p": ("f32", None), "history": ("i32", "history"), "prompt_length": ("i32", None),
     "repetition_penalty": ("f32", None), "frequency_penalty": ("f32", None), "presence_penalty": ("f32", None),
-    "bias_tokens": ("i32", "bias"), "bias": ("f32", "bias"),
+    "bias_tokens": ("i32", "bias"), "bias": ("f32", "bias"), "scored": ("i32", None),
 }  # fmt: skip
 GREEDY = Sampling()
 HISTORY_STEP = 256  # a history grows by so many tokens at once: another width is another shape to bind
@@ -209,6 +212,7 @@ class BatchSampling:
                 arrays[name][row] = getattr(s, name)
             arrays["temperature"][row] = s.temperature or 0.0
             arrays["top_k"][row] = min(s.top_k, 2**31 - 1)
+            arrays["scored"][row] = sampler is not None and sampler.scored
             arrays["prompt_length"][row] = 0 if sampler is None else sampler.prompt_length
             arrays["bias_tokens"][row, : len(s.logit_bias)] = list(s.logit_bias)
             arrays["bias"][row, : len(s.logit_bias)] = list(s.logit_bias.values())

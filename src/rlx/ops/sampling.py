@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 def _sample_tokens(
     logits: Any, uniform: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, allowed: Any, history: Any,
     prompt_length: Any, repetition_penalty: Any, frequency_penalty: Any, presence_penalty: Any, bias_tokens: Any,
-    bias: Any,
+    bias: Any, scored: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     tokens, scores = np.full(len(logits), NO_TOKEN, np.int32), np.full(len(logits), np.nan, np.float32)
     for row, raw in enumerate(logits.astype(np.float32)):
@@ -48,6 +48,8 @@ def _sample_tokens(
             )  # fmt: skip
             at = place(weights, float(uniform[row]))
             tokens[row] = at if found is None else found[at]
+        if scored is not None and not scored[row]:
+            continue
         with np.errstate(invalid="ignore"):
             scores[row] = log_probabilities(raw)[tokens[row]]
     return tokens, scores
@@ -91,6 +93,7 @@ _PENALTIES = (f32(3, low=0.5, high=2), f32(3, low=-1, high=1), f32(3, low=-1, hi
         sample(
             *_ROWS, f32(3, low=0.5, high=2), i32(3, low=0, high=1), f32(3, low=0.5, high=1), f32(3, low=0, high=0),
             None, None, None, None, None, None, i32(3, 40, low=0, high=320), f32(3, 40, low=-5, high=5),
+            i32(3, low=0, high=2),
         ),
     ],
 )  # fmt: skip
@@ -109,6 +112,7 @@ def sample_tokens(
     presence_penalty: TensorType | None = None,
     bias_tokens: TensorType | None = None,
     bias: TensorType | None = None,
+    scored: TensorType | None = None,
 ) -> tuple[TensorType, TensorType]:
     """The next token of each row of logits `[rows, vocab]`, and the log-probability that the logits alone give it.
 
@@ -122,7 +126,8 @@ def sample_tokens(
     added to the logits of `bias_tokens`, both `[rows, m]`. `history`: tokens `[rows, n]`, any order, the first
     `prompt_length` of a row the prompt's. The repetition penalty counts them all, frequency and presence those after
     the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has no token
-    left, gives token -1 and NaN.
+    left, gives token -1 and NaN. Where the integer `scored` of a row is 0, the log-probability is NaN and costs
+    nothing.
     """
     if logits.rank != 2 or logits.shape[1] == 0:
         raise ShapeError(f"sample_tokens: logits are [rows, vocab], found {logits}")
@@ -148,6 +153,8 @@ def sample_tokens(
             raise GraphError(f"sample_tokens: {there} is given, {missing} is not", hint="history comes with penalties")
         if penalty is not None:
             _check(name, penalty, (rows,), integers=name == "prompt_length")
+    if scored is not None:
+        _check("scored", scored, (rows,), integers=True)
     if (bias is None) != (bias_tokens is None):
         missing, present = ("bias", "bias_tokens") if bias is None else ("bias_tokens", "bias")
         raise GraphError(f"sample_tokens: {present} is given, {missing} is not", hint="a bias comes with its tokens")
