@@ -148,7 +148,7 @@ class Decoder:
         for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
             tokens[i, : len(row)] = row
             positions[i, : len(row)] = np.arange(start, start + len(row))
-            self.cache.going_to_write(first + i, start, start + len(row), lengths[i])
+            self.cache.prepare_write(first + i, start, start + len(row), lengths[i])
             del self.cache.tokens[first + i][start:]
         self.cache.reserve(int(positions.max()) + 1)
         states = self.cache.rows(first, first + len(rows))
@@ -195,7 +195,7 @@ class Decoder:
         inputs = self._step_inputs
         for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
             if token >= 0:
-                self.cache.going_to_write(first + i, len(row), len(row) + 1)
+                self.cache.prepare_write(first + i, len(row), len(row) + 1)
             inputs["tokens"][i, 0] = max(token, 0)
             inputs["positions"][i, 0] = -1 if token < 0 else len(row)
             if self.cache.spec.lengths:
@@ -385,10 +385,10 @@ def _admit(
             continue
         sequence = waiting.popleft()
         rows[row] = sequence
-        if group and cache.gains(sequence.prompt, [s.prompt for s in group]):
+        if group and cache.worth_waiting(sequence.prompt, [s.prompt for s in group]):
             yield first, group  # its prefix can then be copied instead of prefilled
             group = []
-        sequence.begin(store.fill(cache, row, sequence.prompt) if len(rows) > 1 else len(cache.tokens[row]))
+        sequence.begin(store.restore_prefix(cache, row, sequence.prompt) if len(rows) > 1 else len(cache.tokens[row]))
         lengths = [len(s.prompt) - s.cached for s in (*group, sequence)]
         if group and (row != first + len(group) or max(lengths) * len(lengths) > WASTE * sum(lengths)):
             yield first, group

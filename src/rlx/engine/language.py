@@ -288,13 +288,13 @@ class LanguageModel(Model):
             batch = self.caches.new(min(len(sequences), generation.ROWS))
             yield Decoder(compiled, batch, cancel)
             with suppress(ResourceError):  # the answers are there
-                self.caches.give_rows(batch)
+                self.caches.release_rows(batch)
             return
-        cache = self.caches.take(sequences[0].prompt)
+        cache = self.caches.acquire(sequences[0].prompt)
         try:
             yield Decoder(compiled, cache, cancel)
         finally:
-            self.caches.give(cache)
+            self.caches.release(cache)
 
     def _complete(self, sequences: list[TokenSequence]) -> list[Completion]:
         with self._decoder(sequences) as decoder:
