@@ -291,11 +291,16 @@ def _topk(x: Array, *, k: int) -> tuple[Array, Array]:
 @oracle("sample_tokens")
 def _sample_tokens(logits: Array, *settings: Array | None) -> tuple[Array, Array]:
     """Token by token in the order of likelihood, with Python's sort and its fractions of a list."""
-    picks = []
+    picks, silent = [], []
     for row, raw in enumerate(logits):
         of_row = [None if s is None else s[row] for s in settings]
-        uniform, temperature, top_k, top_p, min_p, allowed, *penalties = [*of_row, *[None] * (11 - len(of_row))]
+        of_row += [None] * (14 - len(of_row))
+        uniform, temperature, top_k, top_p, min_p, allowed, *penalties, bias_tokens, bias, scored = of_row
+        silent.append(scored is not None and scored == 0)
         scores = [float(x) for x in raw]
+        for token, value in () if bias is None else zip(bias_tokens, bias, strict=True):
+            if 0 <= token < len(scores):
+                scores[int(token)] += float(value)
         if penalties[0] is not None:
             history, prompt, repetition, frequency, presence = penalties
             for token in {int(t) for t in history if 0 <= t < len(scores)}:
@@ -315,7 +320,8 @@ def _sample_tokens(logits: Array, *settings: Array | None) -> tuple[Array, Array
         sums = np.cumsum([weights[t] for t in kept])
         picks.append(kept[min(int(np.searchsorted(sums, uniform * sums[-1], side="right")), len(kept) - 1)])
     likely = scipy.special.log_softmax(logits, -1)
-    return np.array(picks, np.int64), np.take_along_axis(likely, np.array(picks)[:, None], -1)[:, 0]
+    scores = np.take_along_axis(likely, np.array(picks)[:, None], -1)[:, 0]
+    return np.array(picks, np.int64), np.where(silent, np.nan, scores)
 
 
 @oracle("softmax")

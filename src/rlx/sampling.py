@@ -1,6 +1,7 @@
-"""Sampling on the host: penalties, filters and draws on NumPy arrays, in the order of Hugging Face.
+"""Sampling in NumPy, the reference of the op `sample_tokens`: penalties, filters and draws as in Hugging Face.
 
-They say what sampling means: `engine/sampler.py` picks tokens with them, and the op `sample_tokens` is equal to them.
+Weights of tokens are integers, so their sums are exact in any order, and the exponential is a polynomial of f32
+multiplications and additions. Kernels that do the same arithmetic therefore pick the same tokens on any device.
 """
 
 from __future__ import annotations
@@ -12,8 +13,15 @@ import numpy as np
 
 from rlx.arrays import Array
 
-COLDEST = 1e-6  # below it, quotients might overflow, and only equals of the highest are left anyway
-BLOCK = 256  # weights whose sum is one step when a token is drawn
+COLDEST = 1e-6  # the lowest temperature: only equals of the highest logit have a weight there
+WEIGHT_BITS = 42  # the heaviest token weighs 2^42: sums of 2^21 fit into i64, and what rounds to 0 is at most 2^-25
+MAX_VOCAB = 2**21
+NO_TOKEN = -1  # the pick of a row whose highest logit is not finite; in lists of tokens, padding
+LOWEST = -48.0  # powers of two below it weigh nothing
+LOG2_E = 1.4426950408889634
+# 2^x for |x| <= 1/2, within 2^-28.9: coefficients of x^6 down to x^0
+EXP2 = (0.000153533605, 0.0013398875, 0.00961843692, 0.0555033237, 0.240226477, 0.693147182, 1.0)
+ROUNDER = 1.5 * 2**23  # adding and subtracting it makes an f32 an integer, within one unit in its last place
 
 
 def penalise(
@@ -32,7 +40,7 @@ def penalise(
 def candidates(
     logits: Array, *, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> tuple[Array | None, Array]:
-    """The tokens that may be picked (None: all of them) and how likely each is, up to a common factor.
+    """The tokens that may be picked (None: all of them) and their weights, see `token_weights`.
 
     The highest logit is finite.
     """
@@ -41,17 +49,31 @@ def candidates(
     if 0 < top_k < len(logits):
         tokens = highest_places(logits, top_k)  # equals of the last one stay, as in Hugging Face
         logits = logits[tokens]
-    weights = logits - highest
-    with np.errstate(over="ignore"):  # to -inf: never picked
-        weights /= np.float32(max(temperature, COLDEST))
-    np.exp(weights, out=weights)
+    weights = token_weights(logits, highest, temperature)
     if top_p < 1:
         kept = _nucleus(weights, top_p)
         tokens, weights = kept if tokens is None else tokens[kept], weights[kept]
     if min_p:
-        kept = np.flatnonzero(weights >= np.float32(min_p))  # the likeliest weighs 1
+        kept = np.flatnonzero(weights >= np.float32(min_p) * np.float32(2**WEIGHT_BITS))
         tokens, weights = kept if tokens is None else tokens[kept], weights[kept]
     return tokens, weights
+
+
+def token_weights(logits: Array, highest: Any, temperature: float) -> Array:
+    """2^42 · exp((logit - highest) / temperature), rounded to integers, in f32.
+
+    Each operation rounds once, as IEEE 754 says; none may be contracted to a fused multiply-add.
+    """
+    scale = np.float32(LOG2_E) / np.float32(max(temperature, COLDEST))
+    with np.errstate(over="ignore"):  # to -inf: never picked
+        power = np.maximum((logits - highest) * scale, np.float32(LOWEST))
+    exponent = np.rint(power)
+    fraction = power - exponent
+    mantissa = np.full_like(fraction, EXP2[0])
+    for coefficient in EXP2[1:]:
+        mantissa = mantissa * fraction + np.float32(coefficient)
+    weights: Array = np.ldexp(mantissa, exponent.astype(np.int32) + WEIGHT_BITS) + np.float32(ROUNDER)
+    return weights - np.float32(ROUNDER)
 
 
 def highest_places(values: Array, count: int) -> Array:
@@ -78,13 +100,13 @@ def _nth_highest(values: Array, n: int) -> Any:
 
 def _nucleus(weights: Array, top_p: float) -> Array:
     """The places of the fewest tokens that weigh top_p of all; of equals, those with lower ids."""
-    wanted = top_p * float(weights.sum(dtype=np.float64))
+    wanted = share_of(_total(weights), top_p)
     for count in (256, 4096, len(weights)):  # as a rule few are enough
         heavy = np.sort(weights[highest_places(weights, count)])[::-1]
-        sums = np.cumsum(heavy, dtype=np.float64)
+        sums = np.cumsum(heavy, dtype=np.int64)
         if sums[-1] >= wanted:
             break
-    needed = min(int(np.searchsorted(sums, wanted)), len(sums) - 1)
+    needed = int(np.searchsorted(sums, wanted))
     least = heavy[needed]
     kept = weights >= least
     extra = int(np.count_nonzero(kept)) - needed - 1
@@ -93,19 +115,21 @@ def _nucleus(weights: Array, top_p: float) -> Array:
     return np.flatnonzero(kept)
 
 
+def share_of(total: int, part: float) -> int:
+    """The least integer that is `part` of a total, at least 1."""
+    return min(max(math.ceil(part * float(total)), 1), total)
+
+
 def place(weights: Array, part: float) -> int:
-    """Where the running sum of the weights passes this part of the whole: sums of blocks first, then within one."""
-    sums = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64).cumsum()
-    left = part * sums[-1]
-    block = _passes(sums, left)
-    inner = weights[BLOCK * block : BLOCK * (block + 1)].cumsum(dtype=np.float64)
-    return BLOCK * block + _passes(inner, left - (sums[block - 1] if block else 0.0))
+    """Where the running sum of the weights passes this part of the total."""
+    sums = np.cumsum(weights, dtype=np.int64)
+    total = int(sums[-1])
+    passed = min(math.floor(part * float(total)), total - 1)
+    return int(np.searchsorted(sums, passed, side="right"))
 
 
-def _passes(sums: Array, value: float) -> int:
-    """The first place where a running sum is above a value; by rounding it may never be, then where it ends to grow."""
-    at = int(np.searchsorted(sums, value, side="right"))
-    return at if at < len(sums) else int(np.searchsorted(sums, sums[-1]))
+def _total(weights: Array) -> int:
+    return int(weights.sum(dtype=np.int64))
 
 
 def log_probabilities(logits: Array) -> Array:
@@ -113,6 +137,3 @@ def log_probabilities(logits: Array) -> Array:
     wide = logits.astype(np.float64)
     wide -= wide.max()
     return wide - math.log(np.exp(wide).sum())
-
-
-# -- the op -----------------------------------------------------------------------------------------------------------

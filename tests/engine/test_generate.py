@@ -69,11 +69,47 @@ def test_an_f16_cache_rounds_before_attending(tiny_folder: Path) -> None:
     assert error(np.float16) < 2e-6 < 1e-4 < error(np.float64)
 
 
+# -- tokens of seeds, recorded when the host picked them with NumPy's exp and cumsum --
+RECORDED: list[tuple[dict[str, Any], list[int]]] = [
+    ({}, [61, 87, 51, 44, 5, 55, 62, 64, 51, 26, 22, 72]),
+    ({"temperature": 0.8}, [55, 14, 55, 41, 2, 55, 41, 57, 83, 11, 64, 44]),
+    ({"temperature": 1.4, "top_k": 12}, [55, 14, 55, 79, 31, 56, 55, 75, 42, 90, 61, 52]),
+    ({"temperature": 1.0, "top_p": 0.8}, [55, 14, 55, 41, 2, 55, 41, 57, 83, 11, 64, 44]),
+    ({"temperature": 1.2, "min_p": 0.1}, [55, 14, 55, 41, 2, 55, 41, 57, 83, 29, 10, 68]),
+    ({"temperature": 0.9, "repetition_penalty": 1.3}, [61, 37, 55, 64, 10, 43, 43, 67, 41, 83, 33, 69]),
+    ({"frequency_penalty": 0.7, "presence_penalty": 0.4}, [61, 87, 51, 44, 5, 55, 62, 64, 78, 55, 41, 63]),
+    ({"temperature": 1.1, "top_k": 30, "top_p": 0.9, "logit_bias": {3: 4.0, 50: -2.5, 60: -np.inf},
+      "presence_penalty": 0.5}, [55, 14, 62, 55, 14, 55, 63, 56, 53, 85, 9, 31]),
+]  # fmt: skip
+
+
+def test_seeds_give_the_tokens_they_always_gave(tiny: LanguageModel) -> None:
+    prompt = random_tokens(20, seed=8)
+    for settings, tokens in RECORDED:
+        assert tiny.generate(prompt, max_tokens=12, seed=42, **settings).tokens == tokens, settings
+    batch = tiny.generate([prompt, prompt[:7], prompt[3:]], max_tokens=6, seed=7, temperature=1.3, top_p=0.9)
+    rows = [[61, 57, 29, 32, 16, 62], [56, 55, 11, 16, 52, 45], [33, 57, 29, 28, 25, 38]]
+    assert [c.tokens for c in batch] == rows
+
+
+def test_the_host_does_not_touch_logits_that_nobody_asks_for(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens come from the graph; logits stay where they are."""
+    read: list[int] = []
+    logits = generation.Pick.logits.fget
+    monkeypatch.setattr(generation.Pick, "logits", property(lambda pick: read.append(pick.row) or logits(pick)))
+    tiny.generate([random_tokens(9), random_tokens(5)], max_tokens=4, temperature=1.0, repetition_penalty=1.2, seed=1)
+    assert not read
+    tiny.generate(random_tokens(9), max_tokens=4, logprobs=2)
+    assert len(read) == 4
+
+
 # -- the same bits --
 def feed(model: LanguageModel, tokens: list[int], chunk: int) -> Array:
     assert model.built.cache is not None
     decoder = Decoder.start(model.compiled, model.built.cache, 1, model.context)
-    parts = [decoder.feed([tokens[at : at + chunk]], [at])[0] for at in range(0, len(tokens), chunk)]
+    parts = [decoder.prefill([tokens[at : at + chunk]], [at])[0].logits for at in range(0, len(tokens), chunk)]
     return parts[-1]
 
 
@@ -206,12 +242,15 @@ def test_no_tokens_may_be_asked_for(tiny: LanguageModel) -> None:
     assert tiny.generate([*prompt, 5], max_tokens=1).usage.cached_tokens == 50
 
 
-def test_padding_of_the_vocabulary_is_never_picked(tiny: LanguageModel) -> None:
+def test_padding_of_the_vocabulary_is_never_picked(
+    tiny: LanguageModel, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = random_tokens(30)
     likely = tiny.generate(prompt, max_tokens=1).tokens[0]
-    tiny.__dict__["vocab_size"] = likely  # as if there were no token for the likeliest logit
+    monkeypatch.setattr(LanguageModel, "vocab_size", likely)  # as if there were no token for the likeliest logit
+    model = language_model(tiny_folder, patch=lambda flow: flow)  # built now, not a snapshot
     for temperature in (0.0, 5.0):
-        told = tiny.generate(prompt, max_tokens=40, temperature=temperature, logprobs=likely, seed=0)
+        told = model.generate(prompt, max_tokens=40, temperature=temperature, logprobs=likely, seed=0)
         assert told.logprobs is not None and max(told.tokens) < likely
         assert all(t < likely for record in told.logprobs for t, _ in record.top)
         assert abs(sum(np.exp(p) for _, p in told.logprobs[0].top) - 1) < 1e-9

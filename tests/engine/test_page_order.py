@@ -59,7 +59,7 @@ def test_bits_depend_on_neither_the_order_of_pages_nor_on_chunks(
     monkeypatch.setattr(kvcache, "PageTable", ShuffledTable)
     monkeypatch.setattr(generation, "CHUNK", 50)
     assert told(model) == found
-    cache_of_model = model.caches.take([*prompt(LENGTH), 1])
+    cache_of_model = model.caches.acquire([*prompt(LENGTH), 1])
     (table,) = (x for name, x in cache_of_model.rows(0, 1).items() if name.startswith("table"))
     assert cache_of_model.tokens[0] and (np.diff(table[0]) != 1).any(), "pages were in another order"
     if cache == "f32":

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from host_sampler import adjusted, pick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
-from rlx.engine.sampler import Sampler, Sampling, candidates, highest_places, log_probabilities, most_likely
+from rlx.engine.sampler import BatchSampling, Sampler, Sampling, log_probabilities, most_likely, operand_input
 from rlx.errors import KernelError, RequestError
+from rlx.sampling import candidates, highest_places
 
 Array = np.ndarray[Any, Any]
 
@@ -38,8 +40,12 @@ def oracle(logits: Array, *, temperature: float = 1.0, top_k: int = 0, top_p: fl
     return {i: weight[i] / total for i in order}
 
 
+def filtered(logits: Array, s: Sampling) -> tuple[Array | None, Array]:
+    return candidates(logits, temperature=s.temperature or 0.0, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
+
+
 def found(logits: Array, **settings: Any) -> dict[int, float]:
-    tokens, weights = candidates(logits, Sampling(**settings))
+    tokens, weights = filtered(logits, Sampling(**settings))
     ids = range(len(logits)) if tokens is None else tokens.tolist()
     total = float(weights.sum(dtype=np.float64))
     return {i: float(w) / total for i, w in zip(ids, weights, strict=True)}
@@ -83,7 +89,7 @@ def test_tokens_are_picked_as_often_as_they_should(asked: dict[str, Any]) -> Non
     draws = 3000
     counts = dict.fromkeys(wanted, 0)
     for _ in range(draws):
-        counts[sampler.pick(logits)] += 1
+        counts[pick(sampler, logits)] += 1
     # Tokens that are expected less than five times are taken together, as the test wants it.
     often = [i for i in wanted if wanted[i] * draws >= 5]
     seen = [counts[i] for i in often] + [draws - sum(counts[i] for i in often)]
@@ -95,7 +101,7 @@ def test_tokens_are_picked_as_often_as_they_should(asked: dict[str, Any]) -> Non
 
 
 def test_greedy_is_the_lowest_of_the_highest() -> None:
-    assert Sampler(Sampling()).pick(np.array([1, 3, 2, 3, 3], np.float32)) == 1
+    assert pick(Sampler(Sampling()), np.array([1, 3, 2, 3, 3], np.float32)) == 1
 
 
 @settings(deadline=None)
@@ -115,13 +121,13 @@ def test_penalties_by_hand() -> None:
         repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, logit_bias={2: 3.0, 3: -math.inf}
     )
     sampler = Sampler(settings, prompt=[0, 1, 1])
-    assert sampler._adjusted(logits).tolist() == [1.0, -4.0, 4.0, -math.inf]
-    assert sampler.pick(logits) == 2
+    assert adjusted(sampler, logits).tolist() == [1.0, -4.0, 4.0, -math.inf]
+    assert pick(sampler, logits) == 2
     # 2 was picked once: (1 + 3) / 2, less 0.5 + 0.25; the prompt counts for the repetition penalty alone
-    assert sampler._adjusted(logits).tolist() == [1.0, -4.0, 1.25, -math.inf]
-    assert sampler.pick(logits) == 2
-    assert sampler._adjusted(logits).tolist() == [1.0, -4.0, 0.75, -math.inf]
-    assert sampler.pick(logits) == 0
+    assert adjusted(sampler, logits).tolist() == [1.0, -4.0, 1.25, -math.inf]
+    assert pick(sampler, logits) == 2
+    assert adjusted(sampler, logits).tolist() == [1.0, -4.0, 0.75, -math.inf]
+    assert pick(sampler, logits) == 0
 
 
 def test_banned_tokens_are_never_picked() -> None:
@@ -129,22 +135,22 @@ def test_banned_tokens_are_never_picked() -> None:
     ban = {i: -math.inf for i in range(700) if i not in (5, 650)}
     for top_k in (0, 40):
         sampler = Sampler(Sampling(temperature=1.0, top_k=top_k, logit_bias=ban, seed=0))
-        assert {sampler.pick(logits) for _ in range(100)} == {5, 650}
+        assert {pick(sampler, logits) for _ in range(100)} == {5, 650}
     with pytest.raises(RequestError, match="no token is left"):
-        Sampler(Sampling(logit_bias={0: -math.inf})).pick(np.zeros(1, np.float32))
+        pick(Sampler(Sampling(logit_bias={0: -math.inf})), np.zeros(1, np.float32))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_no_numbers_are_an_error(temperature: float, bad: float) -> None:
     with pytest.raises(KernelError, match="the highest logit of the model is"):
-        Sampler(Sampling(temperature=temperature)).pick(np.array([0, bad, 1], np.float32))
+        pick(Sampler(Sampling(temperature=temperature)), np.array([0, bad, 1], np.float32))
 
 
 def test_a_tiny_temperature_is_as_good_as_greedy() -> None:
     logits = np.random.default_rng(0).normal(0, 100, 50).astype(np.float32)
     sampler = Sampler(Sampling(temperature=1e-40))
-    assert {sampler.pick(logits) for _ in range(20)} == {int(logits.argmax())}
+    assert {pick(sampler, logits) for _ in range(20)} == {int(logits.argmax())}
 
 
 def test_log_probabilities() -> None:
@@ -202,13 +208,33 @@ def test_the_extremes_that_are_allowed_give_numbers() -> None:
                     ),
                     prompt=range(50),
                 )  # fmt: skip
-                assert all(1 <= sampler.pick(logits) < 50 for _ in range(100))
+                assert all(1 <= pick(sampler, logits) < 50 for _ in range(100))
 
 
 def test_ids_of_the_prompt_beyond_the_vocabulary_are_not_penalised() -> None:
     """A model may have embeddings for more tokens than there are."""
     sampler = Sampler(Sampling(repetition_penalty=2.0), prompt=[1, 4, 9], vocab=4)
-    assert sampler.pick(np.array([1.0, 1.5, 0.5, 0.0], np.float32)) == 0
+    assert pick(sampler, np.array([1.0, 1.5, 0.5, 0.0], np.float32)) == 0
+
+
+# -- batches --
+def test_operands_of_a_batch_are_reused_until_it_changes() -> None:
+    """Steps bind the same arrays; a history that outgrows its array gets a wider one."""
+    plain, counting = Sampler(Sampling(temperature=1.0, seed=1)), Sampler(Sampling(presence_penalty=1.0), prompt=[5])
+    batch = BatchSampling()
+    first = batch.draw([plain, None, counting])
+    history, uniform = (first[operand_input(name)] for name in ("history", "uniform"))
+    before = uniform.copy()
+    assert history.shape == (3, 0) and before[0] > 0 and not before[1:].any()
+    counting.accept(7)
+    second = batch.draw([plain, None, counting])
+    assert second is not first and second[operand_input("history")][2, :2].tolist() == [7, -1]
+    counting.accept(9)
+    third = batch.draw([plain, None, counting])
+    assert third is second and third[operand_input("history")][2, :3].tolist() == [7, 9, -1]
+    numbers = np.random.Generator(np.random.Philox(1)).random(3)
+    assert before[0] == numbers[0] and third[operand_input("uniform")][0] == numbers[2]
+    assert batch.draw([plain]) is not third
 
 
 @pytest.mark.parametrize(
@@ -255,7 +281,7 @@ def test_candidates_are_those_of_transformers(asked: dict[str, Any]) -> None:
         scores = transformers.LogitsProcessorList(processors)(torch.tensor([prompt]), torch.from_numpy(logits)[None])
         wanted = torch.softmax(scores[0].double(), -1).numpy()
         s = Sampling(**asked)
-        tokens, weights = candidates(Sampler(s, prompt)._adjusted(logits), s)
+        tokens, weights = filtered(adjusted(Sampler(s, prompt), logits), s)
         have = np.zeros(500)
         have[slice(None) if tokens is None else tokens] = weights / weights.sum(dtype=np.float64)
         assert np.array_equal(have > 0, wanted > 0)

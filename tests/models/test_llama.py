@@ -41,11 +41,8 @@ def stories() -> Model:
 def feed(model: Model, tokens: list[int], chunk: int) -> np.ndarray[Any, Any]:
     assert model.built.cache is not None
     decoder = Decoder.start(model.compiled, model.built.cache, 1, model.context)
-    logits = None
-    for at in range(0, len(tokens), chunk):
-        logits = decoder.feed([tokens[at : at + chunk]], [at])
-    assert logits is not None
-    return logits[0]
+    picks = [decoder.prefill([tokens[at : at + chunk]], [at])[0] for at in range(0, len(tokens), chunk)]
+    return picks[-1].logits
 
 
 def test_bits_do_not_depend_on_chunks(stories: Model) -> None:
@@ -60,9 +57,9 @@ def test_bits_do_not_depend_on_batch_neighbours(stories: Model) -> None:
     rows = [rng.integers(3, 500, n).tolist() for n in (5, 70, 1)]
     assert stories.built.cache is not None
     decoder = Decoder.start(stories.compiled, stories.built.cache, 3, stories.context)
-    together = decoder.feed(rows, [0, 0, 0])
+    together = decoder.prefill(rows, [0, 0, 0])
     for row, own in zip(rows, together, strict=True):
-        assert feed(stories, row, 512).tobytes() == own.tobytes()
+        assert feed(stories, row, 512).tobytes() == own.logits.tobytes()
 
 
 def test_a_prompt_beyond_the_context_is_refused(stories: Model) -> None:

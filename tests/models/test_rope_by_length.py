@@ -124,12 +124,12 @@ def small(tmp_path: Path) -> Any:
 def test_a_row_that_grows_beyond_the_limit_is_read_again(small: Any) -> None:
     tokens = [int(t) % 64 for t in TOKENS[:20]]
     decoder = Decoder.start(small.compiled, small.built.cache, 2, 64)
-    decoder.feed([tokens[:15], tokens[:3]], [0, 0])
+    decoder.prefill([tokens[:15], tokens[:3]], [0, 0])
     for i in range(15, 19):
-        stepped = decoder.step([tokens[i], tokens[i - 12]])
+        stepped = decoder.decode([tokens[i], tokens[i - 12]])
     assert decoder.cache.tokens == [tokens[:19], tokens[:7]]
-    assert np.allclose(stepped[0], small.logits(tokens[:19])[-1], atol=1e-5)
-    assert np.allclose(stepped[1], small.logits(tokens[:7])[-1], atol=1e-5)
+    assert np.allclose(stepped[0].logits, small.logits(tokens[:19])[-1], atol=1e-5)
+    assert np.allclose(stepped[1].logits, small.logits(tokens[:7])[-1], atol=1e-5)
     short = small.logits(tokens[:16])[:10]
     assert np.abs(small.logits(tokens[:17])[:10] - short).max() > 0.01 * np.abs(short).max()
 
@@ -163,8 +163,8 @@ def test_a_prompt_goes_on_only_from_keys_of_its_side_of_the_limit(small: Any) ->
 def test_a_cache_knows_by_which_length_its_keys_turned() -> None:
     cache = KvCache(KvCacheSpec(1, 1, 8, lengths=((16, True),)), 1, 64)
     for length in range(14, 20):  # one by one: each key beyond the limit has frequencies of its own
-        cache.going_to_write(0, length - 1 if length > 14 else 0, length)
+        cache.prepare_write(0, length - 1 if length > 14 else 0, length)
         cache.tokens[0] = list(range(length))
     assert [cache.shared(0, list(range(n))) for n in (10, 16, 17, 19)] == [9, 15, 0, 0]
-    cache.going_to_write(0, 0, 19, 19)  # all at once
+    cache.prepare_write(0, 0, 19, 19)  # all at once
     assert [cache.shared(0, list(range(n))) for n in (10, 18, 19)] == [0, 0, 18]

@@ -244,7 +244,10 @@ BAD_CALLS = [
         ("f32[2, 9]; f32[2]; f32[2]; f32[2]; f32[2]; f32[2]", DTypeError, "top_k; integers; f32[2]"),
         (f"{SAMPLING}; i32[2, 2]", ShapeError, "allowed i32[2, 2]; [2, 1]"),
         (f"{SAMPLING}; i32[2, 1]; i32[2, 5]", GraphError, "history is given; prompt_length is not"),
+        (f"{SAMPLING}; i32[2, 1]; i32[2, 5]; i32[2]; f32[2]; f32[2]; f32[2]; i32[2, 3]", GraphError,
+         "bias_tokens is given; bias is not"),
         (f"{SAMPLING}; i32[2, 1]; i32[2]; i32[2]; f32[2]; f32[2]; f32[2]", ShapeError, "history; [rows, tokens]"),
+        ("f32[2, 2097153]; f32[2]; f32[2]; i32[2]; f32[2]; f32[2]", ShapeError, "2097153 tokens, at most 2097152"),
     )),
     # -- scatter
     bad("scatter", "f32[3, 4]; f32[2]; f32[2, 4]", DTypeError, "scatter: indices are integers; f32"),

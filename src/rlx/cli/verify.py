@@ -27,6 +27,7 @@ from rlx.cli.parity import Difference
 from rlx.dtypes import DType
 from rlx.engine.kvcache import KvCache
 from rlx.engine.language import LanguageModel
+from rlx.engine.sampler import BatchSampling
 from rlx.engine.vision import VisionModel
 from rlx.errors import FormatError, RlxError
 from rlx.formats import TensorEntry, TensorFile
@@ -377,8 +378,8 @@ def _inputs(model: Any) -> dict[str, Array]:
     if model.built.cache is not None:
         cache = KvCache(model.built.cache, 1, model.context)
         cache.reserve(count)
-        cache.going_to_write(0, 0, count)
-        given |= cache.rows(0, 1)
+        cache.prepare_write(0, 0, count)
+        given |= cache.rows(0, 1) | BatchSampling().draw([None] * count)
     return {name: given[name] for name in model.compiled.input_types}
 
 

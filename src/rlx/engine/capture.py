@@ -32,7 +32,8 @@ def captured_values(
         found = _edited(model, patterns, list(edits)).run(edits, values)
     else:
         built, compiled = _captured(model, patterns) if patterns else (model.built, compiled)
-        found = dict(zip(built.output_names, values(compiled, {}), strict=True))
+        outputs = values(compiled, {})
+        found = dict(zip(built.output_names[: len(outputs)], outputs, strict=True))
     return {n: v for n, v in found.items() if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)}
 
 

@@ -1,15 +1,15 @@
-"""Generation: prompts in chunks through the decoder, then one compiled call a token.
+"""Generation: prefill of prompts in chunks through the decoder, then one compiled call per token.
 
-The bits of a sequence do not depend on its neighbours in the batch, on chunking or on reuse of a cached prefix, so the
-loop is free to arrange the work: prompts of similar length are read together, and a sequence that ends makes room for
-the next one.
+Each call also samples, so that tokens come back from it, and logits only where somebody reads them. The bits of a
+sequence do not depend on its neighbours in the batch, on chunking or on reuse of a cached prefix, so the loop is free
+to arrange the work: prompts of similar length are prefilled together, and a sequence that ends makes room for the next.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import abc, deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -18,14 +18,16 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.engine.kvcache import SPARE, CacheStore, KvCache
-from rlx.engine.sampler import Sampler, log_probabilities, most_likely, shown
+from rlx.engine.sampler import BatchSampling, Sampler, log_probabilities, most_likely, no_token, operand_input, shown
+from rlx.errors import CapabilityError
 from rlx.formats.tokenizer import Stream
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_cache import KvCacheSpec
 
-CHUNK = 256  # prompt tokens of one call: more are hardly quicker, and an interrupt waits for the end of one
-ROWS = 8  # sequences that grow at the same time
-WASTE = 1.25  # how much longer rows may become by padding when prompts are read together
+Inputs = Mapping[str, Array]
+CHUNK = 256  # prompt tokens per call: more are hardly quicker, and an interrupt waits for the end of one
+ROWS = 8  # sequences of a batch
+WASTE = 1.25  # how much longer rows may become by padding when prompts are prefilled together
 
 log = logging.getLogger("rlx.generate")
 
@@ -41,6 +43,22 @@ class Cancel:
     wanted: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The next token of a row, as the graph picked it, and where its logits are."""
+
+    token: int  # -1: no logit was finite
+    logprob: float  # by the logits alone; NaN unless the sampler asks for it
+    batch_logits: Any  # [row, vocab], on the device
+    row: int
+
+    @property
+    def logits(self) -> Array:
+        """Logits `[vocab]`, copied to the host where they are not there."""
+        logits: Array = np.asarray(self.batch_logits)[self.row]
+        return logits
+
+
 class Decoder:
     """A compiled decoder and the cache of one batch of sequences."""
 
@@ -48,42 +66,61 @@ class Decoder:
         self.compiled = compiled
         self.cache = cache
         self._cancel = Cancel() if cancel is None else cancel
-        self._step: tuple[Any, dict[str, Any]] = (None, {})  # what it was made for, and the inputs of a step
+        self.samples = operand_input("uniform") in compiled.input_types
+        self._greedy: dict[int, Inputs] = {}  # rows -> inputs of the sampler for calls that give none
+        # the inputs of a decode step, and the rows, capacity and sampling that they are for
+        self._step_inputs: dict[str, Any] = {}
+        self._step_rows: tuple[int, ...] = ()
+        self._step_sampling: Inputs | None = None
 
     @classmethod
     def start(cls, compiled: CompiledGraph, spec: KvCacheSpec, batch: int, context: int) -> Decoder:
         """With an empty cache."""
         return cls(compiled, KvCache(spec, batch, context, compiled.allocator))
 
-    def feed(self, tokens: Sequence[Sequence[int]], starts: Sequence[int], first: int = 0) -> Array:
-        """Logits `[row, vocab]` after the last token of each row; row i begins at position starts[i].
+    def prefill(
+        self, tokens: abc.Sequence[abc.Sequence[int]], starts: abc.Sequence[int], first: int = 0,
+        sampling: Inputs | None = None,
+    ) -> list[Pick]:  # fmt: skip
+        """What follows the last token of each row; row i begins at position starts[i].
 
-        Rows are those of the cache from `first` on. An empty row gives garbage.
+        Rows are those of the cache from `first` on. An empty row gives garbage. Without `sampling` picks are greedy.
         """
-        tokens, starts = self._with_others(tokens, starts, first)
+        tokens, starts = self._with_reread(tokens, starts, first)
         lengths = [start + len(row) for row, start in zip(tokens, starts, strict=True)]
         longest = max(len(row) for row in tokens)
         chunk = max(min(CHUNK // len(tokens), SPARE), 1)
-        result: Array | None = None
+        picks: list[Pick] = []
         for at in range(0, longest, chunk):
             pieces = [row[at : at + chunk] for row in tokens]
             width = max(len(piece) for piece in pieces)
             picked = [i * width + max(len(piece) - 1, 0) for i, piece in enumerate(pieces)]
             begins = [s + at for s in starts]
-            logits = self.run(pieces, begins, np.array(picked, np.int32), first, lengths=lengths)[0]
+            outputs = self.run(pieces, begins, np.array(picked, np.int32), first, lengths=lengths, sampling=sampling)
             self.compiled.drop_table_pages()
-            if result is None:
-                result = logits
-            for i, piece in enumerate(pieces):
-                if piece:
-                    result[i] = logits[i]
-        assert result is not None
-        return result
+            latest = self._picks(outputs)
+            ended = zip(picks or latest, latest, pieces, strict=True)
+            picks = [new if piece else old for old, new, piece in ended]
+        return picks
 
-    def _with_others(
-        self, tokens: Sequence[Sequence[int]], starts: Sequence[int], first: int
-    ) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
-        """With the earlier tokens of rows that grow beyond a length where all keys turn by other frequencies."""
+    def _picks(self, outputs: abc.Sequence[Any]) -> list[Pick]:
+        if not self.samples:
+            raise CapabilityError(f"generate: the main output of {self.compiled.name} is not logits [rows, vocab]")
+        rows = zip(np.asarray(outputs[-2]).tolist(), np.asarray(outputs[-1]).tolist(), strict=True)
+        return [Pick(token, logprob, outputs[0], row) for row, (token, logprob) in enumerate(rows)]
+
+    def _sampling(self, rows: int) -> Inputs:
+        """Inputs of the sampler for so many greedy rows."""
+        if not self.samples:
+            return {}
+        if rows not in self._greedy:
+            self._greedy = {rows: BatchSampling().draw([None] * rows)}
+        return self._greedy[rows]
+
+    def _with_reread(
+        self, tokens: abc.Sequence[abc.Sequence[int]], starts: abc.Sequence[int], first: int
+    ) -> tuple[abc.Sequence[abc.Sequence[int]], abc.Sequence[int]]:
+        """With the earlier tokens of rows that pass a length where all keys turn by other frequencies."""
         spec = self.cache.spec
         if not spec.lengths:
             return tokens, starts
@@ -94,9 +131,10 @@ class Decoder:
         return rows, begins
 
     def run(
-        self, rows: Sequence[Sequence[int]], starts: Sequence[int], picked: Array, first: int = 0,
-        more: Mapping[str, Any] | None = None, lengths: Sequence[int] | None = None,
-    ) -> list[Array]:  # fmt: skip
+        self, rows: abc.Sequence[abc.Sequence[int]], starts: abc.Sequence[int], picked: Array, first: int = 0,
+        more: Mapping[str, Any] | None = None, lengths: abc.Sequence[int] | None = None,
+        sampling: Inputs | None = None,
+    ) -> list[Any]:  # fmt: skip
         """One call: the outputs for these tokens, with logits for the `picked` ones of rows × longest row.
 
         `more` are inputs that only this graph has. `lengths` are those of the sequences by which RoPE goes, where it
@@ -111,69 +149,75 @@ class Decoder:
         for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
             tokens[i, : len(row)] = row
             positions[i, : len(row)] = np.arange(start, start + len(row))
-            self.cache.going_to_write(first + i, start, start + len(row), lengths[i])
+            self.cache.prepare_write(first + i, start, start + len(row), lengths[i])
             del self.cache.tokens[first + i][start:]
         states = self.cache.rows(first, first + len(rows))
-        given = {"tokens": tokens, "positions": positions, "last_token_idx": picked}
+        inputs = {"tokens": tokens, "positions": positions, "last_token_idx": picked}
         if self.cache.spec.lengths:
-            given["lengths"] = np.array(lengths, np.int32)
-        outputs = self._call({**given, **states, **(more or {})}, first, first + len(rows))
+            inputs["lengths"] = np.array(lengths, np.int32)
+        inputs |= self._sampling(len(picked)) if sampling is None else sampling
+        outputs = self._call({**inputs, **states, **(more or {})}, first, first + len(rows))
         for i, row in enumerate(rows):
             self.cache.tokens[first + i] += row
         return outputs
 
-    def _call(self, inputs: Mapping[str, Any], first: int, end: int) -> list[Array]:
+    def _call(self, inputs: Mapping[str, Any], first: int, end: int) -> list[Any]:
         if self._cancel.wanted:
             raise Cancelled
         try:
-            return [np.asarray(output) for output in self.compiled.run(inputs)]
+            return self.compiled.run(inputs)
         except BaseException:
             self.cache.interrupted(first, end)
             raise
 
-    def step(self, tokens: Sequence[int], first: int = 0) -> Array:
-        """Logits `[row, vocab]` after one more token for each row; -1 leaves a row out. The quick way of `feed`."""
+    def decode(self, tokens: abc.Sequence[int], first: int = 0, sampling: Inputs | None = None) -> list[Pick]:
+        """What follows one more token of each row; -1 leaves a row out. The quick way of `prefill`."""
         rows = self.cache.tokens[first : first + len(tokens)]
+        sampling = self._sampling(len(tokens)) if sampling is None else sampling
         if self.cache.spec.lengths:
-            again = [
+            reread = [
                 i
                 for i, row in enumerate(rows)
                 if tokens[i] >= 0 and self.cache.spec.must_read_again(len(row), len(row) + 1)
             ]
-            if again:
-                return self._step_reading_again(tokens, again, first)
+            if reread:
+                return self._decode_rereading(tokens, reread, first, sampling)
         self.cache.reserve(max(len(row) for token, row in zip(tokens, rows, strict=True) if token >= 0) + 1)
         key = (first, len(tokens), self.cache.blocks)
-        if self._step[0] != key:
+        if self._step_rows != key or self._step_sampling is not sampling:
             shape, count = (len(tokens), 1), len(tokens)
-            given: dict[str, Any] = {"tokens": np.zeros(shape, np.int32), "positions": np.zeros(shape, np.int32)}
-            given["last_token_idx"] = np.arange(count, dtype=np.int32)
+            inputs: dict[str, Any] = {"tokens": np.zeros(shape, np.int32), "positions": np.zeros(shape, np.int32)}
+            inputs["last_token_idx"] = np.arange(count, dtype=np.int32)
             if self.cache.spec.lengths:
-                given["lengths"] = np.zeros(count, np.int32)
-            self._step = key, given | self.cache.rows(first, first + count)
-        inputs = self._step[1]
+                inputs["lengths"] = np.zeros(count, np.int32)
+            self._step_inputs = inputs | dict(sampling) | self.cache.rows(first, first + count)
+            self._step_rows, self._step_sampling = key, sampling
+        inputs = self._step_inputs
         for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
             if token >= 0:
-                self.cache.going_to_write(first + i, len(row), len(row) + 1)
+                self.cache.prepare_write(first + i, len(row), len(row) + 1)
             inputs["tokens"][i, 0] = max(token, 0)
             inputs["positions"][i, 0] = -1 if token < 0 else len(row)
             if self.cache.spec.lengths:
                 inputs["lengths"][i] = len(row) + 1
-        logits = self._call(inputs, first, first + len(tokens))[0]
+        outputs = self._call(inputs, first, first + len(tokens))
         for token, row in zip(tokens, rows, strict=True):
             if token >= 0:
                 row.append(token)
-        return logits
+        return self._picks(outputs)
 
-    def _step_reading_again(self, tokens: Sequence[int], again: Sequence[int], first: int) -> Array:
+    def _decode_rereading(
+        self, tokens: abc.Sequence[int], reread: abc.Sequence[int], first: int, sampling: Inputs
+    ) -> list[Pick]:
         """A step in which rows have become so long that all their keys turn by other frequencies (longrope)."""
-        others = [-1 if i in again else token for i, token in enumerate(tokens)]
-        read = {i: self.feed([[tokens[i]]], [len(self.cache.tokens[first + i])], first + i)[0] for i in again}
-        some = next(iter(read.values()))
-        logits = self.step(others, first) if max(others) >= 0 else np.empty((len(tokens), len(some)), some.dtype)
-        for i, found in read.items():
-            logits[i] = found
-        return logits
+        picks: dict[int, Pick] = {}
+        for i in reread:
+            of_row = {name: array[i : i + 1] for name, array in sampling.items()}
+            picks[i] = self.prefill([[tokens[i]]], [len(self.cache.tokens[first + i])], first + i, of_row)[0]
+        others = [-1 if i in reread else token for i, token in enumerate(tokens)]
+        if max(others) < 0:
+            return [picks.get(i, picks[reread[0]]) for i in range(len(tokens))]
+        return [picks.get(i, pick) for i, pick in enumerate(self.decode(others, first, sampling))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,49 +229,74 @@ class Logprob:
     top: list[tuple[int, float]]
 
 
-class Growing:
-    """One sequence while it grows: its prompt, what was picked, and the text of that up to a stop string."""
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How many tokens a completion took; `cached_tokens` of the prompt were known from an earlier call."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds up to the first token and from there to the last, and tokens per second."""
+
+    prompt_seconds: float
+    answer_seconds: float
+    prompt_per_second: float  # of tokens that were prefilled; cached ones cost nothing
+    answer_per_second: float  # of tokens after the first
+
+
+class Sequence:
+    """One sequence while it is generated: its prompt, its tokens, their text up to a stop string, and statistics."""
 
     def __init__(
-        self, prompt: Sequence[int], sampler: Sampler, *, limit: int, vocab: int, stop: Sequence[str] = (),
+        self, prompt: abc.Sequence[int], sampler: Sampler, *, limit: int, vocab: int, stop: abc.Sequence[str] = (),
         stop_ids: Iterable[int] = (), text: Stream | None = None, top: int = 0, asked: int | None = None,
     ) -> None:  # fmt: skip
         self.prompt = prompt
-        self.made: list[int] = []
+        self.tokens: list[int] = []  # generated
         self.sampler = sampler
-        self.limit = limit  # of tokens to make
+        self.limit = limit  # of tokens to generate
         self.asked = limit if asked is None else asked  # may be more than the context has room for
         self.vocab = vocab  # logits beyond it are padding
         self.text = ""
         self.logprobs: list[Logprob] | None = [] if top else None
-        self.finish_reason = ""  # as long as it grows
-        self.cached = 0  # tokens of the prompt that a cache had
-        self.began = self.answered = self.ended = 0.0
+        self.finish_reason = ""  # until it ends
+        self.cached = 0  # tokens of the prompt that came from a cache
+        self._started = self._first_token = self._last_token = 0.0  # clocks; 0: not yet
         self._stop, self._stop_ids = stop, frozenset(stop_ids)
         self._stream, self._top = text, top
         self._held = ""  # may turn out to be the start of a stop string
 
     def begin(self, cached: int) -> None:
         self.cached = cached
-        self.began = perf_counter()
+        self._started = perf_counter()
 
     def close(self) -> None:
-        """Its stream was closed; one that was still read has no answer, and took until now."""
-        if self.began and not self.answered:
-            self.ended = perf_counter()
+        """Its stream was closed; if that was during prefill there is no answer, and prefill took until now."""
+        if self._started and not self._first_token:
+            self._last_token = perf_counter()
 
-    def accept(self, logits: Array) -> str:
-        """Pick the next token; gives the text that is new and certain."""
-        if not self.answered:
-            self.answered = self.ended = perf_counter()
+    def accept(self, pick: Pick) -> str:
+        """Append the next token; returns the text that is new and certain."""
+        if not self._first_token:
+            self._first_token = self._last_token = perf_counter()
             if self.limit == 0:
                 return self._end("length")
-        logits = logits[: self.vocab]
-        token = self.sampler.pick(logits)
-        self.made.append(token)
+        token = pick.token
+        if token < 0:
+            raise no_token(pick.logits[: self.vocab])
+        self.sampler.accept(token)
+        self.tokens.append(token)
         if self.logprobs is not None:
-            self.logprobs.append(_logprob(logits, token, self._top))
-        self.ended = perf_counter()
+            self.logprobs.append(_logprob(pick.logits[: self.vocab], token, self._top))
+        self._last_token = perf_counter()
         if token in self._stop_ids:
             return self._end("stop")
         piece = "" if self._stream is None else self._stream.push(token)
@@ -240,16 +309,30 @@ class Growing:
             kept = max(_overlap(piece, s) for s in self._stop)
             piece, self._held = piece[: len(piece) - kept], piece[len(piece) - kept :]
         self.text += piece
-        return piece + self._end("length") if len(self.made) >= self.limit else piece
+        return piece + self._end("length") if len(self.tokens) >= self.limit else piece
 
     def _end(self, reason: str) -> str:
         self.finish_reason = reason
         if reason == "length" and self.asked > self.limit:
-            made = f"{self.limit} token{'s' * (self.limit != 1)}"
-            log.warning("the context is full: the text was cut after %s, max_tokens is %s", made, shown(self.asked))
+            count = f"{self.limit} token{'s' * (self.limit != 1)}"
+            log.warning("the context is full: the text was cut after %s, max_tokens is %s", count, shown(self.asked))
         last = self._held + ("" if self._stream is None else self._stream.flush())
         self.text += last
         return last
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(len(self.prompt), self.cached, len(self.tokens))
+
+    @property
+    def timings(self) -> Timings:
+        first = self._first_token or self._last_token  # 0 where a stream was closed during prefill
+        prefill, decode = first - self._started, self._last_token - first
+        prefilled = len(self.prompt) - self.cached if self._first_token else 0  # else how much is not known
+        decoded = max(len(self.tokens) - 1, 0)
+        return Timings(
+            prefill, decode, prefilled / prefill if prefill > 0 else 0.0, decoded / decode if decode > 0 else 0.0
+        )
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -262,45 +345,50 @@ def _logprob(logits: Array, token: int, count: int) -> Logprob:
     return Logprob(token, float(values[token]), [(i, float(values[i])) for i in most_likely(values, count)])
 
 
-def grow(decoder: Decoder, sequences: Sequence[Growing], store: CacheStore) -> Iterator[tuple[Growing, str]]:
-    """Grow sequences in the rows of a cache; (sequence, new text) for each token. Closing the iterator stops the work.
+def generate_loop(
+    decoder: Decoder, sequences: abc.Sequence[Sequence], store: CacheStore
+) -> Iterator[tuple[Sequence, str]]:
+    """Generate sequences in the rows of a cache: (sequence, new text) per token. Closing the iterator stops the work.
 
-    A cache of one row holds what is known of the prompt already; rows of a batch are filled from the store.
+    A cache of one row holds the cached prefix of the prompt already; rows of a batch are filled from the store.
     """
     waiting = deque(sorted(sequences, key=lambda s: -len(s.prompt)))
-    rows: list[Growing | None] = [None] * decoder.cache.batch
+    rows: list[Sequence | None] = [None] * decoder.cache.batch
+    sampling = BatchSampling()
     while True:
         for first, group in _admit(rows, waiting, decoder.cache, store):
-            logits = decoder.feed([s.prompt[s.cached :] for s in group], [s.cached for s in group], first)
-            for i, sequence in enumerate(group):
-                yield sequence, sequence.accept(logits[i])
+            draws = BatchSampling().draw([s.sampler for s in group])
+            picks = decoder.prefill([s.prompt[s.cached :] for s in group], [s.cached for s in group], first, draws)
+            for sequence, pick in zip(group, picks, strict=True):
+                yield sequence, sequence.accept(pick)
         live = [(row, s) for row, s in enumerate(rows) if s is not None and not s.finish_reason]
         rows = [None] * len(rows)
         for row, sequence in live:
             rows[row] = sequence
         if live:
-            first = live[0][0]
-            logits = decoder.step([-1 if s is None else s.made[-1] for s in rows[first : live[-1][0] + 1]], first)
+            first, end = live[0][0], live[-1][0] + 1
+            draws = sampling.draw([None if s is None else s.sampler for s in rows[first:end]])
+            picks = decoder.decode([-1 if s is None else s.tokens[-1] for s in rows[first:end]], first, draws)
             for row, sequence in live:
-                yield sequence, sequence.accept(logits[row - first])
+                yield sequence, sequence.accept(picks[row - first])
         elif not waiting:
             return
 
 
 def _admit(
-    rows: list[Growing | None], waiting: deque[Growing], cache: KvCache, store: CacheStore
-) -> Iterator[tuple[int, list[Growing]]]:
-    """Give free rows to those who wait: (first row, sequences), neighbours with about as much to read each."""
-    first, group = 0, list[Growing]()
-    for row, taken in enumerate(rows):
-        if taken is not None or not waiting:
+    rows: list[Sequence | None], waiting: deque[Sequence], cache: KvCache, store: CacheStore
+) -> Iterator[tuple[int, list[Sequence]]]:
+    """Assign waiting sequences to free rows: (first row, sequences), neighbours with about as much to prefill each."""
+    first, group = 0, list[Sequence]()
+    for row, occupant in enumerate(rows):
+        if occupant is not None or not waiting:
             continue
         sequence = waiting.popleft()
         rows[row] = sequence
-        if group and cache.gains(sequence.prompt, [s.prompt for s in group]):
-            yield first, group  # its beginning can then be copied instead of read
+        if group and cache.worth_waiting(sequence.prompt, [s.prompt for s in group]):
+            yield first, group  # its prefix can then be copied instead of prefilled
             group = []
-        sequence.begin(store.fill(cache, row, sequence.prompt) if len(rows) > 1 else len(cache.tokens[row]))
+        sequence.begin(store.restore_prefix(cache, row, sequence.prompt) if len(rows) > 1 else len(cache.tokens[row]))
         lengths = [len(s.prompt) - s.cached for s in (*group, sequence)]
         if group and (row != first + len(group) or max(lengths) * len(lengths) > WASTE * sum(lengths)):
             yield first, group

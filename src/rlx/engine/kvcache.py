@@ -47,7 +47,7 @@ class KvCache:
         self.spec = spec
         self._memory = memory  # of the device that decodes
         self.batch = batch
-        self.most = spec.layout.blocks(context)
+        self.max_blocks = spec.layout.blocks(context)
         self.blocks = 0
         self.buffers: dict[str, Any] = {}
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
@@ -57,7 +57,7 @@ class KvCache:
         self._reserved = self._reserve_pools()
         # of each row: up to which token keys turned by which frequencies, where RoPE depends on length
         self._turned: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(batch)]
-        self._least = [0] * batch  # tokens of a row that have to stay: what came before them may be overwritten
+        self._min_len = [0] * batch  # tokens of a row that have to stay: what came before them may be overwritten
         self._states = {name: (batch, *shape) for name, shape in spec.states}
         require("recurrent states", sum(map(math.prod, self._states.values())) * 4, hint="a smaller batch")
         self.buffers |= {name: memory.zeros(shape, np.dtype(np.float32)) for name, shape in self._states.items()}
@@ -71,7 +71,7 @@ class KvCache:
         needed = self.spec.layout.blocks(tokens)
         if needed <= self.blocks:
             return
-        blocks = min(max(needed, 2 * self.blocks, 4), self.most)
+        blocks = min(max(needed, 2 * self.blocks, 4), self.max_blocks)
         sizes = {window: min(blocks, self._most(window)) for window in self._tables}
         size = sum(self.batch * sizes[window] * self._page_bytes(window) for window in self._tables)
         require("KV cache", size, hint="a shorter context, a smaller batch, or cache='f16' or 'q8_0'")
@@ -109,7 +109,7 @@ class KvCache:
 
     def _most(self, window: int) -> int:
         """Blocks that a layer with a window, or without one (0), has at most."""
-        return min(ring_blocks(window, self.spec.layout), self.most) if window else self.most
+        return min(ring_blocks(window, self.spec.layout), self.max_blocks) if window else self.max_blocks
 
     def _grow(self, name: str, shape: tuple[int, ...]) -> None:
         """More pages; those that are there keep their numbers."""
@@ -140,7 +140,7 @@ class KvCache:
                     pages = self._some_pages(source.buffers[name], name, begin, begin + count)
                     self._memory.copy(pages, self._some_pages(self.buffers[name], name, to, to + count))
 
-    def going_to_write(self, row: int, start: int, end: int, length: int | None = None) -> None:
+    def prepare_write(self, row: int, start: int, end: int, length: int | None = None) -> None:
         """Positions `start` .. `end` of a row are about to be written; what rings hold in their places is gone.
 
         `length` is that of the sequence by which they turn: `end`, unless more of the prompt follows.
@@ -151,12 +151,12 @@ class KvCache:
             self._turn(row, start, end, self.spec.rope_of_length(end if length is None else length))
         assert not self._states or start in (0, len(self.tokens[row])), "a recurrent state cannot go back"
         if start == 0:
-            self._least[row] = 0
+            self._min_len[row] = 0
             for name in self._states:
                 self._memory.clear(self._memory.part(self.buffers[name], row))
         for window, capacity in self._rings.items():
             if end > capacity:
-                self._least[row] = max(self._least[row], end - capacity + window - 1)
+                self._min_len[row] = max(self._min_len[row], end - capacity + window - 1)
         self._own_pages(row, start, end)
 
     def _own_pages(self, row: int, start: int, end: int) -> None:
@@ -180,7 +180,7 @@ class KvCache:
     def shared(self, row: int, tokens: Sequence[int]) -> int:
         """How many tokens of a prompt a row can go on from, its last one excepted."""
         count = self._reach(self.tokens[row][: self._turned_for(row, len(tokens))], tokens)
-        return count if count >= self._least[row] else 0
+        return count if count >= self._min_len[row] else 0
 
     def _turned_for(self, row: int, length: int) -> int | None:
         """How many tokens of a row have the keys of a sequence of this length; None: all of them."""
@@ -231,7 +231,7 @@ class KvCache:
             part = self._memory.part
             self._memory.copy(part(source.buffers[name], source_row), part(self.buffers[name], row))
         self.tokens[row] = source.tokens[source_row][:count]
-        self._least[row] = source._least[source_row]
+        self._min_len[row] = source._min_len[source_row]
         self._turned[row] = _cut(source._turned[source_row], count)
 
     def best_row(self, tokens: Sequence[int]) -> tuple[int, int]:
@@ -240,7 +240,7 @@ class KvCache:
         best = max(range(self.batch), key=shared.__getitem__)
         return best, shared[best]
 
-    def gains(self, tokens: Sequence[int], unread: Sequence[Sequence[int]]) -> bool:
+    def worth_waiting(self, tokens: Sequence[int], unread: Sequence[Sequence[int]]) -> bool:
         """Whether a prompt would find much more in this cache once the `unread` ones are in it."""
         same_rope = [p for p in unread if self.spec.rope_of_length(len(p)) == self.spec.rope_of_length(len(tokens))]
         later = max((self._reach(prompt, tokens) for prompt in same_rope), default=0)
@@ -264,10 +264,10 @@ class KvCache:
 
 
 class CacheStore:
-    """Caches of single sequences. A call takes one out, so it has it to itself, and gives it back when it ends.
+    """Caches of single sequences. A call acquires one for itself, and releases it when it ends.
 
     That may be in the garbage collector, at any place of any thread, and so also where this thread has the lock.
-    Hence `give` never waits for it: it leaves the cache where whoever has the lock next puts it in order.
+    Hence `release` never waits for it: it leaves the cache where whoever has the lock next puts it in order.
     """
 
     def __init__(self, spec: KvCacheSpec, context: int, memory: Allocator = HOST) -> None:
@@ -287,7 +287,7 @@ class CacheStore:
             self._made.add(cache)
         return cache
 
-    def take(self, tokens: Sequence[int]) -> KvCache:
+    def acquire(self, tokens: Sequence[int]) -> KvCache:
         """A cache for a prompt that holds as much of it as is known; never its last token, whose logits count."""
         found, shared = self._best(tokens)
         if found is not None and 2 * shared >= len(found.tokens[0]):
@@ -298,10 +298,10 @@ class CacheStore:
         if found is not None:
             if shared >= WORTH_COPYING:
                 cache.copy_row(0, found, 0, shared)
-            self.give(found)
+            self.release(found)
         return cache
 
-    def fill(self, cache: KvCache, row: int, tokens: Sequence[int]) -> int:
+    def restore_prefix(self, cache: KvCache, row: int, tokens: Sequence[int]) -> int:
         """Copy what is known of a prompt into a row of a batch; gives how many tokens that are."""
         near, best = cache.best_row(tokens)
         found, shared = self._best(tokens)
@@ -312,7 +312,7 @@ class CacheStore:
         else:
             cache.tokens[row] = []
         if found is not None:
-            self.give(found)
+            self.release(found)
         return len(cache.tokens[row])
 
     def _best(self, tokens: Sequence[int]) -> tuple[KvCache | None, int]:
@@ -325,7 +325,7 @@ class CacheStore:
                 return None, 0
             return self._kept.pop(best), shared[best]
 
-    def give(self, cache: KvCache) -> None:
+    def release(self, cache: KvCache) -> None:
         """Keep a cache for later prompts; the oldest ones go, and those that are the beginning of this one."""
         if not cache.tokens[0]:
             return
@@ -338,13 +338,13 @@ class CacheStore:
             finally:
                 self._lock.release()
 
-    def give_rows(self, batch: KvCache) -> None:
+    def release_rows(self, batch: KvCache) -> None:
         """Keep copies of the longest rows of a batch, without the memory of the others."""
         for row in sorted(range(batch.batch), key=lambda r: len(batch.tokens[r]))[-KEPT:]:
             if batch.tokens[row]:
                 cache = self.new(1)
                 cache.copy_row(0, batch, row, len(batch.tokens[row]))
-                self.give(cache)
+                self.release(cache)
 
     def _sort_in(self) -> None:
         """Put caches that were given back in order; the lock is held."""

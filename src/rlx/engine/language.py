@@ -12,7 +12,10 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.engine import generate as generation
-from rlx.engine.generate import Cancel, Cancelled, Decoder, Growing, Logprob, grow
+from rlx.engine.generate import Cancel, Cancelled, Decoder, Logprob, generate_loop
+from rlx.engine.generate import Sequence as TokenSequence
+from rlx.engine.generate import Timings as Timings
+from rlx.engine.generate import Usage as Usage
 from rlx.engine.kvcache import CacheStore
 from rlx.engine.load_settings import whole
 from rlx.engine.model import NOTHING, Model
@@ -25,35 +28,13 @@ from rlx.runtime.compiled import CompiledGraph
 from rlx.types import TensorType, sym
 
 if TYPE_CHECKING:
+    from rlx.flow.flow import BuiltModel
     from rlx.formats.chat import ChatTemplate
 
 Messages = Sequence[Mapping[str, Any]]
 MAX_CHARS = 256  # of messages, for each token of the context: templates leave some of them out, but not that many
 SHORT = 64  # characters of a text that no template finds too long
 LOGIT_BYTES = 64 << 20  # of one call of `logits`, beside the result
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """How many tokens a completion took; `cached_tokens` of the prompt were known from an earlier call."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-
-    @property
-    def total_tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Seconds up to the first token and from there to the last, and tokens a second."""
-
-    prompt_seconds: float
-    answer_seconds: float
-    prompt_per_second: float  # of tokens that were read; known ones cost nothing
-    answer_per_second: float  # of tokens after the first
 
 
 @dataclass(frozen=True)
@@ -79,7 +60,7 @@ class TextStream(Iterator[str]):
     `completion` is there when the stream has ended or was closed.
     """
 
-    def __init__(self, model: LanguageModel, sequence: Growing) -> None:
+    def __init__(self, model: LanguageModel, sequence: TokenSequence) -> None:
         self._model = model
         self._sequence = sequence
         self._cancel = Cancel()
@@ -108,12 +89,12 @@ class TextStream(Iterator[str]):
         self.close()
 
 
-def _pieces(model: LanguageModel, sequence: Growing, cancel: Cancel) -> Generator[str, None, None]:
+def _pieces(model: LanguageModel, sequence: TokenSequence, cancel: Cancel) -> Generator[str, None, None]:
     """Not a method: it would hold the stream, and one that is left by `break` would not end there."""
     try:
         model._check_usable()  # again: much may have happened since the stream was asked for
         with model._decoder([sequence], cancel) as decoder, suppress(Cancelled):
-            for _, piece in grow(decoder, [sequence], model.caches):
+            for _, piece in generate_loop(decoder, [sequence], model.caches):
                 if piece:
                     yield piece
     finally:
@@ -124,6 +105,13 @@ class LanguageModel(Model):
     """A decoder. Calls from several threads have a cache each; the last ones are kept for prompts that begin alike."""
 
     caches: CacheStore
+
+    def _build(self, capture: Sequence[str] | None = None) -> BuiltModel:
+        """The graph of a model that is served samples too."""
+        from rlx.engine.sampled_graph import with_sampler  # a warm start builds no graph
+
+        built = super()._build(capture)
+        return with_sampler(built, self.vocab_size) if capture is None else built
 
     # -- parts --
     @cached_property
@@ -205,8 +193,8 @@ class LanguageModel(Model):
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         places = [f"generate: prompt {i}" for i in range(len(prompt))] if many else ["generate"]
         tokens = [self.prompt_ids(p, where) for p, where in zip(prompt if many else [prompt], places, strict=True)]
-        made = self._complete([self._growing(t, settings, w) for t, w in zip(tokens, places, strict=True)])
-        return made if many else made[0]
+        completions = self._complete([self._new_sequence(t, settings, w) for t, w in zip(tokens, places, strict=True)])
+        return completions if many else completions[0]
 
     def chat(
         self, messages: str | Messages, *, max_tokens: int | None = 256, stop: str | Sequence[str] = (),
@@ -215,7 +203,7 @@ class LanguageModel(Model):
         """The answer to a message, or to a conversation, through the model's chat template."""
         self._check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
-        return self._complete([self._growing(self.chat_tokens(messages), settings, "chat", answer=True)])[0]
+        return self._complete([self._new_sequence(self.chat_tokens(messages), settings, "chat", answer=True)])[0]
 
     def stream(
         self, prompt: str | Sequence[int] | Messages, *, chat: bool = False, max_tokens: int | None = 256,
@@ -229,7 +217,7 @@ class LanguageModel(Model):
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         spoken = _is_talk(prompt) or (chat and isinstance(prompt, str))
         tokens = self.chat_tokens(prompt) if spoken else self.prompt_ids(prompt, "stream")  # type: ignore[arg-type]
-        return TextStream(self, self._growing(tokens, settings, "stream", answer=chat or spoken))
+        return TextStream(self, self._new_sequence(tokens, settings, "stream", answer=chat or spoken))
 
     def logits(self, prompt: str | Sequence[int]) -> Array:
         """[seq, vocab]: the logits after each token of the prompt."""
@@ -249,7 +237,9 @@ class LanguageModel(Model):
             parts = decoder.run([piece], [at], every, more=given, lengths=[len(ids)])
             # The values of stages are [batch, seq, ...]; what comes after the picking of tokens is [seq, ...].
             types = compiled.signature.outputs
-            parts = [a[0] if _has_rows(t) else a for a, t in zip(parts, types, strict=True)]
+            if decoder.samples:
+                parts, types = parts[:-2], types[:-2]  # the next tokens and their log-probabilities
+            parts = [np.asarray(a)[0] if _has_rows(t) else np.asarray(a) for a, t in zip(parts, types, strict=True)]
             if not found:
                 size = sum(a[:1].nbytes for a in parts) * len(ids)
                 require(f"the values of {len(ids)} tokens", size, hint="fewer tokens, or fewer stages")
@@ -271,7 +261,7 @@ class LanguageModel(Model):
             )
         return tokens
 
-    def _growing(self, tokens: list[int], settings: _Settings, where: str, answer: bool = False) -> Growing:
+    def _new_sequence(self, tokens: list[int], settings: _Settings, where: str, answer: bool = False) -> TokenSequence:
         self._fitting(tokens, settings.max_tokens, where)
         tokenizer = self.checkpoint.tokenizer
         room = self.context - len(tokens)
@@ -280,45 +270,39 @@ class LanguageModel(Model):
             # An answer begins a text of its own; a continuation keeps the space before its first word.
             continues = not answer and not tokenizer.special_ids.issuperset(tokens)
             text, stop_ids = tokenizer.stream(skip_special=True, continues=continues), frozenset(tokenizer.stop_ids)
-        return Growing(
-            tokens, Sampler(settings.sampling, tokens, self.vocab_size), vocab=self.vocab_size, text=text,
+        sampler = Sampler(settings.sampling, tokens, self.vocab_size, scored=settings.logprobs > 0)
+        return TokenSequence(
+            tokens, sampler, vocab=self.vocab_size, text=text,
             limit=room if settings.max_tokens is None else min(settings.max_tokens, room),
             asked=settings.max_tokens, stop=settings.stop, stop_ids=stop_ids, top=settings.logprobs,
         )  # fmt: skip
 
     @contextmanager
-    def _decoder(self, sequences: Sequence[Growing], cancel: Cancel | None = None) -> Iterator[Decoder]:
+    def _decoder(self, sequences: Sequence[TokenSequence], cancel: Cancel | None = None) -> Iterator[Decoder]:
         """A decoder for some sequences; what its cache holds at the end is kept for later."""
         compiled = self.compiled
         if len(sequences) > 1:
             batch = self.caches.new(min(len(sequences), generation.ROWS))
             yield Decoder(compiled, batch, cancel)
             with suppress(ResourceError):  # the answers are there
-                self.caches.give_rows(batch)
+                self.caches.release_rows(batch)
             return
-        cache = self.caches.take(sequences[0].prompt)
+        cache = self.caches.acquire(sequences[0].prompt)
         try:
             yield Decoder(compiled, cache, cancel)
         finally:
-            self.caches.give(cache)
+            self.caches.release(cache)
 
-    def _complete(self, sequences: list[Growing]) -> list[Completion]:
+    def _complete(self, sequences: list[TokenSequence]) -> list[Completion]:
         with self._decoder(sequences) as decoder:
-            for _ in grow(decoder, sequences, self.caches):
+            for _ in generate_loop(decoder, sequences, self.caches):
                 pass
         return [self._completion(s) for s in sequences]
 
-    def _completion(self, s: Growing) -> Completion:
-        answered = s.answered or s.ended  # 0 where a stream was closed while its prompt was read
-        reading, writing = answered - s.began, s.ended - answered
-        read = len(s.prompt) - s.cached if s.answered else 0  # what was read of it is not known
-        written = max(len(s.made) - 1, 0)
+    def _completion(self, s: TokenSequence) -> Completion:
         return Completion(
-            s.text, s.made, s.finish_reason or "closed", Usage(len(s.prompt), s.cached, len(s.made)),
-            Timings(
-                reading, writing, read / reading if reading > 0 else 0.0, written / writing if writing > 0 else 0.0
-            ),
-            s.sampler.seed, self.fingerprint(s.sampler.seed), s.logprobs,
+            s.text, s.tokens, s.finish_reason or "closed", s.usage, s.timings, s.sampler.seed,
+            self.fingerprint(s.sampler.seed), s.logprobs,
         )  # fmt: skip
 
 

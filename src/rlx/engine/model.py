@@ -155,9 +155,9 @@ class Model:
         recipe = ModelRecipe(self.name, lambda: flow.profile(self.profile))
         return (recipe if self._patch is None else recipe.patch(self._patch)).assemble()
 
-    def _build(self, capture: Sequence[str] = ()) -> BuiltModel:
-        """A graph of the model; stages that match a pattern are outputs too."""
-        return self.flow.build(self.checkpoint.weights, list(capture))
+    def _build(self, capture: Sequence[str] | None = None) -> BuiltModel:
+        """The graph that is served, or one that gives the captured values."""
+        return self.flow.build(self.checkpoint.weights, capture or ())
 
     def _compile(self, built: BuiltModel) -> CompiledGraph:
         """Code of one of its graphs, with the model's weights in place."""

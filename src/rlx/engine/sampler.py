@@ -1,4 +1,4 @@
-"""Picking the next token: bias and penalties, then temperature, top-k, top-p, min-p, in the order of Hugging Face.
+"""Settings of sampling, checked, and the operands by which the op `sample_tokens` picks the tokens of a batch.
 
 Temperature 0 is the plain argmax, the lowest id among equals. What is picked depends on the logits, on what came
 before and on the seed alone.
@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from rlx import sampling
 from rlx.arrays import Array
+from rlx.dtypes import dtype
 from rlx.errors import KernelError, RequestError, nearest, shortened
-from rlx.sampling import highest_places
+from rlx.sampling import NO_TOKEN, highest_places
 from rlx.sampling import log_probabilities as log_probabilities
 
 MOST = 1e30  # of bias and penalties: what float32 holds even when they come together
@@ -131,67 +131,102 @@ def _is_index(value: Any) -> bool:
 
 
 class Sampler:
-    """Picks the tokens of one sequence; its random numbers depend on the seed alone."""
+    """The sampling state of one sequence: settings, random numbers that depend on the seed alone, and a history."""
 
-    def __init__(self, settings: Sampling, prompt: Sequence[int] = (), vocab: int | None = None) -> None:
+    def __init__(
+        self, settings: Sampling, prompt: Sequence[int] = (), vocab: int | None = None, scored: bool = False
+    ) -> None:
         self.settings = settings
+        self.scored = scored  # whether somebody reads log-probabilities
         for token in settings.logit_bias:
             if vocab is not None and not 0 <= token < vocab:
                 raise RequestError(f"sampling: logit_bias has token {shown(token)}, the vocabulary has {vocab} tokens")
         self.seed = _fresh_seed() if settings.seed is None else int(settings.seed)
-        self._greedy = not settings.temperature
-        self._random = None if self._greedy else np.random.Generator(np.random.Philox(self.seed))
-        self._bias = (
-            np.array(list(settings.logit_bias), np.int64),
-            np.array([*settings.logit_bias.values()], np.float32),
-        )
-        self._repeats = settings.repetition_penalty != 1
-        self._counts = bool(settings.frequency_penalty or settings.presence_penalty)
-        self._plain = not (self._repeats or self._counts or settings.logit_bias)
-        # Token -> how often it was picked. A prompt may have ids beyond the vocabulary, which are never picked.
-        self._seen = {t: 0 for t in prompt if vocab is None or t < vocab} if self._repeats else {}
+        self._random = np.random.Generator(np.random.Philox(self.seed)) if settings.temperature else None
+        repeats = settings.repetition_penalty != 1
+        self._keeps_history = bool(repeats or settings.frequency_penalty or settings.presence_penalty)
+        self.history = list(dict.fromkeys(prompt)) if repeats else []  # tokens that penalties count
+        self.prompt_length = len(self.history)
 
-    def pick(self, logits: Array) -> int:
-        """The next token; logits are `[vocab]`, float32."""
-        adjusted = logits if self._plain else self._adjusted(logits)
-        if self._greedy:
-            token = int(adjusted.argmax())
-            chosen = adjusted[token]
-            if not -math.inf < chosen < math.inf:
-                raise _no_numbers(float(chosen))
-        else:
-            token = self._draw(adjusted)
-        if not self._plain:
-            self._seen[token] = self._seen.get(token, 0) + 1
-        return token
+    def uniform(self) -> float:
+        """The random number of the next token; greedy ones need none."""
+        return 0.0 if self._random is None else self._random.random()
 
-    def _adjusted(self, logits: Array) -> Array:
-        """Bias, then penalties."""
-        s = self.settings
-        result = logits.astype(np.float32)
-        tokens, values = self._bias
-        result[tokens] += values
-        if self._seen:
-            seen, counts = (np.fromiter(of, np.int64, len(self._seen)) for of in (self._seen, self._seen.values()))
-            sampling.penalise(
-                result, seen, counts, repetition=s.repetition_penalty, frequency=s.frequency_penalty,
-                presence=s.presence_penalty,
-            )  # fmt: skip
-        return result
-
-    def _draw(self, adjusted: Array) -> int:
-        tokens, weights = candidates(adjusted, self.settings)
-        assert self._random is not None
-        at = sampling.place(weights, self._random.random())
-        return at if tokens is None else int(tokens[at])
+    def accept(self, token: int) -> None:
+        """A token was picked."""
+        if self._keeps_history:
+            self.history.append(token)
 
 
-def candidates(logits: Array, s: Sampling) -> tuple[Array | None, Array]:
-    """The tokens that may be picked (None: all of them) and how likely each is, up to a common factor."""
-    highest = logits.max()
-    if not -math.inf < highest < math.inf:
-        raise _no_numbers(float(highest))
-    return sampling.candidates(logits, temperature=s.temperature or 0.0, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
+# Operands of `sample_tokens` after the logits, in its order: element type, and what the second axis counts.
+OPERANDS: dict[str, tuple[str, str | None]] = {
+    "uniform": ("f64", None), "temperature": ("f32", None), "top_k": ("i32", None), "top_p": ("f64", None),
+    "min_p": ("f32", None), "history": ("i32", "history"), "prompt_length": ("i32", None),
+    "repetition_penalty": ("f32", None), "frequency_penalty": ("f32", None), "presence_penalty": ("f32", None),
+    "bias_tokens": ("i32", "bias"), "bias": ("f32", "bias"), "scored": ("i32", None),
+}  # fmt: skip
+GREEDY = Sampling()
+HISTORY_STEP = 256  # a history grows by so many tokens at once: another width is another shape to bind
+
+
+def operand_input(name: str) -> str:
+    """The input of a decoder's graph that is an operand of its sampler."""
+    return f"sampling.{name}"
+
+
+class BatchSampling:
+    """The operands of `sample_tokens` for the sequences of a batch, in arrays that steps reuse."""
+
+    def __init__(self) -> None:
+        self._samplers: tuple[Sampler | None, ...] = ()
+        self._arrays: dict[str, Array] = {}
+        self._written: list[int] = []  # tokens of each history that its array holds
+
+    def draw(self, samplers: Sequence[Sampler | None]) -> dict[str, Array]:
+        """Inputs of the next call, with a random number per row; None is a row that nobody reads."""
+        rows = tuple(samplers)
+        longest = max((len(s.history) for s in rows if s is not None), default=0)
+        if rows != self._samplers or longest > self._arrays[operand_input("history")].shape[1]:
+            self._allocate(rows, longest)
+        uniform, history = (self._arrays[operand_input(name)] for name in ("uniform", "history"))
+        for row, sampler in enumerate(rows):
+            if sampler is not None:
+                uniform[row] = sampler.uniform()
+                tokens, written = sampler.history, self._written[row]
+                if written < len(tokens):
+                    history[row, written : len(tokens)] = tokens[written:]
+                    self._written[row] = len(tokens)
+        return self._arrays
+
+    def _allocate(self, rows: tuple[Sampler | None, ...], longest: int) -> None:
+        settings = [GREEDY if s is None else s.settings for s in rows]
+        widths = {"history": -(-longest // HISTORY_STEP) * HISTORY_STEP}
+        widths["bias"] = max(len(s.logit_bias) for s in settings)
+        arrays: dict[str, Array] = {}
+        for name, (kind, width) in OPERANDS.items():
+            shape = (len(rows),) if width is None else (len(rows), widths[width])
+            arrays[name] = np.zeros(shape, dtype(kind).numpy)
+        arrays["history"][:] = arrays["bias_tokens"][:] = NO_TOKEN
+        for row, (sampler, s) in enumerate(zip(rows, settings, strict=True)):
+            for name in ("top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+                arrays[name][row] = getattr(s, name)
+            arrays["temperature"][row] = s.temperature or 0.0
+            arrays["top_k"][row] = min(s.top_k, 2**31 - 1)
+            arrays["scored"][row] = sampler is not None and sampler.scored
+            arrays["prompt_length"][row] = 0 if sampler is None else sampler.prompt_length
+            arrays["bias_tokens"][row, : len(s.logit_bias)] = list(s.logit_bias)
+            arrays["bias"][row, : len(s.logit_bias)] = list(s.logit_bias.values())
+        self._samplers, self._written = rows, [0] * len(rows)
+        self._arrays = {operand_input(name): array for name, array in arrays.items()}
+
+
+def no_token(logits: Array) -> RequestError | KernelError:
+    """Why the sampler found no token to pick from these logits."""
+    highest = float(logits.max())
+    if highest < math.inf:
+        return RequestError("sampling: no token is left to pick", hint="logit_bias bans them all")
+    hint = "the file may be damaged (rlx verify), or what is kept of it for fast starts (rlx cache --verify)"
+    return KernelError(f"sampling: the highest logit of the model is {highest}", hint=hint)
 
 
 def most_likely(values: Array, count: int) -> list[int]:
@@ -206,10 +241,3 @@ def _fresh_seed() -> int:
     entropy = np.random.SeedSequence().entropy
     assert isinstance(entropy, int)
     return entropy % 2**63
-
-
-def _no_numbers(highest: float) -> RequestError | KernelError:
-    if highest == -math.inf:
-        return RequestError("sampling: no token is left to pick", hint="logit_bias bans them all")
-    hint = "the file may be damaged (rlx verify), or what is kept of it for fast starts (rlx cache --verify)"
-    return KernelError(f"sampling: the highest logit of the model is {highest}", hint=hint)

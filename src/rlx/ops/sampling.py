@@ -1,7 +1,7 @@
 """Sampling: from the logits of a row to its next token.
 
-Penalties come first, then temperature, top-k, top-p and min-p, in the order of Hugging Face. `rlx/sampling.py` says
-what that means on NumPy arrays.
+Bias and penalties come first, then temperature, top-k, top-p and min-p, in the order of Hugging Face.
+`rlx/sampling.py` says what that means on NumPy arrays.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from rlx.dtypes import F32, I32
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.ir.independence import never
 from rlx.ir.registry import f32, i32, op, sample
-from rlx.sampling import candidates, log_probabilities, penalise, place
+from rlx.sampling import MAX_VOCAB, NO_TOKEN, candidates, log_probabilities, penalise, place
 from rlx.types import Size, TensorType, require_equal
-
-NO_TOKEN = -1  # the pick of a row whose highest logit is not finite
 
 
 def _sample_tokens(
     logits: Any, uniform: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, allowed: Any, history: Any,
-    prompt_length: Any, repetition_penalty: Any, frequency_penalty: Any, presence_penalty: Any,
+    prompt_length: Any, repetition_penalty: Any, frequency_penalty: Any, presence_penalty: Any, bias_tokens: Any,
+    bias: Any, scored: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     tokens, scores = np.full(len(logits), NO_TOKEN, np.int32), np.full(len(logits), np.nan, np.float32)
     for row, raw in enumerate(logits.astype(np.float32)):
         adjusted = raw.copy()
         if allowed is not None:
             adjusted[~_bits(allowed[row], len(raw))] = -np.inf
+        if bias is not None:
+            valid = (bias_tokens[row] >= 0) & (bias_tokens[row] < len(raw))
+            np.add.at(adjusted, bias_tokens[row][valid].astype(np.int64), bias[row][valid].astype(np.float32))
         if history is not None:
             distinct, counts = _occurrences(history[row], int(prompt_length[row]), len(raw))
             penalise(
@@ -46,6 +48,8 @@ def _sample_tokens(
             )  # fmt: skip
             at = place(weights, float(uniform[row]))
             tokens[row] = at if found is None else found[at]
+        if scored is not None and not scored[row]:
+            continue
         with np.errstate(invalid="ignore"):
             scores[row] = log_probabilities(raw)[tokens[row]]
     return tokens, scores
@@ -86,6 +90,11 @@ _PENALTIES = (f32(3, low=0.5, high=2), f32(3, low=-1, high=1), f32(3, low=-1, hi
             *_ROWS, f32(3, low=0.5, high=2), i32(3, low=0, high=1), f32(3, low=0.5, high=1), f32(3, low=0, high=0),
             None, i32(3, 9, low=0, high=99), i32(3, low=0, high=9), *_PENALTIES,
         ),
+        sample(
+            *_ROWS, f32(3, low=0.5, high=2), i32(3, low=0, high=1), f32(3, low=0.5, high=1), f32(3, low=0, high=0),
+            None, None, None, None, None, None, i32(3, 40, low=0, high=320), f32(3, 40, low=-5, high=5),
+            i32(3, low=0, high=2),
+        ),
     ],
 )  # fmt: skip
 def sample_tokens(
@@ -101,22 +110,30 @@ def sample_tokens(
     repetition_penalty: TensorType | None = None,
     frequency_penalty: TensorType | None = None,
     presence_penalty: TensorType | None = None,
+    bias_tokens: TensorType | None = None,
+    bias: TensorType | None = None,
+    scored: TensorType | None = None,
 ) -> tuple[TensorType, TensorType]:
     """The next token of each row of logits `[rows, vocab]`, and the log-probability that the logits alone give it.
 
     Settings are arrays `[rows]`. Temperature 0 picks the highest logit, the lowest id among equals; else the token is
-    where the running sum of weights, in order of ids, passes `uniform` (from 0, below 1) of the whole. Kept are the
+    where the running sum of weights, in order of ids, passes `uniform` (from 0, below 1) of the total. Kept are the
     `top_k` highest (0: all; equals of the last stay), of these the fewest that weigh `top_p`, of these those that
-    weigh `min_p` of the heaviest. Numbers are computed in f32 and added up in f64, `uniform` and `top_p` are best f64.
+    weigh `min_p` of the heaviest. Weights are integers, 2^42 for the highest logit, so their sums are exact and tokens
+    the same on every device; `uniform` and `top_p` are best f64.
 
-    `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. `history`:
-    tokens `[rows, n]`, any order, the first `prompt_length` of a row the prompt's; ids outside the vocabulary are
-    padding. The repetition penalty counts them all, frequency and presence those after the prompt. A row whose highest
-    logit is not finite, or that has no token left, gives token -1 and NaN.
+    `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. `bias` is
+    added to the logits of `bias_tokens`, both `[rows, m]`. `history`: tokens `[rows, n]`, any order, the first
+    `prompt_length` of a row the prompt's. The repetition penalty counts them all, frequency and presence those after
+    the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has no token
+    left, gives token -1 and NaN. Where the integer `scored` of a row is 0, the log-probability is NaN and costs
+    nothing.
     """
     if logits.rank != 2 or logits.shape[1] == 0:
         raise ShapeError(f"sample_tokens: logits are [rows, vocab], found {logits}")
     rows, vocab = logits.shape
+    if isinstance(vocab, int) and vocab > MAX_VOCAB:
+        raise ShapeError(f"sample_tokens: {vocab} tokens, at most {MAX_VOCAB} have sums of weights that are exact")
     _check("logits", logits, logits.shape, integers=False)
     for name, setting in (
         ("uniform", uniform), ("temperature", temperature), ("top_p", top_p), ("min_p", min_p),
@@ -136,10 +153,18 @@ def sample_tokens(
             raise GraphError(f"sample_tokens: {there} is given, {missing} is not", hint="history comes with penalties")
         if penalty is not None:
             _check(name, penalty, (rows,), integers=name == "prompt_length")
-    if history is not None:
-        if history.rank != 2:
-            raise ShapeError(f"sample_tokens: history is [rows, tokens], found {history}")
-        _check("history", history, (rows, history.shape[1]), integers=True)
+    if scored is not None:
+        _check("scored", scored, (rows,), integers=True)
+    if (bias is None) != (bias_tokens is None):
+        missing, present = ("bias", "bias_tokens") if bias is None else ("bias_tokens", "bias")
+        raise GraphError(f"sample_tokens: {present} is given, {missing} is not", hint="a bias comes with its tokens")
+    for name, tokens in (("history", history), ("bias_tokens", bias_tokens)):
+        if tokens is not None:
+            if tokens.rank != 2:
+                raise ShapeError(f"sample_tokens: {name} is [rows, tokens], found {tokens}")
+            _check(name, tokens, (rows, tokens.shape[1]), integers=True)
+    if bias is not None and bias_tokens is not None:
+        _check("bias", bias, bias_tokens.shape, integers=False)
     return TensorType((rows,), I32), TensorType((rows,), F32)
 
 

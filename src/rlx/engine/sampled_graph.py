@@ -1,0 +1,43 @@
+"""The decoder's graph with the sampler behind its logits: each call picks the next token of every row.
+
+Settings, random numbers and histories are inputs (`sampler.BatchSampling` fills them); tokens and their
+log-probabilities are the last two outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rlx.engine.sampler import OPERANDS, operand_input
+from rlx.flow.flow import BuiltModel
+from rlx.ir.graph import Value
+from rlx.ir.rewrite import rebuild
+
+OUTPUTS = ("next_token", "next_logprob")
+
+
+def with_sampler(built: BuiltModel, vocab: int) -> BuiltModel:
+    """The same model that also samples from its logits `[picked, vocab]`, of which those beyond `vocab` are padding.
+
+    A model whose main output is not such logits stays as it is, and cannot generate.
+    """
+    main = built.module.outputs[0]
+    if len(main.shape) != 2 or not main.dtype.is_float or not isinstance(main.shape[1], int):
+        return built
+    copy = rebuild(built.module, lambda rewriter, node: None, made_by="")
+    outputs = [copy.nodes[value.node.id][value.index] for value in built.module.outputs]
+    logits = outputs[0] if main.shape[1] <= vocab else outputs[0][:, :vocab]
+    rows = main.shape[0]
+    operands: dict[str, Value] = {}
+    for name, (kind, width) in OPERANDS.items():
+        shape = (rows,) if width is None else (rows, f"sampling_{width}")
+        operands[name] = copy.input(operand_input(name), shape, kind)
+    picked = copy.build("sample_tokens", [logits, *_in_order(operands)], {}).results
+    copy.set_outputs([*outputs, *picked])
+    return replace(built, module=copy, output_names=[*built.output_names, *OUTPUTS])
+
+
+def _in_order(operands: dict[str, Value]) -> list[Value | None]:
+    """As the op takes them. No caller restricts tokens by a mask: a ban is a bias of -inf."""
+    before, after = list(operands.values())[:5], list(operands.values())[5:]
+    return [*before, None, *after]
