@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +20,10 @@ import pytest
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 WAIT = 60.0  # seconds for an answer
+# The browser reads commands from descriptor 3 and answers on 4.
+PLACE = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+)
 
 
 class Browser:
@@ -35,18 +40,9 @@ class Browser:
         ]  # fmt: skip
         assert CHROMIUM is not None
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (read_end, write_end)]
-
-        def place() -> None:  # the browser reads commands from descriptor 3 and answers on 4
-            os.dup2(ends[0], 3)
-            os.dup2(ends[1], 4)
-
-        self.process = subprocess.Popen(
-            [CHROMIUM, *options],
-            preexec_fn=place,
-            close_fds=False,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        command = [sys.executable, "-ISc", PLACE, *map(str, ends), CHROMIUM, *options]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(command, pass_fds=ends, **quiet)
         for end in ends:
             os.close(end)
         os.close(read_end)

@@ -2,7 +2,7 @@
 // The explorer: columns of rows, of which only those on screen are in the document. All text of a graph goes through
 // textContent. Rows are numbered in the order of the tree; `inside` is how many rows follow that belong to one.
 const data = JSON.parse(document.getElementById('data').textContent);
-const ROW = 20, SPARE = 12;
+const ROW = 20, SPARE = 8;
 const OPENS = 1, IS_OPEN = 2, IS_FOLD = 4, NEW = 8, GONE = 16, IS_STAGE = 32;
 const narrow = matchMedia('(max-width: 700px)');
 
@@ -23,33 +23,50 @@ function button(text, label, action) {
 // -- columns ----------------------------------------------------------------------------------------------------------
 class Column {
   constructor(given, number) {
-    Object.assign(this, given);
     this.number = number;
-    this.count = this.text.length;
-    this.open = Uint8Array.from(this.flags, f => (f & IS_OPEN) ? 1 : 0);
-    this.linked = new Uint8Array(this.count);
-    this.linkedBefore = new Int32Array(this.count + 1);
-    this.hit = new Uint8Array(this.count);
-    this.hitBefore = new Int32Array(this.count + 1);
-    this.parent = new Int32Array(this.count).fill(-1);
-    const around = [];
-    for (let row = 0; row < this.count; row++) {
-      around.length = this.depth[row];
-      this.parent[row] = this.depth[row] ? around[this.depth[row] - 1] : -1;
-      around[this.depth[row]] = row;
-    }
-    this.longest = Math.max(0, ...Object.values(this.micros));
-    this.widest = 0;
-    for (let row = 0; row < this.count; row++) {
-      const width = this.text[row].length + 1.5 * this.depth[row] + (this.note[row] ? this.note[row].length + 3 : 0);
-      if (width > this.widest) this.widest = width;
-    }
     this.active = 0;
     this.drawn = new Map();
     this.spare = [];
+    this.linkedRows = [];
+    this.take(given);
     this.build();
     this.lay();
   }
+
+  // Rows, and what is known of each of them.
+  take(given) {
+    Object.assign(this, given);
+    const count = this.count = this.text.length;
+    this.open = Uint8Array.from(this.flags, f => (f & IS_OPEN) ? 1 : 0);
+    this.linked = new Uint8Array(count);
+    this.linkedBefore = new Int32Array(count + 1);
+    this.hit = new Uint8Array(count);
+    this.hitBefore = new Int32Array(count + 1);
+    this.parent = new Int32Array(count).fill(-1);
+    this.widest = 0;
+    const around = [];
+    for (let row = 0; row < count; row++) {
+      const depth = this.depth[row];
+      this.parent[row] = depth ? around[depth - 1] : -1;
+      around[depth] = row;
+      const width = this.text[row].length + 1.5 * depth + (row in this.note ? this.note[row].length + 3 : 0);
+      if (width > this.widest) this.widest = width;
+    }
+    this.isTimed = Object.keys(this.micros).length > 0;
+  }
+
+  // The rows of a column that is not shown at first are read when it is.
+  load() {
+    const later = this.later && document.getElementById(this.later);
+    if (!later) return;
+    this.later = '';
+    this.take(JSON.parse(later.textContent));
+    this.size();
+    this.lay();
+    if (find.value.trim()) search();
+  }
+
+  size() { this.space.style.width = `calc(${this.widest}ch + ${this.isTimed ? 10 : 4}em)`; }
 
   build() {
     this.section = element('section', this.number ? '' : 'stages shown');
@@ -64,9 +81,7 @@ class Column {
     this.view.setAttribute('aria-labelledby', title.id);
     this.space = element('div', 'space');
     this.space.setAttribute('role', 'presentation');
-    this.space.style.width = `calc(${this.widest}ch + ${this.longest ? 10 : 4}em)`;
-    this.space.style.fontFamily = 'ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace';
-    this.space.style.fontSize = '12px';
+    this.size();
     this.view.append(this.space);
     this.section.append(title, this.view);
     this.view.addEventListener('scroll', () => this.draw(), { passive: true });
@@ -120,7 +135,7 @@ class Column {
     const made = element('div', 'row');
     made.setAttribute('role', 'treeitem');
     made.append(element('span', 'time'), element('span', 'arrow'), element('span', 'label'), element('span', 'note'));
-    made.firstChild.hidden = !this.longest;
+    made.firstChild.hidden = !this.isTimed;
     return made;
   }
 
@@ -138,8 +153,9 @@ class Column {
     label.textContent = this.text[row];
     note.textContent = this.note[row] || '';
     const micros = this.micros[row];
-    if (this.longest) {
-      const part = (micros || 0) / total, heat = this.isTitle(row) ? part : (micros || 0) / hottest;
+    if (this.isTimed) {
+      const part = (micros || 0) / total, isLaunch = this.links === 'launches' && !this.isTitle(row);
+      const heat = isLaunch ? (micros || 0) / hottest : part;  // launches among each other, all else of the whole
       time.textContent = micros === undefined ? '' : `${(100 * part).toFixed(part < .0995 ? 1 : 0)} %`;
       time.title = micros === undefined ? '' : `${micros} µs`;
       time.style.setProperty('--share', `${100 * Math.min(1, heat)}%`);
@@ -232,16 +248,19 @@ class Column {
   }
 
   // The rows that came from some ops; by op, made when first asked for.
+  index() {
+    if (this.byOp || this.links === 'kernel') return;
+    this.byOp = new Map();
+    for (let row = 0; row < this.count; row++)
+      if (this.set[row] >= 0 && !this.isTitle(row))
+        for (const op of opsOf(this.set[row])) {
+          const rows = this.byOp.get(op);
+          if (rows) rows.push(row); else this.byOp.set(op, [row]);
+        }
+  }
+
   of(ops) {
-    if (!this.byOp) {
-      this.byOp = new Map();
-      for (let row = 0; row < this.count; row++)
-        if (this.set[row] >= 0 && !this.isTitle(row))
-          for (const op of opsOf(this.set[row])) {
-            const rows = this.byOp.get(op);
-            if (rows) rows.push(row); else this.byOp.set(op, [row]);
-          }
-    }
+    this.index();
     const found = new Set();
     for (const op of ops) for (const row of this.byOp.get(op) || []) found.add(row);
     return [...found].sort((a, b) => a - b);
@@ -253,12 +272,19 @@ class Column {
     return Boolean(this.flags[row] & OPENS) && (this.flags[row] & (IS_STAGE | IS_FOLD) || this.note[row] !== undefined);
   }
 
+  // The linked rows to go to: launches rather than their buffers.
+  targets() {
+    const launches = this.linkedRows.filter(row => this.kernel[row] >= 0);
+    return launches.length ? launches : this.linkedRows;
+  }
+
   setFlags(kind, rows) {
     const flags = this[kind], before = this[`${kind}Before`];
     flags.fill(0);
     for (const row of rows) flags[row] = 1;
     for (let row = 0; row < this.count; row++) before[row + 1] = before[row] + flags[row];
     this[`${kind}Rows`] = rows;
+    this.stepped = false;
   }
 }
 
@@ -313,10 +339,8 @@ function pick(column, row) {
   for (const other of columns) other.setFlags('linked', found[other.number]);
   describe();  // first, because it takes room from the columns
   for (const other of columns) {
-    if (other !== column && found[other.number].length) {
-      other.active = found[other.number][0];
-      other.reveal(other.active);
-    }
+    if (other !== column && other.linkedRows.length) other.active = other.targets()[0];
+    if (other === column || other.linkedRows.length) other.reveal(other.active);
     other.refresh();
   }
 }
@@ -343,13 +367,12 @@ function describe() {
     places.slice(0, 4).join(' · ') + (places.length > 4 ? ` · and ${places.length - 4} more` : '')]
     .filter(Boolean).join(' · ');
   links.replaceChildren(...columns.filter(c => c.linkedRows.length && c !== column).map(c =>
-    button(`${c.title}: ${c.linkedRows.length}`, `show in ${c.title}, again for the next`, () => step(c))));
+    button(`${c.title}: ${c.targets().length}`, `show in ${c.title}, again for the next`, () => step(c))));
 }
 function step(column) {
   show(column);
-  const next = column.linkedRows.find(row => row > column.active);
-  const again = column.stepped && next !== undefined;
-  column.active = again ? next : column.linkedRows[0];
+  const rows = column.targets(), at = rows.indexOf(column.active);
+  column.active = column.stepped ? rows[(at + 1) % rows.length] : rows[0];
   column.stepped = true;
   column.reveal(column.active);
   column.view.focus({ preventScroll: true });
@@ -357,17 +380,18 @@ function step(column) {
 
 // -- search -----------------------------------------------------------------------------------------------------------
 let hits = [], hitAt = -1;
+function lowered(column) { return column.text.map(text => text.toLowerCase()); }
 function search() {
   const word = find.value.trim().toLowerCase();
   hits = []; hitAt = -1;
   for (const column of columns) {
     const rows = [];
-    if (word) {
-      column.lower ||= column.text.map(text => text.toLowerCase());
+    if (word && !column.section.hidden) {
+      column.lower ||= lowered(column);
       for (let row = 0; row < column.count; row++) if (column.lower[row].includes(word)) rows.push(row);
     }
     column.setFlags('hit', rows);
-    if (!column.section.hidden) for (const row of rows) hits.push([column, row]);
+    for (const row of rows) hits.push([column, row]);
     column.refresh();
   }
   tell();
@@ -389,12 +413,11 @@ function go(by) {
 
 // -- the page ---------------------------------------------------------------------------------------------------------
 function show(column) {
-  if (narrow.matches) {
-    for (const other of columns) other.section.classList.toggle('shown', other === column);
-  } else {
-    column.section.hidden = false;
-    column.section.scrollIntoView({ block: 'nearest', inline: 'nearest' });
-  }
+  column.section.hidden = false;
+  column.load();
+  for (const other of columns) other.section.classList.toggle('shown', other === column);  // matters on narrow screens
+  if (!narrow.matches) column.section.scrollIntoView({ block: 'nearest', inline: 'nearest' });
+  column.tab.scrollIntoView({ block: 'nearest', inline: 'nearest' });
   tabs();
   column.draw();
 }
@@ -428,11 +451,11 @@ aside.append(what, from, links);
 data.columns.forEach((given, number) => {
   const column = new Column(given, number);
   columns.push(column);
-  column.linkedRows = [];
-  column.section.hidden = given.title === 'Passes' || (number === 0 && !given.text.length);
+  column.section.hidden = Boolean(given.later) || (number === 0 && !given.text.length);
   column.tab = button(given.title, '', () => {
     if (narrow.matches) show(column);
-    else { column.section.hidden = !column.section.hidden; tabs(); column.draw(); }
+    else if (column.section.hidden) show(column);
+    else { column.section.hidden = true; tabs(); }
   });
   nav.append(column.tab);
   main.append(column.section);
@@ -458,6 +481,17 @@ document.addEventListener('keydown', event => {
     if (find.value) { find.value = ''; search(); } else if (picked) unpick();
   } else if (event.key === '/' && document.activeElement !== find) { find.focus(); event.preventDefault(); }
 });
+// What links and search need is made while nobody waits for it.
+function prepare(rest) {
+  const [column, ...others] = rest;
+  if (!column) return;
+  (window.requestIdleCallback || setTimeout)(() => {
+    column.index();
+    if (!column.later) column.lower ||= lowered(column);
+    prepare(others);
+  });
+}
+prepare(columns);
 narrow.addEventListener('change', () => { tabs(); describe(); for (const column of columns) column.draw(); });
 
 // page.html#%12 begins with node 12, page.html#layers.3 with a stage.

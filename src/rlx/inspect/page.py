@@ -65,11 +65,14 @@ def graph_page(
     if report is not None and report.seconds:
         about += f", {report.threads} threads, a run takes {report.seconds * 1e6:.0f} µs"
     writer = _Writer()
+    *first, passes = (writer.column(column) for column in columns)
+    nothing: dict[str, Any] = {name: type(value)() for name, value in passes.items()}
+    later = nothing | {"title": passes["title"], "about": passes["about"], "links": passes["links"], "later": "passes"}
     data = {
-        "name": graph.name, "about": about, "columns": [writer.column(c) for c in columns], "sets": list(writer.sets),
-        "kernels": list(writer.kernels), "places": _places(line.graph),
+        "name": graph.name, "about": about, "columns": [*first, later], "sets": list(writer.sets),
+        "places": _places(line.graph),
     }  # fmt: skip
-    return _document(graph.name, data)
+    return _document(graph.name, data, passes)
 
 
 def _count(number: int, what: str) -> str:
@@ -114,9 +117,10 @@ def _columns(
     main, bind = line.plan.main, line.plan.bind
     launches = levels.marked_launch_lines(line, line.main, main, seconds)
     yield Column("Stages", "the parts of the model", tuple(_stages(built, launches)))
-    about = "blocks" if graph.level == HIR else "ops"
+    has_blocks = any(node.definition.level == HIR for node in graph.nodes)
+    about = "blocks" if has_blocks else "ops"
     yield Column(f"{graph.level.upper()}, as built", about, _framed(graph, built))
-    if any(node.definition.level == HIR for node in graph.nodes):
+    if has_blocks:
         lowered = levels.graph_lines(line.graph)
         yield Column("MIR, lowered", "blocks written as ops", _framed(line.graph, lowered))
     optimised = _framed(line.main, levels.marked_lines(line, line.main))
@@ -195,8 +199,8 @@ def _by_kernel(lines: Sequence[Line], launches: Sequence[Line]) -> tuple[Item, .
 def _passes(line: Lineage) -> Iterator[Group]:
     """What each pass changed; then what was fused, and what computes each op."""
     for (_, before), (name, after) in zip(line.steps, line.steps[1:], strict=False):
-        change = diff(before, after)
-        if change:
+        # Whether graphs are equal is much quicker to see than where they differ.
+        if after != before and (change := diff(before, after)):
             lines = tuple(Line(text, mark=mark) for mark, text in change.lines())
             yield Group(name, lines, SECTION, change.summary(), is_open=False)
     for title, report in (("fusion", line.plan.optimised.report), ("dispatch", dispatch_report(line))):
@@ -313,7 +317,8 @@ def _places(graph: Graph) -> dict[str, Any]:
 
 
 # -- HTML --------------------------------------------------------------------------------------------------------------
-def _document(title: str, data: dict[str, Any]) -> str:
+def _document(title: str, data: dict[str, Any], passes: dict[str, Any]) -> str:
+    """The page. What passes did stands behind the script, which shows the rest before it is read."""
     style, script = (files("rlx.inspect").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
     policy = (
         f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'; "
@@ -325,7 +330,8 @@ def _document(title: str, data: dict[str, Any]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{style}</style></head>\n"
         f'<body>\n<noscript>This page needs its script.</noscript>\n<script type="application/json" id="data">'
-        f"{as_script(data)}</script>\n<script>{script}</script>\n</body></html>\n"
+        f"{as_script(data)}</script>\n<script>{script}</script>\n"
+        f'<script type="application/json" id="passes">{as_script(passes)}</script>\n</body></html>\n'
     )
 
 
