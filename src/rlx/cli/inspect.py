@@ -83,7 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"inspect: --time runs on this machine, found --target {arguments.target}")
     graph, profile, about, context = _opened(arguments)
     sizes = _sizes(arguments, graph, context)
-    report = _timed(arguments, graph, sizes, _tokens(arguments, context)[1]) if arguments.time else None
+    report = None
+    if arguments.time:
+        report, graph, profile = _timed(arguments, graph, sizes, _tokens(arguments, context)[1])
     if arguments.html is not None:
         page = graph_page(graph, machine, profile=profile, assembly=arguments.level == "asm", report=report)
         arguments.html.write_text(page, "utf-8")
@@ -180,17 +182,20 @@ def _sizes(arguments: argparse.Namespace, graph: Graph, context: int | None) -> 
     return {name: known[name] for name in graph.symbols() if name in known}
 
 
-def _timed(arguments: argparse.Namespace, graph: Graph, sizes: Mapping[str, int], past: int) -> Report:
-    """A report with times: of the model with its weights, or of a graph file with weights of ones."""
+def _timed(
+    arguments: argparse.Namespace, graph: Graph, sizes: Mapping[str, int], past: int
+) -> tuple[Report, Graph, CompileProfile | None]:
+    """A report with times, and what was run: the model with its weights, or a graph file with weights of ones."""
     missing = [symbol for symbol in graph.symbols() if symbol not in sizes]
     if missing:
         raise UsageError(f"inspect: --time needs the size of {', '.join(missing)}", hint=f"--size {missing[0]}=128")
     if arguments.what.endswith(".rlx"):
         compiled = compile(graph)
         compiled.set_params({name: stand_in(type_, sizes) for name, type_ in compiled.param_types.items()})
-        return compiled.report(_inputs(compiled, sizes, past))
+        return compiled.report(_inputs(compiled, sizes, past)), compiled.graph, compiled.profile
     with load_model(arguments.what, cache=arguments.cache, offline=True) as model:
-        return model.compiled.report(_inputs(model.compiled, sizes, past))
+        compiled = model.compiled
+        return compiled.report(_inputs(compiled, sizes, past)), compiled.graph, compiled.profile
 
 
 def _inputs(compiled: CompiledGraph, sizes: Mapping[str, int], past: int) -> dict[str, Any]:

@@ -138,8 +138,9 @@ def launch_lines(
 
 
 def _launch_key(launch: Launch) -> Hashable:
+    """What launches that are alike share. Whether a barrier follows depends on what comes next, not on the layer."""
     views = tuple((view.dtype, view.shape, view.strides, view.offset) for view in launch.views())
-    return launch.kernel.symbol, launch.split, launch.units, launch.barrier, views
+    return launch.kernel.symbol, launch.split, launch.units, views
 
 
 def marked_launch_lines(line: Lineage, graph: Graph, program: Program, seconds: Sequence[float] = ()) -> list[Line]:
