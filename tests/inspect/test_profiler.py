@@ -121,6 +121,13 @@ def test_a_report_with_inputs_needs_no_run_before() -> None:
     assert len(report.launches) == 9 and all(x.seconds > 0 for x in report.launches)
 
 
+def test_a_run_with_the_inputs_of_a_report_is_a_run() -> None:
+    f, inputs = compiled(llama_graph(TINY_LLAMA), weights(TINY_LLAMA)), llama_inputs(TINY_LLAMA, 2, 3)
+    f.report(inputs)
+    f.run(inputs)
+    assert f.report().seconds > 0 and f.memory().sizes == {"batch": 2, "seq": 3}
+
+
 @pytest.mark.parametrize("sizes", [(0, 0, 0), (1, 0, 3), (0, 3, 3)], ids=str)
 def test_a_report_of_a_run_of_nothing(sizes: tuple[int, int, int]) -> None:
     f = compiled(llama_graph(TINY_LLAMA, past=True), weights(TINY_LLAMA))

@@ -1,23 +1,22 @@
-"""Reports and pages: what became of each node, where the memory is, all levels in one file."""
+"""Reports: what became of each node, where the memory is, when each thread does what."""
 
 from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from inspected import looped
 from layers import MINILM, TINY_LLAMA, bert_graph, compiled, llama_graph, llama_inputs, weights
-from targets import AVX2, host
+from targets import AVX2
 
 import rlx
 from rlx.errors import BindError, CapabilityError
+from rlx.inspect.code import busiest
 from rlx.inspect.dispatch import dispatch_report
 from rlx.inspect.lineage import lineage, sources
-from rlx.inspect.page import busiest, graph_page
 from rlx.inspect.picture import picture
 from rlx.ir.graph import Graph
 from rlx.lir.program import ARENA
@@ -27,21 +26,6 @@ from rlx.runtime.plan import make_plan
 def dispatch(graph: Graph) -> dict[str, str]:
     """The path of each node, by number and op."""
     return {f"{row.node} {row.op}": row.path for row in dispatch_report(lineage(graph, AVX2)).rows}
-
-
-def looped() -> Graph:
-    """A scan, a branch and a sum."""
-    step = rlx.Graph("step")
-    carry, x = step.input("carry", (4,)), step.input("x", (4,))
-    after = (carry * 0.5 + x).tanh()
-    step.set_outputs([after, after * 2.0])
-    then, other = rlx.Graph("then"), rlx.Graph("other")
-    then.set_outputs([then.input("a", (4,)).exp()])
-    other.set_outputs([other.input("a", (4,)) * 3.0])
-    g = rlx.Graph("looped")
-    last, all_ = g.apply("scan", g.input("c", (4,)), g.input("xs", (10, 4)), body=step, length=10, carries=1)
-    chosen = g.apply("cond", g.input("p", (), "bool"), last, then_body=then, else_body=other)
-    return g.set_outputs([chosen, all_.sum(axis=0)])
 
 
 # -- dispatch ---------------------------------------------------------------------------------------------------------
@@ -175,100 +159,9 @@ def test_memory_of_a_graph_that_needs_none() -> None:
     assert report.arena == report.bound == report.saved == 0 and "lives" not in str(report)
 
 
-# -- pages ------------------------------------------------------------------------------------------------------------
-class Page(HTMLParser):
-    """Reads a page as a browser does: its levels, their lines, whatever it would load or run."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.columns: list[list[tuple[str, frozenset[int]]]] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.tags: list[str] = []
-        self.feed(text)
-        self.close()
-        assert not self.open, f"not closed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(k, v or "") for k, v in attrs]
-        if tag not in ("meta", "input"):
-            self.open.append(tag)
-        if tag == "section":
-            self.columns.append([])
-        if tag == "div" and "section" in self.open:
-            ids = dict(attrs).get("data-s") or ""
-            self.columns[-1].append(("", frozenset(map(int, ids.split()))))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open[-1:] == ["div"] and "section" in self.open:
-            text, ids = self.columns[-1][-1]
-            self.columns[-1][-1] = (text + data, ids)
-
-
-def page_of(graph: Graph, **options: Any) -> Page:
-    return Page(graph_page(graph, AVX2, **options))
-
-
-def test_a_page_shows_the_levels_and_links_their_lines() -> None:
-    graph = llama_graph(TINY_LLAMA)
-    built, optimised, program, kernels = page_of(graph).columns
-    assert [text for text, _ in built] == graph.text().splitlines()
-    wanted = next(n.id for n in graph.nodes if n.op == "attention")
-
-    def lines(column: list[tuple[str, frozenset[int]]]) -> list[str]:
-        return [text.strip().split("(")[0] for text, ids in column if wanted in ids]
-
-    assert lines(built) == [f"%{wanted} = attention"]
-    assert len(lines(optimised)) == 1 and lines(optimised)[0].endswith("= attention")
-    assert any(text.startswith("launch attention.") for text in lines(program))
-    assert len(lines(kernels)) == 1 and lines(kernels)[0].startswith("kernel attention.")
-    every = {i for column in (optimised, program) for _, ids in column for i in ids}
-    worked = {n.id for n in graph.nodes if n.op not in ("reshape",)}
-    assert worked <= every
-
-
-def test_a_page_of_blocks_has_a_level_more_and_one_with_assembly_another() -> None:
-    g = rlx.Graph("g", level="hir")
-    g.set_outputs([g.linear(g.input("x", ("n", 8)), g.param("w", (8, 8)), activation="gelu")])
-    columns = page_of(g, assembly=True).columns
-    assert len(columns) == 6
-    assert any("vfmadd" in text for text, _ in columns[-1])
-    assert all(ids == frozenset({2}) for text, ids in columns[-1])
-
-
-def test_a_page_loads_nothing_and_runs_nothing_that_a_graph_says() -> None:
-    hostile = "</div></pre><script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
-    g = rlx.Graph(hostile)
-    with rlx.stage('stage" onmouseover="alert(3)'):
-        g.set_outputs([g.input(hostile, (4,)).exp()])
-    text = graph_page(g, host())
-    page = Page(text)
-    assert page.tags.count("script") == 1 and "img" not in page.tags
-    assert not [k for k, _ in page.attributes if k.startswith("on") or k in ("src", "href")]
-    assert "://" not in text and "url(" not in text and "@import" not in text
-    policy = next(v for _, v in page.attributes if v.startswith("default-src"))
-    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-")
-    assert sum("<script>alert(1)</script>" in line for line, _ in page.columns[0]) == 2  # shown, not run
-
-
-def test_a_page_and_a_picture_of_loops() -> None:
-    graph = looped()
-    built, _, program, _ = page_of(graph).columns
-    scan = next(n.id for n in graph.nodes if n.op == "scan")
-    launches = [text for text, ids in program if scan in ids and "launch" in text]
-    assert len(launches) >= 2 and any("loop" in text for text, _ in program)
-    assert any("scan(" in text for text, _ in built)
-    ElementTree.fromstring(picture(lineage(graph, AVX2), AVX2, "a < b & c"))
-
-
-def test_a_compiled_graph_writes_its_page(tmp_path: Path) -> None:
-    f = rlx.compile(llama_graph(TINY_LLAMA))
-    path = f.page(tmp_path / "llama.html")
-    assert path == tmp_path / "llama.html" and "llama" in path.read_text(encoding="utf-8")
+# -- pictures ---------------------------------------------------------------------------------------------------------
+def test_a_picture_of_loops() -> None:
+    ElementTree.fromstring(picture(lineage(looped(), AVX2), AVX2, "a < b & c"))
 
 
 def test_the_busiest_lines_are_those_with_most_arithmetic() -> None:

@@ -1,39 +1,50 @@
 """`rlx inspect MODEL_OR_FILE`: a model, or a graph as text, at any level from HIR down to assembly.
 
+Layers that are alike are shown once; `--stage` shows one of them, `--all` everything, as text that can be read back.
 One program serves every batch, length and past; `--phase`, `--batch`, `--seq` and `--past` say for which of them sizes,
-bytes and flops are shown. Weights are neither read nor packed.
+bytes and flops are shown. Weights are neither read nor packed, but with `--time`, which runs the program.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 import rlx.hir.blocks  # noqa: F401  declares the ops that files may use
 from rlx import hub
 from rlx.backends.base import backend, backend_of
 from rlx.cli import console
 from rlx.cli.console import UsageError
+from rlx.cli.loading import load as load_model
 from rlx.engine.build import build_checkpoint
 from rlx.engine.kvcache import ring_blocks
-from rlx.errors import FormatError, NotFoundError
+from rlx.engine.load_settings import CONTEXT
+from rlx.errors import FormatError, NotFoundError, shortened
 from rlx.hir.lower import lower
 from rlx.hub.store import show_size
-from rlx.inspect.page import graph_page
-from rlx.ir.graph import Graph, Node
-from rlx.ir.text import node_text
+from rlx.inspect.folding import SECTION, Group, Line, folded, lines_of, tree_text
+from rlx.inspect.levels import graph_lines, head, launch_lines, plain_interface_lines, stage_of, tail
+from rlx.inspect.links import link_text
+from rlx.inspect.page import graph_columns, graph_page
+from rlx.inspect.profiler import Report
+from rlx.ir.graph import Graph
 from rlx.lir import memory
 from rlx.lir.program import Launch, Program, launch_text
 from rlx.lir.views import View
 from rlx.mir.pipeline import optimise
 from rlx.models.load import open_checkpoint
 from rlx.profile import CompileProfile
+from rlx.runtime.compiled import CompiledGraph, stand_in
 from rlx.runtime.kv_cache import CACHE_HELP, CACHES
-from rlx.runtime.plan import cached_plan
+from rlx.runtime.plan import cached_plan, source_line
+from rlx.runtime.session import compile
 from rlx.target import KvLayout, Target
 from rlx.types import evaluate
 
@@ -55,34 +66,49 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command.add_argument("--target", help="what to generate code for (default: the best here; `rlx env` lists them)")
     command.add_argument("--built", action="store_true", help="with --level mir: before the passes")
     command.add_argument("--bind", action="store_true", help="the bind program of the weights instead of the main one")
-    command.add_argument("--html", type=Path, metavar="FILE", help="all levels side by side as a web page")
+    command.add_argument("--all", action="store_true", help="also what is like a layer that is shown")
+    command.add_argument("--find", metavar="TEXT", help="only lines that contain this")
+    command.add_argument("--links", action="store_true", help="with each line the ops and launches it belongs to")
+    command.add_argument("--time", action="store_true", help="run it on this machine, and show what each launch takes")
+    command.add_argument("--html", "--page", type=Path, metavar="FILE", help="all levels side by side as a web page")
     command.add_argument("--fusion", action="store_true", help="what was fused, what was missed and why")
     command.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     machine = backend("cpu").target(arguments.target)
-    graph, profile, about = _opened(arguments)
+    if arguments.time and arguments.target:
+        raise UsageError(f"inspect: --time runs on this machine, found --target {arguments.target}")
+    graph, profile, about, context = _opened(arguments)
+    sizes = _sizes(arguments, graph, context)
+    report = None
+    if arguments.time:
+        report, graph, profile = _timed(arguments, graph, sizes, _tokens(arguments, context)[1])
     if arguments.html is not None:
-        page = graph_page(graph, machine, profile=profile, assembly=arguments.level == "asm")
+        page = graph_page(graph, machine, profile=profile, assembly=arguments.level == "asm", report=report)
         arguments.html.write_text(page, "utf-8")
         print(f"{about}: all levels in {arguments.html}", file=sys.stderr)
         return 0
-    sizes = _sizes(arguments, graph)
     print(f"# {about}, {machine.name}")
     if sizes:
         print(f"# {arguments.phase}: " + ", ".join(f"{name} = {size}" for name, size in sorted(sizes.items())))
-    for line in show(graph, arguments.level, machine, profile=profile, stage=arguments.stage, sizes=sizes,
-                     built=arguments.built, bind=arguments.bind, fusion=arguments.fusion):  # fmt: skip
+    chosen = Shown(arguments.stage, arguments.find, arguments.all)
+    if arguments.links:
+        lines = linked(graph, arguments.level, machine, profile, chosen, built=arguments.built)
+    else:
+        lines = show(graph, arguments.level, machine, chosen, profile=profile, sizes=sizes, built=arguments.built,
+                     bind=arguments.bind, fusion=arguments.fusion, report=report)  # fmt: skip
+    for line in lines:
         print(line)
     return 0
 
 
 # -- what is looked at -----------------------------------------------------------------------------------------------
-def _opened(arguments: argparse.Namespace) -> tuple[Graph, CompileProfile | None, str]:
+def _opened(arguments: argparse.Namespace) -> tuple[Graph, CompileProfile | None, str, int | None]:
+    """The graph, its profile, a title, and how many tokens a sequence may have."""
     if arguments.what.endswith(".rlx"):
         graph = load(Path(arguments.what))
-        return graph, None, f"graph {graph.name}"
+        return graph, None, f"graph {graph.name}", None
     checkpoint = open_checkpoint(hub.resolve(arguments.what, offline=True).path)
     family, config = checkpoint.family, checkpoint.config
     with checkpoint.file:
@@ -90,7 +116,8 @@ def _opened(arguments: argparse.Namespace) -> tuple[Graph, CompileProfile | None
             raise UsageError(f"inspect: {arguments.what} is an encoder: it has neither decode nor a past")
         made = build_checkpoint(checkpoint, arguments.cache)
         about = f"{arguments.what}: {family.name} {family.kind}, {config.layers} layers"
-        return made.module, made.profile, about
+        context = min(CONTEXT, int(config.context)) if family.kind == "decoder" else None
+        return made.module, made.profile, about, context
 
 
 def load(path: Path) -> Graph:
@@ -115,11 +142,19 @@ def phase_sizes(batch: int, seq: int, past: int = 0, symbols: Iterable[str] = ()
     return {"batch": batch, "seq": seq, "past_seq": past, "blocks": blocks, "picked": batch, **rings, **pages}
 
 
-def _sizes(arguments: argparse.Namespace, graph: Graph) -> dict[str, int]:
-    """The binding that was asked for, of the symbols that the graph has."""
+def _tokens(arguments: argparse.Namespace, context: int | None) -> tuple[int, int]:
+    """New tokens of a sequence, and those before them."""
     decode = arguments.phase == "decode"
     seq = arguments.seq if arguments.seq is not None else 1 if decode else 128
-    past = arguments.past if arguments.past is not None else 512 if decode else 0
+    usual = 512 if context is None else max(0, min(512, context - seq))
+    return seq, arguments.past if arguments.past is not None else usual if decode else 0
+
+
+def _sizes(arguments: argparse.Namespace, graph: Graph, context: int | None) -> dict[str, int]:
+    """The binding that was asked for, of the symbols that the graph has."""
+    seq, past = _tokens(arguments, context)
+    if arguments.time and context is not None and seq + past > context:
+        raise UsageError(f"inspect: --time of {past} + {seq} tokens, the model has a context of {context}")
     if arguments.batch < 1 or seq < 1 or past < 0:
         raise UsageError(f"inspect: batch {arguments.batch}, seq {seq}, past {past}: expected 1, 1 and 0 at least")
     known = phase_sizes(arguments.batch, seq, past, graph.symbols())
@@ -132,86 +167,183 @@ def _sizes(arguments: argparse.Namespace, graph: Graph) -> dict[str, int]:
     return {name: known[name] for name in graph.symbols() if name in known}
 
 
-def matches(pattern: str | None, where: str) -> bool:
-    """Whether a stage path, or an origin that begins with one, lies in the part that a pattern names."""
+def _timed(
+    arguments: argparse.Namespace, graph: Graph, sizes: Mapping[str, int], past: int
+) -> tuple[Report, Graph, CompileProfile | None]:
+    """A report with times, and what was run: the model with its weights, or a graph file with weights of ones."""
+    missing = [symbol for symbol in graph.symbols() if symbol not in sizes]
+    if missing:
+        raise UsageError(f"inspect: --time needs the size of {', '.join(missing)}", hint=f"--size {missing[0]}=128")
+    if arguments.what.endswith(".rlx"):
+        compiled = compile(graph)
+        compiled.set_params({name: stand_in(type_, sizes) for name, type_ in compiled.param_types.items()})
+        return compiled.report(_inputs(compiled, sizes, past)), compiled.graph, compiled.profile
+    with load_model(arguments.what, cache=arguments.cache, offline=True) as model:
+        compiled = model.compiled
+        return compiled.report(_inputs(compiled, sizes, past)), compiled.graph, compiled.profile
+
+
+def _inputs(compiled: CompiledGraph, sizes: Mapping[str, int], past: int) -> dict[str, Any]:
+    """Inputs to time a run with. New tokens stand behind those before them, so attention reads all of the past."""
+    inputs = {name: stand_in(type_, sizes) for name, type_ in compiled.input_types.items()}
+    if "positions" in inputs:
+        shape = inputs["positions"].shape
+        inputs["positions"] = np.broadcast_to(np.arange(past, past + shape[-1], dtype=np.int32), shape).copy()
+    return inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What of a level is printed: a stage, lines with a text, copies of a layer too."""
+
+    stage: str | None = None
+    text: str | None = None
+    all: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        return self.stage is None and self.text is None
+
+    def of(self, lines: Sequence[Line]) -> list[Line]:
+        """The lines among these that are asked for."""
+        in_stage = [x for x in lines if matches(self.stage, x.stage)]
+        if not in_stage and self.stage is not None:
+            named = ", ".join(dict.fromkeys(x.stage.split(".")[0] for x in lines if x.stage))
+            raise UsageError(f"inspect: nothing is in stage {self.stage}", hint=f"there are: {named or 'none'}")
+        if self.text is None:
+            return in_stage
+        word = self.text.lower()
+        found = [x for x in in_stage if word in f"{x.text} {x.stage} {x.place}".lower()]
+        if not found:
+            raise UsageError(f"inspect: no line has {shortened(self.text, 80)!r}", hint="--level lir searches launches")
+        return found
+
+    def tree(self, lines: Sequence[Line], text: Callable[[Line], str]) -> Iterator[str]:
+        """Lines under the titles of their stages; what is alike once."""
+        yield from tree_text(folded(lines), lambda x: text(x).removeprefix("  "), all_=self.all, pad="  ")
+
+
+def matches(pattern: str | None, stage: str) -> bool:
+    """Whether a stage path lies in the part that a pattern names."""
     if pattern is None:
         return True
-    wanted, found = pattern.split("."), where.split(", ")[0].split(".")
+    wanted, found = pattern.split("."), stage.split(".")
     return len(found) >= len(wanted) and all(fnmatchcase(f, w) for f, w in zip(found, wanted, strict=False))
 
 
 # -- levels ----------------------------------------------------------------------------------------------------------
 def show(
-    graph: Graph, level: str, machine: Target, *, profile: CompileProfile | None = None,
-    stage: str | None = None, sizes: Mapping[str, int] | None = None, built: bool = False, bind: bool = False,
-    fusion: bool = False,
+    graph: Graph, level: str, machine: Target, shown: Shown, *, profile: CompileProfile | None = None,
+    sizes: Mapping[str, int] | None = None, built: bool = False, bind: bool = False, fusion: bool = False,
+    report: Report | None = None,
 ) -> Iterator[str]:  # fmt: skip
     """The graph at a level, line by line."""
     if level == "hir" or (level == "mir" and built):
-        yield from _graph_lines(graph if level == "hir" else lower(graph), stage)
+        yield from _graph_lines(graph if level == "hir" else lower(graph), shown)
         return
     if level == "mir":
         result = optimise(lower(graph), machine, profile)
-        yield from _graph_lines(result.bind if bind else result.main, stage)
-        report = str(result.report)
+        yield from _graph_lines(result.bind if bind else result.main, shown)
+        fused = str(result.report)
     else:
         plan = cached_plan(graph, machine, profile)
         program = plan.bind if bind else plan.main
-        launches = [x for x in program.launches if matches(stage, x.where)]
-        _need(launches, stage, (x.where for x in program.launches))
+        lines = launch_lines(program, [stage_of(x.where) for x in program.launches])
+        chosen = shown.of(lines)
         if level == "lir":
-            yield from _program_lines(program, launches, sizes or {}, whole=stage is None)
+            times = report if not bind else None
+            yield from _program_lines(program, {x.launch for x in chosen}, sizes or {}, shown, times)
         else:
-            kernels = {x.kernel.symbol: x.kernel for x in launches}
+            kernels = {x.kernel: program.launches[x.launch].kernel for x in chosen if x.launch >= 0}
             text = backend_of(machine).kernel_text(kernels.values(), machine, assembly=level == "asm")
             yield from text.splitlines()
-        report = str(plan.fusion)
+        fused = str(plan.fusion)
     if fusion:
-        yield f"\n{report}"
+        yield f"\n{fused}"
 
 
-def _graph_lines(graph: Graph, stage: str | None) -> Iterator[str]:
-    if stage is None:
+def _graph_lines(graph: Graph, shown: Shown) -> Iterator[str]:
+    if shown.is_whole and shown.all:
         yield from graph.text(origins=True).splitlines()
         return
-    nodes = [n for n in graph.nodes if matches(stage, str(n.origin))]
-    _need(nodes, stage, (str(n.origin) for n in graph.nodes))
-    for node in nodes:
-        yield f"{node_text(node)}  # {node.origin}"
+    last = ""
+
+    def text(line: Line) -> str:
+        """A line with its place, unless the line before had the same, and with the pass that made it."""
+        nonlocal last
+        place = source_line(line.place)
+        note = line.place.removeprefix(place).removeprefix(", ") if place == last else line.place
+        last = place
+        return f"{line.text}  # {note}" if note else line.text
+
+    lines = shown.of(graph_lines(graph))
+    body = shown.tree(lines, text)
+    yield from (head(graph), *body, tail(graph), "}") if shown.is_whole else body
 
 
-def _need(found: list[Launch] | list[Node], stage: str | None, places: Iterable[str]) -> None:
-    if not found and stage is not None:
-        known = dict.fromkeys(place.split(", ")[0].split(".")[0] for place in places)
-        named = ", ".join(name for name in known if name.isidentifier())
-        raise UsageError(f"inspect: nothing is in stage {stage}", hint=f"there are: {named or 'none'}")
-
-
-def _program_lines(program: Program, launches: list[Launch], sizes: Mapping[str, int], *, whole: bool) -> Iterator[str]:
+def _program_lines(
+    program: Program, numbers: set[int], sizes: Mapping[str, int], shown: Shown, report: Report | None
+) -> Iterator[str]:
     """The program under a binding: interface, launches with concrete sizes, kernels, and the sum of it."""
-    if not set(program.symbols) <= set(sizes):
-        yield from program.text().splitlines() if whole else map(launch_text, launches)
-        return
+    is_bound = set(program.symbols) <= set(sizes)
+    total = sum(x.seconds for x in report.launches) if report is not None else 0.0
+    number = {id(launch): i for i, launch in enumerate(program.launches)}
 
-    def line(launch: Launch) -> str:
-        known = bound(launch, sizes, program.loop_symbols())
-        shapes = " -> ".join(_shapes(known.views(written=side)) for side in (False, True))
-        work = f"{show_size(int(known.bytes))}, {evaluate(launch.flops, sizes) / 1e6:.3g} MFLOP"
-        return f"{launch_text(known)}  # {launch.where.split(', ')[0]}: {shapes}, {work}"
+    def text(launch: Launch) -> str:
+        notes = []
+        if report is not None and total:
+            taken = report.launches[number[id(launch)]].seconds
+            notes.append(f"{taken * 1e6:.1f} µs {taken / total:.1%}")
+        known = launch
+        if is_bound:
+            known = bound(launch, sizes, program.loop_symbols())
+            notes.append(" -> ".join(_shapes(known.views(written=side)) for side in (False, True)))
+            notes.append(f"{show_size(int(known.bytes))}, {evaluate(launch.flops, sizes) / 1e6:.3g} MFLOP")
+        stage = f"{stage_of(launch.where)}: " if shown.all and stage_of(launch.where) else ""
+        return launch_text(known) + (f"  # {stage}{', '.join(notes)}" if notes or stage else "")
 
-    if whole:
-        yield from (*program.interface_lines(), *program.launch_lines(line))
+    lines = launch_lines(program, [stage_of(x.where) for x in program.launches], show=text)
+    if shown.is_whole:
+        first, *declared = plain_interface_lines(program)
+        yield first.text
+        yield from (x.text for x in declared) if shown.all else shown.tree(declared, lambda x: x.text)
+        yield from (x.text for x in lines) if shown.all else shown.tree(lines, lambda x: x.text)
     else:
-        yield from (f"  {line(launch)}" for launch in launches)
+        yield from shown.tree([x for x in lines if x.launch in numbers], lambda x: x.text)
+    launches = [program.launches[i] for i in sorted(numbers - {-1})]
     for kernel in {x.kernel.symbol: x.kernel for x in launches}.values():
         yield from ("", *kernel.text().splitlines())
-    runs = zip(program.launches, program.runs(program.all_steps(sizes)), strict=True)
-    often = [(x, times) for x, times in runs if x in launches]
+    if not is_bound:
+        return
+    runs = program.runs(program.all_steps(sizes))
+    often = [(program.launches[i], runs[i]) for i in sorted(numbers - {-1})]
     moved, flops = (sum(evaluate(getattr(x, name), sizes) * n for x, n in often) for name in ("bytes", "flops"))
     kernels = len({x.kernel.symbol for x in launches})
     yield ""
     yield f"# {len(launches)} launches of {kernels} kernels: {show_size(moved)} of operands, {flops / 1e6:.4g} MFLOP"
     yield f"# arena of the whole program: {show_size(arena(program, sizes))}"
+    if report is not None:
+        yield f"# launches take {total * 1e6:.1f} µs together, a run {report.seconds * 1e6:.1f} µs"
+
+
+def linked(
+    graph: Graph, level: str, machine: Target, profile: CompileProfile | None, shown: Shown, *, built: bool = False
+) -> Iterator[str]:
+    """The lines of a level, each with the ops (as lowered) and launches that it belongs to."""
+    if level not in ("hir", "mir", "lir"):
+        raise UsageError(f"inspect: --links is for levels hir, mir and lir, found {level}")
+    line, columns = graph_columns(graph, machine, profile=profile)
+    titles = {"hir": ("as built",), "mir": ("lowered", "as built") if built else ("optimised",), "lir": ("LIR",)}
+    column = next(c for wanted in titles[level] for c in columns if wanted in c.title)
+    once = [x for x in column.items if isinstance(x, Group) and x.kind == SECTION]  # what runs once is left out
+    lines = list(lines_of([x for x in column.items if x not in once]))
+    notes = link_text(line, level)
+
+    def text(shown_line: Line) -> str:
+        note = notes(shown_line)
+        return f"{shown_line.text}  # {note}" if note else shown_line.text
+
+    yield from shown.tree([x for x in shown.of(lines) if x.stage or x.sources or x.launch >= 0], text)
 
 
 def bound(launch: Launch, sizes: Mapping[str, int], loops: Iterable[str] = ()) -> Launch:

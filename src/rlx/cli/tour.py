@@ -22,8 +22,9 @@ import rlx.hir.blocks  # noqa: F401  declares the ops
 from rlx.backends.base import backend, backend_of
 from rlx.cli.console import UsageError, is_rich
 from rlx.errors import RlxError, ShapeError, nearest
+from rlx.inspect.code import assembly_lines, busiest, easiest
 from rlx.inspect.lineage import Lineage, lineage
-from rlx.inspect.page import assembly_lines, busiest, easiest, graph_page
+from rlx.inspect.page import graph_page
 from rlx.inspect.picture import picture
 from rlx.ir import registry
 from rlx.ir.diff import diff

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rlx.hir.lower import lower
 from rlx.ir.graph import Graph, Node
 from rlx.ir.passes import watched
 from rlx.ir.provenance import Origin
@@ -58,6 +59,12 @@ class Lineage:
         derived = self._weights.get(node.attrs["name"], frozenset()) if node.op == "param" else frozenset()
         return sources(node) | derived
 
+    def stage(self, node: Node) -> str:
+        """The stage path of a node of a marked graph: that of the node as built that it stands for first of all."""
+        first = _MARK.fullmatch(node.origin.stage)
+        number = int(first[1]) if first else min(self.sources(node), default=-1)
+        return self.graph.nodes[number].origin.stage if number >= 0 else ""
+
     @cached_property
     def launched(self) -> dict[Node, list[int]]:
         """For the nodes of the optimised main graph, the launches that compute them; views have none."""
@@ -80,6 +87,12 @@ def lineage(graph: Graph, target: Target, profile: CompileProfile | None = None)
     main = [(name, g) for name, g in seen if g.name == graph.name]
     bind = [(name, g) for name, g in seen if g.name == f"{graph.name}.bind"]
     return Lineage(graph, main, bind, made)
+
+
+def lowered_blocks(graph: Graph, profile: CompileProfile | None = None) -> tuple[Graph, list[frozenset[int]]]:
+    """The graph as ops, with its own origins, and for each op the nodes as built (blocks, at HIR) it is part of."""
+    policy = (profile or CompileProfile()).fusion.policy
+    return lower(graph, policy), [marks(node) for node in lower(_marked(graph), policy).nodes]
 
 
 def _marked(graph: Graph, mark: str = "") -> Graph:

@@ -1,327 +1,347 @@
-"""A graph as a web page: its levels side by side, and on each of them what came from the line under the pointer.
+"""A graph as a web page: a tree of its stages beside its levels, folded, searchable, every line linked to the others.
 
-One file that loads nothing from elsewhere. All text of graphs is escaped, and the page allows no script but its own.
+One file that loads nothing from elsewhere. What a graph says is data in it, as JSON, which the page's script shows as
+text a screenful at a time; the page allows no script and no style but its own.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from html import escape
+from importlib.resources import files
+from itertools import groupby
+from typing import Any
 
-from rlx.backends.base import backend_of
+from rlx.errors import GraphError
+from rlx.inspect import levels
+from rlx.inspect.code import assembly_lines
 from rlx.inspect.dispatch import dispatch_report
-from rlx.inspect.lineage import Lineage, launch_sources, lineage
+from rlx.inspect.folding import FOLD, SECTION, STAGE, Group, Item, Line, folded
+from rlx.inspect.lineage import Lineage, lineage, lowered_blocks
+from rlx.inspect.profiler import Report
 from rlx.ir.diff import diff
-from rlx.ir.graph import Graph, Node
-from rlx.ir.registry import HIR, LEAF
-from rlx.ir.text import graph_text, node_text, value_text
-from rlx.lir.kernels import Kernel
-from rlx.lir.program import Launch, Program, launch_text
+from rlx.ir.graph import Graph
+from rlx.ir.registry import HIR
 from rlx.profile import CompileProfile
 from rlx.target import Target
 
-SHOWN_ORIGINS = 4  # places that a tooltip names
-GOLDEN = 137.508  # degrees: hues of neighbours differ as much as they can
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line of a level, and the nodes as built that it came from."""
-
-    text: str
-    sources: frozenset[int] = frozenset()
+# How a row of the page's data behaves; script and style know these numbers too.
+OPENS, IS_OPEN, IS_FOLD, NEW, GONE, IS_STAGE = 1, 2, 4, 8, 16, 32
+OPEN_LINES = 60  # a section with more lines is closed at first
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A level: its title, what it is in a sentence, its lines."""
+    """A level of the page. `links` says how its lines find others: by the ops they came from, or by their kernel."""
 
     title: str
     about: str
-    lines: tuple[Line, ...]
+    items: tuple[Item, ...]
+    links: str = "ops"
+    indent: str = "  "  # in front of its lines, left out because the tree has its own
 
 
-def graph_page(graph: Graph, target: Target, *, profile: CompileProfile | None = None, assembly: bool = False) -> str:
-    """The page of a graph compiled for a target, as HTML; `assembly` adds the machine code of its kernels."""
-    line = lineage(graph, target, profile)
-    places = {node.id: str(node.origin) for node in graph.nodes}
-    columns = list(levels(line, target, assembly=assembly))
-    launches, kernels = len(line.plan.main.launches), len(line.plan.main.kernels())
-    about = f"{len(graph)} nodes, {launches} launches of {kernels} kernels, {target.name}"
-    parts = [
-        f"<header><h1>{escape(graph.name)}</h1><p>{escape(about)}</p>",
-        '<p class="help">Point at a line to see what it came from and what became of it; click to keep it.</p>',
-        '<input id="find" type="search" placeholder="find" aria-label="find"></header>',
-        f'<main style="--columns:{len(columns)}">',
-        *(_column_html(column, places) for column in columns),
-        "</main>",
-        f"<footer>{''.join(_details(line))}</footer>",
-    ]
-    return _document(graph.name, "\n".join(parts))
+def graph_page(
+    graph: Graph,
+    target: Target,
+    *,
+    profile: CompileProfile | None = None,
+    assembly: bool = False,
+    report: Report | None = None,
+) -> str:
+    """The page of a graph compiled for a target, as HTML.
+
+    `assembly` adds the machine code of its kernels. With a report of the same compiled graph that has times, launches
+    are coloured by their share of them.
+    """
+    line, columns = graph_columns(graph, target, profile=profile, assembly=assembly, report=report)
+    program = line.plan.main
+    launches, kernels = _count(len(program.launches), "launch"), _count(len(program.kernels()), "kernel")
+    about = f"{_count(len(graph), 'node')}, {launches} of {kernels}, {target.name}"
+    if report is not None and report.seconds:
+        about += f", {report.threads} threads, a run takes {report.seconds * 1e6:.0f} µs"
+    writer = _Writer()
+    *first, passes = (writer.column(column) for column in columns)
+    nothing: dict[str, Any] = {name: type(value)() for name, value in passes.items()}
+    later = nothing | {"title": passes["title"], "about": passes["about"], "links": passes["links"], "later": "passes"}
+    data = {
+        "name": graph.name, "about": about, "columns": [*first, later], "sets": list(writer.sets),
+        "places": _places(line.graph),
+    }  # fmt: skip
+    return _document(graph.name, data, passes)
 
 
-# -- levels -----------------------------------------------------------------------------------------------------------
-def levels(line: Lineage, target: Target, *, assembly: bool = False) -> Iterator[Column]:
-    """The levels that a graph goes through, the highest first."""
-    built = "HIR" if line.graph.level == HIR else "MIR"
-    yield Column(f"{built}, as built", "what is computed", built_lines(line.graph))
-    if line.graph.level == HIR:
-        yield Column("MIR, lowered", "blocks written with ops", _graph_lines(line, line.lowered))
-    graphs, programs, kernels = ([*each] for each in zip(*_parts(line), strict=True))
-    yield Column("MIR, optimised", "after all passes", _joined(graphs))
-    yield Column("LIR", "buffers and launches", _joined(programs))
-    yield Column("Kernels", "loops over elements", _joined(kernels))
-    if assembly:
-        yield Column("Assembly", "of the main program", tuple(_assembly_lines(line, target)))
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "es" if what.endswith("ch") else "s")
 
 
-def _parts(line: Lineage) -> Iterator[tuple[tuple[Line, ...], tuple[Line, ...], tuple[Line, ...]]]:
-    """Optimised graph, program and kernels: of what runs each time, and of what runs once when weights are set."""
-    yield main_part(line)
+# -- columns -----------------------------------------------------------------------------------------------------------
+def graph_columns(
+    graph: Graph, target: Target, *, profile: CompileProfile | None = None, assembly: bool = False,
+    report: Report | None = None,
+) -> tuple[Lineage, list[Column]]:  # fmt: skip
+    """The levels of a graph. Lines are linked by the ops (at MIR, before the passes) that they came from."""
+    mir, blocks = lowered_blocks(graph, profile)
+    line = lineage(mir, target, profile)
+    return line, list(_columns(graph, blocks, line, target, assembly=assembly, seconds=_seconds(line, report)))
+
+
+def _seconds(line: Lineage, report: Report | None) -> list[float]:
+    """The times of the launches, if there are any."""
+    if report is None:
+        return []
+    own = [launch.kernel.symbol for launch in line.plan.main.launches]
+    reported = [launch.kernel for launch in report.launches]
+    if own != reported:
+        raise GraphError(
+            f"page of {line.graph.name!r}: the report has {len(reported)} launches, this graph {len(own)}, or of other "
+            f"kernels",
+            hint="give the report of the same compiled graph: f.page(path, report=f.report(inputs))",
+        )
+    return [launch.seconds for launch in report.launches]
+
+
+def _columns(
+    graph: Graph, blocks: Sequence[frozenset[int]], line: Lineage, target: Target, *, assembly: bool,
+    seconds: Sequence[float],
+) -> Iterator[Column]:  # fmt: skip
+    ops: dict[int, set[int]] = {}
+    for op, nodes in enumerate(blocks):
+        for node in nodes:
+            ops.setdefault(node, set()).add(op)
+    built = levels.graph_lines(graph, sources=lambda node: frozenset(ops.get(node.id, ())))
+    main, bind = line.plan.main, line.plan.bind
+    launches = levels.marked_launch_lines(line, line.main, main, seconds)
+    yield Column("Stages", "the parts of the model", tuple(_stages(built, launches)))
+    has_blocks = any(node.definition.level == HIR for node in graph.nodes)
+    about = "blocks" if has_blocks else "ops"
+    yield Column(f"{graph.level.upper()}, as built", about, _framed(graph, built))
+    if has_blocks:
+        lowered = levels.graph_lines(line.graph)
+        yield Column("MIR, lowered", "blocks written as ops", _framed(line.graph, lowered))
+    optimised = _framed(line.main, levels.marked_lines(line, line.main))
+    program = _program(line, line.main, "buffers", launches)
+    kernels = [*levels.kernel_lines(line.main, main)]
     if line.bind.outputs:
-        note = Line("# once, when weights are set")
-        program = tuple(_program_lines(line, line.bind, line.plan.bind))
-        yield (note, *_graph_lines(line, line.bind)), (note, *program), tuple(_kernel_lines(line.bind, line.plan.bind))
+        binding = _framed(line.bind, levels.marked_lines(line, line.bind))
+        optimised += (_section("once, when weights are set", binding),)
+        once = _program(line, line.bind, "buffers", levels.marked_launch_lines(line, line.bind, bind))
+        program += (_section("once, when weights are set", once),)
+        known = main.kernels()
+        kernels += [each for each in levels.kernel_lines(line.bind, bind) if each.kernel not in known]
+    yield Column("MIR, optimised", "after all passes", optimised)
+    yield Column("LIR", "buffers and launches", program, "launches")
+    yield Column("Kernels", "loops over elements", _by_kernel(kernels, launches), "kernel", "")
+    if assembly:
+        sources = levels.kernel_sources(line.main, main)
+        code = [
+            Line(text, sources[symbol], kernel=symbol)
+            for symbol, kernel in main.kernels().items()
+            for text in assembly_lines(kernel, target)
+        ]
+        yield Column("Assembly", "of the main program", _by_kernel(code, launches), "kernel", "")
+    yield Column("Passes", "what each pass changed", tuple(_passes(line)))
 
 
-def main_part(line: Lineage) -> tuple[tuple[Line, ...], tuple[Line, ...], tuple[Line, ...]]:
-    """Optimised graph, program and kernels of what runs each time."""
-    program = tuple(_program_lines(line, line.main, line.plan.main))
-    return _graph_lines(line, line.main), program, tuple(_kernel_lines(line.main, line.plan.main))
+def _framed(graph: Graph, lines: Sequence[Line]) -> tuple[Item, ...]:
+    return Line(levels.head(graph)), *folded(lines), Line(levels.tail(graph).strip())
 
 
-def _joined(parts: Sequence[tuple[Line, ...]]) -> tuple[Line, ...]:
-    first, *others = parts
-    return (*first, *(row for other in others for row in (Line(""), *other)))
+def _program(line: Lineage, graph: Graph, title: str, launches: Sequence[Line]) -> tuple[Item, ...]:
+    program = line.plan.main if graph is line.main else line.plan.bind
+    first, *declared = levels.interface_lines(line, graph, program)
+    return first, _section(title, folded(declared)), *folded(launches)
 
 
-def built_lines(graph: Graph) -> tuple[Line, ...]:
-    """The graph as it was built."""
-    return _framed(graph, lambda node: frozenset({node.id}))
+def _section(title: str, items: Sequence[Item]) -> Group:
+    group = Group(title, tuple(items), SECTION)
+    count = sum(1 for _ in group.lines())
+    return Group(title, group.items, SECTION, f"{count} lines", is_open=count <= OPEN_LINES)
 
 
-def _graph_lines(line: Lineage, graph: Graph) -> tuple[Line, ...]:
-    return _framed(graph, line.sources)
+def _stages(built: Sequence[Line], launches: Sequence[Line]) -> tuple[Group, ...]:
+    """The tree of stages without the lines in it; a stage has the time of its launches."""
+    seconds: dict[str, float] = {}
+    for launch in launches:
+        path = launch.stage.split(".")
+        for depth in range(1, len(path) + 1):
+            stage = ".".join(path[:depth])
+            seconds[stage] = seconds.get(stage, 0.0) + launch.seconds
+
+    def shown(items: Iterable[Item]) -> Iterator[Group]:
+        for item in items:
+            if isinstance(item, Group) and item.kind in (STAGE, FOLD):
+                lines = list(item.lines())
+                inside = tuple(shown(item.items))
+                taken = sum(each.seconds for each in inside) if item.kind == FOLD else seconds.get(item.name, 0.0)
+                sources = frozenset().union(*(each.sources for each in lines))
+                note = item.note or _count(len(lines), "node")
+                yield replace(item, items=inside, note=note, sources=sources, seconds=taken)
+
+    return tuple(shown(folded([replace(each, declares=True) for each in built if each.stage])))
 
 
-def _framed(graph: Graph, came_from: Callable[[Node], frozenset[int]]) -> tuple[Line, ...]:
-    """The nodes of a graph, and what stands around them: its head, its outputs, the closing brace."""
-    head = graph_text(graph).split("\n", 1)[0]
-    body = [Line(text, came_from(n)) for n in graph.nodes for text in _indented(n)]
-    return (Line(head), *body, Line("  return " + ", ".join(value_text(v) for v in graph.outputs)), Line("}"))
+def _by_kernel(lines: Sequence[Line], launches: Sequence[Line]) -> tuple[Item, ...]:
+    """A section for each kernel, with the number of its launches."""
+    found: list[Item] = []
+    for symbol, inside in groupby(lines, key=lambda each: each.kernel):
+        own = [launch for launch in launches if launch.kernel == symbol]
+        note = _count(len(own), "launch") if own else "once, when weights are set"
+        taken = sum(launch.seconds for launch in own)
+        found.append(Group(symbol, tuple(inside), SECTION, note, kernel=symbol, seconds=taken))
+    return tuple(found)
 
 
-def _indented(node: Node) -> list[str]:
-    return ("  " + node_text(node, pad="  ")).splitlines()
-
-
-def _program_lines(line: Lineage, graph: Graph, program: Program) -> Iterator[Line]:
-    found = [launch_sources(graph, program, i) for i in range(len(program.launches))]
-    named = [n for n in graph.nodes if LEAF in n.definition.traits and "name" in n.attrs]
-    leaves = {n.attrs["name"]: line.sources(n) for n in named}
-    for launch, ids in zip(program.launches, found, strict=True):
-        for view in launch.views(written=True):
-            leaves[view.buffer] = leaves.get(view.buffer, frozenset()) | ids
-    number = {id(launch): i for i, launch in enumerate(program.launches)}
-
-    def numbered(launch: Launch) -> str:
-        return f"{launch_text(launch)}\0{number[id(launch)]}"
-
-    launches = list(program.launch_lines(numbered))
-    head = program.text(kernels=False).splitlines()
-    for text in head[: len(head) - len(launches)]:
-        words = text.split()
-        name = words[1].rstrip(":") if len(words) > 1 and text.startswith("  ") else ""
-        yield Line(text, leaves.get(name, frozenset()))
-    for text in launches:
-        shown, _, i = text.partition("\0")
-        yield Line(shown, found[int(i)] if i else frozenset())
-
-
-def _kernel_sources(graph: Graph, program: Program) -> dict[str, frozenset[int]]:
-    found: dict[str, frozenset[int]] = {}
-    for i, launch in enumerate(program.launches):
-        symbol = launch.kernel.symbol
-        found[symbol] = found.get(symbol, frozenset()) | launch_sources(graph, program, i)
-    return found
-
-
-def _kernel_lines(graph: Graph, program: Program) -> Iterator[Line]:
-    found = _kernel_sources(graph, program)
-    for i, (symbol, kernel) in enumerate(program.kernels().items()):
-        if i:
-            yield Line("")
-        yield from (Line(text, found[symbol]) for text in kernel.text().splitlines())
-
-
-def _assembly_lines(line: Lineage, target: Target) -> Iterator[Line]:
-    found = _kernel_sources(line.main, line.plan.main)
-    for symbol, kernel in line.plan.main.kernels().items():
-        yield Line(f"# {symbol}", found[symbol])
-        yield from (Line(text, found[symbol]) for text in assembly_lines(kernel, target))
-
-
-def assembly_lines(kernel: Kernel, target: Target) -> list[str]:
-    """The instructions and labels of a kernel, without directives."""
-    text = backend_of(target).kernel_text([kernel], target, assembly=True)
-    lines = (line.expandtabs(4) for line in text.splitlines())
-    return [x for x in lines if x.strip() and (x.rstrip().endswith(":") or x.lstrip()[0] not in ".#")]
-
-
-# What an inner loop looks like: multiply-adds, or at least vectors.
-BUSY = re.compile(r"vfn?m(add|sub)|fml[as]|llvm\.fma"), re.compile(r"\b[xyz]mm\d|\bv\d+\.| x (float|double|i\d+)>")
-
-
-def busiest(lines: Sequence[str], count: int) -> list[str]:
-    """The `count` lines of LLVM text or assembly that do most of the arithmetic."""
-    found = [[len(pattern.findall(line)) for line in lines] for pattern in BUSY]
-    hits = next((each for each in found if any(each)), found[-1])
-    starts = range(max(1, len(lines) - count + 1))
-    best = max(starts, key=lambda at: (sum(hits[at : at + count]), -at))
-    return list(lines[best : best + count])
-
-
-def easiest(program: Program) -> Kernel | None:
-    """The kernel that is shown where there is room for one: loops rather than tiles, and the shortest."""
-    kernels = program.kernels().values()
-    return min(kernels, key=lambda k: (k.kind != "loops", len(k.text())), default=None)
-
-
-def excerpt(line: Lineage, target: Target, count: int) -> Column:
-    """The assembly of one kernel, where it works hardest."""
-    kernel = easiest(line.plan.main)
-    if kernel is None:
-        return Column("Assembly", "there is nothing to compute", ())
-    found = _kernel_sources(line.main, line.plan.main)[kernel.symbol]
-    lines = busiest(assembly_lines(kernel, target), count)
-    return Column("Assembly", kernel.symbol, tuple(Line(text, found) for text in lines))
-
-
-# -- reports ----------------------------------------------------------------------------------------------------------
-def _details(line: Lineage) -> Iterator[str]:
+def _passes(line: Lineage) -> Iterator[Group]:
+    """What each pass changed; then what was fused, and what computes each op."""
     for (_, before), (name, after) in zip(line.steps, line.steps[1:], strict=False):
-        change = diff(before, after)
-        if change:
-            marked = ((mark, text) for mark, text in change.lines())
-            yield _folded(f"pass {name}: {change.summary()}", marked)
-    yield _folded("fusion", ((" ", text) for text in str(line.plan.optimised.report).splitlines()))
-    yield _folded("dispatch", ((" ", text) for text in str(dispatch_report(line)).splitlines()))
+        # Whether graphs are equal is much quicker to see than where they differ.
+        if after != before and (change := diff(before, after)):
+            lines = tuple(Line(text, mark=mark) for mark, text in change.lines())
+            yield Group(name, lines, SECTION, change.summary(), is_open=False)
+    for title, report in (("fusion", line.plan.optimised.report), ("dispatch", dispatch_report(line))):
+        lines = tuple(Line(text) for text in str(report).splitlines())
+        yield Group(title, lines, SECTION, _count(len(lines), "line"), is_open=False)
 
 
-def _folded(title: str, lines: Iterable[tuple[str, str]]) -> str:
-    kinds = {"+": "new", "-": "gone"}
-    shown = "".join(f'<div class="{kinds.get(m, "same")}">{escape(f"{m} {text}".rstrip())}</div>' for m, text in lines)
-    return f"<details><summary>{escape(title)}</summary><pre>{shown}</pre></details>\n"
+# -- data --------------------------------------------------------------------------------------------------------------
+@dataclass
+class _Writer:
+    """Columns as lists of numbers and strings. Rows stand in the order of the tree, with depths and numbers of rows
+    inside; sets of ops are ranges, each set once."""
+
+    sets: dict[tuple[int, ...], int] = field(default_factory=dict)
+    kernels: dict[str, int] = field(default_factory=dict)
+
+    def column(self, column: Column) -> dict[str, Any]:
+        rows = _Rows(self, column.indent)
+        rows.add(column.items, 0)
+        return {
+            "title": column.title, "about": column.about, "links": column.links, "text": rows.text, "note": rows.note,
+            "depth": rows.depth, "inside": rows.inside, "flags": rows.flags, "set": rows.sets, "kernel": rows.kernels,
+            "micros": rows.micros,
+        }  # fmt: skip
+
+    def set_number(self, sources: frozenset[int]) -> int:
+        """The number of a set of ops, -1 of none."""
+        return self.sets.setdefault(ranges(sources), len(self.sets)) if sources else -1
+
+    def kernel_number(self, symbol: str) -> int:
+        return self.kernels.setdefault(symbol, len(self.kernels)) if symbol else -1
 
 
-# -- HTML -------------------------------------------------------------------------------------------------------------
-def _column_html(column: Column, places: dict[int, str]) -> str:
-    lines = "".join(_line_html(line, places) for line in column.lines)
-    head = f"<h2>{escape(column.title)}<small>{escape(column.about)}</small></h2>"
-    return f"<section>{head}<pre>{lines}</pre></section>\n"
+def ranges(numbers: Iterable[int]) -> tuple[int, ...]:
+    """Numbers as first, count, first, count ...
+
+    >>> ranges({1, 2, 3, 7})
+    (1, 3, 7, 1)
+    """
+    found: list[int] = []
+    for number in sorted(numbers):
+        if found and number == found[-2] + found[-1]:
+            found[-1] += 1
+        else:
+            found += [number, 1]
+    return tuple(found)
 
 
-def _line_html(line: Line, places: dict[int, str]) -> str:
-    text = escape(line.text) or "&nbsp;"
-    if not line.sources:
-        return f"<div>{text}</div>"
-    ids = sorted(line.sources)
-    hue = round(max(ids) * GOLDEN % 360)
-    title = escape(_origins(ids, places), quote=True)
-    return f'<div class="l" style="--hue:{hue}" data-s="{" ".join(map(str, ids))}" title="{title}">{text}</div>'
+class _Rows:
+    """The rows of a column as they are written."""
+
+    def __init__(self, writer: _Writer, indent: str) -> None:
+        self.writer, self.indent = writer, indent
+        self.text: list[str] = []
+        self.depth: list[int] = []
+        self.inside: list[int] = []
+        self.flags: list[int] = []
+        self.sets: list[int] = []
+        self.kernels: list[int] = []
+        self.note: dict[int, str] = {}
+        self.micros: dict[int, float] = {}
+
+    def add(self, items: Iterable[Item], depth: int) -> tuple[frozenset[int], float]:
+        """Write items; returns the ops that they came from and the seconds that they take."""
+        sources: set[int] = set()
+        seconds = 0.0
+        for item in items:
+            own, taken = self.group(item, depth) if isinstance(item, Group) else self.line(item, depth)
+            sources |= own
+            seconds += taken
+        return frozenset(sources), seconds
+
+    def line(self, line: Line, depth: int) -> tuple[frozenset[int], float]:
+        first, *body = line.text.removeprefix(self.indent).split("\n")
+        flags = {"+": NEW, "-": GONE}.get(line.mark, 0)
+        text = f"{first} … {body[-1].strip()}" if body else first
+        self.row(text, depth, flags | (OPENS if body else 0), line.sources, line.kernel, line.seconds)
+        self.inside[-1] = len(body[:-1])
+        for inner in body[:-1]:
+            self.row(inner.removeprefix("    "), depth + 1, flags, line.sources, line.kernel, 0.0)
+        return line.sources, line.seconds
+
+    def group(self, group: Group, depth: int) -> tuple[frozenset[int], float]:
+        number = len(self.text)
+        flags = OPENS if group.items else 0
+        flags |= (IS_OPEN if group.is_open else 0) | (IS_FOLD if group.is_fold else 0)
+        self.row(group.name, depth, flags | (IS_STAGE if group.kind == STAGE else 0), frozenset(), group.kernel, 0.0)
+        sources, seconds = self.add(group.items, depth + 1)
+        sources, seconds = group.sources or sources, group.seconds or seconds
+        self.inside[number] = len(self.text) - number - 1
+        self.sets[number] = self.writer.set_number(sources)
+        if group.note:
+            self.note[number] = group.note
+        if seconds:
+            self.micros[number] = round(seconds * 1e6, 2)
+        return sources, seconds
+
+    def row(self, text: str, depth: int, flags: int, sources: frozenset[int], kernel: str, seconds: float) -> None:
+        if seconds:
+            self.micros[len(self.text)] = round(seconds * 1e6, 2)
+        self.text.append(text)
+        self.depth.append(depth)
+        self.inside.append(0)
+        self.flags.append(flags)
+        self.sets.append(self.writer.set_number(sources))
+        self.kernels.append(self.writer.kernel_number(kernel))
 
 
-def _origins(ids: Sequence[int], places: dict[int, str]) -> str:
-    found = list(dict.fromkeys(f"%{i}  {places[i]}" for i in ids if places[i]))
-    more = [f"and {len(found) - SHOWN_ORIGINS} more"] if len(found) > SHOWN_ORIGINS else []
-    return "\n".join(found[:SHOWN_ORIGINS] + more)
+def _places(graph: Graph) -> dict[str, Any]:
+    """Where ops were built: each place once, and for each op the number of its place."""
+    numbers: dict[str, int] = {}
+    of = [numbers.setdefault(str(node.origin), len(numbers)) for node in graph.nodes]
+    return {"text": list(numbers), "of": of}
 
 
-def _document(title: str, body: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+# -- HTML --------------------------------------------------------------------------------------------------------------
+def _document(title: str, data: dict[str, Any], passes: dict[str, Any]) -> str:
+    """The page. What passes did stands behind the script, which shows the rest before it is read."""
+    style, script = (files("rlx.inspect").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
+    policy = (
+        f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'; "
+        f"form-action 'none'"
+    )
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style></head>\n"
-        f"<body>\n{body}\n<script>{SCRIPT}</script>\n</body></html>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{style}</style></head>\n"
+        f'<body>\n<noscript>This page needs its script.</noscript>\n<script type="application/json" id="data">'
+        f"{as_script(data)}</script>\n<script>{script}</script>\n"
+        f'<script type="application/json" id="passes">{as_script(passes)}</script>\n</body></html>\n'
     )
 
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1d2329; --soft: #69737d; --paper: #fff; --panel: #f5f7f9; --edge: #d8dee4;
-  --lit: 88%; --new: #116329; --gone: #a40e26; }
-@media (prefers-color-scheme: dark) { :root { --ink: #dde3ea; --soft: #8b949e; --paper: #0f1419; --panel: #161c23;
-  --edge: #2d353e; --lit: 24%; --new: #56d364; --gone: #ff7b72; } }
-* { box-sizing: border-box; }
-body { margin: 0; font: 14px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); }
-header { display: flex; gap: 1.2em; align-items: baseline; padding: .6em 1em; flex-wrap: wrap; }
-h1 { font-size: 1.15em; margin: 0; } header p { margin: 0; color: var(--soft); } header .help { flex: 1; }
-input { font: inherit; padding: .2em .6em; border: 1px solid var(--edge); border-radius: 6px; background: var(--panel);
-  color: inherit; }
-main { display: flex; height: calc(100vh - 3.4em); border-top: 1px solid var(--edge);
-  border-bottom: 1px solid var(--edge); overflow-x: auto; }
-section { flex: none; width: max(21em, calc(100% / var(--columns))); overflow: auto; resize: horizontal;
-  border-right: 1px solid var(--edge); }
-section:last-child { border-right: 0; }
-h2 { position: sticky; top: 0; left: 0; margin: 0; padding: .5em .8em; font-size: .95em; background: var(--panel);
-  border-bottom: 1px solid var(--edge); z-index: 1; }
-h2 small { font-weight: normal; color: var(--soft); margin-left: .8em; }
-pre { margin: 0; padding: .5em 0 2em; font: 12px/1.55 ui-monospace, "DejaVu Sans Mono", monospace; width: max-content;
-  min-width: 100%; tab-size: 4; }
-pre div { padding: 0 .9em; white-space: pre; border-left: 3px solid transparent; }
-.l { border-left-color: hsl(var(--hue) 55% 55%); cursor: pointer; }
-.l:hover, .l.on { background: hsl(var(--hue) 75% var(--lit)); }
-.l.pin { outline: 1px solid hsl(var(--hue) 60% 50%); outline-offset: -1px; }
-.has-query pre div:not(.hit) { opacity: .28; }
-footer { padding: .8em 1em 3em; } details { margin: .2em 0; } summary { cursor: pointer; padding: .15em 0; }
-footer pre { background: var(--panel); border: 1px solid var(--edge); border-radius: 6px; padding: .5em 0;
-  overflow-x: auto; width: auto; }
-.new { color: var(--new); } .gone { color: var(--gone); } .same { color: var(--soft); }
-"""
+def as_script(data: Any) -> str:
+    """JSON that may stand inside a script element: nothing in it looks like markup."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
-SCRIPT = """
-'use strict';
-const lines = [...document.querySelectorAll('.l')];
-const from = new Map(lines.map(l => [l, new Set(l.dataset.s.split(' '))]));
-const by = new Map();
-for (const l of lines) for (const s of from.get(l)) { if (!by.has(s)) by.set(s, []); by.get(s).push(l); }
-let pinned = null, lit = [];
-function light(line) {
-  lit.forEach(l => l.classList.remove('on'));
-  lit = line ? [...new Set([...from.get(line)].flatMap(s => by.get(s)))] : [];
-  lit.forEach(l => l.classList.add('on'));
-}
-function show(line) {
-  for (const section of document.querySelectorAll('main section')) {
-    if (section.contains(line)) continue;
-    const first = lit.find(l => section.contains(l));
-    if (first) section.scrollTop += first.getBoundingClientRect().top - section.getBoundingClientRect().top - 90;
-  }
-}
-function pin(line) {
-  if (pinned) pinned.classList.remove('pin');
-  pinned = pinned === line ? null : line;
-  if (pinned) { pinned.classList.add('pin'); light(pinned); show(pinned); }
-}
-const main = document.querySelector('main');
-main.addEventListener('mouseover', e => { if (!pinned) light(e.target.closest('.l')); });
-main.addEventListener('mouseleave', () => { if (!pinned) light(null); });
-main.addEventListener('click', e => {
-  const line = e.target.closest('.l');
-  if (line && !getSelection().toString()) pin(line);
-});
-addEventListener('keydown', e => { if (e.key === 'Escape' && pinned) { pin(pinned); light(null); } });
-document.getElementById('find').addEventListener('input', e => {
-  const word = e.target.value.trim().toLowerCase();
-  main.classList.toggle('has-query', word !== '');
-  for (const d of main.querySelectorAll('pre div'))
-    d.classList.toggle('hit', d.textContent.toLowerCase().includes(word));
-});
-const start = decodeURIComponent(location.hash.slice(1)).replace('%', '');
-if (by.has(start)) { pin(by.get(start)[0]); by.get(start)[0].scrollIntoView({ block: 'center' }); }
-"""
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

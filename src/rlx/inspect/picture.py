@@ -10,14 +10,34 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
+from rlx.inspect.code import assembly_lines, busiest, easiest
+from rlx.inspect.folding import Line
+from rlx.inspect.levels import (
+    framed,
+    graph_lines,
+    interface_lines,
+    kernel_lines,
+    kernel_sources,
+    marked_launch_lines,
+    marked_lines,
+)
 from rlx.inspect.lineage import Lineage
-from rlx.inspect.page import GOLDEN, Column, Line, built_lines, excerpt, main_part
 from rlx.target import Target
 
 CHARACTER, ROW = 6.6, 16.0  # pixels of a character and of a line, at 11 pixels
 WIDEST = 58  # characters of a column
 GAP, MARGIN, TOP = 56.0, 20.0, 78.0
+GOLDEN = 137.508  # degrees: hues of neighbours differ as much as they can
 NO_BREAK = "\N{NO-BREAK SPACE}"  # SVG would make one space of several
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A level: its title, what it is in a sentence, its lines."""
+
+    title: str
+    about: str
+    lines: tuple[Line, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +54,16 @@ class _Block:
 
 def picture(line: Lineage, target: Target, title: str, *, lines: int = 16) -> str:
     """The levels of a graph side by side; `lines` is how many lines of assembly there are."""
-    graph, program, kernels = main_part(line)
+    built = framed(line.graph, graph_lines(line.graph))
+    graph = framed(line.main, marked_lines(line, line.main))
+    launches = marked_launch_lines(line, line.main, line.plan.main)
+    program = (*interface_lines(line, line.main, line.plan.main), *launches)
+    kernels = [each for kernel in _kernels(line) for each in (Line(""), *kernel)]
     columns = [
-        Column(f"{line.graph.level.upper()}, as built", "what is computed", built_lines(line.graph)),
-        Column("MIR, optimised", "after all passes", graph),
-        Column("LIR", "buffers, launches, loops", (*program, Line(""), *kernels)),
-        excerpt(line, target, lines),
+        Column(f"{line.graph.level.upper()}, as built", "what is computed", _single(built)),
+        Column("MIR, optimised", "after all passes", _single(graph)),
+        Column("LIR", "buffers, launches, loops", (*program, *kernels)),
+        _excerpt(line, target, lines),
     ]
     parts: list[str] = []
     blocks: list[list[_Block]] = []
@@ -60,6 +84,26 @@ def picture(line: Lineage, target: Target, title: str, *, lines: int = 16) -> st
     ribbons = [_ribbon(a, b) for left, right in pairs for a in left for b in right if a.sources & b.sources]
     head = f'<text class="title" x="{MARGIN}" y="32">{escape(title)}</text>'
     return _svg(x - GAP + MARGIN, height, [head, *ribbons, *parts])
+
+
+def _single(lines: Sequence[Line]) -> tuple[Line, ...]:
+    """Lines of one row each; the bodies of a node are several."""
+    return tuple(Line(text, row.sources) for row in lines for text in row.text.splitlines())
+
+
+def _kernels(line: Lineage) -> list[list[Line]]:
+    rows = kernel_lines(line.main, line.plan.main)
+    return [list(group) for _, group in groupby(rows, key=lambda row: row.kernel)]
+
+
+def _excerpt(line: Lineage, target: Target, count: int) -> Column:
+    """The assembly of one kernel, where it works hardest."""
+    kernel = easiest(line.plan.main)
+    if kernel is None:
+        return Column("Assembly", "there is nothing to compute", ())
+    found = kernel_sources(line.main, line.plan.main)[kernel.symbol]
+    lines = busiest(assembly_lines(kernel, target), count)
+    return Column("Assembly", kernel.symbol, tuple(Line(text, found) for text in lines))
 
 
 def _cut(column: Column) -> Column:

@@ -117,7 +117,7 @@ def relocated(plan: CompiledPlan, origins: tuple[str, ...]) -> CompiledPlan | No
     if plan.origins == origins:
         return plan
     places: dict[str, str] = {}
-    for old, new in zip(map(_line, plan.origins), map(_line, origins), strict=True):
+    for old, new in zip(map(source_line, plan.origins), map(source_line, origins), strict=True):
         if places.setdefault(old, new) != new:
             return None
     fusion = FusionReport(
@@ -136,10 +136,10 @@ def _moved_program(program: Program, places: Mapping[str, str]) -> Program:
 
 
 def _moved(where: str, places: Mapping[str, str]) -> str:
-    line = _line(where)
+    line = source_line(where)
     return places.get(line, line) + where[len(line) :]
 
 
-def _line(origin: str) -> str:
+def source_line(origin: str) -> str:
     """The part that the user's source decides, without what lowering and passes have added."""
     return re.split(r", (?=from |by )", origin, maxsplit=1)[0]
