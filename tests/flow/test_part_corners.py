@@ -27,7 +27,7 @@ from rlx.flow.stages import (
     SelfAttnPrefill,
     VitSelfAttn,
 )
-from rlx.flow.stages.encoder import EarlierTokens, attend
+from rlx.flow.stages.encoder import attend
 
 Array = np.ndarray[Any, Any]
 BATCH, SEQ, HIDDEN, HEADS, HEAD = 3, 5, 8, 2, 4
@@ -116,33 +116,33 @@ def test_encoder_layers_take_the_masks_of_tokenizers(stage: Any, kind: str) -> N
     assert np.abs(everything - found[0]).max() > 1e-4
 
 
-@pytest.mark.parametrize("kind", ["f32", "i64", "i32", "u8", "bool"])
-def test_masks_of_steps_and_of_near_tokens_have_any_type(kind: str) -> None:
-    mask = MASK.astype(rlx.dtype(kind).numpy)
-    flow = ModelFlow("f").input("x", X.shape).input("attention_mask", MASK.shape, kind)
+def seen_tokens(mask: Any, dtype: str, kind: str) -> Any:
+    """[batch, seq, seq] which tokens see which: each gives 1 in a column of its own, above 0 for those that see it."""
 
-    def near_sums(ctx: Any, value: Any) -> Any:
-        """Each token gives 1 in a column of its own: a column of the result is above 0 for a token that is seen."""
-        zeros = value.reshape(BATCH, SEQ, 1, HIDDEN) * 0.0
+    def sums(ctx: Any, value: Any) -> Any:
+        zeros = value.reshape(len(mask), SEQ, 1, HIDDEN) * 0.0
         own = ctx.hir().constant(np.eye(SEQ, HIDDEN, dtype=np.float32).reshape(1, SEQ, 1, HIDDEN))
-        own = own.graph.one("expand", own, shape=(BATCH, SEQ, 1, HIDDEN))
-        return attend(ctx, zeros, zeros, own, "attention_mask", 1)
+        own = own.graph.one("expand", own, shape=(len(mask), SEQ, 1, HIDDEN))
+        return attend(ctx, zeros, zeros, own, "attention_mask", kind)
 
-    found = flow.custom(near_sums).build().compile("reference").run({"x": X, "attention_mask": mask})[0]
+    flow = ModelFlow("f").input("x", (len(mask), SEQ, HIDDEN)).input("attention_mask", mask.shape, dtype).custom(sums)
+    found = flow.build().compile("reference").run({"x": X[: len(mask)], "attention_mask": mask})[0]
+    return found[..., :SEQ] > 0
+
+
+@pytest.mark.parametrize("dtype", ["f32", "i64", "i32", "u8", "bool"])
+def test_masks_of_earlier_and_of_near_tokens_have_any_type(dtype: str) -> None:
+    mask = MASK.astype(rlx.dtype(dtype).numpy)
     near = np.abs(np.arange(SEQ)[:, None] - np.arange(SEQ)) <= 1
-    np.testing.assert_array_equal(found[..., :SEQ] > 0, near & MASK[:, None] & MASK[:, :, None])
-    earlier = flow.stage(EarlierTokens()).custom(lambda e, v: e.named("attention_bias"))
-    found = earlier.build().compile("reference").run({"x": X, "attention_mask": mask})[0]
-    np.testing.assert_array_equal(found[:, 0] == 0, np.tri(SEQ, dtype=bool) & MASK[:, None])
+    for kind, seen in ((rlx.MaskKind.near(1), near), (rlx.MaskKind.CAUSAL, np.tri(SEQ, dtype=bool))):
+        np.testing.assert_array_equal(seen_tokens(mask, dtype, kind), seen & MASK[:, None] & MASK[:, :, None])
 
 
-def test_the_edge_of_a_mask_of_floats_is_the_same_everywhere() -> None:
-    """0.5 keeps a token, as in attention with a custom mask."""
-    given = np.float32([[0.5, 0.49, 1, 0, 2]])
-    flow = ModelFlow("f").input("x", (1, SEQ, HIDDEN)).input("attention_mask", given.shape).stage(EarlierTokens())
-    found = flow.custom(lambda e, v: e.named("attention_bias")).build().compile("reference")
-    seen = found.run({"x": X[:1], "attention_mask": given})[0][0, 0, -1]
-    assert (seen == 0).tolist() == [True, False, True, False, True]
+@pytest.mark.parametrize("kind", [rlx.MaskKind.NONE, rlx.MaskKind.CAUSAL])
+def test_the_edge_of_a_mask_of_floats_is_the_same_everywhere(kind: str) -> None:
+    """0.5 keeps a token."""
+    seen = seen_tokens(np.float32([[0.5, 0.49, 1, 0, 2]]), "f32", kind)
+    assert seen[0, -1].tolist() == [True, False, True, False, True]
 
 
 @pytest.mark.parametrize("device", DEVICES)

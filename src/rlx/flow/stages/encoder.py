@@ -19,6 +19,8 @@ from rlx.ir.provenance import stage as provenance
 from rlx.ops.attention import MaskKind
 from rlx.types import Size
 
+ATTENTION_BIAS = "attention_bias"  # the name of what a stage before the layers has them add to scores
+
 
 @dataclass(frozen=True)
 class QkvNames:
@@ -44,11 +46,14 @@ def attend(
 ) -> Value:
     """Attention in which no token looks at padding: `[batch, seq, heads · head_dim]`.
 
-    Of the other tokens it sees those that the mask kind says: all, earlier ones, or near ones.
+    Of the other tokens it sees those that the mask kind says: all, earlier ones, or near ones. Where that is all, a
+    value named ATTENTION_BIAS is added to the scores if there is one; it has minus infinity at padding already.
     """
     batch, seq, heads, head_dim = q.shape
     out: Value
-    if kind == MaskKind.NONE:
+    if kind == MaskKind.NONE and ATTENTION_BIAS in ctx.state.named:
+        out = q.attention(k, v, ctx.state.named[ATTENTION_BIAS], mask_kind=MaskKind.BIAS, scale=scale)
+    elif kind == MaskKind.NONE:
         mask = ctx.mask_input(mask_input, (batch, seq))
         out = q.attention(k, v, mask, mask_kind=MaskKind.CUSTOM, scale=scale)
     else:
