@@ -17,6 +17,7 @@ from rlx.types import TensorType
 BLOCK = 256  # weights whose sum f64 holds exactly: 2^8 times 2^42 is below 2^53
 GROUP = 16  # blocks
 CHUNK = GROUP * BLOCK  # logits that stay in the nearest cache
+PAGE = 1024  # f32 numbers of a page of memory
 PARTS = 3  # f32 numbers whose sum is any f64 of a probability
 Q = Index("q")
 
@@ -51,6 +52,7 @@ class LogitsKernel:
         self.whole_chunks, self.rest = b.arg("whole_chunks", chunks), b.arg("rest", vocab - chunks * CHUNK)
         self.rest_blocks = b.arg("rest_blocks", blocks - chunks * GROUP)
         self.room = b.arg("room", room)
+        self.pages = b.arg("pages", (room + (PAGE - 1)) // PAGE)
         if logits.dtype is not F32 or logits.strides[1] != 1:
             logits = self._as_f32(logits)
         self.raw = Rows(b, "logits", logits)
@@ -143,6 +145,10 @@ class LogitsKernel:
             needed = changes[0] > 0 if len(changes) == 1 else (changes[0] > 0) | (changes[1] > 0)
         self.adjusted = body.let("adjusted", needed)
         if allowed is None:
+            # Loads that a mask leaves out are slow where memory was never written: one write per page makes it present.
+            pages = body.let("touched_pages", needed.select(Const(0, I64), self.pages))
+            with body.loop("j", pages) as touch:
+                touch.store(self.weights, Index("j") * PAGE, Const(0.0, F32))
             with body.loop("j", body.let("copied", needed.select(self.vocab, Const(0, I64))), vector=True) as copy:
                 copy.store(self.weights, Index("j"), self.raw[Index("j")])
         else:
