@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import pytest
+from limits import LONGEST_S
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
@@ -66,7 +67,7 @@ class Browser:
     ) -> None:
         os.close(self.to)  # the browser ends with its pipe
         try:
-            self.process.wait(10)
+            self.process.wait(LONGEST_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

@@ -190,7 +190,7 @@ CASES: dict[str, Case] = {
     "BertEncoderLayer": Case(
         st.BertEncoderLayer(*ENCODER, intermediate_size=FFN),
         {"layer_prefix": "m", "hidden_size": 7, "num_heads": 4, "head_dim": 2, "eps": 0.1, "qkv_style": "mpnet",
-         "attention_mask_input": "other", "intermediate_size": 6, "activation": "relu"}, inputs=MASKED,
+         "attention_mask_input": "other", "intermediate_size": 6, "activation": "relu", "causal": True}, inputs=MASKED,
     ),
     "NomicEncoderLayer": Case(
         st.NomicEncoderLayer(*ENCODER, intermediate_size=FFN),

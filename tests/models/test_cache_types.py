@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(snapshots, "SETTLED_NS", -(10**12))
     monkeypatch.setenv("RLX_CACHE", str(tmp_path / "cache"))
     nothing_loaded(monkeypatch)
-    return tmp_path / "cache" / cache_folder.STARTS
+    return tmp_path / "cache" / cache_folder.SNAPSHOTS
 
 
 @pytest.fixture

@@ -456,7 +456,7 @@ POINT = {"Point": Point}
     ids=str,
 )  # fmt: skip
 def test_records_come_back_as_they_were(value: Any) -> None:
-    classes = POINT | codec.records_of(rlx.types)
+    classes = POINT | codec.records_of(rlx.dims, rlx.types)
     text, arrays = codec.encode(value, classes)
     found = codec.decode(text, classes, arrays, "test")
     assert found == value and repr(found) == repr(value)

@@ -71,7 +71,7 @@ def check_patch(model: Model) -> None:
     if model._patch is None:
         return
     plain = model._flow().profile(model.profile).build(model.checkpoint.weights)
-    if plain.module != model.built.module:
+    if plain.module != model.flow.build(model.checkpoint.weights).module:
         raise CapabilityError(
             f"save: {model.name} was loaded with a patch, which no file of a model can hold",
             hint="load it without patch= to save its weights",
