@@ -7,6 +7,7 @@ import pytest
 import rlx
 from rlx.errors import CapabilityError, GraphError
 from rlx.flow.state import CacheBindings
+from rlx.hir.lower import lower
 from rlx.ir.graph import Value
 from rlx.ops.attention import MaskKind
 from rlx.runtime.kv_cache import KvCacheSpec
@@ -21,10 +22,12 @@ def attend(cache: CacheBindings, layer: int, mask: str = MaskKind.CAUSAL) -> Val
 
 @pytest.mark.parametrize("dtype", ("f32", "q8_0"))
 def test_layers_with_a_window_have_rings(dtype: str) -> None:
-    cache = CacheBindings(rlx.Graph("layers"), KvCacheSpec(4, 2, 32, dtype))
+    cache = CacheBindings(rlx.Graph("layers", level="hir"), KvCacheSpec(4, 2, 32, dtype))
     for layer, mask in enumerate((MaskKind.sliding(40), MaskKind.CAUSAL, MaskKind.sliding(7))):
         out = attend(cache, layer, mask)
-        assert out.node.attrs["ring"] == (mask != MaskKind.CAUSAL)
+        low = lower(cache.graph.set_outputs([out])).outputs[0].node
+        assert low.op == "reshape" and low.operands[0] is not None
+        assert low.operands[0].node.attrs["ring"] == (mask != MaskKind.CAUSAL)
     block = "64, 32" if dtype == "q8_0" else "32, 64"
     for layer, symbol in enumerate(("ring40", "blocks", "ring7")):
         assert str(cache.graph.named(f"keys.{layer}").type) == f"{dtype}[batch, 2, {symbol}, {block}]"
@@ -33,7 +36,7 @@ def test_layers_with_a_window_have_rings(dtype: str) -> None:
 
 
 def test_a_layer_attends_once_and_has_to_be_there() -> None:
-    cache = CacheBindings(rlx.Graph("layers"), KvCacheSpec(2, 2, 32))
+    cache = CacheBindings(rlx.Graph("layers", level="hir"), KvCacheSpec(2, 2, 32))
     attend(cache, 0)
     with pytest.raises(GraphError, match="kv_cache: layer 0 attends twice"):
         attend(cache, 0)

@@ -72,7 +72,7 @@ def test_a_block_has_the_type_of_what_it_becomes(x: str, w: str, b: str) -> None
 @pytest.mark.parametrize(
     ("build", "error", "problem"),
     [
-        (lambda g, x, w: g.linear(x, w, activation="relu6"), GraphError, "'relu6' is not one of gelu, "),
+        (lambda g, x, w: g.linear(x, w, activation="prelu"), GraphError, "'prelu' is not one of gelu, "),
         (lambda g, x, w: g.linear(x, w, x), ShapeError, "bias .* does not fit 3 columns"),
         (lambda g, x, w: g.linear(w, x), ShapeError, "inner sizes differ"),
         (lambda g, x, w: g.swiglu_ffn(x, w, x, x), ShapeError, "up .* and gate .* differ"),

@@ -24,6 +24,7 @@ from rlx.flow import BuiltModel, ModelFlow, SideOutputs
 from rlx.flow import stages as st
 from rlx.flow.flow import stage_values
 from rlx.hir.lower import lower
+from rlx.ir.registry import LEAF
 from rlx.models.load import Checkpoint, open_checkpoint
 from rlx.models.pooling import pooled, read_settings
 from rlx.profile import FusionPolicy
@@ -149,6 +150,26 @@ def test_lowering_gives_the_recorded_mir_and_the_recorded_stage_paths(tmp_path: 
         lowered = lower(model.module, policy)
         assert (len(lowered), lowered.fingerprint()) == (wanted["nodes"], wanted["mir"]), f"{case}: MIR differs"
     assert paths_of(model) == wanted["paths"], f"{case}: stage paths differ"
+
+
+# -- how it reads ------------------------------------------------------------------------------------------------------
+LAYER = "norm linear linear linear cached_self_attention linear add norm gated_ffn add"
+READS = {
+    "folder mistral": LAYER, "folder phi3": LAYER, "folder qwen2": LAYER, "folder gemma": LAYER, "gguf llama": LAYER,
+    "folder qwen3": "norm linear norm linear norm linear cached_self_attention linear add norm gated_ffn add",
+    "folder mixtral": LAYER.replace("gated_ffn", "moe_ffn"),
+    "folder gpt2": LAYER.replace("gated_ffn", "linear linear"),
+    "folder bert": "linear linear linear self_attention linear add norm linear linear add norm",
+    "folder nomic_bert": "linear split_qkv self_attention linear add norm gated_ffn add norm",
+    "folder vit": "norm linear linear linear self_attention linear add norm linear linear add",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", READS)
+def test_a_layer_reads_as_about_ten_blocks(tmp_path: Path, case: str) -> None:
+    nodes = [n for n in built(case, tmp_path).module.nodes if LEAF not in n.definition.traits]
+    last = max(n.origin.stage.split(".")[1] for n in nodes if n.origin.stage.startswith("layers."))
+    assert " ".join(n.op for n in nodes if n.origin.stage.split(".")[:2] == ["layers", last]) == READS[case]
 
 
 if __name__ == "__main__":

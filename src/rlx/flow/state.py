@@ -91,22 +91,19 @@ class CacheBindings:
 
     def attend(
         self, layer: int, q: Value, k: Value, v: Value, positions: Value, *, mask_kind: str,
-        scale: float | None = None, softcap: float | None = None,
+        **rotation_and_scale: Any,
     ) -> Value:  # fmt: skip
         """Append keys and values of the tokens at these positions to a layer's cache, then attend over it.
 
-        A layer with a sliding window has a ring, in which old positions make room for new ones.
+        What else is given are operands and attributes of the block `cached_self_attention`. A layer with a sliding
+        window has a ring, in which old positions make room for new ones.
         """
         if layer in self.windows or not 0 <= layer < self.spec.layers:
             problem = "attends twice" if layer in self.windows else f"is not one of its {self.spec.layers}"
             raise GraphError(f"kv_cache: layer {layer} {problem}", hint="layer_idx counts the layers from 0")
         window = self.windows[layer] = split_mask(mask_kind)[1]
-        kept = {"ring": window > 0}
-        keys, values = self.leaves(layer, window)
-        keys = keys.kv_append(k, positions, kind="keys", **kept)
-        values = values.kv_append(v, positions, kind="values", **kept)
-        how = {"mask_kind": mask_kind, "scale": scale, "softcap": softcap, **kept}
-        return self.graph.one("cached_attention", q, keys, values, positions, **how)
+        operands = q, k, v, *self.leaves(layer, window), positions
+        return self.graph.one("cached_self_attention", *operands, mask_kind=mask_kind, **rotation_and_scale)
 
     def leaves(self, layer: int, window: int) -> tuple[Value, Value]:
         spec, kind, blocks = self.spec, dtype(self.spec.dtype), dim(f"ring{window}" if window else "blocks")

@@ -8,35 +8,79 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
+from rlx.dtypes import DType
 from rlx.errors import LowerError
-from rlx.hir.blocks import heads_first, heads_shape, rotated
+from rlx.hir.activations import activate
+from rlx.hir.blocks import ACTIVATIONS, heads_first, heads_shape, rotated, wide
 from rlx.ir.graph import Graph, Node, Value
+from rlx.ir.provenance import standing_for
 from rlx.ir.registry import HIR, MIR, RuleTable, get
 from rlx.ir.rewrite import Rewriter, map_bodies
 from rlx.profile import FusionPolicy
-from rlx.types import Size
+from rlx.types import Size, TensorType
 
 Lowering = Callable[..., Value | tuple[Value, ...]]
 lowering: RuleTable[Lowering] = RuleTable("lowering", "src/rlx/hir/lower.py")
 direct: RuleTable[Lowering] = RuleTable("direct lowering", "src/rlx/hir/lower.py")
+LATE = ("input", "param", "state")  # leaves that are placed where they are read first
 
 
 def activated(x: Value, activation: str | None) -> Value:
-    return x if activation is None else x.graph.one(activation, x)
+    if activation is None:
+        return x
+    return x.graph.one(activation, x) if activation in ACTIVATIONS else activate(x, activation)
 
 
 # -- linear maps ------------------------------------------------------------------------------------------------------
+def read(stored: Value, kind: DType) -> Value:
+    """A stored weight in an element type: packed blocks are unpacked, other types are cast."""
+    if stored.dtype.is_packed:
+        stored = stored.dequantise()
+    return stored if stored.dtype is kind else stored.astype(kind)
+
+
+def projected(x: Value, weight: Value, bias: Value | None = None, stored: str | None = "out_in") -> Value:
+    """x times a weight, which is stored as a file has it unless `stored` is None, plus a bias."""
+    if stored is not None:
+        weight = read(weight, wide(x))
+    product = x @ (weight.mT if stored == "out_in" else weight)
+    if bias is None:
+        return product
+    return product + (bias if stored is None else read(bias, wide(x)))
+
+
+def with_heads(x: Value, heads: int | None) -> Value:
+    """The last axis split into so many heads."""
+    return x if heads is None else x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
+
+
 @lowering("linear")
-def _(x: Value, weight: Value, bias: Value | None, *, activation: str | None) -> Value:
-    product = x @ weight
-    return activated(product if bias is None else product + bias, activation)
+def _(
+    x: Value, weight: Value, bias: Value | None, *, activation: str | None, stored: str | None = None,
+    heads: int | None = None,
+) -> Value:  # fmt: skip
+    return with_heads(activated(projected(x, weight, bias, stored), activation), heads)
 
 
 @direct("linear")
+def _(
+    x: Value, weight: Value, bias: Value | None, *, activation: str | None, stored: str | None = None,
+    heads: int | None = None,
+) -> Value:  # fmt: skip
+    # a stored weight is converted and transposed when it is bound; then passes fuse what follows the matmul
+    if stored is not None:
+        return with_heads(activated(projected(x, weight, bias, stored), activation), heads)
+    return with_heads(fused_linear(x, weight, bias, activation), heads)
+
+
 @lowering("linear_fused")
 def _(x: Value, weight: Value, bias: Value | None, *, activation: str | None) -> Value:
+    return fused_linear(x, weight, bias, activation)
+
+
+def fused_linear(x: Value, weight: Value, bias: Value | None, activation: str | None) -> Value:
+    """activation(x @ weight + bias) as one matmul with an epilogue."""
     if bias is None and activation is None:
         return x @ weight
     others = [] if bias is None else [bias]
@@ -193,41 +237,109 @@ def picked(x: Value, last: Value) -> Value:
     return graph.one("gather", x.reshape(batch * seq, hidden), rows)
 
 
+def placed(leaf: Value) -> Value:
+    """An operand of a block. If it is a leaf that waits to be read, it is placed in the graph here."""
+    return leaf.node[leaf.index]
+
+
 # -- whole graphs -----------------------------------------------------------------------------------------------------
+class _LateLeaf(Value):
+    """A leaf in front of a block. It is placed in the graph when the first op of the block reads it."""
+
+    __slots__ = ("leaf", "lowering")
+
+    def __init__(self, lowering: _Lowering, leaf: Value) -> None:
+        self.lowering, self.leaf, self.index = lowering, leaf, leaf.index
+
+    @property
+    def node(self) -> Node:  # type: ignore[override]
+        return self.__rlx_value__().node
+
+    @property
+    def type(self) -> TensorType:
+        return self.leaf.type
+
+    def __rlx_value__(self) -> Value:
+        self.lowering.place(self.leaf.node)
+        return self.lowering.values[self.leaf]
+
+
+class _Lowering(Rewriter):
+    """A graph while it is lowered.
+
+    The inputs, params and states of a block that come right before it wait until one of its ops reads them, and keep
+    their order. So the ops of a block and their weights come as somebody would have written them one by one.
+    """
+
+    def __init__(self, graph: Graph, policy: FusionPolicy) -> None:
+        super().__init__(graph, "lower")
+        self.graph.level = MIR
+        self.policy = policy
+        self.waiting: dict[Node, None] = {}
+
+    def place(self, leaf: Node) -> None:
+        """Place a leaf, and before it those that wait longer: leaves are what a graph takes, in order."""
+        while leaf in self.waiting:
+            first = next(iter(self.waiting))
+            del self.waiting[first]
+            self.values.update(zip(first.results, self.copy(first), strict=True))
+
+    def place_all(self, but: Sequence[Node] = ()) -> None:
+        """Place what waits; of leaves to wait on, only those after all others do."""
+        waiting = list(self.waiting)
+        while waiting and waiting[-1] in but:
+            waiting.pop()
+        for leaf in waiting:
+            self.place(leaf)
+
+    def add(self, node: Node) -> None:
+        if node.op in LATE:
+            self.waiting[node] = None
+            return
+        if get(node.op).level == HIR:
+            results = self.lower(node)
+            self.place_all()
+        else:
+            self.place_all()
+            results = self.copied(node)
+        self.values.update(zip(node.results, results, strict=True))
+
+    def copied(self, node: Node) -> tuple[Value, ...]:
+        """A tensor op as it is; a loop may have blocks in its body."""
+        if not any(isinstance(v, Graph) for v in node.attrs.values()):
+            return self.copy(node)
+        attrs = {k: lower(v, self.policy) if isinstance(v, Graph) else v for k, v in node.attrs.items()}
+        return self.graph.append(node.op, self.operands(node), attrs, node.types, node.origin).results
+
+    def lower(self, node: Node) -> tuple[Value, ...]:
+        """The ops of a block."""
+        _check(node)
+        is_direct = self.policy is FusionPolicy.DIRECT and node.op in direct
+        rule = direct[node.op] if is_direct else lowering[node.op]
+        self.place_all(but=[o.node for o in node.operands if o is not None])
+        operands = [
+            None if o is None else _LateLeaf(self, o) if o.node in self.waiting else self.values[o]
+            for o in node.operands
+        ]
+        with standing_for(replace(node.origin, source=f"%{node.id} {node.op}")):
+            given = rule(*operands, **node.attrs)
+        results = (given,) if isinstance(given, Value) else given
+        for have, want in zip(results, node.types, strict=True):
+            if have.type != want:
+                raise LowerError(f"{node.op}: became {have.type}, expected {want}", notes=[f"at: {node.origin}"])
+        return results
+
+
 def lower(graph: Graph, policy: FusionPolicy = FusionPolicy.FUSABLE) -> Graph:
     """The MIR graph of an HIR graph; an MIR graph is returned as it is."""
     if graph.level == MIR:
         return graph
-    graph = map_bodies(graph, lambda body: lower(body, policy))
-    rewriter = Rewriter(graph, "lower")
-    rewriter.graph.level = MIR
-    for node in graph.nodes:
-        results = _lower(rewriter, node, policy) if get(node.op).level == HIR else _copy(rewriter, node, policy)
-        rewriter.values.update(zip(node.results, results, strict=True))
-    rewriter.graph.outputs = tuple(rewriter.values[o] for o in graph.outputs)
-    return rewriter.graph
-
-
-def _copy(rewriter: Rewriter, node: Node, policy: FusionPolicy) -> tuple[Value, ...]:
-    """A tensor op as it is; a loop may have blocks in its body."""
-    if not any(isinstance(v, Graph) for v in node.attrs.values()):
-        return rewriter.copy(node)
-    attrs = {k: lower(v, policy) if isinstance(v, Graph) else v for k, v in node.attrs.items()}
-    return rewriter.graph.append(node.op, rewriter.operands(node), attrs, node.types, node.origin).results
-
-
-def _lower(rewriter: Rewriter, node: Node, policy: FusionPolicy) -> tuple[Value, ...]:
-    _check(node)
-    start = len(rewriter.graph)
-    rule = direct[node.op] if policy is FusionPolicy.DIRECT and node.op in direct else lowering[node.op]
-    given = rule(*rewriter.operands(node), **node.attrs)
-    results = (given,) if isinstance(given, Value) else given
-    for made in rewriter.graph.nodes[start:]:
-        _mark(made, node)
-    for have, want in zip(results, node.types, strict=True):
-        if have.type != want:
-            raise LowerError(f"{node.op}: became {have.type}, expected {want}", notes=[f"at: {node.origin}"])
-    return results
+    lowered = _Lowering(map_bodies(graph, lambda body: lower(body, policy)), policy)
+    for node in lowered.old.nodes:
+        lowered.add(node)
+    lowered.place_all()
+    lowered.graph.outputs = tuple(lowered.values[o] for o in lowered.old.outputs)
+    return lowered.graph
 
 
 def _check(node: Node) -> None:
@@ -241,12 +353,3 @@ def _check(node: Node) -> None:
     for name, operand in zip(names[:least], node.operands, strict=False):
         if operand is None:
             raise LowerError(f"{node.op}: expected operand {name!r}, found none", notes=notes)
-
-
-def _mark(made: Node, block: Node) -> None:
-    """Say of a node, and of nodes in its body, which block it came from."""
-    object.__setattr__(made, "origin", replace(block.origin, source=f"%{block.id} {block.op}"))
-    bodies: list[Any] = [v for v in made.attrs.values() if isinstance(v, Graph)]
-    for body in bodies:
-        for inner in body.nodes:
-            _mark(inner, block)

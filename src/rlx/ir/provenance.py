@@ -72,6 +72,19 @@ def added_at(place: Origin, builder: FrameType) -> Iterator[None]:
         _added.reset(token)
 
 
+_standing_for: ContextVar[Origin | None] = ContextVar("standing_for", default=None)
+
+
+@contextmanager
+def standing_for(origin: Origin) -> Iterator[None]:
+    """Nodes built inside have this origin: they stand for a node that came from there."""
+    token = _standing_for.set(origin)
+    try:
+        yield
+    finally:
+        _standing_for.reset(token)
+
+
 @functools.lru_cache(maxsize=1024)
 def _is_library(file: str) -> bool:
     """Whether code is of rlx, NumPy or the standard library: nobody wrote a model there."""
@@ -82,6 +95,9 @@ def _is_library(file: str) -> bool:
 
 def here() -> Origin:
     """The nearest frame of a user, with the current stage path."""
+    origin = _standing_for.get()
+    if origin is not None:
+        return origin
     frame: FrameType | None = sys._getframe(1)
     added = _added.get()
     while frame is not None and _is_library(frame.f_code.co_filename):

@@ -13,11 +13,11 @@ from rlx.errors import FormatError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, RmsNorm, linear
-from rlx.flow.stages.ffn import activate, softplus
 from rlx.flow.stages.recurrent import short_conv, state_of, where_present
 from rlx.flow.state import FlowValue
 from rlx.flow.weights import Array
 from rlx.formats import TensorFile
+from rlx.hir.activations import activate, softplus
 from rlx.models.config import MAX_LAYERS, MAX_POSITIONS, ModelConfig, check_activation, key
 from rlx.models.family import Change, family
 from rlx.types import sym

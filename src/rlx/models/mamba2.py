@@ -13,12 +13,12 @@ from rlx.errors import CapabilityError, FormatError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, RmsNorm, linear
-from rlx.flow.stages.ffn import activate, softplus
 from rlx.flow.stages.recurrent import short_conv, state_of, where_present
 from rlx.flow.state import FlowValue
 from rlx.flow.weights import Array
 from rlx.formats import TensorFile
 from rlx.formats.tensors import quoted
+from rlx.hir.activations import activate, softplus
 from rlx.ir.graph import Value
 from rlx.models import mamba
 from rlx.models.config import key

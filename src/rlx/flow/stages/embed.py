@@ -153,14 +153,14 @@ class LmHead(FlowStage):
         if self.tie_word_embeddings:
             if ctx.state.embed_weight is None:
                 raise GraphError("stage LmHead: is tied to a token table, and none flows here", hint="put Embed first")
-            table = ctx.state.embed_weight.mT
-            wanted = (self.hidden_size, self.vocab_size)
+            table = ctx.state.embed_weight
+            wanted = (self.vocab_size, self.hidden_size)
             if any(known_equal(a, b) is False for a, b in zip(table.shape, wanted, strict=True)):
-                shapes = (f"[{b}, {a}]" for a, b in (table.shape, wanted))
+                shapes = (f"[{a}, {b}]" for a, b in (table.shape, wanted))
                 raise ShapeError("stage LmHead: the token table is {}, wanted {}: vocabulary, hidden".format(*shapes))
         else:
-            table = ctx.load_param(self.weight_key, transpose=True, shape=(self.hidden_size, self.vocab_size))
-        return ctx.wrap(x @ table)
+            table = ctx.stored_param(self.weight_key, transpose=True, shape=(self.hidden_size, self.vocab_size))
+        return ctx.wrap(ctx.hir().one("linear", x, table, stored="out_in"))
 
     @property
     def path(self) -> str:

@@ -6,13 +6,14 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate, pairwise
 
+from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.decoder import DecoderLayer, PreNormLayer
-from rlx.flow.stages.ffn import activate, linear, softplus
 from rlx.flow.stages.parts import GdnScan
 from rlx.flow.stages.recurrent import short_conv, state_of, where_present
 from rlx.flow.state import GdnInputSlots
+from rlx.hir.activations import activate, softplus
 from rlx.ir.graph import Value
 
 
@@ -26,7 +27,7 @@ class GatedAttentionLayer(DecoderLayer):
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
         attend, heads, size, lead = self.self_attention(), self.num_heads, self.head_dim, x.shape[:2]
         bias = attend.q_key.removesuffix("weight") + "bias" if self.attention_bias else None
-        both = linear(ctx, x, attend.q_key, bias, out=2 * heads * size).reshape(*lead, heads, 2 * size)
+        both = linear(ctx, x, attend.q_key, bias, out=2 * heads * size, heads=heads)
         q, gate = attend.normed(ctx, both[:, :, :, :size], "q"), both[:, :, :, size:].reshape(*lead, heads * size)
         seen = attend.of_heads(ctx, q, attend.project(ctx, x, "k"), attend.project(ctx, x, "v"))
         return self.projected(ctx, seen * gate.sigmoid(), x.shape[-1])

@@ -9,10 +9,10 @@ from numbers import Real
 import numpy as np
 
 from rlx.errors import GraphError
+from rlx.flow.blocks import linear
 from rlx.flow.context import Array, FlowCtx
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.embed import check_style, check_tables, rows_input
-from rlx.flow.stages.ffn import linear
 from rlx.flow.state import DecodeBindings, FlowValue
 from rlx.ir.graph import Value
 from rlx.types import Size, as_shape, sym

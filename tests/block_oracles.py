@@ -1,0 +1,136 @@
+"""Oracles of the HIR blocks that models are built from, in float64; `oracles` registers them with those of all ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from oracles import (
+    ORACLES,
+    Array,
+    _attention,
+    _cached_attention,
+    _kv_append,
+    _layer_norm,
+    _rms_norm,
+    _rope,
+    oracle,
+    sigmoid,
+)
+
+
+def activated(x: Array, name: str | None) -> Array:
+    if name is None:
+        return x
+    return x * sigmoid(1.702 * x) if name == "quick_gelu" else np.asarray(ORACLES[name](x))
+
+
+def dense(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """A linear map by a weight [out, in], one output at a time."""
+    found = np.einsum("...i,oi->...o", x, weight)
+    return found if bias is None else found + bias
+
+
+@oracle("linear")
+def _linear(
+    x: Array, weight: Array, bias: Array | None = None, *, activation: str | None = None, stored: str | None = None,
+    heads: int | None = None,
+) -> Array:  # fmt: skip
+    y = x @ (weight.swapaxes(-1, -2) if stored == "out_in" else weight)
+    y = activated(y if bias is None else y + bias, activation)
+    return y if heads is None else y.reshape(*y.shape[:-1], heads, -1)
+
+
+@oracle("norm")
+def _norm(
+    x: Array, weight: Array, bias: Array | None = None, *, kind: str, eps: float, unit_offset: bool = False
+) -> Array:
+    norms: dict[str, Any] = {"rms": _rms_norm, "layer": _layer_norm}
+    found: Array = norms[kind](x, weight + 1 if unit_offset else weight, bias, eps=eps)
+    return found
+
+
+@oracle("split_qkv")
+def _split_qkv(qkv: Array, *, num_heads: int) -> tuple[Array, ...]:
+    return tuple(part.reshape(*qkv.shape[:2], num_heads, -1) for part in np.split(qkv, 3, axis=-1))
+
+
+def rotated(
+    x: Array, cos: Array | None, sin: Array | None, rows: Array | None, positions: Array | None, style: str
+) -> Array:
+    if cos is None or sin is None:
+        return x
+    at = np.broadcast_to(np.arange(x.shape[1]), x.shape[:2]) if positions is None else np.maximum(positions, 0)
+    return _rope(x, cos, sin, at if rows is None else rows, style=style)
+
+
+@oracle("self_attention")
+def _self_attention(
+    q: Array, k: Array, v: Array, mask: Array | None = None, cos: Array | None = None, sin: Array | None = None,
+    rows: Array | None = None, positions: Array | None = None, *, mask_kind: str = "none", scale: float | None = None,
+    softcap: float | None = None, style: str = "halves",
+) -> Array:  # fmt: skip
+    q, k = (rotated(x, cos, sin, rows, positions, style) for x in (q, k))
+    seen = _attention(q, k, v, mask, mask_kind=mask_kind, scale=scale, softcap=softcap)
+    return seen.reshape(*q.shape[:2], -1)
+
+
+@oracle("cached_self_attention")
+def _cached_self_attention(
+    q: Array, k: Array, v: Array, keys: Array, values: Array, positions: Array, cos: Array | None = None,
+    sin: Array | None = None, rows: Array | None = None, *, mask_kind: str = "causal", scale: float | None = None,
+    softcap: float | None = None, style: str = "halves",
+) -> Array:  # fmt: skip
+    ring = mask_kind.startswith("sliding")
+    q, k = (rotated(x, cos, sin, rows, positions, style) for x in (q, k))
+    keys = _kv_append(keys, k, positions, kind="keys", ring=ring)
+    values = _kv_append(values, v, positions, kind="values", ring=ring)
+    how: dict[str, Any] = {"mask_kind": mask_kind, "scale": scale, "softcap": softcap, "ring": ring}
+    return _cached_attention(q, keys, values, positions, **how).reshape(*q.shape[:2], -1)
+
+
+@oracle("gated_ffn")
+def _gated_ffn(
+    x: Array, gate: Array, up: Array, down: Array, gate_bias: Array | None = None, up_bias: Array | None = None,
+    down_bias: Array | None = None, *, activation: str = "silu",
+) -> Array:  # fmt: skip
+    inner = activated(dense(x, gate, gate_bias), activation) * dense(x, up, up_bias)
+    return dense(inner, down, down_bias)
+
+
+@oracle("fused_gated_ffn")
+def _fused_gated_ffn(
+    x: Array, both: Array, down: Array, both_bias: Array | None = None, down_bias: Array | None = None, *,
+    activation: str = "silu",
+) -> Array:  # fmt: skip
+    gate, up = np.split(dense(x, both, both_bias), 2, axis=-1)
+    return dense(activated(gate, activation) * up, down, down_bias)
+
+
+@oracle("moe_ffn")
+def _moe_ffn(
+    x: Array, router: Array, gate: Array, up: Array, down: Array, *, chosen: int, normalise: bool = True,
+    activation: str = "silu",
+) -> Array:  # fmt: skip
+    """Token by token."""
+    result = np.zeros_like(x)
+    for at in np.ndindex(x.shape[:2]):
+        odds = np.exp(router @ x[at])
+        odds /= odds.sum()
+        best = np.argsort(-odds, kind="stable")[:chosen]
+        total = odds[best].sum() if normalise else 1.0
+        for expert in best:
+            found = _gated_ffn(x[at], gate[expert], up[expert], down[expert], activation=activation)
+            result[at] += odds[expert] / total * found
+    return result
+
+
+@oracle("patch_embedding")
+def _patch_embedding(pixels: Array, weight: Array, bias: Array | None = None) -> Array:
+    """Square by square."""
+    side = weight.shape[2]
+    rows, columns = (size // side for size in pixels.shape[2:])
+    squares = [
+        pixels[:, :, i * side : (i + 1) * side, j * side : (j + 1) * side] for i in range(rows) for j in range(columns)
+    ]
+    return np.stack([dense(s.reshape(len(s), -1), weight.reshape(len(weight), -1), bias) for s in squares], axis=1)
