@@ -134,3 +134,84 @@ def _patch_embedding(pixels: Array, weight: Array, bias: Array | None = None) ->
         pixels[:, :, i * side : (i + 1) * side, j * side : (j + 1) * side] for i in range(rows) for j in range(columns)
     ]
     return np.stack([dense(s.reshape(len(s), -1), weight.reshape(len(weight), -1), bias) for s in squares], axis=1)
+
+
+# -- recurrent layers --------------------------------------------------------------------------------------------------
+def convolved(x: Array, weight: Array, bias: Array | None, before: Array | None) -> Array:
+    size = weight.shape[-1]
+    before = np.zeros((len(x), size - 1, x.shape[2])) if before is None else before
+    found: Array = ORACLES["depthwise_conv1d_causal"](x, weight, before, kernel_size=size)
+    return found if bias is None else found + bias
+
+
+def present(x: Array, positions: Array | None) -> Array:
+    """Steps of padding are 0."""
+    return x if positions is None else np.where((positions >= 0).reshape(*x.shape[:2], *(1,) * (x.ndim - 2)), x, 0.0)
+
+
+@oracle("mamba_block")
+def _mamba_block(
+    both: Array, conv: Array, mix: Array, step: Array, step_bias: Array, rates: Array, skip: Array,
+    conv_bias: Array | None = None, conv_state: Array | None = None, state: Array | None = None,
+    positions: Array | None = None, *, activation: str = "silu", log_rates: bool = True,
+) -> Array:  # fmt: skip
+    x, gate = np.split(both, 2, axis=-1)
+    x, n = activated(convolved(x, conv, conv_bias, conv_state), activation), rates.shape[1]
+    low, b, c = np.split(dense(x, mix), [len(mix) - 2 * n, len(mix) - n], axis=-1)
+    steps = present(np.logaddexp(0, dense(low, step, step_bias)), positions)
+    decay = -np.exp(rates) if log_rates else rates
+    state = np.zeros((len(x), *rates.shape)) if state is None else state
+    found = ORACLES["selective_scan_carry"](x, steps, decay, b, c, state, skip, state_size=n)[0]
+    return np.asarray(found * gate * sigmoid(gate))
+
+
+@oracle("mamba2_block")
+def _mamba2_block(
+    mixed: Array, conv: Array, step_bias: Array, rates: Array, skip: Array, norm: Array,
+    conv_bias: Array | None = None, conv_state: Array | None = None, state: Array | None = None,
+    positions: Array | None = None, *, groups: int, eps: float, activation: str = "silu", log_rates: bool = True,
+    least_step: float = 0.0, most_step: float | None = None, norm_groups: int = 1,
+) -> Array:  # fmt: skip
+    lead, inner, heads, channels = mixed.shape[:2], norm.size, step_bias.size, len(conv)
+    gate, x, steps = np.split(mixed, [inner, inner + channels], axis=-1)
+    x = activated(convolved(x, conv, conv_bias, conv_state), activation)
+    n = (channels - inner) // (2 * groups)
+    v, k, q = np.split(x, [inner, inner + groups * n], axis=-1)
+    v, k, q = v.reshape(*lead, heads, -1), k.reshape(*lead, groups, n), q.reshape(*lead, groups, n)
+    steps = present(np.clip(np.logaddexp(0, steps + step_bias.ravel()), least_step, most_step), positions)
+    decay = (-np.exp(rates) if log_rates else rates).ravel()
+    state = np.zeros((len(x), heads, n, inner // heads)) if state is None else state
+    found = ORACLES["gated_linear_attention_carry"](q, k, v * steps[..., None], steps * decay, state)[0]
+    found = (found + v * skip.reshape(heads, 1)).reshape(*lead, inner) * gate * sigmoid(gate)
+    parts = _rms_norm(found.reshape(*lead, norm_groups, -1), eps=eps)
+    return parts.reshape(*lead, inner) * norm.ravel()
+
+
+@oracle("delta_net_block")
+def _delta_net_block(
+    qkv: Array, z: Array, b: Array, a: Array, conv: Array, rates: Array, step_bias: Array, norm: Array,
+    conv_state: Array | None = None, state: Array | None = None, positions: Array | None = None, *, state_size: int,
+    eps: float, tiled: bool = False, activation: str = "silu", log_rates: bool = True,
+) -> tuple[Array, Array]:  # fmt: skip
+    lead, heads, size, n = qkv.shape[:2], len(rates), len(norm), state_size
+    keys, side = (qkv.shape[2] - heads * size) // 2, max(state_size, size)
+    x = activated(convolved(qkv, conv, None, conv_state), activation)
+    q, k, v = np.split(x, [keys, 2 * keys], axis=-1)
+    share = heads // (keys // n)
+
+    def unit(part: Array) -> Array:
+        part = part.reshape(*lead, -1, n)
+        part = part / np.sqrt((part**2).sum(-1, keepdims=True) + 1e-6)
+        return np.tile(part, (1, 1, share, 1)) if tiled else np.repeat(part, share, axis=2)
+
+    def padded(part: Array) -> Array:
+        return np.pad(part, [(0, 0)] * 3 + [(0, side - part.shape[-1])])
+
+    decay = -np.exp(rates) if log_rates else rates
+    gates = present(decay * np.logaddexp(0, a + step_bias), positions)
+    operands = (padded(unit(q) * np.sqrt(side / n)), padded(unit(k)), padded(v.reshape(*lead, heads, size)))
+    state = np.zeros((len(x), heads, side, side)) if state is None else state
+    beta = present(sigmoid(b), positions)
+    found, after = ORACLES["gated_delta_net_carry"](*operands, gates, beta, state, state_size=side)
+    normed = _rms_norm(found[..., :size], norm, eps=eps)
+    return normed.reshape(*lead, -1) * z * sigmoid(z), after

@@ -27,6 +27,7 @@ BLOCK_ROUNDINGS = {
     "attention_block": 1, "rope_block": 1, "llama_decoder_block": 9, "qwen35_mtp_head": 12,
     "norm": 3, "split_qkv": 1, "self_attention": 3, "cached_self_attention": 3, "gated_ffn": 5, "fused_gated_ffn": 5,
     "moe_ffn": 7, "patch_embedding": 2,
+    "mamba_block": 9, "mamba2_block": 12, "delta_net_block": 12,
 }  # fmt: skip
 
 

@@ -161,6 +161,7 @@ READS = {
     "folder gpt2": LAYER.replace("gated_ffn", "linear linear"),
     "folder bert": "linear linear linear self_attention linear add norm linear linear add norm",
     "folder nomic_bert": "linear split_qkv self_attention linear add norm gated_ffn add norm",
+    "folder mamba": "norm linear mamba_block linear add", "folder mamba2": "norm linear mamba2_block linear add",
     "folder vit": "norm linear linear linear self_attention linear add norm linear linear add",
 }  # fmt: skip
 

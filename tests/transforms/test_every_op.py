@@ -35,6 +35,8 @@ def smooth_samples(op: OpDef) -> Iterator[tuple[int, Sample]]:
             continue
         if op.name in ("depthwise_conv1d_causal_carry", "cached_self_attention"):  # have none
             continue
+        if op.group == "recurrent" and len(sample.operands) == len(op.schema.operands):  # carries on a convolution
+            continue
         if str(sample.attrs.get("dtype")) in NARROW or (op.name == "dequant_matmul" and is_packed(sample)):
             continue
         floats = [o for o in sample.operands if o is not None and o.dtype == "f32"]

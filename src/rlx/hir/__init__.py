@@ -2,3 +2,4 @@
 
 from rlx.hir import blocks as blocks
 from rlx.hir import layers as layers
+from rlx.hir import recurrent as recurrent

@@ -40,14 +40,20 @@ def read(stored: Value, kind: DType) -> Value:
     return stored if stored.dtype is kind else stored.astype(kind)
 
 
-def projected(x: Value, weight: Value, bias: Value | None = None, stored: str | None = "out_in") -> Value:
-    """x times a weight, which is stored as a file has it unless `stored` is None, plus a bias."""
+def projected(
+    x: Value, weight: Value, bias: Value | None = None, stored: str | None = "out_in", kind: DType | None = None
+) -> Value:
+    """x times a weight, which is stored as a file has it unless `stored` is None, plus a bias.
+
+    Stored weights are read as `kind`, which is f32 or wider unless it is given.
+    """
+    kind = kind or wide(x)
     if stored is not None:
-        weight = read(weight, wide(x))
+        weight = read(weight, kind)
     product = x @ (weight.mT if stored == "out_in" else weight)
     if bias is None:
         return product
-    return product + (bias if stored is None else read(bias, wide(x)))
+    return product + (bias if stored is None else read(bias, kind))
 
 
 def with_heads(x: Value, heads: int | None) -> Value:
