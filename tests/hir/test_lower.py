@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from targets import host
 
 from rlx import Graph, Value
 from rlx.errors import DTypeError, GraphError, LowerError, ShapeError
@@ -13,6 +14,8 @@ from rlx.hir.blocks import ACTIVATIONS
 from rlx.hir.lower import lower, lowering
 from rlx.ir.evaluate import run
 from rlx.ir.registry import OPS
+from rlx.module import plan_lir
+from rlx.profile import CompileProfile
 from rlx.types import concrete
 
 BLOCKS = sorted(name for name, d in OPS.items() if d.level == "hir")
@@ -113,3 +116,15 @@ def test_a_block_without_lowering_says_where_it_belongs() -> None:
     with pytest.raises(LowerError, match="op nothing: has no lowering") as caught:
         lowering["nothing"]
     assert caught.value.hint == "add it in src/rlx/hir/lower.py"
+
+
+def test_the_fusion_report_says_which_blocks_were_fused() -> None:
+    g = Graph("g", level="hir")
+    x = g.input("x", ("batch", "seq", 8))
+    gate, up, down = g.param("gate", (12, 8)), g.param("up", (12, 8)), g.param("down", (8, 12))
+    normed = g.norm(x, g.param("n", (8,)), kind="rms", eps=1e-5)
+    g.set_outputs([x + g.gated_ffn(normed, gate, up, down)])
+    report = plan_lir(g, host(), CompileProfile()).optimised.report
+    assert "gated_ffn" in report.by_block and all(fusion.blocks == ("gated_ffn",) for fusion in report.fused)
+    assert sum(report.by_block["gated_ffn"].values()) == len(report.fused) > 0
+    assert "  in gated_ffn: " in str(report)
