@@ -128,3 +128,27 @@ def test_the_fusion_report_says_which_blocks_were_fused() -> None:
     assert "gated_ffn" in report.by_block and all(fusion.blocks == ("gated_ffn",) for fusion in report.fused)
     assert sum(report.by_block["gated_ffn"].values()) == len(report.fused) > 0
     assert "  in gated_ffn: " in str(report)
+
+
+def test_leaves_wait_for_the_op_that_reads_them_and_keep_their_order() -> None:
+    g = Graph("g", level="hir")
+    x = g.input("x", (2, 4))
+    w, b = g.param("w", (3, 4)), g.param("b", (3,))
+    y = g.linear(x, w, b, stored="out_in")
+    down, up, gate = g.param("down", (3, 5)), g.param("up", (5, 3)), g.param("gate", (5, 3))
+    unused = g.input("unused", (1,))
+    low = lower(g.set_outputs([g.gated_ffn(y, gate, up, down), unused]))
+    assert [n.attrs.get("name", n.op) for n in low.nodes[:6]] == ["x", "w", "transpose", "matmul", "b", "add"]
+    # the block reads its gate first; what was declared before it comes before it
+    assert [n.attrs["name"] for n in low.params] == ["w", "b", "down", "up", "gate"]
+    assert [n.attrs["name"] for n in low.inputs] == [n.attrs["name"] for n in g.inputs] == ["x", "unused"]
+
+
+def test_stored_weights_are_unpacked_and_cast_where_they_are_read() -> None:
+    g = Graph("g", level="hir")
+    x = g.input("x", (2, 32))
+    packed, half = g.param("packed", (6, 32), "q8_0"), g.param("half", (6,), "f16")
+    low = lower(g.set_outputs([g.linear(x, packed, half, stored="out_in", heads=2)]))
+    ops = [n.op for n in low.nodes]
+    assert ops == ["input", "param", "dequantise", "transpose", "matmul", "param", "cast", "add", "reshape"]
+    assert str(low.outputs[0].type) == "f32[2, 2, 3]"

@@ -77,13 +77,13 @@ class VisionSwiGluFfn(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "VisionSwiGluFfn")
-        inner = self.dense(ctx, x, "fc11") * self.dense(ctx, x, "fc12").silu()
+        inner = self.dense(ctx, x, "fc11") * self.dense(ctx, x, "fc12", "silu")
         norm = LayerNorm(f"{self.layer_prefix}.mlp.norm.weight", f"{self.layer_prefix}.mlp.norm.bias", self.eps)
         return ctx.wrap(self.dense(ctx, norm.emit(ctx, ctx.wrap(inner)).id, "fc2"))
 
-    def dense(self, ctx: FlowCtx, x: Value, name: str) -> Value:
+    def dense(self, ctx: FlowCtx, x: Value, name: str, activation: str | None = None) -> Value:
         base = f"{self.layer_prefix}.mlp.{name}"
-        return linear(ctx, x, f"{base}.weight", f"{base}.bias")
+        return linear(ctx, x, f"{base}.weight", f"{base}.bias", activation=activation)
 
     @property
     def path(self) -> str:
