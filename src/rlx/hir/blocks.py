@@ -1,7 +1,9 @@
 """HIR blocks: the pieces models are assembled from, one level above tensor ops.
 
-Each has a type rule here and a lowering in `lower.py`. An HIR graph may use any MIR op beside them. A block that does
-what an op does on tensors laid out as models have them (heads side by side in the last axis) is called `<op>_block`.
+These take weights as values [in, out] and have their lowerings in `lower.py`; those over stored weights, which stages
+emit, are in `layers.py` and `recurrent.py` together with theirs. An HIR graph may use any MIR op beside blocks. A block
+that does what an op does on tensors laid out as models have them (heads side by side in the last axis) is called
+`<op>_block`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Flow stages: the pieces that model families are written with."""
 
 from rlx.flow.blocks import linear as linear
+from rlx.flow.positions import token_positions as token_positions
 from rlx.flow.stages.attention import GemmaKvTap as GemmaKvTap
 from rlx.flow.stages.attention import LlamaKvTap as LlamaKvTap
 from rlx.flow.stages.attention import SelfAttention as SelfAttention
 from rlx.flow.stages.attention import SelfAttnPrefill as SelfAttnPrefill
-from rlx.flow.stages.attention import token_positions as token_positions
 from rlx.flow.stages.base import FlowStage as FlowStage
 from rlx.flow.stages.custom import Custom as Custom
 from rlx.flow.stages.decoder import DecoderLayer as DecoderLayer

@@ -11,16 +11,17 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from rlx.errors import GraphError, ShapeError, nearest
+from rlx.errors import GraphError, ShapeError
 from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
+from rlx.flow.positions import check_rows, has_positions, rope_tables_of, size_of, token_positions
 from rlx.flow.side import SideOutputs
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.norm import GemmaRmsNorm, RmsNorm
 from rlx.flow.state import MAIN_ROPE, DecodeBindings, FlowValue
 from rlx.hir.layers import rotated_heads
 from rlx.hir.lower import counted
-from rlx.ir.graph import Graph, Value
+from rlx.ir.graph import Value
 from rlx.ops.attention import MaskKind, parse_mask
 from rlx.types import Size, known_equal
 
@@ -228,51 +229,6 @@ def push_kv(side: SideOutputs, prefix: str, k: Value, v: Value) -> None:
     for name, value in (("k", k), ("v", v)):
         batch, seq, heads, dim = value.shape
         side.push(value.reshape(batch, seq, heads * dim), f"{prefix}.{name}")
-
-
-def has_positions(ctx: FlowCtx) -> bool:
-    """Whether positions of tokens are an input: a cache needs it, and a flow may declare it."""
-    return ctx.state.cache is not None or "positions" in ctx.state.inputs
-
-
-def token_positions(ctx: FlowCtx, x: Value) -> Value:
-    """[batch, seq]: an input where a cache or the flow asks for it, else counted from 0."""
-    if has_positions(ctx):
-        return ctx.input("positions", x.shape[:2], "i32")
-    return counted(ctx.hir(), x.shape[0], x.shape[1])
-
-
-def rope_tables_of(ctx: FlowCtx, stage: str, name: str) -> tuple[Value, Value, Value | None, str]:
-    """The tables that flow under a name, the row of each token where it is not its position, and their style.
-
-    `rope` is also what flows under no name.
-    """
-    state = ctx.state
-    cos, sin, rows = (state.named.get(f"{name}.{of}") for of in ("cos", "sin", "rows"))
-    if name == MAIN_ROPE and (cos is None or sin is None):
-        cos, sin, rows = state.rope_cos, state.rope_sin, state.rope_rows
-    if cos is not None and sin is not None:
-        return cos, sin, rows, state.style_of(name)
-    known = [key.removesuffix(".cos") for key in state.named if key.endswith(".cos")]
-    hint = nearest(name, known) or "put RopeTables before the layers"
-    which = "" if name == MAIN_ROPE else f" under the name {name!r}"
-    raise GraphError(f"stage {stage}: no RoPE tables flow here{which}", hint=hint)
-
-
-def check_rows(stage: str, rows: Size, wanted: Size) -> None:
-    """An error where a table is known to have fewer rows than there are positions."""
-    if isinstance(rows, int) and isinstance(wanted, int) and rows < wanted:
-        raise ShapeError(
-            f"stage {stage}: RoPE tables have {rows} rows, positions go up to {wanted - 1}",
-            hint="make the tables as long as the longest sequence",
-        )
-
-
-def size_of(graph: Graph, size: Size) -> Value:
-    """A size as an i32 scalar; one that is known at run time only is what that many ones add up to."""
-    if isinstance(size, int):
-        return graph.constant(size, "i32")
-    return graph.one("sum", graph.one("expand", graph.constant(1, "i32"), shape=(size,)), axis=0)
 
 
 def _seen_and_kept(q: Value, k: Value, kind: str, kept: Value) -> Value:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlx.errors import GraphError, ShapeError, nearest
+from rlx.errors import GraphError, ShapeError
 from rlx.flow.context import Array, FlowCtx
+from rlx.flow.positions import check_style, check_tables
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
 from rlx.hir.lower import picked
 from rlx.ir.graph import Value
-from rlx.ops.position import STYLES as ROPE_STYLES
 from rlx.types import Size, known_equal
 
 
@@ -67,20 +67,6 @@ class GatherAdd(FlowStage):
     @property
     def path(self) -> str:
         return "embed"
-
-
-def check_style(stage: str, style: str) -> None:
-    """An error where nobody knows which parts of a head turn together."""
-    if style not in ROPE_STYLES:
-        hint = nearest(str(style), ROPE_STYLES) or f"known: {', '.join(ROPE_STYLES)}"
-        raise GraphError(f"stage {stage}: style is {style!r}", hint=hint)
-
-
-def check_tables(stage: str, cos: Array, sin: Array) -> None:
-    """An error where cosines and sines are no two tables of the same shape."""
-    shapes = np.shape(cos), np.shape(sin)
-    if len(shapes[0]) != 2 or shapes[0] != shapes[1]:
-        raise ShapeError(f"stage {stage}: cos and sin are [positions, half], found {shapes[0]} and {shapes[1]}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlx.dtypes import BOOL, I32
+from rlx.dtypes import I32
 from rlx.errors import GraphError, nearest
 from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
-from rlx.flow.stages.attention import check_rows, has_positions, rope_tables_of, token_positions
+from rlx.flow.positions import check_rows, has_positions, kept_tokens, rope_tables_of, token_positions
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.ffn import GeluFfn, SwiGlu
 from rlx.flow.stages.norm import LayerNorm
@@ -72,12 +72,6 @@ def attend(
         mask = ctx.mask_input(mask_input, q.shape[:2])
     how = {"mask_kind": kind, "scale": scale, "style": style}
     return ctx.hir().one("self_attention", q, k, v, mask, cos, sin, rows, **how)
-
-
-def kept_tokens(ctx: FlowCtx, shape: Sequence[Size], name: str = "attention_mask") -> Value:
-    """Which tokens are no padding, `[batch, seq]` truth values: an input of whatever type."""
-    mask = ctx.mask_input(name, shape)
-    return mask if mask.dtype is BOOL else mask >= 0.5
 
 
 def _rows(value: FlowValue | None) -> Sequence[Size]:

@@ -11,8 +11,9 @@ import numpy as np
 from rlx.errors import GraphError
 from rlx.flow.blocks import linear
 from rlx.flow.context import Array, FlowCtx
+from rlx.flow.positions import check_style, check_tables
 from rlx.flow.stages.base import FlowStage
-from rlx.flow.stages.embed import check_style, check_tables, rows_input
+from rlx.flow.stages.embed import rows_input
 from rlx.flow.state import DecodeBindings, FlowValue
 from rlx.ir.graph import Value
 from rlx.types import Size, as_shape, sym

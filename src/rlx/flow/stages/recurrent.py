@@ -7,7 +7,7 @@ one, a sequence begins where its tokens do. Padding (a negative position) leaves
 from __future__ import annotations
 
 from rlx.flow.context import FlowCtx
-from rlx.flow.stages.attention import token_positions
+from rlx.flow.positions import token_positions
 from rlx.ir.graph import Value
 
 
