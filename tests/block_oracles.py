@@ -32,12 +32,17 @@ def dense(x: Array, weight: Array, bias: Array | None = None) -> Array:
 
 
 @oracle("linear")
-def _linear(
-    x: Array, weight: Array, bias: Array | None = None, *, activation: str | None = None, stored: str | None = None,
+def _linear(x: Array, weight: Array, bias: Array | None = None, *, activation: str | None = None) -> Array:
+    y = x @ weight
+    return activated(y if bias is None else y + bias, activation)
+
+
+@oracle("linear_stored")
+def _linear_stored(
+    x: Array, weight: Array, bias: Array | None = None, *, activation: str | None = None, transposed: bool = True,
     heads: int | None = None,
 ) -> Array:  # fmt: skip
-    y = x @ (weight.swapaxes(-1, -2) if stored == "out_in" else weight)
-    y = activated(y if bias is None else y + bias, activation)
+    y = activated(dense(x, weight if transposed else weight.T, bias), activation)
     return y if heads is None else y.reshape(*y.shape[:-1], heads, -1)
 
 

@@ -139,7 +139,7 @@ def test_nodes_carry_the_path_of_their_stage() -> None:
     paths = {node.origin.stage for node in module.nodes}
     assert {"embed", "layers.0.attn", "layers.1.attn", "layers.1.ffn.norm", "layers.1.ffn", "norm", "head"} <= paths
     blocks = {(node.origin.stage, node.op) for node in module.nodes}
-    assert ("layers.1.attn", "cached_self_attention") in blocks and ("layers.0.attn", "linear") in blocks
+    assert ("layers.1.attn", "cached_self_attention") in blocks and ("layers.0.attn", "linear_stored") in blocks
     assert ("layers.1.ffn", "gated_ffn") in blocks and ("norm", "norm") in blocks
     ops = {(node.origin.stage, node.op) for node in lower(module).nodes}
     assert ("layers.1.attn", "cached_attention") in ops and ("layers.0.attn", "rope") in ops

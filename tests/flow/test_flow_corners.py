@@ -261,7 +261,7 @@ def test_an_edit_leaves_stages_where_they_were_added() -> None:
     second = first.repeat_layers(2, lambda i: RmsNorm("n", 1e-5)).rms_norm("n", 1e-5)
     third = second.edit("block.norm", lambda s: RmsNorm("n", 1e-4)).edit("layers.1", lambda s: s)
     fourth = third.edit("norm", lambda s: RmsNorm("n", 1e-3))
-    nodes = [n for n in fourth.build(weights).module.nodes if n.op in ("norm", "linear")]
+    nodes = [n for n in fourth.build(weights).module.nodes if n.op in ("norm", "linear_stored")]
     assert [(n.origin.stage, n.origin.line) for n in nodes] == [
         ("block.norm", at), ("block", at), ("layers.0", at + 1), ("layers.1", at + 1), ("norm", at + 3)
     ]  # fmt: skip

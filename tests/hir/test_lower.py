@@ -134,7 +134,7 @@ def test_leaves_wait_for_the_op_that_reads_them_and_keep_their_order() -> None:
     g = Graph("g", level="hir")
     x = g.input("x", (2, 4))
     w, b = g.param("w", (3, 4)), g.param("b", (3,))
-    y = g.linear(x, w, b, stored="out_in")
+    y = g.linear_stored(x, w, b)
     down, up, gate = g.param("down", (3, 5)), g.param("up", (5, 3)), g.param("gate", (5, 3))
     unused = g.input("unused", (1,))
     low = lower(g.set_outputs([g.gated_ffn(y, gate, up, down), unused]))
@@ -148,7 +148,7 @@ def test_stored_weights_are_unpacked_and_cast_where_they_are_read() -> None:
     g = Graph("g", level="hir")
     x = g.input("x", (2, 32))
     packed, half = g.param("packed", (6, 32), "q8_0"), g.param("half", (6,), "f16")
-    low = lower(g.set_outputs([g.linear(x, packed, half, stored="out_in", heads=2)]))
+    low = lower(g.set_outputs([g.linear_stored(x, packed, half, heads=2)]))
     ops = [n.op for n in low.nodes]
     assert ops == ["input", "param", "dequantise", "transpose", "matmul", "param", "cast", "add", "reshape"]
     assert str(low.outputs[0].type) == "f32[2, 2, 3]"

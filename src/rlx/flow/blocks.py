@@ -40,9 +40,9 @@ def linear(
     bias = None
     if bias_key is not None:
         bias = ctx.stored_param(bias_key, shape=(weight.shape[0 if transpose else -1],), init=0.0)
-    how = {"activation": activation, "stored": "out_in" if transpose else "in_out", "heads": heads}
+    how = {"activation": activation, "transposed": transpose, "heads": heads}
     try:
-        return ctx.hir().one("linear", x, weight, bias, **how)
+        return ctx.hir().one("linear_stored", x, weight, bias, **how)
     except GraphError as error:
         error.add_note(f"  weight: {weight_key!r}")
         raise

@@ -16,7 +16,7 @@ from rlx.dtypes import F32, DType, promote
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.hir.activations import NAMED
 from rlx.ir.graph import Value
-from rlx.ir.registry import HIR, TAKES_PACKED, Sample, Spec, f32, get, i32, op, sample
+from rlx.ir.registry import HIR, Sample, Spec, f32, get, i32, op, sample
 from rlx.ops.attention import attention
 from rlx.ops.elementwise import add, silu
 from rlx.ops.linear import matmul
@@ -84,22 +84,12 @@ def check_shapes(where: str, wanted: Mapping[str, tuple[TensorType | None, Shape
 
 
 # -- linear maps ------------------------------------------------------------------------------------------------------
-STORED = (None, "out_in", "in_out")  # how a weight lies in memory: as a file stores it, or None for a value [in, out]
-
-
 def wide(x: TensorType | Value) -> DType:
     """The element type that stored weights of a linear map have beside x: f32, or f64 where x has it."""
     return promote(x.dtype, F32) if x.dtype.is_float else F32
 
 
-def transposed(where: str, weight: TensorType) -> TensorType:
-    """The last two axes swapped."""
-    if weight.rank < 2:
-        raise ShapeError(f"{where}: weight {weight} has no two axes")
-    return weight.with_shape(*weight.shape[:-2], weight.shape[-1], weight.shape[-2])
-
-
-def _linear(
+def linear_type(
     where: str, x: TensorType, weight: TensorType, bias: TensorType | None, activation: str | None
 ) -> TensorType:
     if activation is not None and activation not in ACTIVATIONS and activation not in NAMED:
@@ -117,52 +107,18 @@ def _linear(
 _LINEAR = (sample(f32(3, 17), f32(17, 70), f32(70)), sample(f32(4, 6), f32(6, 5), f32(5), activation="gelu"))
 
 
-@op(
-    "linear", level=HIR, traits=[TAKES_PACKED],
-    samples=[
-        *_LINEAR, sample(f32(2, 5, 8), f32(8, 9)),
-        sample(f32(2, 5, 8), f32(6, 8), f32(6), stored="out_in", heads=3, activation="quick_gelu"),
-    ],
-)  # fmt: skip
+@op("linear", level=HIR, samples=[*_LINEAR, sample(f32(2, 5, 8), f32(8, 9))])
 def linear(
-    x: TensorType,
-    weight: TensorType,
-    bias: TensorType | None = None,
-    *,
-    activation: str | None = None,
-    stored: str | None = None,
-    heads: int | None = None,
+    x: TensorType, weight: TensorType, bias: TensorType | None = None, *, activation: str | None = None
 ) -> TensorType:
-    """activation(x @ weight + bias); `weight` is [in, out].
-
-    With `stored` the weight and the bias are as a file has them: "out_in" or "in_out" says how the weight lies, and
-    packed blocks and other element types are converted to f32 (f64 where x has it). With `heads` the last axis of the
-    result is split into so many heads, [..., heads, head_dim].
-    """
-    if stored not in STORED:
-        raise GraphError(f"linear: stored is {stored!r}, expected out_in, in_out or none")
-    if stored is None:
-        packed = next((t for t in (x, weight, bias) if t is not None and t.dtype.is_packed), None)
-        if packed is not None:
-            raise DTypeError(
-                f"linear: {packed} is packed", hint='unpack it with x.dequantise(), or say stored="out_in"'
-            )
-    else:
-        weight, bias = TensorType(weight.shape, wide(x)), None if bias is None else TensorType(bias.shape, wide(x))
-        weight = transposed("linear", weight) if stored == "out_in" else weight
-    result = _linear("linear", x, weight, bias, activation)
-    if heads is None:
-        return result
-    *lead, width = result.shape
-    if not isinstance(width, int) or heads < 1 or width % heads:
-        raise ShapeError(f"linear: {width} columns do not split into {heads} heads")
-    return result.with_shape(*lead, heads, width // heads)
+    """activation(x @ weight + bias); `weight` is [in, out]."""
+    return linear_type("linear", x, weight, bias, activation)
 
 
 @op("linear_fused", level=HIR, samples=_LINEAR)
 def linear_fused(x: TensorType, weight: TensorType, bias: TensorType, *, activation: str | None = None) -> TensorType:
     """activation(x @ weight + bias) that is one op in MIR under every fusion policy."""
-    return _linear("linear_fused", x, weight, bias, activation)
+    return linear_type("linear_fused", x, weight, bias, activation)
 
 
 @op("shared_linear_pair", level=HIR, samples=[sample(f32(3, 17), f32(17, 70), f32(17, 5))])

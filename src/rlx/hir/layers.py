@@ -1,4 +1,4 @@
-"""Blocks that the layers of models are made of, with their lowerings: norms, attention, feed-forwards, patches.
+"""Blocks of layers, with their lowerings: linear maps, norms, attention, feed-forwards, patches of images.
 
 Weights are operands as files store them: `[out, in]`, packed or in another element type. They are converted to the type
 of x, in matmuls to f32 or wider. Heads are split: queries, keys and values are `[batch, seq, heads, head_dim]`.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from rlx.errors import GraphError, ShapeError
 from rlx.hir.activations import activate, check_known
-from rlx.hir.blocks import check_shapes, one_type, wide
-from rlx.hir.lower import counted, lowering, placed, projected, read
+from rlx.hir.blocks import check_shapes, linear_type, one_type, wide
+from rlx.hir.lower import activated, counted, lowering, placed, projected, read
 from rlx.ir.graph import Value
 from rlx.ir.registry import HIR, TAKES_PACKED, f32, i32, op, sample
 from rlx.ops.attention import attention, split_mask
@@ -19,6 +19,51 @@ from rlx.ops.position import rope
 from rlx.types import Size, TensorType, tensor
 
 NORMS = ("rms", "layer")
+
+
+# -- linear maps ------------------------------------------------------------------------------------------------------
+@op(
+    "linear_stored", level=HIR, traits=[TAKES_PACKED],
+    samples=[
+        sample(f32(3, 17), f32(70, 17), f32(70)), sample(f32(4, 6), f32(6, 5), transposed=False, activation="gelu"),
+        sample(f32(2, 5, 8), f32(6, 8), f32(6), heads=3, activation="quick_gelu"),
+    ],
+)  # fmt: skip
+def linear_stored(
+    x: TensorType,
+    weight: TensorType,
+    bias: TensorType | None = None,
+    *,
+    activation: str | None = None,
+    transposed: bool = True,
+    heads: int | None = None,
+) -> TensorType:
+    """activation(x @ weight + bias) by a weight and a bias as files store them: packed, or of any element type.
+
+    They are converted to f32 (f64 where x has it). The weight is [out, in], or [in, out] unless it is `transposed`.
+    With `heads` the last axis of the result is split into so many heads, [..., heads, head_dim].
+    """
+    where = "linear_stored"
+    if weight.rank < 2:
+        raise ShapeError(f"{where}: weight is {weight}, expected [out, in]")
+    lead, rows, columns = weight.shape[:-2], weight.shape[-2], weight.shape[-1]
+    shape = (*lead, columns, rows) if transposed else weight.shape
+    added = None if bias is None else TensorType(bias.shape, wide(x))
+    result = linear_type(where, x, TensorType(shape, wide(x)), added, activation)
+    if heads is None:
+        return result
+    width = result.shape[-1]
+    if not isinstance(width, int) or heads < 1 or width % heads:
+        raise ShapeError(f"{where}: {width} columns do not split into {heads} heads")
+    return result.with_shape(*result.shape[:-1], heads, width // heads)
+
+
+@lowering("linear_stored")
+def _(
+    x: Value, weight: Value, bias: Value | None, *, activation: str | None, transposed: bool, heads: int | None
+) -> Value:
+    y = activated(projected(x, weight, bias, transposed=transposed), activation)
+    return y if heads is None else y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads)
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------

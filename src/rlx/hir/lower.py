@@ -41,52 +41,27 @@ def read(stored: Value, kind: DType) -> Value:
 
 
 def projected(
-    x: Value, weight: Value, bias: Value | None = None, stored: str | None = "out_in", kind: DType | None = None
+    x: Value, weight: Value, bias: Value | None = None, *, transposed: bool = True, kind: DType | None = None
 ) -> Value:
-    """x times a weight, which is stored as a file has it unless `stored` is None, plus a bias.
+    """x times a stored weight, [out, in] where it is `transposed`, plus a bias.
 
-    Stored weights are read as `kind`, which is f32 or wider unless it is given.
+    Both are read as `kind`, which is f32 or wider unless it is given.
     """
     kind = kind or wide(x)
-    if stored is not None:
-        weight = read(weight, kind)
-    product = x @ (weight.mT if stored == "out_in" else weight)
-    if bias is None:
-        return product
-    return product + (bias if stored is None else read(bias, kind))
-
-
-def with_heads(x: Value, heads: int | None) -> Value:
-    """The last axis split into so many heads."""
-    return x if heads is None else x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
+    weight = read(weight, kind)
+    product = x @ (weight.mT if transposed else weight)
+    return product if bias is None else product + read(bias, kind)
 
 
 @lowering("linear")
-def _(
-    x: Value, weight: Value, bias: Value | None, *, activation: str | None, stored: str | None = None,
-    heads: int | None = None,
-) -> Value:  # fmt: skip
-    return with_heads(activated(projected(x, weight, bias, stored), activation), heads)
+def _(x: Value, weight: Value, bias: Value | None, *, activation: str | None) -> Value:
+    product = x @ weight
+    return activated(product if bias is None else product + bias, activation)
 
 
 @direct("linear")
-def _(
-    x: Value, weight: Value, bias: Value | None, *, activation: str | None, stored: str | None = None,
-    heads: int | None = None,
-) -> Value:  # fmt: skip
-    # a stored weight is converted and transposed when it is bound; then passes fuse what follows the matmul
-    if stored is not None:
-        return with_heads(activated(projected(x, weight, bias, stored), activation), heads)
-    return with_heads(fused_linear(x, weight, bias, activation), heads)
-
-
 @lowering("linear_fused")
 def _(x: Value, weight: Value, bias: Value | None, *, activation: str | None) -> Value:
-    return fused_linear(x, weight, bias, activation)
-
-
-def fused_linear(x: Value, weight: Value, bias: Value | None, activation: str | None) -> Value:
-    """activation(x @ weight + bias) as one matmul with an epilogue."""
     if bias is None and activation is None:
         return x @ weight
     others = [] if bias is None else [bias]

@@ -146,7 +146,7 @@ class LmHead(FlowStage):
                 raise ShapeError("stage LmHead: the token table is {}, wanted {}: vocabulary, hidden".format(*shapes))
         else:
             table = ctx.stored_param(self.weight_key, transpose=True, shape=(self.hidden_size, self.vocab_size))
-        return ctx.wrap(ctx.hir().one("linear", x, table, stored="out_in"))
+        return ctx.wrap(ctx.hir().one("linear_stored", x, table))
 
     @property
     def path(self) -> str:
