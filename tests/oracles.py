@@ -1006,12 +1006,6 @@ def _cached_attention(
 
 
 # -- blocks ----------------------------------------------------------------------------------------------------------
-@oracle("linear")
-def _linear(x: Array, weight: Array, bias: Array | None = None, *, activation: str | None = None) -> Array:
-    y = _scaled(_matmul(x, weight), None, bias)
-    return np.asarray(ORACLES[activation](y)) if activation else y
-
-
 @oracle("swiglu_ffn")
 def _swiglu_ffn(x: Array, up: Array, gate: Array, down: Array) -> Array:
     return _matmul(ORACLES["silu"](_matmul(x, gate)) * _matmul(x, up), down)
@@ -1024,7 +1018,8 @@ def _residual_rms_norm(x: Array, residual: Array, gamma: Array, beta: Array | No
 
 @oracle("linear_fused")
 def _linear_fused(x: Array, weight: Array, bias: Array, *, activation: str | None = None) -> Array:
-    return _linear(x, weight, bias, activation=activation)
+    y = _scaled(_matmul(x, weight), None, bias)
+    return np.asarray(ORACLES[activation](y)) if activation else y
 
 
 @oracle("shared_linear_pair")
@@ -1088,3 +1083,6 @@ def _qwen35_mtp_head(
     x = x + _swiglu_ffn(_rms_norm(x, post_norm, eps=eps), up, gate, down)
     chosen = np.stack([row[i] for row, i in zip(x, last, strict=True)])
     return _rms_norm(chosen, norm, eps=eps) @ head
+
+
+import block_oracles  # noqa: E402, F401  registers the blocks of models, which are put together from oracles of ops

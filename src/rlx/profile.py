@@ -20,7 +20,11 @@ from rlx.errors import CapabilityError, FormatError, nearest
 
 
 class FusionPolicy(enum.Enum):
-    """How blocks become MIR: DIRECT gives the fused op at once, FUSABLE gives plain ops that passes fuse later."""
+    """How blocks become MIR: DIRECT gives the fused op at once, FUSABLE gives plain ops that passes fuse later.
+
+    Blocks over stored weights, which the stages of models emit, give plain ops under both: their weights are converted
+    when they are bound, and passes fuse the rest.
+    """
 
     DIRECT = "direct"
     FUSABLE = "fusable"

@@ -31,6 +31,7 @@ from rlx.flow.stages import (
 )
 from rlx.flow.state import FlowState, FlowValue
 from rlx.flow.weights import MapWeights
+from rlx.hir.lower import lower
 from rlx.ir.graph import Graph
 from rlx.ir.registry import HIR
 from rlx.models import config as configs
@@ -137,7 +138,10 @@ def test_nodes_carry_the_path_of_their_stage() -> None:
     module = built(c, random_weights(c)).module
     paths = {node.origin.stage for node in module.nodes}
     assert {"embed", "layers.0.attn", "layers.1.attn", "layers.1.ffn.norm", "layers.1.ffn", "norm", "head"} <= paths
-    ops = {(node.origin.stage, node.op) for node in module.nodes}
+    blocks = {(node.origin.stage, node.op) for node in module.nodes}
+    assert ("layers.1.attn", "cached_self_attention") in blocks and ("layers.0.attn", "linear_stored") in blocks
+    assert ("layers.1.ffn", "gated_ffn") in blocks and ("norm", "norm") in blocks
+    ops = {(node.origin.stage, node.op) for node in lower(module).nodes}
     assert ("layers.1.attn", "cached_attention") in ops and ("layers.0.attn", "rope") in ops
     assert ("layers.1.ffn", "silu") in ops and ("norm", "rms_norm") in ops
 

@@ -32,7 +32,8 @@ def graph_of(name: str, s: Sample, arrays: list[Array | None]) -> Graph:
         if array is None or spec is None:
             values.append(None)
         else:
-            is_input = i == 0 or spec.dtype != "f32" or get(name).schema.operands[i] == "mask"
+            given = ("mask", "keys", "values", "conv_state", "state")
+            is_input = i == 0 or spec.dtype != "f32" or get(name).schema.operands[i] in given
             values.append((g.input if is_input else g.param)(f"x{i}", array.shape, array.dtype))
     result = g.apply(name, *values, **s.attrs)
     return g.set_outputs(result)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from targets import host
 
 from rlx import Graph, Value
 from rlx.errors import DTypeError, GraphError, LowerError, ShapeError
@@ -13,6 +14,8 @@ from rlx.hir.blocks import ACTIVATIONS
 from rlx.hir.lower import lower, lowering
 from rlx.ir.evaluate import run
 from rlx.ir.registry import OPS
+from rlx.module import plan_lir
+from rlx.profile import CompileProfile
 from rlx.types import concrete
 
 BLOCKS = sorted(name for name, d in OPS.items() if d.level == "hir")
@@ -72,7 +75,7 @@ def test_a_block_has_the_type_of_what_it_becomes(x: str, w: str, b: str) -> None
 @pytest.mark.parametrize(
     ("build", "error", "problem"),
     [
-        (lambda g, x, w: g.linear(x, w, activation="relu6"), GraphError, "'relu6' is not one of gelu, "),
+        (lambda g, x, w: g.linear(x, w, activation="prelu"), GraphError, "'prelu' is not one of gelu, "),
         (lambda g, x, w: g.linear(x, w, x), ShapeError, "bias .* does not fit 3 columns"),
         (lambda g, x, w: g.linear(w, x), ShapeError, "inner sizes differ"),
         (lambda g, x, w: g.swiglu_ffn(x, w, x, x), ShapeError, "up .* and gate .* differ"),
@@ -113,3 +116,39 @@ def test_a_block_without_lowering_says_where_it_belongs() -> None:
     with pytest.raises(LowerError, match="op nothing: has no lowering") as caught:
         lowering["nothing"]
     assert caught.value.hint == "add it in src/rlx/hir/lower.py"
+
+
+def test_the_fusion_report_says_which_blocks_were_fused() -> None:
+    g = Graph("g", level="hir")
+    x = g.input("x", ("batch", "seq", 8))
+    gate, up, down = g.param("gate", (12, 8)), g.param("up", (12, 8)), g.param("down", (8, 12))
+    normed = g.norm(x, g.param("n", (8,)), kind="rms", eps=1e-5)
+    g.set_outputs([x + g.gated_ffn(normed, gate, up, down)])
+    report = plan_lir(g, host(), CompileProfile()).optimised.report
+    assert "gated_ffn" in report.by_block and all(fusion.blocks == ("gated_ffn",) for fusion in report.fused)
+    assert sum(report.by_block["gated_ffn"].values()) == len(report.fused) > 0
+    assert "  in gated_ffn: " in str(report)
+
+
+def test_leaves_wait_for_the_op_that_reads_them_and_keep_their_order() -> None:
+    g = Graph("g", level="hir")
+    x = g.input("x", (2, 4))
+    w, b = g.param("w", (3, 4)), g.param("b", (3,))
+    y = g.linear_stored(x, w, b)
+    down, up, gate = g.param("down", (3, 5)), g.param("up", (5, 3)), g.param("gate", (5, 3))
+    unused = g.input("unused", (1,))
+    low = lower(g.set_outputs([g.gated_ffn(y, gate, up, down), unused]))
+    assert [n.attrs.get("name", n.op) for n in low.nodes[:6]] == ["x", "w", "transpose", "matmul", "b", "add"]
+    # the block reads its gate first; what was declared before it comes before it
+    assert [n.attrs["name"] for n in low.params] == ["w", "b", "down", "up", "gate"]
+    assert [n.attrs["name"] for n in low.inputs] == [n.attrs["name"] for n in g.inputs] == ["x", "unused"]
+
+
+def test_stored_weights_are_unpacked_and_cast_where_they_are_read() -> None:
+    g = Graph("g", level="hir")
+    x = g.input("x", (2, 32))
+    packed, half = g.param("packed", (6, 32), "q8_0"), g.param("half", (6,), "f16")
+    low = lower(g.set_outputs([g.linear_stored(x, packed, half, heads=2)]))
+    ops = [n.op for n in low.nodes]
+    assert ops == ["input", "param", "dequantise", "transpose", "matmul", "param", "cast", "add", "reshape"]
+    assert str(low.outputs[0].type) == "f32[2, 2, 3]"

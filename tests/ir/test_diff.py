@@ -8,6 +8,7 @@ from hypothesis import given
 
 import rlx
 from rlx.errors import GraphError
+from rlx.hir.lower import lower
 from rlx.ir.diff import GraphDiff, diff
 from rlx.mir.cse import cse
 
@@ -145,5 +146,25 @@ def test_modules_are_compared_as_their_graphs() -> None:
     a, b = layer(), layer(9)
     modules = rlx.GraphModule.from_mir(a), rlx.GraphModule.from_mir(b).plan()
     assert diff(*modules).text() == diff(a, b).text()
-    with pytest.raises(GraphError, match="found GraphModule"):
+    with pytest.raises(GraphError, match="diff: takes modules of one level, found MIR and HIR"):
         diff(a, rlx.GraphModule.hir("h"))
+
+
+def block(activation: str) -> rlx.GraphModule:
+    module = rlx.GraphModule.hir("m")
+    x, w, b = module.input("x", (2, 4)), module.param("w", (4, 3)), module.param("b", (3,))
+    module.finish_hir(module.linear(x, w, b, activation=activation))
+    return module
+
+
+def test_modules_at_hir_are_compared_block_by_block() -> None:
+    change = diff(block("gelu"), block("silu"))
+    assert [(a.op, b.op) for a, b in change.changed] == [("linear", "linear")] and not change.blocks
+    assert 'activation="gelu"' in change.text() and 'activation="silu"' in change.text()
+
+
+def test_a_diff_of_mir_names_the_blocks_that_nodes_come_from() -> None:
+    one, other = (lower(module.as_hir()) for module in (block("gelu"), block("silu")))
+    change = diff(one, other)
+    assert change.blocks == {"linear": 1}
+    assert change.summary() == "6 -> 6 nodes: 1 changed (gelu -1, silu +1); in blocks: linear 1"

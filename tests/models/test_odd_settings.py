@@ -15,7 +15,7 @@ from small_llama import SETTINGS, Driver, difference, forward, random_weights, w
 
 import rlx
 from rlx.errors import CapabilityError
-from rlx.flow.stages import ACTIVATIONS
+from rlx.hir.activations import NAMED as ACTIVATIONS
 from rlx.models.load import open_checkpoint
 
 IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

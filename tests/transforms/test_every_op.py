@@ -34,7 +34,9 @@ def smooth_samples(op: OpDef) -> Iterator[tuple[int, Sample]]:
             continue
         if op.name in tables.NO_DERIVATIVE or op.name in tables.STRAIGHT_THROUGH:  # tested on their own
             continue
-        if op.name == "depthwise_conv1d_causal_carry":  # has none
+        if op.name in ("depthwise_conv1d_causal_carry", "cached_self_attention"):  # have none
+            continue
+        if op.group == "recurrent" and len(sample.operands) == len(op.schema.operands):  # carries on a convolution
             continue
         if str(sample.attrs.get("dtype")) in NARROW or (op.name == "dequant_matmul" and is_packed(sample)):
             continue

@@ -86,6 +86,21 @@ class FlowCtx:
         `transpose` turns `[out, in]` into `[in, out]`, as a view. `shape`, if given, is what the value must have (after
         transposing). `init` is what `ModelFlow.init` begins it with: a number, or a function of a key and a shape.
         """
+        value = self.stored_param(key, transpose, shape=shape, init=init)
+        if value.dtype.is_packed:
+            value = value.dequantise()
+        elif value.dtype is not F32:
+            value = value.astype(F32)
+        self.state.loaded_params[key] = value
+        return value.mT if transpose else value
+
+    def stored_param(
+        self, key: str, transpose: bool = False, *, shape: Sequence[Size] | None = None, init: Any = None
+    ) -> Value:
+        """A weight for a block that converts and transposes it: as the file stores it, or as f32 if it was loaded so.
+
+        With `transpose`, `shape` is what it has once the block has transposed it.
+        """
         if key in self.params:  # other numbers than the file's
             raise GraphError(
                 f"param: {key!r} exists already in graph {self.hir().name!r}, made by a stage",
@@ -101,18 +116,14 @@ class FlowCtx:
                 place = "is not among the weights" if self._file is None else "is not in the file"
                 raise self._unfit(BindError, f"weight {key!r} {place}", hint or self._no_weights())
             type_ = self.weights.type(key)
-            value = self.hir().param(key, type_.shape, type_.dtype)
-            if type_.dtype.is_packed:
-                value = value.dequantise()
-            elif type_.dtype is not F32:
-                value = value.astype(F32)
-            self.state.loaded_params[key] = value
+            value = self.state.loaded_params[key] = self.hir().param(key, type_.shape, type_.dtype)
+        found = value.shape
         if transpose:
             if value.rank < 2:
                 raise self._unfit(ShapeError, f"weight {key!r}: {value.type} cannot be transposed, it has no two axes")
-            value = value.mT
-        if shape is not None and value.shape != tuple(shape):
-            shapes = (_stored(value.shape, transpose), _stored(shape, transpose))
+            found = (*found[:-2], found[-1], found[-2])
+        if shape is not None and found != tuple(shape):
+            shapes = (_stored(found, transpose), _stored(shape, transpose))
             raise self._unfit(ShapeError, f"weight {key!r}: shape is {shapes[0]}, wanted {shapes[1]}")
         return value
 

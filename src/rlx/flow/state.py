@@ -87,23 +87,22 @@ class CacheBindings:
 
     def attend(
         self, layer: int, q: Value, k: Value, v: Value, positions: Value, *, mask_kind: str,
-        scale: float | None = None, softcap: float | None = None,
+        **rotation_and_scale: Any,
     ) -> Value:  # fmt: skip
         """Append keys and values of the tokens at these positions to a layer's cache, then attend over it.
 
-        A layer with a sliding window has a ring, in which old positions make room for new ones.
+        What else is given are operands and attributes of the block `cached_self_attention`. A layer with a sliding
+        window has a ring, in which old positions make room for new ones.
         """
         if layer in self.windows or not 0 <= layer < self.spec.layers:
             problem = "attends twice" if layer in self.windows else f"is not one of its {self.spec.layers}"
             raise GraphError(f"kv_cache: layer {layer} {problem}", hint="layer_idx counts the layers from 0")
         window = self.windows[layer] = split_mask(mask_kind)[1]
-        ring, (key_axes, value_axes) = window > 0, (self.spec.axes(kind) for kind in ("keys", "values"))
         table, keys, values = self.leaves(layer, window)
-        keys = keys.kv_append(k, positions, table, axes=key_axes, ring=ring)
-        values = values.kv_append(v, positions, table, axes=value_axes, ring=ring)
-        how = {"mask_kind": mask_kind, "scale": scale, "softcap": softcap, "ring": ring}
-        axes = {"key_axes": key_axes, "value_axes": value_axes}
-        return self.graph.one("cached_attention", q, keys, values, positions, table, **how, **axes)
+        axes = {"key_axes": self.spec.axes("keys"), "value_axes": self.spec.axes("values")}
+        operands = q, k, v, keys, values, positions, table
+        how = {"mask_kind": mask_kind} | axes | rotation_and_scale
+        return self.graph.one("cached_self_attention", *operands, **how)
 
     def leaves(self, layer: int, window: int) -> tuple[Value, Value, Value]:
         """The table that layers of one window share, and the pools of keys and values of a layer."""

@@ -1,7 +1,9 @@
 """HIR blocks: the pieces models are assembled from, one level above tensor ops.
 
-Each has a type rule here and a lowering in `lower.py`. An HIR graph may use any MIR op beside them. A block that does
-what an op does on tensors laid out as models have them (heads side by side in the last axis) is called `<op>_block`.
+These take weights as values [in, out] and have their lowerings in `lower.py`; those over stored weights, which stages
+emit, are in `layers.py` and `recurrent.py` together with theirs. An HIR graph may use any MIR op beside blocks. A block
+that does what an op does on tensors laid out as models have them (heads side by side in the last axis) is called
+`<op>_block`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,10 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlx.dtypes import F32, DType, promote
 from rlx.errors import DTypeError, GraphError, ShapeError
+from rlx.hir.activations import NAMED
+from rlx.ir.graph import Value
 from rlx.ir.registry import HIR, Sample, Spec, f32, get, i32, op, sample
 from rlx.ops.attention import attention
 from rlx.ops.elementwise import add, silu
@@ -46,7 +51,8 @@ ACTIVATIONS = {a.value: get(a.value) for a in Activation}
 Shape = tuple[Size, ...]
 
 
-def _one(types: TensorType | tuple[TensorType, ...]) -> TensorType:
+def one_type(types: TensorType | tuple[TensorType, ...]) -> TensorType:
+    """The type that the rule of an op with one result gives."""
     assert isinstance(types, TensorType)
     return types
 
@@ -59,6 +65,14 @@ def check_operands(where: str, like: TensorType, wanted: Mapping[str, tuple[Tens
     """Every operand that is given has its shape and the float type of `like`."""
     if not like.dtype.is_float:
         raise DTypeError(f"{where}: takes floats, found {like}")
+    check_shapes(where, wanted)
+    for name, (found, _) in wanted.items():
+        if found is not None and found.dtype is not like.dtype:
+            raise DTypeError(f"{where}: {name} is {found}, x is {like.dtype}; both have one type")
+
+
+def check_shapes(where: str, wanted: Mapping[str, tuple[TensorType | None, Shape]]) -> None:
+    """Every operand that is given has its shape."""
     for name, (found, shape) in wanted.items():
         if found is None:
             continue
@@ -67,22 +81,27 @@ def check_operands(where: str, like: TensorType, wanted: Mapping[str, tuple[Tens
             raise ShapeError(message)
         for have, want in zip(found.shape, shape, strict=True):
             require_equal(have, want, message)
-        if found.dtype is not like.dtype:
-            raise DTypeError(f"{where}: {name} is {found}, x is {like.dtype}; both have one type")
 
 
 # -- linear maps ------------------------------------------------------------------------------------------------------
-def _linear(
+def wide(x: TensorType | Value) -> DType:
+    """The element type that stored weights of a linear map have beside x: f32, or f64 where x has it."""
+    return promote(x.dtype, F32) if x.dtype.is_float else F32
+
+
+def linear_type(
     where: str, x: TensorType, weight: TensorType, bias: TensorType | None, activation: str | None
 ) -> TensorType:
-    if activation is not None and activation not in ACTIVATIONS:
+    if activation is not None and activation not in ACTIVATIONS and activation not in NAMED:
         raise GraphError(f"{where}: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
     result = matmul.rule(x, weight)
     if bias is not None:
         if bias.shape != (weight.shape[-1],):
             raise ShapeError(f"{where}: bias {bias} does not fit {weight.shape[-1]} columns")
         result = add.rule(result, bias)
-    return _one(result if activation is None else ACTIVATIONS[activation].rule(result))
+    if activation in ACTIVATIONS:
+        return one_type(ACTIVATIONS[activation].rule(result))
+    return one_type(result)
 
 
 _LINEAR = (sample(f32(3, 17), f32(17, 70), f32(70)), sample(f32(4, 6), f32(6, 5), f32(5), activation="gelu"))
@@ -93,19 +112,19 @@ def linear(
     x: TensorType, weight: TensorType, bias: TensorType | None = None, *, activation: str | None = None
 ) -> TensorType:
     """activation(x @ weight + bias); `weight` is [in, out]."""
-    return _linear("linear", x, weight, bias, activation)
+    return linear_type("linear", x, weight, bias, activation)
 
 
 @op("linear_fused", level=HIR, samples=_LINEAR)
 def linear_fused(x: TensorType, weight: TensorType, bias: TensorType, *, activation: str | None = None) -> TensorType:
     """activation(x @ weight + bias) that is one op in MIR under every fusion policy."""
-    return _linear("linear_fused", x, weight, bias, activation)
+    return linear_type("linear_fused", x, weight, bias, activation)
 
 
 @op("shared_linear_pair", level=HIR, samples=[sample(f32(3, 17), f32(17, 70), f32(17, 5))])
 def shared_linear_pair(x: TensorType, first: TensorType, second: TensorType) -> tuple[TensorType, TensorType]:
     """x @ first and x @ second, two results of one reading of x."""
-    return _one(matmul.rule(x, first)), _one(matmul.rule(x, second))
+    return one_type(matmul.rule(x, first)), one_type(matmul.rule(x, second))
 
 
 @op("swiglu_ffn", level=HIR, samples=[sample(f32(3, 16, low=-1, high=1), f32(16, 40), f32(16, 40), f32(40, 16))])
@@ -113,7 +132,7 @@ def swiglu_ffn(x: TensorType, up: TensorType, gate: TensorType, down: TensorType
     """(silu(x @ gate) * (x @ up)) @ down."""
     if up != gate:
         raise ShapeError(f"swiglu_ffn: up {up} and gate {gate} differ")
-    return _one(matmul.rule(silu.rule(matmul.rule(x, gate)), down))
+    return one_type(matmul.rule(silu.rule(matmul.rule(x, gate)), down))
 
 
 @op(
@@ -128,7 +147,7 @@ def residual_rms_norm(
     """rms_norm(x + residual)."""
     if x != residual:
         raise ShapeError(f"residual_rms_norm: types differ, {x} and {residual}")
-    return _one(rms_norm.rule(x, gamma, beta, eps=eps))
+    return one_type(rms_norm.rule(x, gamma, beta, eps=eps))
 
 
 # -- heads ------------------------------------------------------------------------------------------------------------
@@ -189,11 +208,11 @@ def attention_block(
         result = attention_block.rule(
             q, k, v, mask, num_heads=num_heads, head_dim=head_dim, mask_kind=mask_kind, scale=scale, softcap=softcap
         )
-        return _one(result).with_shape(*swapped(_one(result).shape))
+        return one_type(result).with_shape(*swapped(one_type(result).shape))
     split = [t.with_shape(*heads_shape(where, n, t, head_dim)) for n, t in (("q", q), ("k", k), ("v", v))]
     if split[0].shape[2] != num_heads or split[0].shape[3] != head_dim:
         raise ShapeError(f"{where}: q is {q}, expected {num_heads} heads of {head_dim}")
-    result = _one(attention.rule(*split, mask, mask_kind=mask_kind, scale=scale, softcap=softcap))
+    result = one_type(attention.rule(*split, mask, mask_kind=mask_kind, scale=scale, softcap=softcap))
     return result if q.rank == 4 else q
 
 

@@ -9,25 +9,50 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from rlx.dtypes import DType
 from rlx.errors import LowerError
-from rlx.hir.blocks import heads_first, heads_shape, rotated
+from rlx.hir.activations import activate
+from rlx.hir.blocks import ACTIVATIONS, heads_first, heads_shape, rotated, wide
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.provenance import built_from
 from rlx.ir.registry import HIR, MIR, RuleTable, get
 from rlx.ir.rewrite import Rewriter, map_bodies
 from rlx.profile import FusionPolicy
-from rlx.types import Size
+from rlx.types import Size, TensorType
 
 Lowering = Callable[..., Value | tuple[Value, ...]]
 lowering: RuleTable[Lowering] = RuleTable("lowering", "src/rlx/hir/lower.py")
 direct: RuleTable[Lowering] = RuleTable("direct lowering", "src/rlx/hir/lower.py")
+LATE = ("input", "param", "state")  # leaves that are placed where they are read first
 
 
 def activated(x: Value, activation: str | None) -> Value:
-    return x if activation is None else x.graph.one(activation, x)
+    if activation is None:
+        return x
+    return x.graph.one(activation, x) if activation in ACTIVATIONS else activate(x, activation)
 
 
 # -- linear maps ------------------------------------------------------------------------------------------------------
+def read(stored: Value, kind: DType) -> Value:
+    """A stored weight in an element type: packed blocks are unpacked, other types are cast."""
+    if stored.dtype.is_packed:
+        stored = stored.dequantise()
+    return stored if stored.dtype is kind else stored.astype(kind)
+
+
+def projected(
+    x: Value, weight: Value, bias: Value | None = None, *, transposed: bool = True, kind: DType | None = None
+) -> Value:
+    """x times a stored weight, [out, in] where it is `transposed`, plus a bias.
+
+    Both are read as `kind`, which is f32 or wider unless it is given.
+    """
+    kind = kind or wide(x)
+    weight = read(weight, kind)
+    product = x @ (weight.mT if transposed else weight)
+    return product if bias is None else product + read(bias, kind)
+
+
 @lowering("linear")
 def _(x: Value, weight: Value, bias: Value | None, *, activation: str | None) -> Value:
     product = x @ weight
@@ -193,40 +218,114 @@ def picked(x: Value, last: Value) -> Value:
     return graph.one("gather", x.reshape(batch * seq, hidden), rows)
 
 
+def placed(leaf: Value) -> Value:
+    """An operand of a block. If it is a leaf that waits to be read, it is placed in the graph here."""
+    return leaf.node[leaf.index]
+
+
 # -- whole graphs -----------------------------------------------------------------------------------------------------
+class _LateLeaf(Value):
+    """A leaf in front of a block. It is placed in the graph when the first op of the block reads it."""
+
+    __slots__ = ("leaf", "lowering")
+
+    def __init__(self, lowering: _Lowering, leaf: Value) -> None:
+        self.lowering, self.leaf, self.index = lowering, leaf, leaf.index
+
+    @property
+    def node(self) -> Node:  # type: ignore[override]
+        return self.__rlx_value__().node
+
+    @property
+    def type(self) -> TensorType:
+        return self.leaf.type
+
+    def __rlx_value__(self) -> Value:
+        self.lowering.place(self.leaf.node)
+        return self.lowering.values[self.leaf]
+
+
+class _Lowering(Rewriter):
+    """A graph while it is lowered.
+
+    The inputs, params and states of a block that come right before it wait until one of its ops reads them, and keep
+    their order. So the ops of a block and their weights come as somebody would have written them one by one.
+    """
+
+    def __init__(self, graph: Graph, policy: FusionPolicy) -> None:
+        super().__init__(graph, "lower")
+        self.graph.level = MIR
+        self.policy = policy
+        self.waiting: dict[Node, None] = {}
+
+    def place(self, leaf: Node) -> None:
+        """Place a leaf, and before it those that wait longer: leaves are what a graph takes, in order."""
+        while leaf in self.waiting:
+            first = next(iter(self.waiting))
+            del self.waiting[first]
+            self.give(first, self.copy(first))
+
+    def place_all(self, but: Sequence[Node] = ()) -> None:
+        """Place what waits; of leaves to wait on, only those after all others do."""
+        waiting = list(self.waiting)
+        while waiting and waiting[-1] in but:
+            waiting.pop()
+        for leaf in waiting:
+            self.place(leaf)
+
+    def add(self, node: Node) -> None:
+        if node.op in LATE:
+            self.waiting[node] = None
+            return
+        if get(node.op).level == HIR:
+            results = self.lower(node)
+            self.place_all()
+        else:
+            self.place_all()
+            results = self.copied(node)
+        self.give(node, results)
+
+    def give(self, node: Node, results: Sequence[Value]) -> None:
+        """What stands for the results of a node from here on."""
+        self.values.update(zip(node.results, results, strict=True))
+
+    def copied(self, node: Node) -> tuple[Value, ...]:
+        """A tensor op as it is; a loop may have blocks in its body."""
+        if not any(isinstance(v, Graph) for v in node.attrs.values()):
+            return self.copy(node)
+        attrs = {k: lower(v, self.policy) if isinstance(v, Graph) else v for k, v in node.attrs.items()}
+        return self.graph.append(node.op, self.operands(node), attrs, node.types, node.origin).results
+
+    def lower(self, node: Node) -> tuple[Value, ...]:
+        """The ops of a block."""
+        _check(node)
+        is_direct = self.policy is FusionPolicy.DIRECT and node.op in direct
+        rule = direct[node.op] if is_direct else lowering[node.op]
+        self.place_all(but=[o.node for o in node.operands if o is not None])
+        operands = [
+            None if o is None else _LateLeaf(self, o) if o.node in self.waiting else self.values[o]
+            for o in node.operands
+        ]
+        origin = replace(node.origin, source=f"%{node.id} {node.op}")
+        with self.graph.scope(origin), built_from(origin):  # the latter for nodes in bodies
+            given = rule(*operands, **node.attrs)
+        results = (given,) if isinstance(given, Value) else given
+        for have, want in zip(results, node.types, strict=True):
+            if have.type != want:
+                raise LowerError(f"{node.op}: became {have.type}, expected {want}", notes=[f"at: {node.origin}"])
+        return results
+
+
 def lower(graph: Graph, policy: FusionPolicy = FusionPolicy.FUSABLE) -> Graph:
     """The MIR graph of an HIR graph; an MIR graph is returned as it is."""
     if graph.level == MIR:
         return graph
-    graph = map_bodies(graph, lambda body: lower(body, policy))
-    rewriter = Rewriter(graph, "lower")
-    rewriter.graph.level = MIR
-    for node in graph.nodes:
-        results = _lower(rewriter, node, policy) if get(node.op).level == HIR else _copy(rewriter, node, policy)
-        rewriter.values.update(zip(node.results, results, strict=True))
-    rewriter.graph.outputs = tuple(rewriter.values[o] for o in graph.outputs)
-    return rewriter.graph
-
-
-def _copy(rewriter: Rewriter, node: Node, policy: FusionPolicy) -> tuple[Value, ...]:
-    """A tensor op as it is; a loop may have blocks in its body."""
-    if not any(isinstance(v, Graph) for v in node.attrs.values()):
-        return rewriter.copy(node)
-    attrs = {k: lower(v, policy) if isinstance(v, Graph) else v for k, v in node.attrs.items()}
-    return rewriter.graph.append(node.op, rewriter.operands(node), attrs, node.types, node.origin).results
-
-
-def _lower(rewriter: Rewriter, node: Node, policy: FusionPolicy) -> tuple[Value, ...]:
-    _check(node)
-    rule = direct[node.op] if policy is FusionPolicy.DIRECT and node.op in direct else lowering[node.op]
-    origin = replace(node.origin, source=f"%{node.id} {node.op}")
-    with rewriter.graph.scope(origin), built_from(origin):  # the latter for nodes in bodies
-        given = rule(*rewriter.operands(node), **node.attrs)
-    results = (given,) if isinstance(given, Value) else given
-    for have, want in zip(results, node.types, strict=True):
-        if have.type != want:
-            raise LowerError(f"{node.op}: became {have.type}, expected {want}", notes=[f"at: {node.origin}"])
-    return results
+    lowered = _Lowering(map_bodies(graph, lambda body: lower(body, policy)), policy)
+    for node in lowered.old.nodes:
+        lowered.add(node)
+    lowered.place_all()
+    lowered.graph.outputs = tuple(lowered.values[o] for o in lowered.old.outputs)
+    return lowered.graph
 
 
 def _check(node: Node) -> None:

@@ -66,12 +66,20 @@ class GraphDiff:
         change.subtract(n.op for n in self.before.nodes)
         return {op: n for op, n in sorted(change.items()) if n}
 
+    @property
+    def blocks(self) -> dict[str, int]:
+        """How many of the nodes that came, went or changed are parts of each HIR block."""
+        nodes = [*self.added, *self.removed, *(after for _, after in self.changed)]
+        return dict(sorted(Counter(block for node in nodes for block in node.origin.blocks).items()))
+
     def summary(self) -> str:
         """The change in one line."""
         counts = {"changed": len(self.changed), "added": len(self.added), "removed": len(self.removed)}
         said = ", ".join(f"{n} {word}" for word, n in counts.items() if n) or "nothing changed"
         ops = ", ".join(f"{op} {n:+}" for op, n in self.ops.items())
-        return f"{len(self.before)} -> {len(self.after)} nodes: {said}" + (f" ({ops})" if ops else "")
+        blocks = ", ".join(f"{block} {n}" for block, n in self.blocks.items())
+        line = f"{len(self.before)} -> {len(self.after)} nodes: {said}" + (f" ({ops})" if ops else "")
+        return line + (f"; in blocks: {blocks}" if blocks else "")
 
     def lines(self, context: int | None = 3) -> Iterator[tuple[str, str]]:
         """Marked lines; of nodes that are the same, only `context` beside those that are not (None: all)."""
@@ -112,8 +120,12 @@ def _folded(count: int) -> Iterator[tuple[str, str]]:
 
 
 def diff(before: Any, after: Any) -> GraphDiff:
-    """What changed from one graph, or module at MIR or LIR, to another."""
-    before, after = _graph(before), _graph(after)
+    """What changed from one graph or module to another; modules at HIR are compared block by block."""
+    given = before, after
+    before, after = map(_graph, given)
+    if before.level != after.level and not all(isinstance(one, Graph) for one in given):
+        levels = f"found {before.level.upper()} and {after.level.upper()}"
+        raise GraphError(f"diff: takes modules of one level, {levels}", hint="lower a module at HIR first")
     partner = _matched(before, after)
     old = {node: f"%{node.id}" for node in before.nodes}
     fresh = (f"%{i}" for i in range(len(before), len(before) + len(after)))
@@ -126,10 +138,13 @@ def diff(before: Any, after: Any) -> GraphDiff:
 
 
 def _graph(given: Any) -> Graph:
-    found = given if isinstance(given, Graph) or not hasattr(given, "as_graph") else given.as_graph()
+    """A graph, or that of a module."""
+    found = given
+    if hasattr(given, "as_graph"):
+        lowered = given.as_graph()
+        found = given.as_hir() if lowered is None else lowered
     if not isinstance(found, Graph):
-        hint = "lower a module at HIR first" if found is None and given is not None else None
-        raise GraphError(f"diff: takes two graphs, found {type(given).__name__}", hint=hint)
+        raise GraphError(f"diff: takes two graphs, found {type(given).__name__}")
     return found
 
 

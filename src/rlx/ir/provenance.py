@@ -40,6 +40,12 @@ class Origin:
             parts.append(f"by {self.made_by}")
         return ", ".join(p for p in parts if p)
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The HIR blocks that the node is a part of, by name: several where it stands for other nodes too."""
+        names = (origin.source.partition(" ")[2] for origin in (self, *self.merged))
+        return tuple(dict.fromkeys(name for name in names if name))
+
     def by(self, name: str) -> Origin:
         """The same place, made by the pass called `name`."""
         return replace(self, made_by=name)

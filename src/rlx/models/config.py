@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 
 from rlx.errors import CapabilityError, FormatError
-from rlx.flow.stages import ACTIVATIONS
 from rlx.formats import TensorFile
 from rlx.formats.scaled import read_quantization
 from rlx.formats.tensors import quoted
+from rlx.hir.activations import NAMED
 from rlx.locks import cached_property
 from rlx.models.rope import Rope, is_number
 
@@ -243,8 +243,8 @@ def text_settings(settings: Mapping[str, Any], where: str, usual: Mapping[str, A
 
 
 def check_activation(where: str, name: str) -> None:
-    if name not in ACTIVATIONS:
-        raise unsupported(where, "hidden_act", name, hint=f"known: {', '.join(sorted(ACTIVATIONS))}")
+    if name not in NAMED:
+        raise unsupported(where, "hidden_act", name, hint=f"known: {', '.join(sorted(NAMED))}")
 
 
 # Kinds of layers, the last one with the delta rule.

@@ -9,10 +9,10 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import RequestError
+from rlx.flow.blocks import fused_gated_ffn
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import ClsTokenPool, FlowStage, GeluFfn, LayerNorm
-from rlx.flow.stages.ffn import linear
 from rlx.flow.stages.vision import pre_norm_layer
 from rlx.flow.state import FlowValue
 from rlx.formats.images import resampling
@@ -174,11 +174,8 @@ class FusedSwiGlu(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "FusedSwiGlu")
-        inner, outer = f"{self.prefix}.weights_in", f"{self.prefix}.weights_out"
-        size = self.intermediate_size
-        both = linear(ctx, x, f"{inner}.weight", f"{inner}.bias", out=2 * size)
-        gated = both[:, :, :size].silu() * both[:, :, size:]
-        return ctx.wrap(linear(ctx, gated, f"{outer}.weight", f"{outer}.bias", out=x.shape[-1]))
+        keys = f"{self.prefix}.weights_in", f"{self.prefix}.weights_out"
+        return ctx.wrap(fused_gated_ffn(ctx, x, *keys, activation="silu", bias=True, inner=self.intermediate_size))
 
     @property
     def path(self) -> str:

@@ -13,8 +13,7 @@ from rlx.arrays import Array
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, RmsNorm, linear
-from rlx.flow.stages.ffn import activate, softplus
-from rlx.flow.stages.recurrent import short_conv, state_of, where_present
+from rlx.flow.stages.recurrent import cached_positions, carried, conv_weight
 from rlx.flow.state import FlowValue
 from rlx.models.config import key
 from rlx.models.family import Change, family
@@ -78,26 +77,24 @@ class Mixer(FlowStage):
         x, c, prefix = ctx.need(value, "Mixer"), self.c, f"backbone.layers.{self.layer}"
         mixer, n = f"{prefix}.mixer", c.state
 
-        def bias(name: str, on: bool = c.bias) -> str | None:
-            return f"{mixer}.{name}.bias" if on else None
+        def bias(name: str) -> str | None:
+            return f"{mixer}.{name}.bias" if c.bias else None
 
         normed = RmsNorm(f"{prefix}.norm.weight", c.eps).emit(ctx, ctx.wrap(x)).id
         both = linear(ctx, normed, f"{mixer}.in_proj.weight", bias("in_proj"), out=2 * c.inner)
-        inner, gate = both[:, :, : c.inner], both[:, :, c.inner :]
-        conv = short_conv(
-            ctx, inner, f"{mixer}.conv1d.weight", bias("conv1d", c.conv_bias), c.kernel, f"conv.{self.layer}"
-        )
-        inner = activate(conv, c.activation)
-        mixed = linear(ctx, inner, f"{mixer}.x_proj.weight", out=c.rank + 2 * n)
-        steps = linear(ctx, mixed[:, :, : c.rank], f"{mixer}.dt_proj.weight", bias("dt_proj", True), out=c.inner)
-        steps = where_present(ctx, softplus(steps))  # no step, no change of the state
-        rates = ctx.load_param(f"{mixer}.A_log", shape=(c.inner, n))
-        b, to = mixed[:, :, c.rank : c.rank + n], mixed[:, :, c.rank + n :]
-        scan = (
-            inner, steps, rates if c.rates else -rates.exp(), b, to,
-            state_of(ctx, f"scan.{self.layer}", x, c.inner, n), ctx.load_param(f"{mixer}.D", shape=(c.inner,)),
-        )  # fmt: skip
-        y = ctx.hir().apply("selective_scan_carry", *scan, state_size=n)[0] * gate.silu()
+        operands = {  # in the order in which they are read
+            "conv": conv_weight(ctx, f"{mixer}.conv1d.weight", c.inner, c.kernel),
+            "conv_state": carried(ctx, f"conv.{self.layer}", c.kernel - 1, c.inner),
+            "positions": cached_positions(ctx, x),
+            "conv_bias": ctx.stored_param(f"{mixer}.conv1d.bias", shape=(c.inner,)) if c.conv_bias else None,
+            "mix": ctx.stored_param(f"{mixer}.x_proj.weight", True, shape=(c.inner, c.rank + 2 * n)),
+            "step": ctx.stored_param(f"{mixer}.dt_proj.weight", True, shape=(c.rank, c.inner)),
+            "step_bias": ctx.stored_param(f"{mixer}.dt_proj.bias", shape=(c.inner,), init=0.0),
+            "rates": ctx.stored_param(f"{mixer}.A_log", shape=(c.inner, n)),
+            "state": carried(ctx, f"scan.{self.layer}", c.inner, n),
+            "skip": ctx.stored_param(f"{mixer}.D", shape=(c.inner,)),
+        }  # fmt: skip
+        y = ctx.hir().one("mamba_block", both, **operands, activation=c.activation, log_rates=not c.rates)
         return ctx.wrap(x + linear(ctx, y, f"{mixer}.out_proj.weight", bias("out_proj"), out=c.dim))
 
 

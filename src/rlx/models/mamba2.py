@@ -14,8 +14,7 @@ from rlx.errors import CapabilityError, FormatError
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, RmsNorm, linear
-from rlx.flow.stages.ffn import activate, softplus
-from rlx.flow.stages.recurrent import short_conv, state_of, where_present
+from rlx.flow.stages.recurrent import cached_positions, carried, conv_weight
 from rlx.flow.state import FlowValue
 from rlx.formats import TensorFile
 from rlx.formats.tensors import quoted
@@ -117,54 +116,36 @@ class Mixer(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x, c, prefix = ctx.need(value, "Mixer"), self.c, f"backbone.layers.{self.layer}"
-        mixer, lead = f"{prefix}.mixer", x.shape[:2]
+        mixer = f"{prefix}.mixer"
 
-        def bias(name: str, on: bool) -> str | None:
-            return f"{mixer}.{name}.bias" if on else None
-
-        def of_heads(name: str) -> Value:
-            return vector(ctx, f"{mixer}.{name}", c.heads)
+        def bias(name: str) -> str | None:
+            return f"{mixer}.{name}.bias" if c.bias else None
 
         normed = RmsNorm(f"{prefix}.norm.weight", c.eps).emit(ctx, ctx.wrap(x)).id
         size = c.inner + c.channels + c.heads
-        mixed = linear(ctx, normed, f"{mixer}.in_proj.weight", bias("in_proj", c.bias), out=size)
-        gate, inner, steps = (
-            mixed[:, :, a:b] for a, b in ((0, c.inner), (c.inner, size - c.heads), (size - c.heads, size))
-        )
-        conv = short_conv(
-            ctx, inner, f"{mixer}.conv1d.weight", bias("conv1d", c.conv_bias), c.kernel, f"conv.{self.layer}"
-        )
-        inner = activate(conv, c.activation)
-        ends = (0, c.inner, c.inner + c.groups * c.state, c.channels)
-        v, k, q = (
-            inner[:, :, a:b].reshape(*lead, heads, (b - a) // heads)
-            for a, b, heads in zip(ends, ends[1:], (c.heads, c.groups, c.groups), strict=False)
-        )
-        steps = softplus(steps + of_heads("dt_bias")).maximum(c.least_step)
-        steps = where_present(ctx, steps if c.most_step is None else steps.minimum(c.most_step))
-        rates = of_heads("A_log")
-        state = state_of(ctx, f"scan.{self.layer}", x, c.heads, c.state, c.head_dim)
-        # h = exp(dt A) h + dt B x and C h are linear attention: B is the key, dt x the value, C the query
-        y = ctx.hir().apply(
-            "gated_linear_attention_carry", q, k, v * steps.reshape(*steps.shape, 1),
-            steps * (rates if c.rates else -rates.exp()), state,
-        )[0] + v * of_heads("D").reshape(c.heads, 1)  # fmt: skip
-        gated = y.reshape(*lead, c.inner) * gate.silu()
-        out = linear(ctx, self.normed(ctx, gated, f"{mixer}.norm.weight"), f"{mixer}.out_proj.weight",
-                     bias("out_proj", c.bias), out=c.dim)  # fmt: skip
-        return ctx.wrap(x + out)
-
-    def normed(self, ctx: FlowCtx, x: Value, key: str) -> Value:
-        c, weight = self.c, vector(ctx, key, self.c.inner)
-        groups = c.groups if c.norm_by_group else 1
-        apart: Value = x.reshape(*x.shape[:2], groups, c.inner // groups).rms_norm(eps=c.eps)
-        result: Value = apart.reshape(x.shape) * weight
-        return result
+        mixed = linear(ctx, normed, f"{mixer}.in_proj.weight", bias("in_proj"), out=size)
+        operands = {  # in the order in which they are read
+            "conv": conv_weight(ctx, f"{mixer}.conv1d.weight", c.channels, c.kernel),
+            "conv_state": carried(ctx, f"conv.{self.layer}", c.kernel - 1, c.channels),
+            "positions": cached_positions(ctx, x),
+            "conv_bias": ctx.stored_param(f"{mixer}.conv1d.bias", shape=(c.channels,)) if c.conv_bias else None,
+            "step_bias": vector(ctx, f"{mixer}.dt_bias", c.heads),
+            "rates": vector(ctx, f"{mixer}.A_log", c.heads),
+            "state": carried(ctx, f"scan.{self.layer}", c.heads, c.state, c.head_dim),
+            "skip": vector(ctx, f"{mixer}.D", c.heads),
+            "norm": vector(ctx, f"{mixer}.norm.weight", c.inner),
+        }  # fmt: skip
+        found = ctx.hir().one(
+            "mamba2_block", mixed, **operands, groups=c.groups, eps=c.eps, activation=c.activation,
+            log_rates=not c.rates, least_step=c.least_step, most_step=c.most_step,
+            norm_groups=c.groups if c.norm_by_group else 1,
+        )  # fmt: skip
+        return ctx.wrap(x + linear(ctx, found, f"{mixer}.out_proj.weight", bias("out_proj"), out=c.dim))
 
 
 def vector(ctx: FlowCtx, key: str, size: int) -> Value:
     """A weight that GGUF may have as a column or as rows of groups."""
-    return ctx.load_param(key, shape=None if ctx.weights.has(key) else (size,)).reshape(size)
+    return ctx.stored_param(key, shape=None if ctx.weights.has(key) else (size,))
 
 
 @family("mamba2", kind="decoder", gguf=["mamba2"], hf=["mamba2"], config=Config, weights=WEIGHTS, settings=with_limits,

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlx.errors import FormatError
+from rlx.flow.blocks import fused_gated_ffn, linear
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, LayerNorm
-from rlx.flow.stages.encoder import attend, split_qkv, turned
-from rlx.flow.stages.ffn import activate, linear
+from rlx.flow.stages.encoder import attend, rotation_of
 from rlx.flow.state import FlowValue
 from rlx.formats.tensors import quoted
 from rlx.ir.graph import Value
@@ -141,17 +141,16 @@ class ModernBertLayer(FlowStage):
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
         c = self.c
         qkv = self.dense(ctx, x, "attn.Wqkv", 3 * c.dim, c.attention_bias)
-        q, k, v = split_qkv(qkv, c.heads, c.head_dim)
-        q, k = turned(ctx, "ModernBertLayer", q, k, rope=LOCAL if self.near else GLOBAL)
+        q, k, v = ctx.hir().apply("split_qkv", qkv, num_heads=c.heads)
+        rotation = rotation_of(ctx, "ModernBertLayer", q, LOCAL if self.near else GLOBAL)
         kind = MaskKind.near(c.window // 2) if self.near else MaskKind.NONE
-        out = attend(ctx, q, k, v, "attention_mask", kind)
+        out = attend(ctx, q, k, v, "attention_mask", kind, rotation=rotation)
         return self.dense(ctx, out, "attn.Wo", c.dim, c.attention_bias)
 
     def ffn(self, ctx: FlowCtx, x: Value) -> Value:
-        c = self.c
-        both = self.dense(ctx, x, "mlp.Wi", 2 * c.ffn, c.mlp_bias)
-        inner = activate(both[:, :, : c.ffn], c.activation) * both[:, :, c.ffn :]
-        return self.dense(ctx, inner, "mlp.Wo", c.dim, c.mlp_bias)
+        c, at = self.c, f"layers.{self.index}.mlp"
+        keys = f"{at}.Wi", f"{at}.Wo"
+        return fused_gated_ffn(ctx, x, *keys, activation=c.activation, bias=c.mlp_bias, inner=c.ffn)
 
     def dense(self, ctx: FlowCtx, x: Value, name: str, out: int, bias: bool) -> Value:
         base = f"layers.{self.index}.{name}"

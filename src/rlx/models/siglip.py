@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlx.errors import FormatError
+from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, GeluFfn, LayerNorm
-from rlx.flow.stages.ffn import linear
 from rlx.flow.stages.vision import pre_norm_layer
 from rlx.flow.state import FlowValue
 from rlx.formats.tensors import quoted

@@ -77,11 +77,9 @@ class Patches(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         pixels = ctx.need(value, "Patches")
-        weight = ctx.load_param(f"{self.prefix}.weight", shape=(self.dim, 3, self.patch, self.patch))
-        bias = ctx.load_param(f"{self.prefix}.bias", shape=(self.dim,))
-        found = pixels.conv2d(weight, bias, stride=self.patch)
-        batch, _, rows, columns = found.shape
-        return ctx.wrap(found.reshape(batch, self.dim, rows * columns).transpose(axes=(0, 2, 1)))
+        weight = ctx.stored_param(f"{self.prefix}.weight", shape=(self.dim, 3, self.patch, self.patch))
+        bias = ctx.stored_param(f"{self.prefix}.bias", shape=(self.dim,))
+        return ctx.wrap(ctx.hir().one("patch_embedding", pixels, weight, bias))
 
     @property
     def path(self) -> str:

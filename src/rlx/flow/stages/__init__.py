@@ -1,10 +1,11 @@
 """Flow stages: the pieces that model families are written with."""
 
+from rlx.flow.blocks import linear as linear
+from rlx.flow.positions import token_positions as token_positions
 from rlx.flow.stages.attention import GemmaKvTap as GemmaKvTap
 from rlx.flow.stages.attention import LlamaKvTap as LlamaKvTap
 from rlx.flow.stages.attention import SelfAttention as SelfAttention
 from rlx.flow.stages.attention import SelfAttnPrefill as SelfAttnPrefill
-from rlx.flow.stages.attention import token_positions as token_positions
 from rlx.flow.stages.base import FlowStage as FlowStage
 from rlx.flow.stages.custom import Custom as Custom
 from rlx.flow.stages.decoder import DecoderLayer as DecoderLayer
@@ -22,11 +23,9 @@ from rlx.flow.stages.embed import LmHead as LmHead
 from rlx.flow.stages.embed import RopeTables as RopeTables
 from rlx.flow.stages.encoder import BertEncoderLayer as BertEncoderLayer
 from rlx.flow.stages.encoder import NomicEncoderLayer as NomicEncoderLayer
-from rlx.flow.stages.ffn import ACTIVATIONS as ACTIVATIONS
 from rlx.flow.stages.ffn import GeGlu as GeGlu
 from rlx.flow.stages.ffn import GeluFfn as GeluFfn
 from rlx.flow.stages.ffn import SwiGlu as SwiGlu
-from rlx.flow.stages.ffn import linear as linear
 from rlx.flow.stages.hybrid import DeltaNetLayer as DeltaNetLayer
 from rlx.flow.stages.hybrid import GatedAttentionLayer as GatedAttentionLayer
 from rlx.flow.stages.moe import MoeFfn as MoeFfn

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
-from rlx.errors import GraphError, ShapeError, nearest
+from rlx.errors import GraphError, ShapeError
+from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
+from rlx.flow.positions import check_rows, has_positions, rope_tables_of, size_of, token_positions
 from rlx.flow.side import SideOutputs
 from rlx.flow.stages.base import FlowStage
-from rlx.flow.stages.ffn import linear
 from rlx.flow.stages.norm import GemmaRmsNorm, RmsNorm
 from rlx.flow.state import MAIN_ROPE, DecodeBindings, FlowValue
+from rlx.hir.layers import rotated_heads
 from rlx.hir.lower import counted
-from rlx.ir.graph import Graph, Value
+from rlx.ir.graph import Value
 from rlx.ops.attention import MaskKind, parse_mask
 from rlx.types import Size, known_equal
+
+# Cosines, sines, the row of each token in them if it is not its position, positions if they are given, and the style.
+Rotation = tuple[Value, Value, Value | None, Value | None, str]
 
 
 @dataclass(frozen=True)
@@ -55,18 +61,32 @@ class SelfAttention:
 
     def of_heads(self, ctx: FlowCtx, q: Value, k: Value, v: Value) -> Value:
         """The same from queries, keys and values `[batch, seq, heads, head_dim]` that have not turned yet."""
-        q, k = self.turned(ctx, q), self.turned(ctx, k)
+        if self.bindings(ctx) is None and self.kv_sink is None and self.kv_out is None:
+            return self.block(ctx, q, k, v)
+        q, k = self.turned(ctx, q), self.turned(ctx, k)  # rotated keys are wanted outside
         self.push(self.kv_sink, k, v)
-        out = self.attended(ctx, q, k, v)
-        return out.reshape(*q.shape[:2], self.num_heads * self.head_dim)
+        return self.attended(ctx, q, k, v)
+
+    def block(self, ctx: FlowCtx, q: Value, k: Value, v: Value) -> Value:
+        """All of it as one block: RoPE, the runtime's cache where there is one, and attention."""
+        how: dict[str, Any] = {"mask_kind": self.mask, "scale": self.score_scale, "softcap": self.attn_logit_softcap}
+        tables: dict[str, Any] = {}
+        positions = None
+        if self.rope is not None:
+            cos, sin, rows, positions, how["style"] = self.tables(ctx, q)
+            tables = {"cos": cos, "sin": sin, "rows": rows}
+        if ctx.state.cache is not None:
+            self.check_cache()
+            return ctx.state.cache.attend(self.layer, q, k, v, token_positions(ctx, q), **tables, **how)
+        self.check_past(ctx)
+        return ctx.hir().one("self_attention", q, k, v, **tables, positions=positions, **how)
 
     def project(self, ctx: FlowCtx, x: Value, which: str) -> Value:
         """Queries, keys or values, `[batch, seq, heads, head_dim]`."""
         heads = self.num_heads if which == "q" else self.num_kv_heads
         key = {"q": self.q_key, "k": self.k_key, "v": self.v_key}[which]
         bias = key.removesuffix("weight") + "bias" if self.bias else None
-        flat = linear(ctx, x, key, bias, out=heads * self.head_dim)
-        return self.normed(ctx, flat.reshape(*x.shape[:2], heads, self.head_dim), which)
+        return self.normed(ctx, linear(ctx, x, key, bias, out=heads * self.head_dim, heads=heads), which)
 
     def normed(self, ctx: FlowCtx, heads: Value, which: str) -> Value:
         """Each head of queries or keys by itself, where the model norms them."""
@@ -77,35 +97,42 @@ class SelfAttention:
 
     def turned(self, ctx: FlowCtx, x: Value) -> Value:
         """Queries or keys rotated by their positions, which follow those of the past."""
-        if self.rope is None:
-            return x
-        cos, sin, positions, style = self.rotation(ctx, x)
-        return ctx.hir().one("rope", x, cos, sin, positions, style=style)
+        return x if self.rope is None else rotated_heads(x, *self.rotation(ctx, x))
 
-    def rotation(self, ctx: FlowCtx, x: Value) -> tuple[Value, Value, Value, str]:
-        """Cosines and sines, the row of each token in them, and how the two parts of a pair lie."""
+    def rotation(self, ctx: FlowCtx, x: Value) -> Rotation:
+        """The same as `tables`, in a step after a past too."""
         assert self.rope is not None
-        graph, past, (batch, seq) = ctx.hir(), self.bindings(ctx), x.shape[:2]
-        rows = None if past is None else self.rows_of_step(ctx, past, self.rope)
-        if past is not None and rows is not None:
-            cos, sin = (self.of_new_tokens(table, seq) for table in rows)
+        past, (batch, seq) = self.bindings(ctx), x.shape[:2]
+        if past is None:
+            return self.tables(ctx, x)
+        step = self.rows_of_step(ctx, past, self.rope)
+        if step is not None:
+            cos, sin = (self.of_new_tokens(table, seq) for table in step)
             own = past.style if self.rope == MAIN_ROPE else None
-            return cos, sin, counted(graph, batch, seq), own or ctx.state.style_of(self.rope)
-        cos, sin, by_length, style = rope_tables_of(ctx, self.stage, self.rope)
-        if by_length is not None:
-            if past is not None:
-                raise GraphError(
-                    f"stage {self.stage}: RoPE tables {self.rope!r} depend on the length of the sequence, which is not"
-                    " known where the caller keeps the cache",
-                    hint="give the flow a kv_cache, or the rows of each step as inputs `rope_cos` and `rope_sin`",
-                )
-            return cos, sin, by_length, style
-        if has_positions(ctx):  # padding has a negative position; what it turns to is never looked at
-            return cos, sin, token_positions(ctx, x).maximum(0), style
-        before: Size = 0 if past is None else self.past_of(past.past_k).shape[1]
-        check_rows(self.stage, cos.shape[0], before + seq)
-        positions = counted(graph, batch, seq)
-        return cos, sin, positions if past is None else positions + size_of(graph, before), style
+            return cos, sin, counted(ctx.hir(), batch, seq), None, own or ctx.state.style_of(self.rope)
+        if rope_tables_of(ctx, self.stage, self.rope)[2] is not None:
+            raise GraphError(
+                f"stage {self.stage}: RoPE tables {self.rope!r} depend on the length of the sequence, which is not"
+                " known where the caller keeps the cache",
+                hint="give the flow a kv_cache, or the rows of each step as inputs `rope_cos` and `rope_sin`",
+            )
+        before = self.past_of(past.past_k).shape[1]
+        cos, sin, _, positions, style = self.tables(ctx, x, before)
+        if positions is not None:
+            return cos, sin, None, positions, style
+        return cos, sin, counted(ctx.hir(), batch, seq) + size_of(ctx.hir(), before), None, style
+
+    def tables(self, ctx: FlowCtx, x: Value, before: Size = 0) -> Rotation:
+        """Cosines and sines, the row of each token in them if it is not its position, positions if they are given, and
+        how the two parts of a pair lie."""
+        assert self.rope is not None
+        cos, sin, rows, style = rope_tables_of(ctx, self.stage, self.rope)
+        if rows is not None:
+            return cos, sin, rows, None, style
+        if has_positions(ctx):
+            return cos, sin, None, token_positions(ctx, x), style
+        check_rows(self.stage, cos.shape[0], before + x.shape[1])
+        return cos, sin, None, None, style
 
     def of_new_tokens(self, table: Value, seq: Size) -> Value:
         """Rows of a step, one per new token. A number of rows that is known at run time only is checked then."""
@@ -126,23 +153,17 @@ class SelfAttention:
         return ctx.flow_input(names[0]).id, ctx.flow_input(names[1]).id
 
     def attended(self, ctx: FlowCtx, q: Value, k: Value, v: Value) -> Value:
-        how = {"scale": self.score_scale, "softcap": self.attn_logit_softcap}
+        """What queries find, `[batch, seq, heads · head_dim]`; queries and keys have turned."""
+        how: dict[str, Any] = {"scale": self.score_scale, "softcap": self.attn_logit_softcap}
         past, cache = self.bindings(ctx), ctx.state.cache
         mask: Value | None = None
         kind = self.mask
         if past is None and cache is not None:
-            if self.kv_out is not None or self.use_custom_mask:
-                what = "kv_out" if self.kv_out is not None else "use_custom_mask"
-                raise GraphError(
-                    f"stage {self.stage}: {what} is for a cache that the caller keeps, and this flow has its own",
-                    hint="leave out kv_cache, or use BindDecodeInputs",
-                )
+            self.check_cache()
             return cache.attend(self.layer, q, k, v, token_positions(ctx, q), mask_kind=self.mask, **how)
         if past is not None:
             k, v = (self.appended(ctx, before, new) for before, new in ((past.past_k, k), (past.past_v, v)))
-        elif self.decodes:
-            hint = "put BindDecodeInputs before the layers, or give the flow a kv_cache"
-            raise GraphError(f"stage {self.stage}: no earlier keys and values flow here", hint=hint)
+        self.check_past(ctx)
         self.push(self.kv_out, k, v)
         if self.use_custom_mask and past is not None:
             if past.mask is None:
@@ -155,7 +176,22 @@ class SelfAttention:
                 mask, kind = kept, MaskKind.CUSTOM
             else:
                 mask, kind = _seen_and_kept(q, k, self.mask, kept), MaskKind.BIAS
-        return ctx.hir().one("attention", q, k, v, mask, mask_kind=kind, **how)
+        return ctx.hir().one("self_attention", q, k, v, mask, mask_kind=kind, **how)
+
+    def check_cache(self) -> None:
+        """Raise for what only a cache of the caller has."""
+        what = "kv_out" if self.kv_out is not None else "use_custom_mask" if self.use_custom_mask else None
+        if what is not None:
+            raise GraphError(
+                f"stage {self.stage}: {what} is for a cache that the caller keeps, and this flow has its own",
+                hint="leave out kv_cache, or use BindDecodeInputs",
+            )
+
+    def check_past(self, ctx: FlowCtx) -> None:
+        """Raise for a step without a past."""
+        if self.decodes and self.bindings(ctx) is None:
+            hint = "put BindDecodeInputs before the layers, or give the flow a kv_cache"
+            raise GraphError(f"stage {self.stage}: no earlier keys and values flow here", hint=hint)
 
     def bindings(self, ctx: FlowCtx) -> DecodeBindings | None:
         return ctx.state.decode if self.decodes else None
@@ -193,51 +229,6 @@ def push_kv(side: SideOutputs, prefix: str, k: Value, v: Value) -> None:
     for name, value in (("k", k), ("v", v)):
         batch, seq, heads, dim = value.shape
         side.push(value.reshape(batch, seq, heads * dim), f"{prefix}.{name}")
-
-
-def has_positions(ctx: FlowCtx) -> bool:
-    """Whether positions of tokens are an input: a cache needs it, and a flow may declare it."""
-    return ctx.state.cache is not None or "positions" in ctx.state.inputs
-
-
-def token_positions(ctx: FlowCtx, x: Value) -> Value:
-    """[batch, seq]: an input where a cache or the flow asks for it, else counted from 0."""
-    if has_positions(ctx):
-        return ctx.input("positions", x.shape[:2], "i32")
-    return counted(ctx.hir(), x.shape[0], x.shape[1])
-
-
-def rope_tables_of(ctx: FlowCtx, stage: str, name: str) -> tuple[Value, Value, Value | None, str]:
-    """The tables that flow under a name, the row of each token where it is not its position, and their style.
-
-    `rope` is also what flows under no name.
-    """
-    state = ctx.state
-    cos, sin, rows = (state.named.get(f"{name}.{of}") for of in ("cos", "sin", "rows"))
-    if name == MAIN_ROPE and (cos is None or sin is None):
-        cos, sin, rows = state.rope_cos, state.rope_sin, state.rope_rows
-    if cos is not None and sin is not None:
-        return cos, sin, rows, state.style_of(name)
-    known = [key.removesuffix(".cos") for key in state.named if key.endswith(".cos")]
-    hint = nearest(name, known) or "put RopeTables before the layers"
-    which = "" if name == MAIN_ROPE else f" under the name {name!r}"
-    raise GraphError(f"stage {stage}: no RoPE tables flow here{which}", hint=hint)
-
-
-def check_rows(stage: str, rows: Size, wanted: Size) -> None:
-    """An error where a table is known to have fewer rows than there are positions."""
-    if isinstance(rows, int) and isinstance(wanted, int) and rows < wanted:
-        raise ShapeError(
-            f"stage {stage}: RoPE tables have {rows} rows, positions go up to {wanted - 1}",
-            hint="make the tables as long as the longest sequence",
-        )
-
-
-def size_of(graph: Graph, size: Size) -> Value:
-    """A size as an i32 scalar; one that is known at run time only is what that many ones add up to."""
-    if isinstance(size, int):
-        return graph.constant(size, "i32")
-    return graph.one("sum", graph.one("expand", graph.constant(1, "i32"), shape=(size,)), axis=0)
 
 
 def _seen_and_kept(q: Value, k: Value, kind: str, kept: Value) -> Value:

@@ -12,11 +12,12 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from rlx.errors import GraphError
+from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
 from rlx.flow.side import SideOutputs
 from rlx.flow.stages.attention import SelfAttention
 from rlx.flow.stages.base import FlowStage
-from rlx.flow.stages.ffn import SwiGlu, linear
+from rlx.flow.stages.ffn import SwiGlu
 from rlx.flow.stages.norm import GemmaRmsNorm, RmsNorm
 from rlx.flow.stages.structure import emit_stage
 from rlx.flow.state import MAIN_ROPE, FlowValue

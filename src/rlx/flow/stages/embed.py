@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlx.arrays import Array
-from rlx.errors import GraphError, ShapeError, nearest
+from rlx.errors import GraphError, ShapeError
 from rlx.flow.context import FlowCtx
+from rlx.flow.positions import check_style, check_tables
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
 from rlx.hir.lower import picked
 from rlx.ir.graph import Value
-from rlx.ops.position import STYLES as ROPE_STYLES
 from rlx.types import Size, known_equal
 
 
@@ -68,20 +68,6 @@ class GatherAdd(FlowStage):
     @property
     def path(self) -> str:
         return "embed"
-
-
-def check_style(stage: str, style: str) -> None:
-    """An error where nobody knows which parts of a head turn together."""
-    if style not in ROPE_STYLES:
-        hint = nearest(str(style), ROPE_STYLES) or f"known: {', '.join(ROPE_STYLES)}"
-        raise GraphError(f"stage {stage}: style is {style!r}", hint=hint)
-
-
-def check_tables(stage: str, cos: Array, sin: Array) -> None:
-    """An error where cosines and sines are no two tables of the same shape."""
-    shapes = np.shape(cos), np.shape(sin)
-    if len(shapes[0]) != 2 or shapes[0] != shapes[1]:
-        raise ShapeError(f"stage {stage}: cos and sin are [positions, half], found {shapes[0]} and {shapes[1]}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,14 +140,14 @@ class LmHead(FlowStage):
         if self.tie_word_embeddings:
             if ctx.state.embed_weight is None:
                 raise GraphError("stage LmHead: is tied to a token table, and none flows here", hint="put Embed first")
-            table = ctx.state.embed_weight.mT
-            wanted = (self.hidden_size, self.vocab_size)
+            table = ctx.state.embed_weight
+            wanted = (self.vocab_size, self.hidden_size)
             if any(known_equal(a, b) is False for a, b in zip(table.shape, wanted, strict=True)):
-                shapes = (f"[{b}, {a}]" for a, b in (table.shape, wanted))
+                shapes = (f"[{a}, {b}]" for a, b in (table.shape, wanted))
                 raise ShapeError("stage LmHead: the token table is {}, wanted {}: vocabulary, hidden".format(*shapes))
         else:
-            table = ctx.load_param(self.weight_key, transpose=True, shape=(self.hidden_size, self.vocab_size))
-        return ctx.wrap(x @ table)
+            table = ctx.stored_param(self.weight_key, transpose=True, shape=(self.hidden_size, self.vocab_size))
+        return ctx.wrap(ctx.hir().one("linear_stored", x, table))
 
     @property
     def path(self) -> str:

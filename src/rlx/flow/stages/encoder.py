@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from rlx.dtypes import BOOL, I32
+from rlx.dtypes import I32
 from rlx.errors import GraphError, nearest
+from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
-from rlx.flow.stages.attention import check_rows, has_positions, rope_tables_of, token_positions
+from rlx.flow.positions import check_rows, has_positions, kept_tokens, rope_tables_of, token_positions
 from rlx.flow.stages.base import FlowStage
-from rlx.flow.stages.ffn import GeluFfn, SwiGlu, linear
+from rlx.flow.stages.ffn import GeluFfn, SwiGlu
 from rlx.flow.stages.norm import LayerNorm
 from rlx.flow.stages.structure import emit_stage
 from rlx.flow.state import MAIN_ROPE, FlowValue
 from rlx.ir.graph import Value
 from rlx.ir.provenance import stage as provenance
 from rlx.ops.attention import MaskKind
-from rlx.types import Size
 
 ATTENTION_BIAS = "attention_bias"  # the name of what a stage before the layers has them add to scores
 
@@ -41,48 +41,42 @@ QKV_STYLES = {
 }  # fmt: skip
 
 
+Rotation = tuple[Value, Value, Value, str]  # cosines, sines, the row of each token in them, and the style
+
+
 def attend(
-    ctx: FlowCtx, q: Value, k: Value, v: Value, mask_input: str, kind: str = MaskKind.NONE, scale: float | None = None
-) -> Value:
+    ctx: FlowCtx, q: Value, k: Value, v: Value, mask_input: str, kind: str = MaskKind.NONE, scale: float | None = None,
+    rotation: Rotation | None = None,
+) -> Value:  # fmt: skip
     """Attention in which no token looks at padding: `[batch, seq, heads · head_dim]`.
 
     Of the other tokens it sees those that the mask kind says: all, earlier ones, or near ones. Where that is all, a
-    value named ATTENTION_BIAS is added to the scores if there is one; it has minus infinity at padding already.
+    value named ATTENTION_BIAS is added to the scores if there is one; it has minus infinity at padding already. With a
+    `rotation` queries and keys turn by it first.
     """
-    batch, seq, heads, head_dim = q.shape
-    out: Value
-    if kind == MaskKind.NONE and ATTENTION_BIAS in ctx.state.named:
-        out = q.attention(k, v, ctx.state.named[ATTENTION_BIAS], mask_kind=MaskKind.BIAS, scale=scale)
-    elif kind == MaskKind.NONE:
-        mask = ctx.mask_input(mask_input, (batch, seq))
-        out = q.attention(k, v, mask, mask_kind=MaskKind.CUSTOM, scale=scale)
+    cos, sin, rows, style = rotation or (None, None, None, "halves")
+    if kind != MaskKind.NONE:
+        if rotation is not None:
+            q, k = (x.rope(cos, sin, rows, style=style) for x in (q, k))
+            cos = sin = rows = None
+        mask = kept_tokens(ctx, q.shape[:2], mask_input).astype(I32) - 1  # 0, and -1 for padding
+        kind = MaskKind.segments(kind)
+    elif ATTENTION_BIAS in ctx.state.named:
+        mask, kind = ctx.state.named[ATTENTION_BIAS], MaskKind.BIAS
     else:
-        ids = kept_tokens(ctx, (batch, seq), mask_input).astype(I32) - 1  # 0, and -1 for padding
-        out = q.attention(k, v, ids, mask_kind=MaskKind.segments(kind), scale=scale)
-    return out.reshape(batch, seq, heads * head_dim)
+        mask, kind = ctx.mask_input(mask_input, q.shape[:2]), MaskKind.CUSTOM
+    how = {"mask_kind": kind, "scale": scale, "style": style}
+    return ctx.hir().one("self_attention", q, k, v, mask, cos, sin, rows, **how)
 
 
-def kept_tokens(ctx: FlowCtx, shape: Sequence[Size], name: str = "attention_mask") -> Value:
-    """Which tokens are no padding, `[batch, seq]` truth values: an input of whatever type."""
-    mask = ctx.mask_input(name, shape)
-    return mask if mask.dtype is BOOL else mask >= 0.5
-
-
-def split_qkv(qkv: Value, heads: int, head_dim: int) -> list[Value]:
-    """q, k and v `[batch, seq, heads, head_dim]` of `[batch, seq, 3 · heads · head_dim]`, where they lie in a row."""
-    batch, seq, _ = qkv.shape
-    width = heads * head_dim
-    return [qkv[:, :, i * width : (i + 1) * width].reshape(batch, seq, heads, head_dim) for i in range(3)]
-
-
-def turned(ctx: FlowCtx, stage: str, *heads: Value, rope: str = MAIN_ROPE) -> list[Value]:
-    """Queries and keys by the RoPE tables of a name, at the `positions` that the flow declares or counted from 0."""
+def rotation_of(ctx: FlowCtx, stage: str, heads: Value, rope: str = MAIN_ROPE) -> Rotation:
+    """How queries and keys turn by the RoPE tables of a name: at the `positions` that the flow declares, or counted."""
     cos, sin, rows, style = rope_tables_of(ctx, stage, rope)
     if rows is None:
-        rows = token_positions(ctx, heads[0])
+        rows = token_positions(ctx, heads)
         if not has_positions(ctx):
-            check_rows(stage, cos.shape[0], heads[0].shape[1])
-    return [x.rope(cos, sin, rows, style=style) for x in heads]
+            check_rows(stage, cos.shape[0], heads.shape[1])
+    return cos, sin, rows, style
 
 
 def post_norm_layer(
@@ -127,19 +121,15 @@ class BertEncoderLayer(FlowStage):
         return post_norm_layer(ctx, x, lambda: self.attention(ctx, x), norms, ffn, self.eps)
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
-        batch, seq, _ = x.shape
         names = QKV_STYLES[self.qkv_style]
         width = self.num_heads * self.head_dim
-        q, k, v = (
-            self.dense(ctx, x, name, width).reshape(batch, seq, self.num_heads, self.head_dim)
-            for name in (names.q, names.k, names.v)
-        )
+        q, k, v = (self.dense(ctx, x, name, width, self.num_heads) for name in (names.q, names.k, names.v))
         kind = MaskKind.CAUSAL if self.causal else MaskKind.NONE
         return self.dense(ctx, attend(ctx, q, k, v, self.attention_mask_input, kind), names.out, self.hidden_size)
 
-    def dense(self, ctx: FlowCtx, x: Value, name: str, out: int) -> Value:
+    def dense(self, ctx: FlowCtx, x: Value, name: str, out: int, heads: int | None = None) -> Value:
         base = f"{self.layer_prefix}.{name}"
-        return linear(ctx, x, f"{base}.weight", f"{base}.bias", out=out)
+        return linear(ctx, x, f"{base}.weight", f"{base}.bias", out=out, heads=heads)
 
 
 @dataclass(frozen=True)
@@ -166,7 +156,7 @@ class NomicEncoderLayer(FlowStage):
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
         width = self.num_heads * self.head_dim
         qkv = linear(ctx, x, f"{self.layer_prefix}.attn.Wqkv.weight", out=3 * width)
-        q, k, v = split_qkv(qkv, self.num_heads, self.head_dim)
-        q, k = turned(ctx, "NomicEncoderLayer", q, k)
-        out = attend(ctx, q, k, v, self.attention_mask_input)
+        q, k, v = ctx.hir().apply("split_qkv", qkv, num_heads=self.num_heads)
+        rotation = rotation_of(ctx, "NomicEncoderLayer", q)
+        out = attend(ctx, q, k, v, self.attention_mask_input, rotation=rotation)
         return linear(ctx, out, f"{self.layer_prefix}.attn.out_proj.weight", out=self.hidden_size)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlx.errors import GraphError
+from rlx.flow.blocks import linear, stored_weight
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage
-from rlx.flow.stages.ffn import SwiGlu, activate, linear
+from rlx.flow.stages.ffn import SwiGlu
 from rlx.flow.state import FlowValue
-from rlx.ir.graph import Value
-from rlx.types import Size
 
 
 @dataclass(frozen=True)
@@ -35,25 +34,15 @@ class MoeFfn(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need_sequence(value, "MoeFfn")
-        hidden, k = x.shape[-1], self.chosen
-        rows = x.reshape(x.shape[0] * x.shape[1], hidden)
-        count = rows.shape[0]
-        odds = linear(ctx, rows, self.router_key or f"{self.prefix}.gate.weight", out=self.experts).softmax(axis=-1)
-        odds, picked = odds.topk(k=k)  # [rows, k]
-        if self.normalise:
-            odds = odds / odds.sum(axis=-1, keepdims=True)
-        picked = picked.reshape(count * k)
-        order, place, _ = picked.group_rows(groups=self.experts)  # an expert reads its weights once for all its rows
-        each, picked = rows.gather(order // k), picked.gather(order)
-        gate = activate(self.project(ctx, each, "gate", picked, self.intermediate_size), self.activation)
-        inner = gate * self.project(ctx, each, "up", picked, self.intermediate_size)
-        out = self.project(ctx, inner, "down", picked, hidden).gather(place).reshape(count, k, hidden)
-        return ctx.wrap((out * odds.reshape(count, k, 1)).sum(axis=1).reshape(x.shape))
-
-    def project(self, ctx: FlowCtx, x: Value, name: str, picked: Value, out: Size | None) -> Value:
-        key = f"{self.prefix}.experts.{name}_proj.weight"
-        shape = None if out is None else (self.experts, x.shape[-1], out)
-        return ctx.hir().one("grouped_matmul", x, ctx.load_param(key, transpose=True, shape=shape), picked)
+        router = self.router_key or f"{self.prefix}.gate.weight"
+        weights = [stored_weight(ctx, router, x.shape[-1], x, self.experts)]
+        sizes = {"gate": self.intermediate_size, "up": self.intermediate_size, "down": x.shape[-1]}
+        for name, out in sizes.items():
+            width = x.shape[-1] if name != "down" else weights[1].shape[1]
+            shape = None if out is None else (self.experts, width, out)
+            weights.append(ctx.stored_param(f"{self.prefix}.experts.{name}_proj.weight", True, shape=shape))
+        how = {"chosen": self.chosen, "normalise": self.normalise, "activation": self.activation}
+        return ctx.wrap(ctx.hir().one("moe_ffn", x, *weights, **how))
 
     @property
     def path(self) -> str:
@@ -72,7 +61,7 @@ class SharedMoeFfn(FlowStage):
         shared = SwiGlu.hf_mlp(
             f"{prefix}.shared_expert", intermediate_size=self.shared_size, activation=self.mixture.activation
         )
-        gate = linear(ctx, x.id, f"{prefix}.shared_expert_gate.weight", out=1).sigmoid()
+        gate = linear(ctx, x.id, f"{prefix}.shared_expert_gate.weight", out=1, activation="sigmoid")
         return ctx.wrap(self.mixture.emit(ctx, x).id + gate * shared.emit(ctx, x).id)
 
     @property

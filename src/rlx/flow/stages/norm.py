@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from rlx.errors import GraphError
+from rlx.flow.blocks import norm
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue
@@ -29,7 +30,7 @@ class RmsNorm(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "RmsNorm")
-        return ctx.wrap(x.rms_norm(ctx.load_param(self.weight_key, shape=x.shape[-1:], init=1.0), eps=self.eps))
+        return ctx.wrap(norm(ctx, x, self.weight_key, kind="rms", eps=self.eps))
 
     @property
     def path(self) -> str:
@@ -48,7 +49,7 @@ class GemmaRmsNorm(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "GemmaRmsNorm")
-        return ctx.wrap(x.rms_norm(ctx.load_param(self.weight_key, shape=x.shape[-1:], init=0.0) + 1.0, eps=self.eps))
+        return ctx.wrap(norm(ctx, x, self.weight_key, kind="rms", eps=self.eps, unit_offset=True))
 
     @property
     def path(self) -> str:
@@ -68,9 +69,7 @@ class LayerNorm(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "LayerNorm")
-        gamma = ctx.load_param(self.gamma_key, shape=x.shape[-1:], init=1.0)
-        beta = None if self.beta_key is None else ctx.load_param(self.beta_key, shape=x.shape[-1:], init=0.0)
-        return ctx.wrap(x.layer_norm(gamma, beta, eps=self.eps))
+        return ctx.wrap(norm(ctx, x, self.gamma_key, self.beta_key, kind="layer", eps=self.eps))
 
     @property
     def path(self) -> str:

@@ -10,10 +10,11 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import GraphError
+from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
+from rlx.flow.positions import check_style, check_tables
 from rlx.flow.stages.base import FlowStage
-from rlx.flow.stages.embed import check_style, check_tables, rows_input
-from rlx.flow.stages.ffn import linear
+from rlx.flow.stages.embed import rows_input
 from rlx.flow.state import DecodeBindings, FlowValue
 from rlx.ir.graph import Value
 from rlx.types import Size, as_shape, sym

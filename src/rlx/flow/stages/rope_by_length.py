@@ -14,10 +14,8 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.errors import GraphError, ShapeError
 from rlx.flow.context import FlowCtx
-from rlx.flow.stages.attention import check_rows, has_positions, token_positions
+from rlx.flow.positions import check_rows, check_style, check_tables, has_positions, kept_tokens, token_positions
 from rlx.flow.stages.base import FlowStage
-from rlx.flow.stages.embed import check_style, check_tables
-from rlx.flow.stages.encoder import kept_tokens
 from rlx.flow.state import MAIN_ROPE, FlowValue
 from rlx.hir.lower import counted
 from rlx.ir.graph import Value

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlx.errors import GraphError
+from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
 from rlx.flow.stages.base import FlowStage
-from rlx.flow.stages.encoder import split_qkv
-from rlx.flow.stages.ffn import linear
 from rlx.flow.stages.norm import LayerNorm
 from rlx.flow.stages.parts import MASK, LayerScale
 from rlx.flow.stages.structure import ResidualAdd, ResidualSave
@@ -43,25 +42,24 @@ class VitSelfAttn(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need_sequence(value, "VitSelfAttn")
-        batch, seq, hidden = x.shape
         q, k, v = self.heads(ctx, x)
         mask = ctx.state.named.get(MASK)
-        out = q.attention(k, v, mask, mask_kind=MaskKind.NONE if mask is None else MaskKind.CUSTOM)
-        flat = out.reshape(batch, seq, self.num_heads * self.head_dim)
-        return ctx.wrap(linear(ctx, flat, self.out_weight, self.out_bias, out=hidden))
+        kind = MaskKind.NONE if mask is None else MaskKind.CUSTOM
+        seen = ctx.hir().one("self_attention", q, k, v, mask, mask_kind=kind)
+        return ctx.wrap(linear(ctx, seen, self.out_weight, self.out_bias, out=x.shape[-1]))
 
-    def heads(self, ctx: FlowCtx, x: Value) -> list[Value]:
+    def heads(self, ctx: FlowCtx, x: Value) -> Sequence[Value]:
         """q, k and v, `[batch, seq, heads, head_dim]` each."""
-        batch, seq, _ = x.shape
         width = self.num_heads * self.head_dim
         if isinstance(self.qkv_weight, str):
             assert self.qkv_bias is None or isinstance(self.qkv_bias, str)
             both = linear(ctx, x, self.qkv_weight, self.qkv_bias, out=3 * width)
-            return split_qkv(both, self.num_heads, self.head_dim)
+            parts: Sequence[Value] = ctx.hir().apply("split_qkv", both, num_heads=self.num_heads)
+            return parts
         biases = self.qkv_bias or (None, None, None)
         assert self.qkv_weight is not None
         return [
-            linear(ctx, x, weight, bias, out=width).reshape(batch, seq, self.num_heads, self.head_dim)
+            linear(ctx, x, weight, bias, out=width, heads=self.num_heads)
             for weight, bias in zip(self.qkv_weight, biases, strict=True)
         ]
 
@@ -79,13 +77,13 @@ class VisionSwiGluFfn(FlowStage):
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "VisionSwiGluFfn")
-        inner = self.dense(ctx, x, "fc11") * self.dense(ctx, x, "fc12").silu()
+        inner = self.dense(ctx, x, "fc11") * self.dense(ctx, x, "fc12", "silu")
         norm = LayerNorm(f"{self.layer_prefix}.mlp.norm.weight", f"{self.layer_prefix}.mlp.norm.bias", self.eps)
         return ctx.wrap(self.dense(ctx, norm.emit(ctx, ctx.wrap(inner)).id, "fc2"))
 
-    def dense(self, ctx: FlowCtx, x: Value, name: str) -> Value:
+    def dense(self, ctx: FlowCtx, x: Value, name: str, activation: str | None = None) -> Value:
         base = f"{self.layer_prefix}.mlp.{name}"
-        return linear(ctx, x, f"{base}.weight", f"{base}.bias")
+        return linear(ctx, x, f"{base}.weight", f"{base}.bias", activation=activation)
 
     @property
     def path(self) -> str:
