@@ -605,6 +605,7 @@ class Driver:
             _store(b, b.add(end, pause), b.offset(job, d.ALONE_UNTIL))
             _store(b, b.sdiv(pause, b.mul(unit, d.LEAST_ALONE)), b.offset(job, d.ALONE_RUNS))
             note(d.ALONE_FOR, b.min(b.mul(pause, 4), b.mul(unit, d.MOST_ALONE)))
+            note(d.KEPT_UP, i64(0))
             note(d.APART, i64(0), request)
             note(d.ANEW, i64(1), request)
             # Half of what makes workers late: another late run is enough, a good one wipes it out.
@@ -612,8 +613,9 @@ class Driver:
 
         def go_on() -> list[Value]:
             # Workers that have kept up for as long as runs would stay alone next are late no more.
-            since = b.sub(end, _load(b, b.offset(job, d.ALONE_UNTIL), "i64"))
-            note(d.ALONE_FOR, b.select(b.icmp("sgt", since, word(d.ALONE_FOR)), i64(0), word(d.ALONE_FOR)))
+            kept_up = b.add(word(d.KEPT_UP), taken)
+            note(d.KEPT_UP, kept_up)
+            note(d.ALONE_FOR, b.select(b.icmp("sgt", kept_up, word(d.ALONE_FOR)), i64(0), word(d.ALONE_FOR)))
             return [all_slept, all_taken]
 
         all_slept, all_taken = b.when(late, stay, go_on)
