@@ -6,7 +6,7 @@ import importlib.util
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 _states: dict[int, Any] = {}  # of generators that modules have, as they were before the first test
 MOST_WORKERS = 8
-IN_PARALLEL = ("not parity and not weights and not fuzz and not large and not gpu", "parity", "weights", "fuzz")
+BY_NEED = ("parity", "weights", "fuzz", "large", "gpu")  # marks that tests carry themselves
+PLAIN = " and ".join(f"not {mark}" for mark in ("targets", *BY_NEED))
+IN_PARALLEL = (PLAIN, "targets", "parity", "weights", "fuzz")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,6 +52,30 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if whole and not alone and hasattr(option, "numprocesses") and option.numprocesses is None:
         option.numprocesses = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
         option.dist = "worksteal"  # neighbours share what they compile, and nobody waits at the end
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks tests for instruction sets other than this machine's best with `targets`; ops in f32 stay unmarked."""
+    from targets import BY_NAME, best
+
+    others = set(BY_NAME) - {best().name}
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        values = set(texts(parameters.values()))
+        an_op_in_f32 = "op" in parameters and "f32" in values
+        if values & others and not an_op_in_f32 and not any(item.get_closest_marker(mark) for mark in BY_NEED):
+            item.add_marker("targets")
+
+
+def texts(values: Iterable[Any]) -> Iterator[str]:
+    """The strings among parameters, and the names of those that have one; tuples are looked into."""
+    for value in values:
+        text = getattr(value, "name", value)
+        if isinstance(text, tuple):
+            yield from texts(text)
+        elif isinstance(text, str):
+            yield text
 
 
 @pytest.fixture(autouse=True)

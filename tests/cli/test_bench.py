@@ -40,7 +40,8 @@ def test_a_token_reads_the_weights_and_what_came_before() -> None:
     weights = 4 * (5 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 172) + 512 * 64)
     first, later = bench.token_bytes(program, 0), bench.token_bytes(program, 64)
     assert weights < first < 1.25 * weights  # rows of activations, the padding of panels and a first block of keys
-    assert later - first == 5 * 2 * 64 * 32 * 4  # layers, keys and values, positions, kv size, bytes
+    page = 5 * 2 * 64 * 32 * 4  # layers, keys and values, positions, kv size, bytes
+    assert later - first == page + 5 * 4  # and the page's number, once per layer
 
 
 def test_the_least_time_of_a_prompt_goes_by_what_its_kernels_multiply() -> None:

@@ -58,7 +58,7 @@ print(json.dumps({{
 """
 # What a warm start must not need: LLVM, the generators, and whatever builds, lowers, optimises or schedules graphs.
 HEAVY = ("llvmlite", "rlx.ir", "rlx.ops", "rlx.hir", "rlx.mir", "rlx.flow", "rlx.module", "rlx.models")
-LIGHT_LIR = {"rlx.lir", "rlx.lir.memory"}
+LIGHT_LIR = {"rlx.lir", "rlx.lir.interface", "rlx.lir.memory"}
 needs_stories = pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES} is absent")
 GENERATORS = {"generators", "matmul", "loops", "builder", "attention", "math", "driver_code"}
 

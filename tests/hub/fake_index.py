@@ -40,10 +40,12 @@ def make_wheel(folder: Path, project: str, members: dict[str, bytes], version: s
         f"{about}/RECORD": b"",
     }
     path = folder / f"{module}-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+    unfinished = folder / f".{os.getpid()}-{path.name}"  # others may be reading the file they have
+    with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as wheel:
         for name, data in (members | extra).items():
             wheel.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
-    data = path.read_bytes()
+    data = unfinished.read_bytes()
+    unfinished.replace(path)
     return Archive("pypi", project, version, len(data), sha256(data))
 
 

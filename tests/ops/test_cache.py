@@ -10,13 +10,13 @@ import gguf
 import numpy as np
 import pytest
 from oracles import NUMPY, Array
-from targets import supported
+from targets import widths
 
 import rlx
 from rlx.errors import DTypeError, GraphError, KernelError, LowerError, ShapeError
 from rlx.lir.kernels import AttentionKernel
 
-TARGETS = [t.name for t in supported()]
+TARGETS = [t.name for t in widths()]
 BEST = TARGETS[0]
 EVERY_TARGET = pytest.mark.parametrize("target", TARGETS)
 EVERY_PLACE = pytest.mark.parametrize("place", ["reference", *TARGETS])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from targets import compiled, supported
+from targets import compiled, widths
 
 import rlx
 from rlx.errors import GraphError
@@ -18,7 +18,7 @@ from rlx.ops.recurrent import CHUNK
 from rlx.transforms import vjp
 
 Array = npt.NDArray[Any]
-PLACES = ["reference", "toy", *(t.name for t in supported() if not t.has_dot)]  # dots are not used
+PLACES = ["reference", "toy", *(t.name for t in widths())]
 EVERY_PLACE = pytest.mark.parametrize("place", PLACES)
 KINDS = (MaskKind.NONE, MaskKind.CAUSAL, MaskKind.sliding(9), MaskKind.near(5))
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)

@@ -10,13 +10,13 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from targets import supported
+from targets import widths
 
 import rlx
 from rlx.transforms import vjp
 
 Array = npt.NDArray[Any]
-EVERY_TARGET = pytest.mark.parametrize("target", [t.name for t in supported() if not t.has_dot])  # dots are not used
+EVERY_TARGET = pytest.mark.parametrize("target", [t.name for t in widths()])
 
 
 def causal(queries: int, keys: int, window: int = 0) -> Array:

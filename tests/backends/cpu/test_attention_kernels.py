@@ -26,7 +26,7 @@ from rlx.target import Target
 
 Array = npt.NDArray[Any]
 
-TARGETS = targets.supported()
+TARGETS = targets.widths()
 EVERY_TARGET = pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", (F32, F64, F16, BF16), ids=str)
 EVERY_MASK = pytest.mark.parametrize("mask", attention.MASKS)
