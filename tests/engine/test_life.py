@@ -18,14 +18,14 @@ import tiny_llama
 from limits import LONGEST_S
 from runtime.test_caches import nothing_loaded, source
 
-from rlx.engine.embed import EmbeddingModel
-from rlx.engine.language import LanguageModel
+from rlx.engine.embedding_model import EmbeddingModel
+from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
-from rlx.engine.snapshots import SnapshotCheckpoint
+from rlx.engine.model_snapshot import SnapshotCheckpoint
 from rlx.errors import RequestError
 
 from .conftest import language_model
-from .test_snapshots import settle
+from .test_model_snapshot import settle
 
 MAPS = Path("/proc/self/maps")
 TOKENS = [3, 14, 15]

@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib
 
 GROUPS = (
-    "activations", "attention", "cache", "causal_conv", "control", "conv", "custom", "elementwise", "fused",
-    "gated_delta_net", "gated_linear_attention", "grouped", "index", "int8", "linear", "loss", "norm", "position",
-    "quant", "random", "reduce", "remat", "sampling", "selective_scan", "shape", "update",
+    "attention", "causal_conv", "control", "conv", "custom", "elementwise", "fused", "gated_delta_net",
+    "gated_linear_attention", "grouped", "index", "int8", "kv_cache", "linear", "loss", "norm", "quant",
+    "quantised_activations", "random", "reduce", "remat", "rope", "sampling", "selective_scan", "shape", "update",
 )  # fmt: skip
 
 

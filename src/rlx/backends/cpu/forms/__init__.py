@@ -19,13 +19,13 @@ WHERE = {
     "attention": "attention.attention",
     "attention_lse": "attention.attention",
     "attention_grad": "attention.attention_grad",
-    "cached_attention": "cache.cached_attention",
+    "cached_attention": "kv_cache.cached_attention",
     "gated_delta_net": "gated_delta_net.gated_delta_net",
     "gated_delta_net_carry": "gated_delta_net.gated_delta_net",
-    "gated_delta_net_kept": "gated_delta_net.gated_delta_net_kept",
+    "gated_delta_net_with_states": "gated_delta_net.gated_delta_net_with_states",
     "gated_delta_net_backward": "gated_delta_net.gated_delta_net_backward",
     "gated_linear_attention_carry": "delta_tokens.gated_linear_attention",
-    "selective_scan_backward": "scan_gradient.selective_scan_backward",
+    "selective_scan_backward": "selective_scan_backward.selective_scan_backward",
 }
 
 
