@@ -15,6 +15,7 @@ from rlx.dtypes import I64
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import RuleTable
 from rlx.lir.barriers import place_barriers
+from rlx.lir.forms import GROUPS
 from rlx.lir.kernels import Kernel
 from rlx.lir.loops import Arg, Expr, For, Index, Let, Load, LoopKernel, Param, Place, Ref, Stmt, Store
 from rlx.lir.merge_launches import merge_launches
@@ -375,8 +376,8 @@ def map_elements(
 
 
 def form_of(node: Node) -> LoopForm:
-    """The loop form of an op. Those of a group are imported when the first is asked for: most programs need few."""
-    if node.op not in loop_form and node.definition.is_builtin:
+    """The loop form of an op. Forms of a group are imported on first use; most programs need few groups."""
+    if node.op not in loop_form and node.definition.is_builtin and node.definition.group in GROUPS:
         importlib.import_module(f"rlx.lir.forms.{node.definition.group}")
     return loop_form[node.op]
 

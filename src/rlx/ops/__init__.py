@@ -26,4 +26,5 @@ from rlx.ops import rope as rope
 from rlx.ops import sampling as sampling
 from rlx.ops import selective_scan as selective_scan
 from rlx.ops import shape as shape
+from rlx.ops import softmax as softmax
 from rlx.ops import update as update

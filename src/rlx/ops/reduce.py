@@ -1,4 +1,4 @@
-"""Reductions, softmax, running sums, largest elements. Axes may be negative; `keepdims` leaves size-1 axes."""
+"""Reductions, running sums, largest elements. Axes may be negative; `keepdims` leaves size-1 axes."""
 
 from __future__ import annotations
 
@@ -182,30 +182,6 @@ def topk(x: TensorType, *, k: int) -> tuple[TensorType, TensorType]:
     _number(x, "topk")
     values = x.with_shape(*x.shape[:-1], k)
     return values, values.with_dtype(I32)
-
-
-def _softmax(x: Any, *, axis: int) -> Any:
-    shifted = np.exp(x - np.max(x, axis=axis, keepdims=True)) if x.shape[axis] else x
-    return shifted / np.sum(shifted, axis=axis, keepdims=True)
-
-
-def _off_the_batch(node: Node, batched: Sequence[bool]) -> bool:
-    return bool(node.attrs["axis"] % node.types[0].rank != 0)
-
-
-@op(
-    "softmax",
-    independent=_off_the_batch,
-    reference=_softmax,
-    tolerance=2e-6,
-    samples=[sample(f32(4, 5)), sample(f32(3, 130)), sample(f32(2, 17, 5), axis=1), sample(f32(6, 3), axis=0)],
-)
-def softmax(x: TensorType, *, axis: int = -1) -> TensorType:
-    """exp(x) over its sum along an axis. A row of -inf alone gives NaN."""
-    if not x.dtype.is_float:
-        raise DTypeError(f"softmax: takes floats, found {x.dtype}")
-    axis_index(axis, x.rank, "softmax")
-    return x
 
 
 def _cumsum(x: Any, *, axis: int, exclusive: bool) -> Any:

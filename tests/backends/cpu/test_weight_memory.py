@@ -13,7 +13,7 @@ import pytest
 
 from rlx.backends.cpu.memory import HUGE, HUGE_FROM, LINE, alloc_packed
 from rlx.formats.tensor_file import open_bytes
-from rlx.host_memory import address, root_buffer, release
+from rlx.host_memory import address, release, root_buffer
 
 Types = list[tuple[tuple[int, ...], np.dtype[np.generic]]]
 SMALL: Types = [((3, 5), np.dtype(np.float32)), ((0,), np.dtype(np.int8)), ((7,), np.dtype(np.int8))]

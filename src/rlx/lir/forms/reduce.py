@@ -1,4 +1,4 @@
-"""Loop forms of reductions, softmax, argmax, top-k and running sums.
+"""Loop forms of reductions, argmax, top-k and running sums.
 
 Where the reduced axis is contiguous, a row is one unit and the reduction itself is vectorised. Where a kept axis is
 contiguous, lanes run over that axis; plain reductions then go through blocks of whole rows in the order of memory.
@@ -289,23 +289,6 @@ def _strips(builder: LoopBuilder, kept: Sequence[Size], widest: int) -> tuple[li
     whole, last = builder.arg("step", step), Ref(names[-1], I64)
     width = Let("width", (builder.arg("columns", columns) - last * whole).min(whole))
     return [*decode_unit(builder, rows.kept_sizes[:-1], names), width], Ref(width.name, I64), rows
-
-
-@loop_form("softmax")
-def _(s: Scheduler, node: Node) -> Sequence[View]:
-    x, out = s.view(node.operands[0]), s.result(node)
-    builder = LoopBuilder("softmax")
-    builder.param(x)
-    builder.param(out, written=True)
-    rows = rows_over(builder, [x, out], x.shape, (node.attrs["axis"] % x.rank,))
-    q, kind = Index("q"), x.dtype.wide
-    top = Let("top", Reduce("max", "q", rows.extent(), rows.load(0, q)))
-    power = (rows.load(0, q) - Ref(top.name, kind)).exp()
-    total = Let("total", Reduce("sum", "q", rows.extent(), power))
-    store = Store(1, rows.place(1, q), power / Ref("total", kind))
-    stores = For("q", rows.extent(), (store,), vector=not rows.vector)
-    rows.launch(s, [top, total, stores], product(x.shape) * 8)
-    return [out]
 
 
 @loop_form("cumsum")

@@ -24,3 +24,4 @@ from rlx.transforms.rules import rope as rope
 from rlx.transforms.rules import sampling as sampling
 from rlx.transforms.rules import selective_scan as selective_scan
 from rlx.transforms.rules import shape as shape
+from rlx.transforms.rules import softmax as softmax

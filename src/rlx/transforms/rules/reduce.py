@@ -1,4 +1,4 @@
-"""Reductions, softmax, running sums. Equal largest elements share a gradient evenly."""
+"""Reductions, running sums. Equal largest elements share a gradient evenly."""
 
 from __future__ import annotations
 
@@ -70,13 +70,6 @@ def _(at: NodeCtx, ct: Value) -> Cotangents:
     return [found * keep_axes(ct, x.type, axes)]
 
 
-@vjp("softmax")
-def _(at: NodeCtx, ct: Value) -> Cotangents:
-    y = at.result
-    share = ct * y
-    return [share - y * at.graph.one("sum", share, axis=at.attrs["axis"], keepdims=True)]
-
-
 @vjp("cumsum")
 def _(at: NodeCtx, ct: Value) -> Cotangents:
     axis = at.attrs["axis"] % ct.rank
@@ -103,8 +96,9 @@ def _(vmapped: Vmapped) -> Sequence[Value]:
     return [vmapped.graph.one(vmapped.node.op, vmapped.operand(0), axis=axis, keepdims=vmapped.attrs["keepdims"])]
 
 
-@batching("softmax", "cumsum")
-def _(vmapped: Vmapped) -> Sequence[Value]:
+@batching("cumsum")
+def along_one_axis(vmapped: Vmapped) -> Sequence[Value]:
+    """Batches an op with one attribute `axis`: the batch is axis 0, so its own axis moves by one."""
     x = vmapped.operand(0)
     attrs = dict(vmapped.attrs) | {"axis": vmapped.attrs["axis"] % (x.rank - 1) + 1}
     return [vmapped.graph.one(vmapped.node.op, x, **attrs)]
