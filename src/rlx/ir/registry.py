@@ -307,6 +307,8 @@ class RuleTable(Generic[Rule]):
             if definition is not None and not definition.is_builtin:
                 hint = f"give decompose=, loop= or scalar= to rlx.op, at {definition.place}"
                 raise LowerError(f"op {name}: has no {self.what} and no decomposition", hint=hint)
+            if definition is not None and definition.level == HIR:
+                raise LowerError(f"block {name}: has no {self.what}", hint="lower the graph first: GraphModule.lower()")
             group = definition.group if definition is not None else "?"
             raise LowerError(f"op {name}: has no {self.what}", hint=f"add it in {self.where.format(group=group)}")
         return rule
