@@ -123,8 +123,8 @@ def rlx_plain(case: Case, threads: int) -> Prepared:
     graph, arrays = rlx.Graph("attention"), operands(case)
     q, k, v = (graph.input(name, (1, "seq", *x.shape[1:])) for name, x in zip("qkv", arrays, strict=True))
     compiled = rlx.compile(graph.set_outputs(q.attention(k, v, mask_kind="causal")), threads=threads)
-    feed = {name: x[None] for name, x in zip("qkv", arrays, strict=True)}
-    return Prepared(lambda: compiled.run(feed), lambda: np.array(compiled.run(feed)[0][0]))
+    inputs = {name: x[None] for name, x in zip("qkv", arrays, strict=True)}
+    return Prepared(lambda: compiled.run(inputs), lambda: np.array(compiled.run(inputs)[0][0]))
 
 
 def rlx_backward(case: Case, threads: int) -> Prepared:
@@ -140,8 +140,8 @@ def rlx_backward(case: Case, threads: int) -> Prepared:
     graph = rlx.Graph("backward")
     at = {name: graph.input(name, x.shape) for name, x in arrays.items()}
     delta = (at["dy"] * at["y"]).sum(axis=-1).transpose(axes=(0, 2, 1))
-    made = at["q"].attention_grad(at["k"], at["v"], at["dy"], at["lse"], delta, mask_kind="causal")
-    backward = rlx.compile(graph.set_outputs(made), threads=threads)
+    gradients = at["q"].attention_grad(at["k"], at["v"], at["dy"], at["lse"], delta, mask_kind="causal")
+    backward = rlx.compile(graph.set_outputs(gradients), threads=threads)
     return Prepared(lambda: backward.run(arrays), lambda: flat(backward.run(arrays)))
 
 
@@ -169,16 +169,16 @@ def rlx_cached(case: Case, threads: int, dtype: str) -> Prepared:
         "positions": np.arange(d["keys"] - d["queries"], d["keys"], dtype=np.int32)[None],
         "table": np.arange(layout.blocks(d["keys"]), dtype=np.int32)[None],
     }
-    feeds = [
+    inputs_by_layer = [
         {"q": q[None], **places, **{n: np.ascontiguousarray(x.copy()) for n, x in pages.items()}}
         for _ in range(d["layers"])
     ]
 
     def call() -> None:
-        for feed in feeds:
-            compiled.run(feed)
+        for inputs in inputs_by_layer:
+            compiled.run(inputs)
 
-    return Prepared(call, lambda: np.array(compiled.run(feeds[-1])[0][0]))
+    return Prepared(call, lambda: np.array(compiled.run(inputs_by_layer[-1])[0][0]))
 
 
 def torch_sdpa(case: Case, threads: int) -> Prepared:
@@ -221,9 +221,9 @@ def torch_backward(case: Case) -> Prepared:
 
     def over(grouped: bool) -> Callable[[], Any]:
         sides = [q, *(x if grouped else x.repeat_interleave(group, dim=1) for x in (k, v))]
-        given = [x.clone().requires_grad_() for x in sides]
-        y = attend(*given, is_causal=True, enable_gqa=grouped)
-        return lambda: torch.autograd.grad(y, given, dy, retain_graph=True)
+        leaves = [x.clone().requires_grad_() for x in sides]
+        y = attend(*leaves, is_causal=True, enable_gqa=grouped)
+        return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
 
     def output(name: str) -> np.ndarray:
         dq, *others = (x[0].transpose(0, 1).numpy() for x in calls[name]())

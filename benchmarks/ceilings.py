@@ -69,12 +69,12 @@ def available() -> list[Isa]:
     if platform.machine().lower() in ("aarch64", "arm64"):
         return [NEON]
     features = llvm.get_host_cpu_features()
-    found = [BASELINE]
+    isas = [BASELINE]
     if features.get("avx2") and features.get("fma"):
-        found.insert(0, AVX2)
+        isas.insert(0, AVX2)
     if features.get("avx512f"):
-        found.insert(0, AVX512)
-    return found
+        isas.insert(0, AVX512)
+    return isas
 
 
 def fma_ir(isa: Isa) -> str:

@@ -47,11 +47,11 @@ def minilm(args: argparse.Namespace) -> Path:
 
 def chosen(cases: Iterable[Case], pattern: str) -> list[Case]:
     """The cases whose names match; none is a mistake of who asked."""
-    found = [case for case in cases if re.search(pattern, case.name)]
-    if not found:
+    selected = [case for case in cases if re.search(pattern, case.name)]
+    if not selected:
         print(f"no case matches {pattern!r}", file=sys.stderr)
         raise SystemExit(2)
-    return found
+    return selected
 
 
 def one_run(result: Result, summary: Sequence[str], path: Path | None) -> int:
@@ -89,14 +89,14 @@ def times_as_fast(case: CaseResult, ours: str, peers: Sequence[str]) -> dict[str
     """How many times as fast we are as each peer, and as the best of them."""
     if not case.ok(ours):
         return {}
-    found = {peer: case.ratio(ours, peer) for peer in peers if case.ok(peer)}
+    ratios = {peer: case.ratio(ours, peer) for peer in peers if case.ok(peer)}
     best = case.best_peer(peers)
-    return found | ({"best peer": found[best]} if best else {})
+    return ratios | ({"best peer": ratios[best]} if best else {})
 
 
 def comparison(result: Result, case: CaseResult, ours: str, peers: Sequence[str]) -> list[str]:
     """Cells: how many times as fast we are as each peer and as the best of them, and our part of the roof."""
-    found, roof = times_as_fast(case, ours, peers), result.ceilings.roof(case.case) / 1e9
-    cells = [pair(found[name], 2) if name in found else "-" for name in (*peers, "best peer")]
+    ratios, roof = times_as_fast(case, ours, peers), result.ceilings.roof(case.case) / 1e9
+    cells = [pair(ratios[name], 2) if name in ratios else "-" for name in (*peers, "best peer")]
     part = "/".join(f"{rate / roof:.2f}" for rate in case.gflops(ours)) if case.ok(ours) else "-"
     return [*cells, part]

@@ -47,21 +47,21 @@ def measure(name: str, threads: int) -> dict[str, float]:
     lap()
     import numpy as np
 
-    feed: dict[str, np.ndarray] = {}
+    inputs: dict[str, np.ndarray] = {}
     if name == "bert":
         shapes = graphs.bert_shapes(size["layers"], size["hidden"], size["ffn"])
-        feed["mask"] = np.ones((BATCH, SEQ), np.float32)
+        inputs["mask"] = np.ones((BATCH, SEQ), np.float32)
     else:
         shapes = graphs.llama_shapes(**size)
-        feed["positions"] = np.arange(SEQ, dtype=np.int32)[None].repeat(BATCH, 0)
+        inputs["positions"] = np.arange(SEQ, dtype=np.int32)[None].repeat(BATCH, 0)
     params = graphs.weights(shapes)
-    feed["x"] = np.random.default_rng(1).standard_normal((BATCH, SEQ, size["hidden"]), dtype=np.float32)
+    inputs["x"] = np.random.default_rng(1).standard_normal((BATCH, SEQ, size["hidden"]), dtype=np.float32)
     making_weights = time.perf_counter() - stamps[-1]
     compiled.set_params(params)
     lap()
-    compiled.run(feed)
+    compiled.run(inputs)
     lap()
-    (result,) = compiled.run(feed)
+    (result,) = compiled.run(inputs)
     lap()
     if not np.isfinite(result).all():
         raise RuntimeError("the result is not finite")

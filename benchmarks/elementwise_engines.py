@@ -187,12 +187,12 @@ def keep_memory() -> None:
 def rlx(case: Case, threads: int) -> Prepared:
     import rlx
 
-    graph, feed = rlx.Graph("elementwise"), {f"x{i}": array for i, array in enumerate(operands(case))}
-    inputs = [graph.input(name, ("rows", WIDTH) if array.ndim == 2 else array.shape) for name, array in feed.items()]
-    found = RLX[case.subject](*inputs)
-    graph.set_outputs(list(found) if isinstance(found, tuple) else [found])
+    graph, by_name = rlx.Graph("elementwise"), {f"x{i}": array for i, array in enumerate(operands(case))}
+    inputs = [graph.input(name, ("rows", WIDTH) if array.ndim == 2 else array.shape) for name, array in by_name.items()]
+    results = RLX[case.subject](*inputs)
+    graph.set_outputs(list(results) if isinstance(results, tuple) else [results])
     compiled = rlx.compile(graph, device="cpu", threads=threads)
-    return prepared(compiled.run, [feed])
+    return prepared(compiled.run, [by_name])
 
 
 def numpy(case: Case, threads: int) -> Prepared:
@@ -225,9 +225,9 @@ def jax(case: Case, threads: int) -> Prepared:
     import jax
 
     function = jax.jit(jax_functions()[case.subject])
-    return prepared(lambda *given: jax.block_until_ready(function(*given)), [*map(jax.numpy.asarray, operands(case))])
+    return prepared(lambda *args: jax.block_until_ready(function(*args)), [*map(jax.numpy.asarray, operands(case))])
 
 
-def prepared(function: Function, given: Sequence[Any]) -> Prepared:
+def prepared(function: Function, args: Sequence[Any]) -> Prepared:
     keep_memory()
-    return Prepared(lambda: function(*given), lambda: flat(function(*given)))
+    return Prepared(lambda: function(*args), lambda: flat(function(*args)))

@@ -74,8 +74,8 @@ class Encoder:
 
     def vector(self, text: str) -> Array:
         mean = self.mean(self.tokenizer.encode(text))
-        found: Array = mean / np.linalg.norm(mean)
-        return found
+        vector: Array = mean / np.linalg.norm(mean)
+        return vector
 
     def mean(self, tokens: Sequence[int]) -> Array:
         """Over the tokens of one text."""
@@ -87,8 +87,8 @@ class Encoder:
             inner = self.linear(x, f"{layer}.intermediate.dense")
             inner = inner * (1 + erf(inner / np.sqrt(2))) / 2
             x = self.norm(x + self.linear(inner, f"{layer}.output.dense"), f"{layer}.output.LayerNorm")
-        found: Array = x.mean(0)
-        return found
+        vector: Array = x.mean(0)
+        return vector
 
     def attention(self, x: Array, name: str) -> Array:
         q, k, v = (
@@ -100,12 +100,12 @@ class Encoder:
         return self.linear(seen.swapaxes(0, 1).reshape(x.shape), f"{name}.output.dense")
 
     def linear(self, x: Array, name: str) -> Array:
-        found: Array = x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
-        return found
+        result: Array = x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
+        return result
 
     def norm(self, x: Array, name: str) -> Array:
-        found: Array = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + self.eps)
-        return found * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
+        normalised: Array = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + self.eps)
+        return normalised * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
 
 
 def sentences(path: Path) -> tuple[dict[str, list[str]], list[float]]:
@@ -191,8 +191,8 @@ def to_json(result: Result, precision: str) -> dict[str, Any]:
     content = result.to_json()
     for case in content["cases"]:
         del case["subject"]  # a temporary folder
-    found = {case.case.name: times_as_fast(case, OURS, list(PEERS[precision])) for case in result.cases}
-    return {"precision": precision} | content | {"times_as_fast": found}
+    ratios = {case.case.name: times_as_fast(case, OURS, list(PEERS[precision])) for case in result.cases}
+    return {"precision": precision} | content | {"times_as_fast": ratios}
 
 
 def main() -> int:

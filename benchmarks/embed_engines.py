@@ -24,16 +24,16 @@ CHECKED = 100  # sentences whose vectors are compared
 
 Embed = Callable[[Sequence[str]], np.ndarray]
 Pool = Callable[[Sequence[Batch]], Sequence[np.ndarray]]  # means over tokens of each batch
-_made: dict[str, Embed] = {}  # what the cases of a process share
+_engines: dict[str, Embed] = {}  # what the cases of a process share
 
 
 def prepare(make: Callable[[Path, int], Embed], case: Case, threads: int) -> Prepared:
     # Sentences are tokenised in parallel by the same library everywhere; these bound it.
     os.environ |= {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true"}
     folder = Path(case.subject)
-    if not _made:
-        _made[case.subject] = make(folder, threads)
-    embed = _made[case.subject]
+    if not _engines:
+        _engines[case.subject] = make(folder, threads)
+    embed = _engines[case.subject]
     texts: list[str] = json.loads((folder / f"{case.name}.json").read_text(encoding="utf-8"))
 
     def wake() -> object:
@@ -112,8 +112,8 @@ def openvino_embed(folder: Path, threads: int, *, file: Callable[[Path], Path]) 
     path = file(folder)
     request: Any = openvino_model(path, threads).create_infer_request()
     queue: Any = openvino.AsyncInferQueue(openvino_model(path, threads, streams=threads), threads)
-    found: dict[int, np.ndarray] = {}
-    queue.set_callback(lambda done, at: found.__setitem__(at, done.get_output_tensor().data.copy()))
+    outputs: dict[int, np.ndarray] = {}
+    queue.set_callback(lambda done, at: outputs.__setitem__(at, done.get_output_tensor().data.copy()))
 
     def pool(work: Sequence[Batch]) -> list[np.ndarray]:
         if len(work) == 1:
@@ -122,7 +122,7 @@ def openvino_embed(folder: Path, threads: int, *, file: Callable[[Path], Path]) 
         for at, (tokens, mask) in enumerate(work):
             queue.start_async({"input_ids": tokens, "attention_mask": mask}, at)
         queue.wait_all()
-        return [found[at] for at in range(len(work))]
+        return [outputs[at] for at in range(len(work))]
 
     return batched(folder, pool)
 
@@ -146,9 +146,9 @@ def batched(folder: Path, pool: Pool) -> Embed:
         rows = [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts))]
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         parts = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
-        found = np.concatenate(pool([minilm_files.padded([rows[i] for i in part]) for part in parts]))
-        vectors = np.empty_like(found)
-        vectors[order] = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), EPSILON)
+        pooled = np.concatenate(pool([minilm_files.padded([rows[i] for i in part]) for part in parts]))
+        vectors = np.empty_like(pooled)
+        vectors[order] = pooled / np.maximum(np.linalg.norm(pooled, axis=1, keepdims=True), EPSILON)
         return vectors
 
     return embed

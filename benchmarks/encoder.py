@@ -47,13 +47,13 @@ Array = np.ndarray[Any, Any]
 
 def cases(encoder: Encoder, names: Sequence[str], subject: str, precision: str) -> list[Case]:
     """FLOPs are those of the matrix products, without padding; bytes are those of the weights."""
-    found = []
+    sized = []
     for name in names:
         batch, seq, shortest = SHAPES[name]
         size = WEIGHT_BYTES[precision] * encoder.weights_read
         case = Case(name, {"batch": batch, "seq": seq, "shortest": shortest}, 0, size, subject, NARROW[precision])
-        found.append(replace(case, flops=encoder.flops(tokens_of(case)[1].sum(1))))
-    return found
+        sized.append(replace(case, flops=encoder.flops(tokens_of(case)[1].sum(1))))
+    return sized
 
 
 def run(args: argparse.Namespace, threads: int, precision: str) -> Result:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, threads: int, precision: str) -> Result:
 
     def reference(case: Case) -> Array:
         tokens, mask = tokens_of(case)
-        return np.stack([encoder.mean(row[: kept.sum()]) for row, kept in zip(tokens, mask, strict=True)])
+        return np.stack([encoder.mean(row[: real.sum()]) for row, real in zip(tokens, mask, strict=True)])
 
     with tempfile.TemporaryDirectory() as scratch:
         shared_folder(Path(scratch), args.model, sentences(args.sentences)[0]["distinct"])
@@ -87,9 +87,9 @@ def milliseconds(case: CaseResult, library: str) -> str:
 
 def summary(result: Result, peers: Sequence[str]) -> float | None:
     """The geometric mean over the best peer, if every case has one."""
-    found = [times_as_fast(case, OURS, peers).get("best peer") for case in result.cases]
-    medians = [pair[0] for pair in found if pair is not None]
-    return geometric_mean(medians) if len(medians) == len(found) and not result.busy() else None
+    best_ratios = [times_as_fast(case, OURS, peers).get("best peer") for case in result.cases]
+    medians = [pair[0] for pair in best_ratios if pair is not None]
+    return geometric_mean(medians) if len(medians) == len(best_ratios) and not result.busy() else None
 
 
 def print_table(result: Result, precision: str) -> None:
@@ -115,8 +115,8 @@ def to_json(result: Result, precision: str) -> dict[str, Any]:
     content, peers = result.to_json(), list(PEERS[precision])
     for case in content["cases"]:
         del case["subject"]  # a temporary folder
-    found = {case.case.name: times_as_fast(case, OURS, peers) for case in result.cases}
-    return {"precision": precision} | content | {"times_as_fast": found, "geometric_mean": summary(result, peers)}
+    ratios = {case.case.name: times_as_fast(case, OURS, peers) for case in result.cases}
+    return {"precision": precision} | content | {"times_as_fast": ratios, "geometric_mean": summary(result, peers)}
 
 
 def main() -> int:

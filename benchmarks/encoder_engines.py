@@ -32,12 +32,12 @@ def tokens_of(case: Case) -> Batch:
 
 def prepare(make: Callable[[Path, int], Run], case: Case, threads: int) -> Prepared:
     tokens, mask = tokens_of(case)
-    run = _made(make, case.subject, threads)
+    run = _engine(make, case.subject, threads)
     return Prepared(lambda: run(tokens, mask), lambda: np.asarray(run(tokens, mask)))
 
 
 @functools.cache
-def _made(make: Callable[[Path, int], Run], subject: str, threads: int) -> Run:
+def _engine(make: Callable[[Path, int], Run], subject: str, threads: int) -> Run:
     """One model for all cases of a process."""
     return make(Path(subject), threads)
 
@@ -53,7 +53,7 @@ def rlx_run(folder: Path, threads: int, *, precision: str) -> Run:
 
     def run(tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """The padding is cut off here, and so is part of the time."""
-        rows = [row[:kept] for row, kept in zip(tokens, mask.sum(1), strict=True)]
+        rows = [row[:length] for row, length in zip(tokens, mask.sum(1), strict=True)]
         return np.asarray(model.embed_tokens(rows, normalize=False))
 
     return run

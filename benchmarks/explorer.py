@@ -140,12 +140,12 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="rlx-bench-") as folder:
             page = Path(folder, "page.html")
             page.write_text(text, "utf-8")
-            found = measure(page, args.repetitions)
+            measured = measure(page, args.repetitions)
         about = {"graph": "with stages" if stages else "without stages", "nodes": len(graph)}
-        runs.append(about | {"page_bytes": len(text.encode()), "written_in_seconds": round(seconds, 2)} | found)
-        print(f"{about['graph']}: {len(graph)} nodes, {found['rows']} rows, page of {len(text) / 1e6:.1f} MB")
-        print(f"  first paint {found['first_paint_ms']['median']} ms (worst {found['first_paint_ms']['worst']})")
-        for name, figures in found["longest_stall_ms"].items():
+        runs.append(about | {"page_bytes": len(text.encode()), "written_in_seconds": round(seconds, 2)} | measured)
+        print(f"{about['graph']}: {len(graph)} nodes, {measured['rows']} rows, page of {len(text) / 1e6:.1f} MB")
+        print(f"  first paint {measured['first_paint_ms']['median']} ms (worst {measured['first_paint_ms']['worst']})")
+        for name, figures in measured["longest_stall_ms"].items():
             print(f"  {name}: longest stall {figures['median']} ms (worst {figures['worst']})")
     if args.json:
         about_run = {"date": harness.timestamp(), "command": harness.command()}

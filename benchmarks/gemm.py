@@ -54,8 +54,8 @@ def rlx_gemm(case: Case, threads: int) -> Prepared:
     graph.set_outputs([graph.input("x", ("m", k)) @ graph.param("w", (k, n))])
     compiled = rlx.compile(graph, device="cpu", threads=threads)
     compiled.set_param("w", w)
-    feed = {"x": x}
-    return Prepared(lambda: compiled.run(feed), lambda: np.array(compiled.run(feed)[0]))
+    inputs = {"x": x}
+    return Prepared(lambda: compiled.run(inputs), lambda: np.array(compiled.run(inputs)[0]))
 
 
 def numpy_matmul(case: Case, threads: int) -> Prepared:

@@ -107,8 +107,8 @@ def llama(
         return g.reshape(value @ p[name], (BATCH, SEQ, count, head_dim))
 
     def turn(value: rlx.Value) -> rlx.Value:
-        turned: rlx.Value = g.rope(value, p["rope.cos"], p["rope.sin"], positions, style="halves")
-        return turned
+        rotated: rlx.Value = g.rope(value, p["rope.cos"], p["rope.sin"], positions, style="halves")
+        return rotated
 
     for i in range(layers):
         at = f"layer.{i}"

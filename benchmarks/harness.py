@@ -152,13 +152,13 @@ class Result:
         return disturbed > rounds / 2
 
     def problems(self) -> list[str]:
-        found = [
+        problems = [
             f"{c.case.name}: {name}: {t.problem}" for c in self.cases for name, t in c.timings.items() if t.problem
         ]
         if self.busy():
             disturbed, rounds = self.disturbed()
-            found.append(f"the whole run: other programs had the processor in {disturbed} of {rounds} rounds")
-        return found
+            problems.append(f"the whole run: other programs had the processor in {disturbed} of {rounds} rounds")
+        return problems
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -344,10 +344,10 @@ def time_case(
         timings[name] = Timing(work=work, note=note)
         if expected is not None and output is not None:
             check(timings[name], output, expected, max_error)
-    kept = quiet_rounds(workers, timings, rounds, order, show)
+    quietest = quiet_rounds(workers, timings, rounds, order, show)
     for name, timing in timings.items():
-        timing.seconds = [turn.seconds[name] for turn in kept if name in turn.seconds]
-    return CaseResult(case, timings, [turn.elsewhere_percent for turn in kept])
+        timing.seconds = [turn.seconds[name] for turn in quietest if name in turn.seconds]
+    return CaseResult(case, timings, [turn.elsewhere_percent for turn in quietest])
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,9 +43,9 @@ PAUSED, IN_A_LOOP = 15, {"embed": 300, "write": 30, "matvec": 20_000}
 def libraries(work: str, python: str) -> list[Library]:
     peer, function, packages = PEERS[work]
     ours = {OURS: "", ALONE: "_alone", PINNED: "_pinned"}
-    found = [Library(name, f"latency_engines:{work}_rlx{suffix}", ("rlx",)) for name, suffix in ours.items()]
+    libraries_of_rlx = [Library(name, f"latency_engines:{work}_rlx{suffix}", ("rlx",)) for name, suffix in ours.items()]
     return [
-        *found,
+        *libraries_of_rlx,
         Library(peer, f"latency_engines:{function}", packages, sys.executable if work == "matvec" else python),
     ]
 
@@ -68,9 +68,11 @@ def medians(result: Result) -> dict[str, dict[str, float]]:
 
 def judged(result: Result) -> dict[str, float]:
     """What is promised: after a pause and beside a spinner, against a loop and against one thread, round by round."""
-    found = medians(result)
-    steady, paused = found["steady"][OURS], found["after a pause"][OURS]
-    judged = {"after a pause / (1.25 x steady + 0.3 ms)": paused / (1.25 * steady + 0.3)}
+    times = medians(result)
+    steady, paused = times["steady"].get(OURS), times["after a pause"].get(OURS)
+    judged = {}
+    if steady is not None and paused is not None:  # otherwise `problems` says why the engine failed
+        judged["after a pause / (1.25 x steady + 0.3 ms)"] = paused / (1.25 * steady + 0.3)
     for case in result.cases:
         if case.ok(OURS) and case.ok(ALONE):
             pairs = zip(case.timings[ALONE].seconds, case.timings[OURS].seconds, strict=True)
@@ -82,10 +84,10 @@ def print_table(work: str, result: Result) -> None:
     print(f"\n## {work}, {result.threads} threads\n")
     print_heading(result)
     print("\nmilliseconds, medians\n")
-    found, names = medians(result), list(result.libraries)
+    times, names = medians(result), list(result.libraries)
     print_rows(
         ["pattern", *names],
-        ([pattern, *(f"{row[n]:.3f}" if n in row else "-" for n in names)] for pattern, row in found.items()),
+        ([pattern, *(f"{row[n]:.3f}" if n in row else "-" for n in names)] for pattern, row in times.items()),
     )
     print()
     for name, value in judged(result).items():

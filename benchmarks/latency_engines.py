@@ -28,13 +28,13 @@ TOKENS = 16
 MATRIX = (384, 1536)
 SETTLE_SECONDS = 0.3  # for the system to find a core for a process that begins to spin
 Call = Callable[[], float]  # seconds of one call
-_made: dict[str, Call] = {}  # what the cases of a process share
+_calls: dict[str, Call] = {}  # what the cases of a process share
 
 
 def prepare(make: Callable[[str, int], Call], case: Case, threads: int) -> Prepared:
-    if not _made:
-        _made[case.subject] = make(case.subject, threads)
-    call, pause, calls = _made[case.subject], case.dims["pause_ms"] / 1e3, case.dims["calls"]
+    if not _calls:
+        _calls[case.subject] = make(case.subject, threads)
+    call, pause, calls = _calls[case.subject], case.dims["pause_ms"] / 1e3, case.dims["calls"]
 
     def pattern() -> float:
         """The median of some calls."""
@@ -93,9 +93,9 @@ def onnxruntime_embed(folder: str, threads: int) -> Call:
 
 
 def write(engine: str, path: str, threads: int) -> Call:
-    made = llm_engines.ENGINES[engine](path, threads)
-    prompt = made.prompt()
-    return lambda: made.write(prompt, TOKENS)
+    engine_of_model = llm_engines.ENGINES[engine](path, threads)
+    prompt = engine_of_model.prompt()
+    return lambda: engine_of_model.write(prompt, TOKENS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ MAKERS: dict[str, Callable[[str, int], Call]] = {
 def pinned(make: Callable[[str, int], Call]) -> Callable[[str, int], Call]:
     """The caller and the workers of the pool on different cores, by hand: what placement can give at best."""
 
-    def made(subject: str, threads: int) -> Call:
+    def prepare(subject: str, threads: int) -> Call:
         call = make(subject, threads)
         call()  # which starts the workers
         first, *others = sorted(os.sched_getaffinity(0))
@@ -153,7 +153,7 @@ def pinned(make: Callable[[str, int], Call]) -> Callable[[str, int], Call]:
             os.sched_setaffinity(worker, {core})
         return call
 
-    return made
+    return prepare
 
 
 def __getattr__(name: str) -> Callable[[Case, int], Prepared]:

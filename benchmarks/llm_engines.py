@@ -61,12 +61,12 @@ class Rlx:
 
     def write(self, tokens: list[int], count: int) -> float:
         """A text that ends is begun again; reading the prompt is not counted."""
-        made, seconds = 0, 0.0
-        while made < count:
-            done = self.model.generate(tokens, max_tokens=count - made + 1)
+        written, seconds = 0, 0.0
+        while written < count:
+            done = self.model.generate(tokens, max_tokens=count - written + 1)
             if len(done.tokens) < 2:
                 raise RuntimeError("the text ended with its first token")
-            made += len(done.tokens) - 1  # the first one is part of the reading
+            written += len(done.tokens) - 1  # the first one is part of the reading
             seconds += float(done.timings.answer_seconds)
         return seconds
 

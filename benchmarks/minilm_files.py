@@ -47,8 +47,8 @@ def onnx_file(folder: Path) -> Path:
 
     tokens, mask = torch.ones(2, 7, dtype=torch.long), torch.ones(2, 7, dtype=torch.long)
     mask[0, 4:] = 0  # padding in the example, so that nothing of the mask is traced away
-    given = ["input_ids", "attention_mask"]
-    axes = {name: {0: "batch", 1: "seq"} for name in given} | {"pooled": {0: "batch"}}
+    input_names = ["input_ids", "attention_mask"]
+    axes = {name: {0: "batch", 1: "seq"} for name in input_names} | {"pooled": {0: "batch"}}
     encoder = torch_encoder(folder, attn_implementation="eager")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that tracing may go wrong; the vectors are compared
@@ -56,7 +56,7 @@ def onnx_file(folder: Path) -> Path:
             encoder,
             (tokens, mask),
             str(path),
-            input_names=given,
+            input_names=input_names,
             output_names=["pooled"],
             dynamic_axes=axes,
             dynamo=False,
@@ -87,8 +87,8 @@ def openvino_int8_file(folder: Path) -> Path:
     samples = [{"input_ids": tokens, "attention_mask": mask} for tokens, mask in batches(folder, texts, 1)]
     model = openvino.Core().read_model(onnx_file(folder))
     dataset = nncf.Dataset(samples)
-    made = nncf.quantize(model, dataset, model_type=nncf.ModelType.TRANSFORMER, subset_size=len(samples))
-    openvino.save_model(made, path, compress_to_fp16=False)
+    quantised = nncf.quantize(model, dataset, model_type=nncf.ModelType.TRANSFORMER, subset_size=len(samples))
+    openvino.save_model(quantised, path, compress_to_fp16=False)
     return path
 
 

@@ -68,15 +68,15 @@ def summary(result: Result) -> list[str]:
     """What a backward pass costs, in forward passes, and how many times as fast as each peer both are."""
     if result.busy():
         return ["no summary: other programs had the processor in most rounds"]
-    found = {(c.case.subject, c.case.dims["backward"]): c for c in result.cases if c.ok(OURS)}
+    cases = {(c.case.subject, c.case.dims["backward"]): c for c in result.cases if c.ok(OURS)}
     lines = []
     for subject in (MAMBA, DELTA):
-        if (subject, 0) in found and (subject, 1) in found:
-            forward, both = (found[subject, i].timings[OURS].best for i in (0, 1))
+        if (subject, 0) in cases and (subject, 1) in cases:
+            forward, both = (cases[subject, i].timings[OURS].best for i in (0, 1))
             lines.append(f"{subject}: backward takes {both / forward - 1:.2f} times as long as forward")
         for name in PEERS:
-            if (subject, 1) in found and name in found[subject, 1].timings and found[subject, 1].ok(name):
-                ratio = found[subject, 1].ratio(OURS, name)[0]
+            if (subject, 1) in cases and name in cases[subject, 1].timings and cases[subject, 1].ok(name):
+                ratio = cases[subject, 1].ratio(OURS, name)[0]
                 lines.append(f"{subject}: forward and backward {ratio:.1f} times as fast as {name}")
     return lines
 

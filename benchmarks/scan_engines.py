@@ -26,19 +26,19 @@ def operands(case: Case) -> Arrays:
         wide, narrow = (1, d["seq"], d["channels"]), (1, d["seq"], d["state"])
         x, b, c = rng.standard_normal(wide), rng.standard_normal(narrow), rng.standard_normal(narrow)
         delta, a = rng.uniform(0.001, 0.1, wide), -rng.uniform(0.5, 2.0, (d["channels"], d["state"]))
-        found = [x, delta, a, b, c]
+        arrays = [x, delta, a, b, c]
     else:
         q, k, v = (rng.standard_normal((1, d["seq"], d["heads"], d["state"])) for _ in range(3))
         k /= np.linalg.norm(k, axis=-1, keepdims=True)
         g, beta = -rng.uniform(0, 0.1, (1, d["seq"], d["heads"])), rng.uniform(0, 1, (1, d["seq"], d["heads"]))
-        found = [q, k, v, g, beta]
-    return [array.astype(np.float32) for array in found]
+        arrays = [q, k, v, g, beta]
+    return [array.astype(np.float32) for array in arrays]
 
 
 def cotangent(case: Case) -> Array:
     """Of the result, which has the shape of x or v."""
-    given = operands(case)
-    return np.random.default_rng(1).standard_normal(given[0].shape).astype(np.float32)
+    arrays = operands(case)
+    return np.random.default_rng(1).standard_normal(arrays[0].shape).astype(np.float32)
 
 
 def directions(case: Case) -> Arrays:
@@ -53,17 +53,17 @@ def along(case: Case, gradients: Sequence[Any]) -> Array:
 
 
 # -- float64 ----------------------------------------------------------------------------------------------------------
-def plain(case: Case, given: Sequence[Array]) -> Array:
+def plain(case: Case, arrays: Sequence[Array]) -> Array:
     """The recurrence in NumPy, in the type of what is given."""
     out = []
     if case.subject == MAMBA:
-        x, delta, a, b, c = given
+        x, delta, a, b, c = arrays
         h = np.zeros((1, *a.shape), x.dtype)
         for t in range(x.shape[1]):
             h = h * np.exp(delta[:, t, :, None] * a) + (delta[:, t] * x[:, t])[..., None] * b[:, t, None]
             out.append((h @ c[:, t, :, None])[..., 0])
     else:
-        q, k, v, g, beta = given
+        q, k, v, g, beta = arrays
         s = np.zeros((*q.shape[::2], q.shape[3], q.shape[3]), q.dtype)  # [batch, heads, state, state]
         for t in range(q.shape[1]):
             s = s * np.exp(g[:, t, :, None, None])
@@ -75,15 +75,15 @@ def plain(case: Case, given: Sequence[Array]) -> Array:
 
 def reference(case: Case) -> Array:
     """The result; of a backward pass the derivatives along the directions, by differences, far below what f32 shows."""
-    given = [array.astype(np.float64) for array in operands(case)]
+    arrays = [array.astype(np.float64) for array in operands(case)]
     if not case.dims["backward"]:
-        return plain(case, given)
-    found, step, ct = [], 1e-5, cotangent(case).astype(np.float64)
+        return plain(case, arrays)
+    slopes, step, ct = [], 1e-5, cotangent(case).astype(np.float64)
     for i, direction in enumerate(directions(case)):
-        moved = ([a + s * direction if i == j else a for j, a in enumerate(given)] for s in (step, -step))
-        high, low = (float(np.vdot(ct, plain(case, arrays))) for arrays in moved)
-        found.append((high - low) / (2 * step))
-    return np.array(found)
+        moved = ([a + s * direction if i == j else a for j, a in enumerate(arrays)] for s in (step, -step))
+        high, low = (float(np.vdot(ct, plain(case, shifted))) for shifted in moved)
+        slopes.append((high - low) / (2 * step))
+    return np.array(slopes)
 
 
 # -- libraries --------------------------------------------------------------------------------------------------------
@@ -92,19 +92,19 @@ def rlx(case: Case, threads: int) -> Prepared:
 
     op = getattr(rlx, case.subject)
 
-    def forward(*given: Any) -> Any:
-        return op(*given, state_size=case.dims["state"])
+    def forward(*arrays: Any) -> Any:
+        return op(*arrays, state_size=case.dims["state"])
 
-    def both(given: Any, ct: Any) -> Any:
-        y, back = rlx.vjp(forward, *given)
+    def both(arrays: Any, ct: Any) -> Any:
+        y, back = rlx.vjp(forward, *arrays)
         return y, back(ct)
 
-    given, ct = operands(case), cotangent(case)
+    arrays, ct = operands(case), cotangent(case)
     if not case.dims["backward"]:
         run = rlx.jit(forward)
-        return Prepared(lambda: run(*given), lambda: np.asarray(run(*given)))
+        return Prepared(lambda: run(*arrays), lambda: np.asarray(run(*arrays)))
     run = rlx.jit(both)
-    return Prepared(lambda: run(given, ct), lambda: along(case, run(given, ct)[1]))
+    return Prepared(lambda: run(arrays, ct), lambda: along(case, run(arrays, ct)[1]))
 
 
 def jax(case: Case, threads: int) -> Prepared:
@@ -139,16 +139,16 @@ def jax(case: Case, threads: int) -> Prepared:
 
     forward: Callable[..., Any] = mamba if case.subject == MAMBA else delta_net
 
-    def both(given: Any, ct: Any) -> Any:
-        y, back = jax.vjp(forward, *given)
+    def both(arrays: Any, ct: Any) -> Any:
+        y, back = jax.vjp(forward, *arrays)
         return y, back(ct)
 
-    given, ct = [jnp.asarray(array) for array in operands(case)], jnp.asarray(cotangent(case))
+    arrays, ct = [jnp.asarray(array) for array in operands(case)], jnp.asarray(cotangent(case))
     if not case.dims["backward"]:
         run = jax.jit(forward)
-        return Prepared(lambda: run(*given).block_until_ready(), lambda: np.asarray(run(*given)))
+        return Prepared(lambda: run(*arrays).block_until_ready(), lambda: np.asarray(run(*arrays)))
     run = jax.jit(both)
-    return Prepared(lambda: jax.block_until_ready(run(given, ct)), lambda: along(case, run(given, ct)[1]))
+    return Prepared(lambda: jax.block_until_ready(run(arrays, ct)), lambda: along(case, run(arrays, ct)[1]))
 
 
 def torch_loop(case: Case, threads: int) -> Prepared:
@@ -179,13 +179,13 @@ def _torch(case: Case, threads: int, compiled: bool) -> Prepared:
     if compiled:
         step = torch.compile(step)
 
-    def forward(given: Sequence[Any]) -> Any:
+    def forward(arrays: Sequence[Any]) -> Any:
         if case.subject == MAMBA:
-            x, delta, a, b, c = given
+            x, delta, a, b, c = arrays
             moving, shared, state = [x, delta, b, c], [a], torch.zeros(1, *a.shape)
         else:
-            moving, shared = list(given), []
-            size = given[0].shape
+            moving, shared = list(arrays), []
+            size = arrays[0].shape
             state = torch.zeros(size[0], size[2], size[3], size[3])
         out = []
         # unbind, for the gradient of indexing would be a whole array for each token
@@ -194,15 +194,15 @@ def _torch(case: Case, threads: int, compiled: bool) -> Prepared:
             out.append(y)
         return torch.stack(out, 1)
 
-    given, ct = [torch.from_numpy(array) for array in operands(case)], torch.from_numpy(cotangent(case))
+    arrays, ct = [torch.from_numpy(array) for array in operands(case)], torch.from_numpy(cotangent(case))
     if not case.dims["backward"]:
 
         def call() -> Any:
             with torch.no_grad():
-                return forward(given)
+                return forward(arrays)
 
         return Prepared(call, lambda: call().numpy())
-    wanted = [array.requires_grad_() for array in given]
+    wanted = [array.requires_grad_() for array in arrays]
 
     def both() -> Any:
         return torch.autograd.grad(forward(wanted), wanted, ct)

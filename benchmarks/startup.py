@@ -54,14 +54,14 @@ def start_cases(path: Path) -> list[Case]:
 
 def peaks(libraries: list[Library], path: Path, threads: int) -> dict[str, dict[str, list[int]]]:
     """Bytes by what is done and library, the libraries taking turns."""
-    found: dict[str, dict[str, list[int]]] = {what: {x.name: [] for x in libraries} for what in MEMORY}
+    peaks_by_library: dict[str, dict[str, list[int]]] = {what: {x.name: [] for x in libraries} for what in MEMORY}
     for what in MEMORY:
         for _ in range(REPETITIONS):
             for library in libraries:
                 size = peak_bytes(library, path, threads, what)
                 if size is not None:
-                    found[what][library.name].append(size)
-    return found
+                    peaks_by_library[what][library.name].append(size)
+    return peaks_by_library
 
 
 def shown(sizes: list[int]) -> str:
@@ -127,8 +127,8 @@ def main() -> int:
             path = model_file(name)
             for threads in args.threads:
                 result = compare(libraries, start_cases(path), threads=threads, rounds=args.rounds)
-                there = [x for x in libraries if not result.libraries[x.name].startswith("absent")]
-                memory = peaks([x for x in there if x.name != COMMAND], path, threads)
+                present = [x for x in libraries if not result.libraries[x.name].startswith("absent")]
+                memory = peaks([x for x in present if x.name != COMMAND], path, threads)
                 print_table(name, result, memory)
                 yield result, to_json(name, path, result, memory)
 

@@ -64,8 +64,8 @@ def prepare(make: Callable[[dict[str, int], int], Step], case: Case, threads: in
 
 def peak_megabytes() -> float:
     with open("/proc/self/status") as lines:
-        found = next(line for line in lines if line.startswith("VmHWM"))
-    return int(found.split()[1]) / 1024
+        line = next(line for line in lines if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -91,9 +91,9 @@ def rlx_step(dims: dict[str, int], threads: int) -> Step:
         .lm_head(dims["vocab"], dims["dim"], tied=False).custom(loss)
     )  # fmt: skip
     built = flow.build(start)
-    made = rlx.train.step(built.module, rlx.train.adamw(LR, BETAS, EPS, DECAY), list(start), threads=threads)
-    made.set_params(built.params)
-    return lambda tokens, labels: made.run({"tokens": tokens, "labels": labels})
+    step = rlx.train.step(built.module, rlx.train.adamw(LR, BETAS, EPS, DECAY), list(start), threads=threads)
+    step.set_params(built.params)
+    return lambda tokens, labels: step.run({"tokens": tokens, "labels": labels})
 
 
 def torch_step(dims: dict[str, int], threads: int, *, compiled: bool) -> Step:
@@ -109,7 +109,7 @@ def torch_step(dims: dict[str, int], threads: int, *, compiled: bool) -> Step:
     def norm(x: Any, name: str) -> Any:
         return F.rms_norm(x, (dims["dim"],), p[f"{name}.weight"], NORM_EPS)
 
-    def turned(x: Any) -> Any:
+    def rotated(x: Any) -> Any:
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
@@ -119,7 +119,7 @@ def torch_step(dims: dict[str, int], threads: int, *, compiled: bool) -> Step:
             at = f"model.layers.{i}"
             h = norm(x, f"{at}.input_layernorm")
             q, k, v = (F.linear(h, p[f"{at}.self_attn.{n}_proj.weight"]).view(shape) for n in "qkv")
-            q, k, v = (t.transpose(1, 2) for t in (turned(q), turned(k), v))
+            q, k, v = (t.transpose(1, 2) for t in (rotated(q), rotated(k), v))
             seen = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
             x = x + F.linear(seen, p[f"{at}.self_attn.o_proj.weight"])
             h = norm(x, f"{at}.post_attention_layernorm")
@@ -132,11 +132,11 @@ def torch_step(dims: dict[str, int], threads: int, *, compiled: bool) -> Step:
     optimiser = torch.optim.AdamW(p.values(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
 
     def step(tokens: Array, labels: Array) -> Any:
-        found = forward(torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(labels.astype(np.int64)))
+        loss_value = forward(torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(labels.astype(np.int64)))
         optimiser.zero_grad(set_to_none=True)
-        found.backward()
+        loss_value.backward()
         optimiser.step()
-        return found.item()
+        return loss_value.item()
 
     return step
 
@@ -156,7 +156,7 @@ def jax_step(dims: dict[str, int], threads: int) -> Step:
     def norm(x: Any, gamma: Any) -> Any:
         return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + NORM_EPS) * gamma
 
-    def turned(x: Any) -> Any:
+    def rotated(x: Any) -> Any:
         a, b = jnp.split(x, 2, -1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
@@ -166,7 +166,7 @@ def jax_step(dims: dict[str, int], threads: int) -> Step:
             at = f"model.layers.{i}"
             h = norm(x, p[f"{at}.input_layernorm.weight"])
             q, k, v = ((h @ p[f"{at}.self_attn.{n}_proj.weight"].T).reshape(shape) for n in "qkv")
-            scores = jnp.einsum("bqhd,bkhd->bhqk", turned(q), turned(k)) / np.float32(np.sqrt(shape[-1]))
+            scores = jnp.einsum("bqhd,bkhd->bhqk", rotated(q), rotated(k)) / np.float32(np.sqrt(shape[-1]))
             shares = jax.nn.softmax(jnp.where(seen_keys, scores, -jnp.inf), -1)
             seen = jnp.einsum("bhqk,bkhd->bqhd", shares, v).reshape(x.shape)
             x = x + seen @ p[f"{at}.self_attn.o_proj.weight"].T
@@ -185,9 +185,9 @@ def jax_step(dims: dict[str, int], threads: int) -> Step:
     @functools.partial(jax.jit, donate_argnums=0)
     def run(state: Any, t: Any, tokens: Any, labels: Any) -> Any:
         p, m, v = state
-        found, g = jax.value_and_grad(loss)(p, tokens, labels)
-        made = {n: update(p[n], m[n], v[n], g[n], t) for n in p}
-        return tuple({n: made[n][i] for n in p} for i in range(3)), found
+        loss_value, g = jax.value_and_grad(loss)(p, tokens, labels)
+        updated = {n: update(p[n], m[n], v[n], g[n], t) for n in p}
+        return tuple({n: updated[n][i] for n in p} for i in range(3)), loss_value
 
     start = {name: jnp.asarray(array) for name, array in weights(dims).items()}
     state: Any = (start, *({n: jnp.zeros_like(a) for n, a in start.items()} for _ in range(2)))
@@ -196,8 +196,8 @@ def jax_step(dims: dict[str, int], threads: int) -> Step:
     def step(tokens: Array, labels: Array) -> Any:
         nonlocal state, count
         count += 1
-        state, found = run(state, np.float32(count), tokens, labels)
-        return float(found)
+        state, loss_value = run(state, np.float32(count), tokens, labels)
+        return float(loss_value)
 
     return step
 
@@ -213,5 +213,5 @@ jax = engine(jax_step)
 
 
 if __name__ == "__main__":  # the losses of torch, for the driver: `train_engines.py THREADS DIMS`
-    given = json.loads(sys.argv[2])
-    print(json.dumps(torch_eager(Case("losses", given, 1.0, 1.0), int(sys.argv[1])).output().tolist()))  # type: ignore[misc]
+    settings = json.loads(sys.argv[2])
+    print(json.dumps(torch_eager(Case("losses", settings, 1.0, 1.0), int(sys.argv[1])).output().tolist()))  # type: ignore[misc]

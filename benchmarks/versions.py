@@ -62,14 +62,14 @@ def print_table(work: str, result: Result) -> None:
     print(f"\n## {work}, {result.threads} thread(s)\n")
     print_heading(result)
     print("\nmilliseconds, and how many times as fast the new version is, as median/best\n")
-    found = ratios(result)
+    by_case = ratios(result)
     rows = []
     for case in result.cases:
         times = [f"{case.timings[n].median * 1e3:.3f}" if case.ok(n) else "-" for n in (NEW, OLD)]
-        rows.append([case.case.name, *times, "{:.3f}/{:.3f}".format(*found[case.case.name]) if found else "-"])
+        rows.append([case.case.name, *times, "{:.3f}/{:.3f}".format(*by_case[case.case.name]) if by_case else "-"])
     print_rows(["case", NEW, OLD, "new / old"], rows)
-    if found:
-        print(f"\ngeometric mean: {geometric_mean([usual for usual, _ in found.values()]):.3f}")
+    if by_case:
+        print(f"\ngeometric mean: {geometric_mean([usual for usual, _ in by_case.values()]):.3f}")
     for problem in result.problems():
         print(f"NOT VALID: {problem}")
 
