@@ -35,6 +35,7 @@ def answer(model, messages, **options):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="smollm2-135m", help="name, file or folder (default: %(default)s)")
+    parser.add_argument("--precision", default="auto", help="f32: activations are not rounded to 8 bits; slower")
     parser.add_argument("--system", help="instructions that come before the conversation")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
     parser.add_argument("--max-tokens", type=int, default=256, help="length of an answer (default: %(default)s)")
@@ -42,7 +43,7 @@ def main(argv=None):
     parser.add_argument("--usage", action="store_true", help="show how many tokens each turn took")
     args = parser.parse_args(argv)
 
-    model = rlx.load(args.model)
+    model = rlx.load(args.model, precision=args.precision)
     messages = [{"role": "system", "content": args.system}] if args.system else []
     while True:
         try:

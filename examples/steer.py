@@ -40,7 +40,7 @@ def steered(name, path, added):
     def add(stage):
         return Sequence([stage, Custom(lambda emit, value: value + emit.synth_param("direction", added))])
 
-    return rlx.load(name, patch=lambda flow: flow.edit(path, add))
+    return rlx.load(name, precision="f32", patch=lambda flow: flow.edit(path, add))
 
 
 def main(argv=None):
@@ -52,11 +52,11 @@ def main(argv=None):
     parser.add_argument("--words", nargs=2, default=[" great", " terrible"], help="words to compare")
     parser.add_argument("--layer", type=int, help="layer whose output is changed (default: the middle one)")
     parser.add_argument("--strengths", type=float, nargs="+", default=[-1, -0.5, 0, 0.5, 1], metavar="S")
-    parser.add_argument("--tokens", type=int, default=20, help="tokens to generate (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=12, help="tokens to generate (default: %(default)s)")
     parser.add_argument("--plot", help="SVG file for the log-odds of the two words by strength")
     args = parser.parse_args(argv)
 
-    model = rlx.load(args.model)
+    model = rlx.load(args.model, precision="f32")  # activations are not rounded to 8 bits
     path, direction = difference(model, args.towards, args.away, args.layer)
     odds = []
     print("strength  log-odds  likeliest next tokens")
