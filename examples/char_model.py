@@ -47,10 +47,8 @@ def batch(data, size, context, rng):
 
 
 def learning_rate(step, steps, peak):
-    """Linear warm-up over the first twentieth, then a cosine down to a tenth of the peak."""
-    warm = max(1, steps // 20)
-    fraction = min(1.0, (step + 1) / warm)
-    return peak * fraction * (0.55 + 0.45 * math.cos(math.pi * max(0, step - warm) / max(1, steps - warm)))
+    """Linear warm-up over the first twentieth of the steps, times a cosine from the peak to a tenth of it."""
+    return peak * min(1.0, 20 * (step + 1) / steps) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
 def write(run, tokens, count, context, rng):
@@ -82,9 +80,8 @@ def main(argv=None):
     data, rng = data.astype(np.int32), np.random.default_rng(args.seed)
 
     flow = decoder(len(letters), args.dim, args.layers, args.heads, args.context)
-    training = flow.custom(mean_loss).build(flow.init(rlx.random.key(args.seed)))
-    step = rlx.train.step(training.module, rlx.train.adamw(args.lr, (0.9, 0.99), weight_decay=0.1), clip=1.0)
-    step.set_params(training.params)
+    loss = flow.custom(mean_loss).build(flow.init(rlx.random.key(args.seed)))
+    step = rlx.train.step(loss, rlx.train.adamw(args.lr, (0.9, 0.99), weight_decay=0.1), clip=1.0)
     losses = []
     for i in range(args.steps):
         lr = learning_rate(i, args.steps, args.lr)
@@ -92,12 +89,9 @@ def main(argv=None):
         if (i + 1) % max(1, args.steps // 10) == 0:
             print(f"step {i + 1:5}: loss {np.mean(losses[-20:]):.2f}")
     if args.plot:
-        smooth = [np.mean(losses[max(0, i - 19) : i + 1]) for i in range(len(losses))]
-        curves = {"each step": losses, "mean of 20 steps": smooth}
-        chart(args.plot, "Cross-entropy by step", {name: list(enumerate(curve, 1)) for name, curve in curves.items()})
+        chart(args.plot, "Cross-entropy by step", {"loss": list(enumerate(losses, 1))})
     if args.save:
         step.save(args.save)
-
     run = flow.build(step.params).compile()
     print(letters[data[0]], end="")
     for token in write(run, [int(data[0])], args.write, args.context, rng):

@@ -73,9 +73,7 @@ def main(argv=None):
     flow = decoder(2 * args.length)
     weights = flow.init(rlx.random.key(0))  # the stages know all names and shapes
     print(f"{sum(w.size for w in weights.values()):,} parameters in {len(weights)} weights")
-    training = flow.custom(mean_loss).build(weights)
-    step = rlx.train.step(training.module, rlx.train.adamw(3e-3), clip=1.0)
-    step.set_params(training.params)
+    step = rlx.train.step(flow.custom(mean_loss).build(weights), rlx.train.adamw(3e-3), clip=1.0)
     rng = np.random.default_rng(0)
     losses = []
     for i in range(args.steps):

@@ -266,7 +266,7 @@ def test_a_character_model_learns_a_small_text(tmp_path: Path, capsys: pytest.Ca
     written = printed.splitlines()[-1]
     assert len(written) == 41 and set(written) <= set("the cat sat on the mat. ")
     assert (tmp_path / "model.safetensors").stat().st_size > 10_000
-    assert [len(curve) for curve in points(tmp_path / "loss.svg")] == [60, 60]
+    assert [len(curve) for curve in points(tmp_path / "loss.svg")] == [60]
 
 
 def test_a_missing_or_short_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,8 +281,9 @@ def test_a_missing_or_short_text_is_named(tmp_path: Path, capsys: pytest.Capture
 
 def test_the_learning_rate_rises_and_falls() -> None:
     rates = [char_model.learning_rate(i, 100, 1.0) for i in range(100)]
-    assert np.argmax(rates) in (4, 5) and max(rates) == 1.0
+    assert np.argmax(rates) == 4 and max(rates) == pytest.approx(1, abs=1e-2)
     assert rates[0] == pytest.approx(0.2) and rates[-1] == pytest.approx(0.1, abs=1e-2)
+    assert (np.diff(rates[4:]) < 0).all()
 
 
 # -- chart.py ---------------------------------------------------------------------------------------------------------
