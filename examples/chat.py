@@ -44,6 +44,9 @@ def main(argv=None):
     args = parser.parse_args(argv)
 
     model = rlx.load(args.model, precision=args.precision)
+    if model.template is None:
+        parser.error(f"{args.model} has no chat template: it continues texts, but does not answer")
+    options = {"max_tokens": args.max_tokens, "stop": args.stop, "temperature": args.temperature}
     messages = [{"role": "system", "content": args.system}] if args.system else []
     while True:
         try:
@@ -51,12 +54,13 @@ def main(argv=None):
         except (EOFError, KeyboardInterrupt):
             print()
             return messages
-        messages.append({"role": "user", "content": question})
-        messages = fit(model, messages, args.max_tokens)
-        said, usage = answer(
-            model, messages, max_tokens=args.max_tokens, stop=args.stop, temperature=args.temperature
-        )  # fmt: skip
-        messages.append({"role": "assistant", "content": said})
+        try:
+            asked = fit(model, [*messages, {"role": "user", "content": question}], args.max_tokens)
+            said, usage = answer(model, asked, **options)
+        except rlx.errors.RequestError as error:  # the question alone does not fit the context
+            print(error)
+            continue
+        messages = [*asked, {"role": "assistant", "content": said}]
         if args.usage:  # earlier turns come from the prefix cache
             prompt, cached, written = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
             print(f"[prompt: {prompt} tokens, {cached} cached; answer: {written} tokens]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,25 @@ def test_ctrl_c_ends_an_answer_and_keeps_what_was_said(
     monkeypatch.undo()
     assert said[1]["content"] == "".join(pieces[:3])
     assert "[stopped]" in capsys.readouterr().out
+
+
+def test_a_question_that_does_not_fit_is_refused_and_the_chat_goes_on(
+    talker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed(monkeypatch, "Hello", "long " * 100, "Still there?")
+    said = chat.main([str(talker), "--max-tokens", "4"])
+    assert [m["content"] for m in said if m["role"] == "user"] == ["Hello", "Still there?"]
+    assert "the context holds 256" in capsys.readouterr().out
+
+
+def test_a_model_without_a_chat_template_is_refused(
+    talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(talker, tmp_path / "base"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": BOS, "eos_token": EOS}))
+    with pytest.raises(SystemExit):
+        chat.main([str(folder)])
+    assert "has no chat template" in capsys.readouterr().err
 
 
 def test_old_turns_are_forgotten_when_the_context_is_full(talker: Path) -> None:
