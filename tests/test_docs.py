@@ -78,13 +78,14 @@ def test_a_page_shows_what_its_code_prints(
     assert result == text or update
 
 
-def test_the_research_part_of_the_readme_prints_what_it_shows(update: bool) -> None:
+def test_the_function_of_the_readme_prints_what_it_shows(update: bool) -> None:
     path = ROOT / "README.md"
-    before, part, after = re.split(r"(?m)(^## Research\n.*?)(?=^## )", path.read_text(), flags=re.S)
-    result = executed(part, "README.md")
+    text = path.read_text()
+    (match,) = (m for m in BLOCK.finditer(text) if "rlx.grad" in m["code"])
+    result = executed(match[0], "README.md")
     if update:
-        path.write_text(before + result + after)
-    assert BLOCK.search(part) and (result == part or update)
+        path.write_text(text.replace(match[0], result))
+    assert match["output"] and (result == match[0] or update)
 
 
 # -- pages that are generated -----------------------------------------------------------------------------------------
@@ -162,21 +163,25 @@ def test_files_that_a_page_names_exist(page: str) -> None:
         assert place.exists(), f"{page} names {plain or link}"
 
 
-def test_the_readme_names_all_settings_commands_and_pages() -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_all_settings_commands_and_pages_are_named() -> None:
+    using, readme = (DOCS / "using.md").read_text(), (ROOT / "README.md").read_text()
     source = "\n".join(p.read_text() for p in (ROOT / "src").rglob("*.py"))
     for setting in set(re.findall(r"\bRLX_[A-Z_]+\b", source)):
-        assert f"| `{setting}` |" in readme, f"{setting} is not in the table of settings"
-    assert set(re.findall(r"^\| `(RLX_\w+)` \|", readme, re.M)) <= set(re.findall(r"\bRLX_[A-Z_]+\b", source))
+        assert f"| `{setting}` |" in using, f"{setting} is not in the table of settings"
+    assert set(re.findall(r"^\| `(RLX_\w+)` \|", using, re.M)) <= set(re.findall(r"\bRLX_[A-Z_]+\b", source))
     for command in COMMANDS:
-        assert re.search(rf"rlx {command}\b|also .*\b{command}\b", readme), f"rlx {command} is not mentioned"
+        assert re.search(rf"rlx {command}\b|also .*\b{command}\b", using), f"rlx {command} is not mentioned"
     for page in (p for p in DOCS.iterdir() if p.is_file()):
         assert f"docs/{page.name}" in readme, f"docs/{page.name} is not mentioned"
 
 
-def test_the_graph_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = (m["code"] for m in BLOCK.finditer((ROOT / "README.md").read_text()) if "rlx.Graph" in m["code"])
-    exec(compile(code, "README.md", "exec"), {})
+def test_the_readme_fits_two_screens() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
+
+
+def test_the_graph_by_hand_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = (m["code"] for m in BLOCK.finditer((DOCS / "using.md").read_text()) if "rlx.Graph" in m["code"])
+    exec(compile(code, "using.md", "exec"), {})
     assert re.search(r"\[3\.99987\d* 3\.99987\d*\]", capsys.readouterr().out)  # 4 times Φ(4)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import rlx
 from rlx import ModelExecutionConfig, ModelFlow
-from rlx.errors import BindError, GraphError, RequestError
+from rlx.errors import BindError, GraphError, RequestError, ShapeError
 from rlx.flow.flow import stage_values
 from rlx.flow.stages import Custom, LmHead, Named, RmsNorm, Sequence
 from rlx.flow.weights import MapWeights
@@ -62,6 +62,20 @@ def test_only_scales_of_norms_begin_as_one() -> None:
     assert (other["gate"] == 2).all() and (other["half"] == 0).all(), "rules come before what stages say"
     with pytest.raises(GraphError, match="init: 'one' is neither a number nor a function"):
         made.initialised({"gate": "one"})  # type: ignore[dict-item]
+
+
+def test_stages_that_know_their_sizes_need_no_shapes() -> None:
+    sized = flow().swiglu("g", "u", "d", intermediate_size=10).geglu("g2", "u2", "d2", intermediate_size=7)
+    sized = sized.swiglu_hf_mlp("m", intermediate_size=5).geglu_hf_mlp("l", intermediate_size=4)
+    weights = sized.linear("w", out=3, bias_key="b").linear("v", transpose=False, out=2).init(KEY)
+    assert {name: array.shape for name, array in weights.items()} == {
+        "g": (10, 6), "u": (10, 6), "d": (6, 10), "g2": (7, 6), "u2": (7, 6), "d2": (6, 7),
+        "m.gate_proj.weight": (5, 6), "m.up_proj.weight": (5, 6), "m.down_proj.weight": (6, 5),
+        "l.mlp.gate_proj.weight": (4, 6), "l.mlp.up_proj.weight": (4, 6), "l.mlp.down_proj.weight": (6, 4),
+        "w": (3, 6), "b": (3,), "v": (3, 2),
+    }  # fmt: skip
+    with pytest.raises(ShapeError, match="'w'"):
+        flow().linear("w", out=4).build({"w": np.zeros((3, 6), np.float32)})
 
 
 def test_shapes_of_weights_that_nobody_asks_for_are_an_error() -> None:

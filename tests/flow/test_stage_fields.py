@@ -148,7 +148,8 @@ CASES: dict[str, Case] = {
         before=(st.Embed("e", shape=(9, H)),), shape=(2, 3), dtype="i32",
     ),
     "Linear": Case(
-        st.Linear("w"), {"weight_key": "v", "transpose": False, "bias_key": "b"}, shapes=(("w", (H, H)), ("v", (H, H))),
+        st.Linear("w"), {"weight_key": "v", "transpose": False, "bias_key": "b", "out": H + 1},
+        shapes=(("w", (H, H)), ("v", (H, H))),
     ),
     "ResidualSave": Case(st.ResidualSave(), {}, after=(st.ResidualAdd(),)),
     "ResidualAdd": Case(st.ResidualAdd(), {}, before=(st.ResidualSave(),)),

@@ -411,6 +411,18 @@ def test_tables_that_a_flow_computes_are_not_trained() -> None:
     np.testing.assert_allclose(step.params["scale"], 1 - 0.5 * table)
     named = rlx.train.step(built.module, rlx.train.sgd(0.5), wrt="table")  # who names it means it
     assert sorted(named.params) == ["table"]
-    with pytest.raises(GraphError, match="step: BuiltModel is neither a Graph nor a GraphModule") as caught:
-        rlx.train.step(built, rlx.train.sgd(0.5))
-    assert caught.value.hint == "its .module is a graph"
+
+
+def test_a_built_model_brings_its_weights_and_its_profile() -> None:
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((4, 3)).astype(np.float32), rng.standard_normal((2, 3)).astype(np.float32)
+    flow = rlx.ModelFlow("m").input("x", ("batch", 3)).linear("w").custom(lambda emit, value: (value * value).sum())
+    step = rlx.train.step(flow.build({"w": w}), rlx.train.sgd(0.01))
+    wide = x.astype(np.float64)
+    assert step.run({"x": x}) == pytest.approx(((wide @ w.T) ** 2).sum(), rel=1e-5)
+    np.testing.assert_allclose(step.params["w"], w - 0.01 * 2 * (wide @ w.T).T @ wide, rtol=1e-5, atol=1e-6)
+    unfused = rlx.CompileProfile.from_toml("fusion.skip = true")
+    slow = rlx.train.step(flow.profile(unfused).build({"w": w}), rlx.train.sgd(0.01))
+    assert len(slow.report({"x": x}).launches) > len(step.report({"x": x}).launches)
+    with pytest.raises(GraphError, match="step: ModelFlow is neither a Graph nor a GraphModule"):
+        rlx.train.step(flow, rlx.train.sgd(0.5))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import char_model
 import numpy as np
 import pytest
-from test_char_model import char_model
 from test_step import batches, regression, start
 
+from rlx import random
 from rlx.train import Optimiser, adamw, sgd, step
 
 pytestmark = pytest.mark.parity
@@ -58,12 +59,16 @@ def test_an_optimiser_does_what_torch_does(case: str, clip: float | None) -> Non
         np.testing.assert_allclose(made.params[name], want.detach().numpy(), rtol=0, atol=1e-5)
 
 
-def hugging_face(sizes: Any, weights: Mapping[str, Any]) -> Any:
+SIZES = {"vocab": 65, "dim": 48, "layers": 2, "heads": 4, "context": 32}
+
+
+def hugging_face(weights: Mapping[str, Any]) -> Any:
     transformers: Any = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=sizes.vocab, hidden_size=sizes.dim, intermediate_size=sizes.ffn, num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads, num_key_value_heads=sizes.heads, rms_norm_eps=sizes.eps,
-        max_position_embeddings=sizes.context, tie_word_embeddings=False,
+        vocab_size=SIZES["vocab"], hidden_size=SIZES["dim"], num_hidden_layers=SIZES["layers"],
+        intermediate_size=weights["model.layers.0.mlp.gate_proj.weight"].shape[0],
+        num_attention_heads=SIZES["heads"], num_key_value_heads=SIZES["heads"], rms_norm_eps=char_model.EPS,
+        max_position_embeddings=SIZES["context"], tie_word_embeddings=False,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     model.load_state_dict({n: torch.from_numpy(a.copy()) for n, a in weights.items()})
@@ -72,15 +77,15 @@ def hugging_face(sizes: Any, weights: Mapping[str, Any]) -> Any:
 
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_the_losses_of_a_llama_are_those_of_torch(clip: float | None) -> None:
-    sizes = char_model.Sizes(vocab=65, dim=48, layers=2, heads=4, ffn=80, context=32)
-    weights = char_model.random_weights(sizes, 0)
-    built = char_model.loss_flow(sizes).build(weights)
+    flow = char_model.decoder(**SIZES)
+    weights = flow.init(random.key(0))
+    built = flow.custom(char_model.mean_loss).build(weights)
     made = step(built.module, adamw(3e-3, weight_decay=0.1), list(weights), clip=clip)
     made.set_params(built.params)
-    model = hugging_face(sizes, weights)
+    model = hugging_face(weights)
     peer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     rng = np.random.default_rng(0)
-    words = rng.integers(0, sizes.vocab, (12, 33)).astype(np.int32)  # few, so that there is something to learn
+    words = rng.integers(0, SIZES["vocab"], (12, 33)).astype(np.int32)  # few, so that there is something to learn
     losses, theirs = [], []
     for _ in range(50):
         rows = words[rng.integers(0, len(words), 4)]

@@ -55,9 +55,10 @@ class Completion:
 
 
 class TextStream(Iterator[str]):
-    """Pieces of a text as they come. Closing it, from any thread, stops the work within a step or a chunk.
+    """Iterates over pieces of a text while it is generated. Use it in `with`, or close it, to stop early.
 
-    `completion` is there when the stream has ended or was closed.
+    Closing, from any thread, stops the computation within one decode step or prefill chunk. `completion` is available
+    once the stream has ended or was closed.
     """
 
     def __init__(self, model: LanguageModel, sequence: TokenSequence) -> None:
@@ -70,14 +71,14 @@ class TextStream(Iterator[str]):
         return next(self._pieces)
 
     def close(self) -> None:
-        """Stop the work; the memory is free for other calls."""
+        """Stop generating and release the cache for other calls."""
         self._cancel.wanted = True
         with suppress(ValueError):  # the generator runs in another thread and ends by itself
             self._pieces.close()
 
     @property
     def completion(self) -> Completion:
-        """All of the text and how it came about."""
+        """The text so far, its tokens, usage and timings. Raises RequestError while the stream is running."""
         if inspect.getgeneratorstate(self._pieces) != inspect.GEN_CLOSED:
             raise RequestError("stream: it has not ended", hint="read it to its end or close it")
         return self._model._completion(self._sequence)
@@ -181,12 +182,12 @@ class LanguageModel(Model):
         self, prompt: Any, *, max_tokens: int | None = 256, stop: str | Sequence[str] = (), logprobs: int = 0,
         **sampling: Any,
     ) -> Completion | list[Completion]:  # fmt: skip
-        """The continuation of a text or of token ids, without a chat template; of a list of them, one for each.
+        """Continue a text or token ids, without a chat template. A list of prompts returns a list of completions.
 
-        At most `max_tokens` are made (None: as many as the context has room for; where that is less than
-        `max_tokens`, the text is cut there, and a warning is logged); the text ends before a `stop` string.
-        `logprobs=n` gives the n likeliest tokens at each place. The other keywords are those of `Sampling`:
-        temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias, seed.
+        `max_tokens` limits the length (None: as long as the context allows). If the context has less room than that,
+        the text is cut there and a warning is logged. The text ends before the first `stop` string. `logprobs=n`
+        returns the n likeliest tokens at each position. The other keywords are those of `Sampling`: temperature, top_k,
+        top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias, seed.
         """
         self._check_usable()
         many = _is_batch(prompt)
@@ -200,7 +201,11 @@ class LanguageModel(Model):
         self, messages: str | Messages, *, max_tokens: int | None = 256, stop: str | Sequence[str] = (),
         logprobs: int = 0, **sampling: Any,
     ) -> Completion:  # fmt: skip
-        """The answer to a message, or to a conversation, through the model's chat template."""
+        """Answer a message or a conversation through the model's chat template; the keywords are those of `generate`.
+
+        A conversation is a list of messages such as `{"role": "user", "content": "Hello"}`; append each answer with the
+        role `assistant` to continue it. Earlier turns come from the prefix cache.
+        """
         self._check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)
         return self._complete([self._new_sequence(self.chat_tokens(messages), settings, "chat", answer=True)])[0]
@@ -209,9 +214,10 @@ class LanguageModel(Model):
         self, prompt: str | Sequence[int] | Messages, *, chat: bool = False, max_tokens: int | None = 256,
         stop: str | Sequence[str] = (), logprobs: int = 0, **sampling: Any,
     ) -> TextStream:  # fmt: skip
-        """Pieces of the continuation as they come: of a text or token ids, or, through the template, of messages.
+        """Generate a text piece by piece: the continuation of a text or token ids, or the answer to messages.
 
-        `chat=True` makes a text a message, and says of token ids that an answer follows them.
+        `chat=True` treats a text as a user's message, and token ids as a rendered conversation that is to be answered.
+        The other keywords are those of `generate`.
         """
         self._check_usable()
         settings = _Settings.of(max_tokens, stop, logprobs, sampling)

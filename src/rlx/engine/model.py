@@ -285,11 +285,12 @@ class Model:
         self, tokens: str | Sequence[int], capture: Iterable[str] | str | None = (),
         edit: Mapping[str, Edit] | None = None,
     ) -> dict[str, Array]:  # fmt: skip
-        """Values inside the model by stage path: `capture=["layers.*.attn", "logits"]` gives `[seq, ...]` for each.
+        """Values inside the model by stage path: `capture=["layers.*.attn", "logits"]` returns `[seq, ...]` for each.
 
         A stage's value is the last one computed in it: `layers.3`, or `layers.3.out`, is the residual stream after
-        layer 3. Without `capture`, the model's output. `edit={"layers.3.out": f}` goes on with `f(value)`, which is of
-        the same shape and type, in place of a stage's value; a pattern may match several.
+        layer 3. `*` matches anything but a dot, so `layers.*` is the residual stream after every layer. Without
+        `capture`, the model's output is returned. `edit={"layers.3": f}` replaces the value of a stage by `f(value)`,
+        an array of the same shape and type, and computes the rest of the model from it.
         """
         self._check_usable()
         ids = self.prompt_ids(tokens, "run")

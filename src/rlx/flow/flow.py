@@ -373,11 +373,12 @@ class ModelFlow(StageList):
         return replace(self, initialisers=(*made, *self.initialisers))
 
     def init(self, key: Any, *, shapes: Mapping[str, Sequence[int]] | None = None) -> dict[str, Array]:
-        """Parameters by name, as f32, for `build`: `flow.build(flow.init(rlx.random.key(0)))`.
+        """Random f32 weights by name, for `build`: `flow.build(flow.init(rlx.random.key(0)))`.
 
-        A family's flow is initialised as its published implementation is. In others scales of norms are 1, biases 0,
-        weights of `load_param(..., init=...)` are as that says, and everything else is normal with a deviation of
-        0.02. `shapes` has those of weights whose stages do not know them.
+        The flow of a model family is initialised as its published implementation is. Otherwise norm scales start as 1,
+        biases as 0, weights of `load_param(..., init=...)` as that says, and everything else as normal numbers with a
+        standard deviation of 0.02; `initialised` changes these rules. `shapes` has the shapes of weights whose stages
+        do not know them.
         """
         wanted = WantedWeights(shapes)
         self.build(wanted)

@@ -117,7 +117,7 @@ class WantedWeights:
         if shape is not None:
             self.shapes.setdefault(key, tuple(shape))
         if key not in self.shapes:
-            hint = f"init(key, shapes={{{key!r}: (rows, columns)}})"
+            hint = f"init(key, shapes={{{key!r}: (rows, columns)}}), or a size for the stage, as linear(key, out=64)"
             raise BindError(f"init: no stage says which shape weight {key!r} has", hint=hint)
         self.asked[key] = self.shapes[key]
 

@@ -307,20 +307,27 @@ class StageList(ABC):
         """Attention of a vision transformer, output projection included."""
         return self.stage(vision.VitSelfAttn(qkv_weight, qkv_bias, out_weight, out_bias, num_heads, head_dim))
 
-    def linear(self, key: str, transpose: bool = True, bias_key: str | None = None) -> Self:
-        return self.stage(parts.Linear(key, transpose, bias_key))
+    def linear(
+        self, key: str, transpose: bool = True, bias_key: str | None = None, *, out: int | None = None
+    ) -> Self:  # fmt: skip
+        """The value times a weight, plus a bias. `out`, the output size, lets `init` make the weight."""
+        return self.stage(parts.Linear(key, transpose, bias_key, out=out))
 
-    def swiglu(self, gate_key: str, up_key: str, down_key: str) -> Self:
-        return self.stage(ffn.SwiGlu(gate_key, up_key, down_key))
+    def swiglu(self, gate_key: str, up_key: str, down_key: str, *, intermediate_size: int | None = None) -> Self:
+        """down(silu(gate(x)) · up(x)). `intermediate_size`, the output size of gate and up, lets `init` make them."""
+        return self.stage(ffn.SwiGlu(gate_key, up_key, down_key, intermediate_size))
 
-    def swiglu_hf_mlp(self, prefix: str) -> Self:
-        return self.stage(ffn.SwiGlu.hf_mlp(prefix))
+    def swiglu_hf_mlp(self, prefix: str, *, intermediate_size: int | None = None) -> Self:
+        """The same by Hugging Face's names, such as `prefix.gate_proj.weight`."""
+        return self.stage(ffn.SwiGlu.hf_mlp(prefix, intermediate_size=intermediate_size))
 
-    def geglu(self, gate_key: str, up_key: str, down_key: str) -> Self:
-        return self.stage(ffn.GeGlu(gate_key, up_key, down_key))
+    def geglu(self, gate_key: str, up_key: str, down_key: str, *, intermediate_size: int | None = None) -> Self:
+        """down(gelu(gate(x)) · up(x)) with the tanh form of GELU."""
+        return self.stage(ffn.GeGlu(gate_key, up_key, down_key, intermediate_size))
 
-    def geglu_hf_mlp(self, prefix: str) -> Self:
-        return self.stage(ffn.GeGlu.hf_mlp(prefix))
+    def geglu_hf_mlp(self, prefix: str, *, intermediate_size: int | None = None) -> Self:
+        """The same by Hugging Face's names, such as `prefix.mlp.gate_proj.weight`."""
+        return self.stage(ffn.GeGlu.hf_mlp(prefix, intermediate_size=intermediate_size))
 
     def vision_swiglu_ffn(self, prefix: str, eps: float) -> Self:
         """NomicVision's feed-forward, with a norm in the middle."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import BindError, FormatError, GraphError, RequestError, ShapeError, nearest
+from rlx.flow.flow import BuiltModel
 from rlx.fork_safe_locks import Lock, Waits
 from rlx.free_memory import writable
 from rlx.ir.graph import Graph, Value
@@ -126,18 +127,25 @@ def step(
 ) -> TrainStep:  # fmt: skip
     """Compile a training step: one call computes the loss and its gradients, and updates the params in place.
 
-    `loss` is a graph or a module whose output is one float; `wrt` names the params to train (None: all that are
-    floats, but for tables that a flow made itself), the others stay as they are set. With `clip`, gradients are scaled
-    so that the norm of all of them together is at most that. `has_aux` and `keep` are those of
+    `loss` is a graph, a module or a built model whose output is one float. A built model brings its weights and its
+    profile along; for the others call `set_params` before the first step. `wrt` names the params to train (None: all
+    floats except the tables that a flow computes itself); the others stay as they are set. `clip` is the largest norm
+    of all gradients together; larger ones are scaled down to it. `has_aux` and `keep` are those of
     `rlx.transforms.value_and_grad`.
     """
+    built = loss if isinstance(loss, BuiltModel) else None
+    if built is not None:
+        loss, profile = built.module, profile or built.profile
     made = step_graph(loss, optimiser, wrt, clip=clip, has_aux=has_aux, keep=keep)
     session = Session(device, threads=threads)
     in_place = not session.device.backend.interprets
     if not in_place:  # it changes nothing in place: what should be in the states comes out beside the loss
         made.graph.set_outputs([*made.graph.outputs, *made.updated])
     compiled = session.compile(made.graph, profile=profile)
-    return TrainStep(made, compiled, optimiser, has_norm=clip is not None, in_place=in_place)
+    train_step = TrainStep(made, compiled, optimiser, has_norm=clip is not None, in_place=in_place)
+    if built is not None:
+        train_step.set_params(built.params)
+    return train_step
 
 
 class TrainStep:

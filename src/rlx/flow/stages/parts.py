@@ -25,15 +25,17 @@ MASK = "attn_mask"  # the name of the mask that `AttnMask` binds
 # -- maps of the value ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Linear(FlowStage):
-    """x times a weight, plus a bias. `transpose` is for a weight that lies `[out, in]`, as in files."""
+    """x times a weight, plus a bias. `transpose` is for a weight stored `[out, in]`, as in files."""
 
     weight_key: str
     transpose: bool = True
     bias_key: str | None = None
+    _: KW_ONLY
+    out: int | None = None  # output size: checks the weight, and lets `ModelFlow.init` make one
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "Linear")
-        return ctx.wrap(linear(ctx, x, self.weight_key, self.bias_key, transpose=self.transpose))
+        return ctx.wrap(linear(ctx, x, self.weight_key, self.bias_key, out=self.out, transpose=self.transpose))
 
 
 @dataclass(frozen=True)
