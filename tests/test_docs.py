@@ -22,6 +22,7 @@ import pytest
 from targets import AVX2, supported
 
 from rlx import errors
+from rlx.cli import stages
 from rlx.cli.main import COMMANDS
 from rlx.cli.ops import markdown
 from rlx.cli.tour import read
@@ -93,6 +94,33 @@ def test_the_page_of_ops_is_what_the_registry_says(update: bool) -> None:
     if update:
         page.write_text(markdown())
     assert page.read_text() == markdown(), "out of date: rlx ops --markdown > docs/ops.md"
+
+
+def test_the_page_of_stages_is_what_their_classes_and_builds_say(update: bool) -> None:
+    page = DOCS / "stages.md"
+    if update:
+        page.write_text(stages.markdown())
+    assert page.read_text() == stages.markdown(), "out of date: rlx stages --markdown > docs/stages.md"
+
+
+@pytest.mark.parametrize("name", [*stages.all_stages(), *stages.LAYERS])
+def test_every_stage_and_layer_has_an_entry_with_a_formula(name: str) -> None:
+    entry = re.search(rf"^### {name}\n`{name}\((.*?)(?=^##|\Z)", (DOCS / "stages.md").read_text(), re.S | re.M)
+    assert entry, f"docs/stages.md has no entry on {name}"
+    assert re.search(r"`[^`]* = [^`]*`", entry[1]), f"the docstring of {name} has no formula"
+    assert "- value: " in entry[1]
+
+
+def test_weights_and_inputs_are_those_of_a_build() -> None:
+    """Against what the published models store, for a few stages."""
+    bert = stages.record(stages.EXAMPLES["BertEncoderLayer"])
+    assert bert.weights["encoder.layer.0.attention.self.query.weight"] == (48, 24) and len(bert.weights) == 16
+    assert list(bert.declared) == ["attention_mask"] and not bert.read and not bert.made
+    step = stages.record(stages.EXAMPLES["BindDecodeInputs"])
+    assert set(step.read) == {"rope_cos", "rope_sin", "past_k_0", "past_v_0", "mask"} and not step.declared
+    assert set(stages.record(stages.EXAMPLES["RopeTables"]).made) == {"rope.cos", "rope.sin"}
+    assert set(stages.record(stages.EXAMPLES["LlamaKvTap"]).side) == {"model.layers.0.k", "model.layers.0.v"}
+    assert set(stages.record(stages.EXAMPLES["DecoderLayer"]).states) == {"keys.0", "values.0"}
 
 
 def test_the_picture_of_the_readme_is_drawn_by_the_tour(update: bool) -> None:

@@ -14,13 +14,13 @@ from rlx.hir.activations import check_known
 
 @dataclass(frozen=True)
 class SwiGlu(FlowStage):
-    """down(silu(gate(x)) · up(x)), or another activation of the gate. `intermediate_size` checks the weights."""
+    """Gated feed-forward: `y = (silu(x @ gateᵀ) · (x @ upᵀ)) @ downᵀ`, or with another activation."""
 
     gate_key: str
     up_key: str
     down_key: str
-    intermediate_size: int | None = None
-    bias: bool = False  # beside each weight
+    intermediate_size: int | None = None  # checks the shapes of the weights
+    bias: bool = False  # each weight has a bias, under the key that ends in `bias`
     activation: str = "silu"
 
     @classmethod
@@ -48,7 +48,7 @@ class SwiGlu(FlowStage):
 
 @dataclass(frozen=True)
 class GeGlu(SwiGlu):
-    """down(gelu(gate(x)) · up(x)) with the tanh form of GELU: Gemma's feed-forward."""
+    """Gemma's feed-forward: `y = (gelu(x @ gateᵀ) · (x @ upᵀ)) @ downᵀ`, with the tanh approximation of GELU."""
 
     activation: str = "gelu_pytorch_tanh"
 
@@ -69,14 +69,14 @@ class GeGlu(SwiGlu):
 
 @dataclass(frozen=True)
 class GeluFfn(FlowStage):
-    """output(gelu(intermediate(x))). `intermediate_size` checks the weights."""
+    """Feed-forward with biases: `y = gelu(x @ intermediate_wᵀ + intermediate_b) @ output_wᵀ + output_b`."""
 
     intermediate_w: str
     intermediate_b: str
     output_w: str
     output_b: str
-    approx_gelu: bool = False
-    intermediate_size: int | None = None
+    approx_gelu: bool = False  # the tanh approximation, whatever `activation` says
+    intermediate_size: int | None = None  # checks the shapes of the weights
     activation: str = "gelu"
 
     @classmethod

@@ -24,10 +24,10 @@ from rlx.types import sym
 
 @dataclass(frozen=True, eq=False)
 class RopeSwitch(FlowStage):
-    """Two pairs of tables: one for sequences of up to `limit` tokens, one for longer ones (longrope).
+    """RoPE tables that switch at a sequence length (LongRoPE); `y = x`.
 
-    `cos` and `sin` are `[limit + positions, half]`: the rows for short sequences, then those for long ones. Without a
-    cache the input `attention_mask` says which tokens count.
+    Position p uses row `p` in sequences of up to `limit` tokens and row `limit + p` in longer ones, so the tables are
+    `[limit + positions, half]`. Without a cache the input `attention_mask` says which tokens count.
     """
 
     cos: Array
@@ -59,14 +59,15 @@ class RopeSwitch(FlowStage):
 
 @dataclass(frozen=True, eq=False)
 class RopeGrowth(FlowStage):
-    """Frequencies for every length beyond `limit` (dynamic NTK): `[lengths, half]`, the first row for all up to it.
+    """RoPE frequencies that depend on the sequence length (dynamic NTK); `y = x`.
 
-    Without a cache the input `attention_mask` says which tokens count.
+    Angles at position p are `p · frequencies[max(0, length - limit)]`, so `frequencies` is `[lengths, half]`. Without a
+    cache the input `attention_mask` says which tokens count.
     """
 
     frequencies: Array
     limit: int
-    scale: float = 1.0  # of cosines and sines
+    scale: float = 1.0  # multiplies cosines and sines
     style: str = "halves"
     name: str = MAIN_ROPE
 
