@@ -44,6 +44,7 @@ PAGES = [
     "architecture.md",
     "adding-a-backend.md",
     "export.md",
+    "from-rlx-rust.md",
 ]
 
 
