@@ -199,8 +199,17 @@ def test_the_readme_names_all_settings_commands_and_pages() -> None:
     assert set(re.findall(r"^\| `(RLX_\w+)` \|", readme, re.M)) <= set(re.findall(r"\bRLX_[A-Z_]+\b", source))
     for command in COMMANDS:
         assert re.search(rf"rlx {command}\b|also .*\b{command}\b", readme), f"rlx {command} is not mentioned"
-    for page in (p for p in DOCS.iterdir() if p.is_file()):
+    for page in (p for p in DOCS.iterdir() if p.is_file() and p.name != "conf.py"):
         assert f"docs/{page.name}" in readme, f"docs/{page.name} is not mentioned"
+
+
+def test_the_index_has_each_page_once_under_what_a_reader_wants_to_do() -> None:
+    index = (DOCS / "index.md").read_text()
+    wanted = ["Run a model", "Assemble a model", "Do research", "Extend the compiler"]
+    assert re.findall(r"^## (.*)$", index, re.M)[:4] == wanted
+    linked = re.findall(r"^- \[[^\]]+\]\(([^)]+)\): .*\.$", index, re.M)
+    pages = [p.name for p in DOCS.iterdir() if p.suffix in (".md", ".py")]
+    assert sorted(linked) == sorted(set(pages) - {"index.md", "conf.py"})
 
 
 def test_the_graph_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
