@@ -150,7 +150,8 @@ ENTRY = re.compile(r"^- \*\*(?P<word>[^*]+)\*\*: (?P<text>.*?)(?=^- |^#|\Z)", re
 MET_BY_NEWCOMERS = {
     "stage", "level", "block", "phase", "variant", "profile", "recipe", "session", "target", "device", "panel",
     "region", "epilogue", "bind program", "derived weight", "launch", "unit", "arena", "kernel", "pass", "node",
-    "graph", "operand", "attribute", "rule", "buffer",
+    "graph", "operand", "attribute", "rule", "buffer", "prefill", "decode", "KV cache", "quantised weight", "RoPE",
+    "snapshot", "integer kernel", "side output", "weight source", "cached prefix", "stride", "alias", "JVP", "VJP",
 }  # fmt: skip
 
 
@@ -167,6 +168,16 @@ def test_words_of_the_glossary_are_words_of_the_code() -> None:
     for word in glossary():
         spellings = {word, word.replace(" ", "_"), word.replace(" ", "-"), f"{word}s"}
         assert any(re.search(rf"\b{re.escape(s.lower())}", source) for s in spellings), f"{word!r} is in no source file"
+
+
+def test_each_concept_has_one_name() -> None:
+    """No word stands twice, and none that the page advises against is a name."""
+    page = (DOCS / "glossary.md").read_text()
+    words = [m["word"].lower() for m in ENTRY.finditer(page)]
+    assert len(words) == len(set(words)) > 100
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", page, re.M)[2:]
+    avoided = {word.strip() for _, row in rows for word in row.split(",")}
+    assert len(rows) > 5 and not avoided & set(words)
 
 
 def test_the_glossary_is_short_and_in_order() -> None:
