@@ -29,7 +29,7 @@ def test_stages_lists_groups_and_shows_one(capsys: pytest.CaptureFixture[str]) -
     assert main(["stages", "RmsNorm"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("RmsNorm\n`RmsNorm(weight_key, eps)`\n") and "√(mean(x²) + eps)" in out
-    assert "- weights: `model.norm.weight` `[hidden]`\n" in out
+    assert "- weights: `model.norm.weight` `[hidden]`\n" in out and "- declared in: rlx/flow/stages/norm.py:" in out
     assert main(["stages", "RmsNrm"]) == 2
     assert "did you mean 'RmsNorm'" in capsys.readouterr().err
 

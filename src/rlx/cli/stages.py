@@ -222,6 +222,7 @@ def markdown() -> str:
 
 
 def _entry(stage: type[FlowStage], heading: str = "") -> str:
+    """What is known of a stage: a section of the page, or text for a terminal if there is no heading."""
     name, comments = stage.__name__, _comments(stage)
     lines = [f"{heading}{name}", f"`{name}{_signature(stage)}`", "", inspect.getdoc(stage) or "", ""]
     base = next((b for b in stage.__mro__[1:] if b.__name__ in EXAMPLES), None)
@@ -230,13 +231,16 @@ def _entry(stage: type[FlowStage], heading: str = "") -> str:
         if f.init and f.name in comments and comments[f.name] != inherited.get(f.name):
             lines.append(f"- `{f.name}`: {comments[f.name]}")
     if base:
-        lines.append(f"- other settings: as in [{base.__name__}](#{base.__name__.lower()})")
+        shown = f"[{base.__name__}](#{base.__name__.lower()})" if heading else base.__name__
+        lines.append(f"- other settings: as in {shown}")
     lines += [f"- also `{call}`: {doc}" for call, doc in _constructors(stage)]
     lines += _facts(_record(name), EXAMPLES[name])
     methods = [f"`{method}`" for method, appended in flow_methods().items() if appended == (name,)]
     if methods:
         lines.append(f"- methods of a flow: {', '.join(methods)}")
-    lines.append(f"- declared in: [{stage.__module__}](../src/{stage.__module__.replace('.', '/')}.py)")
+    file = f"{stage.__module__.replace('.', '/')}.py"
+    place = f"[{stage.__module__}](../src/{file})" if heading else f"{file}:{inspect.getsourcelines(stage)[1]}"
+    lines.append(f"- declared in: {place}")
     return "\n".join(lines) + "\n"
 
 
