@@ -1,8 +1,8 @@
-"""Attention of decoders: queries, keys and values of one input, rotary positions, grouped heads, and earlier keys.
+"""Self-attention of decoders, with RoPE, grouped heads and a KV cache.
 
-Keys and values of earlier tokens are in a cache of the runtime (`FlowState.cache`), in inputs that the caller keeps
-(`FlowState.decode`), or nowhere: then the tokens given are all there are. One record serves all three, so prefill and
-decode are the same code.
+Keys and values of earlier tokens are in the runtime's KV cache (`FlowState.cache`), in inputs that the caller passes
+(`FlowState.decode`), or nowhere, if the sequence starts here. One class handles all three, so prefill and decode are
+the same code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stages of the author's own: a function with `Emit`, or a class that is known by a name."""
+"""Stages of your own: a function that gets an `Emit`, or a class registered by name."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Decoder layers: pre-norm attention with rotary positions and grouped heads, then a gated feed-forward.
+"""Decoder layers: pre-norm attention with RoPE and grouped heads, then a gated feed-forward.
 
-All named stages are constructors of one layer. With a runtime-owned cache in the flow's state the layer appends to it
-and attends over it, so prefill and decode are the same graph; the `*DecodeLayer`s also take a past that the caller
-keeps.
+All stages here are constructors of one layer. If the flow has a KV cache, the layer appends to it and attends over it,
+so prefill and decode are the same graph; `*DecodeLayer` stages also take a past that the caller passes as inputs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stages at the two ends of a model: token tables, position and type tables, picking tokens, the head."""
+"""The two ends of a model: embeddings and RoPE tables, token selection and the language model head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoder layers: BERT's and NomicBERT's, with a padding mask and norms after the residuals."""
+"""Post-norm encoder layers with a padding mask: BERT and NomicBERT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Feed-forward stages."""
+"""Feed-forward stages: SwiGLU, GeGLU and GELU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SwiGlu(FlowStage):
     def hf_mlp(
         cls, prefix: str, *, intermediate_size: int | None = None, bias: bool = False, activation: str = "silu"
     ) -> SwiGlu:
-        """The names under which Hugging Face keeps the Llama feed-forward at `prefix`, such as `model.layers.0.mlp`."""
+        """Uses Hugging Face's weight names of a Llama feed-forward; `prefix` is such as `model.layers.0.mlp`."""
         before, _, last = prefix.rpartition(".")
         if last.isdecimal() and not before.endswith("experts"):  # an expert is a feed-forward with a number
             raise GraphError(
@@ -57,7 +57,7 @@ class GeGlu(SwiGlu):
         cls, prefix: str, *, intermediate_size: int | None = None, bias: bool = False,
         activation: str = "gelu_pytorch_tanh",
     ) -> GeGlu:  # fmt: skip
-        """The names under which Hugging Face keeps the feed-forward of the layer at `prefix`, as `model.layers.0`."""
+        """Uses Hugging Face's weight names of a Gemma feed-forward; `prefix` is the layer, such as `model.layers.0`."""
         if prefix.endswith(".mlp") or prefix == "mlp":
             layer = prefix.removesuffix("mlp").removesuffix(".")
             raise GraphError(
@@ -81,14 +81,14 @@ class GeluFfn(FlowStage):
 
     @classmethod
     def hf_bert(cls, prefix: str, *, intermediate_size: int | None = None, activation: str = "gelu") -> GeluFfn:
-        """The names under which Hugging Face keeps a BERT feed-forward."""
+        """Uses Hugging Face's weight names of a BERT feed-forward; `prefix` is the layer, such as `encoder.layer.0`."""
         inner, outer = f"{prefix}.intermediate.dense", f"{prefix}.output.dense"
         keys = (f"{inner}.weight", f"{inner}.bias", f"{outer}.weight", f"{outer}.bias")
         return cls(*keys, intermediate_size=intermediate_size, activation=activation)
 
     @classmethod
     def dinov2(cls, prefix: str, *, intermediate_size: int | None = None, activation: str = "gelu") -> GeluFfn:
-        """The names of a vision transformer's feed-forward. DINOv2's GELU is the exact one, as in BERT."""
+        """Uses the weight names of DINOv2; `prefix` is the layer, such as `blocks.0`. Its GELU is exact, as in BERT."""
         inner, outer = f"{prefix}.mlp.fc1", f"{prefix}.mlp.fc2"
         keys = (f"{inner}.weight", f"{inner}.bias", f"{outer}.weight", f"{outer}.bias")
         return cls(*keys, intermediate_size=intermediate_size, activation=activation)

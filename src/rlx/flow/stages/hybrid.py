@@ -1,4 +1,4 @@
-"""Layers of hybrids: most keep a matrix by the gated delta rule, some attend, with a gate (Qwen3-Next, Qwen3.5)."""
+"""Layers of hybrid models (Qwen3-Next, Qwen3.5): gated delta nets, and gated attention in every few layers."""
 
 from __future__ import annotations
 

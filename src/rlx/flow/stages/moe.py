@@ -1,4 +1,4 @@
-"""Mixtures of experts: each token goes through the few feed-forwards that a router picks for it."""
+"""Mixtures of experts: a router picks a few feed-forwards per token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normalisation stages."""
+"""Normalisation over the last axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small parts that models share: linear maps, scales, caps, pooling, masks and the inputs of a decode step."""
+"""Small stages that many models use: linear maps, scaling, pooling, masks and the inputs of a decode step."""
 
 from __future__ import annotations
 

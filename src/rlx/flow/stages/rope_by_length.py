@@ -1,8 +1,7 @@
-"""RoPE that depends on how long a sequence is: frequencies are chosen when the graph runs, for each row of a batch.
+"""RoPE whose frequencies depend on the sequence length, chosen at run time per sequence.
 
-The length is that of the whole sequence once all tokens of a call, or of the prompt that a call is a part of, are in
-it: with a cache of the runtime it is the input `lengths`; without one it ends at the last position of a token that is
-no padding.
+The length includes all tokens of the call, and of the prompt if the call is a chunk of one. With a KV cache it is the
+input `lengths`; without one it is counted up to the last token that is not padding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Streams: values that flow beside the main one, such as an image and a text that go through a model side by side."""
+"""Streams: named values that flow through a model along with the main one, such as an image and a text."""
 
 from __future__ import annotations
 

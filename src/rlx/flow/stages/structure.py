@@ -1,4 +1,4 @@
-"""Stages that arrange other stages, and the way every stage is emitted and edited."""
+"""Stages that contain other stages, residual connections, and how stages are emitted and edited."""
 
 from __future__ import annotations
 

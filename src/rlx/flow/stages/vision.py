@@ -1,4 +1,4 @@
-"""Stages of vision transformers: attention over patches, and NomicVision's feed-forward."""
+"""Stages of vision transformers: attention over patches, and the feed-forward of NomicVision."""
 
 from __future__ import annotations
 
