@@ -11,7 +11,7 @@ from rlx.flow import Emit, ModelFlow, SideOutputs, stages
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.state import FlowValue, GdnInputSlots
 from rlx.ops.attention import MaskKind
-from rlx.runtime.kv_cache import KvCacheSpec
+from rlx.runtime.kv_spec import KvCacheSpec
 
 # Sizes differ from each other, so that a size in a shape tells its name.
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, POSITIONS, EXPERTS, SHARED = 24, 6, 2, 8, 40, 100, 66, 7, 44
