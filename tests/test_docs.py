@@ -22,6 +22,7 @@ import pytest
 from targets import AVX2, supported
 
 from rlx import errors
+from rlx.cli import stages
 from rlx.cli.main import COMMANDS
 from rlx.cli.ops import markdown
 from rlx.cli.tour import read
@@ -43,6 +44,7 @@ PAGES = [
     "architecture.md",
     "adding-a-backend.md",
     "export.md",
+    "from-rlx-rust.md",
 ]
 
 
@@ -96,6 +98,33 @@ def test_the_page_of_ops_is_what_the_registry_says(update: bool) -> None:
     assert page.read_text() == markdown(), "out of date: rlx ops --markdown > docs/ops.md"
 
 
+def test_the_page_of_stages_is_what_their_classes_and_builds_say(update: bool) -> None:
+    page = DOCS / "stages.md"
+    if update:
+        page.write_text(stages.markdown())
+    assert page.read_text() == stages.markdown(), "out of date: rlx stages --markdown > docs/stages.md"
+
+
+@pytest.mark.parametrize("name", [*stages.all_stages(), *stages.LAYERS])
+def test_every_stage_and_layer_has_an_entry_with_a_formula(name: str) -> None:
+    entry = re.search(rf"^### {name}\n`{name}\((.*?)(?=^##|\Z)", (DOCS / "stages.md").read_text(), re.S | re.M)
+    assert entry, f"docs/stages.md has no entry on {name}"
+    assert re.search(r"`[^`]* = [^`]*`", entry[1]), f"the docstring of {name} has no formula"
+    assert "- value: " in entry[1]
+
+
+def test_weights_and_inputs_are_those_of_a_build() -> None:
+    """Against what the published models store, for a few stages."""
+    bert = stages.record(stages.EXAMPLES["BertEncoderLayer"])
+    assert bert.weights["encoder.layer.0.attention.self.query.weight"] == (48, 24) and len(bert.weights) == 16
+    assert list(bert.declared) == ["attention_mask"] and not bert.read and not bert.made
+    step = stages.record(stages.EXAMPLES["BindDecodeInputs"])
+    assert set(step.read) == {"rope_cos", "rope_sin", "past_k_0", "past_v_0", "mask"} and not step.declared
+    assert set(stages.record(stages.EXAMPLES["RopeTables"]).made) == {"rope.cos", "rope.sin"}
+    assert set(stages.record(stages.EXAMPLES["LlamaKvTap"]).side) == {"model.layers.0.k", "model.layers.0.v"}
+    assert set(stages.record(stages.EXAMPLES["DecoderLayer"]).states) == {"keys.0", "values.0"}
+
+
 def test_the_picture_of_the_readme_is_drawn_by_the_tour(update: bool) -> None:
     expression = "softmax(gelu(x @ w1 + b1) @ w2)"
     drawn = picture(lineage(read(expression), AVX2), AVX2, expression)
@@ -122,7 +151,8 @@ ENTRY = re.compile(r"^- \*\*(?P<word>[^*]+)\*\*: (?P<text>.*?)(?=^- |^#|\Z)", re
 MET_BY_NEWCOMERS = {
     "stage", "level", "block", "phase", "variant", "profile", "recipe", "session", "target", "device", "panel",
     "region", "epilogue", "bind program", "derived weight", "launch", "unit", "arena", "kernel", "pass", "node",
-    "graph", "operand", "attribute", "rule", "buffer",
+    "graph", "operand", "attribute", "rule", "buffer", "prefill", "decode", "KV cache", "quantised weight", "RoPE",
+    "snapshot", "integer kernel", "side output", "weight source", "cached prefix", "stride", "alias", "JVP", "VJP",
 }  # fmt: skip
 
 
@@ -139,6 +169,16 @@ def test_words_of_the_glossary_are_words_of_the_code() -> None:
     for word in glossary():
         spellings = {word, word.replace(" ", "_"), word.replace(" ", "-"), f"{word}s"}
         assert any(re.search(rf"\b{re.escape(s.lower())}", source) for s in spellings), f"{word!r} is in no source file"
+
+
+def test_each_concept_has_one_name() -> None:
+    """No word stands twice, and none that the page advises against is a name."""
+    page = (DOCS / "glossary.md").read_text()
+    words = [m["word"].lower() for m in ENTRY.finditer(page)]
+    assert len(words) == len(set(words)) > 100
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", page, re.M)[2:]
+    avoided = {word.strip() for _, row in rows for word in row.split(",")}
+    assert len(rows) > 5 and not avoided & set(words)
 
 
 def test_the_glossary_is_short_and_in_order() -> None:
@@ -171,12 +211,21 @@ def test_all_settings_commands_and_pages_are_named() -> None:
     assert set(re.findall(r"^\| `(RLX_\w+)` \|", using, re.M)) <= set(re.findall(r"\bRLX_[A-Z_]+\b", source))
     for command in COMMANDS:
         assert re.search(rf"rlx {command}\b|also .*\b{command}\b", using), f"rlx {command} is not mentioned"
-    for page in (p for p in DOCS.iterdir() if p.is_file()):
+    for page in (p for p in DOCS.iterdir() if p.is_file() and p.name != "conf.py"):
         assert f"docs/{page.name}" in readme, f"docs/{page.name} is not mentioned"
 
 
 def test_the_readme_fits_two_screens() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 100
+
+
+def test_the_index_has_each_page_once_under_what_a_reader_wants_to_do() -> None:
+    index = (DOCS / "index.md").read_text()
+    wanted = ["Run a model", "Assemble a model", "Do research", "Extend the compiler"]
+    assert re.findall(r"^## (.*)$", index, re.M)[:4] == wanted
+    linked = re.findall(r"^- \[[^\]]+\]\(([^)]+)\): .*\.$", index, re.M)
+    pages = [p.name for p in DOCS.iterdir() if p.suffix in (".md", ".py")]
+    assert sorted(linked) == sorted(set(pages) - {"index.md", "conf.py"})
 
 
 def test_the_graph_by_hand_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,10 +107,23 @@ def context(**weights: Array) -> FlowCtx:
     return FlowCtx(GraphModule.hir("m"), {}, MapWeights(weights), CompileProfile(), FlowState())
 
 
+# Classes, and the fields and methods that stages use.
+CONTEXT = {
+    "FlowStage": "", "FlowValue": "", "GdnInputSlots": "",
+    "FlowState": "rope_cos rope_sin zero_beta embed_weight hidden_shape decode residual_skip residual_shape streams "
+    "inputs named gdn loaded_params",
+    "DecodeBindings": "", "FlowCtx": "hir node_shape load_param synth_param synth_zeros input wrap",
+}  # fmt: skip
+AROUND_STAGES = (
+    "ModelFlow", "CompileProfile", "Emit", "WeightSource", "MapWeights", "BuiltModel", "ModelRecipe", "SideOutputs",
+    "LayerStack",
+)  # fmt: skip
+
+
 def test_names_of_the_flow_context() -> None:
-    for name in ("FlowStage", "FlowValue", "GdnInputSlots", "FlowState", "DecodeBindings", "FlowCtx"):
+    for name in CONTEXT:
         assert getattr(rlx, name) is getattr(rlx.flow, name)
-    for name in ("ModelFlow", "CompileProfile", "Emit", "WeightSource", "MapWeights", "BuiltModel", "ModelRecipe"):
+    for name in AROUND_STAGES:
         assert hasattr(rlx, name)
     assert rlx.SideOutputs is rlx.flow.SideOutputs and rlx.LayerStack is rlx.flow.LayerStack
     assert rlx.flow.stages is stages
@@ -399,28 +412,31 @@ def test_a_flow_has_a_method_for_each_stage(name: str) -> None:
 
 
 # == C. GraphModule ==================================================================================================
+MODULE = {
+    "define": "name, build", "hir": "name", "mir": "name", "from_hir": "graph", "from_graph": "graph",
+    "from_mir": "graph", "from_lir": "lir", "block": "name, build", "named": "name, build",
+    "with_fusion_policy": "policy", "set_outputs": "outputs", "set_hir_outputs": "outputs", "finish_hir": "output",
+    "input": "name, shape, dtype='f32'", "param": "name, shape, dtype='f32'",
+    "linear": "x, w, bias=None, *, activation=None", "linear_fused": "x, w, bias, *, activation=None",
+    "shared_linear_pair": "x, w_first, w_second", "swiglu_ffn": "x, up_w, gate_w, down_w",
+    "residual_rms_norm": "x, residual, gamma, beta=None, *, eps",
+    "attention": "q, k, v, mask=None, *, num_heads, head_dim, mask_kind",
+    "depthwise_conv1d_causal": "x, weight, left_pad, *, kernel_size",
+    "dequant_matmul": "x, w, scale=None, zp=None, *, scheme",
+    "gated_delta_net": "q, k, v, g, beta, *, state_size",
+    "gated_delta_net_carry": "q, k, v, g, beta, state, *, state_size",
+    "rope": "x, cos, sin, *, head_dim, n_rot=None", "rms_norm": "x, gamma=None, beta=None, *, eps",
+    "hir_mir": "op, inputs", "lower": "", "into_mir": "", "into_graph": "", "into_hir": "", "into_lir": "",
+    "as_hir": "", "as_lir": "", "as_mir": "", "as_graph": "", "inspect": "",
+}  # fmt: skip
+
+
 def test_names_of_the_module() -> None:
     assert [s.name for s in GraphStage] == ["HIR", "MIR", "LIR"] and {p.name for p in FusionPolicy} == {
         "DIRECT",
         "FUSABLE",
     }
-    for name, wanted in {
-        "define": "name, build", "hir": "name", "mir": "name", "from_hir": "graph", "from_graph": "graph",
-        "from_mir": "graph", "from_lir": "lir", "block": "name, build", "named": "name, build",
-        "with_fusion_policy": "policy", "set_outputs": "outputs", "set_hir_outputs": "outputs", "finish_hir": "output",
-        "input": "name, shape, dtype='f32'", "param": "name, shape, dtype='f32'",
-        "linear": "x, w, bias=None, *, activation=None", "linear_fused": "x, w, bias, *, activation=None",
-        "shared_linear_pair": "x, w_first, w_second", "swiglu_ffn": "x, up_w, gate_w, down_w",
-        "residual_rms_norm": "x, residual, gamma, beta=None, *, eps",
-        "attention": "q, k, v, mask=None, *, num_heads, head_dim, mask_kind",
-        "depthwise_conv1d_causal": "x, weight, left_pad, *, kernel_size",
-        "dequant_matmul": "x, w, scale=None, zp=None, *, scheme",
-        "gated_delta_net": "q, k, v, g, beta, *, state_size",
-        "gated_delta_net_carry": "q, k, v, g, beta, state, *, state_size",
-        "rope": "x, cos, sin, *, head_dim, n_rot=None", "rms_norm": "x, gamma=None, beta=None, *, eps",
-        "hir_mir": "op, inputs", "lower": "", "into_mir": "", "into_graph": "", "into_hir": "", "into_lir": "",
-        "as_hir": "", "as_lir": "", "as_mir": "", "as_graph": "", "inspect": "",
-    }.items():  # fmt: skip
+    for name, wanted in MODULE.items():
         takes(getattr(GraphModule, name), wanted)
     takes(Graph.define, "name, build")
     takes(Graph.hir, "name")
@@ -760,17 +776,20 @@ def test_graph_hir_entry_matches_define() -> None:
 
 
 # == D. execution variants ===========================================================================================
+VARIANT = {
+    "prefill": "batch, seq", "decode": "batch, past_seq, new_tokens", "encoder": "batch, seq",
+    "with_extra": "symbol, size", "cache_key": "", "dim_binding": "",
+}  # fmt: skip
+BINDING = {"batch_seq": "batch, seq", "batch_past_seq": "batch, past", "get": "symbol", "set": "symbol, size"}
+
+
 def test_names_of_variants() -> None:
     assert [p.name for p in ModelPhase] == ["PREFILL", "DECODE", "ENCODER", "INFERENCE"]
     takes(ModelVariant, "batch, seq, past_seq, phase, extra")
-    takes(ModelVariant.prefill, "batch, seq")
-    takes(ModelVariant.decode, "batch, past_seq, new_tokens")
-    takes(ModelVariant.encoder, "batch, seq")
-    takes(ModelVariant.with_extra, "symbol, size")
-    takes(DimBinding.batch_seq, "batch, seq")
-    takes(DimBinding.batch_past_seq, "batch, past")
-    takes(DimBinding.get, "symbol")
-    takes(DimBinding.set, "symbol, size")
+    for name, wanted in VARIANT.items():
+        takes(getattr(ModelVariant, name), wanted)
+    for name, wanted in BINDING.items():
+        takes(getattr(DimBinding, name), wanted)
 
 
 def test_prefill_binding_sets_batch_seq() -> None:
@@ -834,25 +853,33 @@ def test_a_variant_specialises_a_graph(device: str) -> None:
 
 
 # == E. sequence, scan and custom-function builders ==================================================================
+_BACKWARD = "init, trajectory, upstream, xs, body_vjp, length"
+_POINTS = "num_checkpoints, forward_body=None"
+SEQUENCE_OPS = {
+    "selective_scan": "x, delta, a, b, c, *, state_size",
+    "gated_delta_net": "q, k, v, g, beta, *, state_size",
+    "gated_delta_net_carry": "q, k, v, g, beta, state, *, state_size",
+}
+GRAPH_BUILDERS = {
+    "scan": "init, body, length", "scan_trajectory": "init, body, length",
+    "scan_with_xs": "init, xs, body, length", "scan_with_bcasts_and_xs": "init, bcasts, xs, body, length",
+    "scan_checkpointed": "init, body, length, num_checkpoints",
+    "scan_backward": f"{_BACKWARD}, *, save_trajectory",
+    "scan_backward_xs": f"{_BACKWARD}, xs_idx, *, save_trajectory",
+    "scan_backward_with_checkpoints": f"{_BACKWARD}, {_POINTS}, *, save_trajectory",
+    "scan_backward_xs_with_checkpoints": f"{_BACKWARD}, xs_idx, {_POINTS}, *, save_trajectory",
+    "custom_fn": "inputs, fwd_body, vjp_body=None, jvp_body=None",
+    "custom_fn_multi": "inputs, fwd_body, vjp_body=None, jvp_body=None",
+}  # fmt: skip
+HANDLE = ("source", "n_outputs", "output", "sub_shapes", "offsets")
+
+
 def test_names_of_the_builders() -> None:
-    op_takes("selective_scan", "x, delta, a, b, c, *, state_size")
-    op_takes("gated_delta_net", "q, k, v, g, beta, *, state_size")
-    op_takes("gated_delta_net_carry", "q, k, v, g, beta, state, *, state_size")
-    backward = "init, trajectory, upstream, xs, body_vjp, length"
-    points = "num_checkpoints, forward_body=None"
-    for name, wanted in {
-        "scan": "init, body, length", "scan_trajectory": "init, body, length",
-        "scan_with_xs": "init, xs, body, length", "scan_with_bcasts_and_xs": "init, bcasts, xs, body, length",
-        "scan_checkpointed": "init, body, length, num_checkpoints",
-        "scan_backward": f"{backward}, *, save_trajectory",
-        "scan_backward_xs": f"{backward}, xs_idx, *, save_trajectory",
-        "scan_backward_with_checkpoints": f"{backward}, {points}, *, save_trajectory",
-        "scan_backward_xs_with_checkpoints": f"{backward}, xs_idx, {points}, *, save_trajectory",
-        "custom_fn": "inputs, fwd_body, vjp_body=None, jvp_body=None",
-        "custom_fn_multi": "inputs, fwd_body, vjp_body=None, jvp_body=None",
-    }.items():  # fmt: skip
+    for name, wanted in SEQUENCE_OPS.items():
+        op_takes(name, wanted)
+    for name, wanted in GRAPH_BUILDERS.items():
         takes(getattr(Graph, name), wanted)
-    for name in ("source", "n_outputs", "output", "sub_shapes", "offsets"):
+    for name in HANDLE:
         assert name in {f.name for f in dataclasses.fields(MultiOutputHandle)} or hasattr(MultiOutputHandle, name)
     assert isinstance(MultiOutputHandle.n_outputs, property)
 

@@ -23,6 +23,17 @@ def test_ops_lists_groups_and_shows_every_cell_of_one(capsys: pytest.CaptureFixt
     assert "did you mean 'matmul'" in capsys.readouterr().err
 
 
+def test_stages_lists_groups_and_shows_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stages"]) == 0
+    assert "norm: RmsNorm, GemmaRmsNorm, LayerNorm\n" in capsys.readouterr().out
+    assert main(["stages", "RmsNorm"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("RmsNorm\n`RmsNorm(weight_key, eps)`\n") and "√(mean(x²) + eps)" in out
+    assert "- weights: `model.norm.weight` `[hidden]`\n" in out and "- declared in: rlx/flow/stages/norm.py:" in out
+    assert main(["stages", "RmsNrm"]) == 2
+    assert "did you mean 'RmsNorm'" in capsys.readouterr().err
+
+
 def test_env_and_cache_say_where_things_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env"]) == 0
     out = capsys.readouterr().out

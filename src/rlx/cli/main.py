@@ -17,8 +17,8 @@ from rlx.cli.console import BAD_FILE, FAILED, INTERRUPTED, NO_MEMORY, NOT_FOUND,
 from rlx.errors import FormatError, NotFoundError, ParseError, RlxError
 
 COMMANDS = (
-    "run", "embed", "pull", "models", "show", "rm", "export", "inspect", "tour", "ops", "verify", "bench", "demo",
-    "env", "cache",
+    "run", "embed", "pull", "models", "show", "rm", "export", "inspect", "tour", "ops", "stages", "verify", "bench",
+    "demo", "env", "cache",
 )  # fmt: skip
 ALIASES = {"list": "models", "ls": "models"}
 CODES: dict[type[BaseException], int] = {

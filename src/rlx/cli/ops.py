@@ -230,8 +230,7 @@ def markdown() -> str:
             "\n".join(f"- [{group}](#{group}py): {_links(inside)}" for group, inside in members.items()) + "\n"
         )
         for group, inside in members.items():
-            if len(members) > 1:
-                parts.append(f"### {group}.py\n{_about(inside[0])}\n")
+            parts.append(f"### {group}.py\n{_about(inside[0])}\n")
             parts += [_entry(op) for op in inside]
     return "\n".join(parts)
 

@@ -107,7 +107,10 @@ class StageList(ABC):
     def llama_prefill_layer_composed(
         self, i: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, mask: str = MaskKind.CAUSAL
     ) -> Self:
-        """The same out of small stages, each of which can be edited."""
+        """Layer i of a Llama as small stages, which can be edited one by one.
+
+        `h = x + attention(rms_norm(x)) @ o_projᵀ`, `y = h + swiglu(rms_norm(h))`.
+        """
         at = f"model.layers.{i}"
         q, k, v = (f"{at}.self_attn.{name}_proj.weight" for name in "qkv")
         return self.layer(
@@ -180,7 +183,10 @@ class StageList(ABC):
         return self.stage(encoder.BertEncoderLayer(prefix, hidden, heads, hidden // heads, eps))
 
     def repeat_bert_layers(self, count: int, prefix: str, hidden: int, heads: int, eps: float) -> Self:
-        """BERT layers whose weights are under `prefix.0` and so on."""
+        """BERT layers, with weights under `prefix.0` and so on.
+
+        `h = norm(x + attention(x))`, `y = norm(h + gelu_ffn(h))`.
+        """
 
         def layer(i: int) -> FlowStage:
             return encoder.BertEncoderLayer(f"{prefix}.{i}", hidden, heads, hidden // heads, eps)
@@ -188,7 +194,10 @@ class StageList(ABC):
         return self.repeat_layers(count, layer)
 
     def repeat_nomic_layers(self, count: int, prefix: str, hidden: int, heads: int, eps: float) -> Self:
-        """NomicBERT layers whose weights are under `prefix.0` and so on; they need RoPE tables."""
+        """NomicBERT layers, with weights under `prefix.0` and so on. They need RoPE tables.
+
+        `h = norm(x + attention(x))`, `y = norm(h + swiglu(h))`.
+        """
 
         def layer(i: int) -> FlowStage:
             return encoder.NomicEncoderLayer(f"{prefix}.{i}", hidden, heads, hidden // heads, eps)
@@ -196,7 +205,10 @@ class StageList(ABC):
         return self.repeat_layers(count, layer)
 
     def repeat_dinov2_layers(self, count: int, prefix: str, heads: int, head_dim: int, eps: float) -> Self:
-        """DINOv2 layers under the names of its authors: `prefix.0.attn.qkv`, `prefix.0.ls1.gamma` and so on."""
+        """DINOv2 layers with the weight names of its authors: `prefix.0.attn.qkv`, `prefix.0.ls1.gamma` and so on.
+
+        `h = x + ls1 · attention(norm(x))`, `y = h + ls2 · gelu_ffn(norm(h))`.
+        """
 
         def layer(i: int) -> FlowStage:
             at = f"{prefix}.{i}"
@@ -207,7 +219,10 @@ class StageList(ABC):
         return self.repeat_layers(count, layer)
 
     def repeat_vision_layers(self, count: int, prefix: str, heads: int, head_dim: int, eps: float) -> Self:
-        """NomicVision layers: `prefix.0.attn.Wqkv`, `prefix.0.mlp.fc11` and so on."""
+        """NomicVision layers, with weights such as `prefix.0.attn.Wqkv` and `prefix.0.mlp.fc11`.
+
+        `h = x + attention(norm(x))`, `y = h + vision_swiglu_ffn(norm(h))`.
+        """
 
         def layer(i: int) -> FlowStage:
             at = f"{prefix}.{i}"

@@ -1,8 +1,8 @@
-"""Attention of decoders: queries, keys and values of one input, rotary positions, grouped heads, and earlier keys.
+"""Self-attention of decoders, with RoPE, grouped heads and a KV cache.
 
-Keys and values of earlier tokens are in a cache of the runtime (`FlowState.cache`), in inputs that the caller keeps
-(`FlowState.decode`), or nowhere: then the tokens given are all there are. One record serves all three, so prefill and
-decode are the same code.
+Keys and values of earlier tokens are in the runtime's KV cache (`FlowState.cache`), in inputs that the caller passes
+(`FlowState.decode`), or nowhere, if the sequence starts here. One class handles all three, so prefill and decode are
+the same code.
 """
 
 from __future__ import annotations
@@ -251,9 +251,11 @@ def _seen_and_kept(q: Value, k: Value, kind: str, kept: Value) -> Value:
 # -- stages ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class SelfAttnPrefill(FlowStage):
-    """Attention over the value by three weights, with rotary positions and without the output projection.
+    """Self-attention without the output projection: `[batch, seq, hidden]` to `[batch, seq, heads · head_dim]`.
 
-    Where the flow has a cache it attends over that, so decode steps take it too.
+    q, k and v are `x @ weightᵀ`; RoPE rotates q and k; then per head `y = softmax(scale · q @ kᵀ + mask) @ v`, where
+    scale is `1/√head_dim` unless given. A softcap c turns scores into `c · tanh(scores / c)`. Each key head serves
+    `num_heads / num_kv_heads` query heads. In a flow with a KV cache, attends over the cache: prefill and decode alike.
     """
 
     q_key: str
@@ -266,8 +268,8 @@ class SelfAttnPrefill(FlowStage):
     score_scale: float | None = None
     attn_logit_softcap: float | None = None
     _: KW_ONLY
-    rope: str | None = MAIN_ROPE  # the name of its tables; None: heads do not turn
-    layer_idx: int | None = None  # needed where the flow has a cache
+    rope: str | None = MAIN_ROPE  # name of the RoPE tables; None for no RoPE
+    layer_idx: int | None = None  # its layer in the KV cache; required if the flow has one
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need_sequence(value, "SelfAttnPrefill")
@@ -284,9 +286,10 @@ class SelfAttnPrefill(FlowStage):
 
 @dataclass(frozen=True)
 class LlamaKvTap(FlowStage):
-    """Keys, after RoPE, and values of a layer as side outputs `[batch, seq, kv_heads · head_dim]`. The value passes.
+    """Exports a layer's keys, after RoPE, and values as side outputs `[batch, seq, kv_heads · head_dim]`; `y = x`.
 
-    Keys are normed, and keys and values have biases, where the weights have those of this layer.
+    `k = rope(rms_norm(x) @ k_projᵀ)` and `v = rms_norm(x) @ v_projᵀ`. Biases and the norm of keys are applied if the
+    weights of the layer include them.
     """
 
     layer_prefix: str
@@ -305,13 +308,16 @@ class LlamaKvTap(FlowStage):
 
 @dataclass(frozen=True)
 class GemmaKvTap(FlowStage):
-    """The same of a Gemma layer, whose value is normed already. Local layers of Gemma 3 have `rope="rope.local"`."""
+    """Exports keys and values of a Gemma layer, from a value that is normed already; `y = x`.
+
+    `k = rope(x @ k_projᵀ)` and `v = x @ v_projᵀ`. The local layers of Gemma 3 use `rope="rope.local"`.
+    """
 
     layer_prefix: str
     head_dim: int
     outputs: SideOutputs
     eps: float = 1e-6
-    unit_offset: bool = True  # as in Hugging Face's files; GGUF's have the 1 in the weight
+    unit_offset: bool = True  # norms multiply by 1 + weight, as in Hugging Face files; GGUF files include the 1
     _: KW_ONLY
     rope: str | None = MAIN_ROPE
 

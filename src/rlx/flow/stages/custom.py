@@ -1,4 +1,4 @@
-"""Stages of the author's own: a function with `Emit`, or a class that is known by a name."""
+"""Stages of your own: a function that gets an `Emit`, or a class registered by name."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Stage = TypeVar("Stage", bound=type[FlowStage])
 
 @dataclass(frozen=True)
 class Custom(FlowStage):
-    """A part of the graph by a function `f(emit, value) -> value`; it may give nothing and leave the value as it is."""
+    """A subgraph of your own: `y = f(emit, x)`. If f returns None, the value is unchanged."""
 
     f: Author
-    name: str | None = None  # its result is known by it, unless the function names another value so
+    name: str | None = None  # the name of its result, unless the function gives that name to another value
 
     def __post_init__(self) -> None:
         if not callable(self.f):

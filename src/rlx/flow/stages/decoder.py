@@ -1,8 +1,7 @@
-"""Decoder layers: pre-norm attention with rotary positions and grouped heads, then a gated feed-forward.
+"""Decoder layers: pre-norm attention with RoPE and grouped heads, then a gated feed-forward.
 
-All named stages are constructors of one layer. With a runtime-owned cache in the flow's state the layer appends to it
-and attends over it, so prefill and decode are the same graph; the `*DecodeLayer`s also take a past that the caller
-keeps.
+All stages here are constructors of one layer. If the flow has a KV cache, the layer appends to it and attends over it,
+so prefill and decode are the same graph; `*DecodeLayer` stages also take a past that the caller passes as inputs.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from rlx.types import Size
 
 
 class PreNormLayer(FlowStage):
-    """x + attention(norm x), then + feed-forward(norm ·). Subclasses have these fields, and say how they attend.
+    """Pre-norm layer: `h = x + attention(norm(x))`, `y = h + ffn(norm(h))`. Subclasses define the attention.
 
-    With `post_norms` what is added is normed too (Gemma 2).
+    With `post_norms` (Gemma 2 and 3), the outputs of attention and feed-forward are normed before they are added.
     """
 
     layer_prefix: str
@@ -73,7 +72,10 @@ class PreNormLayer(FlowStage):
 
 @dataclass(frozen=True)
 class DecoderLayer(PreNormLayer):
-    """A layer that attends to the tokens given, and to those in the runtime's cache where the flow has one."""
+    """Decoder layer: `h = x + attention(norm(x)) @ o_projᵀ`, `y = h + ffn(norm(h))`.
+
+    attention is that of `SelfAttnPrefill`, norm is RMSNorm and ffn is SwiGLU, unless the fields say otherwise.
+    """
 
     layer_prefix: str
     num_heads: int
@@ -81,21 +83,21 @@ class DecoderLayer(PreNormLayer):
     head_dim: int
     eps: float
     _: KW_ONLY
-    layer_idx: int | None = None  # which layer of the cache is its own; needed where the flow has one
+    layer_idx: int | None = None  # its layer in the KV cache; required if the flow has one
     mask: str = MaskKind.CAUSAL
     score_scale: float | None = None  # 1/√head_dim unless given
     attn_logit_softcap: float | None = None
     attention_bias: bool = False  # on q, k and v
-    qk_norm: bool = False  # each head of queries and keys is normed before it turns
+    qk_norm: bool = False  # per-head norm of queries and keys, before RoPE
     output_bias: bool = False
     mlp_bias: bool = False
-    intermediate_size: int | None = None  # checks the weights of the feed-forward
+    intermediate_size: int | None = None  # checks the shapes of the feed-forward weights
     activation: str = "silu"
-    post_norms: bool = False  # what attention and feed-forward give is normed before it is added (Gemma 2 and 3)
+    post_norms: bool = False  # norm the outputs of attention and feed-forward before adding them (Gemma 2 and 3)
     unit_offset: bool = False  # norms multiply by 1 + weight (Gemma's files)
-    rope: str | None = MAIN_ROPE  # the name of the tables that this layer turns by; None: heads do not turn
-    ffn: FlowStage | None = None  # in place of the gated one
-    kv_sink: SideOutputs | None = None  # gets the keys and values of the tokens given
+    rope: str | None = MAIN_ROPE  # name of the RoPE tables; None for no RoPE
+    ffn: FlowStage | None = None  # replaces the gated feed-forward
+    kv_sink: SideOutputs | None = None  # receives the keys and values of the new tokens
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
         return self.projected(ctx, self.self_attention().emit(ctx, x), x.shape[-1])
@@ -123,11 +125,11 @@ class DecoderLayer(PreNormLayer):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a layer of a step takes too: its past is in the runtime's cache, or bound by `BindDecodeInputs`."""
+    """Fields of decode layers, whose past is in the runtime's KV cache or bound by `BindDecodeInputs`."""
 
-    layer_idx: int = field()  # whose past it reads
-    use_custom_mask: bool = False  # keys that the bound mask leaves out are not seen
-    kv_out: SideOutputs | None = None  # gets the keys and values of the past and of the tokens given
+    layer_idx: int = field()  # which layer's past it reads
+    use_custom_mask: bool = False  # also apply the mask that `BindDecodeInputs` bound
+    kv_out: SideOutputs | None = None  # receives all keys and values: the past, then the new tokens
 
     def of_step(self) -> dict[str, Any]:
         return {"decodes": True, "use_custom_mask": self.use_custom_mask, "kv_out": self.kv_out}
@@ -135,28 +137,34 @@ class Step:
 
 @dataclass(frozen=True)
 class LlamaDecoder(DecoderLayer):
-    """A Llama layer."""
+    """Llama layer for prefill: `h = x + attention(rms_norm(x)) @ o_projᵀ`, `y = h + swiglu(rms_norm(h))`."""
 
 
 @dataclass(frozen=True)
 class LlamaDecodeLayer(Step, LlamaDecoder):
-    """A Llama layer of a step."""
+    """Llama layer for decode: `LlamaDecoder`, with the new keys and values appended to the past.
+
+    `k = concat(past_k, rope(k))` and `v = concat(past_v, v)`; new tokens attend to both.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Decoder(DecoderLayer):
-    """A Qwen layer: Qwen2 has biases on q, k, v; Qwen3 norms each head of q and k instead."""
+    """Qwen layer for prefill: `LlamaDecoder` with `q = rope(rms_norm(q))` and `k = rope(rms_norm(k))` per head.
+
+    Qwen2 has biases on q, k and v instead: `qk_norm=False, attention_bias=True`.
+    """
 
     qk_norm: bool = True
 
 
 @dataclass(frozen=True)
 class Qwen3DecodeLayer(Step, Qwen3Decoder):
-    """A Qwen layer of a step."""
+    """Qwen layer for decode: `Qwen3Decoder` with `k = concat(past_k, k)` and `v = concat(past_v, v)`."""
 
 
 class GemmaStyle:
-    """Which Gemma: the second norms what it adds, the third queries and keys as well."""
+    """Generations of Gemma: Gemma 2 adds post-norms, Gemma 3 also norms queries and keys."""
 
     GEMMA = "gemma"
     GEMMA2 = "gemma2"
@@ -166,7 +174,11 @@ class GemmaStyle:
 
 @dataclass(frozen=True, kw_only=True)
 class GemmaDecoder(DecoderLayer):
-    """A Gemma layer: norms by 1 + weight, a gate of tanh GELU, and what the style says."""
+    """Gemma layer: `h = x + attention(norm(x)) @ o_projᵀ`, `y = h + geglu(norm(h))`, where norm is `GemmaRmsNorm`.
+
+    Styles "gemma2" and "gemma3" norm the outputs of attention and ffn before adding them; "gemma3" also has per-head
+    norms of q and k.
+    """
 
     style: str = GemmaStyle.GEMMA
     unit_offset: bool = True
@@ -184,4 +196,4 @@ class GemmaDecoder(DecoderLayer):
 
 @dataclass(frozen=True)
 class GemmaDecodeLayer(Step, GemmaDecoder):
-    """A Gemma layer of a step."""
+    """Gemma layer for decode: `GemmaDecoder` with `k = concat(past_k, k)` and `v = concat(past_v, v)`."""

@@ -1,4 +1,4 @@
-"""Stages at the two ends of a model: token tables, position and type tables, picking tokens, the head."""
+"""The two ends of a model: embeddings and RoPE tables, token selection and the language model head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlx.types import Size, known_equal
 
 @dataclass(frozen=True)
 class Embed(FlowStage):
-    """Rows of the token table; the table is remembered for a tied head."""
+    """Token embedding lookup: `y = table[x]`, for token ids x. Remembers the table for a tied head."""
 
     weight_key: str
     axis: int = 0
@@ -46,9 +46,9 @@ def rows_input(ctx: FlowCtx, name: str, shape: Sequence[Size]) -> Value:
 
 @dataclass(frozen=True)
 class GatherAdd(FlowStage):
-    """Adds the rows of a table that a named input picks: position and type embeddings.
+    """Adds position or type embeddings: `y = x + table[index]`, where a named input is the index.
 
-    An input of lower rank, such as `[seq]`, picks rows that all sequences share.
+    An index of lower rank, such as `[seq]`, picks rows that all sequences share.
     """
 
     input_name: str
@@ -72,14 +72,15 @@ class GatherAdd(FlowStage):
 
 @dataclass(frozen=True, eq=False)
 class RopeTables(FlowStage):
-    """Cosine and sine tables `[positions, half]` as params; the flowing value passes.
+    """Adds RoPE tables `[positions, half]` as params for the layers that follow; `y = x`.
 
-    Where layers turn in several ways, each pair has keys of its own, `<name>.cos` and `<name>.sin`.
+    A layer rotates each pair (a, b) of a head at position p: `(a · cos[p] - b · sin[p], b · cos[p] + a · sin[p])`.
+    Layers that need other tables find them by name: `<name>.cos` and `<name>.sin`.
     """
 
     cos: Array
     sin: Array
-    style: str = "halves"  # which parts of a head turn together: halves, or pairs of neighbours
+    style: str = "halves"  # how a head is paired: "halves" (i, i + half) or "pairs" (2i, 2i + 1)
     cos_key: str = "rope.cos"
     sin_key: str = "rope.sin"
 
@@ -96,11 +97,11 @@ class RopeTables(FlowStage):
 
 @dataclass(frozen=True)
 class GatherLastToken(FlowStage):
-    """One token of each sequence, or any tokens, in place of all.
+    """Selects one token per sequence, or any tokens, from `[batch, seq, hidden]`.
 
-    With `index` it is that token of every row (-1 is the last): `[batch, hidden]`. With `batch` a named input has the
-    place of each row's token: `[batch, hidden]`. With neither the input picks out of batch × seq rows:
-    `[picked, hidden]`.
+    With `index`, the same token of every sequence: `y[b] = x[b, index]` (-1 is the last). With `batch`, a named input
+    has one index per sequence: `y[b] = x[b, input[b]]`. With neither, the input indexes all batch · seq tokens:
+    `y[i] = x.reshape(batch · seq, hidden)[input[i]]`.
     """
 
     batch: int | None = None
@@ -128,7 +129,7 @@ class GatherLastToken(FlowStage):
 
 @dataclass(frozen=True)
 class LmHead(FlowStage):
-    """Logits by the tied token table or a table of its own, both `[vocab, hidden]`."""
+    """Logits: `y = x @ tableᵀ`, where the `[vocab, hidden]` table is the tied token table or a weight of its own."""
 
     vocab_size: int
     hidden_size: int

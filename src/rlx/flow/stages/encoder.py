@@ -1,4 +1,4 @@
-"""Encoder layers: BERT's and NomicBERT's, with a padding mask and norms after the residuals."""
+"""Post-norm encoder layers with a padding mask: BERT and NomicBERT."""
 
 from __future__ import annotations
 
@@ -93,9 +93,10 @@ def post_norm_layer(
 
 @dataclass(frozen=True)
 class BertEncoderLayer(FlowStage):
-    """norm(x + attention(x)), then norm(· + feed-forward(·)).
+    """BERT layer, post-norm: `h = layer_norm(x + attention(x))`, `y = layer_norm(h + gelu_ffn(h))`.
 
-    The mask is an input of f32, unless the flow declares it as integers, as tokenizers give it, or as truth values.
+    Per head, attention is `softmax(q @ kᵀ / √head_dim + mask) @ v`, then the output projection; projections have
+    biases. The mask input is 1 for tokens and 0 for padding: f32, unless the flow declares integers or bools.
     """
 
     layer_prefix: str
@@ -103,11 +104,11 @@ class BertEncoderLayer(FlowStage):
     num_heads: int
     head_dim: int
     eps: float
-    qkv_style: str = "bert"  # whose names the weights of attention have: bert or mpnet
+    qkv_style: str = "bert"  # naming of the attention weights: "bert" or "mpnet"
     attention_mask_input: str = "attention_mask"
     intermediate_size: int | None = None  # checks the weights of the feed-forward
     activation: str = "gelu"
-    causal: bool = False  # a token sees those before it only
+    causal: bool = False  # tokens attend only to earlier tokens and themselves
 
     def __post_init__(self) -> None:
         if self.qkv_style not in QKV_STYLES:
@@ -134,7 +135,10 @@ class BertEncoderLayer(FlowStage):
 
 @dataclass(frozen=True)
 class NomicEncoderLayer(FlowStage):
-    """BERT's order of things with rotary positions, one weight for q, k and v, SwiGLU, and no biases but the norms'."""
+    """NomicBERT layer, post-norm: `h = layer_norm(x + attention(x))`, `y = layer_norm(h + swiglu(h))`.
+
+    `q, k, v = split(x @ Wqkvᵀ)`, RoPE rotates q and k. Only the norms have biases.
+    """
 
     layer_prefix: str
     hidden_size: int

@@ -1,4 +1,4 @@
-"""Feed-forward stages."""
+"""Feed-forward stages: SwiGLU, GeGLU and GELU."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rlx.hir.activations import check_known
 
 @dataclass(frozen=True)
 class SwiGlu(FlowStage):
-    """down(silu(gate(x)) · up(x)), or another activation of the gate. `intermediate_size` checks the weights."""
+    """Gated feed-forward: `y = (silu(x @ gateᵀ) · (x @ upᵀ)) @ downᵀ`, or with another activation."""
 
     gate_key: str
     up_key: str
     down_key: str
-    intermediate_size: int | None = None
-    bias: bool = False  # beside each weight
+    intermediate_size: int | None = None  # checks the shapes of the weights
+    bias: bool = False  # each weight has a bias, under the key that ends in `bias`
     activation: str = "silu"
 
     @classmethod
     def hf_mlp(
         cls, prefix: str, *, intermediate_size: int | None = None, bias: bool = False, activation: str = "silu"
     ) -> SwiGlu:
-        """The names under which Hugging Face keeps the Llama feed-forward at `prefix`, such as `model.layers.0.mlp`."""
+        """Uses Hugging Face's weight names of a Llama feed-forward; `prefix` is such as `model.layers.0.mlp`."""
         before, _, last = prefix.rpartition(".")
         if last.isdecimal() and not before.endswith("experts"):  # an expert is a feed-forward with a number
             raise GraphError(
@@ -48,7 +48,7 @@ class SwiGlu(FlowStage):
 
 @dataclass(frozen=True)
 class GeGlu(SwiGlu):
-    """down(gelu(gate(x)) · up(x)) with the tanh form of GELU: Gemma's feed-forward."""
+    """Gemma's feed-forward: `y = (gelu(x @ gateᵀ) · (x @ upᵀ)) @ downᵀ`, with the tanh approximation of GELU."""
 
     activation: str = "gelu_pytorch_tanh"
 
@@ -57,7 +57,7 @@ class GeGlu(SwiGlu):
         cls, prefix: str, *, intermediate_size: int | None = None, bias: bool = False,
         activation: str = "gelu_pytorch_tanh",
     ) -> GeGlu:  # fmt: skip
-        """The names under which Hugging Face keeps the feed-forward of the layer at `prefix`, as `model.layers.0`."""
+        """Uses Hugging Face's weight names of a Gemma feed-forward; `prefix` is the layer, such as `model.layers.0`."""
         if prefix.endswith(".mlp") or prefix == "mlp":
             layer = prefix.removesuffix("mlp").removesuffix(".")
             raise GraphError(
@@ -69,26 +69,26 @@ class GeGlu(SwiGlu):
 
 @dataclass(frozen=True)
 class GeluFfn(FlowStage):
-    """output(gelu(intermediate(x))). `intermediate_size` checks the weights."""
+    """Feed-forward with biases: `y = gelu(x @ intermediate_wᵀ + intermediate_b) @ output_wᵀ + output_b`."""
 
     intermediate_w: str
     intermediate_b: str
     output_w: str
     output_b: str
-    approx_gelu: bool = False
-    intermediate_size: int | None = None
+    approx_gelu: bool = False  # the tanh approximation, whatever `activation` says
+    intermediate_size: int | None = None  # checks the shapes of the weights
     activation: str = "gelu"
 
     @classmethod
     def hf_bert(cls, prefix: str, *, intermediate_size: int | None = None, activation: str = "gelu") -> GeluFfn:
-        """The names under which Hugging Face keeps a BERT feed-forward."""
+        """Uses Hugging Face's weight names of a BERT feed-forward; `prefix` is the layer, such as `encoder.layer.0`."""
         inner, outer = f"{prefix}.intermediate.dense", f"{prefix}.output.dense"
         keys = (f"{inner}.weight", f"{inner}.bias", f"{outer}.weight", f"{outer}.bias")
         return cls(*keys, intermediate_size=intermediate_size, activation=activation)
 
     @classmethod
     def dinov2(cls, prefix: str, *, intermediate_size: int | None = None, activation: str = "gelu") -> GeluFfn:
-        """The names of a vision transformer's feed-forward. DINOv2's GELU is the exact one, as in BERT."""
+        """Uses the weight names of DINOv2; `prefix` is the layer, such as `blocks.0`. Its GELU is exact, as in BERT."""
         inner, outer = f"{prefix}.mlp.fc1", f"{prefix}.mlp.fc2"
         keys = (f"{inner}.weight", f"{inner}.bias", f"{outer}.weight", f"{outer}.bias")
         return cls(*keys, intermediate_size=intermediate_size, activation=activation)

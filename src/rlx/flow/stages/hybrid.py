@@ -1,4 +1,4 @@
-"""Layers of hybrids: most keep a matrix by the gated delta rule, some attend, with a gate (Qwen3-Next, Qwen3.5)."""
+"""Layers of hybrid models (Qwen3-Next, Qwen3.5): gated delta nets, and gated attention in every few layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from rlx.ir.graph import Value
 
 @dataclass(frozen=True, kw_only=True)
 class GatedAttentionLayer(DecoderLayer):
-    """A layer that attends; what a head finds goes through a gate, whose weights lie behind those of its query."""
+    """Decoder layer with gated attention (Qwen3-Next): `h = x + (attention(norm(x)) · sigmoid(gate)) @ o_projᵀ`.
+
+    `q_proj` gives the query and then the gate of each head: `[heads · 2 · head_dim, hidden]`.
+    """
 
     unit_offset: bool = True
     qk_norm: bool = True
@@ -30,24 +33,29 @@ class GatedAttentionLayer(DecoderLayer):
 
 @dataclass(frozen=True)
 class DeltaNetLayer(PreNormLayer):
-    """A layer with the gated delta rule (Yang et al., 2024) in place of attention, after a short convolution."""
+    """Decoder layer with the gated delta rule (Yang et al., 2024) in place of attention, after a short convolution.
+
+    Per head and token, with l2-normalised q and k: `S = exp(g) · S`, `S = S + k (β (v - Sᵀ k))ᵀ`,
+    `o = Sᵀ q / √state_size`, where `β = sigmoid(b)` and `g = -exp(A_log) · softplus(a + dt_bias)`. Then
+    `h = x + (rms_norm(o) · silu(z)) @ out_projᵀ` and `y = h + ffn(norm(h))`.
+    """
 
     layer_prefix: str
     eps: float
     _: KW_ONLY
-    layer_idx: int  # whose state of the cache it carries on
+    layer_idx: int  # whose state in the cache it continues
     key_heads: int = 1
-    value_heads: int = 1  # neighbouring ones share a head of queries and keys, unless they are tiled
-    state_size: int = 128  # of each head of queries and keys
-    value_size: int | None = None  # of each head of values, where it is another
-    kernel: int = 4
-    tiled: bool = False  # heads of values come in rounds, one for each head of keys (Qwen3.5's GGUF files)
-    rates: bool = False  # A_log is -exp of itself, as GGUF has it
-    intermediate_size: int | None = None  # checks the weights of the feed-forward
-    activation: str = "silu"  # of the feed-forward's gate and of the convolution
+    value_heads: int = 1  # neighbouring value heads share a key head, unless `tiled`
+    state_size: int = 128  # head size of queries and keys
+    value_size: int | None = None  # head size of values; `state_size` unless given
+    kernel: int = 4  # taps of the convolution
+    tiled: bool = False  # value head i uses key head i mod key_heads (Qwen3.5's GGUF files)
+    rates: bool = False  # the file stores -exp(A_log), as GGUF does
+    intermediate_size: int | None = None  # checks the shapes of the feed-forward weights
+    activation: str = "silu"  # of the feed-forward and of the convolution
     mlp_bias: bool = False
     unit_offset: bool = True
-    ffn: FlowStage | None = None  # in place of the gated one
+    ffn: FlowStage | None = None  # replaces the gated feed-forward
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
         base, n, heads = f"{self.layer_prefix}.linear_attn", self.state_size, self.value_heads

@@ -1,4 +1,4 @@
-"""Mixtures of experts: each token goes through the few feed-forwards that a router picks for it."""
+"""Mixtures of experts: a router picks a few feed-forwards per token."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rlx.flow.state import FlowValue
 
 @dataclass(frozen=True)
 class MoeFfn(FlowStage):
-    """Σ p · down(act(gate(x)) · up(x)) over the `chosen` likeliest of the experts; only those are computed.
+    """Mixture of experts: `y = Σ pₑ · downₑ(silu(gateₑ(x)) · upₑ(x))` over the top `chosen` experts of each token.
 
-    Weights of experts are stacked, `[experts, out, in]`, under `prefix.experts`. Probabilities are a softmax over all
-    experts; with `normalise` those of the chosen ones are made to add up to 1.
+    `p = softmax(x @ routerᵀ)`; with `normalise`, the probabilities of the chosen experts are scaled to sum to 1.
+    Expert weights are stacked, `[experts, out, in]`, under `prefix.experts`. Only chosen experts are computed.
     """
 
     prefix: str
     experts: int
     chosen: int
     normalise: bool = True
-    intermediate_size: int | None = None  # checks the weights
+    intermediate_size: int | None = None  # checks the shapes of the weights
     activation: str = "silu"
-    router_key: str | None = None  # prefix.gate.weight unless given
+    router_key: str | None = None  # `prefix.gate.weight` unless given
 
     def __post_init__(self) -> None:
         if not 1 <= self.chosen <= self.experts:
@@ -51,10 +51,10 @@ class MoeFfn(FlowStage):
 
 @dataclass(frozen=True)
 class SharedMoeFfn(FlowStage):
-    """A mixture of experts, and one more that all tokens go through as far as a gate lets them."""
+    """Mixture of experts plus a gated expert for all tokens: `y = mixture(x) + sigmoid(x @ gateᵀ) · swiglu(x)`."""
 
     mixture: MoeFfn
-    shared_size: int | None = None  # checks the weights
+    shared_size: int | None = None  # checks the shapes of the shared expert's weights
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x, prefix = ctx.wrap(ctx.need(value, "SharedMoeFfn")), self.mixture.prefix

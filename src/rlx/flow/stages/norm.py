@@ -1,4 +1,4 @@
-"""Normalisation stages."""
+"""Normalisation over the last axis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _check_eps(stage: str, eps: float) -> None:
 
 @dataclass(frozen=True)
 class RmsNorm(FlowStage):
-    """RMSNorm by a weight."""
+    """RMSNorm over the last axis: `y = x / √(mean(x²) + eps) · weight`."""
 
     weight_key: str
     eps: float
@@ -39,7 +39,7 @@ class RmsNorm(FlowStage):
 
 @dataclass(frozen=True)
 class GemmaRmsNorm(FlowStage):
-    """RMSNorm by 1 + weight: Gemma's files hold what differs from 1."""
+    """RMSNorm as in Gemma, whose files store weight - 1: `y = x / √(mean(x²) + eps) · (1 + weight)`."""
 
     weight_key: str
     eps: float
@@ -58,7 +58,7 @@ class GemmaRmsNorm(FlowStage):
 
 @dataclass(frozen=True)
 class LayerNorm(FlowStage):
-    """LayerNorm by a weight and a bias, where the model has one."""
+    """LayerNorm over the last axis: `y = (x - mean(x)) / √(var(x) + eps) · gamma + beta`; beta is optional."""
 
     gamma_key: str
     beta_key: str | None

@@ -1,4 +1,4 @@
-"""Small parts that models share: linear maps, scales, caps, pooling, masks and the inputs of a decode step."""
+"""Small stages that many models use: linear maps, scaling, pooling, masks and the inputs of a decode step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MASK = "attn_mask"  # the name of the mask that `AttnMask` binds
 # -- maps of the value ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Linear(FlowStage):
-    """x times a weight, plus a bias. `transpose` is for a weight stored `[out, in]`, as in files."""
+    """Linear map: `y = x @ weightᵀ + bias` for a weight stored `[out, in]`, as in files; else `transpose=False`."""
 
     weight_key: str
     transpose: bool = True
@@ -40,7 +40,7 @@ class Linear(FlowStage):
 
 @dataclass(frozen=True)
 class EmbedScale(FlowStage):
-    """Gemma's token rows: times √hidden."""
+    """Gemma's scaling of token embeddings: `y = x · √hidden_size`."""
 
     hidden_size: int
 
@@ -50,7 +50,7 @@ class EmbedScale(FlowStage):
 
 @dataclass(frozen=True)
 class LayerScale(FlowStage):
-    """DINOv2's scale: each channel times a weight."""
+    """DINOv2's LayerScale, one weight per channel: `y = x · gamma`."""
 
     gamma_key: str
 
@@ -61,7 +61,7 @@ class LayerScale(FlowStage):
 
 @dataclass(frozen=True)
 class LogitSoftcap(FlowStage):
-    """cap · tanh(x / cap): nothing gets larger than the cap."""
+    """Soft cap on the magnitude of logits: `y = cap · tanh(x / cap)`."""
 
     cap: float
 
@@ -80,7 +80,7 @@ class LogitSoftcap(FlowStage):
 
 @dataclass(frozen=True)
 class ClsTokenPool(FlowStage):
-    """`[batch, seq, hidden]` to `[batch, hidden]`: the class token, which is the first."""
+    """Pools `[batch, seq, hidden]` to `[batch, hidden]` by the class token, the first one: `y = x[:, 0]`."""
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need_sequence(value, "ClsTokenPool")
@@ -93,7 +93,7 @@ class ClsTokenPool(FlowStage):
 
 @dataclass(frozen=True)
 class GatherFromInput(FlowStage):
-    """The rows of a table that a named input picks, in place of the value."""
+    """Replaces the value by table rows that a named input picks: `y = table[index]`."""
 
     input_name: str
     weight_key: str
@@ -111,10 +111,10 @@ class GatherFromInput(FlowStage):
 
 @dataclass(frozen=True)
 class GdnScan(FlowStage):
-    """The gated-delta-net scan of `FlowState.gdn`: `[batch, seq, heads, state_size]`.
+    """Gated-delta-net scan of the slots in `FlowState.gdn`; gives `[batch, seq, heads, state_size]`.
 
-    With `carry_state` it starts from the value that is named `state_key` and leaves the state after the last token
-    under that name.
+    Per head and token: `S = exp(g) · S`, `S = S + k (beta (v - Sᵀ k))ᵀ`, `y = Sᵀ q / √state_size`. S starts at zero;
+    with `carry_state`, at the value named `state_key`, and the final state is stored under that name.
     """
 
     state_size: int
@@ -145,7 +145,7 @@ class GdnScan(FlowStage):
 # -- what other stages look up ----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class ZeroBeta(FlowStage):
-    """A vector of zeros by name, for the beta of norms that have none; the first is the default. The value passes."""
+    """Adds a zero vector as a param, for norms without a beta; the first one is the default; `y = x`."""
 
     name: str
     len: int
@@ -159,7 +159,7 @@ class ZeroBeta(FlowStage):
 
 @dataclass(frozen=True)
 class AttnMask(FlowStage):
-    """A padding mask `[batch, seq]` under the name `attn_mask`: a named input, or ones. The flowing value passes."""
+    """Binds the padding mask `attn_mask`, 1 for tokens and 0 for padding: a named input, or all ones; `y = x`."""
 
     batch: Size | str
     seq: Size | str
@@ -179,11 +179,11 @@ class AttnMask(FlowStage):
 
 @dataclass(frozen=True, eq=False)
 class DecodeRopeParams(FlowStage):
-    """Fixed RoPE rows for a decode step, `[1, half]`, or one per new token. The flowing value passes."""
+    """Adds fixed RoPE rows for a decode step as params, `[1, half]` or one row per new token; `y = x`."""
 
     cos: Array
     sin: Array
-    style: str = "halves"  # which parts of a head turn together: halves, or pairs of neighbours
+    style: str = "halves"  # how a head is paired: "halves" (i, i + half) or "pairs" (2i, 2i + 1)
 
     def __post_init__(self) -> None:
         check_style("DecodeRopeParams", self.style)
@@ -200,12 +200,12 @@ class DecodeRopeParams(FlowStage):
 
 @dataclass(frozen=True)
 class BindDecodeInputs(FlowStage):
-    """The inputs of a decode step as `FlowState.decode`: RoPE rows, a mask, one past K and V per layer.
+    """Binds the inputs of a decode step to `FlowState.decode`: RoPE rows, mask, one past K and V per layer; `y = x`.
 
-    The flow declares `past_k_0`, `past_v_0` and so on, and `mask` if it is used. Rows of RoPE tables, one per new
-    token, are inputs `rope_cos` and `rope_sin` (in the style of the tables that flow, else halves) or those of
-    `DecodeRopeParams`. Where `RopeTables` flow instead, the new tokens come after the past, or are at the `positions`
-    that the flow declares. With `rope=False` no layer turns, and no rows are needed. The flowing value passes.
+    The flow declares `past_k_0`, `past_v_0` and so on, and `mask` if it is used. RoPE rows, one per new token, are the
+    inputs `rope_cos` and `rope_sin` (styled like earlier tables, else "halves") or those of `DecodeRopeParams`. After
+    `RopeTables`, new tokens are at the positions after the past, or at those of the input `positions`. `rope=False`
+    is for models without RoPE.
     """
 
     num_layers: int

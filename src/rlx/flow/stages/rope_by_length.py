@@ -1,8 +1,7 @@
-"""RoPE that depends on how long a sequence is: frequencies are chosen when the graph runs, for each row of a batch.
+"""RoPE whose frequencies depend on the sequence length, chosen at run time per sequence.
 
-The length is that of the whole sequence once all tokens of a call, or of the prompt that a call is a part of, are in
-it: with a cache of the runtime it is the input `lengths`; without one it ends at the last position of a token that is
-no padding.
+The length includes all tokens of the call, and of the prompt if the call is a chunk of one. With a KV cache it is the
+input `lengths`; without one it is counted up to the last token that is not padding.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from rlx.types import sym
 
 @dataclass(frozen=True, eq=False)
 class RopeSwitch(FlowStage):
-    """Two pairs of tables: one for sequences of up to `limit` tokens, one for longer ones (longrope).
+    """RoPE tables that switch at a sequence length (LongRoPE); `y = x`.
 
-    `cos` and `sin` are `[limit + positions, half]`: the rows for short sequences, then those for long ones. Without a
-    cache the input `attention_mask` says which tokens count.
+    Position p uses row `p` in sequences of up to `limit` tokens and row `limit + p` in longer ones, so the tables are
+    `[limit + positions, half]`. Without a cache the input `attention_mask` says which tokens count.
     """
 
     cos: Array
@@ -59,14 +58,15 @@ class RopeSwitch(FlowStage):
 
 @dataclass(frozen=True, eq=False)
 class RopeGrowth(FlowStage):
-    """Frequencies for every length beyond `limit` (dynamic NTK): `[lengths, half]`, the first row for all up to it.
+    """RoPE frequencies that depend on the sequence length (dynamic NTK); `y = x`.
 
-    Without a cache the input `attention_mask` says which tokens count.
+    Angles at position p are `p · frequencies[max(0, length - limit)]`, so `frequencies` is `[lengths, half]`. Without a
+    cache the input `attention_mask` says which tokens count.
     """
 
     frequencies: Array
     limit: int
-    scale: float = 1.0  # of cosines and sines
+    scale: float = 1.0  # multiplies cosines and sines
     style: str = "halves"
     name: str = MAIN_ROPE
 

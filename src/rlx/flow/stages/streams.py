@@ -1,4 +1,4 @@
-"""Streams: values that flow beside the main one, such as an image and a text that go through a model side by side."""
+"""Streams: named values that flow through a model along with the main one, such as an image and a text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlx.flow.state import FlowValue
 
 @dataclass(frozen=True)
 class StoreStream(FlowStage):
-    """Copies the value into a stream; the value flows on. Where none flows there is nothing to copy."""
+    """Copies the value into a stream: `streams[name] = x`, `y = x`. Without a value it does nothing."""
 
     name: str
 
@@ -27,7 +27,7 @@ class StoreStream(FlowStage):
 
 @dataclass(frozen=True)
 class LoadStream(FlowStage):
-    """Goes on with the value of a stream."""
+    """Replaces the value by that of a stream: `y = streams[name]`."""
 
     name: str
 
@@ -37,7 +37,7 @@ class LoadStream(FlowStage):
 
 @dataclass(frozen=True)
 class BindInputs(FlowStage):
-    """Inputs of the flow as streams: pairs of an input and a stream. The flowing value passes."""
+    """Binds inputs of the flow to streams, by pairs of both names: `streams[b] = inputs[a]`; `y = x`."""
 
     pairs: tuple[tuple[str, str], ...]
 
@@ -49,7 +49,7 @@ class BindInputs(FlowStage):
 
 @dataclass(frozen=True)
 class DualStream(FlowStage):
-    """Two streams go through `f(emit, a, b) -> (a, b)`, which may let each look at the other. The main value passes."""
+    """Transforms two streams together: `a, b = f(emit, a, b)`; the main value is unchanged, `y = x`."""
 
     name: str
     a: str

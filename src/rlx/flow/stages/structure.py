@@ -1,4 +1,4 @@
-"""Stages that arrange other stages, and the way every stage is emitted and edited."""
+"""Stages that contain other stages, residual connections, and how stages are emitted and edited."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _stage(stage: FlowStage, what: str) -> FlowStage:
 
 @dataclass(frozen=True)
 class Repeat(FlowStage):
-    """Stages 0 .. count-1 in order, each under its number."""
+    """Applies `stage_for_index(i)` for i from 0 to count - 1, at the path `name.i`: `y = last(... first(x))`."""
 
     count: int
     stage_for_index: Callable[[int], FlowStage]
@@ -80,7 +80,7 @@ class Repeat(FlowStage):
 
 @dataclass(frozen=True)
 class Sequence(FlowStage):
-    """Stages in order. Stages that only do something on the side leave the value as it is."""
+    """Applies stages in order: `y = last(... first(x))`. A stage that returns None leaves the value unchanged."""
 
     stages: Iterable[FlowStage]
     _: KW_ONLY
@@ -99,7 +99,7 @@ class Sequence(FlowStage):
 
 @dataclass(frozen=True)
 class Named(FlowStage):
-    """A stage under a name of its own, by which later stages and `ModelFlow.outputs` find its result."""
+    """Names the result of a stage: `y = inner(x)`, which later stages and `ModelFlow.outputs` look up by the name."""
 
     name: str
     inner: FlowStage
@@ -117,7 +117,7 @@ class Named(FlowStage):
 
 @dataclass(frozen=True)
 class ResidualSave(FlowStage):
-    """Saves the value for a later `ResidualAdd`; pairs nest."""
+    """Pushes the value on the residual stack, for a later `ResidualAdd`; `y = x`. Pairs nest."""
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         saved = ctx.wrap(ctx.need(value, "ResidualSave"))
@@ -128,7 +128,7 @@ class ResidualSave(FlowStage):
 
 @dataclass(frozen=True)
 class ResidualAdd(FlowStage):
-    """Adds what was saved last, and forgets it."""
+    """Pops the residual that was saved last and adds it: `y = x + saved`."""
 
     def emit(self, ctx: FlowCtx, value: FlowValue | None) -> FlowValue:
         x = ctx.need(value, "ResidualAdd")

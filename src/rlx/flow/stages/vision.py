@@ -1,4 +1,4 @@
-"""Stages of vision transformers: attention over patches, and NomicVision's feed-forward."""
+"""Stages of vision transformers: attention over patches, and the feed-forward of NomicVision."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ Keys = str | tuple[str, str, str] | None  # of one weight for q, k and v, or of 
 
 @dataclass(frozen=True)
 class VitSelfAttn(FlowStage):
-    """Self-attention with its output projection; padding is left out where `AttnMask` comes before.
+    """ViT self-attention: `y = attention(q, k, v) @ outᵀ + out_bias`, where `q, k, v = split(x @ qkvᵀ + qkv_bias)`.
 
-    q, k and v have one weight `[3 · width, hidden]`, or three of which the keys are given; likewise their biases.
+    Per head, attention is `softmax(q @ kᵀ / √head_dim + mask) @ v`; the mask is that of an earlier `AttnMask`, if any.
+    `qkv_weight` is the key of one weight `[3 · heads · head_dim, hidden]` or a tuple of three; so is `qkv_bias`.
     """
 
     qkv_weight: Keys
@@ -70,7 +71,7 @@ class VitSelfAttn(FlowStage):
 
 @dataclass(frozen=True)
 class VisionSwiGluFfn(FlowStage):
-    """NomicVision's feed-forward: fc2(norm(fc11(x) · silu(fc12(x)))), with biases."""
+    """NomicVision feed-forward: `y = fc2(layer_norm(fc11(x) · silu(fc12(x))))`; each `fc` is a linear map with bias."""
 
     layer_prefix: str
     eps: float
