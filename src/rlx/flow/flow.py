@@ -210,6 +210,7 @@ class ModelFlow(StageList):
 
     # -- assembling --
     def with_stages(self, stages: Iterable[FlowStage]) -> Self:
+        """The same flow with other stages."""
         stages = tuple(stages)
         return replace(self, stages=stages, places=self.places_of(stages))
 
