@@ -12,6 +12,7 @@ import pytest
 import rlx
 from rlx import Emit, FlowValue, Graph, GraphModule, ModelFlow, Value
 from rlx.errors import GraphError
+from rlx.ir.graph import Node
 
 
 def test_methods_of_graphs_and_values_have_types() -> None:
@@ -25,7 +26,7 @@ def test_methods_of_graphs_and_values_have_types() -> None:
     assert_type(g.where(x > 0, x, 1.0), Value)
     assert_type(x.sum(axis=(0, 1), keepdims=True), Value)
     assert_type(x.linear(g.param("w", (4, 3)), activation=rlx.Activation.SILU), Value)
-    assert_type(g.params, list[rlx.ir.graph.Node])
+    assert_type(g.params, list[Node])
 
 
 def test_mistakes_are_found_before_anything_runs() -> None:
@@ -52,7 +53,7 @@ def test_modules_have_blocks_ops_and_what_graphs_have() -> None:
     assert [value.shape for value in (q, k, v)] == [(1, 2, 2, 2)] * 3
     m.set_outputs([q, k, v])
     assert_type(m.lower().outputs, tuple[Value, ...])
-    assert_type(m.lower().nodes, list[rlx.ir.graph.Node])
+    assert_type(m.lower().nodes, list[Node])
 
 
 def test_what_flows_has_ops_that_give_what_flows() -> None:
