@@ -26,6 +26,7 @@ from rlx.lir import memory
 from rlx.lir.program import ARENA, Program
 from rlx.lir.schedule import schedule
 from rlx.mir.pipeline import Optimised, optimise
+from rlx.notebook import box, preformatted
 from rlx.profile import CompileProfile, Fusion, FusionPolicy
 from rlx.target import Target
 from rlx.types import DimBinding, ShapeLike, Size, TensorType, evaluate
@@ -419,6 +420,11 @@ class GraphModule(ModuleOps):
     def __repr__(self) -> str:
         graph = self._graph
         return f"<module {self.name!r} {self.stage.value}: {len(graph.nodes)} nodes, {len(graph.outputs)} outputs>"
+
+    def _repr_html_(self) -> str:
+        if self._lir is None:
+            return self._graph._repr_html_()
+        return box(repr(self)[1:-1], preformatted(self._lir.main.text().split("\n")))
 
     def inspect(self, sizes: Mapping[str, int] | DimBinding | None = None) -> str:
         """The whole level as text, with counts; at LIR with fusion and arena, planned for `sizes` where given."""

@@ -330,6 +330,11 @@ class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
     def __repr__(self) -> str:
         return f"<graph {self.name!r} {self.level}: {len(self.nodes)} nodes, {len(self.outputs)} outputs>"
 
+    def _repr_html_(self) -> str:
+        from rlx.inspect.notebook import graph_html  # the other reach upwards: what notebooks show
+
+        return graph_html(self)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (_unpickle, (self.text(full=True),))
 
