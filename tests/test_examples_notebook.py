@@ -25,7 +25,7 @@ def test_a_notebook_shows_what_it_keeps(path: Path, update: bool) -> None:
 
 
 def test_the_first_look_is_there() -> None:
-    assert [path.name for path in NOTEBOOKS] == ["first_look.ipynb"]
+    assert "first_look.ipynb" in [path.name for path in NOTEBOOKS]
 
 
 def test_the_runner_keeps_what_a_kernel_would(tmp_path: Path) -> None:

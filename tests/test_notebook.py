@@ -121,6 +121,13 @@ def test_layers_that_are_alike_are_shown_once_and_long_graphs_are_cut() -> None:
     long.set_outputs([x])
     html = long._repr_html_()
     assert "more lines; print the graph to see all" in html and html.count("mul(") < MAX_ROWS + 1
+    wide = rlx.Graph("wide")
+    x = wide.input("x", (4,))
+    for i in range(1000):
+        with rlx.stage("part_" + "".join("abcdefghij"[int(digit)] for digit in str(i))):
+            x = x.exp()
+    wide.set_outputs([x])
+    assert len(wide._repr_html_()) < 200_000 and wide._repr_html_().count("see all") == 1
 
 
 def test_the_parts_of_results() -> None:

@@ -39,7 +39,7 @@ class Emit(FlowCtx, EmitOps):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            known = is_op(registry.SPELLINGS.get(name, name)) or name in _graph_methods()
+            known = is_op(registry.SPELLINGS.get(name, name)) or callable(getattr(Graph, name, None))
             if name.startswith("_") or not known:
                 raise AttributeError(f"Emit has no op {name!r}. {nearest(name, registry.OPS) or ''}".strip())
             method = getattr(self.hir(), name)
@@ -51,11 +51,8 @@ class Emit(FlowCtx, EmitOps):
             return build
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_graph_methods()})
-
-
-def _graph_methods() -> list[str]:
-    return [name for name in dir(Graph) if not name.startswith("_") and callable(getattr(Graph, name))]
+        methods = (name for name in dir(Graph) if not name.startswith("_") and callable(getattr(Graph, name)))
+        return sorted({*super().__dir__(), *methods})
 
 
 def _plain(operand: Any) -> Any:
