@@ -16,7 +16,7 @@ from rlx.dtypes import DTypeLike
 from rlx.errors import FusionError, GraphError, RlxError, nearest
 from rlx.hir.lower import lower
 from rlx.ir import registry
-from rlx.ir.builders import Builder, is_op, op_names
+from rlx.ir.builders import Builder, builder, is_op, op_names
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.op_methods import ModuleOps
 from rlx.ir.provenance import stage as provenance
@@ -272,6 +272,7 @@ class GraphModule(ModuleOps):
         """rms_norm(x + residual)."""
         return self._block("residual_rms_norm", x, residual, gamma, beta, eps=eps, out_shape=out_shape)
 
+    @builder
     def attention(
         self, q: Value, k: Value, v: Value, mask: Value | None = None, *, num_heads: int | None = None,
         head_dim: int | None = None, mask_kind: Any = None, scale: float | None = None, softcap: float | None = None,
@@ -281,6 +282,7 @@ class GraphModule(ModuleOps):
         attrs = {"num_heads": num_heads, "head_dim": head_dim, "mask_kind": mask_kind, "scale": scale}
         return self._named_op("attention", q, k, v, mask, **attrs, softcap=softcap, out_shape=out_shape)
 
+    @builder
     def rope(
         self, x: Value, cos: Value, sin: Value, positions: Value | None = None, *, head_dim: int | None = None,
         n_rot: int | None = None, style: str | None = None, out_shape: ShapeLike | None = None,

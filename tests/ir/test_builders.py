@@ -11,6 +11,7 @@ import pytest
 
 import rlx
 from rlx import Emit, FlowValue, Graph, GraphModule, LayerStack, ModelFlow, Value
+from rlx.errors import GraphError
 from rlx.ir.registry import LEAF, OPS
 from rlx.lir.forms.custom import forget
 from rlx.types import TensorType
@@ -98,6 +99,21 @@ def test_a_block_of_several_results_gives_all_of_them() -> None:
     module = GraphModule.hir("m")
     parts = module.split_qkv(module.input("qkv", (1, 2, 12)), num_heads=2)
     assert len(parts) == 3 and all(isinstance(part, Value) for part in parts)
+
+
+def test_an_attribute_that_a_builder_does_not_have_is_a_graph_error_with_a_hint() -> None:
+    module = GraphModule.hir("m")
+    q = module.input("q", (1, 2, 8))
+    with pytest.raises(GraphError, match="attention: has no attribute 'head_dims'") as caught:
+        module.attention(q, q, q, num_heads=2, head_dims=4)  # type: ignore[call-arg]
+    assert "head_dim" in str(caught.value.notes)
+    with pytest.raises(GraphError, match="rope: has no attribute 'nrot'"):
+        module.rope(q, q, q, head_dim=4, nrot=2)  # type: ignore[call-arg]
+    for quantise in (X.quantise, X.quantize):
+        with pytest.raises(GraphError, match="quantise: has no attribute 'scheem'"):
+            quantise(1.0, scheem="int8/32")  # type: ignore[call-arg]
+    with pytest.raises(TypeError):  # a mistake of another kind stays what it is
+        module.attention(q)  # type: ignore[call-arg]
 
 
 def test_what_flows_has_ops_with_docstrings() -> None:

@@ -5,12 +5,17 @@ Nothing is generated at run time: a builder reads its signature off the declarat
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
+from rlx.errors import GraphError, nearest
 from rlx.ir import registry
 from rlx.ir.registry import OpDef
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Annotation of a type rule -> annotation of the builder, which takes values, and converts attributes.
 _TYPES = {
@@ -81,6 +86,24 @@ def _result(annotation: Any) -> Annotation:
 
 def _text(annotation: Any) -> str:
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def builder(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a builder written by hand: an attribute that it does not have is the error that other ops raise."""
+
+    @functools.wraps(method)
+    def build(*args: P.args, **attrs: P.kwargs) -> R:
+        try:
+            return method(*args, **attrs)
+        except TypeError:
+            known = inspect.signature(method).parameters
+            unknown = next((name for name in attrs if name not in known), None)
+            if unknown is None:
+                raise
+        hint = nearest(unknown, [name for name in known if name != "self"])
+        raise GraphError(f"{method.__name__}: has no attribute {unknown!r}", hint=hint)
+
+    return build
 
 
 def op_names() -> Iterator[str]:

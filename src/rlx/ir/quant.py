@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rlx.dtypes import U8, DTypeLike
 from rlx.dtypes import dtype as as_dtype
 from rlx.errors import DTypeError, GraphError, ShapeError
+from rlx.ir.builders import builder
 from rlx.quant import QuantScheme
 from rlx.types import Size, TensorType
 
@@ -23,6 +24,7 @@ class QuantBuilders:
 
         def one(self, op: str, *operands: Any, **attrs: Any) -> Value: ...
 
+    @builder
     def quantise(
         self, x: Value, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
         scheme: str | None = None, out_shape: Any = None,
