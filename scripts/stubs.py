@@ -45,7 +45,7 @@ IMPORTS = {
     "Graph": "rlx.ir.graph", "Node": "rlx.ir.graph", "Value": "rlx.ir.graph",
     "Origin": "rlx.ir.provenance",
     "OpDef": "rlx.ir.registry",
-    "Layout": "rlx.layouts",
+    "Layout": "rlx.operand_layouts",
     "GraphModule": "rlx.module",
     "Dim": "rlx.types", "ShapeLike": "rlx.types", "Size": "rlx.types", "TensorType": "rlx.types",
 }  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rlx.inspect.folding import Item, Line, folded
+from rlx.inspect.fold_layers import Item, Line, folded
 from rlx.inspect.levels import graph_lines, head, tail
 from rlx.ir.graph import Graph
 from rlx.notebook import MAX_ROWS, box, fold, note, preformatted

@@ -14,8 +14,8 @@ from rlx.dtypes import DType, DTypeLike
 from rlx.ir.custom import MultiOutputHandle
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.provenance import Origin
-from rlx.layouts import Layout
 from rlx.module import GraphModule
+from rlx.operand_layouts import Layout
 from rlx.types import ShapeLike, Size, TensorType
 
 class _HoldsValue(Protocol):

@@ -8,7 +8,7 @@ from rlx.dtypes import U8, DTypeLike
 from rlx.dtypes import dtype as as_dtype
 from rlx.errors import DTypeError, GraphError, ShapeError
 from rlx.ir.builders import builder
-from rlx.quant import QuantScheme
+from rlx.quant_schemes import QuantScheme
 from rlx.types import Size, TensorType
 
 if TYPE_CHECKING:
