@@ -19,17 +19,19 @@ from rlx.lir.loops import SCALAR_OPS
 ROOT = Path(rlx.__file__).parent
 # Lowest first; layers of one row do not import each other.
 ROWS = [
-    ["arrays"], ["errors", "fork_safe_locks", "cgroups", "host_memory", "sampling"], ["free_memory", "dtypes"],
-    ["dims"], ["dim_binding"], ["types"], ["operand_layouts"], ["profile", "target", "quant_schemes"],
-    ["ir", "formats"], ["ops"], ["hir"], ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["inspect"],
+    ["arrays", "notebook"], ["errors", "fork_safe_locks", "cgroups", "host_memory", "sampling"],
+    ["free_memory", "dtypes"], ["dims"], ["dim_binding"], ["types"], ["operand_layouts"],
+    ["profile", "target", "quant_schemes"], ["ir", "formats"], ["ops"], ["hir"], ["mir", "transforms"], ["lir"], ["module"], ["backends"], ["inspect"],
     ["runtime"], ["functional"], ["debug"], ["flow", "hub"], ["models"], ["engine", "train"], ["server"], ["cli"],
     ["__main__"],
 ]  # fmt: skip
 RANK = {layer: rank for rank, row in enumerate(ROWS) for layer in row}
-# Lazy reaches upwards: `Graph.define` and `Graph.hir` give modules, `GraphModule.plan` is for this machine by default,
-# and a layout in the text of a graph is one of the backend that it names.
+# Lazy reaches upwards: `Graph.define` and `Graph.hir` give modules, a notebook shows a graph folded as `rlx inspect`
+# does, `GraphModule.plan` is for this machine by default, and a layout in the text of a graph is one of the backend
+# that it names.
 ALLOWED = {
     ("ir/graph.py", "rlx.module.GraphModule"),
+    ("ir/graph.py", "rlx.inspect.notebook.graph_html"),
     ("module.py", "rlx.backends.base.backend"),
     ("operand_layouts.py", "rlx.backends.base.backend"),
 }

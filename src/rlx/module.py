@@ -6,23 +6,26 @@ It builds at the upper two levels, lowers, plans, prints every level, and `rlx.c
 from __future__ import annotations
 
 import enum
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from types import MethodType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlx.dtypes import DTypeLike
 from rlx.errors import FusionError, GraphError, RlxError, nearest
 from rlx.hir.lower import lower
 from rlx.ir import registry
+from rlx.ir.builders import Builder, builder, is_op, op_names
 from rlx.ir.graph import Graph, Node, Value
+from rlx.ir.op_methods import ModuleOps
 from rlx.ir.provenance import stage as provenance
 from rlx.ir.registry import HIR, LEAF, MIR
 from rlx.lir import memory
 from rlx.lir.program import ARENA, Program
 from rlx.lir.schedule import schedule
 from rlx.mir.pipeline import Optimised, optimise
+from rlx.notebook import box, preformatted
 from rlx.operand_layouts import Layout
 from rlx.profile import CompileProfile, Fusion, FusionPolicy
 from rlx.target import Target
@@ -92,7 +95,15 @@ _READS = frozenset((
 ))  # fmt: skip
 
 
-class GraphModule:
+class _Block(Builder):
+    """The builder of a block: only modules at HIR have it."""
+
+    def __call__(self, module: GraphModule, /, *operands: Any, **attrs: Any) -> Any:
+        results = module._blocks(self.__name__, *operands, **attrs)
+        return results if len(results) != 1 else results[0]
+
+
+class GraphModule(ModuleOps):
     """A module at one of three levels. At HIR it builds with blocks, at MIR it is a `Graph`, at LIR it is planned."""
 
     def __init__(self, graph: Graph) -> None:
@@ -156,6 +167,7 @@ class GraphModule:
     # -- what it is --
     @property
     def name(self) -> str:
+        """The name of its graph."""
         return self._graph.name
 
     @property
@@ -260,17 +272,29 @@ class GraphModule:
         """rms_norm(x + residual)."""
         return self._block("residual_rms_norm", x, residual, gamma, beta, eps=eps, out_shape=out_shape)
 
-    def attention(self, q: Value, k: Value, v: Value, mask: Value | None = None, **attrs: Any) -> Value:
-        """`attention_block` at HIR (num_heads, head_dim, mask_kind, ...); the op `attention` at MIR."""
-        return self._named_op("attention", q, k, v, mask, **attrs)
+    @builder
+    def attention(
+        self, q: Value, k: Value, v: Value, mask: Value | None = None, *, num_heads: int | None = None,
+        head_dim: int | None = None, mask_kind: Any = None, scale: float | None = None, softcap: float | None = None,
+        out_shape: ShapeLike | None = None,
+    ) -> Value:  # fmt: skip
+        """`attention_block` at HIR, which needs num_heads and head_dim; the op `attention` at MIR."""
+        attrs = {"num_heads": num_heads, "head_dim": head_dim, "mask_kind": mask_kind, "scale": scale}
+        return self._named_op("attention", q, k, v, mask, **attrs, softcap=softcap, out_shape=out_shape)
 
-    def rope(self, x: Value, cos: Value, sin: Value, positions: Value | None = None, **attrs: Any) -> Value:
-        """`rope_block` at HIR (head_dim, n_rot); the op `rope` at MIR."""
+    @builder
+    def rope(
+        self, x: Value, cos: Value, sin: Value, positions: Value | None = None, *, head_dim: int | None = None,
+        n_rot: int | None = None, style: str | None = None, out_shape: ShapeLike | None = None,
+    ) -> Value:  # fmt: skip
+        """`rope_block` at HIR, which needs head_dim and takes n_rot; the op `rope`, which takes style, at MIR."""
+        attrs = {"head_dim": head_dim, "n_rot": n_rot, "style": style, "out_shape": out_shape}
         return self._named_op("rope", x, cos, sin, positions, **attrs)
 
     def _named_op(self, name: str, *operands: Any, **attrs: Any) -> Value:
         """An op that is a block of another name at HIR; errors speak of what was called."""
         op = f"{name}_block" if self.stage is GraphStage.HIR else name
+        attrs = {key: value for key, value in attrs.items() if value is not None}
         try:
             return self._open(name).one(op, *operands, **attrs)
         except RlxError as error:
@@ -317,14 +341,6 @@ class GraphModule:
     ) -> Value:  # fmt: skip
         """x times a quantised weight."""
         return self._open("dequant_matmul").dequant_matmul(x, w, scale, zp, scheme=scheme, out_shape=out_shape)
-
-    def llama_decoder_block(self, x: Value, *operands: Value | None, **attrs: Any) -> Value:
-        """A Llama layer; operands and attributes as the block declares them (`rlx ops llama_decoder_block`)."""
-        return self._block("llama_decoder_block", x, *operands, **attrs)
-
-    def qwen35_mtp_head(self, x: Value, *operands: Value | None, **attrs: Any) -> Value:
-        """The multi-token-prediction head of Qwen3.5; operands as the block declares them."""
-        return self._block("qwen35_mtp_head", x, *operands, **attrs)
 
     def hir_mir(self, op: str, inputs: Sequence[Value | None], **attrs: Any) -> Any:
         """Any MIR op in an HIR module: its result, or a tuple of them."""
@@ -407,6 +423,11 @@ class GraphModule:
         graph = self._graph
         return f"<module {self.name!r} {self.stage.value}: {len(graph.nodes)} nodes, {len(graph.outputs)} outputs>"
 
+    def _repr_html_(self) -> str:
+        if self._lir is None:
+            return self._graph._repr_html_()
+        return box(repr(self)[1:-1], preformatted(self._lir.main.text().split("\n")))
+
     def inspect(self, sizes: Mapping[str, int] | DimBinding | None = None) -> str:
         """The whole level as text, with counts; at LIR with fusion and arena, planned for `sizes` where given."""
         known = sizes.as_dict() if isinstance(sizes, DimBinding) else dict(sizes or {})
@@ -427,17 +448,25 @@ class GraphModule:
     def __bool__(self) -> bool:
         return True  # not a question of its length
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        name = registry.SPELLINGS.get(name, name)
-        is_op = name in registry.OPS and LEAF not in registry.OPS[name].traits
-        if not is_op and name not in _READS and not hasattr(Graph, name):
-            known = [*registry.OPS, *(n for n in dir(GraphModule) if not n.startswith("_"))]
-            raise AttributeError(f"GraphModule has no attribute {name!r}. {nearest(name, known) or ''}".strip())
-        if is_op and registry.OPS[name].level == HIR:
-            return functools.partial(self._block, name)
-        return getattr(self._read(name) if name in _READS else self._open(name), name)
+    if not TYPE_CHECKING:  # which know what there is
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            name = registry.SPELLINGS.get(name, name)
+            if not is_op(name) and name not in _READS and not hasattr(Graph, name):
+                known = [*registry.OPS, *(n for n in dir(GraphModule) if not n.startswith("_"))]
+                raise AttributeError(f"GraphModule has no attribute {name!r}. {nearest(name, known) or ''}".strip())
+            if is_op(name) and registry.OPS[name].level == HIR:
+                return MethodType(_Block(registry.OPS[name]), self)
+            return getattr(self._read(name) if name in _READS else self._open(name), name)
+
+    def __dir__(self) -> list[str]:
+        """What the module has at its level: ops while it may be built, its graph where it reads as one."""
+        names = {*object.__dir__(self)}
+        if self.stage is not GraphStage.LIR:
+            names |= {*op_names(), *(name for name in dir(Graph) if not name.startswith("_") and name not in _READS)}
+        return sorted(names if self.stage is GraphStage.HIR else names | _READS)
 
     def _read(self, what: str) -> Graph:
         if self.stage is GraphStage.HIR:

@@ -325,8 +325,8 @@ def _product_error(file: TensorFile, names: Sequence[str], profile: CompileProfi
     x[:, :: entry.storage.block] = 127 / 128
     left = graph.input("x", ("rows", k))
     shape = (PRODUCT_COLUMNS, k)
-    plain, gate, up = (left @ graph.param(part, shape, entry.storage).dequantise().mT for part in weights)
-    graph.set_outputs([plain, gate.silu() * up])
+    products = [left @ graph.param(part, shape, entry.storage).dequantise().mT for part in weights]
+    graph.set_outputs([products[0], products[1].silu() * products[2]])
     compiled = Session().compile(graph, profile=profile)
     compiled.set_params(weights)
     numbers = (dequantise(w, entry.storage, w.size * entry.storage.block).reshape(shape) for w in weights.values())

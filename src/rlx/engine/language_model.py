@@ -20,10 +20,11 @@ from rlx.engine.kv_cache import CacheStore
 from rlx.engine.load_settings import whole
 from rlx.engine.model import NOTHING, Model
 from rlx.engine.sampler import Sampler, Sampling, shown
-from rlx.errors import CapabilityError, FormatError, RequestError, ResourceError, RlxError
+from rlx.errors import CapabilityError, FormatError, RequestError, ResourceError, RlxError, shortened
 from rlx.fork_safe_locks import cached_property
 from rlx.formats.tokenizer import PLENTY
 from rlx.free_memory import require
+from rlx.notebook import box, note, prose
 from rlx.runtime.compiled import CompiledGraph
 from rlx.types import TensorType, sym
 
@@ -52,6 +53,18 @@ class Completion:
 
     def __str__(self) -> str:
         return self.text
+
+    def __repr__(self) -> str:
+        return f"<completion {shortened(self.text, 60)!r}: {len(self.tokens)} tokens, {self.finish_reason}>"
+
+    def _repr_html_(self) -> str:
+        usage, times = self.usage, self.timings
+        cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
+        counts = (
+            f"{usage.prompt_tokens} prompt tokens{cached}, {usage.completion_tokens} generated, {self.finish_reason}"
+        )
+        speed = f"; {times.answer_per_second:.1f} tokens/s" if times.answer_per_second else ""
+        return box("completion", prose(self.text), note(f"{counts}{speed}; seed {self.seed}"))
 
 
 class TextStream(Iterator[str]):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlx.errors import GraphError, nearest
 from rlx.flow.context import FlowCtx
@@ -12,10 +11,12 @@ from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.structure import emit_stage
 from rlx.flow.state import FlowValue
 from rlx.ir import registry
+from rlx.ir.builders import is_op
 from rlx.ir.graph import Graph, Value
+from rlx.ir.op_methods import EmitOps
 
 
-class Emit(FlowCtx):
+class Emit(FlowCtx, EmitOps):
     """`FlowCtx`, and ops that take flowing values: `emit.softmax(value, axis=-1)`, `emit.constant(2.0)`."""
 
     @classmethod
@@ -35,15 +36,23 @@ class Emit(FlowCtx):
         """Put a value into a stream."""
         self.state.streams[name] = self.wrap(value)
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        known = name in registry.OPS and registry.LEAF not in registry.OPS[name].traits
-        if name.startswith("_") or not (known or (hasattr(Graph, name) and callable(getattr(Graph, name)))):
-            raise AttributeError(f"Emit has no op {name!r}. {nearest(name, registry.OPS) or ''}".strip())
-        return functools.partial(self._build, name)
+    if not TYPE_CHECKING:
 
-    def _build(self, op: str, *operands: Any, **attrs: Any) -> Any:
-        given = {key: _plain(value) for key, value in attrs.items()}
-        return getattr(self.hir(), op)(*map(_plain, operands), **given)
+        def __getattr__(self, name: str) -> Any:
+            known = is_op(registry.SPELLINGS.get(name, name)) or callable(getattr(Graph, name, None))
+            if name.startswith("_") or not known:
+                raise AttributeError(f"Emit has no op {name!r}. {nearest(name, registry.OPS) or ''}".strip())
+            method = getattr(self.hir(), name)
+
+            @functools.wraps(method)
+            def build(*operands: Any, **attrs: Any) -> Any:
+                return method(*map(_plain, operands), **{key: _plain(value) for key, value in attrs.items()})
+
+            return build
+
+    def __dir__(self) -> list[str]:
+        methods = (name for name in dir(Graph) if not name.startswith("_") and callable(getattr(Graph, name)))
+        return sorted({*super().__dir__(), *methods})
 
 
 def _plain(operand: Any) -> Any:

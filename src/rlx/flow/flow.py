@@ -21,8 +21,8 @@ from rlx.flow.patterns import matches
 from rlx.flow.side_outputs import SideOutputs
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.embed import LmHead
+from rlx.flow.stages.structure import Named, edited, emit_all
 from rlx.flow.stages.structure import Sequence as StageSequence
-from rlx.flow.stages.structure import edited, emit_all
 from rlx.flow.state import CacheBindings, FlowValue, Shape
 from rlx.flow.weights import LayeredWeights, MapWeights, WeightSource, as_source, unchecked
 from rlx.ir.graph import Graph, Value
@@ -30,6 +30,7 @@ from rlx.ir.provenance import Origin, here
 from rlx.ir.registry import HIR, LEAF, MIR
 from rlx.ir.rewrite import live_copy, rebuild
 from rlx.module import GraphModule
+from rlx.notebook import box, table
 from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.kv_spec import KvCacheSpec as KvCacheSpec
@@ -51,22 +52,29 @@ class Params(Mapping[str, Array]):
     def __init__(self, graph: Graph, made: Mapping[str, Array], source: WeightSource) -> None:
         self.made = made
         self.source = source
-        names = [node.attrs["name"] for node in graph.params]
-        self._names = {name: None for name in names if name in made or source.has(name)}
+        types = {node.attrs["name"]: node.types[0] for node in graph.params}
+        self._types = {name: type_ for name, type_ in types.items() if name in made or source.has(name)}
 
     def __getitem__(self, name: str) -> Array:
-        if name not in self._names:
+        if name not in self._types:
             raise KeyError(name)
         return self.made[name] if name in self.made else self.source.array(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self._types
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._types)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._types)
+
+    def __repr__(self) -> str:
+        return f"<params: {len(self._types)} weights>"
+
+    def _repr_html_(self) -> str:
+        rows = [(name, str(type_)) for name, type_ in self._types.items()]
+        return box(f"{len(rows)} weights", table(("name", "type"), rows))
 
 
 @dataclass(frozen=True)
@@ -208,8 +216,20 @@ class ModelFlow(StageList):
     compile_profile: CompileProfile = field(default_factory=CompileProfile)
     places: tuple[Origin, ...] = field(default=(), compare=False, repr=False)
 
+    def __repr__(self) -> str:
+        inputs = ", ".join(name for name, _, _ in self.inputs)
+        return f"<flow {self.name!r}: {len(self.stages)} stages from {inputs or 'no input'} to {self.output_name}>"
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for stage in self.stages:
+            path, inner = (stage.name, stage.inner) if isinstance(stage, Named) else (stage.path, stage)
+            rows.append((type(inner).__name__, path))
+        return box(repr(self)[1:-1], table(("stage", "path"), rows))
+
     # -- assembling --
     def with_stages(self, stages: Iterable[FlowStage]) -> Self:
+        """The same flow with other stages."""
         stages = tuple(stages)
         return replace(self, stages=stages, places=self.places_of(stages))
 

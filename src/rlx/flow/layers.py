@@ -47,6 +47,7 @@ class StageList(ABC):
         return self.with_stages((*self.stages, stage))
 
     def sequence(self, *stages: FlowStage) -> Self:
+        """Stages in order, as one stage."""
         return self.stage(structure.Sequence(stages))
 
     def custom(self, f: Author) -> Self:
@@ -91,9 +92,11 @@ class StageList(ABC):
         return self.named_layer(name, structure.Sequence(stack.stages, places=stack.places))
 
     def residual_save(self) -> Self:
+        """Save the value for a later `residual_add`; pairs nest."""
         return self.stage(structure.ResidualSave())
 
     def residual_add(self) -> Self:
+        """Add the value that was saved last."""
         return self.stage(structure.ResidualAdd())
 
     def llama_prefill_layer(
@@ -177,9 +180,11 @@ class StageList(ABC):
         return self.stage(attention.GemmaKvTap(f"model.layers.{i}", head_dim, outputs))
 
     def nomic_encoder_layer(self, prefix: str, hidden: int, heads: int, eps: float) -> Self:
+        """One NomicBERT layer: rotary attention and SwiGLU, each followed by a LayerNorm."""
         return self.stage(encoder.NomicEncoderLayer(prefix, hidden, heads, hidden // heads, eps))
 
     def bert_encoder_layer(self, prefix: str, hidden: int, heads: int, eps: float) -> Self:
+        """One BERT layer: attention and a GELU feed-forward, each followed by a LayerNorm."""
         return self.stage(encoder.BertEncoderLayer(prefix, hidden, heads, hidden // heads, eps))
 
     def repeat_bert_layers(self, count: int, prefix: str, hidden: int, heads: int, eps: float) -> Self:
@@ -234,9 +239,11 @@ class StageList(ABC):
 
     # -- streams --
     def store_stream(self, name: str) -> Self:
+        """Copy the value into a named stream; the value flows on."""
         return self.stage(streams.StoreStream(name))
 
     def load_stream(self, name: str) -> Self:
+        """Continue with the value of a named stream."""
         return self.stage(streams.LoadStream(name))
 
     def dual_stream(self, name: str, a: str, b: str, f: Callable[..., Any]) -> Self:
@@ -249,33 +256,43 @@ class StageList(ABC):
 
     # -- tables --
     def embed(self, key: str, *, shape: tuple[int, int] | None = None) -> Self:
+        """Look up token embeddings in the table `key`, which a tied head uses again."""
         return self.stage(embed.Embed(key, shape=shape))
 
     def token_embed(self, key: str = TOKENS, *, shape: tuple[int, int] | None = None) -> Self:
+        """`embed` with the table where Hugging Face keeps it."""
         return self.embed(key, shape=shape)
 
     def embed_scale(self, hidden: int) -> Self:
+        """Multiply token embeddings by √hidden, as Gemma does."""
         return self.stage(parts.EmbedScale(hidden))
 
     def gather_from_input(self, input_name: str, key: str) -> Self:
+        """Replace the value by the rows of a table that a named input selects."""
         return self.stage(parts.GatherFromInput(input_name, key))
 
     def gather_add(self, input_name: str, key: str, *, rows: int | None = None) -> Self:
+        """Add the rows of a table that a named input selects: position and type embeddings."""
         return self.stage(embed.GatherAdd(input_name, key, rows=rows))
 
     def rope_tables(self, cos: Array, sin: Array, style: str = "halves") -> Self:
+        """RoPE tables `[positions, half]` for the layers that follow; the value passes through."""
         return self.stage(embed.RopeTables(cos, sin, style))
 
     def zero_beta(self, len: int) -> Self:
+        """A vector of zeros as the beta of norms that have none; the value passes through."""
         return self.zero_beta_named("zero_beta", len)
 
     def zero_beta_named(self, name: str, len: int) -> Self:
+        """`zero_beta` under another name."""
         return self.stage(parts.ZeroBeta(name, len))
 
     def attn_mask(self, batch: Size | str, seq: Size | str, input_name: str) -> Self:
+        """A padding mask `[batch, seq]` that is read from a named input; the value passes through."""
         return self.stage(parts.AttnMask(batch, seq, input_name))
 
     def attn_mask_ones(self, batch: Size | str, seq: Size | str) -> Self:
+        """A padding mask `[batch, seq]` of ones, so no token is padding; the value passes through."""
         return self.stage(parts.AttnMask(batch, seq))
 
     def decode_rope_params(self, cos: Array, sin: Array, style: str = "halves") -> Self:
@@ -288,12 +305,15 @@ class StageList(ABC):
 
     # -- parts of layers --
     def rms_norm(self, key: str, eps: float) -> Self:
+        """RMSNorm with the weight `key`."""
         return self.stage(norm.RmsNorm(key, eps))
 
     def final_norm(self, eps: float, key: str = FINAL_NORM) -> Self:
+        """The RMSNorm before the head, with the weight where Hugging Face keeps it."""
         return self.rms_norm(key, eps)
 
     def layer_norm(self, prefix: str, eps: float) -> Self:
+        """LayerNorm with `prefix.weight` and `prefix.bias`."""
         return self.stage(norm.LayerNorm(f"{prefix}.weight", f"{prefix}.bias", eps))
 
     def gemma_rms_norm(self, key: str, eps: float) -> Self:
@@ -333,7 +353,7 @@ class StageList(ABC):
         return self.stage(ffn.SwiGlu(gate_key, up_key, down_key, intermediate_size))
 
     def swiglu_hf_mlp(self, prefix: str, *, intermediate_size: int | None = None) -> Self:
-        """The same by Hugging Face's names, such as `prefix.gate_proj.weight`."""
+        """`swiglu` by Hugging Face's names, such as `prefix.gate_proj.weight`."""
         return self.stage(ffn.SwiGlu.hf_mlp(prefix, intermediate_size=intermediate_size))
 
     def geglu(self, gate_key: str, up_key: str, down_key: str, *, intermediate_size: int | None = None) -> Self:
@@ -341,7 +361,7 @@ class StageList(ABC):
         return self.stage(ffn.GeGlu(gate_key, up_key, down_key, intermediate_size))
 
     def geglu_hf_mlp(self, prefix: str, *, intermediate_size: int | None = None) -> Self:
-        """The same by Hugging Face's names, such as `prefix.mlp.gate_proj.weight`."""
+        """`geglu` by Hugging Face's names, such as `prefix.mlp.gate_proj.weight`."""
         return self.stage(ffn.GeGlu.hf_mlp(prefix, intermediate_size=intermediate_size))
 
     def vision_swiglu_ffn(self, prefix: str, eps: float) -> Self:
@@ -349,16 +369,20 @@ class StageList(ABC):
         return self.stage(vision.VisionSwiGluFfn(prefix, eps))
 
     def gelu_ffn(self, intermediate_w: str, intermediate_b: str, output_w: str, output_b: str) -> Self:
+        """output(gelu(intermediate(x))), with biases."""
         return self.stage(ffn.GeluFfn(intermediate_w, intermediate_b, output_w, output_b))
 
     def layer_scale(self, key: str) -> Self:
+        """Multiply each channel by a weight, as DINOv2 does."""
         return self.stage(parts.LayerScale(key))
 
     def gdn_scan(self, state_size: int, carry_state: bool = False, state_key: str | None = None) -> Self:
+        """The gated-delta-net scan over what an earlier stage published: `[batch, seq, heads, state_size]`."""
         return self.stage(parts.GdnScan(state_size, carry_state, state_key))
 
     # -- ends --
     def cls_token_pool(self) -> Self:
+        """Keep the class token, which is the first: `[batch, seq, hidden]` to `[batch, hidden]`."""
         return self.stage(parts.ClsTokenPool())
 
     def gather_last_token(self, batch: int | None = None) -> Self:
@@ -370,6 +394,7 @@ class StageList(ABC):
         return self.stage(embed.GatherLastToken(index=index))
 
     def logit_softcap(self, cap: float) -> Self:
+        """cap · tanh(x / cap), which bounds logits by the cap."""
         return self.stage(parts.LogitSoftcap(cap))
 
 
@@ -385,5 +410,6 @@ class LayerStack(StageList):
     places: tuple[Origin, ...] = field(default=(), compare=False, repr=False)
 
     def with_stages(self, stages: Iterable[FlowStage]) -> Self:
+        """The same layer with other stages."""
         stages = tuple(stages)
         return replace(self, stages=stages, places=self.places_of(stages))

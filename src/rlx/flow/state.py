@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlx.dtypes import dtype
 from rlx.errors import GraphError, nearest
 from rlx.ir.graph import Graph, Value
+from rlx.ir.op_methods import FlowValueOps
 from rlx.ir.operators import Operators
 from rlx.ops.attention import split_mask
 from rlx.runtime.kv_spec import KvCacheSpec, table_name
@@ -29,7 +31,7 @@ def _by_value(name: str) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class FlowValue(Operators):
+class FlowValue(FlowValueOps, Operators):
     """The value that flows from stage to stage, with its shape.
 
     It has the operators and ops of its graph value, `id`, and what they give flows too: `value * 2`,
@@ -41,19 +43,25 @@ class FlowValue(Operators):
 
     @classmethod
     def of(cls, value: Value) -> FlowValue:
+        """A graph value, ready to flow."""
         return cls(value, value.shape)
 
     def __rlx_value__(self) -> Value:
         """What a graph takes for it where it is an operand."""
         return self.id
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in FlowValue.__slots__:
-            raise AttributeError(name)
-        found = getattr(self.id, name)
-        if not callable(found):
-            return _flowing(found)
-        return lambda *operands, **attrs: _flowing(found(*operands, **attrs))
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_") or name in FlowValue.__slots__:
+                raise AttributeError(name)
+            member = getattr(self.id, name)
+            if not callable(member):
+                return _flowing(member)
+            return functools.wraps(member)(lambda *operands, **attrs: _flowing(member(*operands, **attrs)))
+
+    def __dir__(self) -> list[str]:
+        return sorted({*FlowValueOps.__dir__(self), *(name for name in dir(Value) if not name.startswith("_"))})
 
     def operate(self, op: str, *operands: Any) -> FlowValue:
         """What an operator of Python gives: that of the graph value."""

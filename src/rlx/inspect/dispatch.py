@@ -10,6 +10,7 @@ from rlx.ir.graph import Graph, Node
 from rlx.ir.registry import HIR, LEAF, VIEW
 from rlx.mir.recognise_ops import common_form
 from rlx.mir.weights import weight_nodes
+from rlx.notebook import box, table
 
 # At run time a node is computed by machine code of its own op, by that of the ops that it is decomposed into, or, on
 # the reference device, in Python ...
@@ -64,9 +65,20 @@ class DispatchReport:
         """The nodes that take a path."""
         return [row for row in self.rows if row.path == path]
 
-    def __str__(self) -> str:
+    @property
+    def _summary(self) -> str:
         said = ", ".join(f"{n} {path}" for path, n in self.counts.items())
-        return "\n".join([f"{self.name}: {len(self.rows)} nodes: {said}", *(f"  {row}" for row in self.rows)])
+        return f"{self.name}: {len(self.rows)} nodes: {said}"
+
+    def __str__(self) -> str:
+        return "\n".join([self._summary, *(f"  {row}" for row in self.rows)])
+
+    def __repr__(self) -> str:
+        return f"<dispatch of {self._summary}>"
+
+    def _repr_html_(self) -> str:
+        rows = [(r.node, r.op, r.path, " + ".join(r.became), ", ".join(r.kernels), r.where) for r in self.rows]
+        return box(self._summary, table(("node", "op", "path", "became", "kernels", "built at"), rows))
 
 
 def dispatch_report(line: Lineage) -> DispatchReport:

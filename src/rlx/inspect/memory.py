@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rlx.lir.memory import Plan, lifetimes
 from rlx.lir.program import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Program
+from rlx.notebook import box, fold, note, table
 from rlx.types import TensorType, concrete, evaluate
 
 BAR = 32  # columns of a drawing of lifetimes
@@ -54,9 +55,13 @@ class MemoryReport:
         """What sharing memory saves."""
         return self.unshared - self.arena
 
-    def __str__(self) -> str:
+    @property
+    def _title(self) -> str:
         at = ", ".join(f"{name} = {size}" for name, size in self.sizes.items())
-        lines = [f"memory of {self.name}" + (f" at {at}" if at else "")]
+        return f"memory of {self.name}" + (f" at {at}" if at else "")
+
+    def __str__(self) -> str:
+        lines = [self._title]
         for kind, owner in OWNERS.items():
             count = sum(b.kind == kind for b in self.buffers)
             buffers = f"{count:4} buffer{'' if count == 1 else 's'}, "
@@ -73,6 +78,27 @@ class MemoryReport:
             lines.append(f"  lives in {self.phases} phases:")
             lines += [f"    {self._row(b, *widths)}" for b in arena]
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<{self._title}: arena {show_bytes(self.arena)}, weights {show_bytes(self.bytes(WEIGHT))}>"
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for kind, owner in OWNERS.items():
+            count = sum(b.kind == kind for b in self.buffers)
+            size = self.arena if kind == ARENA else self.bytes(kind)
+            rows.append(("arena" if kind == ARENA else kind, show_bytes(size), count, owner))
+        parts = [table(("kind", "size", "buffers", "owner"), rows)]
+        parts.append(
+            note(f"scratch {show_bytes(self.scratch)} for each thread; sharing saves {show_bytes(self.saved)}")
+        )
+        arena = [
+            (b.name, b.type, show_bytes(b.bytes), b.offset or 0, self._bar(b)) for b in self.buffers if b.kind == ARENA
+        ]
+        columns = ("buffer", "type", "size", "offset", f"lives in {self.phases} phases")
+        return box(
+            self._title, *parts, *([fold(f"{len(arena)} buffers of the arena", table(columns, arena))] if arena else [])
+        )
 
     def _row(self, b: BufferMemory, name: int, kind: int) -> str:
         return f"{b.name:{name}}  {b.type:{kind}} {show_bytes(b.bytes):>10}  at {b.offset:<10} |{self._bar(b)}|"

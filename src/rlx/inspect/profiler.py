@@ -14,6 +14,7 @@ import numpy as np
 from rlx.backends.base import Executable, Key, backend_of
 from rlx.backends.reports import Ceilings, Trace
 from rlx.inspect.memory import MemoryReport, memory_report, show_bytes
+from rlx.notebook import Bar, Cell, box, note, table
 from rlx.types import evaluate
 
 RUNS = 5  # traced runs; the fastest of each launch counts
@@ -67,23 +68,49 @@ class Report:
     fusion: str = ""
     memory: MemoryReport | None = None  # at the sizes of the run
 
-    def __str__(self) -> str:
-        lines = [
+    @property
+    def _title(self) -> str:
+        return (
             f"{self.name} on {self.device} {self.target}, {self.threads} threads: {len(self.launches)} launches of "
             f"{self.kernels} kernels, arena {show_bytes(self.arena_bytes)}, weights {show_bytes(self.weight_bytes)}"
-        ]
-        if self.ceilings is not None:
-            c = self.ceilings
-            lines.append(
-                f"  machine: {_rates(c)}, {c.cache_gb_per_second:.0f} GB/s from cache, "
-                f"{c.memory_gb_per_second:.0f} GB/s from memory; run {self.seconds * 1e6:.0f} µs"
-            )
+        )
+
+    @property
+    def _machine(self) -> list[str]:
+        """What the machine can do, where something ran."""
+        if self.ceilings is None:
+            return []
+        c = self.ceilings
+        rates = (
+            f"{_rates(c)}, {c.cache_gb_per_second:.0f} GB/s from cache, {c.memory_gb_per_second:.0f} GB/s from memory"
+        )
+        return [f"machine: {rates}; run {self.seconds * 1e6:.0f} µs"]
+
+    def _share(self, launch: LaunchReport) -> str:
+        """How close a launch comes to the machine's ceiling."""
+        return f"{launch.fraction(self.ceilings):6.0%}" if self.ceilings and launch.seconds else "-"
+
+    def __repr__(self) -> str:
+        return f"<report of {self._title}>"
+
+    def _repr_html_(self) -> str:
+        total = sum(x.seconds for x in self.launches)
+        columns = ["kernel", "kind", "where"]
+        rows: list[list[Cell]] = [[_label(x), x.kind, x.where] for x in self.launches]
+        if total:
+            columns[2:2] = ["µs", "GB/s", "GFLOPS", "ceiling"]
+            for row, x in zip(rows, self.launches, strict=True):
+                taken = Bar(f"{x.seconds * 1e6:.1f}", x.seconds / total)
+                row[2:2] = [taken, x.gb_per_second, x.gflops, self._share(x)]
+        return box(self._title, *map(note, self._machine), table(columns, rows))
+
+    def __str__(self) -> str:
+        lines = [self._title, *(f"  {line}" for line in self._machine)]
         lines.append(f"  {'kernel':40} {'kind':9} {'µs':>9} {'GB/s':>7} {'GFLOPS':>7} {'ceiling':>7}  where")
         for x in self.launches:
-            share = f"{x.fraction(self.ceilings):6.0%}" if self.ceilings and x.seconds else "-"
             lines.append(
                 f"  {_label(x):40} {x.kind:9} {x.seconds * 1e6:9.1f} {x.gb_per_second:7.1f} {x.gflops:7.1f} "
-                f"{share:>7}  {x.where}"
+                f"{self._share(x):>7}  {x.where}"
             )
         return "\n".join(lines)
 

@@ -17,6 +17,7 @@ from typing import Any
 from rlx.errors import GraphError
 from rlx.ir.graph import Graph, Node, Value, attr_key
 from rlx.ir.text import attr_text
+from rlx.notebook import box, marked
 
 SAME, GONE, NEW = " ", "-", "+"
 
@@ -112,6 +113,12 @@ class GraphDiff:
 
     def __str__(self) -> str:
         return self.text()
+
+    def __repr__(self) -> str:
+        return f"<diff of {self.before.name!r} and {self.after.name!r}: {self.summary()}>"
+
+    def _repr_html_(self) -> str:
+        return box(self.summary(), marked(self.lines()))
 
 
 def _folded(count: int) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,6 @@ Nodes and values are in `ir/value.py`.
 from __future__ import annotations
 
 import enum
-import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ from rlx.ir.constants import Array as Array
 from rlx.ir.constants import constant_data
 from rlx.ir.control import ControlBuilders
 from rlx.ir.custom import CustomBuilders
+from rlx.ir.op_methods import GraphOps
 from rlx.ir.provenance import Origin, here
 from rlx.ir.quant import QuantBuilders
 from rlx.ir.value import Node as Node
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rlx.module import GraphModule
 
 
-class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
+class Graph(GraphOps, ControlBuilders, CustomBuilders, QuantBuilders):
     """A graph under construction or finished. Append-only; `level` is hir or mir."""
 
     def __init__(self, name: str = "graph", *, level: str = registry.MIR) -> None:
@@ -243,25 +243,18 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
         """`x` with another element type."""
         return x.astype(dtype)
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if name in registry.SPELLINGS:
-            return getattr(self, registry.SPELLINGS[name])  # type: ignore[no-any-return]
-        if name in registry.OPS and registry.LEAF not in registry.OPS[name].traits:
-            return functools.partial(self.apply, name)
-        raise AttributeError(f"Graph has no op {name!r}. {nearest(name, registry.OPS) or ''}".strip())
-
     # -- reading ------------------------------------------------------------------------------------------------------
     def __len__(self) -> int:
         return len(self.nodes)
 
     @property
     def inputs(self) -> list[Node]:
+        """The inputs and states, in the order of their declaration."""
         return [n for n in self.nodes if n.op in ("input", "state")]
 
     @property
     def params(self) -> list[Node]:
+        """The weights, in the order of their declaration."""
         return [n for n in self.nodes if n.op == "param"]
 
     def has(self, name: str) -> bool:
@@ -336,6 +329,11 @@ class Graph(ControlBuilders, CustomBuilders, QuantBuilders):
 
     def __repr__(self) -> str:
         return f"<graph {self.name!r} {self.level}: {len(self.nodes)} nodes, {len(self.outputs)} outputs>"
+
+    def _repr_html_(self) -> str:
+        from rlx.inspect.notebook import graph_html  # the other reach upwards: what notebooks show
+
+        return graph_html(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_unpickle, (self.text(full=True),))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rlx.dtypes import U8, dtype
+from rlx.dtypes import U8, DTypeLike
+from rlx.dtypes import dtype as as_dtype
 from rlx.errors import DTypeError, GraphError, ShapeError
+from rlx.ir.builders import builder
 from rlx.quant_schemes import QuantScheme
 from rlx.types import Size, TensorType
 
@@ -22,25 +24,31 @@ class QuantBuilders:
 
         def one(self, op: str, *operands: Any, **attrs: Any) -> Value: ...
 
-    def quantise(self, x: Value, scale: Any = None, zp: Any = None, **attrs: Any) -> Any:
+    @builder
+    def quantise(
+        self, x: Value, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
+        scheme: str | None = None, out_shape: Any = None,
+    ) -> Any:  # fmt: skip
         """x in i8, u8 or a scheme's blocks. Without a scale, one is found (`quant_scale`): the result is both.
 
         NVFP4 has two: E4M3 scales of blocks, and one f32 by which the largest of these is 448.
         """
+        where = {key: value for key, value in (("axis", axis), ("scheme", scheme)) if value is not None}
+        attrs: dict[str, Any] = where if dtype is None else where | {"dtype": dtype}
         if scale is not None:
-            return self.one("quantise", x, scale, zp, **attrs)
+            return self.one("quantise", x, scale, zp, **attrs, out_shape=out_shape)
         if zp is not None:
             raise GraphError("quantise: has a zp, but no scale", hint="quantise(x, scale, zp)")
-        if attrs.get("dtype") is not None and dtype(attrs["dtype"]) is U8:
+        if dtype is not None and as_dtype(dtype) is U8:
             raise GraphError(
                 "quantise: u8 needs a scale and a zp, only those of i8 are found", hint="quantise(x, scale, zp)"
             )
-        found = self.one("quant_scale", x, **{k: v for k, v in attrs.items() if k in ("axis", "scheme")})
-        if attrs.get("scheme") != QuantScheme.NVFP4:
-            return self.one("quantise", x, found, **attrs), found
+        found = self.one("quant_scale", x, **where)
+        if scheme != QuantScheme.NVFP4:
+            return self.one("quantise", x, found, **attrs, out_shape=out_shape), found
         whole = self.one("max", found, axis=tuple(range(found.rank))) / 448.0
         small = self.one("quantise", found, whole, scheme=QuantScheme.FP8_E4M3)
-        return self.one("quantise", x, small, whole, **attrs), small, whole
+        return self.one("quantise", x, small, whole, **attrs, out_shape=out_shape), small, whole
 
     def dequant_matmul(
         self, x: Value, w: Value, scale: Any = None, zp: Any = None, *, scheme: Any, out_shape: Any = None

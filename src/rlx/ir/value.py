@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from rlx.dtypes import DType, DTypeLike, promote
-from rlx.errors import GraphError, ShapeError, nearest
+from rlx.errors import GraphError, ShapeError
 from rlx.ir import registry
 from rlx.ir.numpy_functions import NumpyFunctions
+from rlx.ir.op_methods import ValueOps
 from rlx.ir.operators import Operators
 from rlx.ir.provenance import Origin
 from rlx.types import Dim, Size, TensorType
@@ -57,7 +58,7 @@ class Node:
         raise TypeError("nodes are pickled with their graph, as text")
 
 
-class Value(NumpyFunctions, Operators):
+class Value(ValueOps, NumpyFunctions, Operators):
     """One result of a node: a handle, which `Graph.append` points at its node. `==` is identity."""
 
     __slots__ = ("index", "node")
@@ -69,22 +70,27 @@ class Value(NumpyFunctions, Operators):
     # -- type -----------------------------------------------------------------------------------------------------
     @property
     def type(self) -> TensorType:
+        """Shape and element type."""
         return self.node.types[self.index]
 
     @property
     def shape(self) -> tuple[Size, ...]:
+        """The size of each axis: ints, or expressions over named dims."""
         return self.type.shape
 
     @property
     def dtype(self) -> DType:
+        """The element type."""
         return self.type.dtype
 
     @property
     def rank(self) -> int:
+        """The number of axes."""
         return self.type.rank
 
     @property
     def graph(self) -> Graph:
+        """The graph that it belongs to."""
         return self.node.graph
 
     def __repr__(self) -> str:
@@ -135,14 +141,6 @@ class Value(NumpyFunctions, Operators):
     def reshape(self, *shape: Any) -> Value:
         """The value with another shape; one size may be -1."""
         return self.graph.reshape(self, shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        op = registry.SPELLINGS.get(name, name)
-        if op in registry.OPS and registry.LEAF not in registry.OPS[op].traits:
-            return functools.partial(getattr(self.graph, op), self)
-        raise AttributeError(f"Value has no op {name!r}. {nearest(name, registry.OPS) or ''}".strip())
 
 
 def _index(value: Value, key: Any) -> Value:

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from rlx.ir.graph import Node
+from rlx.notebook import box, fold, table
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,20 @@ class FusionReport:
             for block in fusion.blocks:
                 found.setdefault(block, Counter())[fusion.kind] += 1
         return {block: dict(sorted(kinds.items())) for block, kinds in sorted(found.items())}
+
+    def __repr__(self) -> str:
+        return f"<fusion: {len(self.fused)} fused, {len(self.missed)} missed, {len(self.apart)} apart>"
+
+    def _repr_html_(self) -> str:
+        parts = [table(("fusion", "count"), list(self.counts.items()))] if self.fused else []
+        for title, misses in (("missed", self.missed), ("apart", self.apart)):
+            if misses:
+                rows = [(m.kind, m.op, m.why, m.where) for m in misses]
+                parts.append(fold(f"{title} {len(rows)}", table(("fusion", "op", "why", "built at"), rows)))
+        if self.fused:
+            rows = [(f.kind, " + ".join(f.ops), ", ".join(f.blocks), f.where) for f in self.fused]
+            parts.append(fold(f"fused {len(rows)}", table(("fusion", "ops", "blocks", "built at"), rows)))
+        return box(repr(self)[1:-1], *parts)
 
     def __str__(self) -> str:
         lines = [f"fused {len(self.fused)}", *(f"  {f}" for f in self.fused)]

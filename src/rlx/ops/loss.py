@@ -82,7 +82,7 @@ def _cross_entropy_grad_apart(logits: Value, labels: Value, dy: Value, *, ignore
     rows = labels.reshape(*labels.shape, 1)
     hit = rows.astype("i64").equal(number).astype(wide.dtype)
     share = g.one("where", labels.not_equal(ignore_index), dy.astype(wide.dtype), 0.0).reshape(*labels.shape, 1)
-    return ((wide.softmax(axis=-1) - hit) * share).astype(logits.dtype)  # type: ignore[no-any-return]
+    return ((wide.softmax(axis=-1) - hit) * share).astype(logits.dtype)
 
 
 @op(

@@ -336,7 +336,7 @@ def _quant_scale_apart(x: Value, *, axis: int | None, scheme: str | None) -> Val
             shape = tuple(d for a, d in enumerate(x.shape) if a not in others)
             return x.graph.one("expand", x.graph.constant(LEAST_SCALE, x.dtype.wide), shape=shape)
         largest = x.graph.one("max", size, axis=others)
-    return (largest / _levels(given)).maximum(LEAST_SCALE)  # type: ignore[no-any-return]
+    return (largest / _levels(given)).maximum(LEAST_SCALE)
 
 
 @op(
@@ -389,7 +389,7 @@ def _steps_apart(x: Value, scale: Value | None, bits: int, axis: int | None) -> 
         step = scale.astype(x.dtype)
         if axis is not None:
             step = step.reshape(*(x.shape[a] if a == axis % x.rank else 1 for a in range(x.rank)))
-    return step.maximum(LEAST_SCALE)  # type: ignore[no-any-return]
+    return step.maximum(LEAST_SCALE)
 
 
 def _check_training(where: str, x: TensorType, scale: TensorType | None, bits: int, axis: int | None) -> None:
@@ -452,7 +452,7 @@ def _running_scale_apart(x: Value, state: Value, *, bits: int, axis: int | None,
     else:
         now = _steps_apart(wide, None, bits, axis).reshape(*state.shape).astype(state.dtype)
     rest = 1 - np.dtype(state.dtype.wide.numpy).type(decay)  # as the number is that is multiplied by
-    return (state > 0).where(state * decay + now * float(rest), now)  # type: ignore[no-any-return]
+    return (state > 0).where(state * decay + now * float(rest), now)
 
 
 @op(
@@ -508,7 +508,7 @@ def _fake_quantise_grad_apart(
         inside = dy * (1.0 - (wide / step).tanh() * (wide / step).tanh())
     else:
         inside = dy * (1.0 - abs(wide / (step * top))).maximum(0.0)
-    return inside.astype(given)  # type: ignore[no-any-return]
+    return inside.astype(given)
 
 
 @op(

@@ -80,4 +80,4 @@ def repeated(x: Value, times: int) -> Value:
 
 def starts_apart(segments: Value) -> Value:
     """The same as a value of a graph."""
-    return segments.not_equal(earlier(segments, repeated(segments, 1), 1))  # type: ignore[no-any-return]
+    return segments.not_equal(earlier(segments, repeated(segments, 1), 1))

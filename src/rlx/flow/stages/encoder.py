@@ -54,11 +54,11 @@ def attend(
     value named ATTENTION_BIAS is added to the scores if there is one; it has minus infinity at padding already. With a
     `rotation` queries and keys turn by it first.
     """
-    cos, sin, rows, style = rotation or (None, None, None, "halves")
+    tables, style = (None, "halves") if rotation is None else (rotation[:3], rotation[3])
     if kind != MaskKind.NONE:
-        if rotation is not None:
-            q, k = (x.rope(cos, sin, rows, style=style) for x in (q, k))
-            cos = sin = rows = None
+        if tables is not None:
+            q, k = (x.rope(*tables, style=style) for x in (q, k))
+            tables = None
         mask = kept_tokens(ctx, q.shape[:2], mask_input).astype(I32) - 1  # 0, and -1 for padding
         kind = MaskKind.segments(kind)
     elif ATTENTION_BIAS in ctx.state.named:
@@ -66,7 +66,7 @@ def attend(
     else:
         mask, kind = ctx.mask_input(mask_input, q.shape[:2]), MaskKind.CUSTOM
     how = {"mask_kind": kind, "scale": scale, "style": style}
-    return ctx.hir().one("self_attention", q, k, v, mask, cos, sin, rows, **how)
+    return ctx.hir().one("self_attention", q, k, v, mask, *(tables or (None, None, None)), **how)
 
 
 def rotation_of(ctx: FlowCtx, stage: str, heads: Value, rope: str = MAIN_ROPE) -> Rotation:

@@ -1,0 +1,1956 @@
+# Written by scripts/stubs.py from the registry of ops; do not edit.
+# fmt: off
+# ruff: noqa: E501
+"""Ops as methods, for type checkers."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from enum import Enum
+from typing import Any, Protocol, Self, TypeAlias
+
+import numpy as np
+
+from rlx.dtypes import DType, DTypeLike
+from rlx.ir.custom import MultiOutputHandle
+from rlx.ir.graph import Graph, Node, Value
+from rlx.ir.provenance import Origin
+from rlx.module import GraphModule
+from rlx.operand_layouts import Layout
+from rlx.types import ShapeLike, Size, TensorType
+
+class _HoldsValue(Protocol):
+    def __rlx_value__(self) -> Value: ...
+
+# Numbers and arrays become constants.
+Operand: TypeAlias = Value | _HoldsValue | float | np.ndarray[Any, Any] | np.generic | Sequence[Any]
+
+
+class _Builders:
+    def attention_lse(
+        self, q: Operand, k: Operand, v: Operand, mask: Operand | None = None, *, mask_kind: str | Enum = 'none',
+        scale: float | None = None, softcap: float | None = None, out_shape: Any = None
+    ) -> tuple[Value, Value]:
+        """`attention`, and for each query the logarithm of the sum of exp(scores), [batch, heads, seq], -inf without keys.
+
+        It is what the gradient of `attention` keeps in place of the weights. Narrow floats have it in f32.
+        """
+    def attention_grad(
+        self, q: Operand, k: Operand, v: Operand, dy: Operand, lse: Operand, delta: Operand,
+        mask: Operand | None = None, *, mask_kind: str | Enum = 'none', scale: float | None = None,
+        softcap: float | None = None, out_shape: Any = None
+    ) -> tuple[Value, Value, Value]:
+        """Gradients of q, k and v from `dy`, that of the result of `attention_lse`.
+
+        `lse` is what that gave, `delta` the sum of dy · result of each query, less the gradient of its lse; both are
+        [batch, heads, seq]. Weights are made again block by block: no memory grows with seq · keys.
+        """
+    def depthwise_conv1d_causal_carry(
+        self, x: Operand, weight: Operand, state: Operand, lengths: Operand, *, kernel_size: int, out_shape: Any = None
+    ) -> tuple[Value, Value]:
+        """`depthwise_conv1d_causal` after the tokens in `state`, and the state after the last token.
+
+        The state has the last kernel_size - 1 tokens, [batch, kernel_size - 1, channels]. Of the tokens of a row the first
+        `lengths[b]` count; what comes after them is padding, and no state has it.
+        """
+    def ended(self, x: Operand, more: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """`x`, a result of a while loop with `max_steps`; an error at run time where `more`, its condition, still holds.
+        """
+    def conv2d(
+        self, x: Operand, weight: Operand, bias: Operand | None = None, *, stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Cross-correlation of x [batch, channels, height, width] with weight [out, channels / groups, kernel_y, kernel_x].
+
+        `stride`, `padding` (zeros on both sides) and `dilation` are one number, or one for each axis.
+        """
+    def pool2d(
+        self, x: Operand, *, kind: str | Enum, kernel: int | Sequence[int], stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """The largest (`kind` max) or mean number of each window of x [batch, channels, height, width].
+
+        `stride` is the kernel's size unless given. Padding counts as zeros in a mean and never as the largest.
+        """
+    def conv1d(
+        self, x: Operand, weight: Operand, bias: Operand | None = None, *, stride: int = 1, padding: int = 0,
+        dilation: int = 1, groups: int = 1, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Cross-correlation of x [batch, channels, length] with weight [out, channels / groups, kernel]."""
+    def pool1d(
+        self, x: Operand, *, kind: str | Enum, kernel: int, stride: int | None = None, padding: int = 0,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """The largest (`kind` max) or mean number of each window of x [batch, channels, length], as `pool2d` does it.
+        """
+    def add(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Sum."""
+    def sub(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Difference."""
+    def mul(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Product."""
+    def div(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Quotient of floats; integers use `floor_divide`."""
+    def floor_divide(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Quotient of integers, rounded down; a zero divisor gives 0."""
+    def mod(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Remainder of integers with the sign of the divisor; a zero divisor gives 0."""
+    def pow(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """`a` to the power `b`, for floats."""
+    def maximum(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """The larger; NaN if either is NaN."""
+    def minimum(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """The smaller; NaN if either is NaN."""
+    def equal(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Whether equal."""
+    def not_equal(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Whether different."""
+    def less(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Whether a < b."""
+    def less_equal(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Whether a <= b."""
+    def greater(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Whether a > b."""
+    def greater_equal(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Whether a >= b."""
+    def logical_and(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Both."""
+    def logical_or(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Either."""
+    def logical_not(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """The opposite."""
+    def neg(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """The negative."""
+    def abs(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """The magnitude."""
+    def exp(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """e raised to x."""
+    def log(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Natural logarithm."""
+    def sqrt(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Square root."""
+    def rsqrt(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """One over the square root."""
+    def sin(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Sine, of angles in radians of any size; NaN of infinities."""
+    def cos(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Cosine, of angles in radians of any size; NaN of infinities."""
+    def tan(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Tangent, of angles in radians of any size; NaN of infinities."""
+    def atan(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Inverse tangent, within ±π/2."""
+    def tanh(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Hyperbolic tangent."""
+    def relu(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """x where positive, else 0."""
+    def round(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """The nearest whole number; a half goes to the even one."""
+    def erf(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Error function."""
+    def sigmoid(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """1 / (1 + e^-x)."""
+    def silu(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """x · sigmoid(x), also called swish."""
+    def gelu(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Gaussian error linear unit by the error function: x · (1 + erf(x / √2)) / 2."""
+    def gelu_tanh(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Gaussian error linear unit by its tanh form: x · (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2."""
+    def where(self, condition: Operand, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """`a` where the condition holds, else `b`."""
+    def grouped_matmul(self, x: Operand, w: Operand, index: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Row i of `x` times the matrix `w[index[i]]`; no other matrix is looked at.
+
+        `x` is [rows, k], `w` is [groups, k, n], `index` is [rows]; an index outside the groups is an error at run time.
+        Rows that follow each other and have the same index read their matrix together: many rows are fastest in the order
+        of `group_rows`.
+        """
+    def group_rows(self, index: Operand, *, groups: Size | str, out_shape: Any = None) -> tuple[Value, Value, Value]:
+        """The order in which rows of equal index come together, where that puts each row, and where each group starts.
+
+        The first result says which row comes at each place, group by group, and in a group as they were. The second one is
+        its inverse. Rows of group g are at places `starts[g]` to `starts[g + 1]` of the third. An index outside the groups
+        is an error at run time.
+        """
+    def grouped_outer(
+        self, x: Operand, y: Operand, index: Operand, *, groups: Size | str, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Of each group the sum of the outer products of its rows, xᵀ y: the gradient of the matrices of `grouped_matmul`.
+
+        `x` is [rows, k], `y` is [rows, n], `index` is [rows]; the result is [groups, k, n], zeros where a group has no
+        rows. Each row is multiplied once. An index outside the groups is an error at run time.
+        """
+    def outer_of_runs(self, x: Operand, y: Operand, starts: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """x[:, s:e] @ y[s:e] from each start to the next: [k, rows] and [rows, n] give [starts - 1, k, n]."""
+    def layer_norm(
+        self, x: Operand, gamma: Operand | None = None, beta: Operand | None = None, *, eps: float = 1e-05,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """(x - mean) / √(variance + eps) · gamma + beta over the last axis."""
+    def norm_grad(
+        self, x: Operand, dy: Operand, gamma: Operand | None = None, *, kind: str | Enum, eps: float,
+        out_shape: Any = None
+    ) -> tuple[Value, Value, Value]:
+        """Gradients of x, gamma and beta from `dy`, that of the result of `layer_norm` or `rms_norm` (kind layer or rms).
+
+        x and dy are read once for that of x, and once for the others. Narrow floats give gamma and beta f32.
+        """
+    def matmul(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Matrix product over the last axis of `a` and the second-to-last of `b`; leading axes broadcast."""
+    def integer_matmul(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Matrix product of 8-bit integers, u8 by i8, summed up as i32."""
+    def dequantise(
+        self, x: Operand, scale: Operand | None = None, zp: Operand | None = None, *, axis: int | None = None,
+        scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """The numbers that quantised ones stand for, as f32, or as f64 where scales are.
+
+        Packed blocks know everything themselves. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one for
+        each index of `axis`. With a scheme `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and
+        zero points [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], the low nibble first. Eight bit
+        floats (E4M3 has NaN, but no infinities, and ends at 448) may have a scale a column. Blocks of NVFP4, packed as int4
+        are, have eight bit floats for scales, and one f32 for all as `zp`.
+        """
+    def quant_scale(
+        self, x: Operand, *, axis: int | None = None, scheme: str | Enum | None = None,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """The least scale with which `quantise` cuts nothing off: the largest magnitude / 127 (int4: 7).
+
+        Of the whole tensor, of each index of `axis`, or of blocks along k with a scheme. Zeros have a scale of 1e-12. Eight
+        bit floats have scales of columns (the largest magnitude / 448 or 57344); those of NVFP4 are made of floats / 6.
+        """
+    def fake_quantise(
+        self, x: Operand, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """x as it comes back from integers of so many bits, by a symmetric scale of the tensor or of each index of `axis`.
+
+        Rounding is to the nearest, ties to even; integers end at ±(2^(bits - 1) - 1). A scale that is given is fixed, is
+        learned (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is that of the numbers
+        at hand: the largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
+        """
+    def running_scale(
+        self, x: Operand, state: Operand, *, bits: int = 8, axis: int | None = None, decay: float = 0.99,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """The next state of a scale that follows x: decay · state + (1 - decay) · the scale of x alone.
+
+        A state that is not positive has seen nothing yet and becomes the scale of x. Scales are those of `fake_quantise`.
+        """
+    def fake_quantise_grad(
+        self, x: Operand, dy: Operand, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
+        ste: str | Enum = 'identity', out_shape: ShapeLike | None = None
+    ) -> Value:
+        """The gradient of `fake_quantise` for x, by a straight-through estimator, since rounding itself has none.
+
+        `identity` is dy; `clipped` is dy where x was not cut off, else 0; with z = x / scale, `tanh` is dy · (1 - tanh(z)²)
+        and `hard_tanh` is dy · max(0, 1 - |z| / (2^(bits - 1) - 1)).
+        """
+    def fake_quantise_scale_grad(
+        self, x: Operand, scale: Operand, dy: Operand, *, bits: int = 8, axis: int | None = None,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """The gradient of `fake_quantise` for a learned scale (LSQ, Esser et al. 2020, equation 3).
+
+        The sum of dy · (round(z) - z), where z = x / scale; where z is cut off, of dy · ±(2^(bits - 1) - 1).
+        """
+    def region(self, *xs: Operand | Sequence[Operand], body: Graph, out_shape: Any = None) -> Any:
+        """Elementwise ops in one kernel: each element is loaded once, computed in registers, stored once."""
+    def prepack(self, *ws: Operand | Sequence[Operand], layout: Layout, out_shape: ShapeLike | None = None) -> Value:
+        """Weights, or the left side of a matmul, as kernels of a target read them; the layout says how."""
+    def fused_matmul(
+        self, x: Operand, *rest: Operand | Sequence[Operand], body: Graph, weights: int, columns: Size | str,
+        layout: Layout | None = None, out_shape: Any = None
+    ) -> Any:
+        """x times one or two weights, and elementwise work on the sums while they are in registers.
+
+        Operands are x, the weights, then what the body reads beside the sums. `columns` is the width of each product. With
+        a `layout`, the weights are one tensor that `prepack` made, and x may have to be packed too; else they are matrices
+        [k, n], maybe of 16-bit floats, which are widened to the type of x, or packed rows [n, k], as files have them.
+        """
+    def fused_grouped(
+        self, x: Operand, *rest: Operand | Sequence[Operand], body: Graph, weights: int, columns: Size | str,
+        layout: Layout | None = None, out_shape: Any = None
+    ) -> Any:
+        """`fused_matmul` in which each row of x has its own matrix, as in `grouped_matmul`.
+
+        Weights have one more axis in front, and after them comes the index into it of each row.
+        """
+    def residual_norm(
+        self, x: Operand, residual: Operand, gamma: Operand | None = None, beta: Operand | None = None, *,
+        kind: str | Enum, eps: float, out_shape: Any = None
+    ) -> tuple[Value, Value]:
+        """x + residual, normalised (`kind` is layer or rms), and the sum itself."""
+    def gated_delta_net_with_states(
+        self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand,
+        segments: Operand | None = None, *, state_size: int, chunk: int = 32, out_shape: Any = None
+    ) -> tuple[Value, Value, Value, Value]:
+        """`gated_delta_net_carry` that also gives what its gradient needs.
+
+        That is the state before each chunk of tokens, [batch, heads, chunks, n, n], and what each token found missing,
+        v - kᵀ S.
+        """
+    def gated_delta_net_backward(
+        self, q: Operand, k: Operand, g: Operand, beta: Operand, states: Operand, misses: Operand, d_out: Operand,
+        d_last: Operand, segments: Operand | None = None, *, state_size: int, chunk: int = 32, out_shape: Any = None
+    ) -> tuple[Value, Value, Value, Value, Value, Value]:
+        """Gradients of q, k, v, g, beta and state of `gated_delta_net_carry`, from those of its results.
+
+        `states` and `misses` are what `gated_delta_net_kept` gives for the same chunk; inside a chunk the states are
+        computed again.
+        """
+    def gated_linear_attention_carry(
+        self, q: Operand, k: Operand, v: Operand, g: Operand, state: Operand, segments: Operand | None = None, *,
+        out_shape: Any = None
+    ) -> tuple[Value, Value]:
+        """Linear attention with a gate; a head keeps a matrix S from keys to values. Mamba 2's recurrence, among others.
+
+        A token does S = exp(g) S + k ⊗ v and gives qᵀ S. q and k are [batch, seq, groups, n], v is
+        [batch, seq, heads, m], g (the logarithm of the gate) is [batch, seq, heads]; neighbouring heads share a group.
+        Starts from `state` [batch, heads, n, m] and also gives the one after the last token. Where the ids `segments`
+        [batch, seq] change from one token to the next, S starts at zero again.
+        """
+    def gather(self, table: Operand, indices: Operand, *, axis: int = 0, out_shape: ShapeLike | None = None) -> Value:
+        """Slices of `table` along an axis, one an index, as `np.take`. An index outside it is an error at run time.
+
+        Of a packed table only rows can be taken (axis 0 of two); they come out as f32.
+        """
+    def scatter_add(
+        self, x: Operand, indices: Operand, updates: Operand, *, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """`x` with row `updates[i]` added to row `indices[i]` of its first axis; equal indices add up, in order.
+
+        Takes numbers, as `add` does.
+        """
+    def scatter(self, x: Operand, indices: Operand, updates: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """`x` with row `updates[i]` in place of row `indices[i]` of its first axis; of equal indices the last counts.
+        """
+    def quantise_rows(self, x: Operand, *, out_shape: Any = None) -> tuple[Value, Value, Value]:
+        """x as u8, and a scale and an offset for each row of the last axis: x ≈ u8 · scale + offset.
+
+        The offset is the smallest number of the row, the scale its distance to the largest / 255, at least 1e-12.
+        (x - offset) · (1 / scale) is rounded to the nearest integer, ties to even. The scale of a row that has a NaN or an
+        infinity is no number either; its integers are 0.
+        """
+    def quantised_norm(
+        self, x: Operand, residual: Operand | None = None, gamma: Operand | None = None, beta: Operand | None = None,
+        even: Operand | None = None, *, kind: str | Enum, eps: float, keep: bool, out_shape: Any = None
+    ) -> tuple[Value, ...]:
+        """The norm (`kind` is layer or rms) of x, or of x + residual, times `even`, as rows of u8 with scales and offsets.
+
+        With `keep` the norm itself comes next, and last the sum where there is one.
+        """
+    def kv_append(
+        self, pool: Operand, new: Operand, positions: Operand, table: Operand, rows: Operand | None = None, *,
+        axes: str | Enum = 'phsd', ring: bool = False, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """The pool with each new token at its position of its row, rounded to the type of the pool.
+
+        `axes` is the order of the axes of `pool`: p (pages), h (kv_heads), s (positions per page), d (dim). `table` is
+        [rows, blocks] and holds page numbers. `new` is [batch, seq, kv_heads, dim] with `positions` [batch, seq], where
+        batch entry b belongs to row b; or [tokens, kv_heads, dim] with `positions` and `rows` [tokens].
+
+        A negative position is padding and skipped; of equal ones of a row the last counts. A position beyond the capacity
+        (blocks · page) is an error at run time, unless the cache is a `ring`, where it takes the place of the one that was
+        there a capacity ago. So is a row or a page number that does not exist, if a token asks for it. Rows may share
+        pages as long as no token is written there.
+        The operand `pool` is consumed: on the CPU the result of appending to a state is the state itself, written in
+        place, and nothing may read it again as it was. An input, a weight or a constant is copied instead.
+        """
+    def cached_attention(
+        self, q: Operand, keys: Operand, values: Operand, positions: Operand, table: Operand,
+        rows: Operand | None = None, *, mask_kind: str | Enum = 'causal', scale: float | None = None,
+        softcap: float | None = None, key_axes: str | Enum = 'phsd', value_axes: str | Enum = 'phsd',
+        ring: bool = False, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """softmax(scale · q kᵀ, softcapped and masked) v for each head, over the keys and values of cached sequences.
+
+        `q` is [batch, seq, heads, head_dim] with `positions` [batch, seq], or [tokens, heads, head_dim] with `positions`
+        and `rows` [tokens]; heads are a multiple of kv_heads. `keys` and `values` are pools of pages of one size
+        with their axes in the order of `key_axes` and `value_axes`; `table` [rows, blocks] has the page numbers of both
+        (see kv_append). A query sees the keys of its row up to and including its position, or the last w of them (mask kind
+        sliding(w)); what the pages hold at other positions does not matter. A negative position is padding and gives zeros.
+        A position beyond the capacity, a row, or a page that is seen and does not exist is an error at run time. The scale
+        is 1/√head_dim unless given.
+
+        Caches that are a `ring` go with sliding windows. From the oldest key that a query of a row sees to the newest query
+        of the row, there have to be at most as many positions as the ring holds; more are an error at run time.
+        """
+    def cross_entropy(
+        self, logits: Operand, labels: Operand, *, ignore_index: int = -100, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """logsumexp(logits) - logits[label] for each row of the last axis: minus the logarithm of the label's probability.
+
+        A row whose label is `ignore_index` has a loss of 0; any other label outside the row is an error at run time.
+        Narrow floats give f32.
+        """
+    def cross_entropy_grad(
+        self, logits: Operand, labels: Operand, dy: Operand, *, ignore_index: int = -100,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """The gradient of `cross_entropy` for the logits: softmax(logits), less 1 at the label, times dy of the row."""
+    def round_blocks(self, x: Operand, *, block: int, out_shape: ShapeLike | None = None) -> Value:
+        """x as 8-bit numbers with one scale for each `block` of them along the last axis: what that keeps of it."""
+    def random_bits(self, key: Operand, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Value:
+        """Random words of 32 bits. Element i is word i mod 4 of Philox 4x32-10 at counter i div 4, whatever the shape.
+        """
+    def random_uniform(self, key: Operand, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Value:
+        """Random f32 numbers in [0, 1): the upper 24 of the 32 bits of `random_bits`, as a fraction."""
+    def random_normal(self, key: Operand, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Value:
+        """Random f32 numbers of the standard normal distribution (Box and Muller 1958).
+
+        Of the numbers u of `random_uniform`, element i takes two: sqrt(-2 log(1 - u[2i])) cos(2π u[2i + 1]).
+        """
+    def sum(
+        self, x: Operand, *, axis: int | Sequence[int] | None = None, keepdims: bool = False,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Sum over axes, in the element type of `x`."""
+    def prod(
+        self, x: Operand, *, axis: int | Sequence[int] | None = None, keepdims: bool = False,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Product over axes."""
+    def mean(
+        self, x: Operand, *, axis: int | Sequence[int] | None = None, keepdims: bool = False,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Mean over axes, of floats; NaN over none."""
+    def max(
+        self, x: Operand, *, axis: int | Sequence[int] | None = None, keepdims: bool = False,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Largest element over axes; NaN if there is one.
+
+        Over an axis that run time finds empty it is the least number of the type.
+        """
+    def min(
+        self, x: Operand, *, axis: int | Sequence[int] | None = None, keepdims: bool = False,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Smallest element over axes; NaN if there is one.
+
+        Over an axis that run time finds empty it is the largest number of the type.
+        """
+    def argmax(
+        self, x: Operand, *, axis: int = -1, keepdims: bool = False, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Index of the largest element along an axis, as i32; the first of equals; a NaN counts as largest.
+
+        Along an axis that run time finds empty it is 0.
+        """
+    def topk(self, x: Operand, *, k: int, out_shape: Any = None) -> tuple[Value, Value]:
+        """The `k` largest along the last axis, largest first, and their indices as i32; the first of equals comes first.
+        """
+    def cumsum(
+        self, x: Operand, *, axis: int = -1, exclusive: bool = False, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Running sum along an axis; `exclusive` leaves the element itself out. Summed in index order."""
+    def barrier(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """`x`, which passes do not know to be `x`: what is computed from one is not taken for the other."""
+    def sample_tokens(
+        self, logits: Operand, uniform: Operand, temperature: Operand, top_k: Operand, top_p: Operand, min_p: Operand,
+        allowed: Operand | None = None, history: Operand | None = None, prompt_length: Operand | None = None,
+        repetition_penalty: Operand | None = None, frequency_penalty: Operand | None = None,
+        presence_penalty: Operand | None = None, bias_tokens: Operand | None = None, bias: Operand | None = None,
+        scored: Operand | None = None, *, out_shape: Any = None
+    ) -> tuple[Value, Value]:
+        """The next token of each row of logits `[rows, vocab]`, and the log-probability that the logits alone give it.
+
+        Settings are arrays `[rows]`. Temperature 0 picks the highest logit, the lowest id among equals; else the token is
+        where the running sum of weights, in order of ids, passes `uniform` (from 0, below 1) of the total. Kept are the
+        `top_k` highest (0: all; equals of the last stay), of these the fewest that weigh `top_p`, of these those that
+        weigh `min_p` of the heaviest. Weights are integers, 2^42 for the highest logit, so their sums are exact and tokens
+        the same on every device; `uniform` and `top_p` are best f64.
+
+        `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. `bias` is
+        added to the logits of `bias_tokens`, both `[rows, m]`. `history`: tokens `[rows, n]`, any order, the first
+        `prompt_length` of a row the prompt's. The repetition penalty counts them all, frequency and presence those after
+        the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has no token
+        left, gives token -1 and NaN. Where the integer `scored` of a row is 0, the log-probability is NaN and costs
+        nothing.
+        """
+    def selective_scan(
+        self, x: Operand, delta: Operand, a: Operand, b: Operand, c: Operand, d: Operand | None = None,
+        segments: Operand | None = None, *, state_size: int, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Mamba's scan: h = exp(delta a) h + delta b x along the sequence, y = c · h + d x.
+
+        x and delta are [batch, seq, channels], a is [channels, n], b and c are [batch, seq, n], d (if given) is [channels].
+        Where the ids `segments` [batch, seq] change from one token to the next, h starts at zero again.
+        """
+    def selective_scan_carry(
+        self, x: Operand, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand, d: Operand | None = None,
+        segments: Operand | None = None, *, state_size: int, out_shape: Any = None
+    ) -> tuple[Value, Value]:
+        """`selective_scan` that starts from `state` [batch, channels, n] and also gives the state after the last token.
+        """
+    def selective_scan_with_states(
+        self, x: Operand, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand,
+        segments: Operand | None = None, *, state_size: int, chunk: int = 32, out_shape: Any = None
+    ) -> tuple[Value, Value, Value]:
+        """`selective_scan_carry` without d that also gives the state before each chunk, [batch, chunks, n, channels].
+        """
+    def selective_scan_backward(
+        self, x: Operand, delta: Operand, a: Operand, b: Operand, c: Operand, states: Operand, d_out: Operand,
+        d_last: Operand, segments: Operand | None = None, *, state_size: int, chunk: int = 32, out_shape: Any = None
+    ) -> tuple[Value, Value, Value, Value, Value, Value]:
+        """Gradients of x, delta, a, b, c and state of `selective_scan_carry` without d, from those of its results.
+
+        `states` is what `selective_scan_kept` gives for the same chunk; inside a chunk the states are computed again.
+        """
+    def transpose(self, x: Operand, *, axes: Sequence[int], out_shape: ShapeLike | None = None) -> Value:
+        """Axes in another order: axis i of the result is axis `axes[i]` of `x`."""
+    def slice(
+        self, x: Operand, *, start: ShapeLike, stop: ShapeLike, step: Sequence[int], out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Elements start, start + step, ... below stop on each axis; bounds lie inside the axis, which run time checks.
+        """
+    def expand(self, x: Operand, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Value:
+        """`x` repeated along its size-1 axes (and new leading ones) to a shape; no data is copied."""
+    def assume_equal(self, x: Operand, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Value:
+        """`x` under a shape that only run time can show to be equal, axis by axis; it is checked at each run."""
+    def concatenate(self, *xs: Operand | Sequence[Operand], axis: int = 0, out_shape: ShapeLike | None = None) -> Value:
+        """Tensors joined along an axis; their other sizes are equal."""
+    def pad(
+        self, x: Operand, *, low: ShapeLike, high: ShapeLike, value: float = 0.0, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """`x` with `low` elements before and `high` after it on each axis, filled with `value`."""
+    def softmax(self, x: Operand, *, axis: int = -1, out_shape: ShapeLike | None = None) -> Value:
+        """exp(x) over its sum along an axis. A row of -inf alone gives NaN."""
+    def assign(self, x: Operand, value: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """`value`, in the memory of `x`: how a state gets its next contents."""
+    def adamw_update(
+        self, p: Operand, m: Operand, v: Operand, grad: Operand, rate: Operand, decay: Operand, root: Operand,
+        scale: Operand | None = None, *, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-08,
+        out_shape: Any = None
+    ) -> tuple[Value, Value, Value]:
+        """One step of AdamW: parameter, mean of gradients and mean of their squares after it, each written in place.
+
+        m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g², with g = scale · grad; then
+        p = decay · p - rate · m / (sqrt(v) / root + eps). For step t of a learning rate lr, the numbers are
+        rate = lr / (1 - beta1^t), root = sqrt(1 - beta2^t), and decay = 1 - lr · weight_decay.
+        """
+    def sgd_update(
+        self, p: Operand, grad: Operand, rate: Operand, velocity: Operand | None = None, scale: Operand | None = None,
+        *, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0, out_shape: Any = None
+    ) -> tuple[Value, ...]:
+        """One step of gradient descent: the parameter after it, and the velocity if there is one, written in place.
+
+        g = scale · grad + weight_decay · p, then p = p - rate · g. With a velocity, u = momentum · u + g takes the place
+        of g in the last step, or g + momentum · u where it is `nesterov`.
+        """
+    def settled(self, x: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """`x` in memory that is no state: what is read after a state has changed may be computed from it before."""
+    def after(self, x: Operand, *done: Operand | Sequence[Operand], out_shape: ShapeLike | None = None) -> Value:
+        """`x`, once all of `done` is there: what changes states is needed even where nobody reads the result."""
+    def attention_block(
+        self, q: Operand, k: Operand, v: Operand, mask: Operand | None = None, *, num_heads: int, head_dim: int,
+        mask_kind: str | Enum = 'none', scale: float | None = None, softcap: float | None = None,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Attention over [batch, seq, heads * head_dim], [batch, seq, heads, head_dim] or [batch, heads, seq, head_dim].
+
+        k and v may have fewer heads than q. The result is laid out as q. Masks, scale and softcap are those of `attention`.
+        """
+    def rope_block(
+        self, x: Operand, cos: Operand, sin: Operand, positions: Operand | None = None, *, head_dim: int,
+        n_rot: int | None = None, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Rotate the first `n_rot` elements (all, unless given) of each head by the angle of its position.
+
+        `x` is [batch, seq, heads * head_dim] or [batch, seq, heads, head_dim]; tables are [positions, n_rot / 2] or wider.
+        Positions count from 0 along the sequence, or are given as [batch, seq].
+        """
+    def llama_decoder_block(
+        self, x: Operand, input_norm: Operand, q: Operand, k: Operand, v: Operand, o: Operand, post_norm: Operand,
+        gate: Operand, up: Operand, down: Operand, cos: Operand, sin: Operand, input_beta: Operand | None = None,
+        post_beta: Operand | None = None, mask: Operand | None = None, *, num_heads: int, num_kv_heads: int,
+        head_dim: int, eps: float, mask_kind: str | Enum = 'causal', out_shape: ShapeLike | None = None
+    ) -> Value:
+        """A Llama layer without a cache: x + attention(rms_norm x), then + swiglu(rms_norm ·).
+
+        `x` is [batch, seq, hidden], weights are [in, out], tables [positions, head_dim / 2]; positions count from 0.
+        """
+    def qwen35_mtp_head(
+        self, x: Operand, ids: Operand, last: Operand, embed: Operand, hidden_norm: Operand, embed_norm: Operand,
+        eh_proj: Operand, input_norm: Operand, q: Operand, k: Operand, v: Operand, o: Operand, q_norm: Operand,
+        k_norm: Operand, cos: Operand, sin: Operand, post_norm: Operand, gate: Operand, up: Operand, down: Operand,
+        norm: Operand, head: Operand, *, num_heads: int, num_kv_heads: int, head_dim: int, eps: float,
+        n_rot: int | None = None, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """The multi-token-prediction head of Qwen3.5: logits of the token after next, [batch, vocab].
+
+        `x` is the trunk's [batch, seq, hidden], `ids` the tokens that follow each of them, `last[b]` the place in row b to
+        predict from. Normed embeddings and normed x go side by side through `eh_proj` into one layer of gated attention
+        (`q` gives queries and gates, [hidden, heads * 2 * head_dim], for each head side by side; queries and keys are
+        normed a head at a time; the first `n_rot` elements turn) and SwiGLU, then through `norm` and `head`.
+        """
+    def linear_stored(
+        self, x: Operand, weight: Operand, bias: Operand | None = None, *, activation: str | Enum | None = None,
+        transposed: bool = True, heads: int | None = None, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """activation(x @ weight + bias) by a weight and a bias as files store them: packed, or of any element type.
+
+        They are converted to f32 (f64 where x has it). The weight is [out, in], or [in, out] unless it is `transposed`.
+        With `heads` the last axis of the result is split into so many heads, [..., heads, head_dim].
+        """
+    def norm(
+        self, x: Operand, weight: Operand, bias: Operand | None = None, *, kind: str | Enum, eps: float,
+        unit_offset: bool = False, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """RMSNorm (`kind="rms"`) or LayerNorm (`kind="layer"`) of the last axis, times a stored weight, plus a bias.
+
+        With `unit_offset` it is times 1 + weight, as in Gemma's files.
+        """
+    def split_qkv(self, qkv: Operand, *, num_heads: int, out_shape: Any = None) -> tuple[Value, Value, Value]:
+        """Queries, keys and values [batch, seq, heads, head_dim] of one projection that has them one after the other.
+        """
+    def self_attention(
+        self, q: Operand, k: Operand, v: Operand, mask: Operand | None = None, cos: Operand | None = None,
+        sin: Operand | None = None, rows: Operand | None = None, positions: Operand | None = None, *,
+        mask_kind: str | Enum = 'none', scale: float | None = None, softcap: float | None = None,
+        style: str | Enum = 'halves', out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Attention of heads [batch, seq, heads, head_dim], joined to [batch, seq, heads * head_dim].
+
+        With `cos` and `sin` queries and keys are rotated first: by the rows of these tables that `rows` picks, else by
+        `positions` (a negative one is padding), else by positions that count from 0. Masks, scale and softcap are those of
+        `attention`, styles those of `rope`.
+        """
+    def cached_self_attention(
+        self, q: Operand, k: Operand, v: Operand, keys: Operand, values: Operand, positions: Operand, table: Operand,
+        cos: Operand | None = None, sin: Operand | None = None, rows: Operand | None = None, *,
+        mask_kind: str | Enum = 'causal', scale: float | None = None, softcap: float | None = None,
+        style: str | Enum = 'halves', key_axes: str | Enum = 'phsd', value_axes: str | Enum = 'phsd',
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """`self_attention` over a cache: appends k and v at `positions`, then attends over all that the cache holds.
+
+        `keys` and `values` are pools of pages and `table` says which are whose, as `kv_append` has them. Pools are written
+        in place; with a window they are rings.
+        """
+    def gated_ffn(
+        self, x: Operand, gate: Operand, up: Operand, down: Operand, gate_bias: Operand | None = None,
+        up_bias: Operand | None = None, down_bias: Operand | None = None, *, activation: str | Enum = 'silu',
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """down(activation(gate(x)) * up(x)) by stored weights [out, in]: SwiGLU, GeGLU and their relatives."""
+    def fused_gated_ffn(
+        self, x: Operand, both: Operand, down: Operand, both_bias: Operand | None = None,
+        down_bias: Operand | None = None, *, activation: str | Enum = 'silu', out_shape: ShapeLike | None = None
+    ) -> Value:
+        """`gated_ffn` whose gate and up are the two halves of one weight, [2 * inner, in]."""
+    def moe_ffn(
+        self, x: Operand, router: Operand, gate: Operand, up: Operand, down: Operand, *, chosen: int,
+        normalise: bool = True, activation: str | Enum = 'silu', out_shape: ShapeLike | None = None
+    ) -> Value:
+        """A mixture of experts: the sum of p * gated_ffn(x) over the `chosen` likeliest experts of each token.
+
+        `x` is [batch, seq, hidden], `router` [experts, hidden]; weights of experts are stacked, [experts, out, in].
+        Probabilities are a softmax over all experts; with `normalise` those of the chosen ones add up to 1.
+        """
+    def patch_embedding(
+        self, pixels: Operand, weight: Operand, bias: Operand | None = None, *, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """A vector per square of pixels: [batch, channels, height, width] to [batch, patches, dim], row by row.
+
+        `weight` is [dim, channels, side, side].
+        """
+    def mamba_block(
+        self, both: Operand, conv: Operand, mix: Operand, step: Operand, step_bias: Operand, rates: Operand,
+        skip: Operand, conv_bias: Operand | None = None, conv_state: Operand | None = None,
+        state: Operand | None = None, positions: Operand | None = None, *, activation: str | Enum = 'silu',
+        log_rates: bool = True, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Mamba between its input and its output projection: scan(activation(conv(x))) * silu(gate).
+
+        `both` is [batch, seq, 2 * inner]: x and the gate. `mix` [rank + 2 * n, inner] gives what steps are made of, b and
+        c; `step` [inner, rank] with `step_bias` makes steps of it. `rates` [inner, n] are logarithms of the rates of decay
+        unless `log_rates` is false; `skip` [inner] is what of x passes the scan.
+        """
+    def mamba2_block(
+        self, mixed: Operand, conv: Operand, step_bias: Operand, rates: Operand, skip: Operand, norm: Operand,
+        conv_bias: Operand | None = None, conv_state: Operand | None = None, state: Operand | None = None,
+        positions: Operand | None = None, *, groups: int, eps: float, activation: str | Enum = 'silu',
+        log_rates: bool = True, least_step: float = 0.0, most_step: float | None = None, norm_groups: int = 1,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Mamba 2 between its projections: rms_norm(gated_linear_attention(activation(conv(x))) * silu(gate)).
+
+        `mixed` is [batch, seq, inner + channels + heads]: the gate, what the convolution goes over (values of the heads,
+        and keys and queries of the groups), and a step per head. `step_bias`, `rates` and `skip` have one number per head,
+        `norm` has one per channel; the norm is over all channels, or over `norm_groups` parts of them.
+        """
+    def delta_net_block(
+        self, qkv: Operand, z: Operand, b: Operand, a: Operand, conv: Operand, rates: Operand, step_bias: Operand,
+        norm: Operand, conv_state: Operand | None = None, state: Operand | None = None,
+        positions: Operand | None = None, *, state_size: int, eps: float, tiled: bool = False,
+        activation: str | Enum = 'silu', log_rates: bool = True, out_shape: Any = None
+    ) -> tuple[Value, Value]:
+        """The gated delta rule (Yang et al., 2024) between its projections: what the layer found, and the state after it.
+
+        `qkv` are queries, keys and values [batch, seq, channels], which a convolution goes over; `z` [batch, seq, heads *
+        size] gates what is found, after a norm per head; `b` and `a` [batch, seq, heads] are what changes and decays are
+        made of. Heads of queries and keys have `state_size` elements and are shared by neighbouring heads of values, or,
+        `tiled`, by every so many. States are square, of the larger of both sizes. Gives [batch, seq, heads * size].
+        """
+    def quantize(
+        self, x: Value, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
+        scheme: str | None = None, out_shape: Any = None
+    ) -> Any:
+        """x in i8, u8 or a scheme's blocks. Without a scale, one is found (`quant_scale`): the result is both.
+
+        NVFP4 has two: E4M3 scales of blocks, and one f32 by which the largest of these is 448.
+        """
+    def dequantize(
+        self, x: Operand, scale: Operand | None = None, zp: Operand | None = None, *, axis: int | None = None,
+        scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """The numbers that quantised ones stand for, as f32, or as f64 where scales are.
+
+        Packed blocks know everything themselves. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one for
+        each index of `axis`. With a scheme `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and
+        zero points [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], the low nibble first. Eight bit
+        floats (E4M3 has NaN, but no infinities, and ends at 448) may have a scale a column. Blocks of NVFP4, packed as int4
+        are, have eight bit floats for scales, and one f32 for all as `zp`.
+        """
+    def fake_quantize(
+        self, x: Operand, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """x as it comes back from integers of so many bits, by a symmetric scale of the tensor or of each index of `axis`.
+
+        Rounding is to the nearest, ties to even; integers end at ±(2^(bits - 1) - 1). A scale that is given is fixed, is
+        learned (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is that of the numbers
+        at hand: the largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
+        """
+
+
+class GraphOps(_Builders):
+    def attention(
+        self, q: Operand, k: Operand, v: Operand, mask: Operand | None = None, *, mask_kind: str | Enum = 'none',
+        scale: float | None = None, softcap: float | None = None, num_heads: int | None = None,
+        head_dim: int | None = None, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """softmax(scale · q kᵀ, softcapped and masked) v for each head.
+
+        `q` is [batch, seq, heads, head_dim], `k` and `v` are [batch, keys, kv_heads, ...], heads a multiple of kv_heads.
+        Queries and keys end at the same position. A `custom` mask is [batch, keys]: true or >= 0.5 keeps a key; a `bias`
+        [batch, heads, seq, keys] (1 broadcasts) is added to the scores. With `segments`, alone or as in `causal+segments`,
+        the mask holds ids [batch, seq], integers in the range of i32, of sequences packed into a row: a query sees keys of
+        its own id; ids below 0 are padding, which sees nothing and is not seen. `near(r)` shows r keys on each side. The
+        scale is 1/√head_dim unless given. A query that sees no key gets zeros. `num_heads` and `head_dim` only check the
+        shapes.
+        """
+    def depthwise_conv1d_causal(
+        self, x: Operand, weight: Operand, left_pad: Operand, segments: Operand | None = None, *, kernel_size: int,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
+
+        x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] stands for the tokens before it: zeros at
+        the start, the last tokens of the piece before otherwise. The weight is [channels, kernel_size]; axes of size 1
+        between them, as in files, are accepted. With ids `segments` [batch, seq], tokens of another segment than that of t
+        count as zeros.
+        """
+    def rms_norm(
+        self, x: Operand, gamma: Operand | None = None, beta: Operand | None = None, *, eps: float = 1e-06,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """x / √(mean of squares + eps) · gamma + beta over the last axis."""
+    def gated_delta_net(
+        self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, segments: Operand | None = None, *,
+        state_size: int, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Linear attention with a gated delta rule; a head keeps a matrix S from keys to values.
+
+        A token does S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and gives qᵀ S / sqrt(state_size). q, k and v are
+        [batch, seq, heads, state_size], g (the logarithm of the gate) and beta are [batch, seq, heads]. Where the ids
+        `segments` [batch, seq] change from one token to the next, S starts at zero again.
+        """
+    def gated_delta_net_carry(
+        self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand,
+        segments: Operand | None = None, *, state_size: int, out_shape: Any = None
+    ) -> tuple[Value, Value]:
+        """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token.
+        """
+    def rope(
+        self, x: Operand, cos: Operand, sin: Operand, positions: Operand, *, style: str | Enum = 'halves',
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Rotate pairs of each head by the angle of its position.
+
+        `x` is [batch, seq, heads, head_dim], `cos` and `sin` are [positions, n] tables, `positions` is [batch, seq]. The
+        first 2n elements of a head turn, the rest is copied. Pairs are (i, i + n) in style `halves` and (2i, 2i + 1) in
+        style `pairs`.
+        """
+    def linear(
+        self, x: Operand, weight: Operand, bias: Operand | None = None, *, activation: str | Enum | None = None,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """activation(x @ weight + bias); `weight` is [in, out]."""
+    def linear_fused(
+        self, x: Operand, weight: Operand, bias: Operand, *, activation: str | Enum | None = None,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """activation(x @ weight + bias) that is one op in MIR under every fusion policy."""
+    def shared_linear_pair(
+        self, x: Operand, first: Operand, second: Operand, *, out_shape: Any = None
+    ) -> tuple[Value, Value]:
+        """x @ first and x @ second, two results of one reading of x."""
+    def swiglu_ffn(
+        self, x: Operand, up: Operand, gate: Operand, down: Operand, *, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """(silu(x @ gate) * (x @ up)) @ down."""
+    def residual_rms_norm(
+        self, x: Operand, residual: Operand, gamma: Operand, beta: Operand | None = None, *, eps: float,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """rms_norm(x + residual)."""
+
+
+class ModuleOps(_Builders):
+    def scan(self, init: Any, body: Graph, length: Size) -> Value:
+        """The carry after `length` steps of `body`, which takes a carry and gives the next one."""
+    def while_loop(
+        self, init: Any, cond: Graph, body: Graph, *, broadcasts: Sequence[Any] = (), max_steps: int | None = None
+    ) -> Any:
+        """The carries when `cond` has given false, or after `max_steps` steps; one value, or a tuple for a tuple."""
+    def cond(self, predicate: Any, operands: Sequence[Any], then_body: Graph, else_body: Graph) -> Any:
+        """What `then_body` gives where the predicate is true, else what `else_body` gives; only that one runs."""
+    def custom_fn(
+        self, inputs: Sequence[Any], fwd_body: Graph, vjp_body: Graph | None = None, jvp_body: Graph | None = None
+    ) -> Value:
+        """`fwd_body` applied to the inputs, with derivative rules of its own; see the op `custom_fn`."""
+    def cast(self, x: Value, dtype: DTypeLike) -> Value:
+        """`x` with another element type."""
+    def quantise(
+        self, x: Value, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
+        scheme: str | None = None, out_shape: Any = None
+    ) -> Any:
+        """x in i8, u8 or a scheme's blocks. Without a scale, one is found (`quant_scale`): the result is both.
+
+        NVFP4 has two: E4M3 scales of blocks, and one f32 by which the largest of these is 448.
+        """
+    def reshape(self, x: Value, shape: ShapeLike) -> Value:
+        """`x` with another shape of as many elements; one size may be -1."""
+    level: str
+    nodes: list[Node]
+    outputs: tuple[Value, ...]
+    limits: dict[str, int]
+    fixed: set[str]
+    stages: dict[str, Value]
+    def append(
+        self, op: str, operands: tuple[Value | None, ...], attrs: dict[str, Any], types: tuple[TensorType, ...],
+        origin: Origin | None = None
+    ) -> Node:
+        """Append a node whose types are known: for passes and parsers. Users call the ops."""
+    def apply(self, op: str, *operands: Any, **attrs: Any) -> Any:
+        """Append one op. Numbers and arrays among the operands become constants; the result type is inferred."""
+    def build(self, op: str, operands: Sequence[Any], attrs: dict[str, Any], origin: Origin | None = None) -> Node:
+        """The node that `apply` appends; a pass gives the origin."""
+    def copy(self) -> Graph:
+        """The same graph again: what happens to one does not change the other."""
+    def custom_fn_multi(
+        self, inputs: Sequence[Any], fwd_body: Graph, vjp_body: Graph | None = None, jvp_body: Graph | None = None
+    ) -> MultiOutputHandle:
+        """`custom_fn` with any number of outputs, of any shapes and types."""
+    def fingerprint(self) -> str:
+        """A digest of level, ops, attributes, types, edges, outputs and leaf names, the same in every process."""
+    def has(self, name: str) -> bool:
+        """Whether an input or a param is called `name`."""
+    @property
+    def inputs(self) -> list[Node]:
+        """The inputs and states, in the order of their declaration."""
+    def leaf(self, op: str, name: str, shape: ShapeLike | TensorType, like: DTypeLike) -> Value:
+        """An input, state or param; `op` says which."""
+    def one(self, op: str, *operands: Any, **attrs: Any) -> Value:
+        """`apply` for an op of one result."""
+    @property
+    def params(self) -> list[Node]:
+        """The weights, in the order of their declaration."""
+    @staticmethod
+    def parse(text: str) -> Graph:
+        """The graph that text says."""
+    def reachable(self, values: Iterable[Value]) -> set[Node]:
+        """All nodes that `values` depend on."""
+    def redeclare(self, leaf: Value, type_: TensorType) -> None:
+        """Give an input or param another type. Nothing may read it yet; the value stays the same handle."""
+    def scan_backward(
+        self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: Size, *,
+        save_trajectory: bool, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """The gradient of `init`, by one scan from the last step to the first.
+
+        `trajectory` is what `scan_trajectory` gives. `upstream` is the gradient of all its rows (`save_trajectory`), or
+        that of the last carry. `body_vjp` takes the inputs of the body and `d_output`, and gives the gradients of the
+        carry and of a row of each xs.
+        """
+    def scan_backward_with_checkpoints(
+        self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: int,
+        num_checkpoints: int, forward_body: Graph | None = None, *, save_trajectory: bool,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """`scan_backward` from K = `num_checkpoints` carries; those between are computed again with `forward_body`.
+
+        `trajectory` is `[K, *carry]`: row k is the carry after the first ceil((k + 1) * length / K) steps. With a K of
+        0 or `length` it has all rows.
+        """
+    def scan_backward_xs(
+        self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: Size, xs_idx: int,
+        *, save_trajectory: bool, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """The gradient of `xs[xs_idx]`, `[length, *step]`; with `scan_backward` of the same operands it is one scan."""
+    def scan_backward_xs_with_checkpoints(
+        self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: int, xs_idx: int,
+        num_checkpoints: int, forward_body: Graph | None = None, *, save_trajectory: bool,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """`scan_backward_xs` from checkpoints, as `scan_backward_with_checkpoints`."""
+    def scan_checkpointed(self, init: Any, body: Graph, length: int, num_checkpoints: int) -> Value:
+        """What `scan` gives. Its gradient keeps the carries of `num_checkpoints` steps and computes others again."""
+    def scan_general(
+        self, carries: Sequence[Any], body: Graph, length: Size, *, broadcasts: Sequence[Any] = (),
+        xs: Sequence[Any] = (), reverse: bool = False, checkpoints: int = 0
+    ) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+        """Any scan: the last carries, and ys `[length, *y]` of what the body gives after the carries."""
+    def scan_trajectory(self, init: Any, body: Graph, length: Size) -> Value:
+        """The carries after each step, `[length, *carry]`; the last row is what `scan` gives."""
+    def scan_with_bcasts_and_xs(
+        self, init: Any, bcasts: Sequence[Any], xs: Sequence[Any], body: Graph, length: Size
+    ) -> Value:
+        """`scan_with_xs` with further inputs that every step sees whole."""
+    def scan_with_xs(self, init: Any, xs: Sequence[Any], body: Graph, length: Size) -> Value:
+        """`scan` with inputs `[length, *step]`, of which step t sees row t."""
+    def scope(self, origin: Origin) -> AbstractContextManager[None]:
+        """Nodes appended inside come from `origin`, whatever else they are given; of nested scopes the outer counts."""
+    def symbols(self) -> list[str]:
+        """Names of all symbols in the types of inputs and params, sorted."""
+    def text(self, *, full: bool = False, origins: bool = False) -> str:
+        """The graph as text that `Graph.parse` reads back; `full` writes large constants out."""
+    def users(self) -> dict[Value, list[Node]]:
+        """For each value the nodes that read it, once per use."""
+    def verify(self) -> Graph:
+        """Raise VerifyError if anything is inconsistent; returns the graph."""
+
+
+class EmitOps(_Builders):
+    def attention(
+        self, q: Operand, k: Operand, v: Operand, mask: Operand | None = None, *, mask_kind: str | Enum = 'none',
+        scale: float | None = None, softcap: float | None = None, num_heads: int | None = None,
+        head_dim: int | None = None, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """softmax(scale · q kᵀ, softcapped and masked) v for each head.
+
+        `q` is [batch, seq, heads, head_dim], `k` and `v` are [batch, keys, kv_heads, ...], heads a multiple of kv_heads.
+        Queries and keys end at the same position. A `custom` mask is [batch, keys]: true or >= 0.5 keeps a key; a `bias`
+        [batch, heads, seq, keys] (1 broadcasts) is added to the scores. With `segments`, alone or as in `causal+segments`,
+        the mask holds ids [batch, seq], integers in the range of i32, of sequences packed into a row: a query sees keys of
+        its own id; ids below 0 are padding, which sees nothing and is not seen. `near(r)` shows r keys on each side. The
+        scale is 1/√head_dim unless given. A query that sees no key gets zeros. `num_heads` and `head_dim` only check the
+        shapes.
+        """
+    def depthwise_conv1d_causal(
+        self, x: Operand, weight: Operand, left_pad: Operand, segments: Operand | None = None, *, kernel_size: int,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
+
+        x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] stands for the tokens before it: zeros at
+        the start, the last tokens of the piece before otherwise. The weight is [channels, kernel_size]; axes of size 1
+        between them, as in files, are accepted. With ids `segments` [batch, seq], tokens of another segment than that of t
+        count as zeros.
+        """
+    def scan(self, init: Any, body: Graph, length: Size) -> Value:
+        """The carry after `length` steps of `body`, which takes a carry and gives the next one."""
+    def while_loop(
+        self, init: Any, cond: Graph, body: Graph, *, broadcasts: Sequence[Any] = (), max_steps: int | None = None
+    ) -> Any:
+        """The carries when `cond` has given false, or after `max_steps` steps; one value, or a tuple for a tuple."""
+    def cond(self, predicate: Any, operands: Sequence[Any], then_body: Graph, else_body: Graph) -> Any:
+        """What `then_body` gives where the predicate is true, else what `else_body` gives; only that one runs."""
+    def custom_fn(
+        self, inputs: Sequence[Any], fwd_body: Graph, vjp_body: Graph | None = None, jvp_body: Graph | None = None
+    ) -> Value:
+        """`fwd_body` applied to the inputs, with derivative rules of its own; see the op `custom_fn`."""
+    def cast(self, x: Value, dtype: DTypeLike) -> Value:
+        """`x` with another element type."""
+    def rms_norm(
+        self, x: Operand, gamma: Operand | None = None, beta: Operand | None = None, *, eps: float = 1e-06,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """x / √(mean of squares + eps) · gamma + beta over the last axis."""
+    def quantise(
+        self, x: Value, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
+        scheme: str | None = None, out_shape: Any = None
+    ) -> Any:
+        """x in i8, u8 or a scheme's blocks. Without a scale, one is found (`quant_scale`): the result is both.
+
+        NVFP4 has two: E4M3 scales of blocks, and one f32 by which the largest of these is 448.
+        """
+    def dequant_matmul(
+        self, x: Value, w: Value, scale: Any = None, zp: Any = None, *, scheme: Any, out_shape: Any = None
+    ) -> Value:
+        """x times a quantised weight; see the op. A plain param that is to hold GGUF blocks is made to do so."""
+    def gated_delta_net(
+        self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, segments: Operand | None = None, *,
+        state_size: int, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Linear attention with a gated delta rule; a head keeps a matrix S from keys to values.
+
+        A token does S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and gives qᵀ S / sqrt(state_size). q, k and v are
+        [batch, seq, heads, state_size], g (the logarithm of the gate) and beta are [batch, seq, heads]. Where the ids
+        `segments` [batch, seq] change from one token to the next, S starts at zero again.
+        """
+    def gated_delta_net_carry(
+        self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand,
+        segments: Operand | None = None, *, state_size: int, out_shape: Any = None
+    ) -> tuple[Value, Value]:
+        """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token.
+        """
+    def rope(
+        self, x: Operand, cos: Operand, sin: Operand, positions: Operand, *, style: str | Enum = 'halves',
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Rotate pairs of each head by the angle of its position.
+
+        `x` is [batch, seq, heads, head_dim], `cos` and `sin` are [positions, n] tables, `positions` is [batch, seq]. The
+        first 2n elements of a head turn, the rest is copied. Pairs are (i, i + n) in style `halves` and (2i, 2i + 1) in
+        style `pairs`.
+        """
+    def reshape(self, x: Value, shape: ShapeLike) -> Value:
+        """`x` with another shape of as many elements; one size may be -1."""
+    def linear(
+        self, x: Operand, weight: Operand, bias: Operand | None = None, *, activation: str | Enum | None = None,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """activation(x @ weight + bias); `weight` is [in, out]."""
+    def linear_fused(
+        self, x: Operand, weight: Operand, bias: Operand, *, activation: str | Enum | None = None,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """activation(x @ weight + bias) that is one op in MIR under every fusion policy."""
+    def shared_linear_pair(
+        self, x: Operand, first: Operand, second: Operand, *, out_shape: Any = None
+    ) -> tuple[Value, Value]:
+        """x @ first and x @ second, two results of one reading of x."""
+    def swiglu_ffn(
+        self, x: Operand, up: Operand, gate: Operand, down: Operand, *, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """(silu(x @ gate) * (x @ up)) @ down."""
+    def residual_rms_norm(
+        self, x: Operand, residual: Operand, gamma: Operand, beta: Operand | None = None, *, eps: float,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """rms_norm(x + residual)."""
+    name: str
+    level: str
+    nodes: list[Node]
+    outputs: tuple[Value, ...]
+    limits: dict[str, int]
+    fixed: set[str]
+    stages: dict[str, Value]
+    def append(
+        self, op: str, operands: tuple[Value | None, ...], attrs: dict[str, Any], types: tuple[TensorType, ...],
+        origin: Origin | None = None
+    ) -> Node:
+        """Append a node whose types are known: for passes and parsers. Users call the ops."""
+    def apply(self, op: str, *operands: Any, **attrs: Any) -> Any:
+        """Append one op. Numbers and arrays among the operands become constants; the result type is inferred."""
+    def build(self, op: str, operands: Sequence[Any], attrs: dict[str, Any], origin: Origin | None = None) -> Node:
+        """The node that `apply` appends; a pass gives the origin."""
+    def constant(self, data: Any, dtype: DTypeLike | None = None) -> Value:
+        """Numbers that are part of the graph. Python floats are f32, Python ints i32, unless `dtype` says otherwise."""
+    def copy(self) -> Graph:
+        """The same graph again: what happens to one does not change the other."""
+    def custom_fn_multi(
+        self, inputs: Sequence[Any], fwd_body: Graph, vjp_body: Graph | None = None, jvp_body: Graph | None = None
+    ) -> MultiOutputHandle:
+        """`custom_fn` with any number of outputs, of any shapes and types."""
+    @staticmethod
+    def define(name: str, build: Callable[[GraphModule], Any]) -> GraphModule:
+        """An HIR module from a function that gets it and returns its output, or a tuple of outputs."""
+    def fingerprint(self) -> str:
+        """A digest of level, ops, attributes, types, edges, outputs and leaf names, the same in every process."""
+    def has(self, name: str) -> bool:
+        """Whether an input or a param is called `name`."""
+    @property
+    def inputs(self) -> list[Node]:
+        """The inputs and states, in the order of their declaration."""
+    def leaf(self, op: str, name: str, shape: ShapeLike | TensorType, like: DTypeLike) -> Value:
+        """An input, state or param; `op` says which."""
+    def one(self, op: str, *operands: Any, **attrs: Any) -> Value:
+        """`apply` for an op of one result."""
+    def param(self, name: str, shape: ShapeLike | TensorType, dtype: DTypeLike = 'f32') -> Value:
+        """A weight: given once, kept for all runs."""
+    @staticmethod
+    def parse(text: str) -> Graph:
+        """The graph that text says."""
+    def reachable(self, values: Iterable[Value]) -> set[Node]:
+        """All nodes that `values` depend on."""
+    def redeclare(self, leaf: Value, type_: TensorType) -> None:
+        """Give an input or param another type. Nothing may read it yet; the value stays the same handle."""
+    def scan_backward(
+        self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: Size, *,
+        save_trajectory: bool, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """The gradient of `init`, by one scan from the last step to the first.
+
+        `trajectory` is what `scan_trajectory` gives. `upstream` is the gradient of all its rows (`save_trajectory`), or
+        that of the last carry. `body_vjp` takes the inputs of the body and `d_output`, and gives the gradients of the
+        carry and of a row of each xs.
+        """
+    def scan_backward_with_checkpoints(
+        self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: int,
+        num_checkpoints: int, forward_body: Graph | None = None, *, save_trajectory: bool,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """`scan_backward` from K = `num_checkpoints` carries; those between are computed again with `forward_body`.
+
+        `trajectory` is `[K, *carry]`: row k is the carry after the first ceil((k + 1) * length / K) steps. With a K of
+        0 or `length` it has all rows.
+        """
+    def scan_backward_xs(
+        self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: Size, xs_idx: int,
+        *, save_trajectory: bool, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """The gradient of `xs[xs_idx]`, `[length, *step]`; with `scan_backward` of the same operands it is one scan."""
+    def scan_backward_xs_with_checkpoints(
+        self, init: Any, trajectory: Any, upstream: Any, xs: Sequence[Any], body_vjp: Graph, length: int, xs_idx: int,
+        num_checkpoints: int, forward_body: Graph | None = None, *, save_trajectory: bool,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """`scan_backward_xs` from checkpoints, as `scan_backward_with_checkpoints`."""
+    def scan_checkpointed(self, init: Any, body: Graph, length: int, num_checkpoints: int) -> Value:
+        """What `scan` gives. Its gradient keeps the carries of `num_checkpoints` steps and computes others again."""
+    def scan_general(
+        self, carries: Sequence[Any], body: Graph, length: Size, *, broadcasts: Sequence[Any] = (),
+        xs: Sequence[Any] = (), reverse: bool = False, checkpoints: int = 0
+    ) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+        """Any scan: the last carries, and ys `[length, *y]` of what the body gives after the carries."""
+    def scan_trajectory(self, init: Any, body: Graph, length: Size) -> Value:
+        """The carries after each step, `[length, *carry]`; the last row is what `scan` gives."""
+    def scan_with_bcasts_and_xs(
+        self, init: Any, bcasts: Sequence[Any], xs: Sequence[Any], body: Graph, length: Size
+    ) -> Value:
+        """`scan_with_xs` with further inputs that every step sees whole."""
+    def scan_with_xs(self, init: Any, xs: Sequence[Any], body: Graph, length: Size) -> Value:
+        """`scan` with inputs `[length, *step]`, of which step t sees row t."""
+    def scope(self, origin: Origin) -> AbstractContextManager[None]:
+        """Nodes appended inside come from `origin`, whatever else they are given; of nested scopes the outer counts."""
+    def set_outputs(self, outputs: Iterable[Value] | Value) -> Graph:
+        """Say what the graph gives; returns the graph."""
+    def symbols(self) -> list[str]:
+        """Names of all symbols in the types of inputs and params, sorted."""
+    def text(self, *, full: bool = False, origins: bool = False) -> str:
+        """The graph as text that `Graph.parse` reads back; `full` writes large constants out."""
+    def users(self) -> dict[Value, list[Node]]:
+        """For each value the nodes that read it, once per use."""
+    def verify(self) -> Graph:
+        """Raise VerifyError if anything is inconsistent; returns the graph."""
+
+
+class ValueOps:
+    def attention(
+        self, k: Operand, v: Operand, mask: Operand | None = None, *, mask_kind: str | Enum = 'none',
+        scale: float | None = None, softcap: float | None = None, num_heads: int | None = None,
+        head_dim: int | None = None, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """softmax(scale · q kᵀ, softcapped and masked) v for each head.
+
+        `q` is [batch, seq, heads, head_dim], `k` and `v` are [batch, keys, kv_heads, ...], heads a multiple of kv_heads.
+        Queries and keys end at the same position. A `custom` mask is [batch, keys]: true or >= 0.5 keeps a key; a `bias`
+        [batch, heads, seq, keys] (1 broadcasts) is added to the scores. With `segments`, alone or as in `causal+segments`,
+        the mask holds ids [batch, seq], integers in the range of i32, of sequences packed into a row: a query sees keys of
+        its own id; ids below 0 are padding, which sees nothing and is not seen. `near(r)` shows r keys on each side. The
+        scale is 1/√head_dim unless given. A query that sees no key gets zeros. `num_heads` and `head_dim` only check the
+        shapes.
+        """
+    def attention_lse(
+        self, k: Operand, v: Operand, mask: Operand | None = None, *, mask_kind: str | Enum = 'none',
+        scale: float | None = None, softcap: float | None = None, out_shape: Any = None
+    ) -> tuple[Self, Self]:
+        """`attention`, and for each query the logarithm of the sum of exp(scores), [batch, heads, seq], -inf without keys.
+
+        It is what the gradient of `attention` keeps in place of the weights. Narrow floats have it in f32.
+        """
+    def attention_grad(
+        self, k: Operand, v: Operand, dy: Operand, lse: Operand, delta: Operand, mask: Operand | None = None, *,
+        mask_kind: str | Enum = 'none', scale: float | None = None, softcap: float | None = None, out_shape: Any = None
+    ) -> tuple[Self, Self, Self]:
+        """Gradients of q, k and v from `dy`, that of the result of `attention_lse`.
+
+        `lse` is what that gave, `delta` the sum of dy · result of each query, less the gradient of its lse; both are
+        [batch, heads, seq]. Weights are made again block by block: no memory grows with seq · keys.
+        """
+    def depthwise_conv1d_causal(
+        self, weight: Operand, left_pad: Operand, segments: Operand | None = None, *, kernel_size: int,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """y[t] = sum over k of weight[k] x[t + k - (kernel_size - 1)], channel by channel.
+
+        x is [batch, seq, channels]; `left_pad` [batch, kernel_size - 1, channels] stands for the tokens before it: zeros at
+        the start, the last tokens of the piece before otherwise. The weight is [channels, kernel_size]; axes of size 1
+        between them, as in files, are accepted. With ids `segments` [batch, seq], tokens of another segment than that of t
+        count as zeros.
+        """
+    def depthwise_conv1d_causal_carry(
+        self, weight: Operand, state: Operand, lengths: Operand, *, kernel_size: int, out_shape: Any = None
+    ) -> tuple[Self, Self]:
+        """`depthwise_conv1d_causal` after the tokens in `state`, and the state after the last token.
+
+        The state has the last kernel_size - 1 tokens, [batch, kernel_size - 1, channels]. Of the tokens of a row the first
+        `lengths[b]` count; what comes after them is padding, and no state has it.
+        """
+    def scan(self, body: Graph, length: Size) -> Self:
+        """The carry after `length` steps of `body`, which takes a carry and gives the next one."""
+    def while_loop(
+        self, cond: Graph, body: Graph, *, broadcasts: Sequence[Any] = (), max_steps: int | None = None
+    ) -> Any:
+        """The carries when `cond` has given false, or after `max_steps` steps; one value, or a tuple for a tuple."""
+    def ended(self, more: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """`x`, a result of a while loop with `max_steps`; an error at run time where `more`, its condition, still holds.
+        """
+    def cond(self, operands: Sequence[Any], then_body: Graph, else_body: Graph) -> Any:
+        """What `then_body` gives where the predicate is true, else what `else_body` gives; only that one runs."""
+    def conv2d(
+        self, weight: Operand, bias: Operand | None = None, *, stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Cross-correlation of x [batch, channels, height, width] with weight [out, channels / groups, kernel_y, kernel_x].
+
+        `stride`, `padding` (zeros on both sides) and `dilation` are one number, or one for each axis.
+        """
+    def pool2d(
+        self, *, kind: str | Enum, kernel: int | Sequence[int], stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The largest (`kind` max) or mean number of each window of x [batch, channels, height, width].
+
+        `stride` is the kernel's size unless given. Padding counts as zeros in a mean and never as the largest.
+        """
+    def conv1d(
+        self, weight: Operand, bias: Operand | None = None, *, stride: int = 1, padding: int = 0, dilation: int = 1,
+        groups: int = 1, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Cross-correlation of x [batch, channels, length] with weight [out, channels / groups, kernel]."""
+    def pool1d(
+        self, *, kind: str | Enum, kernel: int, stride: int | None = None, padding: int = 0,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The largest (`kind` max) or mean number of each window of x [batch, channels, length], as `pool2d` does it.
+        """
+    def custom_fn(self, fwd_body: Graph, vjp_body: Graph | None = None, jvp_body: Graph | None = None) -> Self:
+        """`fwd_body` applied to the inputs, with derivative rules of its own; see the op `custom_fn`."""
+    def add(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Sum."""
+    def sub(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Difference."""
+    def mul(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Product."""
+    def div(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Quotient of floats; integers use `floor_divide`."""
+    def floor_divide(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Quotient of integers, rounded down; a zero divisor gives 0."""
+    def mod(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Remainder of integers with the sign of the divisor; a zero divisor gives 0."""
+    def pow(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """`a` to the power `b`, for floats."""
+    def maximum(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """The larger; NaN if either is NaN."""
+    def minimum(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """The smaller; NaN if either is NaN."""
+    def equal(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Whether equal."""
+    def not_equal(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Whether different."""
+    def less(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Whether a < b."""
+    def less_equal(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Whether a <= b."""
+    def greater(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Whether a > b."""
+    def greater_equal(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Whether a >= b."""
+    def logical_and(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Both."""
+    def logical_or(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Either."""
+    def logical_not(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """The opposite."""
+    def neg(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """The negative."""
+    def abs(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """The magnitude."""
+    def exp(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """e raised to x."""
+    def log(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """Natural logarithm."""
+    def sqrt(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """Square root."""
+    def rsqrt(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """One over the square root."""
+    def sin(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """Sine, of angles in radians of any size; NaN of infinities."""
+    def cos(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """Cosine, of angles in radians of any size; NaN of infinities."""
+    def tan(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """Tangent, of angles in radians of any size; NaN of infinities."""
+    def atan(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """Inverse tangent, within ±π/2."""
+    def tanh(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """Hyperbolic tangent."""
+    def relu(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """x where positive, else 0."""
+    def round(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """The nearest whole number; a half goes to the even one."""
+    def erf(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """Error function."""
+    def sigmoid(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """1 / (1 + e^-x)."""
+    def silu(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """x · sigmoid(x), also called swish."""
+    def gelu(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """Gaussian error linear unit by the error function: x · (1 + erf(x / √2)) / 2."""
+    def gelu_tanh(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """Gaussian error linear unit by its tanh form: x · (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2."""
+    def where(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """`a` where the condition holds, else `b`."""
+    def grouped_matmul(self, w: Operand, index: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Row i of `x` times the matrix `w[index[i]]`; no other matrix is looked at.
+
+        `x` is [rows, k], `w` is [groups, k, n], `index` is [rows]; an index outside the groups is an error at run time.
+        Rows that follow each other and have the same index read their matrix together: many rows are fastest in the order
+        of `group_rows`.
+        """
+    def group_rows(self, *, groups: Size | str, out_shape: Any = None) -> tuple[Self, Self, Self]:
+        """The order in which rows of equal index come together, where that puts each row, and where each group starts.
+
+        The first result says which row comes at each place, group by group, and in a group as they were. The second one is
+        its inverse. Rows of group g are at places `starts[g]` to `starts[g + 1]` of the third. An index outside the groups
+        is an error at run time.
+        """
+    def grouped_outer(
+        self, y: Operand, index: Operand, *, groups: Size | str, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Of each group the sum of the outer products of its rows, xᵀ y: the gradient of the matrices of `grouped_matmul`.
+
+        `x` is [rows, k], `y` is [rows, n], `index` is [rows]; the result is [groups, k, n], zeros where a group has no
+        rows. Each row is multiplied once. An index outside the groups is an error at run time.
+        """
+    def outer_of_runs(self, y: Operand, starts: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """x[:, s:e] @ y[s:e] from each start to the next: [k, rows] and [rows, n] give [starts - 1, k, n]."""
+    def layer_norm(
+        self, gamma: Operand | None = None, beta: Operand | None = None, *, eps: float = 1e-05,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """(x - mean) / √(variance + eps) · gamma + beta over the last axis."""
+    def rms_norm(
+        self, gamma: Operand | None = None, beta: Operand | None = None, *, eps: float = 1e-06,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """x / √(mean of squares + eps) · gamma + beta over the last axis."""
+    def norm_grad(
+        self, dy: Operand, gamma: Operand | None = None, *, kind: str | Enum, eps: float, out_shape: Any = None
+    ) -> tuple[Self, Self, Self]:
+        """Gradients of x, gamma and beta from `dy`, that of the result of `layer_norm` or `rms_norm` (kind layer or rms).
+
+        x and dy are read once for that of x, and once for the others. Narrow floats give gamma and beta f32.
+        """
+    def matmul(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Matrix product over the last axis of `a` and the second-to-last of `b`; leading axes broadcast."""
+    def integer_matmul(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Matrix product of 8-bit integers, u8 by i8, summed up as i32."""
+    def dequantise(
+        self, scale: Operand | None = None, zp: Operand | None = None, *, axis: int | None = None,
+        scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The numbers that quantised ones stand for, as f32, or as f64 where scales are.
+
+        Packed blocks know everything themselves. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one for
+        each index of `axis`. With a scheme `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and
+        zero points [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], the low nibble first. Eight bit
+        floats (E4M3 has NaN, but no infinities, and ends at 448) may have a scale a column. Blocks of NVFP4, packed as int4
+        are, have eight bit floats for scales, and one f32 for all as `zp`.
+        """
+    def quantise(
+        self, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
+        scheme: str | None = None, out_shape: Any = None
+    ) -> Any:
+        """x in i8, u8 or a scheme's blocks. Without a scale, one is found (`quant_scale`): the result is both.
+
+        NVFP4 has two: E4M3 scales of blocks, and one f32 by which the largest of these is 448.
+        """
+    def quant_scale(
+        self, *, axis: int | None = None, scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The least scale with which `quantise` cuts nothing off: the largest magnitude / 127 (int4: 7).
+
+        Of the whole tensor, of each index of `axis`, or of blocks along k with a scheme. Zeros have a scale of 1e-12. Eight
+        bit floats have scales of columns (the largest magnitude / 448 or 57344); those of NVFP4 are made of floats / 6.
+        """
+    def fake_quantise(
+        self, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """x as it comes back from integers of so many bits, by a symmetric scale of the tensor or of each index of `axis`.
+
+        Rounding is to the nearest, ties to even; integers end at ±(2^(bits - 1) - 1). A scale that is given is fixed, is
+        learned (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is that of the numbers
+        at hand: the largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
+        """
+    def running_scale(
+        self, state: Operand, *, bits: int = 8, axis: int | None = None, decay: float = 0.99,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The next state of a scale that follows x: decay · state + (1 - decay) · the scale of x alone.
+
+        A state that is not positive has seen nothing yet and becomes the scale of x. Scales are those of `fake_quantise`.
+        """
+    def fake_quantise_grad(
+        self, dy: Operand, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
+        ste: str | Enum = 'identity', out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The gradient of `fake_quantise` for x, by a straight-through estimator, since rounding itself has none.
+
+        `identity` is dy; `clipped` is dy where x was not cut off, else 0; with z = x / scale, `tanh` is dy · (1 - tanh(z)²)
+        and `hard_tanh` is dy · max(0, 1 - |z| / (2^(bits - 1) - 1)).
+        """
+    def fake_quantise_scale_grad(
+        self, scale: Operand, dy: Operand, *, bits: int = 8, axis: int | None = None, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The gradient of `fake_quantise` for a learned scale (LSQ, Esser et al. 2020, equation 3).
+
+        The sum of dy · (round(z) - z), where z = x / scale; where z is cut off, of dy · ±(2^(bits - 1) - 1).
+        """
+    def dequant_matmul(
+        self, w: Value, scale: Any = None, zp: Any = None, *, scheme: Any, out_shape: Any = None
+    ) -> Self:
+        """x times a quantised weight; see the op. A plain param that is to hold GGUF blocks is made to do so."""
+    def region(self, *xs: Operand | Sequence[Operand], body: Graph, out_shape: Any = None) -> Any:
+        """Elementwise ops in one kernel: each element is loaded once, computed in registers, stored once."""
+    def prepack(self, *ws: Operand | Sequence[Operand], layout: Layout, out_shape: ShapeLike | None = None) -> Self:
+        """Weights, or the left side of a matmul, as kernels of a target read them; the layout says how."""
+    def fused_matmul(
+        self, *rest: Operand | Sequence[Operand], body: Graph, weights: int, columns: Size | str,
+        layout: Layout | None = None, out_shape: Any = None
+    ) -> Any:
+        """x times one or two weights, and elementwise work on the sums while they are in registers.
+
+        Operands are x, the weights, then what the body reads beside the sums. `columns` is the width of each product. With
+        a `layout`, the weights are one tensor that `prepack` made, and x may have to be packed too; else they are matrices
+        [k, n], maybe of 16-bit floats, which are widened to the type of x, or packed rows [n, k], as files have them.
+        """
+    def fused_grouped(
+        self, *rest: Operand | Sequence[Operand], body: Graph, weights: int, columns: Size | str,
+        layout: Layout | None = None, out_shape: Any = None
+    ) -> Any:
+        """`fused_matmul` in which each row of x has its own matrix, as in `grouped_matmul`.
+
+        Weights have one more axis in front, and after them comes the index into it of each row.
+        """
+    def residual_norm(
+        self, residual: Operand, gamma: Operand | None = None, beta: Operand | None = None, *, kind: str | Enum,
+        eps: float, out_shape: Any = None
+    ) -> tuple[Self, Self]:
+        """x + residual, normalised (`kind` is layer or rms), and the sum itself."""
+    def gated_delta_net(
+        self, k: Operand, v: Operand, g: Operand, beta: Operand, segments: Operand | None = None, *, state_size: int,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Linear attention with a gated delta rule; a head keeps a matrix S from keys to values.
+
+        A token does S = exp(g) S, then S += k ⊗ beta (v - kᵀ S), and gives qᵀ S / sqrt(state_size). q, k and v are
+        [batch, seq, heads, state_size], g (the logarithm of the gate) and beta are [batch, seq, heads]. Where the ids
+        `segments` [batch, seq] change from one token to the next, S starts at zero again.
+        """
+    def gated_delta_net_carry(
+        self, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand, segments: Operand | None = None, *,
+        state_size: int, out_shape: Any = None
+    ) -> tuple[Self, Self]:
+        """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token.
+        """
+    def gated_delta_net_with_states(
+        self, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand, segments: Operand | None = None, *,
+        state_size: int, chunk: int = 32, out_shape: Any = None
+    ) -> tuple[Self, Self, Self, Self]:
+        """`gated_delta_net_carry` that also gives what its gradient needs.
+
+        That is the state before each chunk of tokens, [batch, heads, chunks, n, n], and what each token found missing,
+        v - kᵀ S.
+        """
+    def gated_delta_net_backward(
+        self, k: Operand, g: Operand, beta: Operand, states: Operand, misses: Operand, d_out: Operand, d_last: Operand,
+        segments: Operand | None = None, *, state_size: int, chunk: int = 32, out_shape: Any = None
+    ) -> tuple[Self, Self, Self, Self, Self, Self]:
+        """Gradients of q, k, v, g, beta and state of `gated_delta_net_carry`, from those of its results.
+
+        `states` and `misses` are what `gated_delta_net_kept` gives for the same chunk; inside a chunk the states are
+        computed again.
+        """
+    def gated_linear_attention_carry(
+        self, k: Operand, v: Operand, g: Operand, state: Operand, segments: Operand | None = None, *,
+        out_shape: Any = None
+    ) -> tuple[Self, Self]:
+        """Linear attention with a gate; a head keeps a matrix S from keys to values. Mamba 2's recurrence, among others.
+
+        A token does S = exp(g) S + k ⊗ v and gives qᵀ S. q and k are [batch, seq, groups, n], v is
+        [batch, seq, heads, m], g (the logarithm of the gate) is [batch, seq, heads]; neighbouring heads share a group.
+        Starts from `state` [batch, heads, n, m] and also gives the one after the last token. Where the ids `segments`
+        [batch, seq] change from one token to the next, S starts at zero again.
+        """
+    def gather(self, indices: Operand, *, axis: int = 0, out_shape: ShapeLike | None = None) -> Self:
+        """Slices of `table` along an axis, one an index, as `np.take`. An index outside it is an error at run time.
+
+        Of a packed table only rows can be taken (axis 0 of two); they come out as f32.
+        """
+    def scatter_add(self, indices: Operand, updates: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """`x` with row `updates[i]` added to row `indices[i]` of its first axis; equal indices add up, in order.
+
+        Takes numbers, as `add` does.
+        """
+    def scatter(self, indices: Operand, updates: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """`x` with row `updates[i]` in place of row `indices[i]` of its first axis; of equal indices the last counts.
+        """
+    def quantise_rows(self, *, out_shape: Any = None) -> tuple[Self, Self, Self]:
+        """x as u8, and a scale and an offset for each row of the last axis: x ≈ u8 · scale + offset.
+
+        The offset is the smallest number of the row, the scale its distance to the largest / 255, at least 1e-12.
+        (x - offset) · (1 / scale) is rounded to the nearest integer, ties to even. The scale of a row that has a NaN or an
+        infinity is no number either; its integers are 0.
+        """
+    def quantised_norm(
+        self, residual: Operand | None = None, gamma: Operand | None = None, beta: Operand | None = None,
+        even: Operand | None = None, *, kind: str | Enum, eps: float, keep: bool, out_shape: Any = None
+    ) -> tuple[Self, ...]:
+        """The norm (`kind` is layer or rms) of x, or of x + residual, times `even`, as rows of u8 with scales and offsets.
+
+        With `keep` the norm itself comes next, and last the sum where there is one.
+        """
+    def kv_append(
+        self, new: Operand, positions: Operand, table: Operand, rows: Operand | None = None, *,
+        axes: str | Enum = 'phsd', ring: bool = False, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The pool with each new token at its position of its row, rounded to the type of the pool.
+
+        `axes` is the order of the axes of `pool`: p (pages), h (kv_heads), s (positions per page), d (dim). `table` is
+        [rows, blocks] and holds page numbers. `new` is [batch, seq, kv_heads, dim] with `positions` [batch, seq], where
+        batch entry b belongs to row b; or [tokens, kv_heads, dim] with `positions` and `rows` [tokens].
+
+        A negative position is padding and skipped; of equal ones of a row the last counts. A position beyond the capacity
+        (blocks · page) is an error at run time, unless the cache is a `ring`, where it takes the place of the one that was
+        there a capacity ago. So is a row or a page number that does not exist, if a token asks for it. Rows may share
+        pages as long as no token is written there.
+        The operand `pool` is consumed: on the CPU the result of appending to a state is the state itself, written in
+        place, and nothing may read it again as it was. An input, a weight or a constant is copied instead.
+        """
+    def cached_attention(
+        self, keys: Operand, values: Operand, positions: Operand, table: Operand, rows: Operand | None = None, *,
+        mask_kind: str | Enum = 'causal', scale: float | None = None, softcap: float | None = None,
+        key_axes: str | Enum = 'phsd', value_axes: str | Enum = 'phsd', ring: bool = False,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """softmax(scale · q kᵀ, softcapped and masked) v for each head, over the keys and values of cached sequences.
+
+        `q` is [batch, seq, heads, head_dim] with `positions` [batch, seq], or [tokens, heads, head_dim] with `positions`
+        and `rows` [tokens]; heads are a multiple of kv_heads. `keys` and `values` are pools of pages of one size
+        with their axes in the order of `key_axes` and `value_axes`; `table` [rows, blocks] has the page numbers of both
+        (see kv_append). A query sees the keys of its row up to and including its position, or the last w of them (mask kind
+        sliding(w)); what the pages hold at other positions does not matter. A negative position is padding and gives zeros.
+        A position beyond the capacity, a row, or a page that is seen and does not exist is an error at run time. The scale
+        is 1/√head_dim unless given.
+
+        Caches that are a `ring` go with sliding windows. From the oldest key that a query of a row sees to the newest query
+        of the row, there have to be at most as many positions as the ring holds; more are an error at run time.
+        """
+    def cross_entropy(self, labels: Operand, *, ignore_index: int = -100, out_shape: ShapeLike | None = None) -> Self:
+        """logsumexp(logits) - logits[label] for each row of the last axis: minus the logarithm of the label's probability.
+
+        A row whose label is `ignore_index` has a loss of 0; any other label outside the row is an error at run time.
+        Narrow floats give f32.
+        """
+    def cross_entropy_grad(
+        self, labels: Operand, dy: Operand, *, ignore_index: int = -100, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The gradient of `cross_entropy` for the logits: softmax(logits), less 1 at the label, times dy of the row."""
+    def round_blocks(self, *, block: int, out_shape: ShapeLike | None = None) -> Self:
+        """x as 8-bit numbers with one scale for each `block` of them along the last axis: what that keeps of it."""
+    def random_bits(self, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Self:
+        """Random words of 32 bits. Element i is word i mod 4 of Philox 4x32-10 at counter i div 4, whatever the shape.
+        """
+    def random_uniform(self, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Self:
+        """Random f32 numbers in [0, 1): the upper 24 of the 32 bits of `random_bits`, as a fraction."""
+    def random_normal(self, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Self:
+        """Random f32 numbers of the standard normal distribution (Box and Muller 1958).
+
+        Of the numbers u of `random_uniform`, element i takes two: sqrt(-2 log(1 - u[2i])) cos(2π u[2i + 1]).
+        """
+    def sum(
+        self, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Sum over axes, in the element type of `x`."""
+    def prod(
+        self, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Product over axes."""
+    def mean(
+        self, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Mean over axes, of floats; NaN over none."""
+    def max(
+        self, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Largest element over axes; NaN if there is one.
+
+        Over an axis that run time finds empty it is the least number of the type.
+        """
+    def min(
+        self, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Smallest element over axes; NaN if there is one.
+
+        Over an axis that run time finds empty it is the largest number of the type.
+        """
+    def argmax(self, *, axis: int = -1, keepdims: bool = False, out_shape: ShapeLike | None = None) -> Self:
+        """Index of the largest element along an axis, as i32; the first of equals; a NaN counts as largest.
+
+        Along an axis that run time finds empty it is 0.
+        """
+    def topk(self, *, k: int, out_shape: Any = None) -> tuple[Self, Self]:
+        """The `k` largest along the last axis, largest first, and their indices as i32; the first of equals comes first.
+        """
+    def cumsum(self, *, axis: int = -1, exclusive: bool = False, out_shape: ShapeLike | None = None) -> Self:
+        """Running sum along an axis; `exclusive` leaves the element itself out. Summed in index order."""
+    def barrier(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """`x`, which passes do not know to be `x`: what is computed from one is not taken for the other."""
+    def rope(
+        self, cos: Operand, sin: Operand, positions: Operand, *, style: str | Enum = 'halves',
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Rotate pairs of each head by the angle of its position.
+
+        `x` is [batch, seq, heads, head_dim], `cos` and `sin` are [positions, n] tables, `positions` is [batch, seq]. The
+        first 2n elements of a head turn, the rest is copied. Pairs are (i, i + n) in style `halves` and (2i, 2i + 1) in
+        style `pairs`.
+        """
+    def sample_tokens(
+        self, uniform: Operand, temperature: Operand, top_k: Operand, top_p: Operand, min_p: Operand,
+        allowed: Operand | None = None, history: Operand | None = None, prompt_length: Operand | None = None,
+        repetition_penalty: Operand | None = None, frequency_penalty: Operand | None = None,
+        presence_penalty: Operand | None = None, bias_tokens: Operand | None = None, bias: Operand | None = None,
+        scored: Operand | None = None, *, out_shape: Any = None
+    ) -> tuple[Self, Self]:
+        """The next token of each row of logits `[rows, vocab]`, and the log-probability that the logits alone give it.
+
+        Settings are arrays `[rows]`. Temperature 0 picks the highest logit, the lowest id among equals; else the token is
+        where the running sum of weights, in order of ids, passes `uniform` (from 0, below 1) of the total. Kept are the
+        `top_k` highest (0: all; equals of the last stay), of these the fewest that weigh `top_p`, of these those that
+        weigh `min_p` of the heaviest. Weights are integers, 2^42 for the highest logit, so their sums are exact and tokens
+        the same on every device; `uniform` and `top_p` are best f64.
+
+        `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. `bias` is
+        added to the logits of `bias_tokens`, both `[rows, m]`. `history`: tokens `[rows, n]`, any order, the first
+        `prompt_length` of a row the prompt's. The repetition penalty counts them all, frequency and presence those after
+        the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has no token
+        left, gives token -1 and NaN. Where the integer `scored` of a row is 0, the log-probability is NaN and costs
+        nothing.
+        """
+    def selective_scan(
+        self, delta: Operand, a: Operand, b: Operand, c: Operand, d: Operand | None = None,
+        segments: Operand | None = None, *, state_size: int, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Mamba's scan: h = exp(delta a) h + delta b x along the sequence, y = c · h + d x.
+
+        x and delta are [batch, seq, channels], a is [channels, n], b and c are [batch, seq, n], d (if given) is [channels].
+        Where the ids `segments` [batch, seq] change from one token to the next, h starts at zero again.
+        """
+    def selective_scan_carry(
+        self, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand, d: Operand | None = None,
+        segments: Operand | None = None, *, state_size: int, out_shape: Any = None
+    ) -> tuple[Self, Self]:
+        """`selective_scan` that starts from `state` [batch, channels, n] and also gives the state after the last token.
+        """
+    def selective_scan_with_states(
+        self, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand, segments: Operand | None = None, *,
+        state_size: int, chunk: int = 32, out_shape: Any = None
+    ) -> tuple[Self, Self, Self]:
+        """`selective_scan_carry` without d that also gives the state before each chunk, [batch, chunks, n, channels].
+        """
+    def selective_scan_backward(
+        self, delta: Operand, a: Operand, b: Operand, c: Operand, states: Operand, d_out: Operand, d_last: Operand,
+        segments: Operand | None = None, *, state_size: int, chunk: int = 32, out_shape: Any = None
+    ) -> tuple[Self, Self, Self, Self, Self, Self]:
+        """Gradients of x, delta, a, b, c and state of `selective_scan_carry` without d, from those of its results.
+
+        `states` is what `selective_scan_kept` gives for the same chunk; inside a chunk the states are computed again.
+        """
+    def transpose(self, *, axes: Sequence[int], out_shape: ShapeLike | None = None) -> Self:
+        """Axes in another order: axis i of the result is axis `axes[i]` of `x`."""
+    def slice(
+        self, *, start: ShapeLike, stop: ShapeLike, step: Sequence[int], out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Elements start, start + step, ... below stop on each axis; bounds lie inside the axis, which run time checks.
+        """
+    def expand(self, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Self:
+        """`x` repeated along its size-1 axes (and new leading ones) to a shape; no data is copied."""
+    def assume_equal(self, *, shape: ShapeLike, out_shape: ShapeLike | None = None) -> Self:
+        """`x` under a shape that only run time can show to be equal, axis by axis; it is checked at each run."""
+    def concatenate(self, *xs: Operand | Sequence[Operand], axis: int = 0, out_shape: ShapeLike | None = None) -> Self:
+        """Tensors joined along an axis; their other sizes are equal."""
+    def pad(self, *, low: ShapeLike, high: ShapeLike, value: float = 0.0, out_shape: ShapeLike | None = None) -> Self:
+        """`x` with `low` elements before and `high` after it on each axis, filled with `value`."""
+    def softmax(self, *, axis: int = -1, out_shape: ShapeLike | None = None) -> Self:
+        """exp(x) over its sum along an axis. A row of -inf alone gives NaN."""
+    def assign(self, value: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """`value`, in the memory of `x`: how a state gets its next contents."""
+    def adamw_update(
+        self, m: Operand, v: Operand, grad: Operand, rate: Operand, decay: Operand, root: Operand,
+        scale: Operand | None = None, *, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-08,
+        out_shape: Any = None
+    ) -> tuple[Self, Self, Self]:
+        """One step of AdamW: parameter, mean of gradients and mean of their squares after it, each written in place.
+
+        m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g², with g = scale · grad; then
+        p = decay · p - rate · m / (sqrt(v) / root + eps). For step t of a learning rate lr, the numbers are
+        rate = lr / (1 - beta1^t), root = sqrt(1 - beta2^t), and decay = 1 - lr · weight_decay.
+        """
+    def sgd_update(
+        self, grad: Operand, rate: Operand, velocity: Operand | None = None, scale: Operand | None = None, *,
+        momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0, out_shape: Any = None
+    ) -> tuple[Self, ...]:
+        """One step of gradient descent: the parameter after it, and the velocity if there is one, written in place.
+
+        g = scale · grad + weight_decay · p, then p = p - rate · g. With a velocity, u = momentum · u + g takes the place
+        of g in the last step, or g + momentum · u where it is `nesterov`.
+        """
+    def settled(self, *, out_shape: ShapeLike | None = None) -> Self:
+        """`x` in memory that is no state: what is read after a state has changed may be computed from it before."""
+    def after(self, *done: Operand | Sequence[Operand], out_shape: ShapeLike | None = None) -> Self:
+        """`x`, once all of `done` is there: what changes states is needed even where nobody reads the result."""
+    def linear(
+        self, weight: Operand, bias: Operand | None = None, *, activation: str | Enum | None = None,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """activation(x @ weight + bias); `weight` is [in, out]."""
+    def linear_fused(
+        self, weight: Operand, bias: Operand, *, activation: str | Enum | None = None,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """activation(x @ weight + bias) that is one op in MIR under every fusion policy."""
+    def shared_linear_pair(self, first: Operand, second: Operand, *, out_shape: Any = None) -> tuple[Self, Self]:
+        """x @ first and x @ second, two results of one reading of x."""
+    def swiglu_ffn(self, up: Operand, gate: Operand, down: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """(silu(x @ gate) * (x @ up)) @ down."""
+    def residual_rms_norm(
+        self, residual: Operand, gamma: Operand, beta: Operand | None = None, *, eps: float,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """rms_norm(x + residual)."""
+    def attention_block(
+        self, k: Operand, v: Operand, mask: Operand | None = None, *, num_heads: int, head_dim: int,
+        mask_kind: str | Enum = 'none', scale: float | None = None, softcap: float | None = None,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Attention over [batch, seq, heads * head_dim], [batch, seq, heads, head_dim] or [batch, heads, seq, head_dim].
+
+        k and v may have fewer heads than q. The result is laid out as q. Masks, scale and softcap are those of `attention`.
+        """
+    def rope_block(
+        self, cos: Operand, sin: Operand, positions: Operand | None = None, *, head_dim: int, n_rot: int | None = None,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Rotate the first `n_rot` elements (all, unless given) of each head by the angle of its position.
+
+        `x` is [batch, seq, heads * head_dim] or [batch, seq, heads, head_dim]; tables are [positions, n_rot / 2] or wider.
+        Positions count from 0 along the sequence, or are given as [batch, seq].
+        """
+    def llama_decoder_block(
+        self, input_norm: Operand, q: Operand, k: Operand, v: Operand, o: Operand, post_norm: Operand, gate: Operand,
+        up: Operand, down: Operand, cos: Operand, sin: Operand, input_beta: Operand | None = None,
+        post_beta: Operand | None = None, mask: Operand | None = None, *, num_heads: int, num_kv_heads: int,
+        head_dim: int, eps: float, mask_kind: str | Enum = 'causal', out_shape: ShapeLike | None = None
+    ) -> Self:
+        """A Llama layer without a cache: x + attention(rms_norm x), then + swiglu(rms_norm ·).
+
+        `x` is [batch, seq, hidden], weights are [in, out], tables [positions, head_dim / 2]; positions count from 0.
+        """
+    def qwen35_mtp_head(
+        self, ids: Operand, last: Operand, embed: Operand, hidden_norm: Operand, embed_norm: Operand, eh_proj: Operand,
+        input_norm: Operand, q: Operand, k: Operand, v: Operand, o: Operand, q_norm: Operand, k_norm: Operand,
+        cos: Operand, sin: Operand, post_norm: Operand, gate: Operand, up: Operand, down: Operand, norm: Operand,
+        head: Operand, *, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, n_rot: int | None = None,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The multi-token-prediction head of Qwen3.5: logits of the token after next, [batch, vocab].
+
+        `x` is the trunk's [batch, seq, hidden], `ids` the tokens that follow each of them, `last[b]` the place in row b to
+        predict from. Normed embeddings and normed x go side by side through `eh_proj` into one layer of gated attention
+        (`q` gives queries and gates, [hidden, heads * 2 * head_dim], for each head side by side; queries and keys are
+        normed a head at a time; the first `n_rot` elements turn) and SwiGLU, then through `norm` and `head`.
+        """
+    def linear_stored(
+        self, weight: Operand, bias: Operand | None = None, *, activation: str | Enum | None = None,
+        transposed: bool = True, heads: int | None = None, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """activation(x @ weight + bias) by a weight and a bias as files store them: packed, or of any element type.
+
+        They are converted to f32 (f64 where x has it). The weight is [out, in], or [in, out] unless it is `transposed`.
+        With `heads` the last axis of the result is split into so many heads, [..., heads, head_dim].
+        """
+    def norm(
+        self, weight: Operand, bias: Operand | None = None, *, kind: str | Enum, eps: float, unit_offset: bool = False,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """RMSNorm (`kind="rms"`) or LayerNorm (`kind="layer"`) of the last axis, times a stored weight, plus a bias.
+
+        With `unit_offset` it is times 1 + weight, as in Gemma's files.
+        """
+    def split_qkv(self, *, num_heads: int, out_shape: Any = None) -> tuple[Self, Self, Self]:
+        """Queries, keys and values [batch, seq, heads, head_dim] of one projection that has them one after the other.
+        """
+    def self_attention(
+        self, k: Operand, v: Operand, mask: Operand | None = None, cos: Operand | None = None,
+        sin: Operand | None = None, rows: Operand | None = None, positions: Operand | None = None, *,
+        mask_kind: str | Enum = 'none', scale: float | None = None, softcap: float | None = None,
+        style: str | Enum = 'halves', out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Attention of heads [batch, seq, heads, head_dim], joined to [batch, seq, heads * head_dim].
+
+        With `cos` and `sin` queries and keys are rotated first: by the rows of these tables that `rows` picks, else by
+        `positions` (a negative one is padding), else by positions that count from 0. Masks, scale and softcap are those of
+        `attention`, styles those of `rope`.
+        """
+    def cached_self_attention(
+        self, k: Operand, v: Operand, keys: Operand, values: Operand, positions: Operand, table: Operand,
+        cos: Operand | None = None, sin: Operand | None = None, rows: Operand | None = None, *,
+        mask_kind: str | Enum = 'causal', scale: float | None = None, softcap: float | None = None,
+        style: str | Enum = 'halves', key_axes: str | Enum = 'phsd', value_axes: str | Enum = 'phsd',
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """`self_attention` over a cache: appends k and v at `positions`, then attends over all that the cache holds.
+
+        `keys` and `values` are pools of pages and `table` says which are whose, as `kv_append` has them. Pools are written
+        in place; with a window they are rings.
+        """
+    def gated_ffn(
+        self, gate: Operand, up: Operand, down: Operand, gate_bias: Operand | None = None,
+        up_bias: Operand | None = None, down_bias: Operand | None = None, *, activation: str | Enum = 'silu',
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """down(activation(gate(x)) * up(x)) by stored weights [out, in]: SwiGLU, GeGLU and their relatives."""
+    def fused_gated_ffn(
+        self, both: Operand, down: Operand, both_bias: Operand | None = None, down_bias: Operand | None = None, *,
+        activation: str | Enum = 'silu', out_shape: ShapeLike | None = None
+    ) -> Self:
+        """`gated_ffn` whose gate and up are the two halves of one weight, [2 * inner, in]."""
+    def moe_ffn(
+        self, router: Operand, gate: Operand, up: Operand, down: Operand, *, chosen: int, normalise: bool = True,
+        activation: str | Enum = 'silu', out_shape: ShapeLike | None = None
+    ) -> Self:
+        """A mixture of experts: the sum of p * gated_ffn(x) over the `chosen` likeliest experts of each token.
+
+        `x` is [batch, seq, hidden], `router` [experts, hidden]; weights of experts are stacked, [experts, out, in].
+        Probabilities are a softmax over all experts; with `normalise` those of the chosen ones add up to 1.
+        """
+    def patch_embedding(
+        self, weight: Operand, bias: Operand | None = None, *, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """A vector per square of pixels: [batch, channels, height, width] to [batch, patches, dim], row by row.
+
+        `weight` is [dim, channels, side, side].
+        """
+    def mamba_block(
+        self, conv: Operand, mix: Operand, step: Operand, step_bias: Operand, rates: Operand, skip: Operand,
+        conv_bias: Operand | None = None, conv_state: Operand | None = None, state: Operand | None = None,
+        positions: Operand | None = None, *, activation: str | Enum = 'silu', log_rates: bool = True,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Mamba between its input and its output projection: scan(activation(conv(x))) * silu(gate).
+
+        `both` is [batch, seq, 2 * inner]: x and the gate. `mix` [rank + 2 * n, inner] gives what steps are made of, b and
+        c; `step` [inner, rank] with `step_bias` makes steps of it. `rates` [inner, n] are logarithms of the rates of decay
+        unless `log_rates` is false; `skip` [inner] is what of x passes the scan.
+        """
+    def mamba2_block(
+        self, conv: Operand, step_bias: Operand, rates: Operand, skip: Operand, norm: Operand,
+        conv_bias: Operand | None = None, conv_state: Operand | None = None, state: Operand | None = None,
+        positions: Operand | None = None, *, groups: int, eps: float, activation: str | Enum = 'silu',
+        log_rates: bool = True, least_step: float = 0.0, most_step: float | None = None, norm_groups: int = 1,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """Mamba 2 between its projections: rms_norm(gated_linear_attention(activation(conv(x))) * silu(gate)).
+
+        `mixed` is [batch, seq, inner + channels + heads]: the gate, what the convolution goes over (values of the heads,
+        and keys and queries of the groups), and a step per head. `step_bias`, `rates` and `skip` have one number per head,
+        `norm` has one per channel; the norm is over all channels, or over `norm_groups` parts of them.
+        """
+    def delta_net_block(
+        self, z: Operand, b: Operand, a: Operand, conv: Operand, rates: Operand, step_bias: Operand, norm: Operand,
+        conv_state: Operand | None = None, state: Operand | None = None, positions: Operand | None = None, *,
+        state_size: int, eps: float, tiled: bool = False, activation: str | Enum = 'silu', log_rates: bool = True,
+        out_shape: Any = None
+    ) -> tuple[Self, Self]:
+        """The gated delta rule (Yang et al., 2024) between its projections: what the layer found, and the state after it.
+
+        `qkv` are queries, keys and values [batch, seq, channels], which a convolution goes over; `z` [batch, seq, heads *
+        size] gates what is found, after a norm per head; `b` and `a` [batch, seq, heads] are what changes and decays are
+        made of. Heads of queries and keys have `state_size` elements and are shared by neighbouring heads of values, or,
+        `tiled`, by every so many. States are square, of the larger of both sizes. Gives [batch, seq, heads * size].
+        """
+    def quantize(
+        self, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
+        scheme: str | None = None, out_shape: Any = None
+    ) -> Any:
+        """x in i8, u8 or a scheme's blocks. Without a scale, one is found (`quant_scale`): the result is both.
+
+        NVFP4 has two: E4M3 scales of blocks, and one f32 by which the largest of these is 448.
+        """
+    def dequantize(
+        self, scale: Operand | None = None, zp: Operand | None = None, *, axis: int | None = None,
+        scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The numbers that quantised ones stand for, as f32, or as f64 where scales are.
+
+        Packed blocks know everything themselves. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one for
+        each index of `axis`. With a scheme `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and
+        zero points [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], the low nibble first. Eight bit
+        floats (E4M3 has NaN, but no infinities, and ends at 448) may have a scale a column. Blocks of NVFP4, packed as int4
+        are, have eight bit floats for scales, and one f32 for all as `zp`.
+        """
+    def fake_quantize(
+        self, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """x as it comes back from integers of so many bits, by a symmetric scale of the tensor or of each index of `axis`.
+
+        Rounding is to the nearest, ties to even; integers end at ±(2^(bits - 1) - 1). A scale that is given is fixed, is
+        learned (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is that of the numbers
+        at hand: the largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
+        """
+
+
+class FlowValueOps(ValueOps):
+    index: int
+    def astype(self, like: DTypeLike) -> Self:
+        """The value cast to another element type."""
+    def cast(self, dtype: DTypeLike) -> Self:
+        """The same as `astype`."""
+    @property
+    def dtype(self) -> DType:
+        """The element type."""
+    @property
+    def graph(self) -> Graph:
+        """The graph that it belongs to."""
+    @property
+    def mT(self) -> Self:
+        """The last two axes swapped."""
+    @property
+    def rank(self) -> int:
+        """The number of axes."""
+    def reshape(self, *shape: Any) -> Self:
+        """The value with another shape; one size may be -1."""
+    @property
+    def type(self) -> TensorType:
+        """Shape and element type."""
