@@ -18,7 +18,8 @@ from rlx.backends.cpu.attention.elements import clear, load, store, sweep
 from rlx.backends.cpu.attention.plan import LOG2_E, Plan, laid_out, read_words
 from rlx.backends.cpu.attention.softmax import Scorer
 from rlx.backends.cpu.builder import NULL, Builder, Module, Value, const, i64
-from rlx.backends.cpu.math import exp2, fma
+from rlx.backends.cpu.math.arithmetic import fma
+from rlx.backends.cpu.math.exponential import exp2
 from rlx.backends.cpu.matmul import micro_kernel
 from rlx.backends.cpu.routine import NOALIAS_ENTRY_ARGUMENTS, Entry, Routine
 from rlx.backends.cpu.targets import CpuTarget
