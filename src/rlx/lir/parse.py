@@ -192,13 +192,13 @@ class _ProgramParser:
 
     def declaration(self, line: Line) -> bool:
         """Whether a line is one of those in front of the launches, which is then in the program."""
-        parts = {"limit": self.limit, "entries": self.batch, "assert": self.assertion}
-        parts |= dict.fromkeys((INPUT, OUTPUT, WEIGHT, CONST, ARENA), self.buffer)
-        add = parts.get(line.text.partition(" ")[0])
-        if add is not None:
+        readers = {"limit": self.limit, "entries": self.batch, "assert": self.assertion}
+        readers |= dict.fromkeys((INPUT, OUTPUT, WEIGHT, CONST, ARENA), self.buffer)
+        read = readers.get(line.text.partition(" ")[0])
+        if read is not None:
             with line.located():
-                add(line)
-        return add is not None
+                read(line)
+        return read is not None
 
     def limit(self, line: Line) -> None:
         symbol, most = line.match(_LIMIT, "a limit").groups()
