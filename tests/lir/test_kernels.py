@@ -32,7 +32,7 @@ KERNELS: dict[str, tuple[Kernel, str, str]] = {
     "attention": (ATTENTION, "q k v mask", "out"),
     "with lse": (AttentionKernel(F32, 16, 16, 2, "none", 0, 0.25, 0.0, None, lse=True), "q k v mask", "out lse"),
     "cached": (
-        AttentionKernel(F32, 16, 16, 2, "causal", 0, 1.0, 0.0, None, cached=True),
+        AttentionKernel(F32, 16, 16, 2, "causal", 0, 1.0, 0.0, None, page=64),
         "q k v positions table",
         "out",
     ),

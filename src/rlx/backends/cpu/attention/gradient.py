@@ -22,8 +22,8 @@ from rlx.backends.cpu.math.arithmetic import fma
 from rlx.backends.cpu.math.exponential import exp2
 from rlx.backends.cpu.matmul import micro_kernel
 from rlx.backends.cpu.routine import NOALIAS_ENTRY_ARGUMENTS, Entry, Routine
-from rlx.backends.cpu.targets import CpuTarget
-from rlx.lir.kernels import KEY_BLOCK, AttentionGradKernel
+from rlx.backends.cpu.targets import KEY_BLOCK, CpuTarget
+from rlx.lir.kernels import AttentionGradKernel
 from rlx.locks import cached_property
 
 ROWS = 192  # query rows of a block: whole tiles; what is kept of them stays near the processor

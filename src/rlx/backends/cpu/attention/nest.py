@@ -12,8 +12,8 @@ from rlx.backends.cpu.attention.tiles import ahead_step, micro_kernel_address
 from rlx.backends.cpu.builder import NULL, Builder, Int, Module, Value, i64
 from rlx.backends.cpu.matmul import micro_kernel
 from rlx.backends.cpu.routine import NOALIAS_ENTRY_ARGUMENTS, Entry, Routine
-from rlx.backends.cpu.targets import CpuTarget
-from rlx.lir.kernels import KEY_BLOCK, OUTSIDE_POOL, OUTSIDE_TABLE, AttentionKernel
+from rlx.backends.cpu.targets import KEY_BLOCK, CpuTarget
+from rlx.lir.kernels import OUTSIDE_POOL, OUTSIDE_TABLE, AttentionKernel
 
 _POINTER_WORDS = ("parts", "q", "k", "v", "out", "mask", "positions", "table", "rows", "lse")
 

@@ -9,7 +9,7 @@ from rlx.backends.cpu.attention.packing import each_strip
 from rlx.backends.cpu.attention.plan import Plan
 from rlx.backends.cpu.attention.tiles import ahead_step, micro_kernel_address
 from rlx.backends.cpu.builder import Builder, Int, Module, Value, const, i64
-from rlx.lir.kernels import KEY_BLOCK
+from rlx.backends.cpu.targets import KEY_BLOCK
 
 if TYPE_CHECKING:
     from rlx.backends.cpu.attention.nest import Units
