@@ -152,7 +152,7 @@ class Calls:
             pause = b.max(word(d.ALONE_FOR), b.mul(unit, d.LEAST_ALONE))
             publish(b, b.add(end, pause), b.offset(job, d.ALONE_UNTIL))
             publish(b, b.sdiv(pause, b.mul(unit, d.LEAST_ALONE)), b.offset(job, d.ALONE_RUNS))
-            note(d.ALONE_FOR, b.min(b.mul(pause, 4), b.mul(unit, d.MOST_ALONE)))
+            note(d.ALONE_FOR, b.min(b.mul(pause, d.BACK_OFF), b.mul(unit, d.MOST_ALONE)))
             note(d.KEPT_UP, i64(0))
             note(d.APART, i64(0), request)
             note(d.ANEW, i64(1), request)
