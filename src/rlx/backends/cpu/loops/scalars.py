@@ -99,6 +99,8 @@ class Scalars:
                 return b.op("add", b.op("mul", args[0], args[1]), args[2])
             case "floordiv" | "mod":
                 return self.floor_division(op, args[0], args[1], signed)
+            case "quot" | "rem":  # of numbers that are not negative; lanes that are masked may divide by zero
+                return self.floor_division("floordiv" if op == "quot" else "mod", args[0], args[1], signed=False)
         raise LowerError(f"loops: no integer operation {op!r}")
 
     def floor_division(self, op: str, a: Value, c: Value, signed: bool) -> Value:
