@@ -233,19 +233,25 @@ def push_kv(side: SideOutputs, prefix: str, k: Value, v: Value) -> None:
 
 def _seen_and_kept(q: Value, k: Value, kind: str, kept: Value) -> Value:
     """[batch, 1, seq, keys] to add to scores: 0 where the kind of mask shows a key that the custom mask keeps."""
+    keep = (kept if kept.dtype.name == "bool" else kept >= 0.5).reshape(kept.shape[0], 1, 1, k.shape[1])
+    return where_seen(q, k, kind, q.graph.constant(0.0), keep)
+
+
+def where_seen(q: Value, k: Value, kind: str, bias: Value, keep: Value | None = None) -> Value:
+    """[batch, heads, seq, keys] to add to scores: `bias` where the kind of mask shows a key, and `keep` if given."""
     graph, seq, keys = q.graph, q.shape[1], k.shape[1]
     shape = parse_mask(kind)
     if shape.takes_operand:
         raise GraphError(f"a custom mask beside mask kind {kind!r}, which takes an operand of its own")
-    keep = (kept if kept.dtype.name == "bool" else kept >= 0.5).reshape(kept.shape[0], 1, 1, keys)
     at = counted(graph, 1, keys)  # queries and keys end at the same position
     before = size_of(graph, keys - seq + shape.ahead)
     back = (counted(graph, 1, seq) + before).reshape(1, 1, seq, 1) - at.reshape(1, 1, 1, keys)
     if shape.limited:
-        keep = keep.logical_and(back >= 0)
+        keep = back >= 0 if keep is None else keep.logical_and(back >= 0)
     if shape.window:
-        keep = keep.logical_and(back < shape.window)
-    return graph.one("where", keep, graph.constant(0.0), graph.constant(-math.inf))
+        near = back < shape.window
+        keep = near if keep is None else keep.logical_and(near)
+    return bias if keep is None else graph.one("where", keep, bias, graph.constant(-math.inf))
 
 
 # -- stages ----------------------------------------------------------------------------------------------------------
