@@ -62,6 +62,15 @@ def test_a_layout_of_integers_says_what_is_multiplied(storage: str, found: str) 
     assert [MatmulKernel(F32, layout, 1, None, ()).arithmetic() for layout in layouts] == [found, "f32"]
 
 
+def test_a_field_that_text_leaves_out_has_its_default() -> None:
+    """A record may gain fields without breaking saved texts."""
+    text = kernel_text(ATTENTION)
+    assert ", page 0" in text and ", ragged false" in text
+    assert parse_kernel(text.replace(", page 0", "").replace(", ragged false", "")) == ATTENTION
+    with pytest.raises(ParseError, match="line 2: fields are missing: group"):
+        parse_kernel(text.replace(", group 2", ""))
+
+
 # -- launches ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["llama_packed", "attention_gradient", "moe"])
 def test_launches_state_problems_and_backends_cut_them(tmp_path: Path, name: str) -> None:
