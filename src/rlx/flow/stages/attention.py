@@ -234,11 +234,11 @@ def push_kv(side: SideOutputs, prefix: str, k: Value, v: Value) -> None:
 def _seen_and_kept(q: Value, k: Value, kind: str, kept: Value) -> Value:
     """[batch, 1, seq, keys] to add to scores: 0 where the kind of mask shows a key that the custom mask keeps."""
     keep = (kept if kept.dtype.name == "bool" else kept >= 0.5).reshape(kept.shape[0], 1, 1, k.shape[1])
-    return where_seen(q, k, kind, q.graph.constant(0.0), keep)
+    return only_where(seen_keys(q, k, kind, keep), q.graph.constant(0.0))
 
 
-def where_seen(q: Value, k: Value, kind: str, bias: Value, keep: Value | None = None) -> Value:
-    """[batch, heads, seq, keys] to add to scores: `bias` where the kind of mask shows a key, and `keep` if given."""
+def seen_keys(q: Value, k: Value, kind: str, keep: Value | None = None) -> Value:
+    """[batch, 1, seq, keys] truth values: which keys the kind of mask shows, of those to keep."""
     graph, seq, keys = q.graph, q.shape[1], k.shape[1]
     shape = parse_mask(kind)
     if shape.takes_operand:
@@ -249,9 +249,14 @@ def where_seen(q: Value, k: Value, kind: str, bias: Value, keep: Value | None = 
     if shape.limited:
         keep = back >= 0 if keep is None else keep.logical_and(back >= 0)
     if shape.window:
-        near = back < shape.window
-        keep = near if keep is None else keep.logical_and(near)
-    return bias if keep is None else graph.one("where", keep, bias, graph.constant(-math.inf))
+        keep = back < shape.window if keep is None else keep.logical_and(back < shape.window)
+    assert keep is not None, "where every key is seen, there is nothing to say"
+    return keep
+
+
+def only_where(seen: Value, bias: Value) -> Value:
+    """What is added to scores: the bias of keys that are seen, minus infinity for others."""
+    return bias.graph.one("where", seen, bias, bias.graph.constant(-math.inf))
 
 
 # -- stages ----------------------------------------------------------------------------------------------------------

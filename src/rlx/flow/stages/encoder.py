@@ -10,7 +10,7 @@ from rlx.errors import GraphError, nearest
 from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
 from rlx.flow.positions import check_rows, has_positions, kept_tokens, rope_tables_of, token_positions
-from rlx.flow.stages.attention import where_seen
+from rlx.flow.stages.attention import only_where, seen_keys
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.ffn import GeluFfn, SwiGlu
 from rlx.flow.stages.norm import LayerNorm
@@ -57,7 +57,9 @@ def attend(
     """
     cos, sin, rows, style = rotation or (None, None, None, "halves")
     if ATTENTION_BIAS in ctx.state.named:
-        mask, kind = where_seen(q, k, kind, ctx.state.named[ATTENTION_BIAS]), MaskKind.BIAS
+        mask = ctx.state.named[ATTENTION_BIAS]
+        mask = mask if kind == MaskKind.NONE else only_where(seen_keys(q, k, kind), mask)
+        kind = MaskKind.BIAS
     elif kind != MaskKind.NONE:
         if rotation is not None:
             q, k = (x.rope(cos, sin, rows, style=style) for x in (q, k))
