@@ -12,7 +12,7 @@ import numpy as np
 
 from rlx.backends.cpu import pool
 from rlx.backends.cpu.builder import Builder, Module, Value, const, vector
-from rlx.backends.cpu.library import library
+from rlx.backends.cpu.kernel_library import library
 from rlx.backends.cpu.loops.byte_dots import dot
 from rlx.backends.cpu.math.arithmetic import fma
 from rlx.backends.cpu.memory import aligned

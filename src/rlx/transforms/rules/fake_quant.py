@@ -6,13 +6,13 @@ Rounding has no derivative of its own.
 from __future__ import annotations
 
 from rlx.ir.graph import Value
-from rlx.transforms.tables import Given, Site, straight_through, vjp
+from rlx.transforms.rule_tables import Cotangents, NodeCtx, straight_through, vjp
 
 straight_through("fake_quantise", why="rounding has no derivative of its own")
 
 
 @vjp("fake_quantise")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     x, scale = at.operand(0), at.operands[1]
     dx = at.graph.one("fake_quantise_grad", x, ct, scale, ste="clipped", **at.attrs) if at.wanted[0] else None
     if scale is None or not at.wanted[1]:

@@ -23,8 +23,8 @@ from rlx.backends.cpu.math.exponential import exp2
 from rlx.backends.cpu.matmul import micro_kernel
 from rlx.backends.cpu.routine import NOALIAS_ENTRY_ARGUMENTS, Entry, Routine
 from rlx.backends.cpu.targets import KEY_BLOCK, CpuTarget
+from rlx.fork_safe_locks import cached_property
 from rlx.lir.kernels import AttentionGradKernel
-from rlx.locks import cached_property
 
 ROWS = 192  # query rows of a block: whole tiles; what is kept of them stays near the processor
 

@@ -12,7 +12,7 @@ from rlx.backends.cpu.builder import Builder, Module, Value, const, i64, intrins
 from rlx.backends.cpu.targets import KEY_BLOCK
 from rlx.dtypes import DType
 from rlx.host_memory import LINE
-from rlx.lir.forms.blocks import UNIT
+from rlx.lir.forms.quant_blocks import UNIT
 
 
 def define_keep(module: Module, plan: Plan) -> None:

@@ -13,7 +13,7 @@ from rlx.backends.cpu.driver_code.barriers import Barriers
 from rlx.backends.cpu.driver_code.calls import Calls
 from rlx.backends.cpu.driver_code.system import MACHINES, Machine, System
 from rlx.backends.cpu.driver_code.workers import Workers
-from rlx.backends.cpu.repeat_code import repeat
+from rlx.backends.cpu.fast_call_code import repeat
 from rlx.backends.cpu.targets import CpuTarget
 
 TAKE = ("function", "arguments", "units", "launch", "record", "scratch")  # what `take` and `barrier` share
