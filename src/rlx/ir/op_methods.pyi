@@ -157,43 +157,6 @@ class _Builders:
         """Gaussian error linear unit by its tanh form: x · (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2."""
     def where(self, condition: Operand, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
         """`a` where the condition holds, else `b`."""
-    def grouped_matmul(self, x: Operand, w: Operand, index: Operand, *, out_shape: ShapeLike | None = None) -> Value:
-        """Row i of `x` times the matrix `w[index[i]]`; no other matrix is looked at.
-
-        `x` is [rows, k], `w` is [groups, k, n], `index` is [rows]; an index outside the groups is an error at run time.
-        Rows that follow each other and have the same index read their matrix together: many rows are fastest in the order
-        of `group_rows`.
-        """
-    def group_rows(self, index: Operand, *, groups: Size | str, out_shape: Any = None) -> tuple[Value, Value, Value]:
-        """The order in which rows of equal index come together, where that puts each row, and where each group starts.
-
-        The first result says which row comes at each place, group by group, and in a group as they were. The second one is
-        its inverse. Rows of group g are at places `starts[g]` to `starts[g + 1]` of the third. An index outside the groups
-        is an error at run time.
-        """
-    def grouped_outer(
-        self, x: Operand, y: Operand, index: Operand, *, groups: Size | str, out_shape: ShapeLike | None = None
-    ) -> Value:
-        """Of each group the sum of the outer products of its rows, xᵀ y: the gradient of the matrices of `grouped_matmul`.
-
-        `x` is [rows, k], `y` is [rows, n], `index` is [rows]; the result is [groups, k, n], zeros where a group has no
-        rows. Each row is multiplied once. An index outside the groups is an error at run time.
-        """
-    def outer_of_runs(self, x: Operand, y: Operand, starts: Operand, *, out_shape: ShapeLike | None = None) -> Value:
-        """x[:, s:e] @ y[s:e] from each start to the next: [k, rows] and [rows, n] give [starts - 1, k, n]."""
-    def layer_norm(
-        self, x: Operand, gamma: Operand | None = None, beta: Operand | None = None, *, eps: float = 1e-05,
-        out_shape: ShapeLike | None = None
-    ) -> Value:
-        """(x - mean) / √(variance + eps) · gamma + beta over the last axis."""
-    def norm_grad(
-        self, x: Operand, dy: Operand, gamma: Operand | None = None, *, kind: str | Enum, eps: float,
-        out_shape: Any = None
-    ) -> tuple[Value, Value, Value]:
-        """Gradients of x, gamma and beta from `dy`, that of the result of `layer_norm` or `rms_norm` (kind layer or rms).
-
-        x and dy are read once for that of x, and once for the others. Narrow floats give gamma and beta f32.
-        """
     def matmul(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
         """Matrix product over the last axis of `a` and the second-to-last of `b`; leading axes broadcast."""
     def integer_matmul(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Value:
@@ -253,6 +216,43 @@ class _Builders:
         """The gradient of `fake_quantise` for a learned scale (LSQ, Esser et al. 2020, equation 3).
 
         The sum of dy · (round(z) - z), where z = x / scale; where z is cut off, of dy · ±(2^(bits - 1) - 1).
+        """
+    def grouped_matmul(self, x: Operand, w: Operand, index: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """Row i of `x` times the matrix `w[index[i]]`; no other matrix is looked at.
+
+        `x` is [rows, k], `w` is [groups, k, n], `index` is [rows]; an index outside the groups is an error at run time.
+        Rows that follow each other and have the same index read their matrix together: many rows are fastest in the order
+        of `group_rows`.
+        """
+    def group_rows(self, index: Operand, *, groups: Size | str, out_shape: Any = None) -> tuple[Value, Value, Value]:
+        """The order in which rows of equal index come together, where that puts each row, and where each group starts.
+
+        The first result says which row comes at each place, group by group, and in a group as they were. The second one is
+        its inverse. Rows of group g are at places `starts[g]` to `starts[g + 1]` of the third. An index outside the groups
+        is an error at run time.
+        """
+    def grouped_outer(
+        self, x: Operand, y: Operand, index: Operand, *, groups: Size | str, out_shape: ShapeLike | None = None
+    ) -> Value:
+        """Of each group the sum of the outer products of its rows, xᵀ y: the gradient of the matrices of `grouped_matmul`.
+
+        `x` is [rows, k], `y` is [rows, n], `index` is [rows]; the result is [groups, k, n], zeros where a group has no
+        rows. Each row is multiplied once. An index outside the groups is an error at run time.
+        """
+    def outer_of_runs(self, x: Operand, y: Operand, starts: Operand, *, out_shape: ShapeLike | None = None) -> Value:
+        """x[:, s:e] @ y[s:e] from each start to the next: [k, rows] and [rows, n] give [starts - 1, k, n]."""
+    def layer_norm(
+        self, x: Operand, gamma: Operand | None = None, beta: Operand | None = None, *, eps: float = 1e-05,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """(x - mean) / √(variance + eps) · gamma + beta over the last axis."""
+    def norm_grad(
+        self, x: Operand, dy: Operand, gamma: Operand | None = None, *, kind: str | Enum, eps: float,
+        out_shape: Any = None
+    ) -> tuple[Value, Value, Value]:
+        """Gradients of x, gamma and beta from `dy`, that of the result of `layer_norm` or `rms_norm` (kind layer or rms).
+
+        x and dy are read once for that of x, and once for the others. Narrow floats give gamma and beta f32.
         """
     def region(self, *xs: Operand | Sequence[Operand], body: Graph, out_shape: Any = None) -> Any:
         """Elementwise ops in one kernel: each element is loaded once, computed in registers, stored once."""
@@ -976,11 +976,6 @@ class EmitOps(_Builders):
         """`fwd_body` applied to the inputs, with derivative rules of its own; see the op `custom_fn`."""
     def cast(self, x: Value, dtype: DTypeLike) -> Value:
         """`x` with another element type."""
-    def rms_norm(
-        self, x: Operand, gamma: Operand | None = None, beta: Operand | None = None, *, eps: float = 1e-06,
-        out_shape: ShapeLike | None = None
-    ) -> Value:
-        """x / √(mean of squares + eps) · gamma + beta over the last axis."""
     def quantise(
         self, x: Value, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
         scheme: str | None = None, out_shape: Any = None
@@ -993,6 +988,11 @@ class EmitOps(_Builders):
         self, x: Value, w: Value, scale: Any = None, zp: Any = None, *, scheme: Any, out_shape: Any = None
     ) -> Value:
         """x times a quantised weight; see the op. A plain param that is to hold GGUF blocks is made to do so."""
+    def rms_norm(
+        self, x: Operand, gamma: Operand | None = None, beta: Operand | None = None, *, eps: float = 1e-06,
+        out_shape: ShapeLike | None = None
+    ) -> Value:
+        """x / √(mean of squares + eps) · gamma + beta over the last axis."""
     def gated_delta_net(
         self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, segments: Operand | None = None, *,
         state_size: int, out_shape: ShapeLike | None = None
@@ -1318,6 +1318,76 @@ class ValueOps:
         """Gaussian error linear unit by its tanh form: x · (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2."""
     def where(self, a: Operand, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
         """`a` where the condition holds, else `b`."""
+    def matmul(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Matrix product over the last axis of `a` and the second-to-last of `b`; leading axes broadcast."""
+    def integer_matmul(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
+        """Matrix product of 8-bit integers, u8 by i8, summed up as i32."""
+    def dequantise(
+        self, scale: Operand | None = None, zp: Operand | None = None, *, axis: int | None = None,
+        scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The numbers that quantised ones stand for, as f32, or as f64 where scales are.
+
+        Packed blocks know everything themselves. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one for
+        each index of `axis`. With a scheme `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and
+        zero points [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], the low nibble first. Eight bit
+        floats (E4M3 has NaN, but no infinities, and ends at 448) may have a scale a column. Blocks of NVFP4, packed as int4
+        are, have eight bit floats for scales, and one f32 for all as `zp`.
+        """
+    def quantise(
+        self, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
+        scheme: str | None = None, out_shape: Any = None
+    ) -> Any:
+        """x in i8, u8 or a scheme's blocks. Without a scale, one is found (`quant_scale`): the result is both.
+
+        NVFP4 has two: E4M3 scales of blocks, and one f32 by which the largest of these is 448.
+        """
+    def quant_scale(
+        self, *, axis: int | None = None, scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The least scale with which `quantise` cuts nothing off: the largest magnitude / 127 (int4: 7).
+
+        Of the whole tensor, of each index of `axis`, or of blocks along k with a scheme. Zeros have a scale of 1e-12. Eight
+        bit floats have scales of columns (the largest magnitude / 448 or 57344); those of NVFP4 are made of floats / 6.
+        """
+    def dequant_matmul(
+        self, w: Value, scale: Any = None, zp: Any = None, *, scheme: Any, out_shape: Any = None
+    ) -> Self:
+        """x times a quantised weight; see the op. A plain param that is to hold GGUF blocks is made to do so."""
+    def fake_quantise(
+        self, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """x as it comes back from integers of so many bits, by a symmetric scale of the tensor or of each index of `axis`.
+
+        Rounding is to the nearest, ties to even; integers end at ±(2^(bits - 1) - 1). A scale that is given is fixed, is
+        learned (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is that of the numbers
+        at hand: the largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
+        """
+    def running_scale(
+        self, state: Operand, *, bits: int = 8, axis: int | None = None, decay: float = 0.99,
+        out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The next state of a scale that follows x: decay · state + (1 - decay) · the scale of x alone.
+
+        A state that is not positive has seen nothing yet and becomes the scale of x. Scales are those of `fake_quantise`.
+        """
+    def fake_quantise_grad(
+        self, dy: Operand, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
+        ste: str | Enum = 'identity', out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The gradient of `fake_quantise` for x, by a straight-through estimator, since rounding itself has none.
+
+        `identity` is dy; `clipped` is dy where x was not cut off, else 0; with z = x / scale, `tanh` is dy · (1 - tanh(z)²)
+        and `hard_tanh` is dy · max(0, 1 - |z| / (2^(bits - 1) - 1)).
+        """
+    def fake_quantise_scale_grad(
+        self, scale: Operand, dy: Operand, *, bits: int = 8, axis: int | None = None, out_shape: ShapeLike | None = None
+    ) -> Self:
+        """The gradient of `fake_quantise` for a learned scale (LSQ, Esser et al. 2020, equation 3).
+
+        The sum of dy · (round(z) - z), where z = x / scale; where z is cut off, of dy · ±(2^(bits - 1) - 1).
+        """
     def grouped_matmul(self, w: Operand, index: Operand, *, out_shape: ShapeLike | None = None) -> Self:
         """Row i of `x` times the matrix `w[index[i]]`; no other matrix is looked at.
 
@@ -1359,76 +1429,6 @@ class ValueOps:
 
         x and dy are read once for that of x, and once for the others. Narrow floats give gamma and beta f32.
         """
-    def matmul(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
-        """Matrix product over the last axis of `a` and the second-to-last of `b`; leading axes broadcast."""
-    def integer_matmul(self, b: Operand, *, out_shape: ShapeLike | None = None) -> Self:
-        """Matrix product of 8-bit integers, u8 by i8, summed up as i32."""
-    def dequantise(
-        self, scale: Operand | None = None, zp: Operand | None = None, *, axis: int | None = None,
-        scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
-    ) -> Self:
-        """The numbers that quantised ones stand for, as f32, or as f64 where scales are.
-
-        Packed blocks know everything themselves. Integers i8 and u8 are (x - zp) · scale: one scale for all, or one for
-        each index of `axis`. With a scheme `x` is the stored weight. Blocks of integers are [..., k, n] and have scales and
-        zero points [..., k / block, n]; two signed int4 share a byte, [..., k, n / 2], the low nibble first. Eight bit
-        floats (E4M3 has NaN, but no infinities, and ends at 448) may have a scale a column. Blocks of NVFP4, packed as int4
-        are, have eight bit floats for scales, and one f32 for all as `zp`.
-        """
-    def quantise(
-        self, scale: Any = None, zp: Any = None, *, axis: int | None = None, dtype: DTypeLike | None = None,
-        scheme: str | None = None, out_shape: Any = None
-    ) -> Any:
-        """x in i8, u8 or a scheme's blocks. Without a scale, one is found (`quant_scale`): the result is both.
-
-        NVFP4 has two: E4M3 scales of blocks, and one f32 by which the largest of these is 448.
-        """
-    def quant_scale(
-        self, *, axis: int | None = None, scheme: str | Enum | None = None, out_shape: ShapeLike | None = None
-    ) -> Self:
-        """The least scale with which `quantise` cuts nothing off: the largest magnitude / 127 (int4: 7).
-
-        Of the whole tensor, of each index of `axis`, or of blocks along k with a scheme. Zeros have a scale of 1e-12. Eight
-        bit floats have scales of columns (the largest magnitude / 448 or 57344); those of NVFP4 are made of floats / 6.
-        """
-    def fake_quantise(
-        self, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
-        out_shape: ShapeLike | None = None
-    ) -> Self:
-        """x as it comes back from integers of so many bits, by a symmetric scale of the tensor or of each index of `axis`.
-
-        Rounding is to the nearest, ties to even; integers end at ±(2^(bits - 1) - 1). A scale that is given is fixed, is
-        learned (`fake_quantise_scale_grad`) or follows the numbers (`running_scale`); without one it is that of the numbers
-        at hand: the largest magnitude / (2^(bits - 1) - 1). Scales are at least 1e-12.
-        """
-    def running_scale(
-        self, state: Operand, *, bits: int = 8, axis: int | None = None, decay: float = 0.99,
-        out_shape: ShapeLike | None = None
-    ) -> Self:
-        """The next state of a scale that follows x: decay · state + (1 - decay) · the scale of x alone.
-
-        A state that is not positive has seen nothing yet and becomes the scale of x. Scales are those of `fake_quantise`.
-        """
-    def fake_quantise_grad(
-        self, dy: Operand, scale: Operand | None = None, *, bits: int = 8, axis: int | None = None,
-        ste: str | Enum = 'identity', out_shape: ShapeLike | None = None
-    ) -> Self:
-        """The gradient of `fake_quantise` for x, by a straight-through estimator, since rounding itself has none.
-
-        `identity` is dy; `clipped` is dy where x was not cut off, else 0; with z = x / scale, `tanh` is dy · (1 - tanh(z)²)
-        and `hard_tanh` is dy · max(0, 1 - |z| / (2^(bits - 1) - 1)).
-        """
-    def fake_quantise_scale_grad(
-        self, scale: Operand, dy: Operand, *, bits: int = 8, axis: int | None = None, out_shape: ShapeLike | None = None
-    ) -> Self:
-        """The gradient of `fake_quantise` for a learned scale (LSQ, Esser et al. 2020, equation 3).
-
-        The sum of dy · (round(z) - z), where z = x / scale; where z is cut off, of dy · ±(2^(bits - 1) - 1).
-        """
-    def dequant_matmul(
-        self, w: Value, scale: Any = None, zp: Any = None, *, scheme: Any, out_shape: Any = None
-    ) -> Self:
-        """x times a quantised weight; see the op. A plain param that is to hold GGUF blocks is made to do so."""
     def region(self, *xs: Operand | Sequence[Operand], body: Graph, out_shape: Any = None) -> Any:
         """Elementwise ops in one kernel: each element is loaded once, computed in registers, stored once."""
     def prepack(self, *ws: Operand | Sequence[Operand], layout: Layout, out_shape: ShapeLike | None = None) -> Self:
