@@ -47,7 +47,7 @@ def step(into: Graph, node: Node, operands: Given, tangents: Given) -> tuple[Seq
     op = node.op
     if op in tables.FLAT or not any(t.dtype.is_float for t in node.types):
         return copied(into, node, operands), [None] * len(node.results)
-    if op in tables.NO_DERIVATIVE:
+    if tables.refused(node) is not None:
         raise refusal(node)
     if op in tables.push:
         with stamped(into, node, "jvp"):

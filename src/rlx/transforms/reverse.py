@@ -51,14 +51,14 @@ def step(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tu
     op = node.op
     if op in tables.FLAT or not any(t.dtype.is_float for t in node.types):
         return copied(into, node, operands), None
+    if tables.refused(node) is not None:
+        return copied(into, node, operands), lambda cts: _refused(node)
     if op in tables.linearise and not has_segments(node):
         return tables.linearise[op](into, node, operands, wanted)
     if op in tables.partials or op in tables.vjp:
         at = Site(node, tuple(operands), copied(into, node, operands), tuple(wanted))
         rule = pull_elementwise if op in tables.partials else tables.vjp[op]
         return at.results, lambda cts: rule(at, *cts)
-    if op in tables.NO_DERIVATIVE:
-        return copied(into, node, operands), lambda cts: _refused(node)
     return through_parts(into, node, operands, wanted)
 
 
@@ -83,7 +83,7 @@ def _refused(node: Node) -> Given:
 
 def refusal(node: Node) -> GraphError:
     """The error of an op that cannot be differentiated."""
-    return GraphError(f"{node.op}: has no derivative, {tables.NO_DERIVATIVE[node.op]}", notes=[f"at: {node.origin}"])
+    return GraphError(f"{node.op}: has no derivative, {tables.refused(node)}", notes=[f"at: {node.origin}"])
 
 
 def no_rule(node: Node) -> LowerError:

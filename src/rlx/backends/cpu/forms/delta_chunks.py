@@ -17,14 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlx.backends.cpu.targets import cpu_target
-from rlx.dtypes import I64
+from rlx.dtypes import I32, I64
 from rlx.ir.graph import Node
 from rlx.lir.forms.named_operands import Operands
+from rlx.lir.forms.ragged import COUNT, Tokens
 from rlx.lir.forms.recurrent import STARTS, find_start, read_segments
 from rlx.lir.loops import Assign, Const, Expr, For, Index, Let, Place, Reduce, Ref, Stmt, Store, Var, fma, known
 from rlx.lir.schedule import Scheduler, decode_unit
 from rlx.lir.views import View
-from rlx.types import Size, TensorType, product
+from rlx.ops.recurrent import chunks_of
+from rlx.types import Size, TensorType, dim_min, product
 
 Affine = tuple[tuple[Expr, int], ...]  # a sum of indices, each with a factor
 Finish = Callable[[Affine, int, Ref], Sequence[Stmt]]  # of a row, a vector of columns and their sum
@@ -82,16 +84,18 @@ class _Term:
 class _Head:
     """The statements of a unit and the matrices that they use."""
 
-    def __init__(self, s: Scheduler, out: View, chunk: int, times: Size, name: str) -> None:
-        self.scheduler, self.chunk = s, chunk
-        self.batch, self.seq, self.heads, size = out.shape
+    def __init__(self, s: Scheduler, node: Node, out: View, chunk: int, times: Size, name: str) -> None:
+        self.scheduler, self.chunk, self.own = s, chunk, Tokens.of(s, node)
+        self.heads, size = out.shape[-2:]
         assert isinstance(size, int)
         self.n, self.kind = size, out.dtype.wide
         self.scale = Const(1 / math.sqrt(size), self.kind)
         self.zero = Const(0.0, self.kind)
+        self.entry = self.own.entry(B)
+        # Of ragged tokens, only rows that have a whole chunk are here.
+        self.batch = dim_min(self.own.states, self.own.width // chunk) if self.own.ragged else self.own.states
         self.units = self.batch * self.heads * times
         self.operands = Operands(s, name)
-        self.chunks = (self.seq + (chunk - 1)) // chunk
         target = cpu_target(s.target)
         self.accumulators = target.tile_rows * target.tile_vectors
         span = target.lanes(self.kind.size)
@@ -114,25 +118,36 @@ class _Head:
     def read(self, node: Node, *names: str) -> None:
         """The first operands of the node by name, and segments."""
         for name, operand in zip(names, node.operands, strict=False):
-            self.operands.read(name, self.scheduler.view(operand))
-        read_segments(self.operands, node.operands[-1])
+            self.operands.read(name, self.own.rectangular(self.scheduler.view(operand)))
+        read_segments(self.operands, node)
+        self.own.read(self.operands)
+        if self.own.ragged:
+            self.operands.read("long", long_rows(self.scheduler, self.own, self.chunk, self.batch))
 
     def launch(self, before: Sequence[Stmt], walk: Sequence[Stmt], after: Sequence[Stmt], *, backwards: bool) -> None:
         """A unit does `before`, then `walk` for each chunk, from the last one if `backwards`, then `after`."""
-        builder = self.operands.builder
-        chunks = builder.arg("chunks", self.chunks)
+        builder, ragged = self.operands.builder, self.own.ragged
+        chunks = Ref("chunks", I64) if ragged else builder.arg("chunks", chunks_of(self.own.width, self.chunk))
         turn = chunks - 1 - Index("turn") if backwards else Index("turn")
         bounds: list[Stmt] = [
             Let("chunk", turn),
             Let("first", Ref("chunk", I64) * self.chunk),
-            Let("rest", known(self.chunk, I64).min(builder.arg("seq", self.seq) - FIRST)),
+            Let("rest", known(self.chunk, I64).min(self.own.own(self.operands) - FIRST)),
             Let("pads", self.chunk - REST),
         ]
-        lets: list[Stmt] = [*decode_unit(builder, [self.batch, self.heads], ["b", "h"])]
+        lets: list[Stmt] = [*decode_unit(builder, [self.batch, self.heads], ["number" if ragged else "b", "h"])]
         lets.append(Let("work_base", Index("u") * self.size))
         loop = For("turn", chunks, (*bounds, *walk))
-        root = For("u", builder.arg("units", self.units), (*lets, *before, loop, *after))
-        flops = product([self.units, self.seq, self.n, self.n * (12 if backwards else 6)])
+        body: Sequence[Stmt] = (*before, loop, *after)
+        if ragged:
+            row = self.operands.load("long", Ref("number", I64)).cast(I64)
+            lets += [Let("row", row), Let("exists", (Ref("row", I64) >= 0).select(known(1, I64), 0))]
+            own = Let("b", Ref("row", I64)), *self.own.count_own(self.operands, B)
+            many = Let("chunks", (COUNT + (self.chunk - 1)).quot(self.chunk))
+            body = (For("once", Ref("exists", I64), (*own, many, *body)),)
+        root = For("u", builder.arg("units", self.units), (*lets, *body))
+        tokens = product([self.heads * self.own.width] if ragged else [self.units, self.own.width])
+        flops = product([tokens, self.n, self.n * (12 if backwards else 6)])
         builder.launch(self.scheduler, root, self.units, split="heads", flops=flops)
 
     @property
@@ -172,7 +187,7 @@ class _Head:
     def each_token(self, *stmts: Stmt, columns: Sequence[Stmt] = ()) -> For:
         """Statements for each token of the chunk, and for each column of it."""
         inner = (For("j", self.n, tuple(columns), vector=True),) if columns else ()
-        return For("t", REST, (Let("token", FIRST + T), *stmts, *inner))
+        return For("t", REST, (*self.own.find(self.operands, FIRST + T), *stmts, *inner))
 
     # -- products ------------------------------------------------------------------------------------------------------
     def product(self, rows: int, axis: _Axis, terms: Sequence[_Term], finish: Finish) -> For:
@@ -304,7 +319,7 @@ class _Head:
             self.put("w", self.zero, (), _one(J)),
         )
         given = {"gate": "g", "rate": "beta"}
-        values = {m: self.operands.load(x, B, TOKEN, H) for m, x in given.items()}
+        values = {m: self.operands.load(x, self.entry, TOKEN, H) for m, x in given.items()}
         if self.has_segments:  # the gate of a token that starts one is 0
             values["gate"] = STARTS.select(-math.inf, values["gate"])
         return [
@@ -329,7 +344,7 @@ class _Head:
 
     def of_token(self, name: str) -> Expr:
         """The element of an operand at `token` and column."""
-        return self.operands.load(name, B, TOKEN, H, J)
+        return self.operands.load(name, self.entry, TOKEN, H, J)
 
     def gated(self, gates: str, into: str, *, minus: bool = False) -> Finish:
         """Sums that have tokens along the vector loop, times gates."""
@@ -349,6 +364,28 @@ class _Head:
         ]
 
 
+def long_rows(s: Scheduler, tokens: Tokens, chunk: int, limit: Size) -> View:
+    """The rows that have at least `chunk` tokens, at most `limit` of them; -1 behind the last."""
+    assert tokens.starts is not None
+    operands, found = Operands(s, "list_long_rows"), s.temporary(TensorType((limit + 1,), I32))
+    operands.read("starts", tokens.starts)
+    operands.write("long", found)
+    builder, at = operands.builder, Ref("at", I64)
+
+    def put(value: Expr, place: Expr) -> Stmt:
+        return operands.store("long", value.cast(I32), place)
+
+    begin, end = (operands.load("starts", place).cast(I64) for place in (S, S + 1))
+    rows = For("s", builder.arg("rows", tokens.states), (
+        put(S, at),  # the next one takes its place if it is short
+        Assign("at", at + (end - begin >= chunk).cast(I64)),
+    ))  # fmt: skip
+    rest = Let("rest", builder.arg("places", limit + 1) - at), For("t", REST, (put(known(-1, I64), at + T),))
+    root = For("u", builder.arg("units", 1), (Var("at", known(0, I64)), rows, *rest))
+    builder.launch(s, root, 1)
+    return found
+
+
 def forward(
     s: Scheduler, node: Node, out: View, chunk: int, times: Size, *, state: View | None, last: View | None,
     kept: Sequence[View] = (),
@@ -357,11 +394,11 @@ def forward(
 
     `kept` are the states before each chunk, and what is missing in them.
     """
-    head = _Head(s, out, chunk, times, f"{node.op}_chunks")
+    head = _Head(s, node, out, chunk, times, f"{node.op}_chunks")
     head.matrices(chunk, head.n, "miss", "C", "wC", "out")
     operands, columns, tokens = head.operands, head.columns, head.chunk
     head.read(node, "q", "k", "v", "g", "beta")
-    operands.write("y", out)
+    operands.write("y", head.own.rectangular(out))
     if state is not None and last is not None:
         operands.carry(state, last)
     for name, view in zip(("states", "misses"), kept, strict=False):
@@ -376,7 +413,7 @@ def forward(
     def read(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
         return [Assign(total.name, head.get("b", (), row) * total)]
 
-    results = [operands.store("y", head.get("out", _one(T), _one(J)), B, TOKEN, H, J)]
+    results = [operands.store("y", head.get("out", _one(T), _one(J)), head.entry, TOKEN, H, J)]
     before: list[Stmt] = []
     if kept:
         results.append(operands.store("misses", head.get("miss", _one(T), _one(J)), B, TOKEN, H, J))
@@ -411,7 +448,7 @@ def forward(
 def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
     """The gradients of all operands from those of outputs and last state, from the last chunk to the first."""
     chunk = node.attrs["chunk"]
-    head = _Head(s, results[0], chunk, 1, node.op)
+    head = _Head(s, node, results[0], chunk, 1, node.op)
     n, columns, tokens, operands, kind = head.n, head.columns, head.tokens, head.operands, head.kind
     head.matrices(chunk, n, "dO", "bdO", "C", "wKdS", "E", "dV", "bdV", "dQ", "dK", "gap")
     head.matrices(n, chunk, "CT", "dOT", "dVT", "QS", "KS", "CS")
