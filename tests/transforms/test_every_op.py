@@ -44,7 +44,7 @@ def smooth_samples(op: OpDef) -> Iterator[tuple[int, Sample]]:
             continue
         if refused_operand(op, sample):
             continue
-        if op.group == "recurrent" and len(sample.operands) == len(op.schema.operands):  # carries on a convolution
+        if "conv_state" in op.schema.operands[: len(sample.operands)]:  # carries on a convolution
             continue
         if str(sample.attrs.get("dtype")) in NARROW or (op.name == "dequant_matmul" and is_packed(sample)):
             continue
