@@ -99,9 +99,9 @@ def _convolved(
         before = _zeros(x, size - 1, x.shape[-1])
         y = x.graph.one("depthwise_conv1d_causal", x, weight, before, kernel_size=size)
     else:
+        before = placed(state)
         counts = (positions >= 0).astype("i32").sum(axis=1) if rows is None else None
-        others = weight, placed(state), counts
-        y = _carry("depthwise_conv1d_causal_carry", [x], *others, rows=rows, kernel_size=size)[0]
+        y = _carry("depthwise_conv1d_causal_carry", [x], weight, before, counts, rows=rows, kernel_size=size)[0]
     return y if bias is None else y + read(bias, x.dtype)
 
 
@@ -388,7 +388,9 @@ def _(
     operands = [_padded(x, side) for x in (q, k)]
     operands.append(_padded(v.reshape(*lead, heads, size), side))
     # at padding neither a gate nor a change: the state stays as it is
-    operands += [x if rows is not None else _where_present(x, positions) for x in (gates, b.sigmoid())]
+    padded = positions if rows is None else None
+    operands.append(_where_present(gates, padded))
+    operands.append(_where_present(b.sigmoid(), padded))
     before = _zeros(qkv, heads, side, side) if state is None else placed(state)
     seen, after = _carry("gated_delta_net_carry", operands, before, rows=rows, state_size=side)
     normed = seen[:, :, :, :size].rms_norm(read(norm, kind), eps=eps)

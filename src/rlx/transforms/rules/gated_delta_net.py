@@ -66,7 +66,7 @@ def _gated_delta_net(rows: Sequence[Value], state: Value, segments: Value | None
 
 @parts("gated_delta_net_carry")
 def _(
-    q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, segments: Value | None, _: None, *,
+    q: Value, k: Value, v: Value, g: Value, beta: Value, state: Value, segments: Value | None, _: None = None, *,
     state_size: int,
 ) -> tuple[Value, Value]:  # fmt: skip
     return _gated_delta_net([q, k, v, g, beta], state, segments, state_size)

@@ -47,7 +47,7 @@ def _selective_scan(
 @parts("selective_scan_carry")
 def _(
     x: Value, delta: Value, a: Value, b: Value, c: Value, state: Value, d: Value | None, segments: Value | None,
-    _: None, *, state_size: int,
+    _: None = None, *, state_size: int,
 ) -> tuple[Value, Value]:  # fmt: skip
     return _selective_scan(x, delta, a, b, c, state, d, segments, state_size)
 
