@@ -14,13 +14,13 @@ from rlx.ir.registry import CHECKS_ROWS, FUSED, f32, i32, op, sample
 from rlx.ops.recurrent import (
     CHUNK,
     TOKEN_AXES,
-    check_chunk,
+    check_backward,
     check_floats,
     check_rows,
     check_segments,
     check_shape,
     check_state_size,
-    chunks_of,
+    checked_chunks,
     count_states,
     row_by_row,
     starts_of,
@@ -151,9 +151,8 @@ def gated_delta_net_kept(
     """
     where = "gated_delta_net_kept"
     _check_delta(where, q, k, v, g, beta, state, state_size, segments)
-    check_chunk(where, chunk)
     batch, seq, heads, n = v.shape
-    return v, state, v.with_shape(batch, heads, chunks_of(seq, chunk), n, n), v
+    return v, state, v.with_shape(batch, heads, checked_chunks(where, seq, chunk), n, n), v
 
 
 def _gated_delta_net_backward(
@@ -200,11 +199,8 @@ def gated_delta_net_backward(
     """
     where = "gated_delta_net_backward"
     _check_delta(where, q, k, q, g, beta, None, state_size, segments)
-    check_chunk(where, chunk)
     batch, seq, heads, n = q.shape
-    check_shape(where, "states", states, batch, heads, chunks_of(seq, chunk), n, n)
-    check_shape(where, "misses", misses, batch, seq, heads, n)
-    check_shape(where, "d_out", d_out, batch, seq, heads, n)
-    check_shape(where, "d_last", d_last, batch, heads, n, n)
-    check_floats(where, q, states, misses, d_out, d_last)
+    kept, last = (batch, heads, checked_chunks(where, seq, chunk), n, n), (batch, heads, n, n)
+    of_tokens = {"misses": (misses, q.shape), "d_out": (d_out, q.shape)}
+    check_backward(where, q, states=(states, kept), **of_tokens, d_last=(d_last, last))
     return q, k, misses, g, beta, d_last

@@ -51,9 +51,18 @@ def chunks_of(seq: Size, chunk: int) -> Size:
     return (seq + (chunk - 1)) // chunk
 
 
-def check_chunk(where: str, chunk: Any) -> None:
+def checked_chunks(where: str, seq: Size, chunk: Any) -> Size:
+    """The same, of a chunk that may be no size at all."""
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise ShapeError(f"{where}: chunk is {chunk!r}, wanted an integer from 1")
+    return chunks_of(seq, chunk)
+
+
+def check_backward(where: str, x: TensorType, **operands: tuple[TensorType, Sequence[Size]]) -> None:
+    """What a gradient takes besides the operands of the op: floats of the type of `x`, of these shapes."""
+    for name, (operand, shape) in operands.items():
+        check_shape(where, name, operand, *shape)
+    check_floats(where, x, *(operand for operand, _ in operands.values()))
 
 
 # -- ragged tokens -----------------------------------------------------------------------------------------------------

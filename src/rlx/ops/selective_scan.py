@@ -13,13 +13,13 @@ from rlx.ir.registry import CHECKS_ROWS, FUSED, f32, i32, op, sample
 from rlx.ops.recurrent import (
     CHUNK,
     TOKEN_AXES,
-    check_chunk,
+    check_backward,
     check_floats,
     check_rows,
     check_segments,
     check_shape,
     check_state_size,
-    chunks_of,
+    checked_chunks,
     count_states,
     row_by_row,
     starts_of,
@@ -147,9 +147,8 @@ def selective_scan_kept(
     """`selective_scan_carry` without d that also gives the state before each chunk, [batch, chunks, n, channels]."""
     where = "selective_scan_kept"
     _check_selective(where, x, delta, a, b, c, state, None, state_size, segments)
-    check_chunk(where, chunk)
     batch, seq, channels = x.shape
-    return x, state, x.with_shape(batch, chunks_of(seq, chunk), state_size, channels)
+    return x, state, x.with_shape(batch, checked_chunks(where, seq, chunk), state_size, channels)
 
 
 def _selective_scan_backward(
@@ -189,10 +188,8 @@ def selective_scan_backward(
     """
     where = "selective_scan_backward"
     _check_selective(where, x, delta, a, b, c, None, None, state_size, segments)
-    check_chunk(where, chunk)
     batch, seq, channels = x.shape
-    check_shape(where, "states", states, batch, chunks_of(seq, chunk), state_size, channels)
-    check_shape(where, "d_out", d_out, batch, seq, channels)
-    check_shape(where, "d_last", d_last, batch, channels, state_size)
-    check_floats(where, x, states, d_out, d_last)
+    kept = batch, checked_chunks(where, seq, chunk), state_size, channels
+    last = batch, channels, state_size
+    check_backward(where, x, states=(states, kept), d_out=(d_out, x.shape), d_last=(d_last, last))
     return x, delta, a, b, c, d_last
