@@ -32,7 +32,7 @@ def _outer(a: Any, b: Any) -> Any:
     return a[..., :, None] * b[..., None, :]
 
 
-def _gated_delta_net_kept(
+def _gated_delta_net_with_states(
     q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, segments: Any = None, *, state_size: int, chunk: int
 ) -> tuple[Any, Any, Any, Any]:
     batch, seq, heads, n = v.shape
@@ -59,7 +59,7 @@ def _gated_delta_net_carry(
             return _gated_delta_net_carry(query, key, value, gate, rate, start, state_size=state_size)
 
         return row_by_row("gated_delta_net_carry", rows, state, [q, k, v, g, beta], run)
-    out, last, *_ = _gated_delta_net_kept(q, k, v, g, beta, state, segments, state_size=state_size, chunk=CHUNK)
+    out, last, *_ = _gated_delta_net_with_states(q, k, v, g, beta, state, segments, state_size=state_size, chunk=CHUNK)
     return out, last
 
 
@@ -139,8 +139,8 @@ def gated_delta_net_carry(
     return v, state
 
 
-@op("gated_delta_net_kept", independent=never, reference=_gated_delta_net_kept, traits=[FUSED])
-def gated_delta_net_kept(
+@op("gated_delta_net_with_states", independent=never, reference=_gated_delta_net_with_states, traits=[FUSED])
+def gated_delta_net_with_states(
     q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType, state: TensorType,
     segments: TensorType | None = None, *, state_size: int, chunk: int = CHUNK,
 ) -> tuple[TensorType, TensorType, TensorType, TensorType]:  # fmt: skip
@@ -149,7 +149,7 @@ def gated_delta_net_kept(
     That is the state before each chunk of tokens, [batch, heads, chunks, n, n], and what each token found missing,
     v - kᵀ S.
     """
-    where = "gated_delta_net_kept"
+    where = "gated_delta_net_with_states"
     _check_delta(where, q, k, v, g, beta, state, state_size, segments)
     batch, seq, heads, n = v.shape
     return v, state, v.with_shape(batch, heads, checked_chunks(where, seq, chunk), n, n), v
