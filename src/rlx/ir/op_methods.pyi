@@ -45,12 +45,16 @@ class _Builders:
         [batch, heads, seq]. Weights are made again block by block: no memory grows with seq · keys.
         """
     def depthwise_conv1d_causal_carry(
-        self, x: Operand, weight: Operand, state: Operand, lengths: Operand, *, kernel_size: int, out_shape: Any = None
+        self, x: Operand, weight: Operand, state: Operand, lengths: Operand | None = None, rows: Operand | None = None,
+        *, kernel_size: int, out_shape: Any = None
     ) -> tuple[Value, Value]:
         """`depthwise_conv1d_causal` after the tokens in `state`, and the state after the last token.
 
         The state has the last kernel_size - 1 tokens, [batch, kernel_size - 1, channels]. Of the tokens of a row the first
         `lengths[b]` count; what comes after them is padding, and no state has it.
+
+        With `rows` [tokens] in place of lengths, x is [tokens, channels] and the state is
+        [rows, kernel_size - 1, channels]: the tokens before a token are those of its row, as in `selective_scan_carry`.
         """
     def ended(self, x: Operand, more: Operand, *, out_shape: ShapeLike | None = None) -> Value:
         """`x`, a result of a while loop with `max_steps`; an error at run time where `more`, its condition, still holds.
@@ -300,8 +304,8 @@ class _Builders:
         computed again.
         """
     def gated_linear_attention_carry(
-        self, q: Operand, k: Operand, v: Operand, g: Operand, state: Operand, segments: Operand | None = None, *,
-        out_shape: Any = None
+        self, q: Operand, k: Operand, v: Operand, g: Operand, state: Operand, segments: Operand | None = None,
+        rows: Operand | None = None, *, out_shape: Any = None
     ) -> tuple[Value, Value]:
         """Linear attention with a gate; a head keeps a matrix S from keys to values. Mamba 2's recurrence, among others.
 
@@ -309,6 +313,9 @@ class _Builders:
         [batch, seq, heads, m], g (the logarithm of the gate) is [batch, seq, heads]; neighbouring heads share a group.
         Starts from `state` [batch, heads, n, m] and also gives the one after the last token. Where the ids `segments`
         [batch, seq] change from one token to the next, S starts at zero again.
+
+        With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
+        [rows, heads, n, m]: a token goes on from the state of its row, as in `selective_scan_carry`.
         """
     def gather(self, table: Operand, indices: Operand, *, axis: int = 0, out_shape: ShapeLike | None = None) -> Value:
         """Slices of `table` along an axis, one an index, as `np.take`. An index outside it is an error at run time.
@@ -481,9 +488,14 @@ class _Builders:
         """
     def selective_scan_carry(
         self, x: Operand, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand, d: Operand | None = None,
-        segments: Operand | None = None, *, state_size: int, out_shape: Any = None
+        segments: Operand | None = None, rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Value, Value]:
         """`selective_scan` that starts from `state` [batch, channels, n] and also gives the state after the last token.
+
+        With `rows` [tokens], x and delta are [tokens, channels], b and c are [tokens, n], and the state is
+        [rows, channels, n]: a token goes on from the state of its row, and a row without tokens keeps its state. Tokens of
+        a row are in order, those of different rows may interleave. A negative row is padding, which changes no state and
+        gives zeros; a row that does not exist is an error at run time.
         """
     def selective_scan_with_states(
         self, x: Operand, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand,
@@ -620,15 +632,16 @@ class _Builders:
         """
     def cached_self_attention(
         self, q: Operand, k: Operand, v: Operand, keys: Operand, values: Operand, positions: Operand, table: Operand,
-        cos: Operand | None = None, sin: Operand | None = None, rows: Operand | None = None, *,
-        mask_kind: str | Enum = 'causal', scale: float | None = None, softcap: float | None = None,
-        style: str | Enum = 'halves', key_axes: str | Enum = 'phsd', value_axes: str | Enum = 'phsd',
-        out_shape: ShapeLike | None = None
+        cos: Operand | None = None, sin: Operand | None = None, rows: Operand | None = None,
+        token_rows: Operand | None = None, *, mask_kind: str | Enum = 'causal', scale: float | None = None,
+        softcap: float | None = None, style: str | Enum = 'halves', key_axes: str | Enum = 'phsd',
+        value_axes: str | Enum = 'phsd', out_shape: ShapeLike | None = None
     ) -> Value:
         """`self_attention` over a cache: appends k and v at `positions`, then attends over all that the cache holds.
 
         `keys` and `values` are pools of pages and `table` says which are whose, as `kv_append` has them. Pools are written
-        in place; with a window they are rings.
+        in place; with a window they are rings. With `token_rows` [tokens], a batch of one sequence is ragged tokens, and
+        that says which row of the table each belongs to.
         """
     def gated_ffn(
         self, x: Operand, gate: Operand, up: Operand, down: Operand, gate_bias: Operand | None = None,
@@ -660,8 +673,8 @@ class _Builders:
     def mamba_block(
         self, both: Operand, conv: Operand, mix: Operand, step: Operand, step_bias: Operand, rates: Operand,
         skip: Operand, conv_bias: Operand | None = None, conv_state: Operand | None = None,
-        state: Operand | None = None, positions: Operand | None = None, *, activation: str | Enum = 'silu',
-        log_rates: bool = True, out_shape: ShapeLike | None = None
+        state: Operand | None = None, positions: Operand | None = None, token_rows: Operand | None = None, *,
+        activation: str | Enum = 'silu', log_rates: bool = True, out_shape: ShapeLike | None = None
     ) -> Value:
         """Mamba between its input and its output projection: scan(activation(conv(x))) * silu(gate).
 
@@ -672,9 +685,9 @@ class _Builders:
     def mamba2_block(
         self, mixed: Operand, conv: Operand, step_bias: Operand, rates: Operand, skip: Operand, norm: Operand,
         conv_bias: Operand | None = None, conv_state: Operand | None = None, state: Operand | None = None,
-        positions: Operand | None = None, *, groups: int, eps: float, activation: str | Enum = 'silu',
-        log_rates: bool = True, least_step: float = 0.0, most_step: float | None = None, norm_groups: int = 1,
-        out_shape: ShapeLike | None = None
+        positions: Operand | None = None, token_rows: Operand | None = None, *, groups: int, eps: float,
+        activation: str | Enum = 'silu', log_rates: bool = True, least_step: float = 0.0,
+        most_step: float | None = None, norm_groups: int = 1, out_shape: ShapeLike | None = None
     ) -> Value:
         """Mamba 2 between its projections: rms_norm(gated_linear_attention(activation(conv(x))) * silu(gate)).
 
@@ -685,8 +698,8 @@ class _Builders:
     def delta_net_block(
         self, qkv: Operand, z: Operand, b: Operand, a: Operand, conv: Operand, rates: Operand, step_bias: Operand,
         norm: Operand, conv_state: Operand | None = None, state: Operand | None = None,
-        positions: Operand | None = None, *, state_size: int, eps: float, tiled: bool = False,
-        activation: str | Enum = 'silu', log_rates: bool = True, out_shape: Any = None
+        positions: Operand | None = None, token_rows: Operand | None = None, *, state_size: int, eps: float,
+        tiled: bool = False, activation: str | Enum = 'silu', log_rates: bool = True, out_shape: Any = None
     ) -> tuple[Value, Value]:
         """The gated delta rule (Yang et al., 2024) between its projections: what the layer found, and the state after it.
 
@@ -771,9 +784,12 @@ class GraphOps(_Builders):
         """
     def gated_delta_net_carry(
         self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand,
-        segments: Operand | None = None, *, state_size: int, out_shape: Any = None
+        segments: Operand | None = None, rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Value, Value]:
         """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token.
+
+        With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
+        [rows, heads, n, n]: a token goes on from the state of its row, as in `selective_scan_carry`.
         """
     def rope(
         self, x: Operand, cos: Operand, sin: Operand, positions: Operand, *, style: str | Enum = 'halves',
@@ -1005,9 +1021,12 @@ class EmitOps(_Builders):
         """
     def gated_delta_net_carry(
         self, q: Operand, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand,
-        segments: Operand | None = None, *, state_size: int, out_shape: Any = None
+        segments: Operand | None = None, rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Value, Value]:
         """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token.
+
+        With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
+        [rows, heads, n, n]: a token goes on from the state of its row, as in `selective_scan_carry`.
         """
     def rope(
         self, x: Operand, cos: Operand, sin: Operand, positions: Operand, *, style: str | Enum = 'halves',
@@ -1196,12 +1215,16 @@ class ValueOps:
         count as zeros.
         """
     def depthwise_conv1d_causal_carry(
-        self, weight: Operand, state: Operand, lengths: Operand, *, kernel_size: int, out_shape: Any = None
+        self, weight: Operand, state: Operand, lengths: Operand | None = None, rows: Operand | None = None, *,
+        kernel_size: int, out_shape: Any = None
     ) -> tuple[Self, Self]:
         """`depthwise_conv1d_causal` after the tokens in `state`, and the state after the last token.
 
         The state has the last kernel_size - 1 tokens, [batch, kernel_size - 1, channels]. Of the tokens of a row the first
         `lengths[b]` count; what comes after them is padding, and no state has it.
+
+        With `rows` [tokens] in place of lengths, x is [tokens, channels] and the state is
+        [rows, kernel_size - 1, channels]: the tokens before a token are those of its row, as in `selective_scan_carry`.
         """
     def scan(self, body: Graph, length: Size) -> Self:
         """The carry after `length` steps of `body`, which takes a carry and gives the next one."""
@@ -1467,10 +1490,13 @@ class ValueOps:
         `segments` [batch, seq] change from one token to the next, S starts at zero again.
         """
     def gated_delta_net_carry(
-        self, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand, segments: Operand | None = None, *,
-        state_size: int, out_shape: Any = None
+        self, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand, segments: Operand | None = None,
+        rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Self, Self]:
         """`gated_delta_net` that starts from `state` [batch, heads, n, n] and also gives the state after the last token.
+
+        With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
+        [rows, heads, n, n]: a token goes on from the state of its row, as in `selective_scan_carry`.
         """
     def gated_delta_net_with_states(
         self, k: Operand, v: Operand, g: Operand, beta: Operand, state: Operand, segments: Operand | None = None, *,
@@ -1491,8 +1517,8 @@ class ValueOps:
         computed again.
         """
     def gated_linear_attention_carry(
-        self, k: Operand, v: Operand, g: Operand, state: Operand, segments: Operand | None = None, *,
-        out_shape: Any = None
+        self, k: Operand, v: Operand, g: Operand, state: Operand, segments: Operand | None = None,
+        rows: Operand | None = None, *, out_shape: Any = None
     ) -> tuple[Self, Self]:
         """Linear attention with a gate; a head keeps a matrix S from keys to values. Mamba 2's recurrence, among others.
 
@@ -1500,6 +1526,9 @@ class ValueOps:
         [batch, seq, heads, m], g (the logarithm of the gate) is [batch, seq, heads]; neighbouring heads share a group.
         Starts from `state` [batch, heads, n, m] and also gives the one after the last token. Where the ids `segments`
         [batch, seq] change from one token to the next, S starts at zero again.
+
+        With `rows` [tokens], other operands have the axis `tokens` in place of batch and seq, and the state is
+        [rows, heads, n, m]: a token goes on from the state of its row, as in `selective_scan_carry`.
         """
     def gather(self, indices: Operand, *, axis: int = 0, out_shape: ShapeLike | None = None) -> Self:
         """Slices of `table` along an axis, one an index, as `np.take`. An index outside it is an error at run time.
@@ -1668,9 +1697,14 @@ class ValueOps:
         """
     def selective_scan_carry(
         self, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand, d: Operand | None = None,
-        segments: Operand | None = None, *, state_size: int, out_shape: Any = None
+        segments: Operand | None = None, rows: Operand | None = None, *, state_size: int, out_shape: Any = None
     ) -> tuple[Self, Self]:
         """`selective_scan` that starts from `state` [batch, channels, n] and also gives the state after the last token.
+
+        With `rows` [tokens], x and delta are [tokens, channels], b and c are [tokens, n], and the state is
+        [rows, channels, n]: a token goes on from the state of its row, and a row without tokens keeps its state. Tokens of
+        a row are in order, those of different rows may interleave. A negative row is padding, which changes no state and
+        gives zeros; a row that does not exist is an error at run time.
         """
     def selective_scan_with_states(
         self, delta: Operand, a: Operand, b: Operand, c: Operand, state: Operand, segments: Operand | None = None, *,
@@ -1824,15 +1858,16 @@ class ValueOps:
         """
     def cached_self_attention(
         self, k: Operand, v: Operand, keys: Operand, values: Operand, positions: Operand, table: Operand,
-        cos: Operand | None = None, sin: Operand | None = None, rows: Operand | None = None, *,
-        mask_kind: str | Enum = 'causal', scale: float | None = None, softcap: float | None = None,
-        style: str | Enum = 'halves', key_axes: str | Enum = 'phsd', value_axes: str | Enum = 'phsd',
-        out_shape: ShapeLike | None = None
+        cos: Operand | None = None, sin: Operand | None = None, rows: Operand | None = None,
+        token_rows: Operand | None = None, *, mask_kind: str | Enum = 'causal', scale: float | None = None,
+        softcap: float | None = None, style: str | Enum = 'halves', key_axes: str | Enum = 'phsd',
+        value_axes: str | Enum = 'phsd', out_shape: ShapeLike | None = None
     ) -> Self:
         """`self_attention` over a cache: appends k and v at `positions`, then attends over all that the cache holds.
 
         `keys` and `values` are pools of pages and `table` says which are whose, as `kv_append` has them. Pools are written
-        in place; with a window they are rings.
+        in place; with a window they are rings. With `token_rows` [tokens], a batch of one sequence is ragged tokens, and
+        that says which row of the table each belongs to.
         """
     def gated_ffn(
         self, gate: Operand, up: Operand, down: Operand, gate_bias: Operand | None = None,
@@ -1864,8 +1899,8 @@ class ValueOps:
     def mamba_block(
         self, conv: Operand, mix: Operand, step: Operand, step_bias: Operand, rates: Operand, skip: Operand,
         conv_bias: Operand | None = None, conv_state: Operand | None = None, state: Operand | None = None,
-        positions: Operand | None = None, *, activation: str | Enum = 'silu', log_rates: bool = True,
-        out_shape: ShapeLike | None = None
+        positions: Operand | None = None, token_rows: Operand | None = None, *, activation: str | Enum = 'silu',
+        log_rates: bool = True, out_shape: ShapeLike | None = None
     ) -> Self:
         """Mamba between its input and its output projection: scan(activation(conv(x))) * silu(gate).
 
@@ -1876,9 +1911,9 @@ class ValueOps:
     def mamba2_block(
         self, conv: Operand, step_bias: Operand, rates: Operand, skip: Operand, norm: Operand,
         conv_bias: Operand | None = None, conv_state: Operand | None = None, state: Operand | None = None,
-        positions: Operand | None = None, *, groups: int, eps: float, activation: str | Enum = 'silu',
-        log_rates: bool = True, least_step: float = 0.0, most_step: float | None = None, norm_groups: int = 1,
-        out_shape: ShapeLike | None = None
+        positions: Operand | None = None, token_rows: Operand | None = None, *, groups: int, eps: float,
+        activation: str | Enum = 'silu', log_rates: bool = True, least_step: float = 0.0,
+        most_step: float | None = None, norm_groups: int = 1, out_shape: ShapeLike | None = None
     ) -> Self:
         """Mamba 2 between its projections: rms_norm(gated_linear_attention(activation(conv(x))) * silu(gate)).
 
@@ -1888,9 +1923,9 @@ class ValueOps:
         """
     def delta_net_block(
         self, z: Operand, b: Operand, a: Operand, conv: Operand, rates: Operand, step_bias: Operand, norm: Operand,
-        conv_state: Operand | None = None, state: Operand | None = None, positions: Operand | None = None, *,
-        state_size: int, eps: float, tiled: bool = False, activation: str | Enum = 'silu', log_rates: bool = True,
-        out_shape: Any = None
+        conv_state: Operand | None = None, state: Operand | None = None, positions: Operand | None = None,
+        token_rows: Operand | None = None, *, state_size: int, eps: float, tiled: bool = False,
+        activation: str | Enum = 'silu', log_rates: bool = True, out_shape: Any = None
     ) -> tuple[Self, Self]:
         """The gated delta rule (Yang et al., 2024) between its projections: what the layer found, and the state after it.
 

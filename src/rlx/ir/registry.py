@@ -32,6 +32,7 @@ FUSED = "fused"  # made by passes, not by users
 TAKES_PACKED = "packed"  # operands may be blocks of quantised weights
 CONTROL = "control"  # runs graphs that are its attributes: a loop, a branch, a custom function
 CHECKS_DATA = "checks data"  # run time finds faults in its operands, such as an index outside its axis
+CHECKS_ROWS = "checks rows"  # the same, but only in an operand `rows` that may be left out
 CHECKS_SIZES = "checks sizes"  # run time checks sizes that are not known before
 COMPOSED = "composed"  # no kernel knows it: its decomposition takes its place before anything else
 SEGMENTED = "segmented"  # the same where its last operand, segment ids, is given; without, it has a kernel

@@ -20,6 +20,7 @@ OUT_OF_RANGE = 1  # fault code: an index lies outside the axis
 BEYOND_CAPACITY = 2  # fault code: a position does not lie within the cache
 OUTSIDE_TABLE = 4  # fault code: a row number does not lie within the table of a cache
 OUTSIDE_POOL = 5  # fault code: a page number does not lie within the pool
+OUTSIDE_STATES = 6  # fault code: a row number does not lie within the states of a cache
 OUT_OF_STEPS = 3  # fault code: the condition of a while loop still holds after `max_steps`
 UNFIT_SIZES = 1 << 16  # fault code, plus the number of the program's assertion that does not hold
 LONGEST_EPILOGUE = 200  # terms that a line of text shows
