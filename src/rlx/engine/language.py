@@ -186,7 +186,8 @@ class LanguageModel(Model):
         At most `max_tokens` are made (None: as many as the context has room for; where that is less than
         `max_tokens`, the text is cut there, and a warning is logged); the text ends before a `stop` string.
         `logprobs=n` gives the n likeliest tokens at each place. The other keywords are those of `Sampling`:
-        temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias, seed.
+        temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias,
+        allowed, seed.
         """
         self._check_usable()
         many = _is_batch(prompt)
