@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from rlx.dtypes import BOOL, F32, F64, I32, I64
 from rlx.ir.graph import Node
 from rlx.lir.forms.row_kernels import Body, Rows
-from rlx.lir.forms.sampling_logits import BLOCK, CHUNK, GROUP, NEAR, LogitsKernel, Q, exp2
+from rlx.lir.forms.sampling_logits import BLOCK, GROUP, NEAR, LogitsKernel, Q, exp2
 from rlx.lir.loops import Const, Expr, For, Index, Operand, Reduce, Ref, number
 from rlx.lir.schedule import Scheduler, loop_form
 from rlx.lir.views import View
@@ -243,7 +243,7 @@ class _Sampler(LogitsKernel):
             probe = step.let("guess_probe", key.cast(I32).bits())
             total = step.var("guess_total", 0.0, F64)
             with step.loop("c", samples) as block:
-                weight = self.weights[c * CHUNK + Q]
+                weight = self.weights[c * (GROUP * BLOCK) + Q]
                 part = Reduce("sum", "q", BLOCK, (weight >= probe).select(weight, 0.0))
                 block.assign(total, total + block.let("guess_part", part).cast(F64))
             with step.when("by_blocks", ~flat) as blocks:
@@ -365,7 +365,8 @@ class _Sampler(LogitsKernel):
         if self.node.operands[14] is not None:
             scored = self.integers(14, "scored").only.ne(0)
         scored = body.let("is_scored", scored)
-        self.scan(scored & ~shares)
+        self.scan()
+        self.add_exponentials(scored & ~shares)
         self.find_highest()
         self.drawn = body.let("drawn", self.alive & (temperature > 0.0))
         nucleus = body.let("nucleus", self.drawn & (top_p < 1.0))

@@ -20,7 +20,6 @@ from rlx.types import TensorType
 
 BLOCK = 256  # weights whose sum f64 holds exactly: 2^8 times 2^42 is below 2^53
 GROUP = 16  # blocks
-CHUNK = GROUP * BLOCK  # logits that stay in the nearest cache
 NEAR = 4096  # weights that are gathered once so few may be the last of a nucleus
 PARTS = 3  # f32 numbers whose sum is any f64 of a probability
 Q = Index("q")
@@ -53,7 +52,7 @@ class LogitsKernel:
             b.arg("vocab", vocab), b.arg("blocks", blocks), b.arg("whole_blocks", vocab // BLOCK),
         )  # fmt: skip
         self.part_blocks = b.arg("part_blocks", blocks - vocab // BLOCK)
-        self.chunks, self.room = b.arg("chunks", groups), b.arg("room", room)
+        self.room = b.arg("room", room)
         if logits.dtype is not F32 or logits.strides[1] != 1:
             logits = self._as_f32(logits)
         self.raw = Rows(b, "logits", logits)
@@ -244,49 +243,44 @@ class LogitsKernel:
             apply.store(counts, where, Const(0, I32))
 
     # -- the row as it is, and its highest logit -----------------------------------------------------------------------
-    def scan(self, needed: Expr) -> None:
-        """The highest of each block, and, if needed, the sum of exp(logit - highest) of the logits as they came.
+    def scan(self) -> None:
+        """The highest logit of each block."""
+        with self.body.loop("g", self.blocks) as block:
+            here = Index("g") * BLOCK + Q
 
-        A chunk is in the nearest cache when its exponentials are added up; what came before is scaled to a new highest.
+            def keep_highest(inner: Body, rows: Rows) -> None:
+                inner.store(self.tops, Index("g"), inner.let("highest", Reduce("max", "q", BLOCK, rows[here])))
+
+            self.read(block, "scan", Index("g"), keep_highest)
+
+    def add_exponentials(self, needed: Expr) -> None:
+        """If needed, the highest of the logits as they came, and the sum of exp(logit - highest).
+
+        In f32 within a block, in f64 beyond.
         """
         body, g = self.body, Index("g")
         self.raw_top, self.raw_total = body.var("raw_top", -math.inf, F32), body.var("raw_total", 0.0, F64)
-        self.summed = body.let("summed", needed)
-        with body.loop("c", self.chunks) as chunk:
-            first = chunk.let("first_of_chunk", Index("c") * GROUP)
-            count = chunk.let("blocks_of_chunk", (self.blocks - first).min(GROUP))
-            with chunk.loop("g", count) as block:
-                here = block.let("scanned", first + g)
-
-                def keep_highest(inner: Body, rows: Rows, here: Ref = here) -> None:
-                    inner.store(
-                        self.tops, here, inner.let("highest", Reduce("max", "q", BLOCK, rows[here * BLOCK + Q]))
-                    )
-
-                self.read(block, "scan", here, keep_highest)
-            with chunk.when("summed_here", self.summed) as sums:
-                whole = sums.let("whole_of_chunk", (self.whole - first).min(GROUP))
-                self._add_exponentials(sums, first, whole, last=False)
-        with body.when("last_summed", self.summed & (self.part_blocks > 0)) as end:
-            start, one = end.let("last_block", self.whole + 0), end.let("one_block", Const(1, I64))
-            self._add_exponentials(end, start, one, last=True)
-
-    def _add_exponentials(self, body: Body, first: Ref, count: Ref, *, last: bool) -> None:
-        """In f32 within a block, in f64 beyond. The `last` block may end early."""
-        place = (first + Index("g")) * BLOCK + Q
+        place = g * BLOCK + Q
         inside = place < self.vocab
-        logit = inside.choose(self.raw[place], -math.inf) if last else self.raw[place]
-        top = body.var("chunk_top", self.raw_top, F32)
-        with body.loop("g", count) as block:
-            block.assign(top, top.max(block.let("raw_block_top", Reduce("max", "q", BLOCK, logit))))
-        base = body.let("chunk_base", top.eq(-math.inf).select(0.0, top))
-        body.assign(self.raw_total, self.raw_total * (self.raw_top - base).cast(F64).exp())
-        with body.loop("g", count) as block:
-            value = exp2((logit - base) * LOG2_E)
-            value = inside.select(value, 0.0) if last else value
-            part = block.let("exponentials", Reduce("sum", "q", BLOCK, value))
-            block.assign(self.raw_total, self.raw_total + part.cast(F64))
-        body.assign(self.raw_top, top)
+        with body.when("summed", needed) as sums:
+            with sums.loop("g", self.blocks) as block:
+                with block.when("top_changed", self.copied[g].ne(0)) as copied:
+                    logit = inside.choose(self.raw[place], -math.inf)
+                    copied.assign(
+                        self.raw_top, self.raw_top.max(copied.let("raw_highest", Reduce("max", "q", BLOCK, logit)))
+                    )
+                with block.when("top_known", self.copied[g].eq(0)) as plain:
+                    plain.assign(self.raw_top, self.raw_top.max(self.tops[g]))
+            base = sums.let("raw_base", self.raw_top.eq(-math.inf).select(0.0, self.raw_top))
+            with sums.loop("g", self.whole) as block:
+                part = Reduce("sum", "q", BLOCK, exp2((self.raw[place] - base) * LOG2_E))
+                block.assign(self.raw_total, self.raw_total + block.let("exponentials", part).cast(F64))
+            with sums.loop("last", self.part_blocks) as block:
+                place = self.whole * BLOCK + Q
+                inside = place < self.vocab
+                power = (inside.choose(self.raw[place], -math.inf) - base) * LOG2_E
+                part = Reduce("sum", "q", BLOCK, inside.select(exp2(power), 0.0))
+                block.assign(self.raw_total, self.raw_total + block.let("last_exponentials", part).cast(F64))
 
     def find_highest(self) -> None:
         """The highest logit, and the first token that has it."""
