@@ -156,6 +156,14 @@ def test_only_allowed_tokens_are_picked() -> None:
         pick(Sampler(Sampling(allowed=lambda picked: mask[:2]), vocab=70), logits)
 
 
+def test_rows_without_a_mask_allow_everything() -> None:
+    mask = token_bits([3], 70)
+    masked, free = Sampler(Sampling(allowed=mask), vocab=70), Sampler(Sampling(), vocab=70)
+    allowed = operand_input("allowed")
+    assert BatchSampling().draw([masked, free, None])[allowed].tolist() == [[8, 0, 0], [-1] * 3, [-1] * 3]
+    assert BatchSampling().draw([free, None])[allowed].shape == (2, 0)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_no_numbers_are_an_error(temperature: float, bad: float) -> None:

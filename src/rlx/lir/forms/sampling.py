@@ -31,7 +31,8 @@ GUESSES = 14  # halvings of the range of keys by a guess
 PART = 32  # weights of a block that are passed over at once where none is of interest
 MARGIN = 2**17  # keys: how far a guess by samples is from the truth as a rule
 OCTAVE = 2**23  # keys from a weight to its double
-STEPS = 40  # halvings, after some steps toward a guess, after which a range of 2^32 keys is one
+MOST_OCTAVES = 8  # 2^8 octaves are more than f32 has
+STEPS = 48  # more than the steps toward a guess and the halvings of a range of 2^32 keys
 WORD = 31  # bits of the lower of two i32 that hold a sum
 
 
@@ -199,7 +200,7 @@ class _Sampler(LogitsKernel):
 
         halfway, step = low + high >> 1, Index("row_step")
         searching = flat.select(step < 2, low.eq(start))
-        first = flat.select(guess + (step * 2 - 1) * MARGIN, guess - (OCTAVE << step))
+        first = flat.select(guess + (step * 2 - 1) * MARGIN, guess - (OCTAVE << step.min(MOST_OCTAVES)))
         around = searching.select(first, halfway)
         many = (reached - above).cast(F64) > low.cast(I32).bits().cast(F64) * NEAR  # else at most NEAR are in between
         narrow("row", nucleus, many, around, lambda inner, least: self._mass(inner, "probe", least))
