@@ -445,7 +445,7 @@ def llvm_text(program: Program) -> str:
 
 # -- 7. Running -------------------------------------------------------------------------------------------------------
 # In rlx: src/rlx/runtime has sessions and weights, src/rlx/backends/cpu/executable.py memory and threads; one call into
-# machine code runs all launches. Kernels are kept on disk (src/rlx/backends/cache.py): most programs compile nothing.
+# machine code runs all launches. Kernels are kept on disk (src/rlx/backends/cache_folder.py): most programs compile nothing.
 def optimised(text: str) -> llvm.ModuleRef:
     """The module after LLVM's own passes for this machine."""
     llvm.initialize_native_target()

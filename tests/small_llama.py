@@ -16,7 +16,7 @@ import numpy as np
 from rlx.flow.flow import BuiltModel
 from rlx.flow.weights import WeightSource
 from rlx.models.load import Checkpoint
-from rlx.runtime.kv_cache import table_name
+from rlx.runtime.kv_spec import table_name
 from rlx.runtime.session import Session
 
 Array = np.ndarray[Any, Any]

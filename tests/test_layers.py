@@ -106,7 +106,7 @@ def test_the_rest_of_the_package_does_not_import_forms_of_a_backend() -> None:
 
 
 # What the rest of rlx may know of backends: the protocol, and the cache folder.
-OPEN = ("rlx.backends.base", "rlx.backends.cache", "rlx.backends.reports")
+OPEN = ("rlx.backends.base", "rlx.backends.cache_folder", "rlx.backends.reports")
 
 
 def closed(path: Path) -> list[str]:
@@ -119,7 +119,7 @@ def closed(path: Path) -> list[str]:
 def test_nobody_else_imports_a_backend(path: Path) -> None:
     """They are found by name, and answer through `backends/base.py`."""
     if not path.is_relative_to(ROOT / "backends"):
-        assert not [name for name in closed(path) if name != "rlx.backends.cache"]
+        assert not [name for name in closed(path) if name != "rlx.backends.cache_folder"]
 
 
 def test_tests_import_a_backend_only_in_its_folder() -> None:

@@ -17,7 +17,7 @@ from targets import supported
 
 import rlx
 from rlx import CompileProfile, FusionPolicy, Graph, GraphModule
-from rlx.backends import cache
+from rlx.backends import cache_folder
 from rlx.errors import CapabilityError, DTypeError, FormatError, FusionError, GraphError, RlxError
 from rlx.ir import registry
 from rlx.ir.registry import FUSED
@@ -517,7 +517,7 @@ def test_ops_of_users_get_what_they_were_written_for(monkeypatch: pytest.MonkeyP
 # -- the program cache -----------------------------------------------------------------------------------------------
 def test_profiles_do_not_share_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLX_CACHE", str(tmp_path))
-    store = cache.current()
+    store = cache_folder.current()
     assert str(store.folder) == str(tmp_path)
     profiles = [CompileProfile(), CompileProfile.unfused(), CompileProfile(precision=Precision("bf16"))]
     for _ in range(2):

@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from rlx import train as train
     from rlx import transforms as transforms
     from rlx.dtypes import dtype as dtype
-    from rlx.engine.embed import EmbeddingModel as EmbeddingModel
+    from rlx.engine.embedding_model import EmbeddingModel as EmbeddingModel
     from rlx.engine.export import export as export
     from rlx.engine.export import load_exported as load_exported
-    from rlx.engine.language import Completion as Completion
-    from rlx.engine.language import LanguageModel as LanguageModel
+    from rlx.engine.language_model import Completion as Completion
+    from rlx.engine.language_model import LanguageModel as LanguageModel
     from rlx.engine.load import load as load
     from rlx.engine.model import Model as Model
-    from rlx.engine.vision import VisionModel as VisionModel
+    from rlx.engine.vision_model import VisionModel as VisionModel
     from rlx.flow.context import FlowCtx as FlowCtx
     from rlx.flow.emit import Emit as Emit
     from rlx.flow.flow import BuiltModel as BuiltModel
     from rlx.flow.flow import ModelFlow as ModelFlow
     from rlx.flow.layers import LayerStack as LayerStack
     from rlx.flow.recipe import ModelRecipe as ModelRecipe
-    from rlx.flow.side import SideOutputs as SideOutputs
+    from rlx.flow.side_outputs import SideOutputs as SideOutputs
     from rlx.flow.stages.base import FlowStage as FlowStage
     from rlx.flow.state import DecodeBindings as DecodeBindings
     from rlx.flow.state import FlowState as FlowState
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from rlx.profile import FusionPolicy as FusionPolicy
     from rlx.profile import KernelDispatchConfig as KernelDispatchConfig
     from rlx.profile import KernelDispatchPolicy as KernelDispatchPolicy
-    from rlx.quant import QuantScheme as QuantScheme
+    from rlx.quant_schemes import QuantScheme as QuantScheme
     from rlx.runtime.compiled import CompiledGraph as CompiledGraph
     from rlx.runtime.session import Session as Session
     from rlx.runtime.session import compile as compile
@@ -103,12 +103,12 @@ _PUBLIC = {
     "CompilationMode": ("rlx.runtime.variants", "CompilationMode"),
     "CompileProfile": ("rlx.profile", "CompileProfile"),
     "CompiledGraph": ("rlx.runtime.compiled", "CompiledGraph"),
-    "Completion": ("rlx.engine.language", "Completion"),
+    "Completion": ("rlx.engine.language_model", "Completion"),
     "DecodeBindings": ("rlx.flow.state", "DecodeBindings"),
     "Dim": ("rlx.types", "Dim"),
     "DimBinding": ("rlx.types", "DimBinding"),
     "DispatchReport": ("rlx.inspect.dispatch", "DispatchReport"),
-    "EmbeddingModel": ("rlx.engine.embed", "EmbeddingModel"),
+    "EmbeddingModel": ("rlx.engine.embedding_model", "EmbeddingModel"),
     "Emit": ("rlx.flow.emit", "Emit"),
     "FlowCtx": ("rlx.flow.context", "FlowCtx"),
     "FlowStage": ("rlx.flow.stages.base", "FlowStage"),
@@ -122,7 +122,7 @@ _PUBLIC = {
     "GraphStage": ("rlx.module", "GraphStage"),
     "KernelDispatchConfig": ("rlx.profile", "KernelDispatchConfig"),
     "KernelDispatchPolicy": ("rlx.profile", "KernelDispatchPolicy"),
-    "LanguageModel": ("rlx.engine.language", "LanguageModel"),
+    "LanguageModel": ("rlx.engine.language_model", "LanguageModel"),
     "LayerStack": ("rlx.flow.layers", "LayerStack"),
     "LirModule": ("rlx.module", "LirModule"),
     "MapWeights": ("rlx.flow.weights", "MapWeights"),
@@ -135,13 +135,13 @@ _PUBLIC = {
     "ModelRecipe": ("rlx.flow.recipe", "ModelRecipe"),
     "ModelVariant": ("rlx.runtime.variants", "ModelVariant"),
     "MultiOutputHandle": ("rlx.ir.custom", "MultiOutputHandle"),
-    "QuantScheme": ("rlx.quant", "QuantScheme"),
+    "QuantScheme": ("rlx.quant_schemes", "QuantScheme"),
     "Report": ("rlx.inspect.profiler", "Report"),
     "Session": ("rlx.runtime.session", "Session"),
-    "SideOutputs": ("rlx.flow.side", "SideOutputs"),
+    "SideOutputs": ("rlx.flow.side_outputs", "SideOutputs"),
     "TensorType": ("rlx.types", "TensorType"),
     "Value": ("rlx.ir.graph", "Value"),
-    "VisionModel": ("rlx.engine.vision", "VisionModel"),
+    "VisionModel": ("rlx.engine.vision_model", "VisionModel"),
     "WeightSource": ("rlx.flow.weights", "WeightSource"),
     "compile": ("rlx.runtime.session", "compile"),
     "debug": ("rlx.debug", ""),

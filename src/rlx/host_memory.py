@@ -22,7 +22,7 @@ def address(array: np.ndarray[Any, Any]) -> int:
         return int(array.__array_interface__["data"][0])
 
 
-def owner(array: np.ndarray[Any, Any]) -> Any:
+def root_buffer(array: np.ndarray[Any, Any]) -> Any:
     """The array that owns the memory, or the map of a file."""
     found: Any = array
     while isinstance(found, np.ndarray) and found.base is not None:
@@ -35,7 +35,7 @@ def owner(array: np.ndarray[Any, Any]) -> Any:
 
 def release(array: np.ndarray[Any, Any]) -> None:
     """Let go of the pages of an array that lies in a file: whoever reads it next gets them from there."""
-    file = getattr(owner(array), "obj", None)
+    file = getattr(root_buffer(array), "obj", None)
     if not isinstance(file, mmap.mmap) or not array.nbytes or not hasattr(mmap, "MADV_DONTNEED"):
         return
     first = address(array) - address(np.frombuffer(file, np.uint8))

@@ -19,11 +19,11 @@ from rlx.ir import registry
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.provenance import stage as provenance
 from rlx.ir.registry import HIR, LEAF, MIR
-from rlx.layouts import Layout
 from rlx.lir import memory
 from rlx.lir.program import ARENA, Program
 from rlx.lir.schedule import schedule
 from rlx.mir.pipeline import Optimised, optimise
+from rlx.operand_layouts import Layout
 from rlx.profile import CompileProfile, Fusion, FusionPolicy
 from rlx.target import Target
 from rlx.types import DimBinding, ShapeLike, Size, TensorType, evaluate

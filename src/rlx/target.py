@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx.dtypes import F32, DType
-from rlx.layouts import WeightLayout
+from rlx.operand_layouts import WeightLayout
 from rlx.types import Size, TensorType
 
 POOL_AXES = "phsd"  # of a pool of a KV cache: page, head, slot of a page, dimension of a head

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from rlx.engine.language import Completion, Timings, Usage
+from rlx.engine.language_model import Completion, Timings, Usage
 
 
 class StubStream:

@@ -18,7 +18,7 @@ import pytest
 from rlx.cli.main import main
 from rlx.cli.verify import _decode_is_prefill, _like_exact, answer_of, check_files
 from rlx.engine.generate import Decoder, Pick
-from rlx.engine.language import LanguageModel
+from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
 from rlx.hub import catalogue
 from rlx.hub.catalogue import Archive, Entry, File, Piece

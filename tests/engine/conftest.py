@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_llama
 
-from rlx.engine.language import LanguageModel
+from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
 
 ASSETS = Path(os.environ.get("RLX_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny_llama
 
-from rlx.engine.language import LanguageModel
+from rlx.engine.language_model import LanguageModel
 from rlx.engine.model import CAPTURES
 from rlx.errors import RequestError
 

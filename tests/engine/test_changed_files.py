@@ -14,9 +14,9 @@ import small_bert
 import tiny_llama
 from runtime.test_caches import nothing_loaded
 
-from rlx.backends import cache
+from rlx.backends import cache_folder
 from rlx.engine.load import load
-from rlx.engine.snapshots import SnapshotCheckpoint
+from rlx.engine.model_snapshot import SnapshotCheckpoint
 from rlx.errors import FormatError
 
 from .test_snapshots import settle
@@ -91,7 +91,7 @@ def test_every_request_notices_a_file_that_was_overwritten(tmp_path: Path, start
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_changed_snapshot_is_noticed(tmp_path: Path, start: str, kind: str) -> None:
     model = opened(tmp_path / kind, start)
-    (file,) = cache.current().snapshots()
+    (file,) = cache_folder.current().snapshots()
     touched(file)
     with pytest.raises(FormatError, match=f"{file.name}: the file has changed"):
         next(iter(KINDS[kind].values()))(model)
@@ -102,7 +102,7 @@ def test_another_process_may_use_the_same_start(tmp_path: Path, start: str) -> N
     """Which notes that it did, in the time of access of the file."""
     model = opened(tmp_path / "decoder", start)
     wanted = model.logits(TOKENS)
-    (file,) = cache.current().snapshots()
+    (file,) = cache_folder.current().snapshots()
     os.utime(file, ns=(0, file.stat().st_mtime_ns))
     load(tmp_path / "decoder")
     assert file.stat().st_atime > 0
@@ -120,7 +120,7 @@ def test_files_that_are_renamed_removed_or_replaced_are_fine(tmp_path: Path, sta
     touched(other)
     other.replace(path / "model.safetensors")
     assert np.array_equal(use(model), wanted)
-    for file in cache.current().snapshots():
+    for file in cache_folder.current().snapshots():
         file.unlink()
     shutil.rmtree(path)
     assert np.array_equal(use(model), wanted)

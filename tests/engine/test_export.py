@@ -18,8 +18,8 @@ from limits import LONGEST_S
 
 import rlx
 from rlx.backends.base import kernels_compiled
-from rlx.engine.embed import EmbeddingModel
-from rlx.engine.language import LanguageModel
+from rlx.engine.embedding_model import EmbeddingModel
+from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
 from rlx.errors import CapabilityError, FormatError, NotFoundError, RequestError
 from rlx.runtime import container

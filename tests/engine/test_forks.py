@@ -15,7 +15,7 @@ from runtime.test_caches import nothing_loaded
 from test_locks import held
 
 import rlx
-from rlx import locks
+from rlx import fork_safe_locks
 from rlx.engine.load import load
 from rlx.train import sgd
 
@@ -43,7 +43,7 @@ def test_a_child_uses_models_whose_locks_other_threads_hold(models: list[Any]) -
     wanted = {name: job() for name, job in todo.items()}
     step = training()
     step.run({"x": np.ones(3, np.float32)})
-    taken = [lock for lock in locks.alive() if lock.waits is None]
+    taken = [lock for lock in fork_safe_locks.alive() if lock.waits is None]
     owners = [*models, *(m.compiled for m in models), *(m._session.weights for m in models), models[0].caches]
     assert {id(o._lock) for o in owners} <= {id(lock) for lock in taken}
 

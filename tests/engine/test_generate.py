@@ -16,7 +16,7 @@ from scipy.special import log_softmax
 
 from rlx.engine import generate as generation
 from rlx.engine.generate import Decoder
-from rlx.engine.language import Completion, LanguageModel
+from rlx.engine.language_model import Completion, LanguageModel
 from rlx.engine.load import load
 from rlx.sampling import token_bits
 

@@ -18,10 +18,10 @@ import tiny_llama
 from limits import LONGEST_S
 from runtime.test_caches import nothing_loaded, source
 
-from rlx.engine.embed import EmbeddingModel
-from rlx.engine.language import LanguageModel
+from rlx.engine.embedding_model import EmbeddingModel
+from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
-from rlx.engine.snapshots import SnapshotCheckpoint
+from rlx.engine.model_snapshot import SnapshotCheckpoint
 from rlx.errors import RequestError
 
 from .conftest import language_model

@@ -11,8 +11,8 @@ import pytest
 import tiny_llama
 
 from rlx.engine import generate as generation
-from rlx.engine import kvcache
-from rlx.engine.language import LanguageModel
+from rlx.engine import kv_cache
+from rlx.engine.language_model import LanguageModel
 from rlx.engine.page_table import PageTable
 
 from .conftest import language_model
@@ -56,7 +56,7 @@ def test_bits_depend_on_neither_the_order_of_pages_nor_on_chunks(
     weights = tiny_llama.write(tmp_path, **config)
     model = language_model(tmp_path, context=2048, cache=cache)
     found = told(model)
-    monkeypatch.setattr(kvcache, "PageTable", ShuffledTable)
+    monkeypatch.setattr(kv_cache, "PageTable", ShuffledTable)
     monkeypatch.setattr(generation, "CHUNK", 50)
     assert told(model) == found
     cache_of_model = model.caches.acquire([*prompt(LENGTH), 1])

@@ -12,7 +12,7 @@ import tiny_mamba
 from safetensors.numpy import save_file
 
 from rlx.engine import generate as generation
-from rlx.engine.language import Completion, LanguageModel
+from rlx.engine.language_model import Completion, LanguageModel
 from rlx.engine.load import load
 from rlx.profile import CompileProfile, KernelDispatchPolicy, Precision
 from rlx.runtime.compiled import CompiledGraph

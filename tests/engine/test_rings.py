@@ -10,10 +10,10 @@ import pytest
 import tiny_llama
 
 from rlx.engine import generate as generation
-from rlx.engine import kvcache
-from rlx.engine.language import Completion, LanguageModel
+from rlx.engine import kv_cache
+from rlx.engine.language_model import Completion, LanguageModel
 from rlx.errors import CapabilityError
-from rlx.runtime.kv_cache import KvCacheSpec
+from rlx.runtime.kv_spec import KvCacheSpec
 
 from .conftest import language_model
 
@@ -54,7 +54,7 @@ def told(model: LanguageModel, tokens: list[int]) -> Completion:
 def whole(folder: Path, tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> Completion:
     """What a cache of all positions gives."""
     with monkeypatch.context() as patched:
-        patched.setattr(kvcache, "SPARE", 4 * LONG)
+        patched.setattr(kv_cache, "SPARE", 4 * LONG)
         return language_model(folder, context=2 * LONG).generate(tokens, **SAMPLING)
 
 
@@ -85,7 +85,7 @@ def test_long_prompts_in_any_chunks_give_the_text_of_a_whole_cache(
     for chunk, spare in ((64, 512), (500, 512), (256, 4 * LONG)):
         with monkeypatch.context() as patched:
             patched.setattr(generation, "CHUNK", chunk)
-            patched.setattr(kvcache, "SPARE", spare)
+            patched.setattr(kv_cache, "SPARE", spare)
             found.append(language_model(folder, context=2 * LONG, cache=cache).generate(tokens, **SAMPLING))
     assert same(found[0], found[2]) and same(found[1], found[2])
 
@@ -142,7 +142,7 @@ def test_unequal_batches_have_the_text_of_each_alone(model: LanguageModel) -> No
 def test_the_window_of_a_layer_says_what_it_keeps(model: LanguageModel) -> None:
     spec = model.caches.spec
     assert spec.windows == (WINDOW, WINDOW)
-    cache = kvcache.KvCache(KvCacheSpec(3, 2, 32, "f32", (0, 64, None)), 1, 4096)
+    cache = kv_cache.KvCache(KvCacheSpec(3, 2, 32, "f32", (0, 64, None)), 1, 4096)
     cache.reserve(4000)
     assert {n: len(a) for n, a in cache.buffers.items()} == {"keys.0": 64, "values.0": 64, "keys.1": 9, "values.1": 9}
     assert {n: a.shape for n, a in cache.rows(0, 1).items() if "table" in n} == {"table": (1, 63), "table64": (1, 9)}

@@ -18,7 +18,7 @@ from safetensors import deserialize
 from safetensors.numpy import load_file
 from scaled_folders import Array, is_linear, write_fp8, write_mxfp4
 
-from rlx.engine.language import LanguageModel
+from rlx.engine.language_model import LanguageModel
 from rlx.formats import open_gguf
 
 from .conftest import language_model

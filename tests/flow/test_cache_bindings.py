@@ -10,7 +10,7 @@ from rlx.flow.state import CacheBindings
 from rlx.hir.lower import lower
 from rlx.ir.graph import Node, Value
 from rlx.ops.attention import MaskKind
-from rlx.runtime.kv_cache import KvCacheSpec
+from rlx.runtime.kv_spec import KvCacheSpec
 from rlx.target import KvLayout
 
 

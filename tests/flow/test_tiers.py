@@ -11,7 +11,7 @@ import pytest
 import tiny_llama
 
 import rlx
-from rlx.engine.language import LanguageModel
+from rlx.engine.language_model import LanguageModel
 from rlx.errors import FormatError, GraphError, RequestError
 from rlx.flow import Emit, FlowStage, FlowValue, ModelFlow, SideOutputs
 from rlx.flow.stages import Custom, LlamaDecoder, RmsNorm, Sequence

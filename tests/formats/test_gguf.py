@@ -37,7 +37,7 @@ from rlx.dtypes import F32 as F32_TYPE
 from rlx.errors import FormatError
 from rlx.formats import TensorFile, open_gguf
 from rlx.formats.gguf import StringArray
-from rlx.formats.quants import BLOCK_TYPES
+from rlx.formats.gguf_quants import BLOCK_TYPES
 
 
 def opened(tmp_path: Path, data: bytes, **options: Any) -> TensorFile:

@@ -12,8 +12,8 @@ import pytest
 
 import rlx
 from rlx.errors import GraphError, NonFiniteError
-from rlx.runtime import finite
-from rlx.runtime.non_finite import Watched
+from rlx.runtime import nan_switch
+from rlx.runtime.nan_check import Watched
 
 Array = np.ndarray[Any, Any]
 
@@ -176,7 +176,7 @@ def test_it_watches_only_inside_the_context() -> None:
             f(f32(1))
         assert f(f32(3)) == 0.0  # finite results pass
     assert np.isnan(f(f32(1)))
-    assert not finite.watching
+    assert not nan_switch.watching
 
 
 def test_without_a_context_it_is_a_switch() -> None:

@@ -12,7 +12,7 @@ import rlx
 from rlx import Graph
 from rlx.errors import GraphError
 from rlx.flow.state import FlowValue
-from rlx.functional.stand_ins import Traced
+from rlx.functional.tracers import Traced
 from rlx.ir.graph import Node, Value
 from rlx.ir.operators import OPERATORS, Operators
 from rlx.types import tensor

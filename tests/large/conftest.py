@@ -17,7 +17,7 @@ import pytest
 from real_models import ASSETS, MODELS, Ask, Greedy, model_file
 
 import rlx
-from rlx.engine.language import LanguageModel
+from rlx.engine.language_model import LanguageModel
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -13,7 +13,7 @@ import pytest
 from real_models import Ask
 
 import rlx
-from rlx.engine.language import LanguageModel
+from rlx.engine.language_model import LanguageModel
 
 pytestmark = pytest.mark.large
 MARGIN = 1e-3

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from real_models import Greedy
 
-from rlx.engine.language import LanguageModel
+from rlx.engine.language_model import LanguageModel
 
 pytestmark = pytest.mark.large
 PROMPTS = [

@@ -11,7 +11,7 @@ from real_models import model_file
 
 import rlx
 from rlx.engine import generate
-from rlx.engine.language import LanguageModel
+from rlx.engine.language_model import LanguageModel
 
 pytestmark = pytest.mark.large
 LONG, COUNT, TOP = 4096, 32, 20

@@ -11,7 +11,7 @@ from real_models import model_file
 
 import rlx
 from rlx.engine import generate
-from rlx.engine.language import Completion, LanguageModel
+from rlx.engine.language_model import Completion, LanguageModel
 
 pytestmark = pytest.mark.large
 MODEL = "smollm2-135m"

@@ -9,7 +9,7 @@ import pytest
 from real_models import Greedy, model_file
 
 import rlx
-from rlx.engine.language import LanguageModel
+from rlx.engine.language_model import LanguageModel
 
 pytestmark = pytest.mark.large
 PROMPTS = ["The capital of France is", "It's 12345 o'clock;  two spaces,\n\n new lines", "Größe 東京 🙂"]

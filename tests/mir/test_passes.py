@@ -31,17 +31,17 @@ from rlx.mir.fuse_regions import fuse_regions
 from rlx.mir.hoist_weights import Hoisted, hoist_weights
 from rlx.mir.int8_matmuls import int8_matmuls
 from rlx.mir.legalize import legalize
-from rlx.mir.merge_gates import merge_gates
+from rlx.mir.merge_gate_up import merge_gate_up
 from rlx.mir.merge_matmuls import merge_matmuls
 from rlx.mir.merge_ropes import merge_ropes
 from rlx.mir.optimise_bodies import optimise_bodies
 from rlx.mir.patches_as_matmuls import patches_as_matmuls
+from rlx.mir.quantise_activations import quantise_activations
 from rlx.mir.quantise_norms import quantise_norms
 from rlx.mir.report import FusionReport
-from rlx.mir.round_activations import round_activations
 from rlx.mir.set_precision import set_precision
 from rlx.mir.unfuse import unfuse
-from rlx.mir.weights_first import weights_first
+from rlx.mir.weights_to_front import weights_to_front
 from rlx.mir.widen_late import widen_late
 from rlx.types import concrete
 
@@ -59,20 +59,20 @@ def hoisted_body(body: Graph, certain: bool) -> Hoisted:
 
 
 # Passes that change numbers on purpose: how far from those before, relative to the largest.
-ROUNDING = {"int8_matmuls": 0.02, "round_activations": 0.02, "set_precision": 0.02}
+ROUNDING = {"int8_matmuls": 0.02, "quantise_activations": 0.02, "set_precision": 0.02}
 PASSES: dict[str, Callable[..., Graph | Hoisted]] = {
     "canonicalize": canonicalize, "fold_constants": fold_constants, "cse": cse, "dce": dce, "legalize": legalize,
-    "merge_gates": merge_gates, "merge_matmuls": merge_matmuls, "merge_ropes": merge_ropes, "fuse_norms": fuse_norms,
+    "merge_gate_up": merge_gate_up, "merge_matmuls": merge_matmuls, "merge_ropes": merge_ropes, "fuse_norms": fuse_norms,
     "quantise_norms": quantise_norms, "fuse_regions": fuse_regions, "fuse_epilogues": after_regions,
     "hoist_weights": functools.partial(hoist_weights, target=AVX512), "unfuse": unfuse, "expand": expand,
-    "widen_late": widen_late, "weights_first": weights_first, "patches_as_matmuls": patches_as_matmuls,
-    "int8_matmuls": int8_matmuls, "round_activations": round_activations,
+    "widen_late": widen_late, "weights_to_front": weights_to_front, "patches_as_matmuls": patches_as_matmuls,
+    "int8_matmuls": int8_matmuls, "quantise_activations": quantise_activations,
     "set_precision": functools.partial(set_precision, compute=BF16, mixed=True),
     "optimise_bodies": functools.partial(optimise_bodies, optimise=hoisted_body),
     "hoist_weights_as_they_are": functools.partial(hoist_weights, target=replace(AVX512, prepacks=False)),
 }  # fmt: skip
 REPORTS = {
-    "merge_gates", "merge_matmuls", "merge_ropes", "fuse_norms", "quantise_norms", "fuse_regions", "fuse_epilogues",
+    "merge_gate_up", "merge_matmuls", "merge_ropes", "fuse_norms", "quantise_norms", "fuse_regions", "fuse_epilogues",
 }  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def test_a_pass_keeps_what_the_graph_means(name: str, case: Case) -> None:
         result = result.main
     # NumPy's products depend on their widths.
     exact = (
-        name not in ("merge_gates", "merge_matmuls", "patches_as_matmuls", "optimise_bodies") and "hoist" not in name
+        name not in ("merge_gate_up", "merge_matmuls", "patches_as_matmuls", "optimise_bodies") and "hoist" not in name
     )
     for have, want in zip(run(result, leaves, BINDING), before, strict=True):
         assert have.dtype == want.dtype

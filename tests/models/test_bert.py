@@ -16,7 +16,7 @@ from gguf_writing import finish
 from small_bert import VOCAB, WORDS, pooled, sentence_transformers, tokens_of
 
 import rlx
-from rlx.engine.embed import EmbeddingModel
+from rlx.engine.embedding_model import EmbeddingModel
 from rlx.errors import CapabilityError, FormatError
 from rlx.models.load import open_checkpoint
 from rlx.models.pooling import KINDS

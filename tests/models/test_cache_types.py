@@ -11,11 +11,11 @@ import pytest
 from runtime.test_caches import nothing_loaded
 from test_golden import Golden, converted, gguf, write
 
-from rlx.backends import cache as cache_folder
+from rlx.backends import cache_folder as cache_folder
 from rlx.cli.main import main
 from rlx.engine import load as models
-from rlx.engine import snapshots
-from rlx.engine.language import LanguageModel
+from rlx.engine import model_snapshot
+from rlx.engine.language_model import LanguageModel
 from rlx.errors import CapabilityError, RequestError
 from rlx.profile import CompileProfile, Precision
 from rlx.runtime import compiled as graphs
@@ -27,7 +27,7 @@ TABLE = "model.embed_tokens.weight"
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of its own, in which files count as settled at once."""
-    monkeypatch.setattr(snapshots, "SETTLED_NS", -(10**12))
+    monkeypatch.setattr(model_snapshot, "SETTLED_NS", -(10**12))
     monkeypatch.setenv("RLX_CACHE", str(tmp_path / "cache"))
     nothing_loaded(monkeypatch)
     return tmp_path / "cache" / cache_folder.SNAPSHOTS
@@ -142,7 +142,7 @@ def test_the_first_load_maps_its_weights_as_the_next_one_does(
 
 def test_a_snapshot_that_cannot_be_opened_costs_only_time(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = bits(load(packed))
-    monkeypatch.setattr(snapshots, "open_snapshot", lambda *_: None)
+    monkeypatch.setattr(model_snapshot, "open_snapshot", lambda *_: None)
     assert bits(load(packed)) == expected
 
 

@@ -16,7 +16,7 @@ from gguf_writing import finish
 from safetensors.numpy import save_file
 from small_llama import Driver, difference
 
-from rlx.engine.language import LanguageModel
+from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
 from rlx.errors import CapabilityError, FormatError, RlxError
 from rlx.models.load import Checkpoint, open_checkpoint

@@ -15,8 +15,8 @@ from test_golden import ARCHITECTURES, Golden, converted, gguf, write
 
 import rlx
 from rlx.engine import load as models
-from rlx.engine.language import LanguageModel
-from rlx.engine.vision import VisionModel
+from rlx.engine.language_model import LanguageModel
+from rlx.engine.vision_model import VisionModel
 from rlx.errors import BindError, CapabilityError, DTypeError, GraphError, RequestError, ShapeError
 from rlx.flow.flow import stage_values
 from rlx.flow.init import zeros

@@ -12,7 +12,7 @@ from small_llama import difference
 from test_golden import Golden
 
 from rlx.engine import generate as generation
-from rlx.engine.language import LanguageModel
+from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
 
 NAMES = ("gemma3", "qwen3_next", "qwen3_5", "qwen3_5_moe")

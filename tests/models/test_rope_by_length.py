@@ -12,8 +12,8 @@ from small_llama import difference
 
 import rlx
 from rlx.engine.generate import Decoder
-from rlx.engine.kvcache import KvCache
-from rlx.runtime.kv_cache import KvCacheSpec
+from rlx.engine.kv_cache import KvCache
+from rlx.runtime.kv_spec import KvCacheSpec
 
 LIMIT = 48
 LONG = {

@@ -15,7 +15,7 @@ from small_llama import SETTINGS, Driver, difference, forward, random_weights, w
 
 from rlx.dtypes import BY_NAME, F32
 from rlx.errors import CapabilityError, FormatError
-from rlx.formats.scaled import ScaledFile
+from rlx.formats.scaled_weights import ScaledFile
 from rlx.models.load import open_checkpoint
 
 WIDE = {**SETTINGS, "hidden_size": 128, "intermediate_size": 256}

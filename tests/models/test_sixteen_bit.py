@@ -24,7 +24,7 @@ from test_golden import ARCHITECTURES, NAMES, Golden, converted, write
 from test_golden_encoders import TEXTS
 
 import rlx
-from rlx.engine.language import LanguageModel
+from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
 from rlx.models.load import Checkpoint, open_checkpoint
 from rlx.runtime.compiled import CompiledGraph

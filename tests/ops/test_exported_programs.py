@@ -6,7 +6,7 @@ import pytest
 from sample_graphs import element_types, sample_graph, user_ops
 from targets import host
 
-from rlx.runtime import codec
+from rlx.runtime import record_json
 from rlx.runtime.plan import make_plan, plan_records
 
 NAMES = [op.name for op in user_ops() if element_types(op)]
@@ -16,7 +16,7 @@ NAMES = [op.name for op in user_ops() if element_types(op)]
 def test_a_program_comes_back_as_it_was(name: str) -> None:
     op = next(op for op in user_ops() if op.name == name)
     plan = make_plan(sample_graph(name, element_types(op)[0]).graph, host())
-    text, arrays = codec.encode(plan, plan_records())
-    found = codec.decode(text, plan_records(), arrays, name)
-    assert codec.encode(found, plan_records())[0] == text
+    text, arrays = record_json.encode(plan, plan_records())
+    found = record_json.decode(text, plan_records(), arrays, name)
+    assert record_json.encode(found, plan_records())[0] == text
     assert found.main.fingerprint() == plan.main.fingerprint()

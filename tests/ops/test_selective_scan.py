@@ -157,7 +157,7 @@ def test_the_kept_states_are_those_before_each_chunk(seq: int) -> None:
     del given["d"]
     graph = rlx.Graph("kept")
     inputs = [graph.input(name, array.shape, "f64") for name, array in given.items()]
-    graph.set_outputs(graph.apply("selective_scan_kept", *inputs, state_size=N, chunk=chunk))
+    graph.set_outputs(graph.apply("selective_scan_with_states", *inputs, state_size=N, chunk=chunk))
     for device in ("cpu", "reference"):
         y, last, states = rlx.compile(graph, device).run(given)
         np.testing.assert_allclose(y, plain(**given)[0], rtol=1e-12, atol=1e-12)
@@ -175,7 +175,7 @@ def test_a_gradient_is_three_launches_and_keeps_one_state_for_each_chunk() -> No
     assert not program.controls
     named = [launch.kernel.name for launch in program.launches]
     scans = [name for name in named if name.startswith("selective_scan")]
-    assert scans == ["selective_scan_kept", "selective_scan_backward", "selective_scan_sums"]
+    assert scans == ["selective_scan_with_states", "selective_scan_backward", "selective_scan_sums"]
     sizes = [b.type.bytes for b in program.buffers.values()]
     largest = [max(rlx.types.evaluate(x, {"batch": 1, "seq": seq}) for x in sizes) for seq in (50 * CHUNK, 100 * CHUNK)]
     assert largest == [4 * channels * n * 50, 4 * channels * n * 100]

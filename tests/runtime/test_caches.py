@@ -28,7 +28,7 @@ from limits import LONGEST_S
 from targets import host
 
 import rlx
-from rlx.backends import cache
+from rlx.backends import cache_folder
 from rlx.errors import KernelError
 from rlx.runtime.plan import make_plan, relocated
 from rlx.runtime.session import Session
@@ -44,7 +44,7 @@ g.set_outputs([(g.input("x", ("n", 20)) @ g.param("w", (20, 30))).silu().sum(axi
 f = rlx.compile(g)
 f.set_param("w", np.ones((20, 30), np.float32))
 outputs = f.run({{"x": np.full((7, 20), 0.25, np.float32)}})
-from rlx.backends import cache
+from rlx.backends import cache_folder
 from rlx.backends.base import kernels_compiled
 store = cache.current()
 print(json.dumps({{
@@ -54,7 +54,7 @@ print(json.dumps({{
 """
 # Makes a start that does any of the work it should find in the cache fail.
 FORBID = """
-import rlx.runtime.plan, rlx.backends.cpu.library, rlx.backends.cpu.pool, rlx.backends.cpu.toolchain
+import rlx.runtime.plan, rlx.backends.cpu.kernel_library, rlx.backends.cpu.pool, rlx.backends.cpu.toolchain
 def forbidden(*args, **kwargs): raise AssertionError("work that the cache should have saved")
 rlx.runtime.plan.make_plan = forbidden
 rlx.backends.cpu.toolchain.compile_text = rlx.backends.cpu.pool.compile_text = forbidden
@@ -204,7 +204,7 @@ def test_a_folder_that_others_may_write_is_refused(filled: Path, tmp_path: Path)
     before = files(filled)
     for mode in (0o720, 0o702, 0o777):
         filled.chmod(mode)
-        store = cache._open.__wrapped__(str(filled))
+        store = cache_folder._open.__wrapped__(str(filled))
         assert store.folder is None and "not ours alone" in store.why and f"{mode:o}" in store.why
     assert result(start(str(filled), tmp_path))["compiled"] > 0
     assert files(filled) == before
@@ -244,14 +244,14 @@ def test_a_user_without_a_home_has_no_cache_and_no_folder_called_tilde(tmp_path:
 
 def test_a_relative_folder_stays_where_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    store = cache._open.__wrapped__("below")
+    store = cache_folder._open.__wrapped__("below")
     store.write("objects", "key", b"payload")
     monkeypatch.chdir("/")
     assert store.read("objects", "key") == b"payload"
 
 
 def test_a_disk_that_takes_nothing_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = cache._open.__wrapped__(str(folder))
+    store = cache_folder._open.__wrapped__(str(folder))
 
     def full(*args: Any, **options: Any) -> Any:
         raise OSError(28, "No space left on device")
@@ -265,7 +265,7 @@ def test_a_disk_that_takes_nothing_is_no_error(folder: Path, monkeypatch: pytest
 
 
 def test_a_damaged_entry_that_cannot_be_removed_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = cache._open.__wrapped__(str(folder))
+    store = cache_folder._open.__wrapped__(str(folder))
     store.write("objects", "key", b"payload")
     (folder / "objects" / "key").write_bytes(b"nonsense")
 
@@ -280,12 +280,12 @@ def test_a_damaged_entry_that_cannot_be_removed_is_no_error(folder: Path, monkey
 def test_a_folder_of_another_user_is_refused(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     os.chown(folder, 12345, 12345)
-    store = cache._open.__wrapped__(str(folder))
+    store = cache_folder._open.__wrapped__(str(folder))
     assert store.folder is None and "owner 12345" in store.why
 
 
 def test_size_and_clear_count_entries(folder: Path) -> None:
-    store = cache._open.__wrapped__(str(folder))
+    store = cache_folder._open.__wrapped__(str(folder))
     for i in range(3):
         store.write("objects", f"key{i}", b"payload")
     assert store.size() == (3, 3 * (32 + len(b"payload")))
@@ -294,7 +294,7 @@ def test_size_and_clear_count_entries(folder: Path) -> None:
 
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code that other tests have loaded is from other folders."""
-    libraries = importlib.import_module("rlx.backends.cpu.library")
+    libraries = importlib.import_module("rlx.backends.cpu.kernel_library")
     monkeypatch.setattr(libraries, "_libraries", {})
     libraries.library(host()).driver()  # the pool has that of the library before
 

@@ -24,8 +24,8 @@ from scipy.special import erf
 import rlx
 from rlx.backends.base import kernels_compiled
 from rlx.errors import BindError, CapabilityError, FormatError, KernelError
-from rlx.layouts import parse_layout
-from rlx.runtime import codec, container, export
+from rlx.operand_layouts import parse_layout
+from rlx.runtime import container, export, record_json
 from rlx.target import Target
 from rlx.types import Composite, Dim, Symbol
 
@@ -456,27 +456,27 @@ POINT = {"Point": Point}
     ids=str,
 )  # fmt: skip
 def test_records_come_back_as_they_were(value: Any) -> None:
-    classes = POINT | codec.records_of(rlx.dims, rlx.types)
-    text, arrays = codec.encode(value, classes)
-    found = codec.decode(text, classes, arrays, "test")
+    classes = POINT | record_json.records_of(rlx.dims, rlx.types)
+    text, arrays = record_json.encode(value, classes)
+    found = record_json.decode(text, classes, arrays, "test")
     assert found == value and repr(found) == repr(value)
 
 
 def test_equal_records_are_written_once_and_lists_are_not_shared() -> None:
-    text, _ = codec.encode([Point(1.0, 2), Point(1.0, 2), [], []], POINT)
+    text, _ = record_json.encode([Point(1.0, 2), Point(1.0, 2), [], []], POINT)
     assert text.count("Point") == 1
-    found = codec.decode(text, POINT, [], "test")
+    found = record_json.decode(text, POINT, [], "test")
     assert found[0] is found[1] and found[2] is not found[3]
 
 
 def test_minus_zero_and_nan_survive() -> None:
-    text, _ = codec.encode((0.0, -0.0, float("nan")), {})
-    assert repr(codec.decode(text, {}, [], "test")) == "(0.0, -0.0, nan)"
+    text, _ = record_json.encode((0.0, -0.0, float("nan")), {})
+    assert repr(record_json.decode(text, {}, [], "test")) == "(0.0, -0.0, nan)"
 
 
 def test_what_is_no_record_is_refused() -> None:
     with pytest.raises(CapabilityError, match="function is no record"):
-        codec.encode(Point(1.0, lambda: 1), POINT)
+        record_json.encode(Point(1.0, lambda: 1), POINT)
 
 
 @pytest.mark.parametrize(
@@ -489,7 +489,7 @@ def test_what_is_no_record_is_refused() -> None:
 )  # fmt: skip
 def test_text_that_says_anything_else_is_a_format_error(text: str) -> None:
     with pytest.raises(FormatError, match="test: is no table of records"):
-        codec.decode(text, POINT | codec.records_of(rlx.types), [], "test")
+        record_json.decode(text, POINT | record_json.records_of(rlx.types), [], "test")
 
 
 def test_a_program_that_names_another_class_is_refused(copy: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import small_bert
 
 import rlx
-from rlx.backends import cache
+from rlx.backends import cache_folder
 from rlx.errors import FormatError
 from rlx.runtime import container, program_cache
 from rlx.runtime.plan import CompiledPlan, make_plan, plan_records
@@ -59,12 +59,12 @@ def test_an_old_cache_entry_is_made_again(tmp_path: Path, monkeypatch: pytest.Mo
     graph, session = product(), rlx.Session()
     session.compile(graph)
     key = Keys.of(graph, session.target, DEFAULT).code
-    assert key is not None and cache.current().read("compiled", key) is not None
+    assert key is not None and cache_folder.current().read("compiled", key) is not None
     # A record of another kind, as an older version could have stored under the same name.
     old = program_cache.packed(make_plan(graph, session.target, DEFAULT), plan_records())
     assert isinstance(program_cache.unpacked(old, plan_records(), CompiledPlan), CompiledPlan)
-    cache.current().write("compiled", key, old)
+    cache_folder.current().write("compiled", key, old)
     again = rlx.Session().compile(graph)
     again.set_param("w", np.ones((4, 8), np.float32))
     assert again.run({"x": X})[0].tolist() == [[4.0] * 8] * 2
-    assert cache.current().read("compiled", key) != old
+    assert cache_folder.current().read("compiled", key) != old

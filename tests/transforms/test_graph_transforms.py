@@ -15,7 +15,7 @@ from numeric import Array, Case, assert_close, check_forward, check_reverse, che
 import rlx
 from rlx.errors import DTypeError, GraphError, LowerError, ShapeError
 from rlx.ir.registry import CONTROL, FUSED, LEAF, OPS
-from rlx.transforms import checkpoint, grad, hvp, jacfwd, jacrev, jvp, tables, value_and_grad, vjp, vmap
+from rlx.transforms import checkpoint, grad, hvp, jacfwd, jacrev, jvp, rule_tables, value_and_grad, vjp, vmap
 from rlx.types import concrete
 
 rng = np.random.default_rng(3)
@@ -345,7 +345,11 @@ def test_random_graphs_of_random_shapes(data: Any) -> None:
 
 # -- machine code ----------------------------------------------------------------------------------------------------
 GROUPS = sorted(
-    {o.group for o in OPS.values() if o.name in tables.vjp or o.name in tables.partials or o.name in tables.parts}
+    {
+        o.group
+        for o in OPS.values()
+        if o.name in rule_tables.vjp or o.name in rule_tables.partials or o.name in rule_tables.parts
+    }
 )
 
 
@@ -358,7 +362,7 @@ def test_gradients_run_as_machine_code(group: str) -> None:
     for op in OPS.values():
         if op.group != group or not op.samples or not op.is_builtin or op.traits & {LEAF, FUSED, CONTROL}:
             continue
-        if op.name in tables.FLAT or op.name in tables.NO_DERIVATIVE:
+        if op.name in rule_tables.FLAT or op.name in rule_tables.NO_DERIVATIVE:
             continue
         values: list[Any] = []
         for i, spec in enumerate(op.samples[0].operands):

@@ -20,8 +20,8 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import CapabilityError, nearest
-from rlx.layouts import Layout
-from rlx.locks import Lock
+from rlx.fork_safe_locks import Lock
+from rlx.operand_layouts import Layout
 from rlx.target import Target
 
 if TYPE_CHECKING:  # a process that only runs a graph needs none of these
@@ -160,7 +160,7 @@ class HostAllocator(Allocator):
         return np.zeros(shape, dtype)
 
     def reserve(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
-        from rlx.backends.reserved import reserved_zeros
+        from rlx.backends.reserved_memory import reserved_zeros
 
         return reserved_zeros(shape, dtype)
 

@@ -11,7 +11,7 @@ from rlx.arrays import Array
 from rlx.backends.base import Backend, Executable, InputSpec, Key
 from rlx.backends.reports import Trace
 from rlx.errors import CapabilityError
-from rlx.resources import require
+from rlx.free_memory import require
 from rlx.target import Target
 
 if TYPE_CHECKING:

@@ -29,14 +29,14 @@ from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.cli.inspect import phase_sizes
 from rlx.cli.loading import load
-from rlx.engine.embed import EmbeddingModel
-from rlx.engine.language import LanguageModel
-from rlx.engine.vision import VisionModel
+from rlx.engine.embedding_model import EmbeddingModel
+from rlx.engine.language_model import LanguageModel
+from rlx.engine.vision_model import VisionModel
 from rlx.errors import CapabilityError
 from rlx.hub.store import show_size
 from rlx.ir.graph import Graph
 from rlx.lir.program import Program
-from rlx.runtime.kv_cache import CACHE_HELP, CACHES
+from rlx.runtime.kv_spec import CACHE_HELP, CACHES
 from rlx.types import evaluate
 
 PROMPTS = (128, 512)

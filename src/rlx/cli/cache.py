@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rlx.backends.cache import SNAPSHOTS, Cache, current, file_of, snapshot_limit
+from rlx.backends.cache_folder import SNAPSHOTS, Cache, current, file_of, snapshot_limit
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

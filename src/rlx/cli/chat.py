@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlx.cli import console
-from rlx.engine.language import Completion, LanguageModel, Messages, TextStream
+from rlx.engine.language_model import Completion, LanguageModel, Messages, TextStream
 from rlx.errors import CapabilityError, RequestError, RlxError
 
 QUOTES = '"""'

@@ -27,8 +27,8 @@ from rlx.arrays import Array
 from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.cli.loading import load
-from rlx.engine.embed import EmbeddingModel
-from rlx.engine.vision import VisionModel
+from rlx.engine.embedding_model import EmbeddingModel
+from rlx.engine.vision_model import VisionModel
 from rlx.errors import CapabilityError, RequestError
 
 DEFAULT = "minilm-l6"

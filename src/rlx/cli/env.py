@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import rlx
 from rlx.backends.base import available, backend
-from rlx.backends.cache import current
+from rlx.backends.cache_folder import current
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

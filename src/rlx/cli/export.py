@@ -15,7 +15,7 @@ from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.hub.store import show_size
 from rlx.runtime.export import SUFFIX, read_export
-from rlx.runtime.kv_cache import CACHE_HELP, CACHES
+from rlx.runtime.kv_spec import CACHE_HELP, CACHES
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -24,12 +24,12 @@ from rlx.cli import console
 from rlx.cli.console import UsageError
 from rlx.cli.loading import load as load_model
 from rlx.engine.build import build_checkpoint
-from rlx.engine.kvcache import ring_blocks
+from rlx.engine.kv_cache import ring_blocks
 from rlx.engine.load_settings import CONTEXT
 from rlx.errors import FormatError, NotFoundError, shortened
 from rlx.hir.lower import lower
 from rlx.hub.store import show_size
-from rlx.inspect.folding import SECTION, Group, Line, folded, lines_of, tree_text
+from rlx.inspect.fold_layers import SECTION, Group, Line, folded, lines_of, tree_text
 from rlx.inspect.levels import graph_lines, head, launch_lines, plain_interface_lines, stage_of, tail
 from rlx.inspect.links import link_text
 from rlx.inspect.page import graph_columns, graph_page
@@ -42,7 +42,7 @@ from rlx.mir.pipeline import optimise
 from rlx.models.load import open_checkpoint
 from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph, stand_in
-from rlx.runtime.kv_cache import CACHE_HELP, CACHES
+from rlx.runtime.kv_spec import CACHE_HELP, CACHES
 from rlx.runtime.plan import cached_plan, source_line
 from rlx.runtime.session import compile
 from rlx.target import KvLayout, Target

@@ -24,7 +24,7 @@ from rlx.ir.text import attr_text
 from rlx.lir import forms
 from rlx.lir.forms.elementwise import scalar_form
 from rlx.lir.schedule import loop_form
-from rlx.mir.common_forms import common_form
+from rlx.mir.recognise_ops import common_form
 from rlx.types import TensorType
 
 FLOATS = tuple(d for d in dtypes.ALL if d.is_float)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlx.arrays import Array
-from rlx.formats.quants import dequantise
+from rlx.formats.gguf_quants import dequantise
 from rlx.models.load import Checkpoint
 
 CLASSES = {"llama": "Llama", "qwen2": "Qwen2"}

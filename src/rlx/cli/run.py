@@ -17,11 +17,11 @@ from rlx import hub
 from rlx.cli import chat, console
 from rlx.cli.console import UsageError
 from rlx.cli.loading import load
-from rlx.engine.language import Completion, LanguageModel
+from rlx.engine.language_model import Completion, LanguageModel
 from rlx.engine.sampler import Sampling
 from rlx.errors import CapabilityError, NotFoundError, RequestError
 from rlx.hub.pull import names_a_model
-from rlx.runtime.kv_cache import CACHE_HELP, CACHES
+from rlx.runtime.kv_spec import CACHE_HELP, CACHES
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 MAX_BYTES = 64 << 20  # of stdin; ten times what the longest contexts hold

@@ -25,13 +25,13 @@ from rlx.cli import console, parity
 from rlx.cli.loading import load
 from rlx.cli.parity import Difference
 from rlx.dtypes import DType
-from rlx.engine.kvcache import KvCache
-from rlx.engine.language import LanguageModel
+from rlx.engine.kv_cache import KvCache
+from rlx.engine.language_model import LanguageModel
 from rlx.engine.sampler import BatchSampling
-from rlx.engine.vision import VisionModel
+from rlx.engine.vision_model import VisionModel
 from rlx.errors import FormatError, RlxError
 from rlx.formats import TensorEntry, TensorFile
-from rlx.formats.quants import dequantise
+from rlx.formats.gguf_quants import dequantise
 from rlx.formats.tokenizer import Tokenizer
 from rlx.hub.catalogue import find
 from rlx.hub.pull import WEIGHTS, model_folder

@@ -12,7 +12,7 @@ from rlx.dtypes import F32, F64, dtype
 from rlx.engine.sampler import shown
 from rlx.errors import BindError, DTypeError, ShapeError, nearest
 from rlx.flow.weights import MapWeights, WeightSource
-from rlx.locks import Lock
+from rlx.fork_safe_locks import Lock
 from rlx.models.family import STORED
 from rlx.runtime.compiled import CompiledGraph
 

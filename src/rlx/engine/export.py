@@ -13,28 +13,28 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlx.arrays import Array
-from rlx.engine.embed import EmbeddingModel
-from rlx.engine.language import LanguageModel
+from rlx.engine.embedding_model import EmbeddingModel
+from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import class_of
 from rlx.engine.model import Model, Prepared
-from rlx.engine.vision import VisionModel
+from rlx.engine.vision_model import VisionModel
 from rlx.errors import CapabilityError, FormatError, NotFoundError, RequestError
 from rlx.flow.flow import BuiltModel, KvCacheSpec, ModelFlow, Params
+from rlx.fork_safe_locks import cached_property
 from rlx.formats import TensorFile, open_tensors
 from rlx.formats.bpe import check_tables
 from rlx.formats.special_tokens import SpecialIds
-from rlx.formats.tensors import PathLike, broken, quoted
+from rlx.formats.tensor_file import PathLike, broken, quoted
 from rlx.formats.tokenizer import Tokenizer
 from rlx.ir.graph import Graph
-from rlx.locks import cached_property
-from rlx.models.arrange import weights_of
 from rlx.models.config import record_types
 from rlx.models.family import FAMILIES, Family, FileWeights
-from rlx.models.images import ImageSettings
+from rlx.models.image_preprocessing import ImageSettings
 from rlx.models.load import Checkpoint
 from rlx.models.pooling import EmbedSettings
+from rlx.models.weight_views import weights_of
 from rlx.profile import CompileProfile
-from rlx.runtime import codec
+from rlx.runtime import record_json
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.export import (
     WEIGHTS,
@@ -47,7 +47,7 @@ from rlx.runtime.export import (
     leaves,
     open_export,
 )
-from rlx.runtime.kv_cache import CACHES
+from rlx.runtime.kv_spec import CACHES
 from rlx.runtime.session import Session
 from rlx.target import KvLayout
 from rlx.types import TensorType
@@ -108,7 +108,7 @@ def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
     settings = getattr(model, "settings", None)  # of texts or images, where the model makes vectors
     described = None if tokenizer is None else tokenizer.described()
     records = {"config": checkpoint.config, "cache": built.cache, "embed": settings, "tokenizer": described}
-    text, arrays = codec.encode(records, _classes(model.family))
+    text, arrays = record_json.encode(records, _classes(model.family))
     about = {
         "name": model.name,
         "family": model.family.name,
@@ -190,7 +190,7 @@ def _described(file: ExportFile) -> tuple[Family, dict[str, Any]]:
         raise broken(file.path, "manifest: model.outputs", expected=outputs, found=quoted(about["outputs"]))
     family = FAMILIES[about["family"]]
     arrays = list(file.arrays("records.arrays").values())
-    records = codec.decode(file.section("records"), _classes(family), arrays, f"{file.path}: records")
+    records = record_json.decode(file.section("records"), _classes(family), arrays, f"{file.path}: records")
     wanted: dict[str, Any] = {
         "config": family.config, "cache": KvCacheSpec | None, "embed": EmbedSettings | ImageSettings | None,
         "tokenizer": dict | None,

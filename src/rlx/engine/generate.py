@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from rlx.arrays import Array
-from rlx.engine.kvcache import SPARE, CacheStore, KvCache
+from rlx.engine.kv_cache import SPARE, CacheStore, KvCache
 from rlx.engine.sampler import BatchSampling, Sampler, most_likely, no_token, operand_input, shown
 from rlx.errors import CapabilityError
 from rlx.formats.tokenizer import Stream
 from rlx.runtime.compiled import CompiledGraph
-from rlx.runtime.kv_cache import KvCacheSpec
+from rlx.runtime.kv_spec import KvCacheSpec
 
 Inputs = Mapping[str, Array]
 CHUNK = 256  # prompt tokens per call: more are hardly quicker, and an interrupt waits for the end of one

@@ -11,15 +11,15 @@ from rlx.errors import RequestError, nearest
 from rlx.hub.pull import resolve
 from rlx.profile import CompileProfile
 from rlx.runtime.container import SUFFIX
-from rlx.runtime.kv_cache import CACHES
+from rlx.runtime.kv_spec import CACHES
 from rlx.runtime.session import Session
 
 if TYPE_CHECKING:  # imported where a model is built: one that has a snapshot needs no graph
-    from rlx.engine.embed import EmbeddingModel
-    from rlx.engine.language import LanguageModel
+    from rlx.engine.embedding_model import EmbeddingModel
+    from rlx.engine.language_model import LanguageModel
     from rlx.engine.model import Patch
-    from rlx.engine.snapshots import ModelSnapshot
-    from rlx.engine.vision import VisionModel
+    from rlx.engine.model_snapshot import ModelSnapshot
+    from rlx.engine.vision_model import VisionModel
 
     Loaded: TypeAlias = LanguageModel | EmbeddingModel | VisionModel
 
@@ -67,23 +67,23 @@ def load(
 
 def _load_files(path: Path, name: str | None, threads: int | None, settings: dict[str, Any]) -> Loaded:
     """The model as it was kept the last time; without that, from its files, and kept for the next time."""
-    from rlx.engine import snapshots
+    from rlx.engine import model_snapshot
 
     choose("cache", settings["cache"], CACHES)
     session = session_for(settings["device"], threads)
     found: Mapping[str, ModelSnapshot] = {}
     if settings["patch"] is None:
         settings["profile"] = profile_for(settings["profile"], path)
-        found = snapshots.find(path, session, settings)
+        found = model_snapshot.find(path, session, settings)
         for snapshot in found.values():
-            restored = snapshots.open_snapshot(snapshot, name, settings)
+            restored = model_snapshot.open_snapshot(snapshot, name, settings)
             if restored is not None:
                 return restored
     model = open_model(path, name, session, settings)
     mine = found.get(model.cache_dtype)
-    if mine is not None and snapshots.keep(model, mine):
+    if mine is not None and model_snapshot.keep(model, mine):
         model.close()  # before its weights are mapped: they are in memory once, and the system may drop them
-        model = snapshots.open_snapshot(mine, name, settings) or open_model(path, name, session, settings)
+        model = model_snapshot.open_snapshot(mine, name, settings) or open_model(path, name, session, settings)
     session.device.backend.trim()
     return model
 
@@ -100,14 +100,14 @@ def class_of(kind: str) -> type[Loaded]:
     """What a model of a kind of family becomes."""
     match kind:
         case "decoder":
-            from rlx.engine.language import LanguageModel
+            from rlx.engine.language_model import LanguageModel
 
             return LanguageModel
         case "vision model":
-            from rlx.engine.vision import VisionModel
+            from rlx.engine.vision_model import VisionModel
 
             return VisionModel
         case _:
-            from rlx.engine.embed import EmbeddingModel
+            from rlx.engine.embedding_model import EmbeddingModel
 
             return EmbeddingModel

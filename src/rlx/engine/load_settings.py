@@ -15,7 +15,7 @@ from rlx.profile import CompileProfile, Precision
 from rlx.runtime.session import Session
 
 if TYPE_CHECKING:
-    from rlx.engine.model import Facts
+    from rlx.engine.model import ModelInfo
     from rlx.models.load import Checkpoint
 
 CONTEXT = 4096  # positions, where the model has more and nothing else is asked
@@ -67,7 +67,7 @@ def auto_cache(checkpoint: Checkpoint, profile: CompileProfile) -> str:
     return "f16" if packed and profile.precision.activations == "int8" else "f32"
 
 
-def checked_context(context: int | None, facts: Facts) -> int:
+def checked_context(context: int | None, facts: ModelInfo) -> int:
     longest = facts.longest
     if context is None:
         return default_context(facts.kind, longest)

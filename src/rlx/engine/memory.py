@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlx.host_memory import address, owner
+from rlx.host_memory import address, root_buffer
 from rlx.runtime.compiled import CompiledGraph
 
 
@@ -38,7 +38,7 @@ def memory_of(graphs: Iterable[CompiledGraph], cache: int) -> Memory:
     for compiled in graphs:
         arena += compiled.executable.reserved_bytes()
         for buffer in compiled.executable.weights.values():  # what went into derived weights was released
-            held_by = owner(buffer)
+            held_by = root_buffer(buffer)
             if isinstance(held_by, np.ndarray):
                 weights[address(held_by)] = held_by.nbytes
             elif isinstance(buffer, np.ndarray):

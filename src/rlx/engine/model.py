@@ -14,22 +14,22 @@ import numpy as np
 
 import rlx
 from rlx.arrays import Array
-from rlx.engine.kvcache import CacheStore
+from rlx.engine.kv_cache import CacheStore
 from rlx.engine.load_settings import auto_cache, checked_context, choose, profile_for, session_for, with_precision
 from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, RequestError
+from rlx.fork_safe_locks import Lock
 from rlx.formats.tokenizer import Tokenizer
-from rlx.locks import Lock
 from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph
-from rlx.runtime.kv_cache import CACHES, KvCacheSpec
+from rlx.runtime.kv_spec import CACHES, KvCacheSpec
 from rlx.runtime.session import Session
 
 if TYPE_CHECKING:  # imported where a model is built: one that has a snapshot needs no graph
     from rlx.engine.apply import Applied
     from rlx.engine.edits import Edit, Edited
     from rlx.engine.memory import Memory
-    from rlx.engine.snapshots import SnapshotCheckpoint
+    from rlx.engine.model_snapshot import SnapshotCheckpoint
     from rlx.flow.flow import BuiltModel, ModelFlow
     from rlx.models.family import Family
     from rlx.models.load import Checkpoint
@@ -52,7 +52,7 @@ class WrongVerb(CapabilityError, AttributeError):
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelInfo:
     """What is known of a model without opening its files."""
 
     family: str
@@ -63,7 +63,7 @@ class Facts:
     notes: tuple[str, ...] = ()  # what is logged as a warning when it is loaded
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Facts:
+    def of(cls, checkpoint: Checkpoint) -> ModelInfo:
         c, family = checkpoint.config, checkpoint.family
         vocab, longest, dim = (int(getattr(c, size, 0)) for size in ("vocab", "context", "dim"))  # one may be absent
         return cls(family.name, family.kind, vocab, longest, dim, checkpoint.notes)
@@ -112,7 +112,7 @@ class Model:
     ) -> None:  # fmt: skip
         self._checkpoint: Checkpoint | SnapshotCheckpoint | None = checkpoint
         kept = getattr(checkpoint, "facts", None)
-        self.facts: Facts = Facts.of(self.checkpoint) if kept is None else kept
+        self.facts: ModelInfo = ModelInfo.of(self.checkpoint) if kept is None else kept
         choose("precision", precision, self.precisions, f" for {self.facts.kind}s")
         self.context = checked_context(context, self.facts)
         choose("cache", cache, CACHES)

@@ -33,7 +33,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "presence_penalty": (-MOST, MOST, f"a number from {-MOST:g} to {MOST:g}"),
 }
 # what other programs call these
-ALIENS = {
+FOREIGN_NAMES = {
     "temp": "temperature", "do_sample": "temperature", "topk": "top_k", "topp": "top_p", "minp": "min_p",
     "repeat_penalty": "repetition_penalty", "penalty_repeat": "repetition_penalty",
     "penalty_freq": "frequency_penalty", "penalty_present": "presence_penalty", "alpha_frequency": "frequency_penalty",
@@ -108,7 +108,7 @@ class Sampling:
         """From keywords; one that other programs use is told its name here."""
         for name in given:
             if name not in cls.__dataclass_fields__:
-                ours = ALIENS.get(name)
+                ours = FOREIGN_NAMES.get(name)
                 known = (*cls.__dataclass_fields__, "max_tokens", "stop", "logprobs")
                 hint = f"here it is called {ours}" if ours else nearest(name, known) or f"known: {', '.join(known)}"
                 raise RequestError(f"sampling: no setting is called {name!r}", hint=hint)

@@ -15,7 +15,7 @@ from rlx.arrays import Array
 from rlx.errors import CapabilityError
 from rlx.flow.flow import BuiltModel
 from rlx.flow.init import WantedWeights
-from rlx.formats.tensors import quoted
+from rlx.formats.tensor_file import quoted
 from rlx.models.config import leaves
 from rlx.models.load import Checkpoint, open_checkpoint
 

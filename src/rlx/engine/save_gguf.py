@@ -14,7 +14,7 @@ from rlx.dtypes import F16, F32
 from rlx.engine.save_check import check_same, replacing
 from rlx.engine.save_tensors import FLOATS, Source, Tensor
 from rlx.errors import CapabilityError
-from rlx.formats.quants import GGUF_TYPES
+from rlx.formats.gguf_quants import GGUF_TYPES
 from rlx.models.config import DecoderConfig, leaves
 from rlx.models.load import Checkpoint
 

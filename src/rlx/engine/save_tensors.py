@@ -15,10 +15,10 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.dtypes import BF16, F16, F32, DType, dtype
 from rlx.errors import CapabilityError
-from rlx.formats.quants import dequantise
-from rlx.models.arrange import ArrangedWeights, Rows, Spans, Stack, in_layers
+from rlx.formats.gguf_quants import dequantise
 from rlx.models.family import Family
 from rlx.models.load import Checkpoint, repeated_head
+from rlx.models.weight_views import ArrangedWeights, GroupedRows, Rows, Stack, in_layers
 from rlx.types import TensorType
 
 FLOATS = {"f32": F32, "f16": F16, "bf16": BF16}
@@ -90,17 +90,17 @@ class Source:
     def _places(self, format: str) -> dict[str, Any]:
         """Where in a file of this format the weights are that it arranges in another way."""
         family, c, weights = self.checkpoint.family, self.checkpoint.config, self.checkpoint.weights
-        if family.arrange is None:
+        if family.weight_views is None:
             return {}
         if isinstance(weights, ArrangedWeights) and self.checkpoint.file.format == format:
             return dict(weights.made)
-        return {name: ways[0] for name, ways in in_layers(family.arrange(c, format), c.layers)}
+        return {name: ways[0] for name, ways in in_layers(family.weight_views(c, format), c.layers)}
 
     def _arranged(self, format: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights of stages as a file of this format has them: parts are joined, stacks taken apart."""
         places = self._places(format)
         found: dict[str, Tensor] = {}
-        parts: dict[str, list[tuple[Rows | Spans, Tensor]]] = {}
+        parts: dict[str, list[tuple[Rows | GroupedRows, Tensor]]] = {}
         for name, tensor in tensors.items():
             place = places.get(name)
             if place is None:
@@ -119,7 +119,7 @@ def _raw(file: Any, name: str) -> Tensor:
     return Tensor(TensorType(tuple(entry.shape), entry.storage), functools.partial(file.array, name))
 
 
-def _joined(places: Sequence[Rows | Spans], tensors: Sequence[Tensor]) -> Tensor:
+def _joined(places: Sequence[Rows | GroupedRows], tensors: Sequence[Tensor]) -> Tensor:
     """Parts of a tensor at their places, and turned where a file has them so."""
     kinds = {tensor.type.dtype for tensor in tensors}
     parts = list(tensors) if len(kinds) == 1 else [tensor.as_type(F32) for tensor in tensors]

@@ -7,8 +7,8 @@ from typing import Any
 
 from rlx.errors import CapabilityError
 from rlx.formats.pretokenize import PRE_TOKENIZERS
-from rlx.formats.token_models import CONTROL, NORMAL, USER_DEFINED
 from rlx.formats.tokenizer import Tokenizer
+from rlx.formats.tokenizer_models import CONTROL, NORMAL, USER_DEFINED
 
 GPT2 = PRE_TOKENIZERS["gpt-2"].patterns[0]
 # Where ways to cut text differ: contractions, digits, spaces, other scripts, runs of signs.

@@ -8,7 +8,7 @@ from rlx.flow.flow import KvCacheSpec as KvCacheSpec
 from rlx.flow.flow import ModelFlow as ModelFlow
 from rlx.flow.layers import LayerStack as LayerStack
 from rlx.flow.recipe import ModelRecipe as ModelRecipe
-from rlx.flow.side import SideOutputs as SideOutputs
+from rlx.flow.side_outputs import SideOutputs as SideOutputs
 from rlx.flow.stages.base import FlowStage as FlowStage
 from rlx.flow.stages.custom import register_stage as register_stage
 from rlx.flow.state import DecodeBindings as DecodeBindings

@@ -18,7 +18,7 @@ from rlx.flow.emit import Emit
 from rlx.flow.init import Initialiser, Rules, WantedWeights, as_initialiser, make
 from rlx.flow.layers import StageList
 from rlx.flow.patterns import matches
-from rlx.flow.side import SideOutputs
+from rlx.flow.side_outputs import SideOutputs
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.embed import LmHead
 from rlx.flow.stages.structure import Sequence as StageSequence
@@ -32,7 +32,7 @@ from rlx.ir.rewrite import live_copy, rebuild
 from rlx.module import GraphModule
 from rlx.profile import CompileProfile
 from rlx.runtime.compiled import CompiledGraph
-from rlx.runtime.kv_cache import KvCacheSpec as KvCacheSpec
+from rlx.runtime.kv_spec import KvCacheSpec as KvCacheSpec
 from rlx.runtime.session import Session
 from rlx.target import KvLayout
 from rlx.types import ShapeLike, TensorType, tensor

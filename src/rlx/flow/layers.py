@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from rlx.arrays import Array
 from rlx.errors import GraphError
-from rlx.flow.side import SideOutputs
+from rlx.flow.side_outputs import SideOutputs
 from rlx.flow.stages import attention, decoder, embed, encoder, ffn, norm, parts, streams, structure, vision
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.custom import Author, Custom, plugin_stage

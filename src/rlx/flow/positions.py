@@ -13,7 +13,7 @@ from rlx.flow.context import FlowCtx
 from rlx.flow.state import MAIN_ROPE
 from rlx.hir.lower import counted
 from rlx.ir.graph import Graph, Value
-from rlx.ops.position import STYLES as ROPE_STYLES
+from rlx.ops.rope import STYLES as ROPE_STYLES
 from rlx.types import Size
 
 

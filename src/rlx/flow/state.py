@@ -11,7 +11,7 @@ from rlx.errors import GraphError, nearest
 from rlx.ir.graph import Graph, Value
 from rlx.ir.operators import Operators
 from rlx.ops.attention import split_mask
-from rlx.runtime.kv_cache import KvCacheSpec, table_name
+from rlx.runtime.kv_spec import KvCacheSpec, table_name
 from rlx.types import Size, dim, sym
 
 Shape = tuple[Size, ...]

@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlx.formats.tensors import PathLike, TensorEntry, TensorFile, broken, open_bytes
+from rlx.formats.tensor_file import PathLike, TensorEntry, TensorFile, broken, open_bytes
 
 if TYPE_CHECKING:
     from rlx.formats.gguf import open_gguf
+    from rlx.formats.gguf_quants import dequantise
     from rlx.formats.llama2c import open_llama2c
-    from rlx.formats.quants import dequantise
     from rlx.formats.safetensors import open_safetensors
 
 __all__ = [

@@ -24,7 +24,7 @@ from tokenizers import PreTokenizedString, Regex, Token, models, pre_tokenizers
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from rlx.errors import FormatError
-from rlx.formats.tensors import quoted
+from rlx.formats.tensor_file import quoted
 
 K = TypeVar("K")
 V = TypeVar("V")

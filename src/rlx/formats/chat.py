@@ -16,7 +16,7 @@ from typing import Any
 
 from rlx.errors import FormatError, RequestError, nearest
 from rlx.formats.jinja_sandbox import Program
-from rlx.formats.tensors import quoted
+from rlx.formats.tensor_file import quoted
 from rlx.formats.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -17,8 +17,8 @@ from typing import Any, Union, overload
 import numpy as np
 
 from rlx.arrays import Array
-from rlx.formats.quants import GGUF_REMOVED, GGUF_TYPES
-from rlx.formats.tensors import (
+from rlx.formats.gguf_quants import GGUF_REMOVED, GGUF_TYPES
+from rlx.formats.tensor_file import (
     MAX_RANK,
     MAX_TENSORS,
     PART_NAME,

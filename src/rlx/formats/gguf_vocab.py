@@ -15,12 +15,20 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as RustTokenizer
 
 from rlx.errors import FormatError, nearest
-from rlx.formats import token_models
+from rlx.formats import tokenizer_models
 from rlx.formats.bpe import Bpe
 from rlx.formats.pretokenize import PRE_TOKENIZERS, PreTokenizer
 from rlx.formats.special_tokens import STOP_NAMES, SpecialIds, is_marker
-from rlx.formats.tensors import quoted
-from rlx.formats.token_models import CONTROL, MAX_TOKENS, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, add_special_tokens
+from rlx.formats.tensor_file import quoted
+from rlx.formats.tokenizer_models import (
+    CONTROL,
+    MAX_TOKENS,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    Vocabulary,
+    add_special_tokens,
+)
 
 MAX_MERGES = 1 << 23
 MAX_CHARSMAP_BYTES = 1 << 24
@@ -212,7 +220,7 @@ def _bpe(keys: _Keys, vocabulary: Vocabulary, special: SpecialIds, model: str) -
     merges = keys.strings("merges", MAX_MERGES)
     if merges is None:
         raise keys.wrong("merges", "the merges of the vocabulary", None)
-    build = token_models.raw_bpe if pre.raw else token_models.byte_level_bpe
+    build = tokenizer_models.raw_bpe if pre.raw else tokenizer_models.byte_level_bpe
     rust, bpe = build(vocabulary, merges, pre)
     return _with_ends(rust, keys, vocabulary, special, add_bos=pre.add_bos, add_eos=False), bpe
 
@@ -228,13 +236,13 @@ def _pre_tokenizer(keys: _Keys, model: str) -> PreTokenizer:
 
 def _sentencepiece(keys: _Keys, vocabulary: Vocabulary, special: SpecialIds) -> tuple[RustTokenizer, Bpe]:
     scores = _scores(keys, vocabulary)
-    rust, bpe = token_models.sentencepiece_bpe(vocabulary, scores, add_prefix=keys.flag("add_space_prefix", True))
+    rust, bpe = tokenizer_models.sentencepiece_bpe(vocabulary, scores, add_prefix=keys.flag("add_space_prefix", True))
     return _with_ends(rust, keys, vocabulary, special, add_bos=True, add_eos=False), bpe
 
 
 def _unigram(keys: _Keys, vocabulary: Vocabulary, special: SpecialIds) -> RustTokenizer:
     charsmap = keys.numbers("precompiled_charsmap", "iu", most=MAX_CHARSMAP_BYTES)
-    rust = token_models.unigram(
+    rust = tokenizer_models.unigram(
         vocabulary,
         _scores(keys, vocabulary),
         unknown=special.unk,
@@ -249,7 +257,7 @@ def _word_piece(keys: _Keys, vocabulary: Vocabulary, special: SpecialIds) -> Rus
     if special.unk is None:
         raise keys.wrong("unknown_token_id", "the id of [UNK]", None)
     lowercase = keys.flag("normalizer.lowercase", True)
-    rust = token_models.word_piece(
+    rust = tokenizer_models.word_piece(
         vocabulary, unknown=special.unk, lowercase=lowercase,
         strip_accents=keys.flag("normalizer.strip_accents", lowercase),
     )  # fmt: skip

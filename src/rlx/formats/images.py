@@ -22,7 +22,7 @@ from rlx.arrays import Array
 from rlx.errors import CapabilityError, RequestError, RlxError, shortened
 from rlx.formats.png import MAGIC as PNG
 from rlx.formats.png import PIXELS, SIDE, check_size, read_png
-from rlx.formats.tensors import PathLike, broken, open_bytes, quoted
+from rlx.formats.tensor_file import PathLike, broken, open_bytes, quoted
 
 NPY = b"\x93NUMPY"
 BYTES = 1 << 30  # of a file: as many as the pixels of the largest image can take in any format

@@ -30,7 +30,7 @@ from rlx.formats.jinja_costs import (
     search_backwards,
     take_slice,
 )
-from rlx.formats.tensors import quoted
+from rlx.formats.tensor_file import quoted
 
 _MAX_PATH = 8  # parts of `attribute="a.b.c"`
 _MAX_DIGITS = 1000  # of a text that is read as a number

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.dtypes import F32
-from rlx.formats.tensors import FileBytes, PathLike, TensorEntry, TensorFile, broken, open_bytes
+from rlx.formats.tensor_file import FileBytes, PathLike, TensorEntry, TensorFile, broken, open_bytes
 
 MAGIC = 0x616B3432  # "ak42"
 _V1_HEADER = 256

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rlx.formats.tensors import broken, quoted
-from rlx.formats.token_models import MAX_TOKENS
+from rlx.formats.tensor_file import broken, quoted
+from rlx.formats.tokenizer_models import MAX_TOKENS
 
 
 def read_tokenizer_bin(data: bytes, vocab_size: int, file: Path) -> tuple[list[str], list[float]]:

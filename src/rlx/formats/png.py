@@ -16,7 +16,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from rlx.arrays import Array
-from rlx.formats.tensors import broken
+from rlx.formats.tensor_file import broken
 
 Unfilter = Callable[[Array, Array, Array], Array]
 

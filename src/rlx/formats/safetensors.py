@@ -19,7 +19,7 @@ from rlx.arrays import Array
 from rlx.dtypes import BF16, BOOL, F16, F32, F64, I8, I16, I32, I64, U8, U32, DType
 from rlx.errors import FormatError
 from rlx.formats.strict_json import MAX_BYTES, parse_json
-from rlx.formats.tensors import (
+from rlx.formats.tensor_file import (
     F8E4M3,
     F8E5M2,
     F8E8M0,

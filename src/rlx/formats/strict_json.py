@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.errors import FormatError
-from rlx.formats.tensors import broken, quoted
+from rlx.formats.tensor_file import broken, quoted
 
 MAX_BYTES = 100_000_000  # the bound that the safetensors library sets for its header
 MAX_VALUES = 1 << 22

@@ -22,12 +22,12 @@ from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from rlx.errors import FormatError, RequestError
+from rlx.fork_safe_locks import cached_property
 from rlx.formats.bpe import Bpe
-from rlx.formats.pieces import Pieces, rule_of
-from rlx.formats.rust_calls import rust_call
 from rlx.formats.special_tokens import SpecialIds, SpecialTexts, is_marker, stop_ids
-from rlx.formats.tensors import PathLike, open_bytes, quoted
-from rlx.locks import cached_property
+from rlx.formats.tensor_file import PathLike, open_bytes, quoted
+from rlx.formats.token_bytes import TokenBytes, rule_of
+from rlx.formats.tokenizers_errors import rust_call
 
 MAX_GROWTH = 256  # how many times longer a normalizer may make a text
 MAX_ENDS = 64  # special tokens around a text
@@ -77,7 +77,7 @@ class Tokenizer:
         self._control = self.special_ids - {self.unk_id}
         self._anchor = f"<{secrets.token_hex(16)}>"  # stands for a special token before a text; nobody can type it
         name_of = rust.id_to_token if bpe is None else bpe.name
-        self._pieces = Pieces(rule_of(decoder), name_of, {i: t.content for i, t in added.items()}, source)
+        self._pieces = TokenBytes(rule_of(decoder), name_of, {i: t.content for i, t in added.items()}, source)
         self._bpe, self._cuts = bpe, rust.pre_tokenizer
         if bpe is not None:
             with rust_call(source):
@@ -94,8 +94,8 @@ class Tokenizer:
         template; with a path, the files that lie beside it are read. Without any, tokens are known by their names.
         """
         from rlx.formats.strict_json import MAX_BYTES
-        from rlx.formats.token_models import MAX_TOKENS
         from rlx.formats.tokenizer_json import config_beside, read_json, special_of_config, template_of_config
+        from rlx.formats.tokenizer_models import MAX_TOKENS
 
         if isinstance(source, bytes):
             where, data = "tokenizer.json", source
@@ -143,7 +143,7 @@ class Tokenizer:
     def from_tok512(cls, path: PathLike, vocab_size: int) -> Tokenizer:
         """From llama2.c's tokenizer.bin; the file does not say how many tokens it has, so the model's size is given."""
         from rlx.formats.llama2c_vocab import read_tokenizer_bin
-        from rlx.formats.token_models import (
+        from rlx.formats.tokenizer_models import (
             BYTE,
             CONTROL,
             NORMAL,

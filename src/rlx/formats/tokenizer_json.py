@@ -18,11 +18,11 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from rlx.errors import FormatError
 from rlx.formats.bpe import Bpe, merges_of
-from rlx.formats.rust_calls import rust_call
 from rlx.formats.special_tokens import SpecialIds
 from rlx.formats.strict_json import parse_json
-from rlx.formats.tensors import broken, open_bytes, quoted
-from rlx.formats.token_models import IMPROBABLE, MAX_TOKENS, check_charsmap
+from rlx.formats.tensor_file import broken, open_bytes, quoted
+from rlx.formats.tokenizer_models import IMPROBABLE, MAX_TOKENS, check_charsmap
+from rlx.formats.tokenizers_errors import rust_call
 
 MAX_VALUES = 1 << 25  # a merge is three
 

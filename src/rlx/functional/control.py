@@ -11,8 +11,8 @@ from rlx.functional import tree
 from rlx.functional.arrays import arange, astype, at, expand_dims, minimum
 from rlx.functional.operands import is_traced
 from rlx.functional.printing import say
-from rlx.functional.stand_ins import Repeated, Trace, Traced, as_array, current, is_weak, type_of, weak_kind
-from rlx.functional.tracing import Function, apply, at_once, call, trace_leaves
+from rlx.functional.tracers import Repeated, Trace, Traced, as_array, current, is_weak, type_of, weak_kind
+from rlx.functional.tracing import Function, apply, call, eager, trace_leaves
 from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline
 from rlx.transforms.build import count, declare, zeros
@@ -101,7 +101,7 @@ def _check_carry(
             raise ShapeError(f"{where}: {path} starts as {type_}, the function gives {value.type}", hint=hint)
 
 
-@at_once
+@eager
 def scan(
     f: Fun, init: Any, xs: Any = None, length: Any = None, reverse: bool = False, checkpoints: int | None = None
 ) -> tuple[Any, Any]:
@@ -136,7 +136,7 @@ def _parted(values: Sequence[Traced], results: int) -> tuple[Sequence[Traced], S
     return values[:results], values[results:]
 
 
-@at_once
+@eager
 def while_loop(cond_fun: Fun, body_fun: Fun, init: Any, max_steps: int | None = None, *, truncate: bool = False) -> Any:
     """`carry = body_fun(carry)` as long as `cond_fun(carry)` holds; a gradient needs `max_steps`.
 
@@ -197,7 +197,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Fun, init: Any) -> Any:
     return scan(lambda carry, i: (body_fun(i, carry), None), init, rows)[0]
 
 
-@at_once
+@eager
 def _cond(predicate: Any, true_fun: Fun, false_fun: Fun, *operands: Any) -> Any:
     leaves, _ = tree.flatten(operands)
     types, weak = [type_of(x) for x in leaves], [is_weak(x) for x in leaves]

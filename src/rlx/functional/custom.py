@@ -9,8 +9,8 @@ from typing import Any
 from rlx.errors import GraphError
 from rlx.functional import tree
 from rlx.functional.arrays import astype, zeros_like
-from rlx.functional.stand_ins import Traced, current, is_weak, type_of
-from rlx.functional.tracing import Function, at_once, trace_leaves
+from rlx.functional.tracers import Traced, current, is_weak, type_of
+from rlx.functional.tracing import Function, eager, trace_leaves
 from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline
 from rlx.types import TensorType
@@ -50,7 +50,7 @@ class _Custom:
         functools.update_wrapper(self, function, updated=())  # the attributes of a wrapped function are its own
 
     def __call__(self, *args: Any) -> Any:
-        return at_once(self._apply)(*args)
+        return eager(self._apply)(*args)
 
     def _apply(self, *args: Any) -> Any:
         if self._inside == ORDERS:  # a rule that calls the function has a rule inside, and so on: that has to end

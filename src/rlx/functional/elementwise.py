@@ -10,9 +10,9 @@ import numpy as np
 
 from rlx.dtypes import dtype, weak
 from rlx.functional.graph_values import on_values
-from rlx.functional.operands import asarray, floats, held, is_float, numpy_type, operand, traced
-from rlx.functional.stand_ins import current, type_of
-from rlx.functional.tracing import apply, at_once
+from rlx.functional.operands import as_value, asarray, floats, is_float, numpy_type, operand, traced
+from rlx.functional.tracers import current, type_of
+from rlx.functional.tracing import apply, eager
 from rlx.transforms import build
 from rlx.types import Dim, as_shape
 
@@ -47,7 +47,7 @@ def negative(x: Any) -> Any:
     return apply("neg", asarray(x))
 
 
-@at_once
+@eager
 def round(x: Any, decimals: int = 0) -> Any:
     """To the nearest whole number, halves to the even one."""
     if decimals:
@@ -78,26 +78,26 @@ def logical_not(x: Any) -> Any:
     return apply("logical_not", asarray(x))
 
 
-@at_once
+@eager
 def divide(a: Any, b: Any) -> Any:
     """a / b, in floats."""
     both = (a, b) if is_float(a) or is_float(b) else (floats(a), floats(b))
     return apply("div", *(operand(x) for x in both))
 
 
-@at_once
+@eager
 def floor_divide(a: Any, b: Any) -> Any:
     """The quotient, rounded down."""
     return floor(divide(a, b)) if is_float(a) or is_float(b) else apply("floor_divide", operand(a), operand(b))
 
 
-@at_once
+@eager
 def mod(a: Any, b: Any) -> Any:
     """The remainder, with the sign of the divisor."""
     return a - floor_divide(a, b) * b if is_float(a) or is_float(b) else apply("mod", operand(a), operand(b))
 
 
-@at_once
+@eager
 def power(a: Any, b: Any) -> Any:
     """a to the power b; a small whole number is a product, which is exact and has every derivative."""
     if isinstance(b, (int, np.integer)) and not isinstance(b, bool) and 0 <= b <= 8:
@@ -116,17 +116,17 @@ def where(condition: Any, a: Any, b: Any) -> Any:
     return apply("where", asarray(condition), operand(a), operand(b))
 
 
-@at_once
+@eager
 def clip(x: Any, min: Any = None, max: Any = None) -> Any:
     """x, not below `min` and not above `max`."""
     x = x if min is None else maximum(x, min)
     return x if max is None else minimum(x, max)
 
 
-@at_once
+@eager
 def sign(x: Any) -> Any:
     """1, 0 or -1."""
-    return traced(build.zeros_like(held(x))) + where(x > 0, 1, where(x < 0, -1, 0)).astype(type_of(x).dtype)
+    return traced(build.zeros_like(as_value(x))) + where(x > 0, 1, where(x < 0, -1, 0)).astype(type_of(x).dtype)
 
 
 def square(x: Any) -> Any:
@@ -139,21 +139,21 @@ def reciprocal(x: Any) -> Any:
     return divide(1.0, x)
 
 
-@at_once
+@eager
 def floor(x: Any) -> Any:
     """The largest whole number that is not above x."""
     near = round(x)
     return where(near > x, near - 1, near)
 
 
-@at_once
+@eager
 def ceil(x: Any) -> Any:
     """The smallest whole number that is not below x."""
     near = round(x)
     return where(near < x, near + 1, near)
 
 
-@at_once
+@eager
 def log1p(x: Any) -> Any:
     """log(1 + x), also where x is tiny."""
     x = floats(asarray(x))
@@ -162,7 +162,7 @@ def log1p(x: Any) -> Any:
     return where(equal(rest, 0), x, log(where(equal(rest, 0), 2.0, whole)) * (x / where(equal(rest, 0), 1.0, rest)))
 
 
-@at_once
+@eager
 def expm1(x: Any) -> Any:
     """e^x - 1, also where x is tiny."""
     x = floats(asarray(x))
@@ -170,7 +170,7 @@ def expm1(x: Any) -> Any:
     return where(abs(x) < 1, 2 * half / (1 - half), exp(x) - 1)
 
 
-@at_once
+@eager
 def logaddexp(a: Any, b: Any) -> Any:
     """log(e^a + e^b)."""
     top = maximum(a, b)
@@ -234,7 +234,7 @@ def ones_like(x: Any) -> Any:
     return _full(type_of(x).shape, 1, type_of(x).dtype)
 
 
-@at_once
+@eager
 def counter(size: Any, like: Any) -> Any:
     trace = current()
     assert trace is not None

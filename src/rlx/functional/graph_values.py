@@ -11,7 +11,7 @@ import numpy as np
 
 from rlx.errors import GraphError
 from rlx.functional import tree
-from rlx.functional.stand_ins import Traced, current, held_value, traces, tracing
+from rlx.functional.tracers import Traced, current, held_value, traces, tracing
 from rlx.ir.graph import Graph, Value
 
 
@@ -22,8 +22,8 @@ def on_values(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not any([_has_value(x) for x in args]) and not any([_has_value(x) for x in kwargs.values()]):
             return function(*args, **kwargs)
-        held = [held_value(x) for x in args], {k: held_value(x) for k, x in kwargs.items()}
-        found, shape = tree.flatten(held)
+        as_value = [held_value(x) for x in args], {k: held_value(x) for k, x in kwargs.items()}
+        found, shape = tree.flatten(as_value)
         graph = next(x.graph for x in found if isinstance(x, Value))
         around = next((trace for trace in traces() if trace.graph is graph), None)
         if around is not None and around is not current():  # a body reads what is around it

@@ -18,15 +18,15 @@ from rlx.functional.elementwise import (
     where,
     zeros,
 )
-from rlx.functional.operands import asarray, astype, held, traced
+from rlx.functional.operands import as_value, asarray, astype, traced
 from rlx.functional.shapes import broadcast_to, expand_dims, moveaxis, ravel, reshape, transpose
-from rlx.functional.stand_ins import Traced, current, type_of
-from rlx.functional.tracing import apply, at_once
+from rlx.functional.tracers import Traced, current, type_of
+from rlx.functional.tracing import apply, eager
 from rlx.transforms import build
 from rlx.types import Dim, Size, axis_index, broadcast, product
 
 
-@at_once
+@eager
 def take(x: Any, indices: Any, axis: int | None = None) -> Any:
     """Elements by their indices along an axis; negative ones count from its end."""
     if axis is None:
@@ -51,7 +51,7 @@ def _from_start(indices: Any, size: Size) -> Any:
     return where(less(indices, 0), indices + (traced(count) if not isinstance(count, int) else count), indices)
 
 
-@at_once
+@eager
 def take_along_axis(x: Any, indices: Any, axis: int) -> Any:
     """Elements by indices of their own for each row."""
     at = axis_index(axis, type_of(x).rank, "take_along_axis")
@@ -64,24 +64,24 @@ def take_along_axis(x: Any, indices: Any, axis: int) -> Any:
 def _rows(rows: Any, where_: Any) -> Any:
     """Indices into rows of the last axis, as indices into all elements."""
     size, shape = type_of(rows).shape[-1], type_of(where_).shape
-    index = held(_from_start(where_, size)).reshape(product(shape[:-1]), shape[-1])
+    index = as_value(_from_start(where_, size)).reshape(product(shape[:-1]), shape[-1])
     return traced(build.rows_of(index, size))
 
 
-@at_once
+@eager
 def one_hot(indices: Any, classes: int, dtype: Any = "f32") -> Any:
     """1 at the index, 0 elsewhere, on a new last axis."""
     number = counter(classes, type_of(indices).dtype)
     return equal(expand_dims(indices, type_of(indices).rank), number).astype(dtype)
 
 
-@at_once
+@eager
 def sort(x: Any, axis: int = -1) -> Any:
     """Elements in rising order."""
     return _sorted(x, axis)[0]
 
 
-@at_once
+@eager
 def argsort(x: Any, axis: int = -1) -> Any:
     """Indices in the order of rising elements; the first of equals first."""
     return _sorted(x, axis)[1]
@@ -103,7 +103,7 @@ def topk(x: Any, k: int) -> Any:
     return apply("topk", asarray(x), k=k)
 
 
-@at_once
+@eager
 def index(x: Any, key: Any) -> Any:
     """x[key]: integers, slices with any step, None, Ellipsis, and arrays of integers."""
     keys = list(key) if isinstance(key, tuple) else [key]
@@ -123,7 +123,7 @@ def _is_data(k: Any) -> bool:
 
 
 def _indexed(x: Any, keys: list[Any]) -> Any:
-    value = held(x)
+    value = as_value(x)
     data: list[tuple[int, Any]] = []
     axis = 0
     if builtins.any(_is_data(k) for k in keys):  # beside arrays an integer is an array too
@@ -254,7 +254,7 @@ def at(x: Any) -> At:
     return At(x)
 
 
-@at_once
+@eager
 def _places(x: Any, key: Any) -> Any:
     """The numbers of the elements that x[key] has, in C order."""
     shape = type_of(x).shape
@@ -267,11 +267,11 @@ def _placed(op: str, x: Any, key: Any, y: Any) -> Any:
     return reshape(apply(op, ravel(x), ravel(places), ravel(rows)), type_of(x).shape)
 
 
-@at_once
+@eager
 def _at_add(x: Any, key: Any, y: Any) -> Any:
     return _placed("scatter_add", x, key, y)
 
 
-@at_once
+@eager
 def _at_set(x: Any, key: Any, y: Any) -> Any:
     return _placed("scatter", x, key, y)

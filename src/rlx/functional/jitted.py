@@ -15,7 +15,7 @@ from rlx.errors import DTypeError, GraphError, nearest
 from rlx.functional import tree
 from rlx.functional.graph_values import on_values
 from rlx.functional.printing import say_all
-from rlx.functional.stand_ins import as_array, current, is_weak, type_of
+from rlx.functional.tracers import as_array, current, is_weak, type_of
 from rlx.functional.tracing import Function, leaf_types, need_function, session, trace_leaves
 from rlx.ir.graph import Value
 from rlx.transforms.walk import leaves as leaf_nodes

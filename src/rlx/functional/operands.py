@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlx.dtypes import dtype, weak
-from rlx.functional.stand_ins import Traced, as_array, current, held_value, is_weak, type_of, weak_type
+from rlx.functional.tracers import Traced, as_array, current, held_value, is_weak, type_of, weak_type
 from rlx.functional.tracing import apply
 from rlx.ir import registry
 from rlx.ir.graph import Value
@@ -22,7 +22,7 @@ def axis_tuple(axis: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(map(operator.index, axis)) if isinstance(axis, (tuple, list)) else (operator.index(axis),)  # type: ignore[arg-type]
 
 
-def held(x: Any) -> Any:
+def as_value(x: Any) -> Any:
     """The value of an operand in the current trace."""
     trace = current()
     assert trace is not None

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlx.errors import GraphError
 from rlx.functional import tree
-from rlx.functional.stand_ins import Line, Print, current
+from rlx.functional.tracers import Line, Print, current
 from rlx.functional.tracing import Function, call
 from rlx.ir.provenance import here
 

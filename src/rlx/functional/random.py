@@ -9,8 +9,8 @@ import numpy as np
 
 from rlx.errors import GraphError
 from rlx.functional.arrays import argmax, astype, less, log, stack, zeros
-from rlx.functional.stand_ins import type_of
-from rlx.functional.tracing import apply, at_once
+from rlx.functional.tracers import type_of
+from rlx.functional.tracing import apply, eager
 from rlx.types import as_shape
 
 Shape = Sequence[Any]
@@ -23,13 +23,13 @@ def key(seed: int) -> Any:
     return np.array([int(seed) & 0xFFFFFFFF, int(seed) >> 32], np.uint32)
 
 
-@at_once
+@eager
 def split(key: Any, num: int = 2) -> Any:
     """`num` keys from one, [num, 2]; the one is used up."""
     return apply("random_bits", key, shape=(num, 2))
 
 
-@at_once
+@eager
 def fold_in(key: Any, data: Any) -> Any:
     """A key for a whole number, such as that of a step; the number may be data."""
     base = apply("random_bits", key, shape=(2,))
@@ -37,32 +37,32 @@ def fold_in(key: Any, data: Any) -> Any:
     return apply("random_bits", base + stack([number, zeros((), "u32")]), shape=(2,))
 
 
-@at_once
+@eager
 def bits(key: Any, shape: Shape = ()) -> Any:
     """Words of 32 bits."""
     return apply("random_bits", key, shape=as_shape(shape))
 
 
-@at_once
+@eager
 def uniform(key: Any, shape: Shape = (), dtype: Any = "f32", minval: float = 0.0, maxval: float = 1.0) -> Any:
     """Numbers from `minval` to below `maxval`."""
     found = astype(apply("random_uniform", key, shape=as_shape(shape)), dtype)
     return found * (maxval - minval) + minval
 
 
-@at_once
+@eager
 def normal(key: Any, shape: Shape = (), dtype: Any = "f32") -> Any:
     """Numbers of the standard normal distribution."""
     return astype(apply("random_normal", key, shape=as_shape(shape)), dtype)
 
 
-@at_once
+@eager
 def bernoulli(key: Any, p: Any = 0.5, shape: Shape = ()) -> Any:
     """True with probability p."""
     return less(apply("random_uniform", key, shape=as_shape(shape)), p)
 
 
-@at_once
+@eager
 def randint(key: Any, shape: Shape, minval: int, maxval: int, dtype: Any = "i32") -> Any:
     """Whole numbers from `minval` to below `maxval`, all as likely as 2^32 allows."""
     for name, value in (("minval", minval), ("maxval", maxval)):
@@ -75,14 +75,14 @@ def randint(key: Any, shape: Shape, minval: int, maxval: int, dtype: Any = "i32"
     return astype(wide % span + minval, dtype)
 
 
-@at_once
+@eager
 def gumbel(key: Any, shape: Shape = ()) -> Any:
     """-log(-log(u)) of uniform u."""
     tiny = 2.0**-25
     return -log(-log(apply("random_uniform", key, shape=as_shape(shape)) + tiny))
 
 
-@at_once
+@eager
 def categorical(key: Any, logits: Any, axis: int = -1) -> Any:
     """Indices with probabilities softmax(logits)."""
     return argmax(logits + gumbel(key, type_of(logits).shape), axis)

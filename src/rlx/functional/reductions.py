@@ -14,10 +14,10 @@ from rlx.functional.elementwise import (
     sqrt,
     where,
 )
-from rlx.functional.operands import Axis, asarray, astype, axis_tuple, floats, held, traced
+from rlx.functional.operands import Axis, as_value, asarray, astype, axis_tuple, floats, traced
 from rlx.functional.shapes import ravel, squeeze
-from rlx.functional.stand_ins import type_of
-from rlx.functional.tracing import apply, at_once
+from rlx.functional.tracers import type_of
+from rlx.functional.tracing import apply, eager
 from rlx.ir.graph import Graph
 from rlx.transforms import build
 
@@ -26,7 +26,7 @@ def _reduced(op: str, x: Any, axis: Axis, keepdims: bool) -> Any:
     return apply(op, asarray(x), axis=None if axis is None else axis_tuple(axis), keepdims=keepdims)
 
 
-@at_once
+@eager
 def sum(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
     """Sum."""
     return _reduced("sum", astype(x, "i32") if type_of(x).dtype.is_bool else x, axis, keepdims)
@@ -37,7 +37,7 @@ def prod(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
     return _reduced("prod", x, axis, keepdims)
 
 
-@at_once
+@eager
 def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
     """Mean."""
     return _reduced("mean", floats(asarray(x)), axis, keepdims)
@@ -53,7 +53,7 @@ def min(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
     return _reduced("min", x, axis, keepdims)
 
 
-@at_once
+@eager
 def var(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
     """Mean square of the distance from the mean."""
     centred = floats(asarray(x)) - mean(x, axis, True)
@@ -65,7 +65,7 @@ def std(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
     return sqrt(var(x, axis, keepdims))
 
 
-@at_once
+@eager
 def any(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
     """Whether one is true."""
     return greater(_reduced("sum", astype(astype(x, "bool"), "i32"), axis, keepdims), 0)
@@ -76,19 +76,19 @@ def all(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
     return logical_not(any(logical_not(astype(x, "bool")), axis, keepdims))
 
 
-@at_once
+@eager
 def argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
     """Index of the first of the largest elements."""
     return argmax(ravel(x), 0) if axis is None else apply("argmax", x, axis=axis, keepdims=keepdims)
 
 
-@at_once
+@eager
 def argmin(x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
     """Index of the first of the smallest elements."""
     return argmax(negative(x), axis, keepdims)
 
 
-@at_once
+@eager
 def cumsum(x: Any, axis: int | None = None) -> Any:
     """Running sums."""
     return cumsum(ravel(x), 0) if axis is None else apply("cumsum", x, axis=axis)
@@ -99,7 +99,7 @@ def softmax(x: Any, axis: int = -1) -> Any:
     return apply("softmax", asarray(x), axis=axis)
 
 
-@at_once
+@eager
 def logsumexp(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
     """log of the sum of exp(x), without overflow."""
     top = max(x, axis, True)
@@ -108,7 +108,7 @@ def logsumexp(x: Any, axis: Axis = None, keepdims: bool = False) -> Any:
     return total if keepdims else squeeze(total, tuple(range(type_of(x).rank)) if axis is None else axis)
 
 
-@at_once
+@eager
 def log_softmax(x: Any, axis: int = -1) -> Any:
     """log of softmax, without overflow."""
     return x - logsumexp(x, axis, True)
@@ -119,10 +119,10 @@ def cross_entropy(logits: Any, labels: Any, ignore_index: int = -100) -> Any:
     return apply("cross_entropy", asarray(logits), asarray(labels), ignore_index=ignore_index)
 
 
-@at_once
+@eager
 def stop_gradient(x: Any) -> Any:
     """x, as a constant to derivatives."""
-    value = held(x)
+    value = as_value(x)
     body = Graph("stop_gradient")
     inner = build.declare(body, "x", value.type)
     body.set_outputs([inner])

@@ -12,9 +12,9 @@ from rlx.functional.elementwise import (
     where,
     zeros,
 )
-from rlx.functional.operands import Axis, asarray, axis_tuple, held, together, traced
-from rlx.functional.stand_ins import type_of
-from rlx.functional.tracing import apply, at_once
+from rlx.functional.operands import Axis, as_value, asarray, axis_tuple, together, traced
+from rlx.functional.tracers import type_of
+from rlx.functional.tracing import apply, eager
 from rlx.transforms import build
 from rlx.types import as_shape, axis_index
 
@@ -24,9 +24,9 @@ def reshape(x: Any, *shape: Any) -> Any:
     return _reshape(x, shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
 
 
-@at_once
+@eager
 def _reshape(x: Any, shape: Sequence[Any]) -> Any:
-    return traced(held(x).reshape(tuple(shape)))
+    return traced(as_value(x).reshape(tuple(shape)))
 
 
 def ravel(x: Any) -> Any:
@@ -34,7 +34,7 @@ def ravel(x: Any) -> Any:
     return reshape(x, -1)
 
 
-@at_once
+@eager
 def transpose(x: Any, axes: Sequence[int] | None = None) -> Any:
     """Axes in another order; reversed unless said."""
     rank = type_of(x).rank
@@ -86,13 +86,13 @@ def broadcast_to(x: Any, shape: Sequence[Any]) -> Any:
     return apply("expand", asarray(x), shape=as_shape(shape))
 
 
-@at_once
+@eager
 def concatenate(arrays: Sequence[Any], axis: int = 0) -> Any:
     """Arrays end to end."""
     return apply("concatenate", *together(arrays), axis=axis)
 
 
-@at_once
+@eager
 def stack(arrays: Sequence[Any], axis: int = 0) -> Any:
     """Arrays beside each other on a new axis."""
     rank = type_of(arrays[0]).rank + 1
@@ -100,7 +100,7 @@ def stack(arrays: Sequence[Any], axis: int = 0) -> Any:
     return concatenate([expand_dims(x, at) for x in together(arrays)], axis=at)
 
 
-@at_once
+@eager
 def split(x: Any, parts: int | Sequence[int], axis: int = 0) -> Any:
     """x in equal parts, or cut at indices; a list."""
     at, size = axis_index(axis, type_of(x).rank, "split"), type_of(x).shape[axis]
@@ -109,10 +109,10 @@ def split(x: Any, parts: int | Sequence[int], axis: int = 0) -> Any:
             raise ShapeError(f"split: {size} elements are not {parts} equal parts")
         parts = [size // parts * i for i in range(1, parts)]
     bounds: list[Any] = [0, *parts, size]
-    return [traced(build.taken(held(x), at, a, b)) for a, b in pairwise(bounds)]
+    return [traced(build.taken(as_value(x), at, a, b)) for a, b in pairwise(bounds)]
 
 
-@at_once
+@eager
 def pad(x: Any, pad_width: Any, mode: str = "constant", constant_values: float = 0.0) -> Any:
     """x with numbers around it: one width for all sides, a pair for all axes, or a pair for each."""
     if mode != "constant":
@@ -127,16 +127,16 @@ def pad(x: Any, pad_width: Any, mode: str = "constant", constant_values: float =
     return apply("pad", x, low=low, high=high, value=constant_values)
 
 
-@at_once
+@eager
 def flip(x: Any, axis: Axis = None) -> Any:
     """Axes from their end to their start."""
-    value = held(x)
+    value = as_value(x)
     for a in axes_of(axis, value.rank, "flip"):
         value = build.flip(value, a)
     return traced(value)
 
 
-@at_once
+@eager
 def roll(x: Any, shift: int, axis: int) -> Any:
     """Elements moved along an axis, round the end."""
     at, size = axis_index(axis, type_of(x).rank, "roll"), type_of(x).shape[axis]
@@ -145,11 +145,11 @@ def roll(x: Any, shift: int, axis: int) -> Any:
     if size == 0 or shift % size == 0:
         return asarray(x)
     cut = size - shift % size
-    value = held(x)
+    value = as_value(x)
     return concatenate([traced(build.taken(value, at, cut, size)), traced(build.taken(value, at, 0, cut))], axis=at)
 
 
-@at_once
+@eager
 def repeat(x: Any, repeats: int, axis: int) -> Any:
     """Each element of an axis so many times."""
     at, shape = axis_index(axis, type_of(x).rank, "repeat"), list(type_of(x).shape)
@@ -158,7 +158,7 @@ def repeat(x: Any, repeats: int, axis: int) -> Any:
         d * repeats if i == at else d for i, d in enumerate(shape)])  # fmt: skip
 
 
-@at_once
+@eager
 def tile(x: Any, reps: Sequence[int]) -> Any:
     """x again and again along each axis."""
     for axis, count in enumerate(reps):
@@ -166,7 +166,7 @@ def tile(x: Any, reps: Sequence[int]) -> Any:
     return asarray(x)
 
 
-@at_once
+@eager
 def _triangle(x: Any, k: int, lower: bool) -> Any:
     rows, columns = type_of(x).shape[-2:]
     row, column = expand_dims(counter(rows, "i32"), 1) + k, expand_dims(counter(columns, "i32"), 0)

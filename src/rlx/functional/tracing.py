@@ -20,12 +20,12 @@ from rlx.arrays import Array
 from rlx.errors import DTypeError, GraphError
 from rlx.functional import tree
 from rlx.functional.graph_values import on_values
-from rlx.functional.stand_ins import Line, Traced, as_array, current, is_weak, tracing, type_of, weak_type
+from rlx.functional.tracers import Line, Traced, as_array, current, is_weak, tracing, type_of, weak_type
 from rlx.ir import registry
 from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline
 from rlx.module import GraphModule
-from rlx.runtime import finite
+from rlx.runtime import nan_switch
 from rlx.runtime.session import Session
 from rlx.transforms.build import declare
 from rlx.transforms.walk import leaves as leaf_nodes
@@ -164,7 +164,9 @@ def run(graph: Graph, arrays: Sequence[Any]) -> list[Array]:
     if not graph.outputs:
         return []
     key = graph.fingerprint()
-    compiled = None if finite.watching else _compiled.get(key)  # an equal graph may be of another line of the program
+    compiled = (
+        None if nan_switch.watching else _compiled.get(key)
+    )  # an equal graph may be of another line of the program
     if compiled is None:
         compiled = _compiled[key] = session().compile(graph)
         if len(_compiled) > _KEPT:
@@ -184,7 +186,7 @@ def call(graph: Graph, operands: Sequence[Any]) -> list[Any]:
     return [Traced(trace, v) for v in inline(trace.graph, graph, given)]
 
 
-def at_once(function: Callable[..., Any]) -> Callable[..., Any]:
+def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of arrays that builds graphs: inside a trace it does, outside it is traced and run at once.
 
     On values of a graph it builds in that graph.
@@ -262,4 +264,4 @@ def _apply(op: Any, *operands: Any, **attrs: Any) -> Any:
     return made[0] if len(made) == 1 else made
 
 
-_apply_at_once = at_once(_apply)
+_apply_at_once = eager(_apply)

@@ -15,10 +15,10 @@ from rlx.functional import tree
 from rlx.functional.arrays import astype, zeros_like
 from rlx.functional.graph_values import on_values
 from rlx.functional.printing import say_batch, say_called
-from rlx.functional.stand_ins import is_weak, type_of
+from rlx.functional.tracers import is_weak, type_of
 from rlx.functional.tracing import Function, call, leaf_types, names_of, need_function, trace_leaves
 from rlx.ir.graph import Graph
-from rlx.transforms.reverse import joint, split
+from rlx.transforms.vjp import joint, split
 from rlx.transforms.walk import leaves as leaf_nodes
 from rlx.types import TensorType, axis_index
 

@@ -21,7 +21,7 @@ from rlx.ops.attention import attention
 from rlx.ops.elementwise import add, silu
 from rlx.ops.linear import matmul
 from rlx.ops.norm import rms_norm
-from rlx.ops.position import rope
+from rlx.ops.rope import rope
 from rlx.types import Size, TensorType, require_equal, tensor
 
 

@@ -13,9 +13,9 @@ from rlx.hir.lower import activated, counted, lowering, placed, projected, read
 from rlx.ir.graph import Value
 from rlx.ir.registry import HIR, TAKES_PACKED, f32, i32, op, sample
 from rlx.ops.attention import attention, split_mask
-from rlx.ops.cache import cached_attention, kv_append
 from rlx.ops.conv import conv2d
-from rlx.ops.position import rope
+from rlx.ops.kv_cache import cached_attention, kv_append
+from rlx.ops.rope import rope
 from rlx.target import POOL_AXES
 from rlx.types import Size, TensorType, tensor
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlx.errors import FormatError, NotFoundError
 from rlx.formats.strict_json import parse_json
-from rlx.formats.tensors import PART_NAME
+from rlx.formats.tensor_file import PART_NAME
 from rlx.hub import store
 from rlx.hub.catalogue import is_safe_name
 from rlx.hub.progress import Tick, after, bar, say

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rlx.inspect.lineage import Lineage, inner_nodes, marks, sources
 from rlx.ir.graph import Graph, Node
 from rlx.ir.registry import HIR, LEAF, VIEW
-from rlx.mir.common_forms import common_form
+from rlx.mir.recognise_ops import common_form
 from rlx.mir.weights import weight_nodes
 
 # At run time a node is computed by machine code of its own op, by that of the ops that it is decomposed into, or, on

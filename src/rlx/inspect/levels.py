@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 
-from rlx.inspect.folding import Line
+from rlx.inspect.fold_layers import Line
 from rlx.inspect.lineage import Lineage, launch_nodes, launch_sources
 from rlx.ir.graph import Graph, Node
 from rlx.ir.registry import LEAF

@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rlx.fork_safe_locks import cached_property
 from rlx.hir.lower import lower
 from rlx.ir.graph import Graph, Node
 from rlx.ir.passes import watched
 from rlx.ir.provenance import Origin
 from rlx.ir.rewrite import Rewriter
 from rlx.lir.program import Program
-from rlx.locks import cached_property
 from rlx.module import LirModule, plan_lir
 from rlx.profile import CompileProfile
 from rlx.target import Target

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
-from rlx.inspect.folding import Line
+from rlx.inspect.fold_layers import Line
 from rlx.inspect.lineage import Lineage, launch_sources
 from rlx.inspect.page import ranges
 from rlx.ir.registry import HIR

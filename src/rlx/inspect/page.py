@@ -20,7 +20,7 @@ from rlx.errors import GraphError
 from rlx.inspect import levels
 from rlx.inspect.code import assembly_lines
 from rlx.inspect.dispatch import dispatch_report
-from rlx.inspect.folding import FOLD, SECTION, STAGE, Group, Item, Line, folded
+from rlx.inspect.fold_layers import FOLD, SECTION, STAGE, Group, Item, Line, folded
 from rlx.inspect.lineage import Lineage, lineage, lowered_blocks
 from rlx.inspect.profiler import Report
 from rlx.ir.diff import diff

@@ -11,7 +11,7 @@ from html import escape
 from itertools import groupby
 
 from rlx.inspect.code import assembly_lines, busiest, easiest
-from rlx.inspect.folding import Line
+from rlx.inspect.fold_layers import Line
 from rlx.inspect.levels import (
     framed,
     graph_lines,

@@ -23,7 +23,7 @@ def is_composed(node: Node) -> bool:
     return COMPOSED in node.definition.traits or has_segments(node)
 
 
-def written_out(
+def expand_decomposition(
     definition: OpDef,
     operands: Sequence[TensorType | None],
     attrs: Mapping[str, Any],

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from rlx.errors import BindError, LowerError
+from rlx.free_memory import ADDRESSES, SMALL, require
 from rlx.ir import registry
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import LEAF, VIEW
-from rlx.resources import ADDRESSES, SMALL, require
 from rlx.types import Dim, concrete, evaluate
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]

@@ -28,7 +28,7 @@ from rlx.ir.provenance import Origin, here
 from rlx.ir.quant import QuantBuilders
 from rlx.ir.value import Node as Node
 from rlx.ir.value import Value as Value
-from rlx.layouts import Layout
+from rlx.operand_layouts import Layout
 from rlx.types import Dim, ShapeLike, Size, Symbol, TensorType, as_shape, as_size, symbols_of, tensor
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlx.dtypes import U8, dtype
 from rlx.errors import DTypeError, GraphError, ShapeError
-from rlx.quant import QuantScheme
+from rlx.quant_schemes import QuantScheme
 from rlx.types import Size, TensorType
 
 if TYPE_CHECKING:

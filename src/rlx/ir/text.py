@@ -34,7 +34,7 @@ from rlx.errors import GraphError, ParseError, RlxError, nearest, shortened
 from rlx.ir import registry
 from rlx.ir.graph import Array, Graph, Node, Value
 from rlx.ir.provenance import here
-from rlx.layouts import Layout, parse_layout
+from rlx.operand_layouts import Layout, parse_layout
 from rlx.types import Dim, TensorType, parse_dim, parse_type, split_top
 
 INLINE = 64  # constants up to this many elements print their numbers

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlx.dtypes import I32, DType
-from rlx.layouts import WeightLayout
+from rlx.fork_safe_locks import cached_property
 from rlx.lir.loops import Expr, Let, LoopKernel, Ref, multiplied, walk, written_out
-from rlx.locks import cached_property
+from rlx.operand_layouts import WeightLayout
 from rlx.target import KvLayout
 
 KEY_BLOCK = KvLayout().page  # keys of one attention block, cut at absolute positions

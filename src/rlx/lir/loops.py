@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from rlx.dtypes import BOOL, F32, F64, I32, I64, DType
+from rlx.fork_safe_locks import cached_property
 from rlx.lir.expressions import (
     SCALAR_OPS,
     Apply,
@@ -38,7 +39,6 @@ from rlx.lir.expressions import (
     unary,
     walk,
 )
-from rlx.locks import cached_property
 
 __all__ = [  # with the expressions, so that the language has one address
     "SCALAR_OPS", "Apply", "Arg", "Choose", "Const", "Expr", "Index", "Load", "Lookup", "Operand", "Place", "Reduce",

@@ -10,11 +10,11 @@ from typing import Any
 
 from rlx.errors import CapabilityError, LowerError, nearest
 from rlx.ir import registry
-from rlx.ir.compose import is_composed, written_out
+from rlx.ir.compose import expand_decomposition, is_composed
 from rlx.ir.graph import Graph, Node, Value, attr_key
 from rlx.ir.registry import COMPOSED, CONTROL
 from rlx.ir.rewrite import Rewriter, inline, map_bodies, rebuild
-from rlx.mir.common_forms import common_form
+from rlx.mir.recognise_ops import common_form
 from rlx.profile import KernelDispatchConfig, KernelDispatchPolicy
 
 Key = tuple[Any, ...]
@@ -75,7 +75,7 @@ def _expand(graph: Graph, dispatch: KernelDispatchConfig, inside: tuple[Key, ...
         else:
             types = [None if o is None else o.type for o in node.operands]
             form = None if is_composed(node) else common_form.get(node.op)
-            body = written_out(node.definition, types, node.attrs, form)
+            body = expand_decomposition(node.definition, types, node.attrs, form)
         operands = [o for o in rewriter.operands(node) if o is not None]
         return inline(rewriter.graph, _expand(body, dispatch, (*inside, key)), operands, node.origin.by("expand"))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import DROPPED, Rewriter, rebuild
-from rlx.mir.bodies import after_matmul, identity, is_identity, side_by_side
+from rlx.mir.fused_bodies import after_matmul, identity, is_identity, merge_bodies
 from rlx.mir.report import FusionReport
 from rlx.types import Size
 
@@ -119,7 +119,7 @@ def _fits(shape: tuple[Size, ...], out: tuple[Size, ...], flat: bool) -> bool:
 
 def _fuse(rewriter: Rewriter, regions: list[Node], value: Value, report: FusionReport | None) -> tuple[Value, ...]:
     matmul = value.node
-    body, read = side_by_side(regions)
+    body, read = merge_bodies(regions)
     position = read.index(value)
     head = [o for o in matmul.operands if o is not None]
     if matmul.op in ("matmul", "grouped_matmul"):

@@ -7,7 +7,7 @@ from typing import Any
 from rlx.ir import registry
 from rlx.ir.graph import Graph, Node
 from rlx.ir.rewrite import DROPPED, Rewriter, rebuild
-from rlx.mir.bodies import extract
+from rlx.mir.fused_bodies import extract
 from rlx.mir.report import FusionReport
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from rlx.dtypes import F32
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, live_copy
-from rlx.layouts import Layout, WeightLayout
-from rlx.mir.bodies import identity
+from rlx.mir.fused_bodies import identity
 from rlx.mir.weights import packed_rows, stored, weight_nodes
+from rlx.operand_layouts import Layout, WeightLayout
 from rlx.target import Target
 
 

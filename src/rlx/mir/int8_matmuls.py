@@ -20,7 +20,7 @@ from rlx.dtypes import F32, I8
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, rebuild
 from rlx.mir.weights import is_matrix, sides, weight_nodes
-from rlx.mir.weights_first import weights_first
+from rlx.mir.weights_to_front import weights_to_front
 from rlx.ops.quant import LEAST_SCALE
 
 NORMS = ("layer_norm", "rms_norm")
@@ -52,7 +52,7 @@ class _Columns:
 
 def int8_matmuls(graph: Graph) -> Graph:
     """matmul(x, w) -> integer_matmul(rows of x, columns of w) · scales of both + offsets of rows · sums of columns."""
-    graph = weights_first(graph)
+    graph = weights_to_front(graph)
     weights, packed = weight_nodes(graph), _packed(graph)
     readers: dict[Value, list[Value]] = {}  # left side -> the weights it is multiplied by
     chosen = [node for node in graph.nodes if _pays(node, weights, packed)]

@@ -15,7 +15,7 @@ from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import Rewriter, rebuild
 from rlx.mir.report import FusionReport
 from rlx.mir.weights import is_matrix, packed_rows, sides, storage_of, stored, weight_nodes
-from rlx.mir.weights_first import weights_first
+from rlx.mir.weights_to_front import weights_to_front
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Member:
 
 def merge_matmuls(graph: Graph, *, report: FusionReport | None = None, certain: bool = True) -> Graph:
     """x @ a, x @ b, ... (each perhaps plus a bias) -> slices of x @ concatenate(a, b, ...)."""
-    graph = weights_first(graph)
+    graph = weights_to_front(graph)
     weights, users, outputs = weight_nodes(graph, certain=certain), graph.users(), set(graph.outputs)
     groups: dict[tuple[Value, DType], list[Member]] = {}
     for node in graph.nodes:

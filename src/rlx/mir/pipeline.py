@@ -28,18 +28,18 @@ from rlx.mir.fuse_regions import fuse_regions
 from rlx.mir.hoist_weights import Hoisted, hoist_weights
 from rlx.mir.int8_matmuls import int8_matmuls
 from rlx.mir.legalize import legalize
-from rlx.mir.merge_gates import merge_gates
+from rlx.mir.merge_gate_up import merge_gate_up
 from rlx.mir.merge_matmuls import merge_matmuls
 from rlx.mir.merge_ropes import merge_ropes
 from rlx.mir.optimise_bodies import optimise_bodies
 from rlx.mir.patches_as_matmuls import patches_as_matmuls
+from rlx.mir.quantise_activations import quantise_activations
 from rlx.mir.quantise_norms import quantise_norms
 from rlx.mir.report import FusionReport
 from rlx.mir.report_unfused import report_unfused
-from rlx.mir.round_activations import round_activations
 from rlx.mir.set_precision import set_precision
 from rlx.mir.unfuse import unfuse
-from rlx.mir.weights_first import weights_first
+from rlx.mir.weights_to_front import weights_to_front
 from rlx.mir.widen_late import widen_late
 from rlx.profile import NARROW, CompileProfile, KernelDispatchConfig, Precision
 from rlx.target import Target
@@ -218,7 +218,7 @@ PIPELINE = Pipeline(
         Step("arrive", expand, has_compositions, dispatched),
         Step("arrive", unfuse, has_fused),
         Step("arrive", set_precision, is_narrow, precision),
-        Step("arrive", round_activations, has_int8_activations),
+        Step("arrive", quantise_activations, has_int8_activations),
         Step("bodies", optimise_bodies, has_bodies),
         # Passes that only make a graph smaller.
         Step("simplify", canonicalize),
@@ -229,7 +229,7 @@ PIPELINE = Pipeline(
         Step("merge", patches_as_matmuls),
         Step("merge", legalize, options=targeted),
         Step("merge", widen_late),
-        Step("merge", merge_gates, merges_gates, merged),
+        Step("merge", merge_gate_up, merges_gates, merged),
         Step("merge", merge_matmuls, fuses, merged),
         Step("merge", canonicalize, fuses),
         Step("merge", merge_ropes, fuses, reported),
@@ -238,7 +238,7 @@ PIPELINE = Pipeline(
         Step("merge", dce, eliminates),
         Step("split", hoist_weights),
         # Passes that join elementwise work, after weights are packed.
-        Step("fuse", weights_first),
+        Step("fuse", weights_to_front),
         Step("fuse", fuse_norms, fuses, reported),
         Step("fuse", quantise_norms, fuses, reported),
         Step("fuse", fuse_regions, options=joined),

@@ -15,11 +15,11 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 
 from rlx.errors import CapabilityError, FormatError
+from rlx.fork_safe_locks import cached_property
 from rlx.formats import TensorFile
-from rlx.formats.scaled import read_quantization
-from rlx.formats.tensors import quoted
+from rlx.formats.scaled_weights import read_quantization
+from rlx.formats.tensor_file import quoted
 from rlx.hir.activations import NAMED
-from rlx.locks import cached_property
 from rlx.models.rope import Rope, is_number
 
 Neutral = Mapping[str, tuple[Any, ...]]  # settings that are no fields, and the values that may be ignored
@@ -108,7 +108,7 @@ class ModelConfig:
     )  # the deviation of weights that are not trained yet
     quantization: Mapping[str, Any] | None = dataclasses.field(
         default=None, kw_only=True, metadata={"gguf": None, "hf": "quantization_config", "range": (0, 0)}
-    )  # how a folder stores its weights (`formats/scaled.py`); GGUF's tensors say it themselves
+    )  # how a folder stores its weights (`formats/scaled_weights.py`); GGUF's tensors say it themselves
 
     def check(self, where: str) -> None:
         """Raise FormatError for sizes that do not go together, CapabilityError for what the family cannot do."""

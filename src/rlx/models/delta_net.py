@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from rlx.errors import FormatError
 from rlx.formats import TensorFile
 from rlx.models.config import FULL, LINEAR, MAX_HEAD_DIM, DecoderConfig, Neutral, group, key, unsupported
-from rlx.models.fields import NO_WINDOW, Biases, Experts, check_rotary, head_dim_key, said_in_gguf, without
+from rlx.models.config_fields import NO_WINDOW, Biases, Experts, check_rotary, head_dim_key, said_in_gguf, without
 
 # What the mixtures of these families have in common.
 EXPERTS = {

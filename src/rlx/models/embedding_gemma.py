@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 
 from rlx.flow.context import FlowCtx
 from rlx.flow.flow import ModelFlow
-from rlx.flow.side import SideOutputs
+from rlx.flow.side_outputs import SideOutputs
 from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, GemmaStyle, RmsNorm
 from rlx.flow.stages.encoder import attend
 from rlx.formats import TensorFile
 from rlx.ir.graph import Value
 from rlx.models import gemma
 from rlx.models.config import DecoderConfig, Neutral, group
+from rlx.models.config_fields import rope_base_key, window_key, without
 from rlx.models.family import family
-from rlx.models.fields import rope_base_key, window_key, without
 from rlx.models.gemma_base import FINAL_CAP, GemmaConfig, LocalRope, Scores, Windows
 from rlx.models.rope import Rope, rope_stage
 from rlx.ops.attention import MaskKind

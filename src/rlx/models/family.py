@@ -42,7 +42,9 @@ class Family:
     flow: Callable[..., ModelFlow]
     prefixes: tuple[str, ...] = ()  # that models with a head put before the names of these weights
     settings: Settings | None = None  # puts what a config.json says into the words of `config`
-    arrange: Callable[[Any, str], Mapping[str, Any]] | None = None  # (config, format): weights made of those in a file
+    weight_views: Callable[[Any, str], Mapping[str, Any]] | None = (
+        None  # (config, format): weights made of those in a file
+    )
     changes: Changes | None = None  # (config, name): of a weight's numbers on the way to GGUF
     # Whether it is this one by its config.json, or its GGUF metadata, where several share a name.
     reads: Callable[[Mapping[str, Any]], bool] | None = None
@@ -63,7 +65,7 @@ ADDING = "docs/adding-a-model.md shows how to add one"
 def family(
     name: str, *, kind: str, gguf: Iterable[str] = (), hf: Iterable[str] = (), config: type[ModelConfig],
     weights: Mapping[str, str], prefixes: Iterable[str] = (), settings: Settings | None = None,
-    arrange: Callable[[Any, str], Mapping[str, Any]] | None = None, changes: Changes | None = None,
+    weight_views: Callable[[Any, str], Mapping[str, Any]] | None = None, changes: Changes | None = None,
     reads: Callable[[Mapping[str, Any]], bool] | None = None,
     reads_gguf: Callable[[Mapping[str, Any]], bool] | None = None, saved_as: str | None = None,
 ) -> Callable[[Callable[..., ModelFlow]], Family]:  # fmt: skip
@@ -74,7 +76,7 @@ def family(
             return flow(c, *arguments).initialised(initialisers(name, c))
 
         shape = tuple(gguf), tuple(hf), config, weights, assembled, tuple(prefixes)
-        found = Family(name, kind, *shape, settings, arrange, changes, reads, reads_gguf, saved_as)
+        found = Family(name, kind, *shape, settings, weight_views, changes, reads, reads_gguf, saved_as)
         FAMILIES[name] = found
         return found
 

@@ -16,8 +16,8 @@ from rlx.flow.stages import FlowStage, GemmaDecoder, GemmaRmsNorm, GemmaStyle, R
 from rlx.formats import TensorFile
 from rlx.models import llama, qwen3
 from rlx.models.config import FULL, SLIDING, TEXT_PREFIXES, DecoderConfig, Neutral, group, key, text_settings
+from rlx.models.config_fields import rope_base_key, without
 from rlx.models.family import family
-from rlx.models.fields import rope_base_key, without
 from rlx.models.gemma_base import ATTENTION_CAP, BIASES, FINAL_CAP, GemmaConfig, LocalRope, Scores, Windows
 from rlx.models.rope import Rope, of_layer_kind, rope_stage
 from rlx.types import sym

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from rlx.errors import FormatError
 from rlx.formats import TensorFile
 from rlx.models.config import MAX_LAYERS, SLIDING, DecoderConfig, Neutral, check_layer_types, group, key
-from rlx.models.fields import head_dim_key, said_in_gguf, window_key
+from rlx.models.config_fields import head_dim_key, said_in_gguf, window_key
 from rlx.models.rope import Rope
 
 ATTENTION_CAP, FINAL_CAP = "attn_logit_softcapping", "final_logit_softcapping"

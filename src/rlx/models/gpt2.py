@@ -15,9 +15,9 @@ from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, GeluFfn, LayerNorm, SelfAttention, emit_stage, linear, token_positions
 from rlx.flow.state import FlowValue
 from rlx.ir.provenance import stage as provenance
-from rlx.models.arrange import Arrangement, Rows
 from rlx.models.config import MAX_LAYERS, MAX_POSITIONS, DecoderConfig, key
 from rlx.models.family import family
+from rlx.models.weight_views import Rows, WeightViews
 from rlx.types import sym
 
 
@@ -69,7 +69,7 @@ WEIGHTS = {
 }  # fmt: skip
 
 
-def arrange(c: Config, format: str) -> Arrangement:
+def weight_views(c: Config, format: str) -> WeightViews:
     """Weights `[out, in]`; queries, keys and values each for itself."""
     turned = format != "gguf"
     stored = [f"h.{{i}}.{name}.weight" for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
@@ -125,7 +125,7 @@ class Layer(FlowStage):
 
 @family(
     "gpt2", kind="decoder", gguf=["gpt2"], hf=["gpt2"], config=Config, weights=WEIGHTS, prefixes=["transformer."],
-    settings=filled, arrange=arrange,
+    settings=filled, weight_views=weight_views,
 )  # fmt: skip
 def gpt2(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return (

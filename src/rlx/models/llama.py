@@ -11,8 +11,8 @@ from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import DecoderLayer, FlowStage, LlamaDecoder
 from rlx.formats import TensorFile
 from rlx.models.config import MAX_POSITIONS, DecoderConfig, group, key
+from rlx.models.config_fields import Biases, window_key
 from rlx.models.family import family
-from rlx.models.fields import Biases, window_key
 from rlx.models.rope import rope_stage
 from rlx.ops.attention import MaskKind
 from rlx.types import sym

@@ -36,16 +36,16 @@ from rlx.arrays import Array
 from rlx.dtypes import FLOAT8_PACKED
 from rlx.errors import CapabilityError, FormatError
 from rlx.formats import TensorFile, open_tensors
-from rlx.formats.mapped import FileMap
-from rlx.formats.scaled import INSTEAD, METHODS, ScaledFile
+from rlx.formats.mapped_file import FileMap
+from rlx.formats.scaled_weights import INSTEAD, METHODS, ScaledFile
 from rlx.formats.strict_json import parse_json
-from rlx.formats.tensors import broken, open_bytes, quoted
+from rlx.formats.tensor_file import broken, open_bytes, quoted
 from rlx.formats.tokenizer import Tokenizer
 from rlx.models import config as configs
-from rlx.models import embedders
-from rlx.models.arrange import weights_of
+from rlx.models import embedding_models
 from rlx.models.family import FAMILIES, Family, FileWeights, find
 from rlx.models.rope import scaling_of_gguf, scaling_of_hf
+from rlx.models.weight_views import weights_of
 
 # Tensors that are read in other ways, that repeat what is known, or that belong to heads and to towers for images which
 # nobody asks for here.
@@ -104,7 +104,7 @@ def _from_gguf(path: Path, file: TensorFile) -> Checkpoint:
     if not isinstance(architecture, str):
         raise FormatError(f"{path}: the metadata has no general.architecture")
     family = find(architecture, "gguf", metadata)
-    rest = embedders.without_pooling(family, metadata)
+    rest = embedding_models.without_pooling(family, metadata)
     known = _known_by_tensors(family, file)
     config: Any = configs.from_gguf(family.config, rest or metadata, f"{path}: metadata", known)
     weights = weights_of(family, config, file)
@@ -112,7 +112,7 @@ def _from_gguf(path: Path, file: TensorFile) -> Checkpoint:
     if rest is not None:
         if factors is not None:
             raise CapabilityError(f"{path}: rope_freqs.weight is not supported in a model that makes vectors")
-        family = FAMILIES[family.name + embedders.SUFFIX]
+        family = FAMILIES[family.name + embedding_models.SUFFIX]
     model = metadata.get("tokenizer.ggml.model")
     absent = model is None or (isinstance(model, str) and model in ("none", "no_vocab"))
     tokenizer = None if absent else Tokenizer.from_gguf(metadata, source=path)
@@ -140,8 +140,8 @@ def _from_hf(
 ) -> Checkpoint:
     family, config = read_config(settings, where, {"pairs": True} if file.format == "llama2c" else {})
     weights = weights_of(family, config, file)
-    if embedders.is_for_vectors(family, Path(where).parent):
-        family = FAMILIES[family.name + embedders.SUFFIX]
+    if embedding_models.is_for_vectors(family, Path(where).parent):
+        family = FAMILIES[family.name + embedding_models.SUFFIX]
     notes = _widened(weights.file)
     return _checked(_with_own_head(Checkpoint(path, weights.file, family, config, weights, tokenizer, notes=notes)))
 

@@ -17,7 +17,7 @@ from rlx.flow.stages import FlowStage, RmsNorm, linear
 from rlx.flow.stages.recurrent import cached_positions, carried, conv_weight
 from rlx.flow.state import FlowValue
 from rlx.formats import TensorFile
-from rlx.formats.tensors import quoted
+from rlx.formats.tensor_file import quoted
 from rlx.ir.graph import Value
 from rlx.models import mamba
 from rlx.models.config import key

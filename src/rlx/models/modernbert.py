@@ -13,7 +13,7 @@ from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, LayerNorm
 from rlx.flow.stages.encoder import attend, rotation_of
 from rlx.flow.state import FlowValue
-from rlx.formats.tensors import quoted
+from rlx.formats.tensor_file import quoted
 from rlx.ir.graph import Value
 from rlx.ir.provenance import stage as provenance
 from rlx.models.config import FULL, SLIDING, EncoderConfig, check_layer_types, key

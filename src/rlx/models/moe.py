@@ -11,10 +11,8 @@ from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import MoeFfn, Qwen3Decoder
 from rlx.formats import TensorFile
 from rlx.models import llama, qwen3
-from rlx.models.arrange import Arrangement, Stack
 from rlx.models.config import DecoderConfig, Neutral, group, key
-from rlx.models.family import family
-from rlx.models.fields import (
+from rlx.models.config_fields import (
     MAX_EXPERTS,
     NO_WINDOW,
     Biases,
@@ -25,6 +23,8 @@ from rlx.models.fields import (
     said_in_gguf,
     window_key,
 )
+from rlx.models.family import family
+from rlx.models.weight_views import Stack, WeightViews
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,15 @@ def has_experts(metadata: Mapping[str, Any]) -> bool:
     return isinstance(experts, int) and experts > 0
 
 
-def stacks(names: Mapping[str, str]) -> Callable[[Any, str], Arrangement]:
+def stacks(names: Mapping[str, str]) -> Callable[[Any, str], WeightViews]:
     """Experts that lie one by one in Hugging Face's files; GGUF has them stacked."""
 
-    def arrange(c: Any, format: str) -> Arrangement:
+    def weight_views(c: Any, format: str) -> WeightViews:
         if format == "gguf":
             return {}
         return {ours: Stack(theirs, c.moe.experts) for ours, theirs in zip(_STACKED, names, strict=True)}
 
-    return arrange
+    return weight_views
 
 
 def mixture(c: Any, layer: int, ffn: int, router: str | None = None) -> MoeFfn | None:
@@ -130,7 +130,7 @@ def mixture(c: Any, layer: int, ffn: int, router: str | None = None) -> MoeFfn |
 
 @family(
     "qwen3moe", kind="decoder", gguf=["qwen3moe"], hf=["qwen3_moe"], config=Config, weights=QWEN_WEIGHTS,
-    settings=counted_experts, arrange=stacks(OF_QWEN),
+    settings=counted_experts, weight_views=stacks(OF_QWEN),
 )  # fmt: skip
 def qwen3moe(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return llama.decoder(
@@ -141,7 +141,7 @@ def qwen3moe(c: Config, context: int, rope_factors: Array | None = None) -> Mode
 
 @family(
     "mixtral", kind="decoder", gguf=["llama"], hf=["mixtral"], config=MixtralConfig, weights=MIXTRAL_WEIGHTS,
-    arrange=stacks(_OF_MIXTRAL), reads_gguf=has_experts,
+    weight_views=stacks(_OF_MIXTRAL), reads_gguf=has_experts,
 )  # fmt: skip
 def mixtral(c: MixtralConfig, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return llama.decoder(

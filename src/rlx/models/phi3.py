@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 from rlx.arrays import Array
 from rlx.flow.flow import ModelFlow
 from rlx.models import llama
-from rlx.models.arrange import Arrangement, Rows
 from rlx.models.config import DecoderConfig, Neutral, key
+from rlx.models.config_fields import check_rotary, eps_key, window_key, without
 from rlx.models.family import family
-from rlx.models.fields import check_rotary, eps_key, window_key, without
+from rlx.models.weight_views import Rows, WeightViews
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ WEIGHTS = {n: g for n, g in llama.WEIGHTS.items() if not n.endswith(".bias") and
 }
 
 
-def arrange(c: Config, format: str) -> Arrangement:
+def weight_views(c: Config, format: str) -> WeightViews:
     """Queries, keys, values, gate and up as rows of what the file has."""
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     rows = [
@@ -73,6 +73,6 @@ def arrange(c: Config, format: str) -> Arrangement:
 
 
 @family("phi3", kind="decoder", gguf=["phi3"], hf=["phi3"], config=Config, weights=WEIGHTS, settings=long_settings,
-        arrange=arrange)  # fmt: skip
+        weight_views=weight_views)  # fmt: skip
 def phi3(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return llama.decoder("phi3", c, context, rope_factors)

@@ -22,7 +22,7 @@ from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage
 from rlx.flow.state import FlowValue
 from rlx.formats import TensorFile, open_tensors
-from rlx.formats.tensors import broken, quoted
+from rlx.formats.tensor_file import broken, quoted
 from rlx.ir.graph import Value
 from rlx.models.load import Checkpoint, read_json
 from rlx.models.sidecar_json import JsonObject

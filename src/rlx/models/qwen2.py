@@ -9,8 +9,8 @@ from rlx.arrays import Array
 from rlx.flow.flow import ModelFlow
 from rlx.models import llama
 from rlx.models.config import DecoderConfig, Neutral, group
+from rlx.models.config_fields import NO_WINDOW, Biases, QwenWindows
 from rlx.models.family import family
-from rlx.models.fields import NO_WINDOW, Biases, QwenWindows
 
 BIASES = Biases(qkv_bias=True, output_bias=False, mlp_bias=False)
 

@@ -11,9 +11,9 @@ from rlx.flow.stages import Qwen3Decoder
 from rlx.formats import TensorFile
 from rlx.models import llama
 from rlx.models.config import DecoderConfig, Neutral, group
-from rlx.models.embedders import embedder
+from rlx.models.config_fields import NO_WINDOW, Biases, QwenWindows, head_dim_key
+from rlx.models.embedding_models import embedder
 from rlx.models.family import family
-from rlx.models.fields import NO_WINDOW, Biases, QwenWindows, head_dim_key
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.flow.flow import ModelFlow
 from rlx.formats import TensorFile
-from rlx.formats.tensors import broken, quoted
+from rlx.formats.tensor_file import broken, quoted
 from rlx.models import qwen3, qwen3_next
-from rlx.models.arrange import Arrangement, Rows, Stack
 from rlx.models.config import TEXT_PREFIXES, Neutral, group, key, text_settings
+from rlx.models.config_fields import MAX_EXPERTS, Experts, said_in_gguf, without
 from rlx.models.delta_net import EXPERTS, DeltaNetConfig
 from rlx.models.family import Change, family
-from rlx.models.fields import MAX_EXPERTS, Experts, said_in_gguf, without
+from rlx.models.weight_views import Rows, Stack, WeightViews
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def with_size(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     return {"intermediate_size": settings.get("moe_intermediate_size"), **settings}
 
 
-def arrange(c: Config, format: str) -> Arrangement:
+def weight_views(c: Config, format: str) -> WeightViews:
     """Experts of Hugging Face's files lie one by one, or all in two tensors."""
     if format == "gguf":
         return {}
@@ -155,6 +155,6 @@ def qwen35(c: DenseConfig, context: int, rope_factors: Array | None = None) -> M
 
 
 @family("qwen3.5moe", kind="decoder", gguf=["qwen35moe"], hf=["qwen3_5_moe_text", "qwen3_5_moe"], config=Config,
-        weights=MOE_WEIGHTS, prefixes=TEXT_PREFIXES, settings=with_size, arrange=arrange, changes=changes)  # fmt: skip
+        weights=MOE_WEIGHTS, prefixes=TEXT_PREFIXES, settings=with_size, weight_views=weight_views, changes=changes)  # fmt: skip
 def qwen35moe(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return qwen3_next.decoder("qwen3.5moe", c, context)

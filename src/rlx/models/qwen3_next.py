@@ -16,12 +16,12 @@ from rlx.arrays import Array
 from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import DeltaNetLayer, FlowStage, GatedAttentionLayer, GemmaRmsNorm, RmsNorm, SharedMoeFfn
 from rlx.models import moe
-from rlx.models.arrange import Arrangement, Spans
 from rlx.models.config import group, key
+from rlx.models.config_fields import MAX_EXPERTS, Experts
 from rlx.models.delta_net import EXPERTS, DeltaNetConfig
 from rlx.models.family import Change, family
-from rlx.models.fields import MAX_EXPERTS, Experts
 from rlx.models.rope import rope_stage
+from rlx.models.weight_views import GroupedRows, WeightViews
 from rlx.types import sym
 
 
@@ -61,15 +61,15 @@ MIXTURE = moe.QWEN_WEIGHTS | SHARED | {
 WEIGHTS = MIXTURE | {_QKVZ: "blk.{i}.ssm_in.weight", _BA: "blk.{i}.ssm_ba.weight"}
 
 
-def arrange(c: Config, format: str) -> Arrangement:
+def weight_views(c: Config, format: str) -> WeightViews:
     """Queries, keys, values and gates each for itself: in files, all that belong to a head of keys lie together."""
     d = c.delta
     n, share = d.state, d.share
     v, z = 2 * n + share * d.value_size, 2 * n + 2 * share * d.value_size
-    parts = {n: Spans(_BA, d.key_heads, 2 * share, ((at, at + share),)) for n, at in (("b", 0), ("a", share))}
+    parts = {n: GroupedRows(_BA, d.key_heads, 2 * share, ((at, at + share),)) for n, at in (("b", 0), ("a", share))}
     if format != "gguf" or d.joined:
-        parts["qkv"] = Spans(_QKVZ, d.key_heads, z, ((0, n), (n, 2 * n), (2 * n, v)))
-        parts["z"] = Spans(_QKVZ, d.key_heads, z, ((v, z),))
+        parts["qkv"] = GroupedRows(_QKVZ, d.key_heads, z, ((0, n), (n, 2 * n), (2 * n, v)))
+        parts["z"] = GroupedRows(_QKVZ, d.key_heads, z, ((v, z),))
     return {**moe.stacks(moe.OF_QWEN)(c, format), **{f"{_DELTA}.in_proj_{n}.weight": p for n, p in parts.items()}}
 
 
@@ -112,7 +112,7 @@ def decoder(name: str, c: DeltaNetConfig, context: int) -> ModelFlow:
 
 @family(
     "qwen3next", kind="decoder", gguf=["qwen3next"], hf=["qwen3_next"], config=Config, weights=WEIGHTS,
-    settings=moe.counted_experts, arrange=arrange, changes=changes,
+    settings=moe.counted_experts, weight_views=weight_views, changes=changes,
 )  # fmt: skip
 def qwen3next(c: Config, context: int, rope_factors: Array | None = None) -> ModelFlow:
     return decoder("qwen3next", c, context)

@@ -18,7 +18,7 @@ from rlx.arrays import Array
 from rlx.errors import CapabilityError, FormatError, nearest
 from rlx.flow.stages import FlowStage, RopeGrowth, RopeSwitch, RopeTables
 from rlx.formats import TensorFile
-from rlx.formats.tensors import quoted
+from rlx.formats.tensor_file import quoted
 
 MOST = 1e300  # beyond it, an integer of JSON may be too long for a float
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlx.formats.tensors import broken, quoted
+from rlx.formats.tensor_file import broken, quoted
 from rlx.models.load import read_json
 
 

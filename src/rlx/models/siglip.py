@@ -16,7 +16,7 @@ from rlx.flow.flow import ModelFlow
 from rlx.flow.stages import FlowStage, GeluFfn, LayerNorm
 from rlx.flow.stages.vision import pre_norm_layer
 from rlx.flow.state import FlowValue
-from rlx.formats.tensors import quoted
+from rlx.formats.tensor_file import quoted
 from rlx.models.config import key
 from rlx.models.family import family
 from rlx.models.vision import AddPositions, Patches, VisionConfig, named, split_attention

@@ -19,7 +19,7 @@ from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.independence import aligned, by_rows, matrices, never
 from rlx.ir.registry import CHECKS_DATA, FUSED, TAKES_PACKED, op
 from rlx.ir.rewrite import inline
-from rlx.layouts import Layout, WeightLayout
+from rlx.operand_layouts import Layout, WeightLayout
 from rlx.ops.grouped import check_groups
 from rlx.ops.norm import check_scale, layer_norm_array, rms_norm_array
 from rlx.ops.quant import unpacked

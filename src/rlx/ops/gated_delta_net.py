@@ -27,7 +27,7 @@ def _outer(a: Any, b: Any) -> Any:
     return a[..., :, None] * b[..., None, :]
 
 
-def _gated_delta_net_kept(
+def _gated_delta_net_with_states(
     q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, segments: Any = None, *, state_size: int, chunk: int
 ) -> tuple[Any, Any, Any, Any]:
     batch, seq, heads, n = v.shape
@@ -47,7 +47,7 @@ def _gated_delta_net_kept(
 def _gated_delta_net_carry(
     q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, segments: Any = None, *, state_size: int
 ) -> tuple[Any, Any]:
-    out, last, *_ = _gated_delta_net_kept(q, k, v, g, beta, state, segments, state_size=state_size, chunk=CHUNK)
+    out, last, *_ = _gated_delta_net_with_states(q, k, v, g, beta, state, segments, state_size=state_size, chunk=CHUNK)
     return out, last
 
 
@@ -122,8 +122,8 @@ def gated_delta_net_carry(
     return v, state
 
 
-@op("gated_delta_net_kept", independent=never, reference=_gated_delta_net_kept, traits=[FUSED])
-def gated_delta_net_kept(
+@op("gated_delta_net_with_states", independent=never, reference=_gated_delta_net_with_states, traits=[FUSED])
+def gated_delta_net_with_states(
     q: TensorType, k: TensorType, v: TensorType, g: TensorType, beta: TensorType, state: TensorType,
     segments: TensorType | None = None, *, state_size: int, chunk: int = CHUNK,
 ) -> tuple[TensorType, TensorType, TensorType, TensorType]:  # fmt: skip
@@ -132,7 +132,7 @@ def gated_delta_net_kept(
     That is the state before each chunk of tokens, [batch, heads, chunks, n, n], and what each token found missing,
     v - kᵀ S.
     """
-    where = "gated_delta_net_kept"
+    where = "gated_delta_net_with_states"
     _check_delta(where, q, k, v, g, beta, state, state_size, segments)
     check_chunk(where, chunk)
     batch, seq, heads, n = v.shape

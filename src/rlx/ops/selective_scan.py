@@ -22,7 +22,7 @@ from rlx.ops.recurrent import (
 from rlx.types import TensorType
 
 
-def _selective_scan_kept(
+def _selective_scan_with_states(
     x: Any, delta: Any, a: Any, b: Any, c: Any, state: Any, segments: Any = None, *, state_size: int, chunk: int
 ) -> tuple[Any, Any, Any]:
     batch, seq, channels = x.shape
@@ -41,7 +41,7 @@ def _selective_scan_kept(
 def _selective_scan_carry(
     x: Any, delta: Any, a: Any, b: Any, c: Any, state: Any, d: Any = None, segments: Any = None, *, state_size: int
 ) -> tuple[Any, Any]:
-    y, last, _ = _selective_scan_kept(x, delta, a, b, c, state, segments, state_size=state_size, chunk=CHUNK)
+    y, last, _ = _selective_scan_with_states(x, delta, a, b, c, state, segments, state_size=state_size, chunk=CHUNK)
     return (y if d is None else y + d * x), last
 
 
@@ -115,13 +115,13 @@ def selective_scan_carry(
     return x, state
 
 
-@op("selective_scan_kept", independent=never, reference=_selective_scan_kept, traits=[FUSED])
-def selective_scan_kept(
+@op("selective_scan_with_states", independent=never, reference=_selective_scan_with_states, traits=[FUSED])
+def selective_scan_with_states(
     x: TensorType, delta: TensorType, a: TensorType, b: TensorType, c: TensorType, state: TensorType,
     segments: TensorType | None = None, *, state_size: int, chunk: int = CHUNK,
 ) -> tuple[TensorType, TensorType, TensorType]:  # fmt: skip
     """`selective_scan_carry` without d that also gives the state before each chunk, [batch, chunks, n, channels]."""
-    where = "selective_scan_kept"
+    where = "selective_scan_with_states"
     _check_selective(where, x, delta, a, b, c, state, None, state_size, segments)
     check_chunk(where, chunk)
     batch, seq, channels = x.shape

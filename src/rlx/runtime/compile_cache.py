@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlx.backends import cache
+from rlx.backends import cache_folder
 from rlx.backends.base import Backend, Executable
 from rlx.ir.graph import Graph
 from rlx.profile import CompileProfile
-from rlx.runtime import codec, program_cache
+from rlx.runtime import program_cache, record_json
 from rlx.runtime.compiled import Parts, input_specs, later_plan
 from rlx.runtime.program_cache import Keys
 from rlx.runtime.signature import Signature
@@ -40,13 +40,13 @@ class Entry:
 
 @functools.cache
 def _classes(backend: Backend) -> Mapping[str, type]:
-    return {**codec.records_of(*backend.image_modules()), "Entry": Entry, "Recipe": Recipe}
+    return {**record_json.records_of(*backend.image_modules()), "Entry": Entry, "Recipe": Recipe}
 
 
 def find(graph: Graph, keys: Keys, session: Session, target: Target, profile: CompileProfile) -> Parts | None:
     """An equal graph that was compiled before; None where there is none, or some of its code is lost."""
     # With a profile that shows passes, they have to run.
-    data = None if keys.code is None or profile.shows_passes else cache.current().read(KIND, keys.code)
+    data = None if keys.code is None or profile.shows_passes else cache_folder.current().read(KIND, keys.code)
     if data is None:
         return None
     backend, threads = session.device.backend, session.threads
@@ -75,7 +75,7 @@ def keep(parts: Parts, keys: Keys, backend: Backend) -> None:
     if keys.code is None or main is None or (binder is not None and bind is None):
         return
     entry = Entry(main, bind, parts.derived)
-    cache.current().write(KIND, keys.code, program_cache.packed(entry, _classes(backend)))
+    cache_folder.current().write(KIND, keys.code, program_cache.packed(entry, _classes(backend)))
     if parts.executable.asks_program or (binder is not None and binder.asks_program):
         from rlx.runtime.plan import keep_plan
 

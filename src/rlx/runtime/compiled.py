@@ -18,11 +18,11 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.backends.base import Backend, Buffer, Device, Executable, InputSpec, bytes_of
 from rlx.errors import BindError, CapabilityError, nearest
+from rlx.fork_safe_locks import Lock, cached_property
+from rlx.free_memory import require, writable
 from rlx.host_memory import release
-from rlx.locks import Lock, cached_property
 from rlx.profile import CompileProfile
-from rlx.resources import require, writable
-from rlx.runtime import finite
+from rlx.runtime import nan_switch
 from rlx.runtime.inputs import Leaf, as_buffer, check_fixed, check_names, has_symbols, not_set, solve_symbols
 from rlx.runtime.signature import Signature
 from rlx.runtime.weights import Recipe, WeightStore
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # reports and what they are made of are imported when one is 
     from rlx.inspect.memory import MemoryReport
     from rlx.inspect.profiler import Report
     from rlx.ir.graph import Graph
-    from rlx.runtime.non_finite import Watched
+    from rlx.runtime.nan_check import Watched
     from rlx.runtime.plan import CompiledPlan
 
 _NOTHING = contextlib.nullcontext()
@@ -172,7 +172,7 @@ class CompiledGraph:
                     self._store.adopt(recipe, params, weights[name])
 
     def _watched(self, buffers: Sequence[Any]) -> Watched:
-        from rlx.runtime.non_finite import Watched
+        from rlx.runtime.nan_check import Watched
 
         return Watched(self, buffers)
 
@@ -221,7 +221,7 @@ class CompiledGraph:
         """The outputs for named inputs; they belong to the caller. `trace` writes a timeline for chrome://tracing."""
         if inputs is None:
             inputs = {}
-        if not self._stale and trace is None and not finite.watching:
+        if not self._stale and trace is None and not nan_switch.watching:
             repeated = self.executable.run_again(inputs)
             if repeated is not None:
                 return repeated
@@ -238,7 +238,7 @@ class CompiledGraph:
     def _run(self, inputs: Mapping[str, Any], trace: str | Path | None) -> list[Any]:
         self._bound()
         buffers, key = self._prepare(inputs)
-        watched = self._watched(buffers) if finite.watching else None
+        watched = self._watched(buffers) if nan_switch.watching else None
         if trace is None:
             outputs = self.executable.run(key, buffers)
         else:

@@ -21,9 +21,9 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.dtypes import dtype
-from rlx.formats.mapped import FileMap, map_of
+from rlx.formats.mapped_file import FileMap, map_of
 from rlx.formats.strict_json import parse_json
-from rlx.formats.tensors import PathLike, broken, open_bytes
+from rlx.formats.tensor_file import PathLike, broken, open_bytes
 from rlx.runtime.manifest import CONTAINER, LINE, check, check_sections
 
 Content = bytes | Mapping[str, Array]  # of a section

@@ -18,17 +18,17 @@ from typing import Any
 
 import rlx
 from rlx.arrays import Array
-from rlx.backends import cache
+from rlx.backends import cache_folder
 from rlx.backends.base import Device, backend, backend_of
 from rlx.backends.reports import Code
 from rlx.errors import BindError, CapabilityError, FormatError, GraphError, LowerError
-from rlx.formats.tensors import PathLike, quoted
+from rlx.formats.tensor_file import PathLike, quoted
+from rlx.free_memory import writable
 from rlx.ir import provenance
 from rlx.ir.graph import Graph
 from rlx.ir.provenance import Origin
 from rlx.profile import CompileProfile
-from rlx.resources import writable
-from rlx.runtime import codec, container, plan
+from rlx.runtime import container, plan, record_json
 from rlx.runtime.compiled import CompiledGraph, link
 from rlx.runtime.container import SUFFIX as SUFFIX
 from rlx.runtime.container import Container
@@ -41,7 +41,7 @@ from rlx.target import Target
 from rlx.types import parse_type
 
 WEIGHTS = "weights"  # the section of weights as kernels read them
-PLACES = codec.records_of(provenance)
+PLACES = record_json.records_of(provenance)
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ def export_graph(compiled: CompiledGraph, path: PathLike, *, embed: bool = False
     """Write a compiled graph to a file; with `embed` its weights too, as the kernels read them."""
     path = writable(path)
     extras = extras or Extras()
-    text, constants = codec.encode(compiled.plan, plan.plan_records())
+    text, constants = record_json.encode(compiled.plan, plan.plan_records())
     programs = compiled.plan.main, compiled.plan.bind
     backend = backend_of(compiled.target)
     code = backend.code(programs, compiled.target)
     graph = compiled.graph
-    origins, _ = codec.encode([_placed(n.origin) for n in graph.nodes], PLACES)
+    origins, _ = record_json.encode([_placed(n.origin) for n in graph.nodes], PLACES)
     contents: dict[str, Content] = {
         "program": text.encode(),
         "constants": {str(i): a for i, a in enumerate(constants)},
@@ -78,7 +78,7 @@ def export_graph(compiled: CompiledGraph, path: PathLike, *, embed: bool = False
         "kind": extras.kind,
         "name": graph.name,
         "rlx": rlx.__version__,
-        "source": cache.source_digest(),
+        "source": cache_folder.source_digest(),
         "versions": dict(backend.versions()),
         "target": asdict(compiled.target),
         "profile": compiled.profile.to_toml() if compiled.profile else None,
@@ -151,7 +151,7 @@ def _check_mode(path: Path) -> None:
 
 
 def _check_source(file: ExportFile) -> None:
-    made, here = (file.manifest["rlx"], file.manifest["source"]), (rlx.__version__, cache.source_digest())
+    made, here = (file.manifest["rlx"], file.manifest["source"]), (rlx.__version__, cache_folder.source_digest())
     if made != here:
         made_by, this = (f"rlx {version} (sources {source[:12]})" for version, source in (made, here))
         hint = "export it again with this version, or use the one that made it"
@@ -192,14 +192,14 @@ def _graph(file: ExportFile) -> Graph:
     from rlx.ir.rewrite import with_origins
 
     graph = Graph.parse(file.section("graph").decode())
-    origins = codec.decode(file.section("origins"), PLACES, [], f"{file.path}: origins")
+    origins = record_json.decode(file.section("origins"), PLACES, [], f"{file.path}: origins")
     return with_origins(graph, origins)  # text does not say where nodes were built
 
 
 def _program(file: ExportFile) -> plan.CompiledPlan:
     """The programs of an export, which take and give what its manifest says."""
     constants = list(file.arrays("constants").values())
-    found = codec.decode(file.section("program"), plan.plan_records(), constants, f"{file.path}: program")
+    found = record_json.decode(file.section("program"), plan.plan_records(), constants, f"{file.path}: program")
     if not isinstance(found, plan.CompiledPlan):
         raise FormatError(f"{file.path}: program: expected a plan, found {type(found).__name__}")
     manifest = file.manifest

@@ -14,7 +14,7 @@ from rlx.arrays import Array
 from rlx.backends.base import Allocator
 from rlx.dtypes import dtype
 from rlx.errors import BindError, DTypeError, nearest
-from rlx.resources import require
+from rlx.free_memory import require
 from rlx.types import Dim, TensorType, evaluate, symbols_of
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlx.dtypes import dtype
 from rlx.errors import RlxError, shortened
-from rlx.formats.tensors import broken, quoted
+from rlx.formats.tensor_file import broken, quoted
 from rlx.types import parse_type
 
 Shape = Any

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlx import dims, types
-from rlx.backends import cache
+from rlx.backends import cache_folder
 from rlx.backends.base import backend_of
 from rlx.ir.graph import Graph
 from rlx.lir import expressions, interface, kernels, loops, program, views
@@ -18,7 +18,7 @@ from rlx.lir.program import Program
 from rlx.mir import report
 from rlx.mir.report import FusionReport
 from rlx.profile import CompileProfile
-from rlx.runtime import codec, program_cache, weights
+from rlx.runtime import program_cache, record_json, weights
 from rlx.runtime.program_cache import Keys
 from rlx.runtime.weights import Recipe, recipes
 from rlx.target import Target
@@ -78,7 +78,7 @@ def cached_plan(
     With `run`, the kernels of a plan that had to be made are being compiled when it comes. It is not stored then: what
     runs is linked from the cache the next time, and few ask for its plan.
     """
-    store = cache.current()
+    store = cache_folder.current()
     profile = profile or CompileProfile()
     make = _make_and_compile if run else make_plan
     key = (keys or Keys.of(graph, target, profile)).plan
@@ -98,15 +98,15 @@ def cached_plan(
 
 def keep_plan(plan: CompiledPlan, key: str) -> None:
     """Store a plan in the program cache."""
-    cache.current().write("programs", key, program_cache.packed(plan, plan_records()))
+    cache_folder.current().write("programs", key, program_cache.packed(plan, plan_records()))
 
 
 @functools.cache
 def plan_records() -> Mapping[str, type]:
     """The records that plans are made of, by name."""
-    return codec.records_of(dims, types, expressions, loops, kernels, views, interface, program, report, weights) | {
-        "CompiledPlan": CompiledPlan
-    }
+    return record_json.records_of(
+        dims, types, expressions, loops, kernels, views, interface, program, report, weights
+    ) | {"CompiledPlan": CompiledPlan}
 
 
 def relocated(plan: CompiledPlan, origins: tuple[str, ...]) -> CompiledPlan | None:

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rlx.backends import cache
+from rlx.backends import cache_folder
 from rlx.backends.base import backend_of
 from rlx.dtypes import dtype
 from rlx.errors import FormatError
 from rlx.ir.graph import Graph
 from rlx.profile import CompileProfile
-from rlx.runtime import codec
+from rlx.runtime import record_json
 from rlx.target import Target
 
 _SIZES = struct.Struct("<QQ")  # bytes of the index of arrays, bytes of the records
@@ -38,9 +38,9 @@ class Keys:
 
     @classmethod
     def of(cls, graph: Graph, target: Target, profile: CompileProfile) -> Keys:
-        if cache.current().folder is None or not is_builtin(graph):
+        if cache_folder.current().folder is None or not is_builtin(graph):
             return cls(None, None)
-        parts = (graph.fingerprint(), graph.name, str(target), profile.key(), cache.source_digest())
+        parts = (graph.fingerprint(), graph.name, str(target), profile.key(), cache_folder.source_digest())
         return cls(_digest(*parts), _digest(*parts, backend_of(target).identity(target)))
 
 
@@ -58,7 +58,7 @@ def is_builtin(graph: Graph) -> bool:
 
 def packed(record: Any, classes: Mapping[str, type]) -> bytes:
     """A record as bytes: an index of its arrays, its values as text, the arrays."""
-    text, arrays = codec.encode(record, classes)
+    text, arrays = record_json.encode(record, classes)
     index = json.dumps([[dtype(a.dtype).name, a.shape] for a in arrays]).encode()
     values = text.encode()
     contents = (np.ascontiguousarray(a).tobytes() for a in arrays)
@@ -76,7 +76,7 @@ def unpacked(data: bytes, classes: Mapping[str, type], kind: type[T]) -> T:
         array = np.frombuffer(data, dtype(name).numpy, math.prod(shape), at).reshape(shape)
         arrays.append(array)
         at += array.nbytes
-    record = codec.decode(values, classes, arrays, "program cache")
+    record = record_json.decode(values, classes, arrays, "program cache")
     if not isinstance(record, kind):
         raise FormatError(f"program cache: expected a {kind.__name__}, found {type(record).__name__}")
     return record

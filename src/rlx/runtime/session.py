@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rlx.backends.base import MAX_THREADS, Backend, available
 from rlx.backends.base import device as find_device
 from rlx.errors import CapabilityError, GraphError, nearest
-from rlx.locks import Lock, Waits
+from rlx.fork_safe_locks import Lock, Waits
 from rlx.profile import CompileProfile, Fusion, FusionPolicy
 from rlx.runtime.weights import WeightStore
 from rlx.target import Target

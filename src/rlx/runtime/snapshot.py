@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlx.backends.base import Executable
 from rlx.profile import CompileProfile
-from rlx.runtime import codec, kv_cache, signature
+from rlx.runtime import kv_spec, record_json, signature
 from rlx.runtime.compiled import CompiledGraph, Parts, input_specs, later_plan
 from rlx.runtime.session import Session
 from rlx.runtime.signature import Signature
@@ -25,7 +25,7 @@ def snapshot_records(device: str) -> Mapping[str, type]:
     from rlx.backends.base import backend
 
     own = {"Recipe": Recipe, "KvLayout": KvLayout}
-    return codec.records_of(*backend(device).image_modules(), signature, kv_cache) | own
+    return record_json.records_of(*backend(device).image_modules(), signature, kv_spec) | own
 
 
 def from_snapshot(

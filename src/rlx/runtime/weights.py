@@ -16,7 +16,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.backends.base import Allocator
-from rlx.locks import Lock
+from rlx.fork_safe_locks import Lock
 
 if TYPE_CHECKING:
     from rlx.ir.graph import Graph, Node

@@ -18,11 +18,11 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.errors import BindError, FormatError, GraphError, RequestError, ShapeError, nearest
+from rlx.fork_safe_locks import Lock, Waits
+from rlx.free_memory import writable
 from rlx.ir.graph import Graph, Value
 from rlx.ir.rewrite import inline
-from rlx.locks import Lock, Waits
 from rlx.profile import CompileProfile
-from rlx.resources import writable
 from rlx.runtime.compiled import CompiledGraph
 from rlx.runtime.inputs import as_array, check_fixed, check_names, not_set
 from rlx.runtime.session import Session

@@ -15,10 +15,10 @@ from rlx.errors import DTypeError, GraphError, ShapeError, nearest
 from rlx.hir.lower import lower
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import inline, live_copy, rebuild
-from rlx.transforms.batch import batch, widened
 from rlx.transforms.build import declare, eye, full, move_axis, zeros
-from rlx.transforms.forward import push
-from rlx.transforms.reverse import Joint, Keep, Linear, linearise, split
+from rlx.transforms.jvp import push
+from rlx.transforms.vjp import Joint, Keep, Linear, linearise, split
+from rlx.transforms.vmap import batch, widened
 from rlx.transforms.walk import leaves
 from rlx.types import Size, TensorType, as_size, axis_index, product
 
@@ -77,7 +77,7 @@ def _name(where: str, wrt: str | Value) -> str:
     return str(wrt.node.attrs["name"])
 
 
-def started(graph: Graph, name: str) -> tuple[Graph, list[Value]]:
+def with_same_leaves(graph: Graph, name: str) -> tuple[Graph, list[Value]]:
     """A new graph with the same leaves."""
     made = Graph(f"{graph.name}_{name}")
     made.limits, made.fixed = dict(graph.limits), set(graph.fixed)
@@ -139,7 +139,7 @@ def _reverse(where: str, source: Graph, wrt: list[Node], loss: int | None, keep:
     if isinstance(keep, str) and keep not in POLICIES:
         raise GraphError(f"{where}: keep is {keep!r}", hint=nearest(keep, POLICIES))
     policy = POLICIES[keep] if isinstance(keep, str) else keep
-    made, given = started(source, where)
+    made, given = with_same_leaves(source, where)
     several = len(source.outputs) > 1
     seeds: list[Value | None] = []
     for i, output in enumerate(source.outputs):
@@ -172,7 +172,7 @@ def _rematerialised(where: str, source: Graph, made: Graph, start: int, keep: Ke
     old = leaves(source)
     body = _as_inputs(made)
     cut = split(Joint(source, body, len(old), len(source.outputs), start, [], []), keep)
-    final, given = started(source, where)
+    final, given = with_same_leaves(source, where)
     cts = [
         full(final, 1, n.types[0]) if loss is not None else declare(final, n.attrs["name"], n.types[0])
         for n in leaves(made)[len(old) :]
@@ -201,7 +201,7 @@ def jvp(graph: Any, wrt: Wrt = None) -> Graph:
 
 
 def _forward(source: Graph, wrt: list[Node]) -> Graph:
-    made, given = started(source, "jvp")
+    made, given = with_same_leaves(source, "jvp")
     tangents = {n: declare(made, f"tangent_{n.attrs['name']}", n.types[0]) for n in wrt}
     outputs, found = push(made, source, given, [tangents.get(n) for n in leaves(source)])
     floats = [i for i, o in enumerate(outputs) if o.dtype.is_float]
@@ -228,7 +228,7 @@ def jacfwd(graph: Any, wrt: Wrt = None) -> Graph:
     """
     source = as_graph("jacfwd", graph)
     nodes = chosen("jacfwd", source, wrt)
-    made, given = started(source, "jacfwd")
+    made, given = with_same_leaves(source, "jacfwd")
     columns = []
     for node in nodes:
         pushed = _forward(source, [node])
@@ -245,7 +245,7 @@ def jacrev(graph: Any, wrt: Wrt = None) -> Graph:
     """What `jacfwd` gives, by reverse mode, all rows at once: the better one where outputs are smaller than inputs."""
     source = as_graph("jacrev", graph)
     nodes = chosen("jacrev", source, wrt)
-    made, given = started(source, "jacrev")
+    made, given = with_same_leaves(source, "jacrev")
     rows = []
     for i, output in enumerate(source.outputs):
         if not output.dtype.is_float:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rlx.errors import GraphError
-from rlx.ir.compose import has_segments, written_out
+from rlx.ir.compose import expand_decomposition, has_segments
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.registry import LEAF, NAMED
-from rlx.transforms import tables
+from rlx.transforms import rule_tables
 from rlx.types import TensorType
 
 
@@ -34,28 +34,28 @@ def copied(into: Graph, node: Node, operands: Sequence[Value | None]) -> tuple[V
     return into.append(node.op, tuple(operands), node.attrs, node.types, node.origin).results
 
 
-def opened(node: Node) -> Graph | None:
+def decomposition(node: Node) -> Graph | None:
     """The graph that a node is written with, for differentiation; None where it is not."""
     types = [None if o is None else o.type for o in node.operands]
-    if node.op in tables.parts and not has_segments(node):
+    if node.op in rule_tables.parts and not has_segments(node):
         return _built(node, types)
     definition = node.definition
-    return None if definition.decompose is None else written_out(definition, types, node.attrs)
+    return None if definition.decompose is None else expand_decomposition(definition, types, node.attrs)
 
 
 def _built(node: Node, types: Sequence[TensorType | None]) -> Graph:
     body = Graph(node.op)
     values = [None if t is None else body.input(f"x{i}", t.shape, t.dtype) for i, t in enumerate(types)]
-    made = tables.parts[node.op](*values, **node.attrs)
+    made = rule_tables.parts[node.op](*values, **node.attrs)
     return body.set_outputs(made)
 
 
 # -- activity ---------------------------------------------------------------------------------------------------------
-def moving_outputs(body: Graph, moving: Sequence[bool]) -> list[bool]:
+def moving_outputs(body: Graph, active: Sequence[bool]) -> list[bool]:
     """Which outputs of a graph may change with the leaves that do."""
-    found = {n[0] for n, flag in zip(leaves(body), moving, strict=True) if flag and n.types[0].dtype.is_float}
+    found = {n[0] for n, flag in zip(leaves(body), active, strict=True) if flag and n.types[0].dtype.is_float}
     for node in body.nodes:
-        if LEAF in node.definition.traits or node.op in tables.FLAT:
+        if LEAF in node.definition.traits or node.op in rule_tables.FLAT:
             continue
         flags = [o in found for o in node.operands]
         if any(flags):

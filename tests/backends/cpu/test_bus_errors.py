@@ -13,7 +13,7 @@ import small_bert
 from limits import LONGEST_S
 
 import rlx
-from rlx.backends.cpu import faults
+from rlx.backends.cpu import bus_errors
 
 SOURCE = Path(rlx.__file__).parents[1]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the handler knows the signals of Linux")
@@ -33,13 +33,13 @@ def look_and_cut(self):
     look(self) if when == "early" else None
 Model._check_usable = look_and_cut
 code = main(["embed", "-m", model, "bal bam"])
-from rlx.backends.cpu import faults
+from rlx.backends.cpu import bus_errors
 print("llvmlite" in sys.modules, bool(faults._installed), file=sys.stderr)
 sys.exit(code)
 """
 ELSEWHERE = """
 import ctypes, faulthandler, mmap, os, signal, sys, tempfile
-from rlx.backends.cpu import faults
+from rlx.backends.cpu import bus_errors
 {before}
 assert faults.install(4, "before ", " after") and faults.install(4, "", "")
 def fault():
@@ -117,7 +117,7 @@ def test_other_bus_errors_go_where_they_went_before(before: str, then: str, code
 def test_a_fault_in_a_thread_is_reported_too() -> None:
     then = """
 import threading
-from rlx.formats.tensors import open_bytes
+from rlx.formats.tensor_file import open_bytes
 with tempfile.NamedTemporaryFile() as file:
     file.write(bytes(10000))
     file.flush()
@@ -145,6 +145,6 @@ def test_without_the_code_in_the_cache_nothing_is_compiled() -> None:
 
 
 def test_elsewhere_there_is_no_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "_installed", [])
+    monkeypatch.setattr(bus_errors, "_installed", [])
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert not faults.install(4, "", "")
+    assert not bus_errors.install(4, "", "")

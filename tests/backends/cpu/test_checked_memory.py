@@ -19,7 +19,7 @@ from targets import supported
 import rlx
 from rlx.backends.cpu.memory import PAGE, Guarded, aligned, guarded_scratch, guarded_stride
 from rlx.dtypes import BY_NAME
-from rlx.engine.language import LanguageModel
+from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
 from rlx.ir.registry import packed
 from rlx.profile import CompileProfile, Precision

@@ -8,7 +8,7 @@ import pytest
 
 import rlx
 from rlx.backends.cpu import driver, elf
-from rlx.backends.cpu.library import KernelLibrary
+from rlx.backends.cpu.kernel_library import KernelLibrary
 from rlx.backends.reports import Code
 from rlx.runtime.export import open_export
 

@@ -17,7 +17,7 @@ import pytest
 from kernel_programs import PROGRAMS, plan
 from targets import AVX2, AVX512
 
-from rlx.backends.cpu.generators import entry, module_text
+from rlx.backends.cpu.kernel_generators import entry, module_text
 from rlx.backends.cpu.routine import Routine
 from rlx.target import Target
 

@@ -18,20 +18,20 @@ from targets import AVX512, BY_NAME
 
 import rlx
 from rlx.backends.base import backend
-from rlx.backends.cpu.forms import block_dots
-from rlx.backends.cpu.forms.block_dots import CODES
+from rlx.backends.cpu.forms import quantised_dots
+from rlx.backends.cpu.forms.quantised_dots import CODES
 from rlx.backends.cpu.packing import LAYOUTS
-from rlx.backends.cpu.packing.activations import ActivationWords
 from rlx.backends.cpu.packing.interleaved import Interleaved
 from rlx.backends.cpu.packing.panels import Panels, Quads
+from rlx.backends.cpu.packing.quantised_activations import ActivationWords
 from rlx.cli.verify import check_products
 from rlx.dtypes import F32, F64, U8, dtype
 from rlx.errors import GraphError
 from rlx.formats import TensorFile, open_tensors
 from rlx.ir.registry import packed
-from rlx.layouts import Layout, WeightLayout, parse_layout
 from rlx.lir.loops import INTEGER_DOTS
-from rlx.ops.activations import WHOLE
+from rlx.operand_layouts import Layout, WeightLayout, parse_layout
+from rlx.ops.quantised_activations import WHOLE
 from rlx.profile import CompileProfile, Precision
 from rlx.types import parse_type
 
@@ -79,7 +79,7 @@ def test_a_wrong_kernel_of_packed_weights_is_found(
     """The minima of a block's halves are exchanged: texts would still come out, if worse ones."""
     monkeypatch.setenv("RLX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        block_dots, "block_kernels", block_dots.block_kernels.__wrapped__
+        quantised_dots, "block_kernels", quantised_dots.block_kernels.__wrapped__
     )  # nor the kernels of other tests
     right = CODES["q4_k"]
     assert right.minima is not None
@@ -92,7 +92,7 @@ def test_a_wrong_kernel_of_packed_weights_is_found(
 @pytest.mark.parametrize("storage", CODES)
 def test_a_layout_names_the_arithmetic_of_its_kernels(storage: str) -> None:
     target = BY_NAME["avx512vnni"]
-    found = {kernel.arithmetic() for kernel in block_dots.block_kernels(dtype(storage), target).kernels}
+    found = {kernel.arithmetic() for kernel in quantised_dots.block_kernels(dtype(storage), target).kernels}
     layouts = [Interleaved(dtype(storage), 64, 16, whole) for whole in (True, False)]
     assert [x.arithmetic() for x in layouts] == [next(dot for dot in INTEGER_DOTS if dot in found), None]
 

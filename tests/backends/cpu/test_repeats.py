@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 import rlx
-from rlx.backends.cpu import repeat
+from rlx.backends.cpu import fast_call
 from rlx.errors import BindError, KernelError
 from rlx.runtime.compiled import CompiledGraph
 
 f32, i32 = np.float32, np.int32
 X, IDS = np.arange(8, dtype=f32).reshape(2, 4), np.array([3, 1], i32)
 W = np.arange(12, dtype=f32).reshape(4, 3)
-pytestmark = pytest.mark.skipif(not repeat.usable(), reason="objects lie elsewhere in memory here")
+pytestmark = pytest.mark.skipif(not fast_call.usable(), reason="objects lie elsewhere in memory here")
 
 
 def compiled(outputs: Callable[[rlx.Graph], list[rlx.Value]], **params: Any) -> CompiledGraph:
@@ -119,7 +119,7 @@ def test_a_watched_and_a_traced_run_are_not_repeated(table: CompiledGraph, tmp_p
 
 
 def test_without_the_builtin_everything_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeat, "usable", lambda: False)
+    monkeypatch.setattr(fast_call, "usable", lambda: False)
     f = compiled(lambda g: [g.input("x", ("n", 4)) @ g.param("w", (4, 3))], w=W)
     for _ in range(3):
         assert np.array_equal(f.run({"x": X})[0], X @ W)
@@ -314,8 +314,8 @@ def test_without_memory_for_an_output_nothing_has_happened(monkeypatch: pytest.M
             raise MemoryError
         return np.empty(*arguments)
 
-    monkeypatch.setitem(repeat.OBJECTS, "empty", allocate)
-    monkeypatch.setattr(repeat, "_table", functools.cache(repeat._table.__wrapped__))
+    monkeypatch.setitem(fast_call.OBJECTS, "empty", allocate)
+    monkeypatch.setattr(fast_call, "_table", functools.cache(fast_call._table.__wrapped__))
     f = twice(compiled(lambda g: [g.input("x", ("n", 4)) + 1.0, g.named("x") * 2.0]), {"x": X})
     for enough in (2, 0, 1, 1, 0, 2):  # of the two outputs, neither or the first finds memory
         left = enough
@@ -359,7 +359,7 @@ def test_no_reference_is_lost_or_kept(table: CompiledGraph) -> None:
 
 def test_what_blocks_point_to_outlives_the_module() -> None:
     """A run at the end of the interpreter comes after modules have been cleared, and caches with them."""
-    table = weakref.ref(repeat._table.__wrapped__())
+    table = weakref.ref(fast_call._table.__wrapped__())
     assert table() is not None
 
 

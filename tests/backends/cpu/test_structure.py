@@ -23,7 +23,7 @@ from layers import (
 from targets import BY_NAME, supported
 
 from rlx.backends.cpu.driver import AHEAD, driver_text
-from rlx.backends.cpu.generators import kernel_text
+from rlx.backends.cpu.kernel_generators import kernel_text
 from rlx.backends.cpu.toolchain import compile_text, undefined_symbols
 from rlx.lir.loops import LoopKernel
 from rlx.lir.program import WEIGHT, Program

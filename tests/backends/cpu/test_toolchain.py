@@ -64,7 +64,7 @@ def code_in_memory() -> int:
 def test_what_only_compiling_needed_is_put_away_and_comes_back() -> None:
     made = toolchain.compile_text(constant_text("f", 1), host())
     before = code_in_memory()
-    toolchain.put_away()
+    toolchain.trim_compiler_memory()
     assert code_in_memory() < before / 4 and before > 4096
     assert toolchain.compile_text(constant_text("f", 1), host()) == made
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlx.backends.cpu.memory import HUGE, HUGE_FROM, LINE, side_by_side
-from rlx.formats.tensors import open_bytes
+from rlx.backends.cpu.memory import HUGE, HUGE_FROM, LINE, alloc_packed
+from rlx.formats.tensor_file import open_bytes
 from rlx.host_memory import address, owner, release
 
 Types = list[tuple[tuple[int, ...], np.dtype[np.generic]]]
@@ -22,7 +22,7 @@ LARGE: Types = [((HUGE_FROM // 4,), np.dtype(np.float32)), ((5,), np.dtype(np.ui
 
 @pytest.mark.parametrize("types", [[], SMALL, LARGE, [*SMALL, *LARGE]], ids=["none", "small", "large", "both"])
 def test_arrays_do_not_share_lines(types: Types) -> None:
-    arrays = side_by_side(types)
+    arrays = alloc_packed(types)
     assert [(a.shape, a.dtype) for a in arrays] == types
     for i, array in enumerate(arrays):
         array.view(np.uint8)[...] = i
@@ -34,12 +34,12 @@ def test_arrays_do_not_share_lines(types: Types) -> None:
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages to ask for")
 def test_much_memory_begins_with_a_huge_page() -> None:
-    first, *_ = side_by_side(LARGE)
+    first, *_ = alloc_packed(LARGE)
     assert address(first) % HUGE == 0
 
 
 def test_memory_outlives_the_other_arrays() -> None:
-    kept = side_by_side(LARGE)[-1]
+    kept = alloc_packed(LARGE)[-1]
     kept[...] = 7
     assert (kept == 7).all()
 
@@ -54,7 +54,7 @@ def resident() -> int:
 def test_huge_pages_that_would_be_nearly_empty_are_not_taken(nbytes: int) -> None:
     before, blocks = resident(), []
     for _ in range(20):
-        (block,) = side_by_side([((nbytes,), np.dtype(np.uint8))])
+        (block,) = alloc_packed([((nbytes,), np.dtype(np.uint8))])
         block[...] = 1
         blocks.append(block)
     assert resident() - before < 1.25 * sum(block.nbytes for block in blocks)
@@ -114,7 +114,7 @@ def test_what_was_written_stays_though_its_view_is_read_only(tmp_path: Path) -> 
 
 
 def test_memory_of_no_file_stays(tmp_path: Path) -> None:
-    for array in (np.arange(10_000), np.arange(0), side_by_side(LARGE)[0], np.frombuffer(b"abc", np.uint8)):
+    for array in (np.arange(10_000), np.arange(0), alloc_packed(LARGE)[0], np.frombuffer(b"abc", np.uint8)):
         before = array.tobytes()
         release(array)
         assert array.tobytes() == before and isinstance(owner(array), (np.ndarray, bytes))
@@ -123,7 +123,7 @@ def test_memory_of_no_file_stays(tmp_path: Path) -> None:
 def test_memory_is_held_by_arrays_of_its_size() -> None:
     """Room that is left for the sake of an alignment takes no memory, and is nobody's."""
     for types in (SMALL, LARGE):
-        first, *_ = arrays = side_by_side(types)
+        first, *_ = arrays = alloc_packed(types)
         block = first
         while isinstance(block.base, np.ndarray):
             block = block.base
@@ -132,4 +132,4 @@ def test_memory_is_held_by_arrays_of_its_size() -> None:
 
 def test_memory_that_is_not_there_is_a_memory_error() -> None:
     with pytest.raises(MemoryError, match="1,099,511,627,776 MiB of weights"):
-        side_by_side([((1 << 60,), np.dtype(np.uint8))])
+        alloc_packed([((1 << 60,), np.dtype(np.uint8))])

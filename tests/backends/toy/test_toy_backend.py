@@ -19,7 +19,7 @@ from rlx.lir.loops import LoopKernel
 from rlx.lir.schedule import schedule
 from rlx.module import plan_lir
 from rlx.profile import CompileProfile
-from rlx.runtime import codec
+from rlx.runtime import record_json
 
 Array = np.ndarray[Any, Any]
 
@@ -196,9 +196,9 @@ def test_a_trace_says_when_launches_and_loops_ran() -> None:
 
 def test_an_image_runs_in_another_executable() -> None:
     toy, backend = rlx.compile(mlp(), "toy"), base.backend("toy")
-    records = codec.records_of(*backend.image_modules())
-    text, arrays = codec.encode(toy.executable.image(), records)
-    again = backend.load(codec.decode(text, records, arrays, "image"), lambda: toy.plan.main, TOY)
+    records = record_json.records_of(*backend.image_modules())
+    text, arrays = record_json.encode(toy.executable.image(), records)
+    again = backend.load(record_json.decode(text, records, arrays, "image"), lambda: toy.plan.main, TOY)
     toy.set_params({"w": np.ones((4, 8), np.float32), "b": np.zeros(8, np.float32)})
     x = np.ones((3, 4), np.float32)
     wanted = run(toy, {"x": x})

@@ -12,8 +12,8 @@ import tiny_llama
 
 import rlx
 from rlx.backends.toy import ToyBuffer
-from rlx.engine.language import LanguageModel
-from rlx.engine.snapshots import SnapshotCheckpoint
+from rlx.engine.language_model import LanguageModel
+from rlx.engine.model_snapshot import SnapshotCheckpoint
 from rlx.errors import BindError, CapabilityError
 
 f32 = np.float32

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rlx.backends.base import Backend, InputSpec
 from rlx.backends.cpu import targets
 from rlx.backends.cpu.executable import CpuExecutable
-from rlx.backends.cpu.image import Image
-from rlx.backends.cpu.library import kernels_compiled, library
+from rlx.backends.cpu.executable_image import Image
+from rlx.backends.cpu.kernel_library import kernels_compiled, library
 from rlx.backends.cpu.memory import CpuAllocator
 from rlx.backends.cpu.targets import cpu_target
-from rlx.backends.cpu.toolchain import cpu_identity, llvm_version, put_away
+from rlx.backends.cpu.toolchain import cpu_identity, llvm_version, trim_compiler_memory
 from rlx.errors import CapabilityError, FormatError, shortened
-from rlx.layouts import Layout
+from rlx.operand_layouts import Layout
 from rlx.target import Target
 
 if TYPE_CHECKING:
@@ -88,17 +88,17 @@ class CpuBackend(Backend):
         return CpuExecutable.of(program, cpu_target(target), threads, inputs=inputs, long_lived=long_lived)
 
     def kernel_text(self, kernels: Iterable[Kernel], target: Target, *, assembly: bool = False) -> str:
-        from rlx.backends.cpu.generators import kernel_text
+        from rlx.backends.cpu.kernel_generators import kernel_text
 
         return kernel_text(kernels, cpu_target(target), level="asm" if assembly else "llvm")
 
     # -- what is stored ------------------------------------------------------------------------------------------------
     def image_modules(self) -> Sequence[ModuleType]:
         from rlx import dims, types
-        from rlx.backends.cpu import image, layout, records
+        from rlx.backends.cpu import executable_image, launch_records, program_layout
         from rlx.lir import interface, memory
 
-        return dims, types, interface, memory, records, layout, image
+        return dims, types, interface, memory, launch_records, program_layout, executable_image
 
     def load(
         self, image: Any, program: Callable[[], Program], target: Target, *, threads: int | None = None,
@@ -139,9 +139,9 @@ class CpuBackend(Backend):
         return kernels_compiled()
 
     def trim(self) -> None:
-        put_away()
+        trim_compiler_memory()
 
     def catch_bus_errors(self, status: int, before: str, after: str, *, compiling: bool = True) -> None:
-        from rlx.backends.cpu import faults
+        from rlx.backends.cpu import bus_errors
 
-        faults.install(status, before, after, compiling=compiling)
+        bus_errors.install(status, before, after, compiling=compiling)

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlx.backends.cpu import loops, math, pool
 from rlx.backends.cpu.builder import Builder, Module, Value, const, vector
-from rlx.backends.cpu.library import library
+from rlx.backends.cpu.kernel_library import library
 from rlx.backends.cpu.memory import aligned
 from rlx.backends.cpu.routine import ENTRY_ARGUMENTS
 from rlx.backends.cpu.targets import CpuTarget

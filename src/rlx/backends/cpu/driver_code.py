@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rlx.backends.cpu import driver as d
 from rlx.backends.cpu.builder import NULL, Builder, Module, Value, const, i64
 from rlx.backends.cpu.driver_walk import Walk
-from rlx.backends.cpu.repeat_code import repeat
+from rlx.backends.cpu.fast_call_code import repeat
 from rlx.backends.cpu.targets import CpuTarget
 
 TAKE = ("function", "arguments", "units", "launch", "record", "scratch")  # what `take` and `barrier` share

@@ -17,30 +17,30 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.backends import base
 from rlx.backends.base import ArrayType, InputSpec, bytes_of
-from rlx.backends.cpu import driver, repeat
+from rlx.backends.cpu import driver, fast_call
 from rlx.backends.cpu import pool as pools
-from rlx.backends.cpu.image import Image
-from rlx.backends.cpu.layout import Layout, lay_out
-from rlx.backends.cpu.library import library
+from rlx.backends.cpu.executable_image import Image
+from rlx.backends.cpu.fast_call import Repeat, Results
+from rlx.backends.cpu.kernel_library import library
+from rlx.backends.cpu.launch_records import ARGUMENTS, FUNCTION, UNITS
 from rlx.backends.cpu.memory import (
     Bytes,
     Guarded,
     aligned,
+    alloc_packed,
     checking,
     guarded_scratch,
     guarded_stride,
-    side_by_side,
 )
-from rlx.backends.cpu.records import ARGUMENTS, FUNCTION, UNITS
-from rlx.backends.cpu.repeat import Repeat, Results
-from rlx.backends.cpu.room import out_of_memory
+from rlx.backends.cpu.memory_check import out_of_memory
+from rlx.backends.cpu.program_layout import Layout, lay_out
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.errors import BindError, KernelError
+from rlx.fork_safe_locks import cached_property
+from rlx.free_memory import ADDRESSES, fits
 from rlx.host_memory import PAGE, address
 from rlx.lir.interface import ARENA, CONST, INPUT, OUTPUT, WEIGHT, Assertion
 from rlx.lir.memory import Plan, plan
-from rlx.locks import cached_property
-from rlx.resources import ADDRESSES, fits
 from rlx.types import compile_sizes, round_up_power_of_two
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ CACHE_BYTES = 1 << 20  # of a thread: where all of a run's arena fits in, there 
 
 
 @dataclass
-class Frame:
+class SizePlan:
     """Everything that depends on the sizes of the symbols alone."""
 
     key: tuple[int, ...]  # the values of the symbols
@@ -77,14 +77,14 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class BatchSplit:
     """A run along whose batch others are made instead: [start, stop) of each and its sizes, the largest first."""
 
     parts: list[tuple[int, int, tuple[int, ...]]]
     outputs: list[ArrayType]
 
 
-class Instance:
+class RunContext:
     """Memory for one run at a time."""
 
     def __init__(self, executable: CpuExecutable) -> None:
@@ -98,7 +98,7 @@ class Instance:
         self.arena: Bytes = aligned(0)
         self.scratch: Bytes = aligned(0)
         self.guards: dict[str, Guarded] = {}  # of arena buffers
-        self.frame: Frame | None = None
+        self.frame: SizePlan | None = None
         self.read: Mapping[str, Array] = {}  # weights and constants: the words hold their addresses
         self.fixed: dict[str, list[int]] = {}  # addresses of those, by kind of buffer
         self.inputs: list[tuple[int, int, int]] = []
@@ -126,7 +126,7 @@ class CpuExecutable(base.Executable):
     ) -> None:  # fmt: skip
         # Weights that kernels read again and again are worth starting on a cache line: NumPy's memory does not, and a
         # vector that straddles two lines is read twice.
-        self._allocate = side_by_side if long_lived else _each_new
+        self._allocate = alloc_packed if long_lived else _each_new
         self._inputs = inputs
         self.symbols, self.reads = layout.symbols, layout.names[WEIGHT]
         self._make_program = program
@@ -139,10 +139,10 @@ class CpuExecutable(base.Executable):
         # Replaced, never changed: a run that has begun keeps its own. Kernels read what is in the second.
         self._weights: Mapping[str, Array] = {}
         self._read: Mapping[str, Array] = {}
-        self._instances: list[Instance] = []
-        self._frames: dict[tuple[int, ...], Frame] = {}
+        self._instances: list[RunContext] = []
+        self._frames: dict[tuple[int, ...], SizePlan] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
-        self._pieces: dict[tuple[int, ...], Pieces | None] = {}
+        self._pieces: dict[tuple[int, ...], BatchSplit | None] = {}
         self._check = checking()
         self.bind({})
         self._template = np.zeros(layout.records.word_count, np.int64)  # the words that no size changes
@@ -188,7 +188,7 @@ class CpuExecutable(base.Executable):
         self._instances = []  # after the weights: who finds this list has seen them
 
     # -- frames --------------------------------------------------------------------------------------------------------
-    def frame(self, key: tuple[int, ...]) -> Frame:
+    def frame(self, key: tuple[int, ...]) -> SizePlan:
         """The sizes of everything for these values of the symbols."""
         found = self._frames.get(key)
         if found is None:
@@ -235,7 +235,7 @@ class CpuExecutable(base.Executable):
         found = self.plan_memory(key)
         return found if fits(found.size) else self._plan(key)
 
-    def _make_frame(self, key: tuple[int, ...]) -> Frame:
+    def _make_frame(self, key: tuple[int, ...]) -> SizePlan:
         layout = self.layout
         values = self.sizes(key)
         for asserted in layout.assertions:
@@ -261,12 +261,12 @@ class CpuExecutable(base.Executable):
             private, whole = private + PAGE, guarded_stride(private, self.records.private_bytes)
         steps = [values[i] for i in layout.steps]
         solo = self.records.solo(values, steps, self.threads) if steps else []
-        return Frame(key, words, numbers[layout.units], steps, solo, memory, whole, private, outputs, values)
+        return SizePlan(key, words, numbers[layout.units], steps, solo, memory, whole, private, outputs, values)
 
     def _scratch_by_size(self, values: Sequence[int]) -> Iterator[int]:
         """What the kernels need whose scratch depends on run-time sizes."""
         if self.layout.scratch_of:
-            from rlx.backends.cpu.generators import scratch_bytes
+            from rlx.backends.cpu.kernel_generators import scratch_bytes
 
             kernels = self.program.kernels()
             for symbol, size in self.layout.scratch_of:
@@ -288,11 +288,13 @@ class CpuExecutable(base.Executable):
         try:
             instance = instances.pop()
         except IndexError:
-            instance = Instance(self)
+            instance = RunContext(self)
         if instance.frame is not frame or self._check:
             self._make_room(instance, frame, frame.output_bytes if into is None else 0)
             self._fill(instance, frame)
-        elif instance.again is _never and self._inputs is not None and repeat.usable():  # the second run of these sizes
+        elif (
+            instance.again is _never and self._inputs is not None and fast_call.usable()
+        ):  # the second run of these sizes
             self._prepare_repeat(instance, frame, inputs)
         outputs = self._allocate(frame.outputs) if into is None else list(into)
         if self._check:
@@ -320,14 +322,14 @@ class CpuExecutable(base.Executable):
         return outputs
 
     def _run_pieces(
-        self, pieces: Pieces, inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None
+        self, pieces: BatchSplit, inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None
     ) -> list[Array]:
         outputs = self._allocate(pieces.outputs)
         for start, stop, key in pieces.parts:
             self.run(key, [a[start:stop] for a in inputs], trace, [a[start:stop] for a in outputs])
         return outputs
 
-    def pieces(self, key: tuple[int, ...]) -> Pieces | None:
+    def pieces(self, key: tuple[int, ...]) -> BatchSplit | None:
         """How a run with these sizes is cut along the batch; None where it runs as a whole."""
         if self.layout.batch is None:
             return None
@@ -335,10 +337,10 @@ class CpuExecutable(base.Executable):
         if key not in known:
             if len(known) >= FRAMES:
                 self._pieces = known = {}
-            known[key] = self._cut(key)
+            known[key] = self._split_batch(key)
         return known[key]
 
-    def _cut(self, key: tuple[int, ...]) -> Pieces | None:
+    def _split_batch(self, key: tuple[int, ...]) -> BatchSplit | None:
         layout = self.layout
         assert layout.batch is not None
         values, batch = self.sizes(key), key[layout.batch]
@@ -357,7 +359,7 @@ class CpuExecutable(base.Executable):
         arena = self._plan_that_fits(parts[0][2])
         if not fits(arena.size + bytes_of(outputs)):
             raise out_of_memory(self, key, arena, outputs)
-        return Pieces(parts, outputs)
+        return BatchSplit(parts, outputs)
 
     def largest(self, key: tuple[int, ...]) -> tuple[int, ...]:
         """The sizes of the largest piece of a run, which decide its memory."""
@@ -365,13 +367,13 @@ class CpuExecutable(base.Executable):
         return key if pieces is None else pieces.parts[0][2]
 
     @staticmethod
-    def _point_outputs(instance: Instance, outputs: Sequence[Array]) -> None:
+    def _point_outputs(instance: RunContext, outputs: Sequence[Array]) -> None:
         places = [address(array) for array in outputs]
         for position, buffer, offset in instance.outputs:
             instance.view[position] = places[buffer] + offset
 
     def _execute(
-        self, instance: Instance, inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None = None
+        self, instance: RunContext, inputs: Sequence[Array], trace: np.ndarray[Any, np.dtype[np.int64]] | None = None
     ) -> None:
         words, places = instance.view, [address(array) for array in inputs]
         for position, buffer, offset in instance.inputs:
@@ -385,7 +387,7 @@ class CpuExecutable(base.Executable):
         finally:
             instance.request[driver.TRACE // 8] = 0
 
-    def _make_room(self, instance: Instance, frame: Frame, outputs: int) -> None:
+    def _make_room(self, instance: RunContext, frame: SizePlan, outputs: int) -> None:
         """Allocate what a run needs beside `outputs` bytes for its outputs, if there is memory for both."""
         grows = instance.arena.nbytes < frame.plan.size
         scratch = frame.scratch * self.threads
@@ -400,7 +402,7 @@ class CpuExecutable(base.Executable):
         if instance.scratch.nbytes != scratch:
             instance.scratch = aligned(scratch)
 
-    def _fill(self, instance: Instance, frame: Frame) -> None:
+    def _fill(self, instance: RunContext, frame: SizePlan) -> None:
         """Write all words that do not change from run to run."""
         read = self._read
         instance.words[:] = frame.words
@@ -429,18 +431,18 @@ class CpuExecutable(base.Executable):
         instance.call, instance.again = address(instance.request), _never
         instance.frame, instance.read = frame, read
 
-    def _prepare_repeat(self, instance: Instance, frame: Frame, inputs: Sequence[Array]) -> None:
+    def _prepare_repeat(self, instance: RunContext, frame: SizePlan, inputs: Sequence[Array]) -> None:
         assert self._inputs is not None
         results = Results(frame.outputs, [None] * len(frame.outputs), frame.output_bytes <= KEPT_BYTES)
         moved = instance.inputs + [(at, len(inputs) + buffer, offset) for at, buffer, offset in instance.outputs]
         instance.results = results
-        instance.request = repeat.block(
+        instance.request = fast_call.block(
             instance.request, address(self.pool.job), address(instance.words), self._inputs, inputs, results, moved
         )
         instance.call = address(instance.request)
-        instance.again = repeat.function(self.pool.repeat, instance.request)
+        instance.again = fast_call.function(self.pool.repeat, instance.request)
 
-    def _read_ahead(self, instance: Instance, frame: Frame) -> None:
+    def _read_ahead(self, instance: RunContext, frame: SizePlan) -> None:
         """What threads read while they wait: nothing for a launch that multiplies much or reads it more than once."""
         ahead, sizes = self.layout.ahead, np.array(frame.values, np.int64)
         whole, units = sizes[ahead.bytes], sizes[ahead.units]
@@ -448,24 +450,24 @@ class CpuExecutable(base.Executable):
         columns = (instance.words[ahead.words], whole // np.maximum(units, 1), units)
         instance.records[ahead.records, : UNITS + 1] = np.stack(columns, axis=1)
 
-    def _moving(self, kind: str, frame: Frame) -> list[tuple[int, int, int]]:
+    def _moving(self, kind: str, frame: SizePlan) -> list[tuple[int, int, int]]:
         """Position, buffer number and byte offset of the words that hold addresses of inputs or outputs."""
         found = self.layout.pointers[kind]
         positions, offsets = found.positions.tolist(), frame.words[found.positions].tolist()
         return list(zip(positions, found.buffers.tolist(), offsets, strict=True))
 
-    def _add(self, instance: Instance, kind: str, addresses: Sequence[int]) -> None:
+    def _add(self, instance: RunContext, kind: str, addresses: Sequence[int]) -> None:
         found = self.layout.pointers[kind]
         if len(found.positions):
             instance.words[found.positions] += np.array(addresses, np.int64)[found.buffers]
 
-    def _arena_bases(self, instance: Instance, frame: Frame) -> dict[str, int]:
+    def _arena_bases(self, instance: RunContext, frame: SizePlan) -> dict[str, int]:
         if not self._check:
             base = address(instance.arena)
             return {name: base + offset for name, offset in frame.plan.offsets.items()}
         return {name: guard.address for name, guard in instance.guards.items()}
 
-    def _guard(self, instance: Instance, frame: Frame) -> None:
+    def _guard(self, instance: RunContext, frame: SizePlan) -> None:
         """New memory of NaN: each arena buffer has its own, and scratch ends for each thread, between guard pages."""
         sizes = (max(0, frame.values[i]) for i in self.layout.arena_bytes)
         instance.guards = {x.name: Guarded(size) for x, size in zip(self.layout.lives, sizes, strict=True)}
@@ -473,7 +475,7 @@ class CpuExecutable(base.Executable):
 
     def _run_checked(
         self,
-        instance: Instance,
+        instance: RunContext,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         trace: np.ndarray[Any, np.dtype[np.int64]] | None,
@@ -495,13 +497,13 @@ class CpuExecutable(base.Executable):
 
     def _unfit(self, assertion: Assertion, key: tuple[int, ...]) -> BindError:
         """What to say of an assertion that does not hold."""
-        from rlx.backends.faults import unfit
+        from rlx.backends.run_time_errors import unfit
 
         return unfit(assertion, dict(zip(self.layout.symbols, key, strict=True)))
 
-    def _fault(self, instance: Instance) -> KernelError | BindError:
+    def _fault(self, instance: RunContext) -> KernelError | BindError:
         """What the threads have left in their scratch headers: a code, and the number of the first record to fail."""
-        from rlx.backends.faults import fault
+        from rlx.backends.run_time_errors import fault
 
         status = instance.status
         record, code = min((status[at + 1], status[at]) for at in instance.headers if status[at])

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.errors import CapabilityError, RlxError
-from rlx.resources import fits, lacking, show
+from rlx.free_memory import fits, lacking, show
 
 _OUT = POINTER(c_char_p)  # where a function leaves a text, that of an error for one
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {

@@ -39,10 +39,10 @@ class CpuAllocator(HostAllocator):
     """Host memory; arrays that live long start on cache lines, in huge pages."""
 
     def long_lived(self, types: Sequence[ArrayType]) -> list[Array]:
-        return side_by_side(types)
+        return alloc_packed(types)
 
 
-def side_by_side(types: Sequence[ArrayType]) -> list[Array]:
+def alloc_packed(types: Sequence[ArrayType]) -> list[Array]:
     """Uninitialised arrays, each from a cache line on, that are read again and again: in huge pages where that pays.
 
     An encoder's weights are read once a run, in pages that the processor has forgotten since: with pages of 4 KiB it

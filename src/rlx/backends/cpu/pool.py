@@ -25,8 +25,8 @@ from rlx.backends.cpu.cores import usable_cores
 from rlx.backends.cpu.targets import cpu_target
 from rlx.backends.cpu.toolchain import CodeLibrary, compile_text
 from rlx.errors import CapabilityError
+from rlx.fork_safe_locks import Lock, in_child
 from rlx.host_memory import address
-from rlx.locks import Lock, in_child
 
 SPIN_SECONDS = 30e-6  # how long a thread spins before it sleeps; waking a sleeper takes about as long
 LOOK_SECONDS = 0.3e-6  # how long it waits at a barrier before it looks for units that others have not begun

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlx.dtypes import DType
 from rlx.errors import CapabilityError
-from rlx.layouts import Layout, WeightLayout
+from rlx.operand_layouts import Layout, WeightLayout
 from rlx.target import KvLayout, Target
 from rlx.types import TensorType
 

@@ -23,7 +23,7 @@ from rlx.backends.cpu.elf import LIBC as LIBC
 from rlx.backends.cpu.elf import Object
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.errors import LowerError
-from rlx.locks import Lock, Waits
+from rlx.fork_safe_locks import Lock, Waits
 
 _INLINE_ASSEMBLY = re.compile(r'\basm\b[^"\n]*"[^"]')  # one that is not empty
 MESSAGE_LINES = 6  # of an LLVM error; a parse error has the place and the line in the first three
@@ -153,7 +153,7 @@ class Future:
         return self._found
 
 
-def put_away() -> None:
+def trim_compiler_memory() -> None:
     """Give the system what only compiling needed: LLVM's code, and what the allocator has free."""
     if sys.platform == "linux":
         llvm.release()

@@ -15,7 +15,7 @@ from rlx.errors import GraphError, ShapeError
 from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
 from rlx.flow.positions import check_rows, has_positions, rope_tables_of, size_of, token_positions
-from rlx.flow.side import SideOutputs
+from rlx.flow.side_outputs import SideOutputs
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.norm import GemmaRmsNorm, RmsNorm
 from rlx.flow.state import MAIN_ROPE, DecodeBindings, FlowValue

@@ -14,7 +14,7 @@ from typing import Any
 from rlx.errors import GraphError
 from rlx.flow.blocks import linear
 from rlx.flow.context import FlowCtx
-from rlx.flow.side import SideOutputs
+from rlx.flow.side_outputs import SideOutputs
 from rlx.flow.stages.attention import SelfAttention
 from rlx.flow.stages.base import FlowStage
 from rlx.flow.stages.ffn import SwiGlu

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.ir.graph import Node
-from rlx.layouts import Layout
 from rlx.lir.forms import linear as linear
 from rlx.lir.forms import norm as norm
 from rlx.lir.forms.elementwise import body_lets
 from rlx.lir.loops import Expr, Stmt
 from rlx.lir.schedule import Elements, Scheduler, loop_form, map_elements
 from rlx.lir.views import View
+from rlx.operand_layouts import Layout
 
 
 @loop_form("region")

@@ -35,7 +35,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     return outs
 
 
-@loop_form("gated_delta_net_kept")
+@loop_form("gated_delta_net_with_states")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     out, last, *kept = (s.result(node, i) for i in range(4))
     walk_matrix(s, node, out, node.operands[-1], state=s.view(node.operands[5]), last=last, kept=kept)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 from rlx.dtypes import BOOL, F16, I64, DType
 from rlx.errors import LowerError
-from rlx.formats.blocks import Position
+from rlx.formats.quant_blocks import Position
 from rlx.ir.graph import Graph, Node
-from rlx.lir.forms.blocks import Block, RowBlocks, decode
 from rlx.lir.forms.elementwise import body_lets
 from rlx.lir.forms.index import in_range
+from rlx.lir.forms.quant_blocks import Block, RowBlocks, decode
 from rlx.lir.kernels import OUT_OF_RANGE
 from rlx.lir.loops import Check, Expr, For, Index, Let, Place, Reduce, Ref, Stmt, Store, number
 from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit, loop_form

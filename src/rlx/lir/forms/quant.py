@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.dtypes import F16, F32, I32, DType
-from rlx.formats.blocks import Position
+from rlx.formats.quant_blocks import Position
 from rlx.ir.graph import Node
-from rlx.lir.forms.blocks import Block, RowBlocks, decode
 from rlx.lir.forms.elementwise import scalar_form
+from rlx.lir.forms.quant_blocks import Block, RowBlocks, decode
 from rlx.lir.forms.small_floats import FLOATS, small_bits, small_float
 from rlx.lir.loops import Expr, Place, Stmt
 from rlx.lir.schedule import Elements, Scheduler, loop_form, map_elements
 from rlx.lir.views import View
-from rlx.quant import QuantScheme
+from rlx.quant_schemes import QuantScheme
 from rlx.types import Size
 
 

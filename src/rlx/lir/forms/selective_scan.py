@@ -19,10 +19,10 @@ NAMES = ("x", "delta", "a", "b", "c", "states", "d_out", "d_last")
 RESULTS = ("dx", "ddelta", "da", "db", "dc", "d_state")
 
 
-@loop_form("selective_scan", "selective_scan_carry", "selective_scan_kept")
+@loop_form("selective_scan", "selective_scan_carry", "selective_scan_with_states")
 def _(s: Scheduler, node: Node) -> Sequence[View]:
     """Each channel walks the tokens with its n numbers of state in registers."""
-    carried, keeps = node.op != "selective_scan", node.op == "selective_scan_kept"
+    carried, keeps = node.op != "selective_scan", node.op == "selective_scan_with_states"
     names = ("x", "delta", "a", "b", "c", *(("state",) if carried else ()), *(() if keeps else ("d",)))
     operands = Operands(s, node.op)
     outs = [s.result(node)]

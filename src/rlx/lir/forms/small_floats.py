@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlx.dtypes import F32, F64
 from rlx.lir.loops import Expr, number
-from rlx.quant import SMALL_FLOATS, SmallFloat
+from rlx.quant_schemes import SMALL_FLOATS, SmallFloat
 
 FLOATS = SMALL_FLOATS | {"f16": SmallFloat(5, 10, 15, 65504.0, infinities=True)}
 _NAN = {"fp8e4m3": 0x7F, "fp8e5m2": 0x7E, "nvfp4": 0}

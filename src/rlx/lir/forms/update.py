@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlx.ir.compose import written_out
+from rlx.ir.compose import expand_decomposition
 from rlx.ir.graph import Node
 from rlx.lir.aliasing import may_write
 from rlx.lir.forms.elementwise import body_lets
@@ -42,7 +42,7 @@ def _changed(s: Scheduler, node: Node, written: Sequence[int]) -> list[View]:
     numbers = {i: n for n, i in enumerate((*reads, *mine))}  # of the kernel's parameters
 
     types = [None if o is None else o.type.with_shape() for o in node.operands]
-    made = written_out(node.definition, types, node.attrs)  # of one element
+    made = expand_decomposition(node.definition, types, node.attrs)  # of one element
 
     def body(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
         return body_lets(made, [e.load(numbers[i]) for i in given], s.target)

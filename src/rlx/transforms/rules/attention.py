@@ -14,10 +14,10 @@ from typing import Any
 from rlx.dtypes import I32
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ops.attention import parse_mask, row_type
-from rlx.transforms.batch import folded
 from rlx.transforms.build import count, counter, flat, in_type, zeros_like
-from rlx.transforms.reverse import through_parts
-from rlx.transforms.tables import Given, Pull, Vmapped, batching, linearise, parts
+from rlx.transforms.rule_tables import Cotangents, Pull, Vmapped, batching, linearise, parts
+from rlx.transforms.vjp import through_parts
+from rlx.transforms.vmap import folded
 from rlx.types import Size
 
 LOW = -1e30  # the score of a key that is not seen; -inf would make NaN of a row that sees nothing
@@ -149,7 +149,7 @@ def _(
 
 # -- reverse mode -----------------------------------------------------------------------------------------------------
 @linearise("attention", "attention_lse")
-def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
+def _(into: Graph, node: Node, operands: Cotangents, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
     if wanted[3] and node.attrs["mask_kind"] == "bias":  # its gradient is as large as the scores: all by plain ops
         return through_parts(into, node, operands, wanted)
     attrs = {name: node.attrs[name] for name in ("mask_kind", "scale", "softcap")}
@@ -158,7 +158,7 @@ def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple
     types, wide = (node.types[0], row_type(q.type)), q.dtype.wide
     y, lse = into.append("attention_lse", tuple(operands), attrs, types, node.origin).results
 
-    def pull(cts: Given) -> Given:
+    def pull(cts: Cotangents) -> Cotangents:
         dy = zeros_like(y) if cts[0] is None else cts[0]
         share = in_type(dy, wide) * in_type(y, wide)
         delta = into.one("transpose", into.one("sum", share, axis=-1), axes=(0, 2, 1))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from rlx.ir.graph import Value
 from rlx.transforms.build import taken
+from rlx.transforms.rule_tables import Vmapped, batching, no_derivative, parts
 from rlx.transforms.rules.recurrent import batched
-from rlx.transforms.tables import Vmapped, batching, no_derivative, parts
 
 
 @parts("depthwise_conv1d_causal")

@@ -12,27 +12,27 @@ from dataclasses import dataclass
 from rlx.errors import GraphError
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import inline
-from rlx.transforms.batch import batched_graph, depends, widened
 from rlx.transforms.build import declare, move_axis, sum_to, zeros
-from rlx.transforms.forward import push as push_graph
-from rlx.transforms.loops import Loop, Reverse, segmented
-from rlx.transforms.reverse import joint, linearise, split
+from rlx.transforms.jvp import push as push_graph
+from rlx.transforms.rule_tables import Cotangents, NodeCtx, Pull, Vmapped, batching, jvp, vjp
+from rlx.transforms.rule_tables import linearise as linearising
+from rlx.transforms.rule_tables import push as pushing
 from rlx.transforms.rules.elementwise import aligned
-from rlx.transforms.tables import Given, Pull, Site, Vmapped, batching, jvp, vjp
-from rlx.transforms.tables import linearise as linearising
-from rlx.transforms.tables import push as pushing
+from rlx.transforms.scan_backward import Loop, Reverse, segmented
+from rlx.transforms.vjp import joint, linearise, split
+from rlx.transforms.vmap import batched_graph, depends, widened
 from rlx.transforms.walk import leaves, moving_carries, moving_outputs, moving_scan
 from rlx.types import Size, TensorType
 
 
-def there(values: Given) -> list[Value]:
+def there(values: Cotangents) -> list[Value]:
     """Operands of a loop, none of which is missing."""
     return [v for v in values if v is not None]
 
 
 # -- scans ------------------------------------------------------------------------------------------------------------
 @linearising("scan")
-def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
+def _(into: Graph, node: Node, operands: Cotangents, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
     loop, given = Loop.of(node), there(operands)
     if loop.checkpoints == 0 or loop.checkpoints == loop.length:
         return Reverse(into, node, loop, given, wanted).run()
@@ -46,19 +46,19 @@ class Pushed:
     """Bodies in forward mode: each group of inputs, and then its tangents."""
 
     groups: Sequence[Sequence[int]]
-    moving: set[int]
+    active: set[int]
 
-    def operands(self, into: Graph, given: Sequence[Value], tangents: Given) -> list[list[Value]]:
+    def operands(self, into: Graph, given: Sequence[Value], tangents: Cotangents) -> list[list[Value]]:
         """What stands for the inputs, group by group; a tangent that is missing is zero."""
         made = []
         for group in self.groups:
-            found = [tangents[i] for i in group if i in self.moving]
-            types = [given[i].type for i in group if i in self.moving]
+            found = [tangents[i] for i in group if i in self.active]
+            types = [given[i].type for i in group if i in self.active]
             filled = [zeros(into, t) if v is None else v for v, t in zip(found, types, strict=True)]
             made.append([*(given[i] for i in group), *filled])
         return made
 
-    def declare(self, graph: Graph, body: Graph) -> tuple[list[Value], Given]:
+    def declare(self, graph: Graph, body: Graph) -> tuple[list[Value], Cotangents]:
         """The inputs of a new body: those of the old one in order, and their tangents."""
         old = leaves(body)
         values: dict[int, Value] = {}
@@ -66,7 +66,7 @@ class Pushed:
         for group in self.groups:
             for into in (values, tangents):
                 for i in group:
-                    if into is values or i in self.moving:
+                    if into is values or i in self.active:
                         into[i] = declare(graph, old[i].attrs["name"], old[i].types[0])
         return [values[i] for i in range(len(old))], [tangents.get(i) for i in range(len(old))]
 
@@ -77,7 +77,7 @@ class Pushed:
         outputs, found = push_graph(graph, old, *self.declare(graph, old))
         ys = [i for i in range(carries, len(outputs)) if found[i] is not None]
         moved = [zeros(graph, outputs[i].type) if (t := found[i]) is None else t
-                 for i in range(carries) if i in self.moving]  # fmt: skip
+                 for i in range(carries) if i in self.active]  # fmt: skip
         graph.set_outputs([*outputs[:carries], *moved, *outputs[carries:], *there([found[i] for i in ys])])
         return graph, ys
 
@@ -87,11 +87,11 @@ def _floats(body: Graph, flags: Sequence[bool]) -> set[int]:
 
 
 @pushing("scan")
-def _(into: Graph, node: Node, operands: Given, tangents: Given) -> tuple[Sequence[Value], Given]:
+def _(into: Graph, node: Node, operands: Cotangents, tangents: Cotangents) -> tuple[Sequence[Value], Cotangents]:
     loop, given = Loop.of(node), there(operands)
     n, m = loop.carries, loop.carries + loop.broadcasts
-    moving = _floats(loop.body, moving_scan(node, [t is not None for t in tangents])[0])
-    pushed = Pushed((range(n), range(n, m), range(m, len(given))), moving)
+    active = _floats(loop.body, moving_scan(node, [t is not None for t in tangents])[0])
+    pushed = Pushed((range(n), range(n, m), range(m, len(given))), active)
     body, ys = pushed.body(loop.body, n)
     carries, shared, xs = pushed.operands(into, given, tangents)
     finals, found = into.scan_general(
@@ -99,27 +99,27 @@ def _(into: Graph, node: Node, operands: Given, tangents: Given) -> tuple[Sequen
         checkpoints=loop.checkpoints,  # type: ignore[arg-type]
     )  # fmt: skip
     count = len(loop.body.outputs) - n
-    made = dict(zip(sorted(i for i in moving if i < n), finals[n:], strict=True))
+    made = dict(zip(sorted(i for i in active if i < n), finals[n:], strict=True))
     made |= dict(zip(ys, found[count:], strict=True))
     return (*finals[:n], *found[:count]), [made.get(i) for i in range(n + count)]
 
 
 @pushing("while_loop")
-def _(into: Graph, node: Node, operands: Given, tangents: Given) -> tuple[Sequence[Value], Given]:
+def _(into: Graph, node: Node, operands: Cotangents, tangents: Cotangents) -> tuple[Sequence[Value], Cotangents]:
     given, n, body = there(operands), node.attrs["carries"], node.attrs["body"]
-    moving = _floats(body, moving_carries(body, [t is not None for t in tangents], n))
-    pushed = Pushed((range(n), range(n, len(given))), moving)
+    active = _floats(body, moving_carries(body, [t is not None for t in tangents], n))
+    pushed = Pushed((range(n), range(n, len(given))), active)
     more = Graph(node.attrs["cond"].name)
     more.set_outputs(inline(more, node.attrs["cond"], pushed.declare(more, body)[0]))
     carries, shared = pushed.operands(into, given, tangents)
     next_, _ = pushed.body(body, n)
     found = into.while_loop(carries, more, next_, broadcasts=shared, max_steps=node.attrs["max_steps"])
-    made = dict(zip(sorted(i for i in moving if i < n), found[n:], strict=True))
+    made = dict(zip(sorted(i for i in active if i < n), found[n:], strict=True))
     return found[:n], [made.get(i) for i in range(n)]
 
 
 @pushing("cond")
-def _(into: Graph, node: Node, operands: Given, tangents: Given) -> tuple[Sequence[Value], Given]:
+def _(into: Graph, node: Node, operands: Cotangents, tangents: Cotangents) -> tuple[Sequence[Value], Cotangents]:
     predicate, *given = there(operands)
     bodies = [node.attrs[k] for k in ("then_body", "else_body")]
     pushed = Pushed((range(len(given)),), _floats(bodies[0], [t is not None for t in tangents[1:]]))
@@ -138,7 +138,7 @@ def _(into: Graph, node: Node, operands: Given, tangents: Given) -> tuple[Sequen
 
 # -- while, backwards -------------------------------------------------------------------------------------------------
 @linearising("while_loop")
-def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
+def _(into: Graph, node: Node, operands: Cotangents, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
     given, steps = there(operands), node.attrs["max_steps"]
     if steps is None:
         raise GraphError(
@@ -167,13 +167,13 @@ def _counted(node: Node, types: Sequence[TensorType], steps: int) -> Graph:
 
 # -- the end of a while loop ------------------------------------------------------------------------------------------
 @vjp("ended")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     """A gradient is wrong too where the loop was cut off, and may be all that is asked for."""
     return [sum_to(at.graph.one("ended", ct, at.operand(1)), at.operand(0).type), None]
 
 
 @jvp("ended")
-def _(at: Site, tangent: Value, _: Value | None) -> Given:
+def _(at: NodeCtx, tangent: Value, _: Value | None) -> Cotangents:
     return [at.graph.one("ended", tangent, at.operand(1))]
 
 
@@ -184,7 +184,7 @@ def _(vmapped: Vmapped) -> Sequence[Value]:
 
 # -- branches, backwards ----------------------------------------------------------------------------------------------
 @linearising("cond")
-def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
+def _(into: Graph, node: Node, operands: Cotangents, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
     predicate, *given = there(operands)
     bodies = [node.attrs[k] for k in ("then_body", "else_body")]
     found = [moving_outputs(body, wanted[1:]) for body in bodies]
@@ -203,7 +203,7 @@ def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple
     seeds = [i for i, s in enumerate(seeded) if s]
     gradients = sorted({i for j in joints for i in j.gradients})
 
-    def pull(cts: Given) -> Given:
+    def pull(cts: Cotangents) -> Cotangents:
         filled = [zeros(into, made[i].type) if (ct := cts[i]) is None else ct for i in seeds]
         outer = [*given, *made[count:], *filled]
         back = {}

@@ -9,10 +9,10 @@ import numpy as np
 
 from rlx.ir.graph import Value
 from rlx.ops.conv import pair, span
-from rlx.transforms.batch import by_scan, folded
 from rlx.transforms.build import counter, flip, one_of, taken
+from rlx.transforms.rule_tables import Cotangents, NodeCtx, Vmapped, batching, jvp, parts, vjp
 from rlx.transforms.rules.shape import scattered, spread
-from rlx.transforms.tables import Given, Site, Vmapped, batching, jvp, parts, vjp
+from rlx.transforms.vmap import by_scan, folded
 from rlx.types import Size
 
 Pair = tuple[int, int]
@@ -38,7 +38,7 @@ def _settings(attrs: Any) -> tuple[Pair, Pair, Pair]:
 
 
 @vjp("conv2d")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     bias = at.operands[2]
     return [
         _to_x(at, ct) if at.wanted[0] else None,
@@ -47,7 +47,7 @@ def _(at: Site, ct: Value) -> Given:
     ]
 
 
-def _to_x(at: Site, ct: Value) -> Value:
+def _to_x(at: NodeCtx, ct: Value) -> Value:
     """The cotangent, zeros between its rows where kernels had jumped, under the kernels turned around."""
     x, weight, groups = at.operand(0), at.operand(1), at.attrs["groups"]
     stride, padding, dilation = _settings(at.attrs)
@@ -81,7 +81,7 @@ def _apart(ct: Value, axis: int, stride: int, size: Size) -> Value:
     return ct.graph.one("pad", ct, low=(0,) * ct.rank, high=high)
 
 
-def _to_weight(at: Site, ct: Value) -> Value:
+def _to_weight(at: NodeCtx, ct: Value) -> Value:
     """What the kernels saw, times the cotangent: a matrix product for each group."""
     x, weight, groups = at.operand(0), at.operand(1), at.attrs["groups"]
     out, inside, *kernel = weight.shape
@@ -97,7 +97,7 @@ def _to_weight(at: Site, ct: Value) -> Value:
 
 
 @jvp("conv2d")
-def _(at: Site, x: Value | None, weight: Value | None, bias: Value | None) -> Given:
+def _(at: NodeCtx, x: Value | None, weight: Value | None, bias: Value | None) -> Cotangents:
     made = [
         None if x is None else at.graph.one("conv2d", x, at.operand(1), **at.attrs),
         None if weight is None else at.graph.one("conv2d", at.operand(0), weight, **at.attrs),

@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ir.rewrite import inline
 from rlx.ops.custom import named_inputs
-from rlx.transforms.batch import batched_graph
 from rlx.transforms.build import zeros
-from rlx.transforms.forward import push as push_graph
-from rlx.transforms.reverse import linearise as linearise_graph
-from rlx.transforms.reverse import transposed
-from rlx.transforms.tables import Given, Pull, Vmapped, batching, linearise, push
+from rlx.transforms.jvp import push as push_graph
+from rlx.transforms.rule_tables import Cotangents, Pull, Vmapped, batching, linearise, push
+from rlx.transforms.vjp import linearise as linearise_graph
+from rlx.transforms.vjp import transposed
+from rlx.transforms.vmap import batched_graph
 from rlx.transforms.walk import copied, leaves
 
-Stems = dict[str, Given]  # of the inputs of a derivative body that are no operands: what stands for each
+Stems = dict[str, Cotangents]  # of the inputs of a derivative body that are no operands: what stands for each
 
 
-def _ordered(body: Graph, operands: Given, stems: Stems) -> list[Value | None]:
+def _ordered(body: Graph, operands: Cotangents, stems: Stems) -> list[Value | None]:
     """What stands for the inputs of a derivative body, in its order."""
     primals, roles = named_inputs(body, *stems)
     given: dict[str, Value | None] = dict(zip(primals, operands, strict=True))
@@ -29,7 +29,7 @@ def _ordered(body: Graph, operands: Given, stems: Stems) -> list[Value | None]:
     return [given[n.attrs["name"]] for n in leaves(body)]
 
 
-def _filled(into: Graph, body: Graph, given: Given) -> list[Value]:
+def _filled(into: Graph, body: Graph, given: Cotangents) -> list[Value]:
     """Zeros where nothing stands for an input."""
     return [zeros(into, n.types[0]) if v is None else v for n, v in zip(leaves(body), given, strict=True)]
 
@@ -41,23 +41,23 @@ def _linear_in(body: Graph, stem: str, stems: tuple[str, ...], count: Sequence[b
     return [n.attrs["name"] in names for n in leaves(body)]
 
 
-def _floats(grads: Given, node: Node) -> list[Value | None]:
+def _floats(grads: Cotangents, node: Node) -> list[Value | None]:
     return [g if o is not None and o.dtype.is_float else None for g, o in zip(grads, node.operands, strict=True)]
 
 
 @linearise("custom_fn")
-def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
+def _(into: Graph, node: Node, operands: Cotangents, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
     vjp_body, jvp_body = node.attrs["vjp_body"], node.attrs["jvp_body"]
     if vjp_body is None and jvp_body is None:
         inner = linearise_graph(into, node.attrs["fwd_body"], operands, wanted)
         return inner.outputs, inner.pull
     results = copied(into, node, operands)
 
-    def pull(cts: Given) -> Given:
+    def pull(cts: Cotangents) -> Cotangents:
         if vjp_body is not None:
             given = _ordered(vjp_body, operands, {"primal_output": results, "d_output": cts})
             return _floats(inline(into, vjp_body, _filled(into, vjp_body, given)), node)
-        blank: Given = [None] * len(operands)
+        blank: Cotangents = [None] * len(operands)
         given = _ordered(jvp_body, operands, {"tangent": blank, "primal_output": results})
         which = _linear_in(jvp_body, "tangent", ("tangent", "primal_output"), wanted)
         found = iter(transposed(into, jvp_body, given, which, cts))
@@ -76,7 +76,7 @@ def _numbers(body: Graph, stem: str, stems: tuple[str, ...], which: Sequence[boo
 
 
 @push("custom_fn")
-def _(into: Graph, node: Node, operands: Given, tangents: Given) -> tuple[Sequence[Value], Given]:
+def _(into: Graph, node: Node, operands: Cotangents, tangents: Cotangents) -> tuple[Sequence[Value], Cotangents]:
     vjp_body, jvp_body = node.attrs["vjp_body"], node.attrs["jvp_body"]
     if vjp_body is None and jvp_body is None:
         return push_graph(into, node.attrs["fwd_body"], operands, tangents)
@@ -85,7 +85,7 @@ def _(into: Graph, node: Node, operands: Given, tangents: Given) -> tuple[Sequen
         given = _ordered(jvp_body, operands, {"tangent": tangents, "primal_output": results})
         made = inline(into, jvp_body, _filled(into, jvp_body, given))
         return results, [m if r.dtype.is_float else None for m, r in zip(made, results, strict=True)]
-    blank: Given = [None] * len(results)
+    blank: Cotangents = [None] * len(results)
     stems = ("primal_output", "d_output")
     given = _ordered(vjp_body, operands, {"primal_output": results, "d_output": blank})
     which = _linear_in(vjp_body, "d_output", stems, [r.dtype.is_float for r in results])

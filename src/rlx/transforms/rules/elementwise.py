@@ -14,7 +14,7 @@ import rlx.ops  # noqa: F401  the ops that share a vmap rule are looked up below
 from rlx.ir.graph import Value
 from rlx.ir.registry import ELEMENTWISE, OPS
 from rlx.transforms.build import insert_axes, zeros
-from rlx.transforms.tables import Site, Vmapped, batching, flat_everywhere, partials
+from rlx.transforms.rule_tables import NodeCtx, Vmapped, batching, partials, zero_gradient
 
 Partial = Any  # None, a number, a Value, or a function of a Value
 
@@ -69,7 +69,7 @@ unary("sigmoid", lambda x, y: y * (1 - y))
 unary("silu", _silu)
 unary("gelu", _gelu)
 unary("gelu_tanh", _gelu_tanh)
-flat_everywhere("round", why="between halves it does not change")
+zero_gradient("round", why="between halves it does not change")
 
 
 # -- two operands -----------------------------------------------------------------------------------------------------
@@ -105,15 +105,15 @@ binary("div", lambda a, b, y: lambda by: by / b, lambda a, b, y: lambda by: -(by
 binary("pow", _pow_base, _pow_exponent)
 binary("maximum", lambda a, b, y: _larger(a, b), lambda a, b, y: _larger(b, a))
 binary("minimum", lambda a, b, y: _larger(b, a), lambda a, b, y: _larger(a, b))
-flat_everywhere(
+zero_gradient(
     "equal", "not_equal", "less", "less_equal", "greater", "greater_equal", "logical_and", "logical_or", "logical_not",
     why="it gives truth values",
 )  # fmt: skip
-flat_everywhere("floor_divide", "mod", why="it takes integers")
+zero_gradient("floor_divide", "mod", why="it takes integers")
 
 
 @partials("where")
-def _(at: Site, i: int) -> Partial:
+def _(at: NodeCtx, i: int) -> Partial:
     condition = at.operand(0)
 
     def chosen(by: Value) -> Value:
@@ -124,7 +124,7 @@ def _(at: Site, i: int) -> Partial:
 
 
 @partials("cast")
-def _(at: Site, i: int) -> Partial:
+def _(at: NodeCtx, i: int) -> Partial:
     return None  # sum_to and the engine give what is pulled and pushed the right type
 
 

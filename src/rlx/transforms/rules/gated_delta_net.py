@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ops.recurrent import chunks_of
 from rlx.transforms.build import declare, move_axis, zeros
+from rlx.transforms.rule_tables import Cotangents, Pull, Vmapped, batching, linearise, parts
 from rlx.transforms.rules.recurrent import (
     Results,
     batched,
@@ -19,7 +20,6 @@ from rlx.transforms.rules.recurrent import (
     reset,
     row_of_starts,
 )
-from rlx.transforms.tables import Given, Pull, Vmapped, batching, linearise, parts
 
 
 def _cell(x: Value) -> Value:
@@ -81,14 +81,16 @@ def _no_state(q: Value, n: int) -> Value:
 
 
 @linearise("gated_delta_net", "gated_delta_net_carry")
-def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
+def _(into: Graph, node: Node, operands: Cotangents, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
     *given, segments = operands
     q, k, v, g, beta, *rest = (o for o in given if o is not None)
     n = node.attrs["state_size"]
     state = rest[0] if rest else _no_state(q, n)
-    out, last, states, misses = into.apply("gated_delta_net_kept", q, k, v, g, beta, state, segments, state_size=n)
+    out, last, states, misses = into.apply(
+        "gated_delta_net_with_states", q, k, v, g, beta, state, segments, state_size=n
+    )
 
-    def pull(cts: Given) -> Given:
+    def pull(cts: Cotangents) -> Cotangents:
         back = [zeros(into, x.type) if ct is None else ct for ct, x in zip([*cts, None], (out, last), strict=False)]
         made = into.apply("gated_delta_net_backward", q, k, g, beta, states, misses, *back, segments, state_size=n)
         return [*made[: len(given)], None]
@@ -96,7 +98,7 @@ def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple
     return (out, last)[: len(node.types)], pull
 
 
-@parts("gated_delta_net_kept")
+@parts("gated_delta_net_with_states")
 def _(
     q: Value,
     k: Value,
@@ -160,6 +162,6 @@ def _(
     return *(joined(x, seq) for x in made), first
 
 
-@batching("gated_delta_net", "gated_delta_net_carry", "gated_delta_net_kept", "gated_delta_net_backward")
+@batching("gated_delta_net", "gated_delta_net_carry", "gated_delta_net_with_states", "gated_delta_net_backward")
 def _(vmapped: Vmapped) -> Sequence[Value]:
     return batched(vmapped)

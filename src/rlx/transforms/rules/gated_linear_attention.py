@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.ir.graph import Value
+from rlx.transforms.rule_tables import Vmapped, batching, parts
 from rlx.transforms.rules.recurrent import Results, batched, chunked, reset
-from rlx.transforms.tables import Vmapped, batching, parts
 
 
 def _token_of_attention(state: Value, q: Value, k: Value, v: Value, g: Value, starts: Value | None = None) -> Results:

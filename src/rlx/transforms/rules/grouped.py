@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from rlx.dtypes import I32
 from rlx.ir.graph import Value
 from rlx.transforms.build import count, counter, flat, in_type, one_of, rows_of
-from rlx.transforms.tables import Given, Site, Vmapped, batching, flat_everywhere, jvp, vjp
+from rlx.transforms.rule_tables import Cotangents, NodeCtx, Vmapped, batching, jvp, vjp, zero_gradient
 
-flat_everywhere("group_rows", why="it gives indices")
+zero_gradient("group_rows", why="it gives indices")
 
 
 @vjp("grouped_matmul")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     x, w, index = (at.operand(i) for i in range(3))
     dx = in_type(at.graph.one("grouped_matmul", ct, w.mT, index), x.dtype) if at.wanted[0] else None
     if not at.wanted[1]:
@@ -22,7 +22,7 @@ def _(at: Site, ct: Value) -> Given:
 
 
 @jvp("grouped_matmul")
-def _(at: Site, x: Value | None, w: Value | None, _: Value | None) -> Given:
+def _(at: NodeCtx, x: Value | None, w: Value | None, _: Value | None) -> Cotangents:
     index, made = at.operand(2), []
     for rows, matrices in ((x, at.operand(1)), (at.operand(0), w)):
         if rows is not None and matrices is not None:
@@ -39,7 +39,7 @@ def _(vmapped: Vmapped) -> Sequence[Value]:
 
 
 @vjp("grouped_outer")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     x, y, index = (at.operand(i) for i in range(3))
     dx = in_type(at.graph.one("grouped_matmul", y, ct.mT, index), x.dtype) if at.wanted[0] else None
     dy = in_type(at.graph.one("grouped_matmul", x, ct, index), y.dtype) if at.wanted[1] else None
@@ -47,7 +47,7 @@ def _(at: Site, ct: Value) -> Given:
 
 
 @jvp("grouped_outer")
-def _(at: Site, x: Value | None, y: Value | None, _: Value | None) -> Given:
+def _(at: NodeCtx, x: Value | None, y: Value | None, _: Value | None) -> Cotangents:
     index, made = at.operand(2), []
     for left, right in ((x, at.operand(1)), (at.operand(0), y)):
         if left is not None and right is not None:

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from rlx.ir.graph import Value
 from rlx.transforms.build import counter, flat, full, in_type, move_axis, one_of, rows_of, zeros, zeros_like
-from rlx.transforms.tables import Given, Site, Vmapped, batching, jvp, vjp
+from rlx.transforms.rule_tables import Cotangents, NodeCtx, Vmapped, batching, jvp, vjp
 from rlx.types import product
 
 
 @vjp("gather")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     table, indices = at.operand(0), at.operand(1)
     axis = at.attrs["axis"] % table.rank
     for i in range(indices.rank):  # the axes of the indices to the front
@@ -24,24 +24,24 @@ def _(at: Site, ct: Value) -> Given:
 
 
 @jvp("gather")
-def _(at: Site, tangent: Value, _: Value | None) -> Given:
+def _(at: NodeCtx, tangent: Value, _: Value | None) -> Cotangents:
     return [at.graph.one("gather", tangent, at.operand(1), axis=at.attrs["axis"])]
 
 
 @vjp("scatter_add")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     return [ct, None, at.graph.one("gather", ct, at.operand(1), axis=0) if at.wanted[2] else None]
 
 
 @jvp("scatter_add")
-def _(at: Site, table: Value | None, _: Value | None, updates: Value | None) -> Given:
+def _(at: NodeCtx, table: Value | None, _: Value | None, updates: Value | None) -> Cotangents:
     if updates is None:
         return [one_of([table])]
     base = zeros(at.graph, at.result.type) if table is None else table
     return [at.graph.one("scatter_add", base, at.operand(1), updates)]
 
 
-def _winners(at: Site) -> Value:
+def _winners(at: NodeCtx) -> Value:
     """Which updates are in the result: those that no later one has replaced."""
     g, x, indices = at.graph, at.operand(0), at.operand(1)
     number = counter(g, product(indices.shape)).reshape(indices.shape)
@@ -50,7 +50,7 @@ def _winners(at: Site) -> Value:
 
 
 @vjp("scatter")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     g, x, indices, updates = at.graph, at.operand(0), at.operand(1), at.operand(2)
     dx = g.one("scatter", ct, indices, zeros(g, updates.type)) if at.wanted[0] else None
     if not at.wanted[2]:
@@ -61,7 +61,7 @@ def _(at: Site, ct: Value) -> Given:
 
 
 @jvp("scatter")
-def _(at: Site, table: Value | None, _: Value | None, updates: Value | None) -> Given:
+def _(at: NodeCtx, table: Value | None, _: Value | None, updates: Value | None) -> Cotangents:
     g = at.graph
     base = zeros(g, at.result.type) if table is None else table
     rows = zeros(g, at.operand(2).type) if updates is None else updates

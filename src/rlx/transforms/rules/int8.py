@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.ir.graph import Value
-from rlx.transforms.tables import Vmapped, batching, no_derivative
+from rlx.transforms.rule_tables import Vmapped, batching, no_derivative
 
 no_derivative("quantise_rows", why="it makes integers for integer matmuls; for training use fake_quantise")
 

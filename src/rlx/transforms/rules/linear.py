@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from rlx.ir.graph import Value
 from rlx.transforms.build import flat, in_type, one_of, sum_to
+from rlx.transforms.rule_tables import Cotangents, NodeCtx, Vmapped, batching, jvp, vjp
 from rlx.transforms.rules.elementwise import aligned
-from rlx.transforms.tables import Given, Site, Vmapped, batching, jvp, vjp
 
 
 @vjp("matmul")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     a, b = at.operand(0), at.operand(1)
     da = sum_to(ct @ b.mT, a.type) if at.wanted[0] else None
     if not at.wanted[1]:
@@ -22,7 +22,7 @@ def _(at: Site, ct: Value) -> Given:
 
 
 @jvp("matmul")
-def _(at: Site, ta: Value | None, tb: Value | None) -> Given:
+def _(at: NodeCtx, ta: Value | None, tb: Value | None) -> Cotangents:
     made = [None if ta is None else ta @ at.operand(1), None if tb is None else at.operand(0) @ tb]
     return [one_of([None if m is None else in_type(m, at.result.dtype) for m in made])]
 

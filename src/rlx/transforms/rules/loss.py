@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.ir.graph import Value
-from rlx.transforms.tables import Given, Site, Vmapped, batching, vjp
+from rlx.transforms.rule_tables import Cotangents, NodeCtx, Vmapped, batching, vjp
 
 
 @vjp("cross_entropy")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     return [at.graph.one("cross_entropy_grad", at.operand(0), at.operand(1), ct, **at.attrs), None]
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from rlx.ir.graph import Value
 from rlx.transforms.build import in_type, insert_axes
-from rlx.transforms.tables import Given, Site, Vmapped, batching, vjp
+from rlx.transforms.rule_tables import Cotangents, NodeCtx, Vmapped, batching, vjp
 
 
 @vjp("layer_norm", "rms_norm")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     x, gamma, beta = at.operands
     kind = at.node.op.removesuffix("_norm")
     dx, dgamma, dbeta = at.graph.apply("norm_grad", x, ct, gamma, kind=kind, eps=at.attrs["eps"])

@@ -7,19 +7,19 @@ not cut off. Rounding has none of its own.
 from __future__ import annotations
 
 from rlx.ir.graph import Value
-from rlx.quant import QuantScheme
-from rlx.transforms.batch import by_scan
+from rlx.quant_schemes import QuantScheme
 from rlx.transforms.build import full, in_type, sum_to
-from rlx.transforms.tables import Given, Site, batching, flat_everywhere, straight_through, vjp
+from rlx.transforms.rule_tables import Cotangents, NodeCtx, batching, straight_through, vjp, zero_gradient
+from rlx.transforms.vmap import by_scan
 from rlx.types import TensorType
 
-flat_everywhere("quantise", why="it gives integers")
+zero_gradient("quantise", why="it gives integers")
 straight_through("fake_quantise", why="rounding has no derivative of its own")
 batching("dequantise", "quantise")(by_scan)
 
 
 @vjp("fake_quantise")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     x, scale = at.operand(0), at.operands[1]
     dx = at.graph.one("fake_quantise_grad", x, ct, scale, ste="clipped", **at.attrs) if at.wanted[0] else None
     if scale is None or not at.wanted[1]:
@@ -27,7 +27,7 @@ def _(at: Site, ct: Value) -> Given:
     return dx, at.graph.one("fake_quantise_scale_grad", x, scale, ct, **at.attrs)
 
 
-def _spread(scales: Value, at: Site) -> Value:
+def _spread(scales: Value, at: NodeCtx) -> Value:
     """Scales as they are broadcast to the numbers."""
     shape, axis = at.result.shape, at.attrs["axis"]
     scheme = None if at.attrs["scheme"] is None else QuantScheme(at.attrs["scheme"])
@@ -41,7 +41,7 @@ def _spread(scales: Value, at: Site) -> Value:
     return scales.reshape(-1, *(1,) * (len(shape) - 1 - axis % len(shape)))
 
 
-def _gathered(numbers: Value, like: TensorType, at: Site) -> Value:
+def _gathered(numbers: Value, like: TensorType, at: NodeCtx) -> Value:
     """The transpose of `_spread`: sums over what shares a scale."""
     axis, scheme = at.attrs["axis"], at.attrs["scheme"]
     block = 1 if scheme is None else QuantScheme(scheme).block
@@ -56,7 +56,7 @@ def _gathered(numbers: Value, like: TensorType, at: Site) -> Value:
 
 
 @vjp("dequantise")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     """(x - zp) · scale, or x · scale · zp where scales are eight bit floats."""
     x, scale, zp = at.operands
     made: list[Value | None] = [None, None, None]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rlx.transforms.batch import by_scan
-from rlx.transforms.tables import batching, flat_everywhere
+from rlx.transforms.rule_tables import batching, zero_gradient
+from rlx.transforms.vmap import by_scan
 
 _OPS = ("random_bits", "random_uniform", "random_normal")
-flat_everywhere(*_OPS, why="its operand is a key of integers")
+zero_gradient(*_OPS, why="its operand is a key of integers")
 batching(*_OPS)(by_scan)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from rlx.ir.graph import Graph, Value
 from rlx.ops.recurrent import chunks_of, starts_apart
-from rlx.transforms.batch import by_scan, folded
 from rlx.transforms.build import declare, move_axis, taken
-from rlx.transforms.tables import Vmapped
+from rlx.transforms.rule_tables import Vmapped
+from rlx.transforms.vmap import by_scan, folded
 from rlx.types import Size
 
 CHUNK = 64

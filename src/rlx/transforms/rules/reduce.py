@@ -17,15 +17,15 @@ from rlx.transforms.build import (
     zeros,
     zeros_like,
 )
+from rlx.transforms.rule_tables import Cotangents, NodeCtx, Vmapped, batching, vjp, zero_gradient
 from rlx.transforms.rules.shape import linear
-from rlx.transforms.tables import Given, Site, Vmapped, batching, flat_everywhere, vjp
 from rlx.types import product
 
-flat_everywhere("argmax", why="it gives indices")
+zero_gradient("argmax", why="it gives indices")
 linear("sum", "mean", "cumsum")
 
 
-def axes_of(at: Site | Vmapped) -> tuple[int, ...]:
+def axes_of(at: NodeCtx | Vmapped) -> tuple[int, ...]:
     """The axes of a reduction, sorted and not negative, of the operand without a batch."""
     operand = at.node.operands[0]
     assert operand is not None
@@ -33,7 +33,7 @@ def axes_of(at: Site | Vmapped) -> tuple[int, ...]:
 
 
 @vjp("sum", "mean")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     x, axes = at.operand(0), axes_of(at)
     if at.node.op == "mean":
         ct = ct / count(at.graph, product(x.shape[a] for a in axes), x.dtype)
@@ -41,7 +41,7 @@ def _(at: Site, ct: Value) -> Given:
 
 
 @vjp("max", "min")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     x, axes = at.operand(0), axes_of(at)
     ct, top = (keep_axes(v, x.type, axes) for v in (ct, at.result))
     here = x.equal(top)
@@ -50,7 +50,7 @@ def _(at: Site, ct: Value) -> Given:
 
 
 @vjp("prod")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     """The product of all others, as that of those before and those after: exact where some are zero."""
     x, axes = at.operand(0), axes_of(at)
     others = [a for a in range(x.rank) if a not in axes]
@@ -71,21 +71,21 @@ def _(at: Site, ct: Value) -> Given:
 
 
 @vjp("softmax")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     y = at.result
     share = ct * y
     return [share - y * at.graph.one("sum", share, axis=at.attrs["axis"], keepdims=True)]
 
 
 @vjp("cumsum")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     axis = at.attrs["axis"] % ct.rank
     total = at.graph.one("cumsum", flip(ct, axis), axis=axis, exclusive=at.attrs["exclusive"])
     return [flip(total, axis)]
 
 
 @vjp("topk")
-def _(at: Site, ct: Value | None, _: Value | None) -> Given:
+def _(at: NodeCtx, ct: Value | None, _: Value | None) -> Cotangents:
     if ct is None:
         return [None]
     x, places = at.operand(0), at.results[1]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.ir.graph import Value
-from rlx.transforms.tables import Given, Site, Vmapped, batching, jvp, vjp
+from rlx.transforms.rule_tables import Cotangents, NodeCtx, Vmapped, batching, jvp, vjp
 
 
 @vjp("barrier")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     return [ct]
 
 
 @jvp("barrier")
-def _(at: Site, tangent: Value) -> Given:
+def _(at: NodeCtx, tangent: Value) -> Cotangents:
     return [at.graph.one("barrier", tangent)]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlx.ir.graph import Value
 from rlx.transforms.build import flat
-from rlx.transforms.tables import Vmapped, batching, no_derivative
+from rlx.transforms.rule_tables import Vmapped, batching, no_derivative
 
 no_derivative("sample_tokens", why="it picks integers; for training use cross_entropy of logits and tokens")
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from rlx.ir.graph import Graph, Node, Value
 from rlx.ops.recurrent import chunks_of
-from rlx.transforms.batch import by_scan
 from rlx.transforms.build import declare, move_axis, zeros
+from rlx.transforms.rule_tables import Cotangents, Pull, Vmapped, batching, linearise, parts
 from rlx.transforms.rules.recurrent import (
     Results,
     batched,
@@ -19,7 +19,7 @@ from rlx.transforms.rules.recurrent import (
     reset,
     row_of_starts,
 )
-from rlx.transforms.tables import Given, Pull, Vmapped, batching, linearise, parts
+from rlx.transforms.vmap import by_scan
 
 
 def _token_of_scan(
@@ -61,14 +61,14 @@ def _(
 
 
 @linearise("selective_scan", "selective_scan_carry")
-def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
+def _(into: Graph, node: Node, operands: Cotangents, wanted: Sequence[bool]) -> tuple[Sequence[Value], Pull]:
     *given, d, segments = operands
     x, delta, a, b, c, *rest = (o for o in given if o is not None)
     n = node.attrs["state_size"]
     state = rest[0] if rest else zeros(into, x.type.with_shape(x.shape[0], *a.shape))
-    y, last, states = into.apply("selective_scan_kept", x, delta, a, b, c, state, segments, state_size=n)
+    y, last, states = into.apply("selective_scan_with_states", x, delta, a, b, c, state, segments, state_size=n)
 
-    def pull(cts: Given) -> Given:
+    def pull(cts: Cotangents) -> Cotangents:
         ct, back = (zeros(into, v.type) if w is None else w for w, v in zip([*cts, None], (y, last), strict=False))
         rows = x, delta, a, b, c, states, ct, back, segments
         made = list(into.apply("selective_scan_backward", *rows, state_size=n))
@@ -80,7 +80,7 @@ def _(into: Graph, node: Node, operands: Given, wanted: Sequence[bool]) -> tuple
     return (y if d is None else y + x * d, last)[: len(node.types)], pull
 
 
-@parts("selective_scan_kept")
+@parts("selective_scan_with_states")
 def _(
     x: Value, delta: Value, a: Value, b: Value, c: Value, state: Value, segments: Value | None, *, state_size: int,
     chunk: int,
@@ -151,7 +151,7 @@ def _(vmapped: Vmapped) -> Sequence[Value]:
     return batched(vmapped, 2, 6)
 
 
-@batching("selective_scan_kept")
+@batching("selective_scan_with_states")
 def _(vmapped: Vmapped) -> Sequence[Value]:
     return batched(vmapped, 2)
 

@@ -10,14 +10,14 @@ import numpy as np
 from rlx.dtypes import I32
 from rlx.ir.graph import Value
 from rlx.transforms.build import count, counter, in_type, move_axis, sum_to, taken, zeros
-from rlx.transforms.tables import Given, Site, Vmapped, batching, jvp, vjp
+from rlx.transforms.rule_tables import Cotangents, NodeCtx, Vmapped, batching, jvp, vjp
 from rlx.types import Size
 
 
 def linear(*names: str, **fixed: Any) -> None:
     """Ops that are linear in their first operand and have no other floats: a tangent goes through the op itself."""
 
-    def push(at: Site, tangent: Value, *_: Value | None) -> Given:
+    def push(at: NodeCtx, tangent: Value, *_: Value | None) -> Cotangents:
         attrs = {k: v for k, v in at.attrs.items()} | fixed
         return [at.graph.one(at.node.op, tangent, *at.operands[1:], **attrs)]
 
@@ -29,32 +29,32 @@ linear("pad", value=0.0)
 
 
 @vjp("reshape", "assume_equal")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     x = at.operand(0)
     op = "reshape" if at.node.op == "reshape" else "assume_equal"
     return [at.graph.one(op, ct, shape=x.shape)]
 
 
 @vjp("transpose")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     back = tuple(int(a) for a in np.argsort(at.attrs["axes"]))
     return [at.graph.one("transpose", ct, axes=back)]
 
 
 @vjp("expand")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     return [sum_to(ct, at.operand(0).type)]
 
 
 @vjp("pad")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     low, x = at.attrs["low"], at.operand(0)
     stop = tuple(a + d for a, d in zip(low, x.shape, strict=True))
     return [at.graph.one("slice", ct, start=low, stop=stop, step=(1,) * x.rank)]
 
 
 @vjp("slice")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     x, start = at.operand(0), list(at.attrs["start"])
     for axis, step in enumerate(at.attrs["step"]):
         if step > 1 and isinstance(ct.shape[axis], int):
@@ -88,7 +88,7 @@ def scattered(value: Value, axis: int, start: Size, step: int, size: Size) -> Va
 
 
 @vjp("concatenate")
-def _(at: Site, ct: Value) -> Given:
+def _(at: NodeCtx, ct: Value) -> Cotangents:
     axis = at.attrs["axis"] % at.result.rank
     made: list[Value | None] = []
     start: Size = 0
@@ -101,7 +101,7 @@ def _(at: Site, ct: Value) -> Given:
 
 
 @jvp("concatenate")
-def _(at: Site, *tangents: Value | None) -> Given:
+def _(at: NodeCtx, *tangents: Value | None) -> Cotangents:
     filled = []
     for operand, tangent in zip(at.operands, tangents, strict=True):
         assert operand is not None

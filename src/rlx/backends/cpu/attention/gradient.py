@@ -22,8 +22,8 @@ from rlx.backends.cpu.math import exp2, fma
 from rlx.backends.cpu.matmul import micro_kernel
 from rlx.backends.cpu.routine import NOALIAS_ENTRY_ARGUMENTS, Entry, Routine
 from rlx.backends.cpu.targets import CpuTarget
+from rlx.fork_safe_locks import cached_property
 from rlx.lir.kernels import KEY_BLOCK, AttentionGradKernel
-from rlx.locks import cached_property
 
 ROWS = 192  # query rows of a block: whole tiles; what is kept of them stays near the processor
 

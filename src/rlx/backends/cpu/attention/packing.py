@@ -11,7 +11,7 @@ from rlx.backends.cpu.attention.plan import Plan, Strips
 from rlx.backends.cpu.builder import Builder, Module, Value, const, i64, intrinsic_suffix, lanes_of, vector
 from rlx.dtypes import DType
 from rlx.host_memory import LINE
-from rlx.lir.forms.blocks import UNIT
+from rlx.lir.forms.quant_blocks import UNIT
 from rlx.lir.kernels import KEY_BLOCK
 
 

@@ -11,10 +11,10 @@ from rlx.backends.cpu.routine import HEADER_BYTES
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import BY_NAME, F32, F64, I32, DType
 from rlx.errors import LowerError
+from rlx.fork_safe_locks import cached_property
 from rlx.host_memory import LINE
-from rlx.lir.forms.blocks import UNIT
+from rlx.lir.forms.quant_blocks import UNIT
 from rlx.lir.kernels import KEY_BLOCK, AttentionKernel
-from rlx.locks import cached_property
 
 MASKS = ("none", "causal", "sliding", "custom", "bias")
 CACHED_MASKS = ("causal", "sliding")

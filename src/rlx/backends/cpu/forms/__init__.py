@@ -22,7 +22,7 @@ WHERE = {
     "cached_attention": "cache.cached_attention",
     "gated_delta_net": "gated_delta_net.gated_delta_net",
     "gated_delta_net_carry": "gated_delta_net.gated_delta_net",
-    "gated_delta_net_kept": "gated_delta_net.gated_delta_net_kept",
+    "gated_delta_net_with_states": "gated_delta_net.gated_delta_net_kept",
     "gated_delta_net_backward": "gated_delta_net.gated_delta_net_backward",
     "gated_linear_attention_carry": "delta_tokens.gated_linear_attention",
     "selective_scan_backward": "scan_gradient.selective_scan_backward",

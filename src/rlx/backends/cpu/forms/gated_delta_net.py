@@ -26,7 +26,7 @@ def gated_delta_net(s: Scheduler, node: Node) -> Sequence[View]:
     return outs
 
 
-def gated_delta_net_kept(s: Scheduler, node: Node) -> Sequence[View]:
+def gated_delta_net_with_states(s: Scheduler, node: Node) -> Sequence[View]:
     out, last, *kept = (s.result(node, i) for i in range(4))
     state = s.view(node.operands[5])
     delta_chunks.forward(s, node, out, node.attrs["chunk"], 1, state=state, last=last, kept=kept)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlx.backends.cpu.packing.activations import activations_for
 from rlx.backends.cpu.packing.interleaved import Interleaved
 from rlx.backends.cpu.packing.panels import FOUR
+from rlx.backends.cpu.packing.quantised_activations import activations_for
 from rlx.dtypes import F32, I32, I64, U8, DType
 from rlx.ir.graph import Graph, Node
-from rlx.layouts import WeightLayout
 from rlx.lir.forms.elementwise import body_lets
 from rlx.lir.kernels import Epilogue, EpilogueOperand, MatmulKernel, sum_name
 from rlx.lir.loops import Arg, Expr, For, Index, Let, Load, Place, Reduce, Ref, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit, map_elements
 from rlx.lir.views import View, collapse
+from rlx.operand_layouts import WeightLayout
 from rlx.types import Size, TensorType, contiguous_strides, product
 
 AXES = ("batch0", "batch1", "row")

@@ -1,6 +1,6 @@
 """Packed weights in panels: where their blocks lie, and the kernels that read them for the matmul.
 
-Decoders are those of `lir/forms/blocks.py`; here the columns of a matmul lie side by side, a lane each.
+Decoders are those of `lir/forms/quant_blocks.py`; here the columns of a matmul lie side by side, a lane each.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlx.backends.cpu.blocks import Blocks
-from rlx.backends.cpu.packing.interleaved import apart_of, first_word
+from rlx.backends.cpu.packing.interleaved import first_word, separate_fields
+from rlx.backends.cpu.quant_blocks import Blocks
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import F16, F32, I32, I64, U8, DType
-from rlx.formats.blocks import Position
-from rlx.lir.forms.blocks import UNIT, Block, Int, decode
+from rlx.formats.quant_blocks import Position
+from rlx.lir.forms.quant_blocks import UNIT, Block, Int, decode
 from rlx.lir.loops import (
     Arg,
     Assign,
@@ -55,7 +55,7 @@ class Panels:
     block: Expr
 
     def half(self, unit: int) -> Expr:
-        start, apart = (self.block, self.storage.size // 2 * self.lanes), apart_of(self.storage)
+        start, apart = (self.block, self.storage.size // 2 * self.lanes), separate_fields(self.storage)
         if unit in apart:
             return Load(1, (start, (Const(apart.index(unit), I64), self.lanes), (Index("c"), 1)), F16)
         word, high = divmod(unit, 2)
@@ -64,7 +64,7 @@ class Panels:
     def byte(self, index: int) -> Expr:
         place = (
             (self.block, self.storage.size * self.lanes),
-            (Const(apart_of(self.storage).index(index), I64), self.lanes),
+            (Const(separate_fields(self.storage).index(index), I64), self.lanes),
         )
         return Load(1, (*place, (Index("c"), 1)), U8).cast(I32)
 
@@ -76,7 +76,7 @@ class Panels:
         return at >> 2, (at & 3) << 3
 
     def word(self, index: Int) -> Expr:
-        start = Const(len(apart_of(self.storage)) * self.storage.unit * self.lanes // 4, I64)
+        start = Const(len(separate_fields(self.storage)) * self.storage.unit * self.lanes // 4, I64)
         place = ((self.block, self.storage.size * self.lanes // 4), (start, 1), (known(index, I64), self.lanes))
         return Load(0, (*place, (Index("c"), 1)), I32)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rlx.backends.cpu.blocks import Blocks
 from rlx.backends.cpu.builder import Value, const, i64
 from rlx.backends.cpu.matmul.stripes import Right, RowBlock, Stripe
+from rlx.backends.cpu.quant_blocks import Blocks
 from rlx.host_memory import LINE
 from rlx.lir.loops import LoopKernel
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlx.backends.cpu.packing.activations import ActivationWords
 from rlx.backends.cpu.packing.interleaved import Interleaved, has_panels
 from rlx.backends.cpu.packing.panels import FOUR, Panels, Quads
+from rlx.backends.cpu.packing.quantised_activations import ActivationWords
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import F32, I8, I32, U8, DType
-from rlx.layouts import Layout, WeightLayout
-from rlx.ops.activations import WHOLE
+from rlx.operand_layouts import Layout, WeightLayout
+from rlx.ops.quantised_activations import WHOLE
 from rlx.types import TensorType
 
 LAYOUTS: Mapping[str, type[Layout]] = {kind.name: kind for kind in (Panels, Quads, Interleaved, ActivationWords)}

@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from rlx.backends.cpu.blocks import BlockLayout, Blocks
-from rlx.backends.cpu.packing.activations import ActivationWords, activations_for, numbers_of
+from rlx.backends.cpu.packing.quantised_activations import ActivationWords, activations_for, numbers_of
+from rlx.backends.cpu.quant_blocks import BlockLayout, Blocks
 from rlx.backends.cpu.targets import CpuTarget
 from rlx.dtypes import F32, I16, I32, I64, DType
 from rlx.dtypes import dtype as dtype_of
-from rlx.formats.blocks import signed_word
+from rlx.formats.quant_blocks import signed_word
 from rlx.ir.graph import Node
-from rlx.layouts import Layout
-from rlx.lir.forms.blocks import unit_of
+from rlx.lir.forms.quant_blocks import unit_of
 from rlx.lir.loops import Const, Expr, For, Index, Load, Place, Ref, Stmt, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit
 from rlx.lir.views import View
+from rlx.operand_layouts import Layout
 from rlx.ops.quant import unpacked
 from rlx.types import Size, TensorType, product
 
@@ -66,13 +66,13 @@ class Interleaved(BlockLayout):
         return _interleave(scheduler, node, self)
 
     def blocks(self, target: CpuTarget) -> Blocks:
-        from rlx.backends.cpu.forms import block_dots, panels  # which read what is packed here
+        from rlx.backends.cpu.forms import panels, quantised_dots  # which read what is packed here
 
-        kernels = block_dots.block_kernels if self.whole else panels.block_kernels
+        kernels = quantised_dots.block_kernels if self.whole else panels.block_kernels
         return kernels(self.storage, target)
 
     def arithmetic(self) -> str | None:
-        from rlx.backends.cpu.forms.block_dots import dot_of
+        from rlx.backends.cpu.forms.quantised_dots import dot_of
 
         return dot_of(self.storage) if self.whole else None
 
@@ -80,7 +80,7 @@ class Interleaved(BlockLayout):
         return f"panels({self.width}) of {self.storage}"
 
 
-def apart_of(storage: DType) -> list[int]:
+def separate_fields(storage: DType) -> list[int]:
     """The units of a block that panels keep apart: its f16 numbers, if all the rest is 32-bit words then.
 
     In a block of an odd number of bytes, whose units are bytes, that is the one that is the scale.
@@ -93,12 +93,12 @@ def apart_of(storage: DType) -> list[int]:
 
 def first_word(storage: DType) -> int:
     """The byte of a block where words begin."""
-    return storage.unit * sum(unit == i for i, unit in enumerate(apart_of(storage)))
+    return storage.unit * sum(unit == i for i, unit in enumerate(separate_fields(storage)))
 
 
 def has_panels(storage: DType) -> bool:
     """Whether blocks of a type can be interleaved."""
-    return (storage.size - storage.unit * len(apart_of(storage))) % 4 == 0
+    return (storage.size - storage.unit * len(separate_fields(storage))) % 4 == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +157,12 @@ def word_runs(storage: DType, whole: bool) -> list[WordRun]:
     """How the 32-bit words of a block lie in panels: as in files, or as kernels of whole numbers take them."""
     if whole and storage.name == "q6_k":
         return SIX_BIT_RUNS
-    return [WordRun((storage.size - storage.unit * len(apart_of(storage))) // 4, (Bits(0),))]
+    return [WordRun((storage.size - storage.unit * len(separate_fields(storage))) // 4, (Bits(0),))]
 
 
 def _word_units(storage: DType) -> list[int]:
     """The units of a block that are words."""
-    apart = apart_of(storage)
+    apart = separate_fields(storage)
     return [u for u in range(storage.size // storage.unit) if u not in apart]
 
 
@@ -177,7 +177,7 @@ def interleave_array(*ws: Any, width: int, lanes: int, whole: bool) -> Any:
     n, blocks = ws[0].shape
     part, storage = width // len(ws), dtype_of(ws[0].dtype)
     count, units = -(-n // part), storage.size // storage.unit
-    apart, rest = apart_of(storage), _word_units(storage)
+    apart, rest = separate_fields(storage), _word_units(storage)
     rows = [np.ascontiguousarray(w).view(_unit_type(storage)).reshape(n, blocks, units) for w in ws]
     padded = [np.pad(r, ((0, count * part - n), (0, 0), (0, 0))).reshape(count, part, blocks, units) for r in rows]
     columns = np.concatenate(padded, axis=1).reshape(count, width // lanes, lanes, blocks, units)
@@ -200,7 +200,7 @@ def deinterleave_array(panels: Any, storage: DType, columns: int, weights: int, 
     count, blocks, vectors, size = panels.shape
     units = storage.size // storage.unit
     lanes = size // units
-    apart, rest = apart_of(storage), _word_units(storage)
+    apart, rest = separate_fields(storage), _word_units(storage)
     rows = np.empty((count, vectors, lanes, blocks, units), panels.dtype)
     cut = len(apart) * lanes
     halves = panels[..., :cut].reshape(count, blocks, vectors, -1, lanes)
@@ -243,7 +243,7 @@ def _interleave(s: Scheduler, node: Node, layout: Interleaved) -> Sequence[View]
     lets = decode_unit(builder, [*groups, out.shape[-4], blocks], ["g", "p", "k"][-2 - len(groups) :])
     columns, count = builder.arg("columns", n), builder.arg("blocks", blocks)
     row = builder.arg("row", blocks * units)
-    apart, first, c = apart_of(storage), first_word(storage) // storage.unit, Index("c")
+    apart, first, c = separate_fields(storage), first_word(storage) // storage.unit, Index("c")
     vectors, start = width // lanes, len(apart) * lanes * storage.unit // 4
     many_units, bits = 4 // storage.unit, 8 * storage.unit  # of a word, and of a unit
     body: list[Stmt] = []

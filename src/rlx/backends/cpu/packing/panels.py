@@ -10,10 +10,10 @@ import numpy as np
 
 from rlx.dtypes import I8, I16, I32, I64, DType
 from rlx.ir.graph import Node
-from rlx.layouts import WeightLayout
 from rlx.lir.loops import Const, Expr, For, Index, Load, Place, Ref, Stmt, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, decode_unit
 from rlx.lir.views import View
+from rlx.operand_layouts import WeightLayout
 from rlx.types import Size, TensorType, product
 
 FOUR = 4  # bytes of a word, which one instruction multiplies and adds up

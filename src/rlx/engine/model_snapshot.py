@@ -1,0 +1,369 @@
+"""Model snapshots: a loaded model in the cache folder, so that the next process need not build, compile or pack.
+
+The first process goes on with its snapshot too: its packed weights are in memory once, as pages that the system may
+drop. A snapshot has the layout of the compiled program, the weights as kernels read them, the tokenizer, and where the
+machine code lies. Weights that kernels read as the model's file has them are not copied: they are mapped from there. A
+snapshot belongs to one state of the model's files, one set of settings, one target, one LLVM and one version of the
+sources of rlx; one that is damaged, or has lost its code, is removed, and the model is loaded as if it were new.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import mmap
+import os
+import stat
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlx.arrays import Array
+from rlx.backends import cache_folder
+from rlx.dtypes import dtype
+from rlx.engine.load import class_of
+from rlx.engine.load_settings import auto_cache, with_precision
+from rlx.engine.model import Model, ModelInfo, Prepared
+from rlx.errors import FormatError, ResourceError, RlxError
+from rlx.fork_safe_locks import Lock
+from rlx.formats import special_tokens
+from rlx.formats.mapped_file import FileMap
+from rlx.formats.tensor_file import PART_NAME, FileBytes, open_bytes
+from rlx.formats.tokenizer import Tokenizer
+from rlx.host_memory import address, root_buffer
+from rlx.runtime import container, record_json
+from rlx.runtime.compiled import CompiledGraph
+from rlx.runtime.container import Container
+from rlx.runtime.inputs import has_symbols
+from rlx.runtime.kv_spec import AUTO
+from rlx.runtime.session import Session
+from rlx.runtime.snapshot import from_snapshot, snapshot_records
+
+if TYPE_CHECKING:
+    from rlx.engine.load import Loaded
+    from rlx.models.load import Checkpoint
+
+KIND = "snapshot"
+KINDS = ("decoder", "encoder")  # of families, of which a snapshot has all that a model is
+WEIGHTS, TABLES = "weights", "tokenizer.tables"  # sections of which a warm start reads only what it needs
+MOST_FILES = 256  # of a model; a folder with more is no model's own
+ENDS = 4096  # bytes at both ends of a file that tell its states apart
+SETTLED_NS = 50_000_000  # the clock of file systems ticks: what changed just now may change again in the same tick
+SAMPLES, SAMPLE = 256, 4096  # of weights: how many pieces, about, and of how many bytes
+_OURS = "rlx.models."  # where the flows are that the sources of rlx tell everything of
+
+
+@dataclass(frozen=True)
+class ModelSnapshot:
+    """Where the snapshot of a model would be, for the files that it has now."""
+
+    cache_dtype: str
+    store: cache_folder.Cache
+    key: str  # whose it is, and of which state
+    path: Path  # of the model
+    files: tuple[Path, ...]
+    state: str  # of the files
+    session: Session
+    began: int  # time in nanoseconds
+    seen: str  # which file lay there then
+
+
+def find(path: Path, session: Session, settings: Mapping[str, Any]) -> dict[str, ModelSnapshot]:
+    """The snapshot of a model with these settings, by the type of its cache; none where none can be kept.
+
+    Where that type is auto, it is known when the files are opened, and until then there are several.
+    """
+    store, profile = cache_folder.current(), settings["profile"]
+    if store.folder is None or session.device.backend.interprets or _has_foreign_families():
+        return {}
+    if profile.shows_passes:
+        return {}
+    began = time.time_ns()
+    try:
+        files = tuple(_files(path))
+        if len(files) > MOST_FILES:
+            return {}
+        state = _state(files)
+        asked = " ".join(f"{name}={settings[name]!r}" for name in ("context", "precision"))
+    except (OSError, ValueError):  # whoever opens the model says what is wrong
+        return {}
+    identity = session.device.backend.identity(session.target)  # the compiler, and the instructions that it may use
+    made_by = f"{cache_folder.source_digest()}|{identity}"
+    found = {}
+    for kind in AUTO if settings["cache"] == "auto" else (settings["cache"],):
+        whose = f"{session.target}|{os.path.realpath(path)}|{profile.key()}|{asked} cache={kind}"
+        key = f"{_digest(whose)}-{_digest(f'{made_by}|{state}|{whose}')}"
+        there = store.snapshot(key)
+        seen = "" if there is None else cache_folder.file_of(there)
+        found[kind] = ModelSnapshot(kind, store, key, path, files, state, session, began, seen)
+    return found
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+
+
+def _has_foreign_families() -> bool:
+    """Whether somebody has declared families of their own: the key does not know their source."""
+    known = sys.modules.get("rlx.models.family")
+    return known is not None and any(not (f.flow.__module__ or "").startswith(_OURS) for f in known.FAMILIES.values())
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """Everything that a model is read from, and may be: a GGUF with its parts, or all of a folder."""
+    if path.suffix == ".gguf" and path.is_file():
+        part = PART_NAME.fullmatch(path.name)
+        parts = [path] if part is None else sorted(path.parent.glob(f"*-of-{part['count']}.gguf"))
+        yield from parts
+        yield path.parent / "profile.toml"
+        return
+    top = path if path.is_dir() else path.parent
+    names = (Path(folder, name) for folder, _, names in os.walk(top, followlinks=True) for name in names)
+    yield from sorted(itertools.islice(names, MOST_FILES + 1))
+
+
+def _state(files: Sequence[Path]) -> str:
+    """A digest that changes when a file does, or comes, or goes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in files:
+        try:
+            # a pipe must not wait for its writer
+            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    digest.update(b"absent")
+                    continue
+                digest.update(
+                    f"{os.path.realpath(path)}|{cache_folder.identity(status)}|".encode(errors="surrogateescape")
+                )
+                digest.update(file.read(ENDS))
+                file.seek(max(status.st_size - ENDS, 0))
+                digest.update(file.read(ENDS))
+        except FileNotFoundError:
+            digest.update(b"absent")
+    return digest.hexdigest()
+
+
+# -- keeping ---------------------------------------------------------------------------------------------------------
+def keep(model: Model, snapshot: ModelSnapshot) -> bool:
+    """Write the snapshot of a model that was just loaded. Returns False if that cannot be done."""
+    compiled, checkpoint = model.compiled, model.checkpoint
+    if model.facts.kind not in KINDS or not _is_settled(snapshot):
+        return False
+    if any(map(has_symbols, compiled.param_types.values())):
+        return False
+    image = compiled.executable.image()
+    if image is None or not _is_builtin(compiled):
+        return False
+    bound = compiled.host_weights()
+    placed = _in_place(snapshot, checkpoint, bound)
+    weights = {n: a for n, a in bound.items() if n not in placed}
+    tokenizer = checkpoint.tokenizer
+    packed, tables = (b"", {}) if tokenizer is None else tokenizer.packed()
+    if _is_there(snapshot):
+        return True
+    path = snapshot.store.room(snapshot.key, sum(a.nbytes for a in (*weights.values(), *tables.values())))
+    if path is None:
+        return False
+    records: dict[str, Any] = {
+        "signature": compiled.signature,
+        "image": image,
+        "derived": compiled.parts.derived,
+        "cache": model.built.cache,
+        "tokenizer": None if tokenizer is None else tokenizer.described(),
+        "embed": getattr(model, "settings", None),
+    }
+    text, arrays = record_json.encode(records, _classes(model.facts.kind, snapshot.session))
+    manifest = {
+        "kind": KIND,
+        "key": snapshot.key,
+        "facts": asdict(model.facts),
+        "digest": model.digest,
+        "auto": auto_cache(checkpoint, model.profile),
+        "in_place": placed,
+        "sampled": [_sampled(weights), _sampled(tables)],
+    }
+    contents: dict[str, container.Content] = {
+        "records": text.encode(),
+        "records.arrays": {str(i): a for i, a in enumerate(arrays)},
+        "tokenizer": packed,
+        TABLES: tables,
+        WEIGHTS: weights,
+    }
+    try:
+        container.write(path, manifest, contents, mode=0o600)
+    except OSError:  # a disk that cannot take it only costs the next start its time
+        return False
+    return True
+
+
+def _is_there(snapshot: ModelSnapshot) -> bool:
+    """Whether another process was faster. One from before was of no use, or this would have begun with it."""
+    path = snapshot.store.snapshot(snapshot.key) if snapshot.store.writable else None
+    return path is not None and cache_folder.file_of(path) not in ("", snapshot.seen)
+
+
+def _is_settled(snapshot: ModelSnapshot) -> bool:
+    """Whether the files are still as they were before the model was opened, and were so for longer than a tick."""
+    try:
+        times = [
+            t for path in snapshot.files if path.exists() for t in (path.stat().st_mtime_ns, path.stat().st_ctime_ns)
+        ]
+        return (
+            max(times, default=snapshot.began) + SETTLED_NS < snapshot.began
+            and _state(snapshot.files) == snapshot.state
+        )
+    except OSError:  # gone meanwhile
+        return False
+
+
+def _is_builtin(compiled: CompiledGraph) -> bool:
+    from rlx.runtime.program_cache import is_builtin
+
+    return is_builtin(compiled.graph)
+
+
+Place = tuple[int, int, str, list[int]]  # number of the file, offset, element type, shape
+
+
+def _in_place(snapshot: ModelSnapshot, checkpoint: Checkpoint, bound: Mapping[str, Array]) -> dict[str, Place]:
+    """The weights that are mapped from the model's files: which file, where, and as what."""
+    found: dict[str, Place] = {}
+    numbers = {os.path.realpath(path): i for i, path in enumerate(snapshot.files)}
+    source = checkpoint.weights
+    for name, array in bound.items():
+        if source.has(name) and isinstance(getattr(root_buffer(array), "obj", None), mmap.mmap):
+            entry = source.entry(name)
+            number = numbers.get(os.path.realpath(entry.file))
+            same = address(array) == address(source.file.array(entry.name)) and array.nbytes == entry.nbytes
+            if number is not None and same:
+                found[name] = number, entry.offset, dtype(array.dtype).name, list(array.shape)
+    return found
+
+
+def _classes(kind: str, session: Session) -> dict[str, type]:
+    found = {**snapshot_records(session.device.name), **record_json.records_of(special_tokens)}
+    if kind == "encoder":
+        from rlx.models.pooling import EmbedSettings
+
+        found["EmbedSettings"] = EmbedSettings
+    return found
+
+
+def _sampled(weights: Mapping[str, Array]) -> str:
+    """A digest of pieces from all over: tells a file whose pages never reached the disk, and takes no time."""
+    digest = hashlib.blake2b(digest_size=16)
+    step = max(SAMPLE, sum(a.nbytes for a in weights.values()) // SAMPLES)
+    for name, array in weights.items():
+        raw = array.reshape(-1).view(np.uint8)
+        digest.update(f"{name} {raw.size}\n".encode())
+        for at in range(0, raw.size, step):
+            digest.update(raw[at : at + SAMPLE].data)
+    return digest.hexdigest()
+
+
+# -- opening ---------------------------------------------------------------------------------------------------------
+def open_snapshot(snapshot: ModelSnapshot, name: str | None, settings: Mapping[str, Any]) -> Loaded | None:
+    """The model as it was kept; None where it was not, or where what was kept is of no use any more."""
+    path = snapshot.store.snapshot(snapshot.key)
+    if path is None:
+        return None
+    seen = cache_folder.file_of(path)
+    try:
+        file = container.read(path, "a snapshot")
+        if settings["cache"] == "auto" and file.manifest["auto"] != snapshot.cache_dtype:
+            return None  # somebody asked for it by name
+        model = _restored(snapshot, file, name, settings)
+    except ResourceError:
+        raise
+    except (RlxError, LookupError, TypeError, ValueError, AttributeError, OSError):
+        snapshot.store.drop(path, seen)  # damaged, or its code is gone
+        return None
+    snapshot.store.used(path)
+    return model
+
+
+def _restored(snapshot: ModelSnapshot, file: Container, name: str | None, settings: Mapping[str, Any]) -> Loaded:
+    manifest, session = file.manifest, snapshot.session
+    if (manifest["kind"], manifest["key"]) != (KIND, snapshot.key):
+        raise FormatError(f"{file.path}: expected the snapshot {snapshot.key}, found {manifest['key']}")
+    file.check(name for name in manifest["sections"] if name not in (WEIGHTS, TABLES))
+    facts = ModelInfo(**manifest["facts"])
+    arrays = list(file.arrays("records.arrays").values())
+    records = record_json.decode(file.section("records"), _classes(facts.kind, session), arrays, str(file.path))
+    weights = file.arrays(WEIGHTS)
+    if [_sampled(weights), _sampled(file.arrays(TABLES))] != manifest["sampled"]:
+        raise FormatError(f"{file.path}: its weights or tables are damaged")
+    placed = {number: open_bytes(snapshot.files[number]) for number in {p[0] for p in manifest["in_place"].values()}}
+    weights |= _mapped(placed, manifest["in_place"])
+    maps = [*file.maps, *(m for bytes_ in placed.values() for m in bytes_.maps)]
+    checkpoint = SnapshotCheckpoint(snapshot.path, facts, manifest["digest"], file, records["tokenizer"], maps)
+
+    def source() -> tuple[Any, Mapping[str, Array]]:
+        built = blueprint.built  # when somebody asks for it
+        return built.module, built.params
+
+    profile = with_precision(settings["profile"], settings["precision"])
+    graph = from_snapshot(records["signature"], records["image"], records["derived"], weights, session, profile, source)
+    if graph is None:
+        raise FormatError(f"{file.path}: its machine code is gone")
+    own = {name: weights[name] for name in graph.param_types if name in weights}  # other graphs need no second map
+    prepared = Prepared(session, None, graph, own, manifest["digest"], records["cache"])
+    asked = {n: settings[n] for n in ("context", "precision", "profile")}
+    model = class_of(facts.kind)(checkpoint, name=name, cache=snapshot.cache_dtype, prepared=prepared, **asked)
+    if records["embed"] is not None:
+        model.__dict__["settings"] = records["embed"]
+    blueprint = model._blueprint()
+    return model
+
+
+def _mapped(maps: Mapping[int, FileBytes], places: Mapping[str, Any]) -> dict[str, Array]:
+    """Weights as the model's files have them."""
+    found = {}
+    for name, (number, offset, kind, shape) in places.items():
+        element = dtype(kind).numpy
+        size = int(np.prod(shape)) * element.itemsize
+        found[name] = maps[number].array(offset, offset + size).view(element).reshape(shape)
+    return found
+
+
+class SnapshotCheckpoint:
+    """The files of a model that has a snapshot: they are opened, as any model's, when somebody asks for more."""
+
+    def __init__(
+        self, path: Path, facts: ModelInfo, digest: str, file: Container, described: Mapping[str, Any] | None,
+        maps: list[FileMap],
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.facts = facts
+        self.digest = digest  # of the weights
+        kept = file.section("tokenizer"), file.arrays(TABLES), str(file.path)
+        self.tokenizer = None if described is None else Tokenizer.restored(described, *kept)
+        self.maps = maps  # more when the files are opened
+        self._lock = Lock()
+        self._opened: Checkpoint | None = None
+
+    def opened(self) -> Checkpoint:
+        from rlx.engine.weights import weights_digest
+        from rlx.models.load import open_checkpoint
+
+        with self._lock:
+            if self._opened is None:
+                found = open_checkpoint(self.path)
+                if weights_digest(found.file) != self.digest:  # kernels have the old weights, others would not
+                    what = f"{self.path}: its weights have changed since it was loaded"
+                    raise FormatError(what, hint="load it again")
+                self.maps.extend(found.maps)
+                self._opened = found
+            return self._opened
+
+    def __getattr__(self, name: str) -> Any:
+        """Only asked for what is not here: the configuration, the tensors, the family."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.opened(), name)

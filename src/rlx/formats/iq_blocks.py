@@ -1,0 +1,257 @@
+"""Decoders of the packed types whose codes are looked up in tables, of base 3, and of small floats.
+
+They are written as those in `blocks.py` are. Where a type shares a table entry, signs or a scale among positions, these
+are kept, so that a lookup is made once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rlx.dtypes import F32
+from rlx.formats import iq_tables
+from rlx.formats.quant_blocks import Decoder, Int, Number, Position, Reader, Table, signed_word
+
+_GRIDS = {name: Table(name, iq_tables.words(name)) for name in iq_tables.GRIDS}
+_SIGNS = Table("signs", iq_tables.SIGNS)
+_IQ4 = Table("iq4", iq_tables.IQ4)
+_FP4 = Table("fp4", iq_tables.FP4)
+_POWERS = Table("powers_of_3", (1, 3, 9, 27, 81))
+
+Make = Callable[[], Number]  # reads when asked, so that what is kept is read once
+
+
+# -- parts of expressions ---------------------------------------------------------------------------------------------
+def _little_endian(b: Reader, byte: Int, count: int) -> Number:
+    """Bytes as one integer; the fourth one's top bit is its sign."""
+    value = b.zero()
+    for i in range(count):
+        value = value | b.bits(byte + i, 0, 8) << 8 * i
+    return value
+
+
+def _nibble(b: Reader, byte: Int, which: Int) -> Number:
+    return b.bits(byte, which << 2, 4)
+
+
+def _pairs(b: Reader, base: int, which: Int) -> Number:
+    """Nibbles in turn: low and high half of a byte, then those of the next."""
+    return _nibble(b, (which >> 1) + base, which & 1)
+
+
+# -- vectors from a grid ----------------------------------------------------------------------------------------------
+def _digit(b: Reader, name: str, i: Position, index: Make) -> Number:
+    """The digit at a position, of a vector that is looked up once."""
+    grid = iq_tables.GRIDS[name]
+    vector = i >> grid.length.bit_length() - 1
+    word = b.keep((name, vector), lambda: b.lookup(_GRIDS[name], index()))
+    at = i & grid.length - 1
+    return word >> (at << 1 if grid.bits == 2 else (at << 1) + at) & (1 << grid.bits) - 1
+
+
+def _magnitude(b: Reader, name: str, i: Position, index: Make) -> Number:
+    """The level of a digit, by arithmetic: 8 25 43, 4 12 20 28 36 44 52 62, or 1 3 5 to 15."""
+    digit = _digit(b, name, i, index)
+    if name == "iq3_s":
+        return (digit << 1) + 1
+    if name == "iq3_xxs":
+        return (digit << 3) + 4 + ((digit + 1 >> 3) << 1)
+    return (digit << 4) + digit + (digit >> 1) + 8
+
+
+def _signed(b: Reader, magnitude: Number, i: Position, signs: Make) -> Number:
+    """Negative where the bit of eight signs is set that belongs to the position."""
+    eight = b.keep(("signs", i >> 3), signs)
+    sign = eight >> (i & 7) & 1
+    return (magnitude - ((magnitude & 0 - sign) << 1)).cast(F32)
+
+
+def _scale(b: Reader, part: Int, make: Callable[[], Number]) -> Number:
+    return b.keep(("scale", part), make)
+
+
+def _above_half(b: Reader, scale: Number, factor: float) -> Number:
+    return b.half(0) * (scale.cast(F32) + 0.5) * factor
+
+
+def _odd(d: Number, scale: Number) -> Number:
+    """d · (2 scale + 1)."""
+    return d * ((scale << 1) + 1).cast(F32)
+
+
+def _quarter(word: Number, i: Position) -> Number:
+    """The signs of eight of 32 positions, of which a word has seven each, as an index."""
+    which = i >> 3 & 3
+    return word >> (which << 3) - which & 127
+
+
+def _iq2_xxs(b: Reader, i: Position) -> Number:
+    part = i >> 5
+    start = (part << 3) + 2
+    word = b.keep(("word", part), lambda: _little_endian(b, start + 4, 4))
+    scale = _scale(b, part, lambda: _above_half(b, word >> 28 & 15, 0.25))
+    magnitude = _magnitude(b, "iq2_xxs", i, lambda: b.bits(start + (i >> 3 & 3), 0, 8))
+    return scale * _signed(b, magnitude, i, lambda: b.lookup(_SIGNS, _quarter(word, i)))
+
+
+def _iq2_xs(b: Reader, i: Position) -> Number:
+    code = ((i >> 3) << 1) + 2
+    scale = _scale(b, i >> 4, lambda: _above_half(b, _pairs(b, 66, i >> 4), 0.25))
+    magnitude = _magnitude(b, "iq2_xs", i, lambda: b.bits(code, 0, 8) | b.bits(code + 1, 0, 1) << 8)
+    return scale * _signed(b, magnitude, i, lambda: b.lookup(_SIGNS, b.bits(code + 1, 1, 7)))
+
+
+def _iq2_s(b: Reader, i: Position) -> Number:
+    eight = i >> 3
+
+    def index() -> Number:
+        return b.bits(eight + 2, 0, 8) | b.bits((eight >> 2) + 66, (eight & 3) << 1, 2) << 8
+
+    scale = _scale(b, i >> 4, lambda: _above_half(b, _pairs(b, 74, i >> 4), 0.25))
+    magnitude = _magnitude(b, "iq2_s", i, index)
+    return scale * _signed(b, magnitude, i, lambda: b.bits(eight + 34, 0, 8))
+
+
+def _iq3_xxs(b: Reader, i: Position) -> Number:
+    part = i >> 5
+    word = b.keep(("word", part), lambda: _little_endian(b, (part << 2) + 66, 4))
+    scale = _scale(b, part, lambda: _above_half(b, word >> 28 & 15, 0.5))
+    magnitude = _magnitude(b, "iq3_xxs", i, lambda: b.bits((i >> 2) + 2, 0, 8))
+    return scale * _signed(b, magnitude, i, lambda: b.lookup(_SIGNS, _quarter(word, i)))
+
+
+def _iq3_s(b: Reader, i: Position) -> Number:
+    four = i >> 2
+
+    def index() -> Number:
+        return b.bits(four + 2, 0, 8) | b.bits((four >> 3) + 66, four & 7, 1) << 8
+
+    scale = _scale(b, i >> 5, lambda: _odd(b.half(0), _pairs(b, 106, i >> 5)))
+    magnitude = _magnitude(b, "iq3_s", i, index)
+    return scale * _signed(b, magnitude, i, lambda: b.bits((i >> 3) + 74, 0, 8))
+
+
+def _shifted(b: Reader, i: Position, index: Make, sign: Number) -> Number:
+    """-1, 0 or 1, and an eighth more, or less where the sign is set."""
+    eighths = (_digit(b, "iq1", i, index) << 3) - 7 - (sign << 1)
+    return eighths.cast(F32) * 0.125
+
+
+def _iq1_s(b: Reader, i: Position) -> Number:
+    part, eight = i >> 5, i >> 3
+    word = b.keep(("word", part), lambda: _little_endian(b, (part << 1) + 34, 2))
+
+    def index() -> Number:
+        which = eight & 3
+        return b.bits(eight + 2, 0, 8) | (word >> (which << 1) + which & 7) << 8
+
+    scale = _scale(b, part, lambda: _odd(b.half(0), word >> 12 & 7))
+    return scale * _shifted(b, i, index, word >> 15 & 1)
+
+
+def _iq1_m(b: Reader, i: Position) -> Number:
+    part, eight = i >> 4, i >> 3
+
+    def d() -> Number:
+        """The top nibbles of four words are a half."""
+        bits = b.zero()
+        for word in range(4):
+            bits = bits | b.bits(49 + 2 * word, 4, 4) << 4 * word
+        return b.from_half(bits)
+
+    def scale() -> Number:
+        word, which = _little_endian(b, (part >> 2 << 1) + 48, 2), part & 3
+        return _odd(b.keep("d", d), word >> (which << 1) + which & 7)
+
+    high = b.keep(("high", eight), lambda: _pairs(b, 32, eight))
+    numbers = _shifted(b, i, lambda: b.bits(eight, 0, 8) | (high & 7) << 8, high >> 3)
+    return _scale(b, part, scale) * numbers
+
+
+# -- codes of single numbers ------------------------------------------------------------------------------------------
+def _iq4_nl(b: Reader, i: Position) -> Number:
+    return b.lookup(_IQ4, _nibble(b, (i & 15) + 2, i >> 4)).cast(F32) * b.half(0)
+
+
+def _iq4_xs(b: Reader, i: Position) -> Number:
+    part = i >> 5
+
+    def scale() -> Number:
+        high = b.bits((part >> 2) + 2, (part & 3) << 1, 2)
+        return b.half(0) * ((_pairs(b, 4, part) | high << 4) - 32).cast(F32)
+
+    code = _nibble(b, (part << 4) + (i & 15) + 8, i >> 4 & 1)
+    return b.lookup(_IQ4, code).cast(F32) * _scale(b, part, scale)
+
+
+def power_scale(b: Reader) -> Number:
+    """2 ** (e - 128), of the first byte of a block: the two least are not normal numbers."""
+
+    def made() -> Number:
+        e = b.let(b.byte(0))
+        return (e < 2).select(0x200000 << e, e - 1 << 23).bits()
+
+    return b.keep("scale", made)
+
+
+def _mxfp4(b: Reader, i: Position) -> Number:
+    return b.lookup(_FP4, _nibble(b, (i & 15) + 1, i >> 4)).cast(F32) * power_scale(b)
+
+
+def _nvfp4(b: Reader, i: Position) -> Number:
+    part = i >> 4
+
+    def scale() -> Number:
+        """E4M3 without a sign, halved; what would be NaN is 0."""
+        byte = b.bits(part, 0, 8)
+        return byte.eq(127).select(0.0, ((byte & 127) << 20).bits() * 2.0**119)
+
+    code = _nibble(b, (part << 3) + (i & 7) + 4, i >> 3 & 1)
+    return b.lookup(_FP4, code).cast(F32) * _scale(b, part, scale)
+
+
+_E4M3_BITS = signed_word(0x87F00000)  # sign, exponent and fraction of an E4M3 float at the places of an f32
+_E4M3_NAN = 0x07F00000
+
+
+def _f8e4m3(b: Reader, i: Position) -> Number:
+    """An E4M3 float, moved to where an f32 has sign, exponent and fraction, times what the biases differ by."""
+    bits = b.let(b.top_byte((i & 127) + 4, 4) & _E4M3_BITS)
+    value = bits.bits() * 2.0**120
+    return (bits & _E4M3_NAN).eq(_E4M3_NAN).select(float("nan"), value) * b.single(0)
+
+
+# -- few bits ---------------------------------------------------------------------------------------------------------
+def _q8_1(b: Reader, i: Position) -> Number:
+    return b.signed((i & 31) + 4).cast(F32) * b.half(0)
+
+
+def _q1_0(b: Reader, i: Position) -> Number:
+    return ((b.bits((i >> 3) + 2, i & 7, 1) << 1) - 1).cast(F32) * b.half(0)
+
+
+def _q2_0(b: Reader, i: Position) -> Number:
+    return (b.bits((i >> 2) + 2, (i & 3) << 1, 2) - 1).cast(F32) * b.half(0)
+
+
+def _tq2_0(b: Reader, i: Position) -> Number:
+    return (b.bits(((i >> 7) << 5) + (i & 31), (i >> 5 & 3) << 1, 2) - 1).cast(F32) * b.half(32)
+
+
+def _tq1_0(b: Reader, i: Position) -> Number:
+    """Five digits a byte: of 32 bytes up to position 160, of 16 up to 240; then four digits of 4 bytes."""
+    part = i >> 4
+    later, last = part + 6 >> 4, part + 1 >> 4  # 1 from 160 on, 1 from 240 on
+    first = ((part & 1) << 4 & later - 1) + (later << 5) + (last << 4)
+    digit = (part >> 1 & later - 1) + (part - 10 & last - later)
+    byte = first + (i & 15) - ((i & 12) & 0 - last)
+    power = b.lookup(_POWERS, digit + ((i >> 2 & 3) & 0 - last))
+    fraction = b.bits(byte, 0, 8) * power & 255
+    return ((fraction * 3 >> 8) - 1).cast(F32) * b.half(26)
+
+
+DECODERS: dict[str, Decoder] = {
+    "q8_1": _q8_1, "q1_0": _q1_0, "q2_0": _q2_0, "tq1_0": _tq1_0, "tq2_0": _tq2_0, "iq1_s": _iq1_s, "iq1_m": _iq1_m,
+    "iq2_xxs": _iq2_xxs, "iq2_xs": _iq2_xs, "iq2_s": _iq2_s, "iq3_xxs": _iq3_xxs, "iq3_s": _iq3_s, "iq4_nl": _iq4_nl,
+    "iq4_xs": _iq4_xs, "mxfp4": _mxfp4, "nvfp4": _nvfp4, "f8e4m3_128": _f8e4m3, "f8e4m3_32": _f8e4m3,
+}  # fmt: skip

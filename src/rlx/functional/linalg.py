@@ -1,0 +1,129 @@
+"""Matrix products and einsum, under NumPy's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlx.errors import GraphError
+from rlx.functional.elementwise import (
+    counter,
+    equal,
+    multiply,
+    where,
+    zeros,
+)
+from rlx.functional.operands import asarray
+from rlx.functional.reductions import sum
+from rlx.functional.shapes import axes_of, expand_dims, moveaxis, ravel, reshape, squeeze, transpose
+from rlx.functional.tracers import type_of
+from rlx.functional.tracing import apply, eager
+from rlx.types import Size, product
+
+
+@eager
+def matmul(a: Any, b: Any) -> Any:
+    """Matrix product; a vector is a row on the left and a column on the right."""
+    a, b = asarray(a), asarray(b)
+    left, right = type_of(a).rank == 1, type_of(b).rank == 1
+    made = apply("matmul", expand_dims(a, 0) if left else a, expand_dims(b, 1) if right else b)
+    made = squeeze(made, type_of(made).rank - 1) if right else made
+    return squeeze(made, type_of(made).rank - (1 if right else 2)) if left else made
+
+
+@eager
+def dot(a: Any, b: Any) -> Any:
+    """The last axis of `a` with the second to last of `b`; a number multiplies."""
+    if not type_of(a).rank or not type_of(b).rank:
+        return multiply(a, b)
+    if type_of(b).rank <= 2:
+        return matmul(a, b)
+    return tensordot(a, b, ((type_of(a).rank - 1,), (type_of(b).rank - 2,)))
+
+
+def outer(a: Any, b: Any) -> Any:
+    """Products of all with all."""
+    return expand_dims(ravel(a), 1) * expand_dims(ravel(b), 0)
+
+
+@eager
+def tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
+    """Sum of products over axes of both: the last of `a` and the first of `b`, or two lists of axes."""
+    ranks = [type_of(x).rank for x in (a, b)]
+    if isinstance(axes, int):
+        axes = (tuple(range(ranks[0] - axes, ranks[0])), tuple(range(axes)))
+    over = [axes_of(x, r, "tensordot") for x, r in zip(axes, ranks, strict=True)]
+    free = [[i for i in range(r) if i not in o] for r, o in zip(ranks, over, strict=True)]
+    shapes = [type_of(x).shape for x in (a, b)]
+    inner = product(shapes[0][i] for i in over[0])
+    left = reshape(transpose(a, [*free[0], *over[0]]), product(shapes[0][i] for i in free[0]), inner)
+    right = reshape(transpose(b, [*over[1], *free[1]]), inner, product(shapes[1][i] for i in free[1]))
+    return reshape(matmul(left, right), [*(shapes[0][i] for i in free[0]), *(shapes[1][i] for i in free[1])])
+
+
+@eager
+def einsum(subscripts: str, *operands: Any) -> Any:
+    """Sums of products by index letters: `einsum("bqd,bkd->bqk", q, k)`. Each pair of operands is a matrix product."""
+    terms, _, result = subscripts.replace(" ", "").partition("->")
+    inputs = terms.split(",")
+    if len(inputs) != len(operands):
+        raise GraphError(f"einsum: {subscripts!r} has {len(inputs)} operands, got {len(operands)}")
+    if "->" not in subscripts:
+        every = "".join(inputs)
+        result = "".join(sorted(c for c in set(every) if every.count(c) == 1))
+    pairs = []
+    for letters, x in zip(inputs, operands, strict=True):
+        x = asarray(x)
+        if len(letters) != type_of(x).rank or (letters and not letters.isalpha()):
+            raise GraphError(f"einsum: {letters!r} does not name the axes of {type_of(x)}", hint="a letter an axis")
+        pairs.append(_diagonal(letters, x))
+    for c in result:
+        if c not in terms or result.count(c) > 1:
+            raise GraphError(f"einsum: {c!r} of the result is in no operand, or twice in the result")
+    while len(pairs) > 1:
+        first, second, *rest = pairs
+        kept = set(result).union(*(set(letters) for letters, _ in rest))
+        pairs = [_contracted(first, second, kept), *rest]
+    letters, x = pairs[0]
+    gone = tuple(i for i, c in enumerate(letters) if c not in result)
+    x = sum(x, gone) if gone else x
+    left = [c for c in letters if c in result]
+    return transpose(x, [left.index(c) for c in result]) if left != list(result) else x
+
+
+def _diagonal(letters: str, x: Any) -> tuple[str, Any]:
+    """Axes of one letter as one axis: the diagonal."""
+    for c in letters:
+        while letters.count(c) > 1:
+            i = letters.index(c)
+            j = letters.index(c, i + 1)
+            size = type_of(x).shape[i]
+            same = equal(expand_dims(counter(size, "i32"), 1), expand_dims(counter(size, "i32"), 0))
+            moved = moveaxis(moveaxis(x, j, type_of(x).rank - 1), i, type_of(x).rank - 2)
+            x = sum(where(same, moved, zeros((), type_of(x).dtype)), -1)
+            rest = "".join(d for n, d in enumerate(letters) if n not in (i, j))
+            letters = rest + c
+    return letters, x
+
+
+def _contracted(first: tuple[str, Any], second: tuple[str, Any], kept: set[str]) -> tuple[str, Any]:
+    """Two operands as one: letters of both that are kept are a batch, those that are not are summed."""
+    (la, a), (lb, b) = first, second
+    for _ in range(2):  # what only one of them has and nobody wants
+        gone = tuple(i for i, c in enumerate(la) if c not in kept and c not in lb)
+        a, la = (sum(a, gone), "".join(c for i, c in enumerate(la) if i not in gone)) if gone else (a, la)
+        (la, a), (lb, b) = (lb, b), (la, a)
+    batch = [c for c in la if c in lb and c in kept]
+    inner = [c for c in la if c in lb and c not in kept]
+    left, right = [c for c in la if c not in lb], [c for c in lb if c not in la]
+    sizes = dict(zip(la, type_of(a).shape, strict=True)) | dict(zip(lb, type_of(b).shape, strict=True))
+
+    def rows(letters: str, x: Any, order: Sequence[str], shape: Sequence[Size]) -> Any:
+        return reshape(transpose(x, [letters.index(c) for c in order]), list(shape))
+
+    count = [product(sizes[c] for c in group) for group in (left, inner, right)]
+    lead = [sizes[c] for c in batch]
+    x = rows(la, a, [*batch, *left, *inner], [*lead, count[0], count[1]])
+    y = rows(lb, b, [*batch, *inner, *right], [*lead, count[1], count[2]])
+    order = [*batch, *left, *right]
+    return "".join(order), reshape(matmul(x, y), [sizes[c] for c in order])

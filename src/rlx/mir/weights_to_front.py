@@ -1,0 +1,15 @@
+"""Weight nodes move to the front of a graph, so that what is made of several of them can be used anywhere."""
+
+from __future__ import annotations
+
+from rlx.ir.graph import Graph
+from rlx.ir.rewrite import copy_nodes
+from rlx.mir.weights import weight_nodes
+
+
+def weights_to_front(graph: Graph) -> Graph:
+    """The same graph with what depends on weights alone before everything else."""
+    weights = weight_nodes(graph)
+    if weights.issuperset(graph.nodes[: len(weights)]):
+        return graph
+    return copy_nodes(graph, sorted(graph.nodes, key=lambda node: node not in weights), made_by="weights_to_front")
