@@ -470,7 +470,8 @@ class _Builders:
         weigh `min_p` of the heaviest. Weights are integers, 2^42 for the highest logit, so their sums are exact and tokens
         the same on every device; `uniform` and `top_p` are best f64.
 
-        `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. `bias` is
+        `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. If the
+        number of words is a symbol, tokens behind the last word are allowed too, so no words allow all. `bias` is
         added to the logits of `bias_tokens`, both `[rows, m]`. `history`: tokens `[rows, n]`, any order, the first
         `prompt_length` of a row the prompt's. The repetition penalty counts them all, frequency and presence those after
         the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has no token
@@ -1679,7 +1680,8 @@ class ValueOps:
         weigh `min_p` of the heaviest. Weights are integers, 2^42 for the highest logit, so their sums are exact and tokens
         the same on every device; `uniform` and `top_p` are best f64.
 
-        `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. `bias` is
+        `allowed`: integer words of bits, token t is bit t mod 32 of i32 word t div 32; others are never picked. If the
+        number of words is a symbol, tokens behind the last word are allowed too, so no words allow all. `bias` is
         added to the logits of `bias_tokens`, both `[rows, m]`. `history`: tokens `[rows, n]`, any order, the first
         `prompt_length` of a row the prompt's. The repetition penalty counts them all, frequency and presence those after
         the prompt. Ids outside the vocabulary are padding. A row whose highest logit is not finite, or that has no token
