@@ -74,11 +74,11 @@ def token(rng: random.Random, data: bytearray) -> None:
     """Change one number or word of the JSON, and keep the header's length right."""
     start = 0 if data.startswith(b"{") else 8
     end = len(data) if start == 0 else min(len(data), 8 + struct.unpack_from("<Q", data)[0])
-    found = list(re.finditer(rb"-?\d+|\w+|[^\w\s]", data[start:end]))
-    if not found:
+    tokens = list(re.finditer(rb"-?\d+|\w+|[^\w\s]", data[start:end]))
+    if not tokens:
         return
-    where = rng.choice(found)
-    by = rng.choice((*TOKENS, *(str(n).encode() for n in NUMBERS), rng.choice(found)[0]))
+    where = rng.choice(tokens)
+    by = rng.choice((*TOKENS, *(str(n).encode() for n in NUMBERS), rng.choice(tokens)[0]))
     data[start + where.start() : start + where.end()] = by
     if start:
         struct.pack_into("<Q", data, 0, end - 8 + len(by) - len(where[0]))

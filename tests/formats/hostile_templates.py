@@ -225,12 +225,12 @@ def outcome(source: str) -> dict[str, Any]:
     begin = time.process_time()
     try:
         text = Program(source, "t").render_within(budget, VARIABLES)
-        found = {"text": text[:200], "chars": len(text)}
+        result = {"text": text[:200], "chars": len(text)}
     except FormatError as error:
-        found = {"error": str(error), "memory": isinstance(error.__cause__, MemoryError)}
+        result = {"error": str(error), "memory": isinstance(error.__cause__, MemoryError)}
     except RlxError as error:
-        found = {"other": repr(error)}
-    return found | {"steps": budget.steps, "bytes": budget.bytes, "seconds": time.process_time() - begin}
+        result = {"other": repr(error)}
+    return result | {"steps": budget.steps, "bytes": budget.bytes, "seconds": time.process_time() - begin}
 
 
 def limit_memory(megabytes: int) -> None:

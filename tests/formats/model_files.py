@@ -182,9 +182,9 @@ def l_tensors(dim: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab:
         "self_attn.v_proj": (kv, dim), "self_attn.o_proj": (dim, dim), "post_attention_layernorm": (dim,),
         "mlp.gate_proj": (ffn, dim), "mlp.down_proj": (dim, ffn), "mlp.up_proj": (ffn, dim),
     }  # fmt: skip
-    found = {f"model.layers.{i}.{n}.weight": s for n, s in parts.items() for i in range(layers)}
+    shapes = {f"model.layers.{i}.{n}.weight": s for n, s in parts.items() for i in range(layers)}
     embedding = (vocab, dim)
-    return found | {"model.norm.weight": (dim,), "model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
+    return shapes | {"model.norm.weight": (dim,), "model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
 
 
 def l_file(version: int, *, shared: bool = True, sizes: tuple[int, ...] = L_SIZES) -> tuple[bytes, dict[str, Any]]:
@@ -200,7 +200,7 @@ def l_file(version: int, *, shared: bool = True, sizes: tuple[int, ...] = L_SIZE
         return (f"model.layers.{i}.{part}.weight" for part in parts for i in range(layers))
 
     attention = every("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-    feed_forward = every("mlp.gate_proj", "mlp.down_proj", "mlp.up_proj")
+    mlp = every("mlp.gate_proj", "mlp.down_proj", "mlp.up_proj")
     first, second = every("input_layernorm"), every("post_attention_layernorm")
     end = [] if shared else ["lm_head.weight"]
 
@@ -210,9 +210,9 @@ def l_file(version: int, *, shared: bool = True, sizes: tuple[int, ...] = L_SIZE
     if version == 0:
         signed = vocab if shared else -vocab
         head = struct.pack("<7i", dim, ffn, layers, heads, kv_heads, signed, seq)
-        body = joined(["model.embed_tokens.weight", *first, *attention, *second, *feed_forward, "model.norm.weight"])
+        body = joined(["model.embed_tokens.weight", *first, *attention, *second, *mlp, "model.norm.weight"])
         tables = np.full(seq * (dim // heads // 2) * 2, 7, np.float32).tobytes()
         return head + body + tables + joined(end), tensors
     head = struct.pack("<Ii7iB", 0x616B3432, 1, *sizes, shared).ljust(256, b"\0")
-    order = [*first, *second, "model.norm.weight", "model.embed_tokens.weight", *attention, *feed_forward, *end]
+    order = [*first, *second, "model.norm.weight", "model.embed_tokens.weight", *attention, *mlp, *end]
     return head + joined(order), tensors

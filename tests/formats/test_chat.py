@@ -283,8 +283,8 @@ def test_threads_share_a_template() -> None:
     template = ChatTemplate(QWEN25)
     expected = template.render(CONVERSATIONS["long"])
     with ThreadPoolExecutor(8) as pool:
-        found = pool.map(lambda _: template.render(CONVERSATIONS["long"]), range(160))
-        assert all(text == expected for text in found)
+        texts = pool.map(lambda _: template.render(CONVERSATIONS["long"]), range(160))
+        assert all(text == expected for text in texts)
 
 
 def test_a_long_chat_is_no_attack() -> None:

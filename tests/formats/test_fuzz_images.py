@@ -81,8 +81,8 @@ def a_png(rng: random.Random) -> Png:
     noise = np.random.default_rng(rng.randrange(1 << 32))
     colours = rng.randint(1, 1 << min(depth, 8))
     palette = noise.integers(0, 256, (colours, 3)).astype(np.uint8)
-    most = colours if colour == 3 else 1 << depth
-    samples = noise.integers(0, most, (height, width, CHANNELS[colour]))
+    top = colours if colour == 3 else 1 << depth
+    samples = noise.integers(0, top, (height, width, CHANNELS[colour]))
     kinds = [rng.randrange(5) for _ in range(rng.choice((1, 2, 5)))]
     lines = lines_of(samples, depth, kinds, adam7=adam7)
     head = [width, height, depth, colour, 0, 0, adam7]
@@ -198,7 +198,7 @@ def check(data: bytes, pixels: Array | None, path: Path) -> str:
     tracemalloc.start()
     begin = time.process_time()
     try:
-        found = read_image(path)
+        result = read_image(path)
     except (FormatError, CapabilityError) as error:
         png = data.startswith(MAGIC)
         # without the magic it is another format, which is Pillow's; PNM with more than 8 bits is not read
@@ -213,11 +213,11 @@ def check(data: bytes, pixels: Array | None, path: Path) -> str:
         assert spent < 5, f"{spent:.1f} s"
         # a header may say 64 million pixels, for which room is made; everything else is a strip of it
         assert peak < 16 * len(data) + 6 * PIXELS, f"{peak} bytes"
-    assert found.dtype == np.uint8 and found.shape == (*said_size(data), 3)
-    assert max(found.shape) <= SIDE and found.size <= 3 * PIXELS
+    assert result.dtype == np.uint8 and result.shape == (*said_size(data), 3)
+    assert max(result.shape) <= SIDE and result.size <= 3 * PIXELS
     if pixels is None:
         return "read"
-    assert np.array_equal(found, pixels)
+    assert np.array_equal(result, pixels)
     return "read as written"
 
 

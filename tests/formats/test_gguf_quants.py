@@ -100,9 +100,9 @@ def test_8_bit_floats_are_those_of_ml_dtypes_times_their_scale(kind: DType) -> N
     blocks["codes"][0, :3] = 0x7F, 0xFF, 0x80  # both NaN, and -0
     with np.errstate(all="ignore"):
         expected = blocks["codes"].view(ml_dtypes.float8_e4m3fn).astype(np.float32) * blocks["d"][:, None]
-    found = dequantise(blocks, kind, expected.size).reshape(expected.shape)
-    assert np.isnan(found[0, :2]).all() and np.signbit(found[0, 2]) != np.signbit(blocks["d"][0])
-    assert np.array_equal(found, expected, equal_nan=True)
+    decoded = dequantise(blocks, kind, expected.size).reshape(expected.shape)
+    assert np.isnan(decoded[0, :2]).all() and np.signbit(decoded[0, 2]) != np.signbit(blocks["d"][0])
+    assert np.array_equal(decoded, expected, equal_nan=True)
     assert kind.size == kind.block + 4 and blocks.nbytes == kind.size * 1031
 
 
@@ -166,8 +166,8 @@ def test_bits_in_order_pick_multiples_of_the_scale(name: str, width: int, values
     scales, q = halves(rng, 7), rng.integers(0, 2**width, (7, count))
     raw = b""
     for d, row in zip(scales, q, strict=True):
-        whole = sum(int(v) << width * i for i, v in enumerate(row))
-        raw += d.tobytes() + whole.to_bytes(16, "little")
+        word = sum(int(v) << width * i for i, v in enumerate(row))
+        raw += d.tobytes() + word.to_bytes(16, "little")
     expected = scales[:, None].astype(np.float32) * np.array(values, np.float32)[q]
     assert same_bits(dequantise(raw, BLOCK_TYPES[name], q.size), expected.reshape(-1))
 

@@ -66,14 +66,12 @@ TOO_LARGE = {
 
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_a_file_beyond_the_bounds_is_refused_before_anything_is_allocated(tmp_path: Path, name: str) -> None:
-    data, found = TOO_LARGE[name]
+    data, size = TOO_LARGE[name]
     path = tmp_path / "x"
     path.write_bytes(data)
 
     def read() -> None:
-        with pytest.raises(
-            FormatError, match=f"sides of 1 to {SIDE} pixels and at most {PIXELS} in all, found {found}"
-        ):
+        with pytest.raises(FormatError, match=f"sides of 1 to {SIDE} pixels and at most {PIXELS} in all, found {size}"):
             read_image(path)
 
     assert peak_bytes(read) < 500_000
@@ -101,14 +99,14 @@ def test_no_more_is_inflated_than_the_header_says(tmp_path: Path) -> None:
 
 def test_an_npy_that_is_cut_off_or_holds_no_numbers_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    for data, found in (
+    for data, message in (
         (npy("(4, 4, 3)", data=bytes(47)), "expected 48 bytes, found 47"),
         (npy("(4, 4, 3)", "|S0"), "no array of NumPy"),
         (npy("(4, 4, 3)", "<c8", bytes(800)), "no array of NumPy"),
         (npy("(" * 3000 + ")" * 3000), "no array of NumPy"),
     ):
         path.write_bytes(data)
-        with pytest.raises(FormatError, match=found) as caught:
+        with pytest.raises(FormatError, match=message) as caught:
             read_image(path)
         assert len(str(caught.value)) <= 500
     path.write_bytes(npy("(1099511627776,)"))
@@ -162,10 +160,10 @@ def test_thin_images_are_read(tmp_path: Path, without_pillow: None, shape: tuple
 def test_bytes_are_unfiltered_the_same_way_by_rows_and_by_diagonals() -> None:
     for rows, width, channels in ((1, 1, 1), (1, 7, 3), (9, 1, 3), (40, 33, 1), (33, 40, 3), (70, 200, 3)):
         kinds = RNG.integers(0, 5, rows).astype(np.uint8)
-        given = RNG.integers(0, 256, (rows, width, channels)).astype(np.uint8)
+        filtered = RNG.integers(0, 256, (rows, width, channels)).astype(np.uint8)
         above = RNG.integers(0, 256, (width, channels)).astype(np.uint8)
-        by_rows = png_module._by_rows(kinds, given, above)
-        assert np.array_equal(by_rows, png_module._by_diagonals(kinds, given, above))
+        by_rows = png_module._by_rows(kinds, filtered, above)
+        assert np.array_equal(by_rows, png_module._by_diagonals(kinds, filtered, above))
 
 
 def test_images_of_several_strips_are_read(tmp_path: Path, without_pillow: None) -> None:
@@ -247,5 +245,5 @@ def test_resizing_far_is_that_of_pillow(kind: int) -> None:
         pixels = RNG.integers(0, 256, (height, width, 3)).astype(np.uint8)
         expected = np.asarray(pillow.fromarray(pixels).resize((wanted, height), resample=kind))
         assert np.array_equal(resize(pixels, height, wanted, kind), expected)
-        turned = np.asarray(pillow.fromarray(pixels.transpose(1, 0, 2)).resize((height, wanted), resample=kind))
-        assert np.array_equal(resize(pixels.transpose(1, 0, 2), wanted, height, kind), turned)
+        transposed = np.asarray(pillow.fromarray(pixels.transpose(1, 0, 2)).resize((height, wanted), resample=kind))
+        assert np.array_equal(resize(pixels.transpose(1, 0, 2), wanted, height, kind), transposed)

@@ -111,9 +111,9 @@ def test_damaged_files_are_read_or_refused(tmp_path: Path, at: int, byte: int, c
 
 # -- other files -----------------------------------------------------------------------------------------------------
 def _npy(array: Array) -> bytes:
-    made = io.BytesIO()
-    np.save(made, array)
-    return made.getvalue()
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
 
 
 def test_ppm_pgm_and_npy_are_read(tmp_path: Path) -> None:
@@ -201,8 +201,8 @@ def test_arrays_that_are_no_images_are_named(array: Array, match: str) -> None:
 @pytest.mark.parametrize("sizes", [(8, 4), (9, 4), (4, 9), (5, 5), (7, 1), (1, 6)])
 def test_bilinear_weights_are_those_of_a_triangle(sizes: tuple[int, int]) -> None:
     size, wanted = sizes
-    found = resampling(size, wanted, BILINEAR)
-    for i, row in enumerate(found):
+    matrix = resampling(size, wanted, BILINEAR)
+    for i, row in enumerate(matrix):
         centre, wide = (i + 0.5) * size / wanted, max(size / wanted, 1)
         weights = [max(0, 1 - abs(j + 0.5 - centre) / wide) for j in range(size)]
         assert np.allclose(row, np.array(weights) / sum(weights))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from model_files import g_file, g_info, l_file, replace, s_entry, s_file, small_gguf, small_safetensors
 
+from rlx import formats
 from rlx.errors import FormatError, ResourceError
 from rlx.formats import open_gguf, open_llama2c, open_safetensors, open_tensors
 from rlx.formats.tensor_file import quoted
@@ -53,11 +54,11 @@ def test_metadata_cannot_be_changed(path: Path) -> None:
 
 def test_arrays_outlive_the_file(path: Path) -> None:
     with open_gguf(path) as file:
-        kept, words = file.array("plain"), file.metadata["tokens"]
-        expected = kept.copy()
+        array, words = file.array("plain"), file.metadata["tokens"]
+        expected = array.copy()
     path.unlink()
     gc.collect()
-    assert np.array_equal(kept, expected) and list(words) == ["<s>", "é", "", "the"]
+    assert np.array_equal(array, expected) and list(words) == ["<s>", "é", "", "the"]
 
 
 def test_a_closed_file_says_so(path: Path) -> None:
@@ -171,5 +172,9 @@ def test_reading_files_loads_nothing_but_numpy() -> None:
     code = (
         "import sys, rlx.formats; print([m for m in ('llvmlite', 'torch', 'gguf', 'safetensors') if m in sys.modules])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
+
+
+def test_every_public_name_can_be_imported() -> None:
+    assert all(getattr(formats, name) is not None for name in formats.__all__)

@@ -255,9 +255,9 @@ def test_the_end_of_a_message_does_not_stop_harmony() -> None:
 
 # -- small tokenizers written by hand --------------------------------------------------------------------------------
 def byte_alphabet() -> list[str]:
-    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
-    return [chr(b) if b in kept else chr(next(others)) for b in range(256)]
+    return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
 
 
 def bpe_metadata() -> dict[str, Any]:
@@ -414,7 +414,7 @@ def test_padding_truncation_and_dropout_of_the_file_are_left_alone() -> None:
     assert all(tokenizer.encode("the the the in") == [257, 258, 258, 32, 259] for _ in range(20))
 
 
-def test_the_files_beside_tokenizer_json_name_its_tokens(tmp_path: Path) -> None:
+def test_the_sidecar_files_of_tokenizer_json_name_its_tokens(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(encoded(as_json(bpe_metadata())))
     bare = Tokenizer.from_json(tmp_path / "tokenizer.json")
     assert (bare.bos_id, bare.eos_id, bare.chat_template) == (None, 260, None)
@@ -512,10 +512,10 @@ def test_a_batch_is_each_of_its_texts() -> None:
 
 def test_a_limit_cuts_the_text_and_keeps_the_special_tokens() -> None:
     tokenizer = vocab("bert-bge")
-    whole = tokenizer.encode("one two three four")
-    assert tokenizer.encode("one two three four", limit=4) == [101, *whole[1:3], 102]
-    assert tokenizer.encode_batch(["one two", "one two three four"], limit=4) == [[*whole[:3], 102]] * 2
-    assert tokenizer.encode("one two three four", limit=6) == whole
+    ids = tokenizer.encode("one two three four")
+    assert tokenizer.encode("one two three four", limit=4) == [101, *ids[1:3], 102]
+    assert tokenizer.encode_batch(["one two", "one two three four"], limit=4) == [[*ids[:3], 102]] * 2
+    assert tokenizer.encode("one two three four", limit=6) == ids
     assert tokenizer.encode("one", limit=2) == [101, 102]
     with pytest.raises(RequestError, match="room for 2 special tokens, found 1"):
         tokenizer.encode("one", limit=1)
@@ -530,7 +530,7 @@ def test_threads_share_a_tokenizer() -> None:
 
     expected = ids()
     with ThreadPoolExecutor(8) as pool:
-        assert all(found == expected for found in pool.map(ids, range(1600)))
+        assert all(result == expected for result in pool.map(ids, range(1600)))
 
 
 # -- requests that cannot be -----------------------------------------------------------------------------------------
@@ -619,7 +619,7 @@ def test_absurd_sizes_are_refused() -> None:
 
 
 # -- broken tokenizer.json -------------------------------------------------------------------------------------------
-def test_a_growing_normalizer_is_refused() -> None:
+def test_a_normalizer_that_expands_text_is_refused() -> None:
     double = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
     document = as_json(bpe_metadata()) | {"normalizer": {"type": "Sequence", "normalizers": [double] * 100}}
     with pytest.raises(FormatError, match="normalizer: expected texts at most 256 times as long"):
@@ -745,19 +745,19 @@ def survive(make: Callable[[], Tokenizer]) -> bool:
 def test_mutated_metadata_never_crashes(model: str) -> None:
     rng = random.Random(model)
     plain = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in SMALL[model]().items()}
-    made = [survive(lambda: Tokenizer.from_gguf(mutated(plain, rng))) for _ in range(150)]
-    assert 5 < sum(made) < 145
+    survived = [survive(lambda: Tokenizer.from_gguf(mutated(plain, rng))) for _ in range(150)]
+    assert 5 < sum(survived) < 145
 
 
 @pytest.mark.parametrize("model", SMALL)
 def test_a_mutated_tokenizer_json_never_crashes(model: str) -> None:
     rng = random.Random(model)
     document = as_json(SMALL[model]())
-    made = []
+    survived = []
     for _ in range(150):
         data = json.dumps(mutated(document, rng)).encode()
-        made.append(survive(lambda data=data: Tokenizer.from_json(data)))  # type: ignore[misc]
-    assert 5 < sum(made) < 145
+        survived.append(survive(lambda data=data: Tokenizer.from_json(data)))  # type: ignore[misc]
+    assert 5 < sum(survived) < 145
 
 
 _TEXTS = ("", "a", " ", "▁", "ab", "</s>", "##")
@@ -795,7 +795,7 @@ PARTS: dict[str, list[dict[str, Any]]] = {
 def test_strange_parts_never_crash_the_library() -> None:
     rng = random.Random(3)
     documents = [as_json(make()) for make in SMALL.values()]
-    made = []
+    survived = []
     for _ in range(400):
         document = copy.deepcopy(rng.choice(documents))
         for name in rng.sample(sorted(PARTS), rng.randrange(1, 4)):
@@ -804,8 +804,8 @@ def test_strange_parts_never_crash_the_library() -> None:
         for added in document["added_tokens"][:2]:
             added[rng.choice(("lstrip", "rstrip", "normalized", "single_word"))] = True
             added["content"] = rng.choice((added["content"], *_TEXTS))
-        made.append(survive(lambda document=document: Tokenizer.from_json(encoded(document))))  # type: ignore[misc]
-    assert 50 < sum(made) < 350
+        survived.append(survive(lambda document=document: Tokenizer.from_json(encoded(document))))  # type: ignore[misc]
+    assert 50 < sum(survived) < 350
 
 
 @pytest.mark.parametrize("model", SMALL)

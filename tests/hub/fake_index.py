@@ -49,7 +49,7 @@ def make_wheel(folder: Path, project: str, members: dict[str, bytes], version: s
     return Archive("pypi", project, version, len(data), sha256(data))
 
 
-def whole(archive: Archive, member: str, data: bytes, name: str | None = None) -> File:
+def as_file(archive: Archive, member: str, data: bytes, name: str | None = None) -> File:
     file_name = name or member.rsplit("/", 1)[-1]
     return File(file_name, len(data), sha256(data), (Piece(archive, member, len(data), sha256(data)),))
 
@@ -72,15 +72,15 @@ def table(folder: Path) -> dict[str, Entry]:
         pieces.append(Piece(wheel, f"part{i}/data/part{i:02}.bin", len(data), sha256(data)))
     joined = File("joined.gguf", sum(PART_SIZES), sha256(b"".join(parts)), tuple(pieces))
     entries = (
-        entry("one", whole(one, "test_one/small.gguf", small), aliases=("uno",)),
+        entry("one", as_file(one, "test_one/small.gguf", small), aliases=("uno",)),
         entry(
             "many",
-            whole(many, "m/w.safetensors", small, "model.safetensors"),
-            whole(many, "m/config.json", config),
-            whole(many, "m/1/p.json", pooling, "1_Pooling/config.json"),
+            as_file(many, "m/w.safetensors", small, "model.safetensors"),
+            as_file(many, "m/config.json", config),
+            as_file(many, "m/1/p.json", pooling, "1_Pooling/config.json"),
         ),
         entry("joined", joined),
-        entry("terms", whole(one, "test_one/small.gguf", small), terms=Terms("gemma", "Terms of Test", "Be kind.\n")),
+        entry("terms", as_file(one, "test_one/small.gguf", small), terms=Terms("gemma", "Terms of Test", "Be kind.\n")),
     )
     return {e.name: e for e in entries}
 
@@ -90,7 +90,7 @@ def expected(item: Entry) -> dict[str, str]:
     return {f.name: f.sha256 for f in item.files}
 
 
-def found(folder: Path) -> dict[str, str]:
+def file_hashes(folder: Path) -> dict[str, str]:
     """Names and hashes of all files in a model's folder that are not hidden."""
     files = [p for p in folder.rglob("*") if p.is_file()]
     names = {p.relative_to(folder).as_posix(): p for p in files}

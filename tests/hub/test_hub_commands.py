@@ -13,7 +13,7 @@ from typing import Any
 
 import fake_index
 import pytest
-from fake_index import content, entry, make_wheel, sha256, whole
+from fake_index import as_file, content, entry, make_wheel, sha256
 
 from rlx.cli import models, pull, rm, show
 from rlx.errors import FormatError, NotFoundError
@@ -34,7 +34,7 @@ def tiny(index: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model with a real header, in the folder of models."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "__metadata__": {"a": "b"}})
     data = len(header).to_bytes(8, "little") + header.encode() + bytes(24)
-    item = entry("tiny", whole(make_wheel(index, "tiny", {"m": data}), "m", data, "model.safetensors"))
+    item = entry("tiny", as_file(make_wheel(index, "tiny", {"m": data}), "m", data, "model.safetensors"))
     monkeypatch.setitem(catalogue.CATALOGUE, "tiny", item)
     monkeypatch.setattr(models, "CATALOGUE", catalogue.CATALOGUE)
     folder = store.home() / "models" / "tiny"

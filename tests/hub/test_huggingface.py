@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_index import content, found, sha256
+from fake_index import content, file_hashes, sha256
 
 from rlx.errors import CapabilityError, FormatError, NotFoundError
 from rlx.hub import huggingface, locate, names_a_model, remove, resolve, store, stored
@@ -65,7 +65,7 @@ def test_a_revision_that_leads_elsewhere_is_refused(revision: str) -> None:
 
 
 # -- which files -----------------------------------------------------------------------------------------------------
-def test_safetensors_come_with_what_lies_beside_them_and_no_pickles() -> None:
+def test_safetensors_come_with_their_sidecar_files_and_no_pickles() -> None:
     chosen = choose(Repo("a", "b"), BERT)
     assert chosen[0] == "model.safetensors"
     assert set(chosen) == {
@@ -289,15 +289,15 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
 @pytest.fixture
 def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    made = Hub({"org/bert": BERT, "org/tiny": GGUFS})
-    servers = [ThreadingHTTPServer(("127.0.0.1", 0), handler(made)) for _ in range(2)]
+    fake = Hub({"org/bert": BERT, "org/tiny": GGUFS})
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), handler(fake)) for _ in range(2)]
     threads = [threading.Thread(target=s.serve_forever, args=(0.01,)) for s in servers]
     for thread in threads:
         thread.start()
-    made.url, made.store_url = (f"http://127.0.0.1:{s.server_port}" for s in servers)
-    monkeypatch.setenv("HF_ENDPOINT", made.url + "/")
+    fake.url, fake.store_url = (f"http://127.0.0.1:{s.server_port}" for s in servers)
+    monkeypatch.setenv("HF_ENDPOINT", fake.url + "/")
     monkeypatch.setattr(huggingface, "_retry_s", lambda attempt: 0.01)
-    yield made
+    yield fake
     for server, thread in zip(servers, threads, strict=True):
         server.shutdown()
         thread.join()
@@ -307,7 +307,7 @@ def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def test_a_folder_of_safetensors_is_fetched_and_found_again(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     files = resolve("org/bert", quiet=True)
     chosen = choose(Repo("org", "bert"), BERT)
-    assert found(files.folder) == {name: sha256(BERT[name]) for name in chosen}
+    assert file_hashes(files.folder) == {name: sha256(BERT[name]) for name in chosen}
     assert files.folder == store.home() / "hub" / "models--org--bert" / "snapshots" / COMMIT
     hub.asked.clear()
     monkeypatch.setattr(store, "file_sha256", lambda path: pytest.fail("hashed again"))
@@ -318,7 +318,7 @@ def test_a_folder_of_safetensors_is_fetched_and_found_again(hub: Hub, monkeypatc
 
 def test_one_quant_of_many_is_fetched(hub: Hub) -> None:
     files = resolve("org/tiny:q4_k_m", quiet=True)
-    assert found(files.folder) == {"Tiny-Q4_K_M.gguf": sha256(GGUFS["Tiny-Q4_K_M.gguf"])}
+    assert file_hashes(files.folder) == {"Tiny-Q4_K_M.gguf": sha256(GGUFS["Tiny-Q4_K_M.gguf"])}
     resolve("org/tiny:Q8_0", quiet=True)
     assert [f.name for f in stored()] == ["org/tiny:Q4_K_M", "org/tiny:Q8_0"]
     assert remove("org/tiny:Q4_K_M") == 60_000
@@ -345,7 +345,7 @@ def test_a_pull_that_failed_is_continued_by_the_next(hub: Hub) -> None:
     assert [h.get("range") for p, h in hub.asked if p.startswith("/large")] == [f"bytes={1000 * huggingface._TRIES}-"]
 
 
-def test_a_server_that_knows_no_ranges_starts_again(hub: Hub) -> None:
+def test_a_server_that_knows_no_ranges_sends_all_again(hub: Hub) -> None:
     hub.cut, hub.ranges = [10_000], False
     files = resolve("org/tiny:Q8_0", quiet=True)
     assert sha256(files.path.read_bytes()) == sha256(GGUFS["Tiny-Q8_0.gguf"])

@@ -25,14 +25,14 @@ __all__ = [
     "open_tensors",
 ]
 
-# Readers are imported when they are used: a model that was started before opens its file with none of them.
-_LATER = {"open_gguf": "gguf", "open_llama2c": "llama2c", "open_safetensors": "safetensors", "dequantise": "quants"}
+# Imported on first use: a model loaded from a snapshot needs none of the readers.
+_LAZY = {"open_gguf": "gguf", "open_llama2c": "llama2c", "open_safetensors": "safetensors", "dequantise": "gguf_quants"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
 
 
 def open_tensors(path: PathLike, *, mapped: bool = True) -> TensorFile:
@@ -52,8 +52,8 @@ def open_tensors(path: PathLike, *, mapped: bool = True) -> TensorFile:
         raise broken(file, f"{other[0]}: rlx does not read it", hint=other[1])
     if file.suffix == ".bin":
         return llama2c.open_llama2c(file, mapped=mapped)
-    found = start[:4]
-    raise broken(file, "no known model file", at=0, expected="GGUF, safetensors or a llama2.c .bin", found=found)
+    magic = start[:4]
+    raise broken(file, "no known model file", at=0, expected="GGUF, safetensors or a llama2.c .bin", actual=magic)
 
 
 _CONVERT = "transformers writes it as safetensors: AutoModel.from_pretrained(folder).save_pretrained(other)"
@@ -102,10 +102,10 @@ def _model_of_folder(folder: Path) -> Path:
         inside = sorted(folder.iterdir())
     except OSError as error:
         raise broken(folder, f"the folder cannot be read: {error.strerror}") from error
-    found = [p for p in inside if p.suffix in (".safetensors", ".gguf") and not is_later_part(p)]
-    if not found:
+    candidates = [p for p in inside if p.suffix in (".safetensors", ".gguf") and not is_later_part(p)]
+    if not candidates:
         _refuse_foreign(folder, inside)
-    if len(found) != 1:
-        names = ", ".join(p.name for p in found[:8]) or "none"
-        raise broken(folder, "model files in the folder", expected=f"{INDEX_NAME} or one model file", found=names)
-    return found[0]
+    if len(candidates) != 1:
+        names = ", ".join(p.name for p in candidates[:8]) or "none"
+        raise broken(folder, "model files in the folder", expected=f"{INDEX_NAME} or one model file", actual=names)
+    return candidates[0]

@@ -32,8 +32,8 @@ Array = NDArray[Any]
 SPACES = ("\u2581", " ")  # as SentencePiece and llama2.c write them
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 TOKEN = 0xFFFFFFFF  # the lower half of entries of `letters` and `merge`
-MAX_KEPT = 1 << 15  # words, characters and pairs that are remembered, each
-MAX_KEPT_CHARS = 64  # of a word; longer ones hardly come twice
+MAX_CACHED = 1 << 15  # words, characters and pairs that are remembered, each
+MAX_CACHED_CHARS = 64  # of a word; longer ones hardly come twice
 MAX_JOINERS = 32  # characters before a space inside tokens; a vocabulary with more is not made of words
 
 
@@ -65,13 +65,13 @@ class Bpe:
         self._unk: str | None = options.unk_token
         self._prefix = options.continuing_subword_prefix or ""  # before every character of a word but the first
         self._suffix = options.end_of_word_suffix or ""
-        self._fuse, self._bytes, self._whole = options.fuse_unk, options.byte_fallback, options.ignore_merges
+        self._fuse, self._bytes, self._ignore_merges = options.fuse_unk, options.byte_fallback, options.ignore_merges
         self._words: dict[str, list[Token]] = {}
         self._symbols: dict[str, int | None] = {}
         self._pairs: dict[int, int] = {}
 
     @classmethod
-    def made(cls, ids: Mapping[str, int], merges: Merges, options: models.BPE) -> Bpe:
+    def build(cls, ids: Mapping[str, int], merges: Merges, options: models.BPE) -> Bpe:
         """The model with these tokens and merges, which were checked."""
         size = max(ids.values(), default=-1) + 1
         names = [""] * size
@@ -84,8 +84,8 @@ class Bpe:
         by_pair = by_pair[np.append(np.diff(keys[by_pair]) != 0, np.ones(min(len(keys), 1), bool))]
         first = np.zeros(size + 1, np.uint32)
         np.cumsum(np.bincount(merges.left[by_pair], minlength=size), out=first[1:])
-        made = np.flatnonzero(np.bincount(merges.joined, minlength=size)).tolist()
-        cut = _cut(ids, merges, [names[i] for i in made], options)
+        joined_ids = np.flatnonzero(np.bincount(merges.joined, minlength=size)).tolist()
+        cut = _cut(ids, merges, [names[i] for i in joined_ids], options)
         tables = {
             "text": np.frombuffer("".join(names).encode(), np.uint8),
             "ends": ends,
@@ -120,12 +120,12 @@ class Bpe:
         return str(self._text[self._ends[token] : self._ends[token + 1]], "utf-8")
 
     # -- words to tokens --
-    def pre_tokenizer(self, given: PreTokenizer | None) -> PreTokenizer:
+    def pre_tokenizer(self, base: PreTokenizer | None) -> PreTokenizer:
         """What cuts a text as `given` does, and gives every word its tokens.
 
         Where a word may be a whole text, as with SentencePiece, it is cut before spaces too: most words come again.
         """
-        parts: list[Any] = [] if given is None else [given]
+        parts: list[Any] = [] if base is None else [base]
         if cut := [f"\\x{{{character:x}}}" for character in self.tables["cut"]]:
             parts.append(pre_tokenizers.Split(Regex(f"(?<=[^{''.join(cut)}])(?={cut[0]})"), "isolated"))
         return pre_tokenizers.Sequence([*parts, PreTokenizer.custom(self)])
@@ -139,12 +139,12 @@ class Bpe:
         try:
             return self._words[word]
         except KeyError:
-            found = self._tokens(word)
-            return found if len(word) > MAX_KEPT_CHARS else _keep(self._words, word, found)
+            tokens = self._tokens(word)
+            return tokens if len(word) > MAX_CACHED_CHARS else _cache(self._words, word, tokens)
 
     def _tokens(self, word: str) -> list[Token]:
-        if self._whole and (whole := self.id(word)) is not None:
-            return [Token(whole, word, (0, len(word.encode())))]
+        if self._ignore_merges and (word_id := self.id(word)) is not None:
+            return [Token(word_id, word, (0, len(word.encode())))]
         tokens, lengths = self._split(word)
         self._merge(tokens, lengths)
         ends = accumulate(lengths)
@@ -169,10 +169,10 @@ class Bpe:
             if token is None:
                 token = self._symbol(character)
             if token is None and self._bytes:
-                found = [self._symbol(BYTE_TOKENS[byte]) for byte in character.encode()]
-                if None not in found:
-                    tokens += [byte for byte in found if byte is not None]
-                    lengths += [1] * len(found)
+                byte_ids = [self._symbol(BYTE_TOKENS[byte]) for byte in character.encode()]
+                if None not in byte_ids:
+                    tokens += [byte for byte in byte_ids if byte is not None]
+                    lengths += [1] * len(byte_ids)
                     continue
             if unknown and (token is not None or not self._fuse):
                 tokens.append(self._unknown())
@@ -192,24 +192,24 @@ class Bpe:
         try:
             return self._symbols[name]
         except KeyError:
-            return _keep(self._symbols, name, self.id(name))
+            return _cache(self._symbols, name, self.id(name))
 
     def _unknown(self) -> int:
-        found = self._symbol(self._unk or "")
-        if found is None:
+        token = self._symbol(self._unk or "")
+        if token is None:
             raise FormatError(f"unk_token: the vocabulary has no {quoted(self._unk)}")
-        return found
+        return token
 
     def _merge_of(self, left: int, right: int) -> int:
         """The entry of a pair in `merge`; -1 where it does not merge."""
         key = left << 32 | right
-        found = self._pairs.get(key)
-        if found is None:
+        merge = self._pairs.get(key)
+        if merge is None:
             end = self._first[left + 1]
             at = bisect_left(self._right, right, self._first[left], end)
-            found = self._merges[at] if at < end and self._right[at] == right else -1
-            _keep(self._pairs, key, found)
-        return found
+            merge = self._merges[at] if at < end and self._right[at] == right else -1
+            _cache(self._pairs, key, merge)
+        return merge
 
     def _merge(self, tokens: list[int], lengths: list[int]) -> None:
         """Merge the pair of the lowest rank, the leftmost of several, until no pair merges. What is gone has length 0.
@@ -255,8 +255,8 @@ class Bpe:
         return {"vocab": vocab, "merges": [[names[a], names[b]] for a, b in pairs]}
 
 
-def _keep(known: dict[K, V], key: K, value: V) -> V:
-    if len(known) >= MAX_KEPT:
+def _cache(known: dict[K, V], key: K, value: V) -> V:
+    if len(known) >= MAX_CACHED:
         known.clear()
     known[key] = value
     return value
@@ -279,7 +279,7 @@ def _cut(ids: Mapping[str, int], merges: Merges, joined: Sequence[str], options:
         return ""
     for space in (space for space in SPACES if space in ids):
         before = re.compile(f"[^{space}](?={space})")
-        joiners = {found for name in joined if space in name for found in before.findall(name)}
+        joiners = {char for name in joined if space in name for char in before.findall(name)}
         if len(joiners) <= MAX_JOINERS:
             return space + "".join(sorted(joiners))
     return ""
@@ -287,15 +287,15 @@ def _cut(ids: Mapping[str, int], merges: Merges, joined: Sequence[str], options:
 
 def check_tables(tables: Mapping[str, Array], vocab_size: int, where: str) -> None:
     """Refuse tables of a file that do not fit together. All of them are read for it, which a start leaves out."""
-    wanted: dict[str, type[np.generic]] = {name: np.uint32 for name in ("ends", "order", "first", "right", "cut")}
-    wanted |= {"text": np.uint8, "letters": np.int64, "merge": np.int64}
-    if {name: (a.dtype, a.ndim) for name, a in tables.items()} != {n: (np.dtype(t), 1) for n, t in wanted.items()}:
-        raise FormatError(f"{where}: expected the tables {', '.join(wanted)}, found {quoted(sorted(tables))}")
+    expected: dict[str, type[np.generic]] = {name: np.uint32 for name in ("ends", "order", "first", "right", "cut")}
+    expected |= {"text": np.uint8, "letters": np.int64, "merge": np.int64}
+    if {name: (a.dtype, a.ndim) for name, a in tables.items()} != {n: (np.dtype(t), 1) for n, t in expected.items()}:
+        raise FormatError(f"{where}: expected the tables {', '.join(expected)}, found {quoted(sorted(tables))}")
     ends, first, merges, size = tables["ends"], tables["first"], tables["merge"], len(tables["ends"]) - 1
     ids = {"order": tables["order"], "letters": tables["letters"] & TOKEN, "right": tables["right"]}
     ids["merge"] = merges & TOKEN
-    wrong = [name for name, found in ids.items() if (found >= size).any()]
-    wrong += [name for name, found in (("letters", tables["letters"]), ("merge", merges)) if (found < 0).any()]
+    wrong = [name for name, values in ids.items() if (values >= size).any()]
+    wrong += [name for name, values in (("letters", tables["letters"]), ("merge", merges)) if (values < 0).any()]
     wrong += [] if 0 <= size <= vocab_size and _rises(ends, tables["text"]) else ["ends"]
     wrong += [] if len(first) == size + 1 and _rises(first, merges) else ["first"]
     wrong += [] if len(tables["right"]) == len(merges) else ["right"]

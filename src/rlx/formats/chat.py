@@ -48,8 +48,10 @@ class ChatTemplate:
         Raises RequestError for messages that cannot be, or that the template refuses, and FormatError for a template
         that fails or goes beyond its bounds.
         """
-        given = self._given(messages, tools, variables)
-        return self._program.render({**given, **self._tokens, "add_generation_prompt": bool(add_generation_prompt)})
+        template_vars = self._template_vars(messages, tools, variables)
+        return self._program.render(
+            {**template_vars, **self._tokens, "add_generation_prompt": bool(add_generation_prompt)}
+        )
 
     def encode(
         self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
@@ -57,15 +59,19 @@ class ChatTemplate:
     ) -> list[int]:  # fmt: skip
         """The tokens of the prompt that `render` gives, with no special token but those that the template wrote."""
         hidden = _Hidden(tokenizer)
-        given = {name: hidden.hide(value) for name, value in self._given(messages, tools, variables).items()}
-        for message, plain in zip(given["messages"], messages, strict=True):
+        template_vars = {
+            name: hidden.hide(value) for name, value in self._template_vars(messages, tools, variables).items()
+        }
+        for message, plain in zip(template_vars["messages"], messages, strict=True):
             message["role"] = plain["role"]  # one of ROLES, of which templates make control tokens
-        prompt = self._program.render({**given, **self._tokens, "add_generation_prompt": bool(add_generation_prompt)})
+        prompt = self._program.render(
+            {**template_vars, **self._tokens, "add_generation_prompt": bool(add_generation_prompt)}
+        )
         if not hidden.texts:
             return tokenizer.encode(prompt, add_special=False, parse_special=True)
         return tokenizer.encode_parts(hidden.parts(prompt))
 
-    def _given(
+    def _template_vars(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
     ) -> dict[str, Any]:  # fmt: skip
@@ -137,16 +143,16 @@ class _Hidden:
 
     def _hide_text(self, text: str) -> str:
         spans = [(first, end) for first, end, _ in self._tokenizer.special_spans(text)]
-        if start := self._special.ended_by(text):
+        if start := self._special.partial_at_start(text):
             spans.append((0, start))
-        if end := self._special.begun_by(text):
+        if end := self._special.partial_at_end(text):
             spans.append((len(text) - end, len(text)))
-        if not spans and self._special.include(text) and text.strip():
+        if not spans and self._special.has_substring(text) and text.strip():
             spans.append((len(text), len(text)))
         if not spans:
             return text
         coded, at = "", 0
-        for first, end in _merged(spans):
+        for first, end in _merge_spans(spans):
             coded += text[at:first] + self._code(text[first:end])
             at = end
         return _Coded(coded + text[at:], text)
@@ -164,11 +170,11 @@ class _Hidden:
         parts: list[str | int] = []
         at = 0
         for first, end, token in self._tokenizer.special_spans(prompt):
-            parts += [self._shown(prompt[at:first]), token]
+            parts += [self._reveal(prompt[at:first]), token]
             at = end
-        return [part for part in (*parts, self._shown(prompt[at:])) if part != ""]
+        return [part for part in (*parts, self._reveal(prompt[at:])) if part != ""]
 
-    def _shown(self, text: str) -> str:
+    def _reveal(self, text: str) -> str:
         return self._coded.sub(lambda code: self._text_of(code[1]), text)
 
     def _text_of(self, digits: str) -> str:
@@ -197,29 +203,29 @@ class _Coded(str):
         return hash(self._text)
 
     def __eq__(self, other: object) -> bool:
-        return bool(self._text == _text_behind(other))
+        return bool(self._text == _original(other))
 
     def __ne__(self, other: object) -> bool:
-        return bool(self._text != _text_behind(other))
+        return bool(self._text != _original(other))
 
     def __lt__(self, other: str) -> bool:
-        return bool(self._text < _text_behind(other))
+        return bool(self._text < _original(other))
 
     def __le__(self, other: str) -> bool:
-        return bool(self._text <= _text_behind(other))
+        return bool(self._text <= _original(other))
 
     def __gt__(self, other: str) -> bool:
-        return bool(self._text > _text_behind(other))
+        return bool(self._text > _original(other))
 
     def __ge__(self, other: str) -> bool:
-        return bool(self._text >= _text_behind(other))
+        return bool(self._text >= _original(other))
 
 
-def _text_behind(value: Any) -> Any:
+def _original(value: Any) -> Any:
     return value._text if isinstance(value, _Coded) else value
 
 
-def _merged(spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _merge_spans(spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """The spans in their order, those that touch as one."""
     spans = sorted(spans)
     first, end = spans[0]

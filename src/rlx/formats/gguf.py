@@ -64,13 +64,13 @@ _VALUE_TYPES = ", ".join(f"{n} {name}" for n, (name, _, _) in _NUMBERS.items()) 
 class StringArray(Sequence[str]):
     """Strings of a metadata array, decoded when asked for. `raw(i)` gives the bytes as stored."""
 
-    def __init__(self, file: FileBytes, starts: array[int], prefix: int) -> None:
+    def __init__(self, file: FileBytes, offsets: array[int], prefix: int) -> None:
         self._file = file
-        self._starts = starts  # where each string's length field begins, and where the last string ends
+        self._offsets = offsets  # where each string's length field begins, and where the last string ends
         self._prefix = prefix  # bytes of a length field
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return len(self._offsets) - 1
 
     def __repr__(self) -> str:
         return f"<{len(self)} strings>"
@@ -86,9 +86,9 @@ class StringArray(Sequence[str]):
         return _decode(self._file, begin, end, "a string of an array")
 
     def __iter__(self) -> Iterator[str]:
-        view, prefix, starts = self._file.view, self._prefix, self._starts
-        begin = starts[0]
-        for end in starts[1:]:
+        view, prefix, offsets = self._file.view, self._prefix, self._offsets
+        begin = offsets[0]
+        for end in offsets[1:]:
             try:
                 text = str(view[begin + prefix : end], "utf-8")
             except UnicodeDecodeError:
@@ -105,7 +105,7 @@ class StringArray(Sequence[str]):
         place = index + len(self) if index < 0 else index
         if not 0 <= place < len(self):
             raise IndexError(f"string {index} of {len(self)}")
-        return self._starts[place] + self._prefix, self._starts[place + 1]
+        return self._offsets[place] + self._prefix, self._offsets[place + 1]
 
 
 def open_gguf(path: PathLike, *, mapped: bool = True) -> TensorFile:
@@ -132,10 +132,10 @@ class _Part:
 
 
 def _split_number(part: _Part, key: str, default: int | None = None) -> int:
-    found = part.metadata.get(key, default)
-    if type(found) is not int or found < 0:
-        raise broken(part.file.path, f"metadata {key}", expected="a count", found=quoted(found))
-    return found
+    value = part.metadata.get(key, default)
+    if type(value) is not int or value < 0:
+        raise broken(part.file.path, f"metadata {key}", expected="a count", actual=quoted(value))
+    return value
 
 
 def _other_parts(first: _Part, count: int) -> list[Path]:
@@ -143,7 +143,7 @@ def _other_parts(first: _Part, count: int) -> list[Path]:
     name = _part_name(path)
     if name is None or int(name["count"]) != count:
         expected = f"a name that ends in -00001-of-{count:05}.gguf"
-        raise broken(path, f"split.count is {count}", expected=expected, found=quoted(path.name))
+        raise broken(path, f"split.count is {count}", expected=expected, actual=quoted(path.name))
     if int(name["number"]) != 1:
         start = f"{name['stem']}-00001-of-{count:05}.gguf"
         raise broken(path, f"part {int(name['number'])} of a split model", hint=f"open {quoted(start)}")
@@ -154,16 +154,16 @@ def _check_parts(parts: list[_Part]) -> None:
     seen: dict[str, Path] = {}
     for number, part in enumerate(parts):
         for key, expected in (("split.count", len(parts)), ("split.no", number)):
-            found = _split_number(part, key)
-            if found != expected:
-                raise broken(part.file.path, f"metadata {key}", expected=expected, found=found)
+            value = _split_number(part, key)
+            if value != expected:
+                raise broken(part.file.path, f"metadata {key}", expected=expected, actual=value)
         for entry in part.entries:
             if entry.name in seen:
                 raise broken(part.file.path, f"tensor {quoted(entry.name)} is in {seen[entry.name].name} too")
             seen[entry.name] = part.file.path
     total = _split_number(parts[0], "split.tensors.count", default=len(seen))
     if total != len(seen):
-        raise broken(parts[0].file.path, "metadata split.tensors.count", expected=total, found=len(seen))
+        raise broken(parts[0].file.path, "metadata split.tensors.count", expected=total, actual=len(seen))
 
 
 def is_later_part(path: Path) -> bool:
@@ -182,19 +182,19 @@ def _read_part(file: FileBytes) -> _Part:
     cursor = _Cursor(file)
     magic = bytes(cursor.take(4, "magic"))
     if magic != MAGIC:
-        raise broken(file.path, "not a GGUF file", at=0, expected=MAGIC, found=magic)
+        raise broken(file.path, "not a GGUF file", at=0, expected=MAGIC, actual=magic)
     version = cursor.u32("version")
     if version not in VERSIONS:
         if version & 0xFFFF == 0 and version:
             raise broken(
                 file.path, "the file is big endian", at=4, expected="little endian",
-                found=f"version bytes {version.to_bytes(4, 'little').hex(' ')}",
+                actual=f"version bytes {version.to_bytes(4, 'little').hex(' ')}",
             )  # fmt: skip
-        raise broken(file.path, "GGUF version", at=4, expected="1, 2 or 3", found=version)
+        raise broken(file.path, "GGUF version", at=4, expected="1, 2 or 3", actual=version)
     cursor.wide = version > 1
     # A tensor info has at least a name's length, a rank, a type and an offset; a key a length, a type and a byte.
-    tensors = cursor.count("tensor count", each=cursor.prefix + 16, most=MAX_TENSORS)
-    keys = cursor.count("key count", each=cursor.prefix + 5, most=MAX_KEYS)
+    tensors = cursor.count("tensor count", each=cursor.prefix + 16, max_count=MAX_TENSORS)
+    keys = cursor.count("key count", each=cursor.prefix + 5, max_count=MAX_KEYS)
     metadata: dict[str, Value] = {"GGUF.version": version}
     for _ in range(keys):
         begin = cursor.at
@@ -206,10 +206,10 @@ def _read_part(file: FileBytes) -> _Part:
 
 
 def _alignment(file: Path, metadata: dict[str, Value]) -> int:
-    found = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    if type(found) is not int or found < 1 or found & (found - 1):
-        raise broken(file, "metadata general.alignment", expected="a power of two", found=quoted(found))
-    return found
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise broken(file, "metadata general.alignment", expected="a power of two", actual=quoted(alignment))
+    return alignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ def _read_info(cursor: _Cursor) -> _Info:
     rank = cursor.u32(f"rank of {shown}")
     if rank > MAX_RANK:
         at = cursor.at - 4
-        raise broken(cursor.file.path, f"rank of {shown}", at=at, expected=f"at most {MAX_RANK}", found=rank)
+        raise broken(cursor.file.path, f"rank of {shown}", at=at, expected=f"at most {MAX_RANK}", actual=rank)
     dims = [cursor.size_field(f"shape of {shown}") for _ in range(rank)]
     type_number = cursor.u32(f"type of {shown}")
     offset = cursor.u64(f"offset of {shown}")
@@ -248,34 +248,36 @@ def _read_info(cursor: _Cursor) -> _Info:
 
 
 def _place(file: FileBytes, info: _Info, start: int, alignment: int) -> TensorEntry:
-    what = f"tensor {quoted(info.name)}"
+    subject = f"tensor {quoted(info.name)}"
     storage = GGUF_TYPES.get(info.type)
     if storage is None:
         removed = GGUF_REMOVED.get(info.type)
-        found = f"type {info.type}" + (f" ({removed}, which ggml removed)" if removed else ", which is unknown")
-        raise broken(file.path, what, at=info.at, expected="a type of ggml", found=found)
+        actual = f"type {info.type}" + (f" ({removed}, which ggml removed)" if removed else ", which is unknown")
+        raise broken(file.path, subject, at=info.at, expected="a type of ggml", actual=actual)
     check_shape(file.path, info.name, info.shape, info.at)
     if 0 in info.shape:
-        raise broken(file.path, f"{what}: shape", at=info.at, expected="no zero", found=info.shape)
+        raise broken(file.path, f"{subject}: shape", at=info.at, expected="no zero", actual=info.shape)
     nbytes = stored_bytes(info.shape, storage)
     if nbytes is None:
         expected = f"rows of whole blocks of {storage.block}"
-        raise broken(file.path, f"{what} of {storage}", at=info.at, expected=expected, found=f"shape {info.shape}")
+        raise broken(file.path, f"{subject} of {storage}", at=info.at, expected=expected, actual=f"shape {info.shape}")
     if info.offset % alignment:
-        raise broken(file.path, f"{what}: offset", at=info.at, expected=f"a multiple of {alignment}", found=info.offset)
+        raise broken(
+            file.path, f"{subject}: offset", at=info.at, expected=f"a multiple of {alignment}", actual=info.offset
+        )
     begin = start + info.offset
     if begin + nbytes > file.size:
         expected = f"its {nbytes} bytes within the file of {file.size}"
-        raise broken(file.path, what, at=info.at, expected=expected, found=f"bytes {begin} to {begin + nbytes}")
+        raise broken(file.path, subject, at=info.at, expected=expected, actual=f"bytes {begin} to {begin + nbytes}")
     return TensorEntry(info.name, info.shape, storage, begin, nbytes, file.path)
 
 
-def _decode(file: FileBytes, begin: int, end: int, what: str) -> str:
+def _decode(file: FileBytes, begin: int, end: int, field: str) -> str:
     try:
         return str(file.view[begin:end], "utf-8")
     except UnicodeDecodeError as error:
         at = begin + error.start
-        raise broken(file.path, f"{what} is not UTF-8", at=at, found=f"byte {file.view[at]:#04x}") from error
+        raise broken(file.path, f"{field} is not UTF-8", at=at, actual=f"byte {file.view[at]:#04x}") from error
 
 
 class _Cursor:
@@ -297,88 +299,88 @@ class _Cursor:
         """Bytes of a count, length or size."""
         return 8 if self.wide else 4
 
-    def take(self, nbytes: int, what: str) -> memoryview:
+    def take(self, nbytes: int, field: str) -> memoryview:
         if nbytes > self.remaining:
-            found = f"{self.remaining} before the end of the file"
-            raise broken(self.file.path, what, at=self.at, expected=f"{nbytes} bytes", found=found)
+            actual = f"{self.remaining} before the end of the file"
+            raise broken(self.file.path, field, at=self.at, expected=f"{nbytes} bytes", actual=actual)
         begin, self.at = self.at, self.at + nbytes
         return self.file.view[begin : self.at]
 
-    def number(self, code: struct.Struct, what: str) -> int | float:
-        found: int | float = code.unpack(self.take(code.size, what))[0]
-        return found
+    def number(self, code: struct.Struct, field: str) -> int | float:
+        value: int | float = code.unpack(self.take(code.size, field))[0]
+        return value
 
-    def u32(self, what: str) -> int:
-        return int(self.number(_U32, what))
+    def u32(self, field: str) -> int:
+        return int(self.number(_U32, field))
 
-    def u64(self, what: str) -> int:
-        return int(self.number(_U64, what))
+    def u64(self, field: str) -> int:
+        return int(self.number(_U64, field))
 
-    def size_field(self, what: str) -> int:
-        return self.u64(what) if self.wide else self.u32(what)
+    def size_field(self, field: str) -> int:
+        return self.u64(field) if self.wide else self.u32(field)
 
-    def count(self, what: str, *, each: int, most: int | None = None) -> int:
+    def count(self, field: str, *, each: int, max_count: int | None = None) -> int:
         """A count of things that take at least `each` bytes."""
         begin = self.at
-        found = self.size_field(what)
-        if found * each > self.remaining:
+        count = self.size_field(field)
+        if count * each > self.remaining:
             expected = f"at most {self.remaining // each}, for {self.remaining} bytes remain"
-            raise broken(self.file.path, what, at=begin, expected=expected, found=found)
-        if most is not None and found > most:
-            raise broken(self.file.path, what, at=begin, expected=f"at most {most}", found=found)
-        return found
+            raise broken(self.file.path, field, at=begin, expected=expected, actual=count)
+        if max_count is not None and count > max_count:
+            raise broken(self.file.path, field, at=begin, expected=f"at most {max_count}", actual=count)
+        return count
 
-    def string(self, what: str, most: int) -> str:
-        length = self.count(f"length of {what}", each=1, most=most)
+    def string(self, field: str, max_bytes: int) -> str:
+        length = self.count(f"length of {field}", each=1, max_count=max_bytes)
         self.at += length
-        return _decode(self.file, self.at - length, self.at, what)
+        return _decode(self.file, self.at - length, self.at, field)
 
-    def value(self, kind: int, what: str, depth: int = 0) -> Value:
+    def value(self, kind: int, field: str, depth: int = 0) -> Value:
         if kind == STRING:
-            return self.string(what, MAX_STRING_BYTES)
+            return self.string(field, MAX_STRING_BYTES)
         if kind == ARRAY:
-            return self.array(what, depth)
+            return self.array(field, depth)
         if kind not in _NUMBERS:
-            raise broken(self.file.path, f"type of {what}", at=self.at - 4, expected=_VALUE_TYPES, found=kind)
-        found = self.number(_NUMBERS[kind][1], what)
+            raise broken(self.file.path, f"type of {field}", at=self.at - 4, expected=_VALUE_TYPES, actual=kind)
+        value = self.number(_NUMBERS[kind][1], field)
         if kind == BOOL:
-            if found > 1:
-                raise broken(self.file.path, what, at=self.at - 1, expected="0 or 1", found=found)
-            return bool(found)
-        return found
+            if value > 1:
+                raise broken(self.file.path, field, at=self.at - 1, expected="0 or 1", actual=value)
+            return bool(value)
+        return value
 
-    def array(self, what: str, depth: int) -> Value:
+    def array(self, field: str, depth: int) -> Value:
         if depth:
             self.arrays += 1
         if depth >= MAX_NESTING or self.arrays > MAX_ARRAYS:
             expected = f"at most {MAX_NESTING} levels and {MAX_ARRAYS} inner arrays"
-            raise broken(self.file.path, f"{what} is nested too much", at=self.at, expected=expected)
-        kind = self.u32(f"element type of {what}")
+            raise broken(self.file.path, f"{field} is nested too much", at=self.at, expected=expected)
+        kind = self.u32(f"element type of {field}")
         if kind == STRING:
-            return self.string_array(what)
+            return self.string_array(field)
         if kind == ARRAY:
-            inner = self.count(f"length of {what}", each=4 + self.prefix, most=MAX_ARRAYS)
-            return tuple(self.array(what, depth + 1) for _ in range(inner))
+            inner = self.count(f"length of {field}", each=4 + self.prefix, max_count=MAX_ARRAYS)
+            return tuple(self.array(field, depth + 1) for _ in range(inner))
         if kind not in _NUMBERS:
-            raise broken(self.file.path, f"element type of {what}", at=self.at - 4, expected=_VALUE_TYPES, found=kind)
+            raise broken(self.file.path, f"element type of {field}", at=self.at - 4, expected=_VALUE_TYPES, actual=kind)
         dtype = np.dtype(_NUMBERS[kind][2])
-        count = self.count(f"length of {what}", each=dtype.itemsize)
+        count = self.count(f"length of {field}", each=dtype.itemsize)
         begin = self.at
         self.at += count * dtype.itemsize
         raw = self.file.array(begin, self.at)
         if kind == BOOL and count and int(raw.max()) > 1:
             at = int(np.argmax(raw > 1))
-            raise broken(self.file.path, what, at=begin + at, expected="0 or 1", found=int(raw[at]))
+            raise broken(self.file.path, field, at=begin + at, expected="0 or 1", actual=int(raw[at]))
         return raw.view(dtype)
 
-    def string_array(self, what: str) -> StringArray:
+    def string_array(self, field: str) -> StringArray:
         """Walk from length to length: the one loop whose speed decides how fast a file opens."""
-        count = self.count(f"length of {what}", each=self.prefix, most=MAX_STRINGS - self.strings)
+        count = self.count(f"length of {field}", each=self.prefix, max_count=MAX_STRINGS - self.strings)
         self.strings += count
         code = _U64 if self.wide else _U32
         view, read, prefix, end, at = self.file.view, code.unpack_from, code.size, self.file.size, self.at
-        starts = array("q", (at,))
-        append = starts.append
+        offsets = array("q", (at,))
+        append = offsets.append
         for _ in range(count):
             if at + prefix > end:
                 break
@@ -386,8 +388,10 @@ class _Cursor:
             if at > end:
                 break
             append(at)
-        if len(starts) <= count:
-            found = f"string {len(starts) - 1} of {count} beyond it"
-            raise broken(self.file.path, what, at=starts[-1], expected=f"strings that end by byte {end}", found=found)
+        if len(offsets) <= count:
+            actual = f"string {len(offsets) - 1} of {count} beyond it"
+            raise broken(
+                self.file.path, field, at=offsets[-1], expected=f"strings that end by byte {end}", actual=actual
+            )
         self.at = at
-        return StringArray(self.file, starts, prefix)
+        return StringArray(self.file, offsets, prefix)

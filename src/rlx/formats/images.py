@@ -33,7 +33,7 @@ def read_image(path: PathLike) -> Array:
     file = Path(path)
     size = open_bytes(file).size
     if size > BYTES:
-        raise broken(file, "a file with an image", expected=f"at most {BYTES} bytes", found=size)
+        raise broken(file, "a file with an image", expected=f"at most {BYTES} bytes", actual=size)
     data = open_bytes(file, mapped=False).view  # not mapped: whoever rewrites it meanwhile would kill the process
     if data[: len(PNG)] == PNG:
         return as_pixels(read_png(file, data), str(file))
@@ -56,8 +56,8 @@ def as_pixels(array: Any, where: str = "image") -> Array:
         raise _no_image(where, array.shape)
     if array.dtype.kind == "f":
         if not (array.min() >= 0 and array.max() <= 1):  # NaN is refused too
-            found = f"from {array.min():.4g} to {array.max():.4g}"
-            raise RequestError(f"{where}: floats {found}", hint="floats lie in 0 to 1; give 0 to 255 as uint8")
+            bounds = f"from {array.min():.4g} to {array.max():.4g}"
+            raise RequestError(f"{where}: floats {bounds}", hint="floats lie in 0 to 1; give 0 to 255 as uint8")
         array = np.rint(array * 255).astype(np.uint8)
     elif array.dtype == np.bool_:
         array = array.astype(np.uint8) * np.uint8(255)
@@ -100,8 +100,8 @@ FILTERS: dict[int, tuple[float, Callable[[Array], Array]]] = {
 }
 
 
-_TOGETHER = 16  # new elements in one matrix product: more waste multiplications with zeros, fewer waste calls
-_AT_ONCE = 1 << 21  # numbers of a matrix and of an image as floats, about
+_ROWS_PER_MATMUL = 16  # new elements in one matrix product: more waste multiplications with zeros, fewer waste calls
+_MAX_FLOATS = 1 << 21  # numbers of a matrix and of an image as floats, about
 
 
 def _taps(size: int, wanted: int, kind: int, first: int, last: int) -> tuple[Array, Array]:
@@ -154,28 +154,28 @@ def resize(image: Array, height: int, width: int, kind: int = BICUBIC) -> Array:
             steps[0] /= 2
             image = image.take(steps.cumsum().astype(np.int64), axis=axis, mode="clip")  # step by step, as Pillow does
         else:
-            image = np.moveaxis(_resized(np.moveaxis(image, axis, 0), wanted, kind), 0, axis)
+            image = np.moveaxis(_resize_axis(np.moveaxis(image, axis, 0), wanted, kind), 0, axis)
     return np.ascontiguousarray(image)
 
 
-def _resized(image: Array, wanted: int, kind: int) -> Array:
+def _resize_axis(image: Array, wanted: int, kind: int) -> Array:
     """Bytes in another size along the first axis: products of narrow matrices, a few new elements at a time."""
     size, others = image.shape[0], image.shape[1]
-    made = np.empty((wanted, *image.shape[1:]), np.uint8)
-    together = max(1, min(_TOGETHER, _AT_ONCE * wanted // (8 * size)))
+    resized = np.empty((wanted, *image.shape[1:]), np.uint8)
+    together = max(1, min(_ROWS_PER_MATMUL, _MAX_FLOATS * wanted // (8 * size)))
     for first in range(0, wanted, together):
         last = min(first + together, wanted)
         start, weights = _banded(size, wanted, kind, first, last)
         exact = weights * (1 << 22)
         weights = np.trunc(exact + np.copysign(0.5, exact))  # whole numbers below 2^53: sums in any order are exact
         count = weights.shape[1]
-        step = max(1, _AT_ONCE // (count * image.shape[2]))
+        step = max(1, _MAX_FLOATS // (count * image.shape[2]))
         for at in range(0, others, step):
             part = np.ascontiguousarray(image[start : start + count, at : at + step], np.float64)
             sums = weights @ part.reshape(count, -1)
             rounded = np.clip(np.floor((sums + (1 << 21)) / (1 << 22)), 0, 255).astype(np.uint8)
-            made[first:last, at : at + step] = rounded.reshape(last - first, *part.shape[1:])
-    return made
+            resized[first:last, at : at + step] = rounded.reshape(last - first, *part.shape[1:])
+    return resized
 
 
 # -- PPM and PGM -----------------------------------------------------------------------------------------------------
@@ -185,16 +185,16 @@ _PNM = re.compile(rb"P([56])(?:\s+(?:#[^\n]*\n\s*)*)(\d{1,9})\s+(\d{1,9})\s+(\d{
 def _read_pnm(file: Path, data: memoryview) -> Array:
     header = _PNM.match(data)
     if header is None:
-        raise broken(file, "the header of a PPM", at=0, expected="P6 width height 255", found=bytes(data[:24]))
-    width, height, most = (int(header[i]) for i in (2, 3, 4))
+        raise broken(file, "the header of a PPM", at=0, expected="P6 width height 255", actual=bytes(data[:24]))
+    width, height, max_value = (int(header[i]) for i in (2, 3, 4))
     channels = 3 if header[1] == b"6" else 1
-    if most != 255:
-        raise CapabilityError(f"{file}: a PPM whose largest value is {most}, expected 255")
+    if max_value != 255:
+        raise CapabilityError(f"{file}: a PPM whose largest value is {max_value}, expected 255")
     check_size(file, width, height)
     pixels = np.frombuffer(data[header.end() :], np.uint8)
     size = width * height * channels
     if pixels.size < size:
-        raise broken(file, "pixels of a PPM", at=header.end(), expected=f"{size} bytes", found=pixels.size)
+        raise broken(file, "pixels of a PPM", at=header.end(), expected=f"{size} bytes", actual=pixels.size)
     return as_pixels(pixels[:size].reshape(height, width, channels), str(file))
 
 
@@ -216,7 +216,7 @@ def _read_npy(file: Path, data: memoryview) -> Array:
     check_size(file, *sides[::-1])
     size, start = math.prod(shape) * kind.itemsize, stream.tell()
     if len(data) - start < size:
-        raise broken(file, "no array of NumPy", at=start, expected=f"{size} bytes", found=len(data) - start)
+        raise broken(file, "no array of NumPy", at=start, expected=f"{size} bytes", actual=len(data) - start)
     array = np.frombuffer(data[start : start + size], kind)
     return as_pixels(array.reshape(shape, order="F" if columns_first else "C"), str(file))
 

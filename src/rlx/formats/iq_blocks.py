@@ -187,11 +187,11 @@ def _iq4_xs(b: Reader, i: Position) -> Number:
 def power_scale(b: Reader) -> Number:
     """2 ** (e - 128), of the first byte of a block: the two least are not normal numbers."""
 
-    def made() -> Number:
+    def scale() -> Number:
         e = b.let(b.byte(0))
         return (e < 2).select(0x200000 << e, e - 1 << 23).bits()
 
-    return b.keep("scale", made)
+    return b.keep("scale", scale)
 
 
 def _mxfp4(b: Reader, i: Position) -> Number:

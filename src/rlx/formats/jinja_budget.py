@@ -20,7 +20,7 @@ MAX_STEPS = 1_000_000  # a step is about a microsecond
 MAX_SECONDS = 1.0  # of CPU time: steps are estimates
 MAX_DEPTH = 64  # nested calls
 MAX_CHARS = 1 << 23  # in one string, in a value when written out, and in the prompt
-MAX_GIVEN = MAX_CHARS // 2  # in all variables together
+MAX_VARIABLE_CHARS = MAX_CHARS // 2  # in all variables together
 MAX_ITEMS = 1 << 18  # in one list
 MAX_BITS = 64  # in an integer; hashes of larger ones collide at will
 MAX_NESTING = 64  # lists in lists
@@ -114,7 +114,7 @@ class Budget:
         if items > MAX_ITEMS:
             raise self.exceeded(f"a list of {MAX_ITEMS} values")
 
-    def made(self, value: Any) -> Any:
+    def charge_result(self, value: Any) -> Any:
         """Charge for the result of an operation whose operands said too little about it; returns the value."""
         if isinstance(value, str):
             self.make_text(len(value), width(value))
@@ -133,13 +133,14 @@ class Budget:
         self.spend(len(text) * width(text) + 8)
 
     # -- sizes --
-    def check_given(self, variables: Mapping[str, Any]) -> None:
+    def check_variables(self, variables: Mapping[str, Any]) -> None:
         """Refuse variables that leave a template no room: too long a text is not the template's fault."""
         sizes = [self._size(value, 0) for value in variables.values()]
         chars = sum(size.chars + size.items for size in sizes)
-        if chars > MAX_GIVEN:
+        if chars > MAX_VARIABLE_CHARS:
             raise RequestError(
-                f"chat: expected at most {MAX_GIVEN} characters in messages, tools and variables, found {chars}",
+                f"chat: expected at most {MAX_VARIABLE_CHARS} characters in messages, tools and variables, "
+                f"found {chars}",
                 hint="send less text",
             )
 
@@ -180,29 +181,29 @@ class Budget:
         if depth > MAX_NESTING:
             raise self.exceeded(f"{MAX_NESTING} nested values")
         self.step(len(value) // ITEMS)
-        chars, items, nesting, most_width = 0, 1, 0, 1
+        chars, items, nesting, max_width = 0, 1, 0, 1
         for inner in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
             if type(inner) is str:  # no more than the rest does for it, only faster
                 chars += len(inner)
                 items += 1
                 if not inner.isascii():
-                    most_width = 4
+                    max_width = 4
                 continue
             size = self._size(inner, depth + 1)
             chars += size.chars
             items += size.items
             nesting = max(nesting, size.nesting)
-            most_width = max(most_width, size.width)
+            max_width = max(max_width, size.width)
         if nesting >= MAX_NESTING:
             raise self.exceeded(f"{MAX_NESTING} nested values")
         self.spend(_KNOWN)
         # the value is kept with its identity; templates cannot change what they were given or have made
-        total = Size(chars, items, nesting + 1, most_width)
+        total = Size(chars, items, nesting + 1, max_width)
         self._sizes[id(value)] = value, total
         return total
 
     # -- text --
-    def written(self, value: Any) -> tuple[int, int]:
+    def text_size(self, value: Any) -> tuple[int, int]:
         """The most characters that `str(value)` has, and their width."""
         if isinstance(value, str):
             return len(value), width(value)
@@ -213,15 +214,15 @@ class Budget:
         """`str(value)`, charged."""
         if isinstance(value, str):
             return str(value)
-        chars, width = self.written(value)
+        chars, width = self.text_size(value)
         self.step(chars // SCAN)
         self.reserve(chars * width)
         text = str(value)
         self.make_text(len(text), width)
         return text
 
-    def exceeded(self, what: str) -> FormatError:
-        return FormatError(f"{self._where}: the template goes beyond {what}")
+    def exceeded(self, limit: str) -> FormatError:
+        return FormatError(f"{self._where}: the template goes beyond {limit}")
 
 
 _current: ContextVar[Budget] = ContextVar("budget")
@@ -230,7 +231,7 @@ start = _current.set
 stop = _current.reset
 
 
-def listed(values: Iterable[Any]) -> list[Any]:
+def to_list(values: Iterable[Any]) -> list[Any]:
     """A list of the values, charged before it is made where their number is known, else one by one."""
     budget = current()
     if isinstance(values, (list, tuple, dict, _KEYS, _VALUES)):

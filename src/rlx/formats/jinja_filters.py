@@ -19,15 +19,15 @@ from jinja2.tests import TESTS as _TESTS
 from jinja2.utils import Namespace
 
 from rlx.errors import RequestError, shortened
-from rlx.formats.jinja_budget import REPR, SCAN, current, listed, width
+from rlx.formats.jinja_budget import REPR, SCAN, current, to_list, width
 from rlx.formats.jinja_costs import (
+    charge_percent,
+    charge_replace,
+    charge_reverse_search,
     check_key,
     compare,
     count_lines,
-    joined,
-    percent,
-    replaced,
-    search_backwards,
+    join_texts,
     take_slice,
 )
 from rlx.formats.tensor_file import quoted
@@ -74,7 +74,7 @@ def _counted(run: Function) -> Function:
     def counted(*args: Any, **kwargs: Any) -> Any:
         current().step()
         result = run(*args, **kwargs)
-        return result if any(result is arg for arg in args) else current().made(result)
+        return result if any(result is arg for arg in args) else current().charge_result(result)
 
     return counted
 
@@ -95,7 +95,7 @@ def _of_text(run: Function, chars_per_step: int, bytes_per_byte: int) -> Functio
     def of_text(*args: Any, **kwargs: Any) -> Any:
         budget = current()
         for value in (*_operands(run, args), *kwargs.values()):
-            chars, wide = budget.written(value)
+            chars, wide = budget.text_size(value)
             budget.step(chars // chars_per_step)
             budget.reserve(chars * bytes_per_byte * wide)
         return run(*args, **kwargs)
@@ -115,7 +115,7 @@ def _lazy(run: Function) -> Function:
             if isinstance(value, str):  # `reverse`
                 current().make_text(len(value), width(value))
         result = run(*args, **kwargs)
-        return result if isinstance(result, str) else iter(listed(result))
+        return result if isinstance(result, str) else iter(to_list(result))
 
     return lazy
 
@@ -145,18 +145,18 @@ def _of_numbers(run: Function) -> Function:
 
 # -- filters ---------------------------------------------------------------------------------------------------------
 def _list(values: Iterable[Any]) -> Any:
-    return current().check(listed(values))
+    return current().check(to_list(values))
 
 
 def _trim(value: Any, chars: str | None = None) -> str:
     text = value if isinstance(value, str) else current().text(value)
-    search_backwards(current(), text, chars or "")
+    charge_reverse_search(current(), text, chars or "")
     return text.strip(chars)
 
 
 def _replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
     text, old, new = (current().text(part) for part in (value, old, new))
-    replaced(current(), text, old, new, -1 if count is None else count)
+    charge_replace(current(), text, old, new, -1 if count is None else count)
     return str(text.replace(old, new, -1 if count is None else count))
 
 
@@ -164,13 +164,13 @@ def _replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
 def _join(env: Environment, value: Iterable[Any], d: Any = "", attribute: str | int | None = None) -> str:
     _check_path(attribute)
     if attribute is not None:
-        value = map(make_attrgetter(env, attribute), listed(value))
-    return joined(current().text(d), value)
+        value = map(make_attrgetter(env, attribute), to_list(value))
+    return join_texts(current().text(d), value)
 
 
 def _format(value: Any, *args: Any, **kwargs: Any) -> Any:
     text = value if isinstance(value, str) else current().text(value)
-    percent(current(), text, kwargs or args)
+    charge_percent(current(), text, kwargs or args)
     return text % (kwargs or args)
 
 
@@ -212,7 +212,7 @@ def _sum(env: Environment, value: Iterable[Any], attribute: str | int | None = N
     _check_path(attribute)
     if not isinstance(start, (int, float)):
         raise TypeError("sum: adds numbers only")  # lists would be copied once for each
-    return FILTERS["sum"](env, listed(value), attribute, start)
+    return FILTERS["sum"](env, to_list(value), attribute, start)
 
 
 def _tojson(
@@ -245,7 +245,7 @@ def _keyed(env: Environment, value: Iterable[Any], attribute: Any, default: Any 
     """The values in a list, after charging for their keys: read, copied in lower case, and compared as sorting does."""
     _check_path(attribute)
     key_of = make_attrgetter(env, attribute, default=default)
-    return _charged_keys(listed(value), lambda item: (key_of(item),))
+    return _charged_keys(to_list(value), lambda item: (key_of(item),))
 
 
 def _charged_keys(values: list[Any], keys_of: Callable[[Any], Iterable[Any]]) -> list[Any]:
@@ -269,7 +269,7 @@ def _sort(
     env: Environment, value: Iterable[Any], reverse: bool = False, case_sensitive: bool = False, attribute: Any = None
 ) -> Any:
     _check_path(attribute)
-    values = _charged_keys(listed(value), make_multi_attrgetter(env, attribute))
+    values = _charged_keys(to_list(value), make_multi_attrgetter(env, attribute))
     return FILTERS["sort"](env, values, reverse, case_sensitive, attribute)
 
 
@@ -279,7 +279,7 @@ def _unique(env: Environment, value: Iterable[Any], case_sensitive: bool = False
     key_of = make_attrgetter(env, attribute)
     for item in values:
         check_key(key_of(item))
-    return iter(listed(FILTERS["unique"](env, values, case_sensitive, attribute)))
+    return iter(to_list(FILTERS["unique"](env, values, case_sensitive, attribute)))
 
 
 @pass_environment
@@ -313,7 +313,7 @@ class Steps:
 
     def __init__(self, values: Iterable[Any], pieces: int) -> None:
         sized = isinstance(values, (list, tuple, range))
-        self._values: Any = values if sized else listed(values)
+        self._values: Any = values if sized else to_list(values)
         self.pieces = pieces  # of text that a turn writes, at most
 
     def __len__(self) -> int:
@@ -328,12 +328,12 @@ class Steps:
 
 
 def _concat(*parts: Any) -> str:
-    return joined("", parts)
+    return join_texts("", parts)
 
 
 _IN_TREES: dict[str, Function] = {
     "rlx_steps": Steps, "rlx_concat": _concat, "rlx_compare": compare, "rlx_slice": take_slice, "rlx_key": check_key,
-    "rlx_literal": lambda value: current().made(value),
+    "rlx_literal": lambda value: current().charge_result(value),
 }  # fmt: skip
 
 
@@ -364,8 +364,8 @@ class _Namespace(Namespace):
     """Jinja's, without names that Python itself reads, and without writing itself out."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *given = args  # `namespace(self=1)` is allowed
-        values = _dict(*given, **kwargs)
+        self, *positional = args  # `namespace(self=1)` is allowed
+        values = _dict(*positional, **kwargs)
         for name in values:
             _check_name(name)
         Namespace.__init__(self, values)
@@ -387,8 +387,8 @@ def _check_name(name: Any) -> None:
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     if len(args) > 1:
         raise TypeError(f"dict: expected at most 1 argument, found {len(args)}")
-    given = args[0] if args else {}
-    pairs = listed(given.items() if isinstance(given, dict) else given)
+    source = args[0] if args else {}
+    pairs = to_list(source.items() if isinstance(source, dict) else source)
     for key, _ in pairs:
         check_key(key)
     current().make_list(len(pairs) + len(kwargs), 104)

@@ -26,7 +26,7 @@ from markupsafe import Markup
 from rlx.errors import FormatError, RlxError, shortened
 from rlx.formats import jinja_budget
 from rlx.formats.jinja_budget import MAX_BITS, MAX_DEPTH, VIEWS, Budget, current, width
-from rlx.formats.jinja_costs import Cost, binary, formatter, joined, methods_of
+from rlx.formats.jinja_costs import Cost, charge_binary, formatter, join_texts, methods_of
 from rlx.formats.jinja_filters import FILTERS_OF_TEMPLATES, GLOBALS_OF_TEMPLATES, TESTS_OF_TEMPLATES, Steps
 
 MAX_TEMPLATE_CHARS = 1 << 17
@@ -46,11 +46,11 @@ class Program:
             self.reads_parts = _reads_parts(tree)
             self._template = _ENVIRONMENT.from_string(_Bounded().visit(tree))
         except TemplateSyntaxError as error:
-            raise FormatError(f"{where}, line {error.lineno}: {_shown(error.message)}") from error
+            raise FormatError(f"{where}, line {error.lineno}: {_short_message(error.message)}") from error
         except (RecursionError, MemoryError) as error:
             raise FormatError(f"{where}: nested too deeply") from error
         except (TemplateError, SyntaxError, ValueError, OverflowError) as error:
-            raise FormatError(f"{where}: {_shown(error)}") from error
+            raise FormatError(f"{where}: {_short_message(error)}") from error
 
     def render(self, variables: dict[str, Any]) -> str:
         """The text that the template makes of the variables, which must be plain data."""
@@ -59,7 +59,7 @@ class Program:
     def render_within(self, budget: Budget, variables: dict[str, Any]) -> str:
         token = jinja_budget.start(budget)
         try:
-            budget.check_given(variables)
+            budget.check_variables(variables)
             pieces = []
             for piece in self._template.root_render_func(self._template.new_context(variables)):
                 budget.write(piece)
@@ -70,12 +70,12 @@ class Program:
         except RecursionError as error:
             raise FormatError(f"{self.where}: calls itself without end") from error
         except Exception as error:  # whatever an operator, a filter or a method raises
-            raise FormatError(f"{self.where}: {type(error).__name__}: {_shown(error)}") from error
+            raise FormatError(f"{self.where}: {type(error).__name__}: {_short_message(error)}") from error
         finally:
             jinja_budget.stop(token)
 
 
-def _shown(error: object) -> str:
+def _short_message(error: object) -> str:
     return shortened(str(error), 300)
 
 
@@ -161,7 +161,7 @@ def _reads_parts(tree: nodes.Template) -> bool:
 
 
 # -- the environment -------------------------------------------------------------------------------------------------
-def _written(pieces: Iterable[str]) -> str:
+def _join_pieces(pieces: Iterable[str]) -> str:
     """The text of a block, a macro or a call, from its pieces."""
     parts = list(pieces)
     current().make_text(sum(map(len, parts)), max(map(width, parts), default=1))
@@ -173,7 +173,7 @@ _SCOPES = ("_loop_vars", "_block_vars")  # that Jinja passes along with the argu
 
 class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
-    concat = staticmethod(_written)
+    concat = staticmethod(_join_pieces)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if not super().is_safe_attribute(obj, attr, value):
@@ -188,20 +188,20 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = current()
-        binary(budget, operator, left, right)
+        charge_binary(budget, operator, left, right)
         result = super().call_binop(context, operator, left, right)
         charged = operator != "%" and not isinstance(result, Markup)  # what is escaped or formatted has any length
-        return budget.check(result) if charged else budget.made(result)
+        return budget.check(result) if charged else budget.charge_result(result)
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget = current()
         budget.step()
-        given = (*args, *(value for name, value in kwargs.items() if name not in _SCOPES))
-        budget.check_together(given)
+        values = (*args, *(value for name, value in kwargs.items() if name not in _SCOPES))
+        budget.check_together(values)
         owner = getattr(obj, "__self__", None)
         methods = None if owner is None else methods_of(owner)
         if methods is not None:
-            return self._call_method(context, obj, methods[obj.__name__], given, args, kwargs)
+            return self._call_method(context, obj, methods[obj.__name__], values, args, kwargs)
         budget.depth += 1
         if budget.depth > MAX_DEPTH:
             raise budget.exceeded(f"{MAX_DEPTH} nested calls")
@@ -212,17 +212,17 @@ class _Environment(ImmutableSandboxedEnvironment):
         finally:
             budget.depth -= 1
         written = isinstance(obj, (Macro, BlockReference, LoopContext))  # their text is charged where it is joined
-        return result if written else budget.made(result)
+        return result if written else budget.charge_result(result)
 
     def _call_method(
-        self, context: Context, method: Any, cost: Cost, given: tuple[Any, ...], args: Any, kwargs: dict[str, Any]
+        self, context: Context, method: Any, cost: Cost, values: tuple[Any, ...], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         owner = method.__self__
-        if isinstance(owner, str) and method.__name__ == "join" and len(given) == 1:
-            return joined(owner, given[0])
-        cost(current(), owner, given)
+        if isinstance(owner, str) and method.__name__ == "join" and len(values) == 1:
+            return join_texts(owner, values[0])
+        cost(current(), owner, values)
         result = super().call(context, method, *args, **kwargs)
-        return result if result is owner else current().made(result)
+        return result if result is owner else current().charge_result(result)
 
 
 class _Generation(Extension):

@@ -67,7 +67,7 @@ def open_llama2c(path: PathLike, *, mapped: bool = True) -> TensorFile:
     layout = _legacy_layout(config) if config.version == 0 else _v1_layout(config)
     expected = start + 4 * sum(math.prod(shape) for _, shape in layout)
     if expected != file.size:
-        raise broken(file.path, f"size of the file, for {config}", expected=f"{expected} bytes", found=file.size)
+        raise broken(file.path, f"size of the file, for {config}", expected=f"{expected} bytes", actual=file.size)
     entries, at = [], start
     for name, shape in layout:
         nbytes = 4 * math.prod(shape)
@@ -80,7 +80,7 @@ def open_llama2c(path: PathLike, *, mapped: bool = True) -> TensorFile:
 # -- headers ---------------------------------------------------------------------------------------------------------
 def _read_header(file: FileBytes) -> tuple[_Config, int]:
     if file.size < _SIZES.size:
-        raise broken(file.path, "header", at=0, expected=f"{_SIZES.size} bytes", found=f"a file of {file.size}")
+        raise broken(file.path, "header", at=0, expected=f"{_SIZES.size} bytes", actual=f"a file of {file.size}")
     magic, version = struct.unpack_from("<Ii", file.view)
     if magic != MAGIC:
         sizes = _SIZES.unpack_from(file.view)
@@ -88,13 +88,13 @@ def _read_header(file: FileBytes) -> tuple[_Config, int]:
         return _checked(file.path, 0, (*sizes[:5], abs(vocab), sizes[6]), vocab > 0, at=0), _SIZES.size
     if version != 1:
         hint = "version 2 is int8: export the model again with --version 1" if version == 2 else None
-        raise broken(file.path, "llama2.c version", at=4, expected=1, found=version, hint=hint)
+        raise broken(file.path, "llama2.c version", at=4, expected=1, actual=version, hint=hint)
     if file.size < _V1_HEADER:
-        raise broken(file.path, "header", at=0, expected=f"{_V1_HEADER} bytes", found=f"a file of {file.size}")
+        raise broken(file.path, "header", at=0, expected=f"{_V1_HEADER} bytes", actual=f"a file of {file.size}")
     sizes = _SIZES.unpack_from(file.view, 8)
     shared = file.view[36]
     if shared > 1:
-        raise broken(file.path, "shared classifier", at=36, expected="0 or 1", found=shared)
+        raise broken(file.path, "shared classifier", at=36, expected="0 or 1", actual=shared)
     return _checked(file.path, 1, sizes, bool(shared), at=8), _V1_HEADER
 
 
@@ -102,17 +102,17 @@ def _checked(path: Path, version: int, sizes: tuple[int, ...], tied: bool, at: i
     names = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len")
     for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
         if size < 1:
-            raise broken(path, f"header {name}", at=at + 4 * i, expected="1 or more", found=size)
+            raise broken(path, f"header {name}", at=at + 4 * i, expected="1 or more", actual=size)
     dim, ffn, layers, heads, kv_heads, vocab, context = sizes
     config = _Config(version, dim, ffn, layers, heads, kv_heads, vocab, context, tied)
     if config.layers > _MAX_LAYERS:
-        raise broken(path, "header n_layers", at=at + 8, expected=f"at most {_MAX_LAYERS}", found=config.layers)
+        raise broken(path, "header n_layers", at=at + 8, expected=f"at most {_MAX_LAYERS}", actual=config.layers)
     if config.dim % config.heads or config.dim // config.heads % 2:
-        found = f"{config.dim} in {config.heads} heads"
-        raise broken(path, "header dim", at=at, expected="heads of one even size", found=found)
+        actual = f"{config.dim} in {config.heads} heads"
+        raise broken(path, "header dim", at=at, expected="heads of one even size", actual=actual)
     if config.heads % config.kv_heads:
-        found = f"{config.heads} and {config.kv_heads}"
-        raise broken(path, "header n_heads", at=at + 12, expected="a multiple of n_kv_heads", found=found)
+        actual = f"{config.heads} and {config.kv_heads}"
+        raise broken(path, "header n_heads", at=at + 12, expected="a multiple of n_kv_heads", actual=actual)
     return config
 
 
@@ -130,7 +130,7 @@ def _attention(c: _Config) -> _Layout:
     ]
 
 
-def _feed_forward(c: _Config) -> _Layout:
+def _mlp(c: _Config) -> _Layout:
     return [
         *_every_layer(c, "mlp.gate_proj", c.ffn, c.dim),
         *_every_layer(c, "mlp.down_proj", c.dim, c.ffn),
@@ -149,7 +149,7 @@ def _legacy_layout(c: _Config) -> _Layout:
         *_every_layer(c, "input_layernorm", c.dim),
         *_attention(c),
         *_every_layer(c, "post_attention_layernorm", c.dim),
-        *_feed_forward(c),
+        *_mlp(c),
         ("model.norm.weight", (c.dim,)),
         (None, rotary),  # cos
         (None, rotary),  # sin
@@ -164,6 +164,6 @@ def _v1_layout(c: _Config) -> _Layout:
         ("model.norm.weight", (c.dim,)),
         ("model.embed_tokens.weight", (c.vocab, c.dim)),
         *_attention(c),
-        *_feed_forward(c),
+        *_mlp(c),
         *_classifier(c),
     ]

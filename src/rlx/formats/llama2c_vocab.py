@@ -14,23 +14,23 @@ from rlx.formats.tokenizer_models import MAX_TOKENS
 def read_tokenizer_bin(data: bytes, vocab_size: int, file: Path) -> tuple[list[str], list[float]]:
     """Tokens and scores. Files differ in header and scores; the layout that fits the size of the file counts."""
     if not 259 <= vocab_size <= MAX_TOKENS:
-        raise broken(file, "vocabulary size", expected=f"259 to {MAX_TOKENS}", found=vocab_size)
+        raise broken(file, "vocabulary size", expected=f"259 to {MAX_TOKENS}", actual=vocab_size)
     for header, scored in ((4, True), (0, True), (0, False), (4, False)):
-        found = _read_layout(data, vocab_size, header, scored)
-        if found is not None:
+        parsed = _read_layout(data, vocab_size, header, scored)
+        if parsed is not None:
             break
     else:
         raise broken(
             file, f"not a tokenizer.bin of {vocab_size} tokens", expected="score, length and bytes for each",
-            found=f"{len(data)} bytes", hint="is the vocabulary size that of the model?",
+            actual=f"{len(data)} bytes", hint="is the vocabulary size that of the model?",
         )  # fmt: skip
     tokens = []
-    for i, raw in enumerate(found[0]):
+    for i, raw in enumerate(parsed[0]):
         try:
             tokens.append(_llama2c_name(raw.decode(), i))
         except UnicodeDecodeError as error:
-            raise broken(file, f"token {i} is not UTF-8", found=quoted(raw)) from error
-    return tokens, found[1]
+            raise broken(file, f"token {i} is not UTF-8", actual=quoted(raw)) from error
+    return tokens, parsed[1]
 
 
 def _read_layout(data: bytes, count: int, header: int, scored: bool) -> tuple[list[bytes], list[float]] | None:

@@ -71,10 +71,10 @@ class FileMap(mmap.mmap):
         if now.st_size == then.st_size and now.st_mtime_ns == then.st_mtime_ns:
             return
         if now.st_size != then.st_size:
-            what = f"it had {then.st_size} bytes, now {now.st_size}"
+            change = f"it had {then.st_size} bytes, now {now.st_size}"
         else:
-            what = f"it was modified at {_shown(then.st_mtime_ns)}, now at {_shown(now.st_mtime_ns)}"
-        raise FormatError(f"{self.path}: the file has changed since it was loaded: {what}", hint=_HINT)
+            change = f"it was modified at {_format_time(then.st_mtime_ns)}, now at {_format_time(now.st_mtime_ns)}"
+        raise FormatError(f"{self.path}: the file has changed since it was loaded: {change}", hint=_HINT)
 
 
 def map_of(view: memoryview) -> list[FileMap]:
@@ -86,7 +86,7 @@ def _address(array: np.ndarray[Any, Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _shown(nanoseconds: int) -> str:
+def _format_time(nanoseconds: int) -> str:
     """A time of day, as `ls --full-time` shows it."""
     import datetime
 

@@ -24,7 +24,7 @@ MAGIC = b"\x89PNG\r\n\x1a\n"
 SIDE = 1 << 16  # pixels along a side of an image in a file
 PIXELS = 64 << 20  # pixels of an image in a file
 ROWS = 512  # that are inflated and unfiltered at a time
-_FED = 1 << 18  # compressed bytes that zlib is given at a time: it copies those that it leaves over
+_INPUT_CHUNK = 1 << 18  # compressed bytes that zlib is given at a time: it copies those that it leaves over
 
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type: grey, RGB, palette, grey + alpha, RGB + alpha
 _DEPTHS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
@@ -37,7 +37,7 @@ def check_size(file: Path, width: int, height: int) -> None:
     """Refuse an image without pixels or beyond the bounds, before anything is allocated for it."""
     if not (0 < width <= SIDE and 0 < height <= SIDE and width * height <= PIXELS):
         bounds = f"sides of 1 to {SIDE} pixels and at most {PIXELS} in all"
-        raise broken(file, "an image", expected=bounds, found=f"{width} × {height}", hint="make it smaller, or cut it")
+        raise broken(file, "an image", expected=bounds, actual=f"{width} × {height}", hint="make it smaller, or cut it")
 
 
 def read_png(file: Path, data: memoryview) -> Array:
@@ -45,12 +45,12 @@ def read_png(file: Path, data: memoryview) -> Array:
     chunks = _chunks(file, data)
     name, head = next(chunks)
     if name != b"IHDR" or len(head) != 13:
-        raise broken(file, "the header of a PNG", at=8, expected="13 bytes", found=len(head) if name == b"IHDR" else 0)
+        raise broken(file, "the header of a PNG", at=8, expected="13 bytes", actual=len(head) if name == b"IHDR" else 0)
     width, height = (int.from_bytes(head[i : i + 4], "big") for i in (0, 4))
     depth, colour, *others, interlace = head[8:]
     check_size(file, width, height)
     if depth not in _DEPTHS.get(colour, ()) or any(others) or interlace > 1:
-        raise broken(file, "the header of a PNG", at=24, expected="a depth, a kind of colour", found=list(head[8:]))
+        raise broken(file, "the header of a PNG", at=24, expected="a depth, a kind of colour", actual=list(head[8:]))
     packed: list[memoryview] = []
     palette = np.zeros(0, np.uint8)
     for name, content in chunks:
@@ -62,7 +62,7 @@ def read_png(file: Path, data: memoryview) -> Array:
     if colour != _PALETTE:
         return pixels
     if palette.size % 3 or pixels.max() >= palette.size // 3:
-        raise broken(file, "a colour", expected=f"below {palette.size // 3}", found=int(pixels.max()))
+        raise broken(file, "a colour", expected=f"below {palette.size // 3}", actual=int(pixels.max()))
     return np.asarray(palette.reshape(-1, 3)[pixels[:, :, 0]])
 
 
@@ -85,27 +85,27 @@ def _pixels(
     """The samples of an image: `[height, width, 1 or 3]` of 8 bits, for a palette its indices."""
     height, width = shape
     channels = _CHANNELS[colour]
-    kept = 3 if channels > 2 else 1  # without alpha
+    colour_channels = 3 if channels > 2 else 1  # without alpha
     sizes = [(-(-(height - y) // down), -(-(width - x) // right)) for y, x, down, right in passes]
     wide = [(w * depth * channels + 7) // 8 for _, w in sizes]
     size = sum(h * (1 + n) for (h, w), n in zip(sizes, wide, strict=True) if h > 0 and w > 0)
     inflate = _Inflate(file, packed, size)
     unfilter = _pillow_unfilter() or unfilter_by_numpy
-    pixels = np.zeros((*shape, kept), np.uint8)
+    pixels = np.zeros((*shape, colour_channels), np.uint8)
     for (y, x, down, right), (h, w), n in zip(passes, sizes, wide, strict=True):
         if h <= 0 or w <= 0:
             continue
         out = pixels[y::down, x::right]
         # Filters mix no bytes of different samples, so alpha and the lower bytes need not be unfiltered to be dropped.
-        above = np.zeros((w, kept) if depth >= 8 else (n, 1), np.uint8)
+        above = np.zeros((w, colour_channels) if depth >= 8 else (n, 1), np.uint8)
         for start in range(0, h, ROWS):
             rows = min(ROWS, h - start)
             lines = inflate.take(rows * (1 + n)).reshape(rows, 1 + n)
             kinds, filtered = lines[:, 0], lines[:, 1:]
             if kinds.max() > 4:
-                raise broken(file, "a filter of a PNG", expected="0 to 4", found=int(kinds.max()))
+                raise broken(file, "a filter of a PNG", expected="0 to 4", actual=int(kinds.max()))
             if depth >= 8:
-                filtered = filtered.reshape(rows, w, channels, depth // 8)[:, :, :kept, 0]
+                filtered = filtered.reshape(rows, w, channels, depth // 8)[:, :, :colour_channels, 0]
             plain = unfilter(kinds, filtered.reshape(rows, *above.shape), above)
             above = plain[-1]
             out[start : start + rows] = plain if depth >= 8 else _small(plain[:, :, 0], w, depth, colour != _PALETTE)
@@ -125,16 +125,16 @@ class _Inflate:
 
     def __init__(self, file: Path, packed: bytes, size: int) -> None:
         self.file, self.packed, self.size = file, memoryview(packed), size
-        self.taken = self.fed = 0
+        self.produced = self.consumed = 0
         self.zlib = zlib.decompressobj()
 
-    def _up_to(self, count: int) -> bytes:
+    def _inflate(self, count: int) -> bytes:
         parts: list[bytes] = []
         while count and not self.zlib.eof:
             source: bytes | memoryview = self.zlib.unconsumed_tail
             if not source:
-                source = self.packed[self.fed : self.fed + _FED]
-                self.fed += len(source)
+                source = self.packed[self.consumed : self.consumed + _INPUT_CHUNK]
+                self.consumed += len(source)
             try:
                 part = self.zlib.decompress(source, count)
             except zlib.error as error:
@@ -143,22 +143,22 @@ class _Inflate:
                 break
             parts.append(part)
             count -= len(part)
-            self.taken += len(part)
+            self.produced += len(part)
         return b"".join(parts)
 
     def take(self, count: int) -> Array:
-        raw = self._up_to(count)
+        raw = self._inflate(count)
         if len(raw) < count:
             raise self._wrong_size()
         return np.frombuffer(raw, np.uint8)
 
     def finish(self) -> None:
         """Check that nothing follows, and with that the sum at the end of the stream."""
-        if self._up_to(1):
+        if self._inflate(1):
             raise self._wrong_size()
 
     def _wrong_size(self) -> Exception:
-        return broken(self.file, "the pixels of a PNG", expected=f"{self.size} bytes", found=self.taken)
+        return broken(self.file, "the pixels of a PNG", expected=f"{self.size} bytes", actual=self.produced)
 
 
 # -- filters ---------------------------------------------------------------------------------------------------------

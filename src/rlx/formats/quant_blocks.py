@@ -134,8 +134,8 @@ def _pair(b: Reader, base: int, i: Position) -> Number:
 def _q2_k(b: Reader, i: Position) -> Number:
     s = i >> 4
     scale = b.keep(("scale", s), lambda: b.half(40) * b.bits(s, 0, 4).cast(F32))
-    least = b.keep(("min", s), lambda: b.half(41) * b.bits(s, 4, 4).cast(F32))
-    return _pair(b, 16, i).cast(F32) * scale - least
+    minimum = b.keep(("min", s), lambda: b.half(41) * b.bits(s, 4, 4).cast(F32))
+    return _pair(b, 16, i).cast(F32) * scale - minimum
 
 
 def _q3_k(b: Reader, i: Position) -> Number:
@@ -158,11 +158,11 @@ def _k_scales(b: Reader, i: Position) -> tuple[Number, Number]:
         split = b.bits(at + 12, 0, 4) | b.bits(at + 4, 6, 2) << 4
         return b.half(0) * b.where(late, split, b.bits(at + 4, 0, 6)).cast(F32)
 
-    def least() -> Number:
+    def minimum() -> Number:
         split = b.bits(at + 12, 4, 4) | b.bits(at + 8, 6, 2) << 4
         return b.half(1) * b.where(late, split, b.bits(at + 8, 0, 6)).cast(F32)
 
-    return b.keep(("scale", j), scale), b.keep(("min", j), least)
+    return b.keep(("scale", j), scale), b.keep(("min", j), minimum)
 
 
 def _k_nibble(b: Reader, base: int, i: Position) -> Number:
@@ -171,14 +171,14 @@ def _k_nibble(b: Reader, base: int, i: Position) -> Number:
 
 
 def _q4_k(b: Reader, i: Position) -> Number:
-    scale, least = _k_scales(b, i)
-    return _k_nibble(b, 16, i).cast(F32) * scale - least
+    scale, minimum = _k_scales(b, i)
+    return _k_nibble(b, 16, i).cast(F32) * scale - minimum
 
 
 def _q5_k(b: Reader, i: Position) -> Number:
-    scale, least = _k_scales(b, i)
+    scale, minimum = _k_scales(b, i)
     q = _k_nibble(b, 48, i) | b.bits((i & 31) + 16, i >> 5, 1) << 4
-    return q.cast(F32) * scale - least
+    return q.cast(F32) * scale - minimum
 
 
 def _q6_k(b: Reader, i: Position) -> Number:

@@ -20,13 +20,13 @@ from rlx.formats.tensor_file import F8E4M3, F8E5M2, F8E8M0, TensorEntry, TensorF
 
 METHODS = ("fp8", "fbgemm_fp8", "mxfp4")
 MXFP4 = BY_NAME["mxfp4"]
-USUAL_GRID = (128, 128)  # of transformers, where a configuration does not say it
+DEFAULT_GRID = (128, 128)  # of transformers, where a configuration does not say it
 MAX_BLOCK = 1 << 24  # rows or columns that share a scale
 SCALES = ("_scale_inv", "_scale")  # behind the name of a weight of 8-bit floats; both are multiplied by
-OF_ACTIVATIONS = ("activation_scale", "input_scale")  # beside the weight; activations stay f32 here
+ACTIVATION_SCALES = ("activation_scale", "input_scale")  # beside the weight; activations stay f32 here
 NIBBLE_BYTES = 16  # of a block of MXFP4
 CHUNK = 1 << 20  # bytes of MXFP4 codes that are reordered at a time
-INSTEAD = "use the model without quantisation, or its GGUF file (Q4_K_M is about as small); of folders, {} are read"
+ALTERNATIVES = "use the model without quantisation, or its GGUF file (Q4_K_M is about as small); folders may be {}"
 
 
 # -- the configuration -----------------------------------------------------------------------------------------------
@@ -46,9 +46,9 @@ def read_quantization(settings: Mapping[str, Any], where: str) -> Quantization:
     if method is None and any(settings.get(name) is True for name in ("load_in_4bit", "load_in_8bit")):
         method = "bitsandbytes"  # whose first configurations do not say so
     if not isinstance(method, str):
-        raise CapabilityError(f"{at} is {quoted(settings)}, which is not supported", hint=_instead())
+        raise CapabilityError(f"{at} is {quoted(settings)}, which is not supported", hint=_alternatives())
     if method not in METHODS:
-        raise CapabilityError(f"{at}: quant_method is {quoted(method)}, which is not supported", hint=_instead())
+        raise CapabilityError(f"{at}: quant_method is {quoted(method)}, which is not supported", hint=_alternatives())
     for name in ("modules_to_not_convert", "ignored_layers"):
         listed = settings.get(name)
         if listed is not None and not (isinstance(listed, list) and all(isinstance(n, str) for n in listed)):
@@ -61,7 +61,7 @@ def read_quantization(settings: Mapping[str, Any], where: str) -> Quantization:
     if method != "fp8" or ("weight_block_size" in settings and settings["weight_block_size"] is None):
         return Quantization(method)
     if "weight_block_size" not in settings:
-        return Quantization(method, USUAL_GRID)
+        return Quantization(method, DEFAULT_GRID)
     sizes = settings["weight_block_size"]
     if not (isinstance(sizes, list) and len(sizes) == 2 and all(type(n) is int and 0 < n <= MAX_BLOCK for n in sizes)):
         raise FormatError(f"{at}: weight_block_size: expected two sizes from 1 to {MAX_BLOCK}, found {quoted(sizes)}")
@@ -74,8 +74,8 @@ _SWITCHES = {
 }  # fmt: skip
 
 
-def _instead() -> str:
-    return INSTEAD.format(", ".join(METHODS))
+def _alternatives() -> str:
+    return ALTERNATIVES.format(", ".join(METHODS))
 
 
 # -- weights and their scales ----------------------------------------------------------------------------------------
@@ -118,8 +118,8 @@ class Float8:
 
     def _scales(self, file: TensorFile) -> Array:
         """As f32: none is infinite or NaN."""
-        found = file.array(self.scale.name)
-        values = (found.view(ml_dtypes.float8_e8m0fnu) if self.scale.storage is U8 else found).astype(np.float32)
+        stored = file.array(self.scale.name)
+        values = (stored.view(ml_dtypes.float8_e8m0fnu) if self.scale.storage is U8 else stored).astype(np.float32)
         finite = np.isfinite(values)
         if not finite.all():
             raise _wrong(self.scale, "a scale", "a finite number", values[~finite][0])
@@ -160,9 +160,9 @@ class Mxfp4:
         return blocks
 
 
-def _wrong(entry: TensorEntry, what: str, expected: object, found: object, hint: str | None = None) -> FormatError:
-    where = f"tensor {quoted(entry.name)}: {what}"
-    return broken(entry.file, where, at=entry.offset, expected=expected, found=found, hint=hint)
+def _wrong(entry: TensorEntry, subject: str, expected: object, actual: object, hint: str | None = None) -> FormatError:
+    where = f"tensor {quoted(entry.name)}: {subject}"
+    return broken(entry.file, where, at=entry.offset, expected=expected, actual=actual, hint=hint)
 
 
 # -- pairs of a file -------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def with_scales(file: TensorFile, settings: Mapping[str, Any] | None, where: str
         return ScaledFile(file, _mxfp4_pairs(file))
     pairs = _float8_pairs(file, quantization)
     modules = [pair.weight.name.removesuffix("weight") for pair in pairs]
-    return ScaledFile(file, pairs, (module + name for module in modules for name in OF_ACTIVATIONS))
+    return ScaledFile(file, pairs, (module + name for module in modules for name in ACTIVATION_SCALES))
 
 
 def _float8_pairs(file: TensorFile, quantization: Quantization) -> list[Float8]:
@@ -186,7 +186,8 @@ def _float8_pairs(file: TensorFile, quantization: Quantization) -> list[Float8]:
     for entry in map(file.entry, file.names):
         if entry.storage is F8E5M2:
             raise CapabilityError(
-                f"{entry.file}: tensor {quoted(entry.name)} is stored as {F8E5M2}, expected {F8E4M3}", hint=_instead()
+                f"{entry.file}: tensor {quoted(entry.name)} is stored as {F8E5M2}, expected {F8E4M3}",
+                hint=_alternatives(),
             )
         if entry.storage is not F8E4M3:
             continue
@@ -199,8 +200,8 @@ def _float8_pairs(file: TensorFile, quantization: Quantization) -> list[Float8]:
     for name in file.names:
         weight = next((name.removesuffix(s) for s in SCALES if name.endswith(f".weight{s}")), None)
         if weight is not None and name not in used:
-            found = f"one of {file.entry(weight).storage}" if weight in file else "none"
-            raise _wrong(file.entry(name), "the weight of these scales", f"one of {F8E4M3}", found)
+            actual = f"one of {file.entry(weight).storage}" if weight in file else "none"
+            raise _wrong(file.entry(name), "the weight of these scales", f"one of {F8E4M3}", actual)
     return pairs
 
 
@@ -224,8 +225,8 @@ def _float8(weight: TensorEntry, scale: TensorEntry, quantization: Quantization)
             return Float8(weight, scale, (max(n, 1), max(k, 1)), (*lead, 1, 1))
     blocks = "" if grid is None else f" with a scale per {grid[0]} x {grid[1]} numbers"
     expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(allowed))
-    what = f"the shape of scales of {list(weight.shape)}{blocks}"
-    raise _wrong(scale, what, expected, list(scale.shape), "is weight_block_size in config.json right?")
+    subject = f"the shape of scales of {list(weight.shape)}{blocks}"
+    raise _wrong(scale, subject, expected, list(scale.shape), "is weight_block_size in config.json right?")
 
 
 def _mxfp4_pairs(file: TensorFile) -> list[Mxfp4]:
@@ -240,11 +241,11 @@ def _mxfp4_pairs(file: TensorFile) -> list[Mxfp4]:
             raise _wrong(entry, f"weight {quoted(name)}", "one tensor or the other", "both")
         scale = file.entry(f"{name}_scales")
         if entry.storage is not U8 or len(entry.shape) < 3 or entry.shape[-1] != NIBBLE_BYTES:
-            found = f"{entry.storage}{list(entry.shape)}"
-            raise _wrong(entry, "blocks of MXFP4", f"u8[..., rows, blocks, {NIBBLE_BYTES}]", found)
+            actual = f"{entry.storage}{list(entry.shape)}"
+            raise _wrong(entry, "blocks of MXFP4", f"u8[..., rows, blocks, {NIBBLE_BYTES}]", actual)
         if scale.storage not in (U8, F8E8M0) or scale.shape != entry.shape[:-1]:
-            found = f"{scale.storage}{list(scale.shape)}"
-            raise _wrong(scale, "scales of MXFP4", f"u8{list(entry.shape[:-1])}, one per block", found)
+            actual = f"{scale.storage}{list(scale.shape)}"
+            raise _wrong(scale, "scales of MXFP4", f"u8{list(entry.shape[:-1])}, one per block", actual)
         pairs.append(Mxfp4(name, entry, scale))
     used = {pair.scale.name for pair in pairs}
     for name in file.names:
@@ -257,10 +258,10 @@ def _mxfp4_pairs(file: TensorFile) -> list[Mxfp4]:
 class ScaledFile(TensorFile):
     """A file in which weights and their scales are one tensor. The offset and bytes of its entry are the codes'."""
 
-    def __init__(self, stored: TensorFile, joined: Iterable[Joined], left_out: Iterable[str] = ()) -> None:
+    def __init__(self, stored: TensorFile, joined: Iterable[Joined], ignored: Iterable[str] = ()) -> None:
         self._joined = {pair.entry.name: pair for pair in joined}
-        apart = {part.name for pair in self._joined.values() for part in pair.parts} | set(left_out)
-        plain = [stored.entry(name) for name in stored.names if name not in apart]
+        joined_parts = {part.name for pair in self._joined.values() for part in pair.parts} | set(ignored)
+        plain = [stored.entry(name) for name in stored.names if name not in joined_parts]
         entries = [*(pair.entry for pair in self._joined.values()), *plain]
         super().__init__(stored.path, stored.format, entries, stored.metadata, ())
         self._stored = stored

@@ -26,14 +26,14 @@ class SpecialIds:
     def items(self) -> Iterable[tuple[str, int | None]]:
         return ((f.name, getattr(self, f.name)) for f in fields(self))
 
-    def completed(self, ids: Mapping[str, int]) -> SpecialIds:
+    def fill_missing(self, ids: Mapping[str, int]) -> SpecialIds:
         """With the roles that are still open filled by name; `ids` are the special tokens."""
-        found = {
+        by_name = {
             role: next((ids[name] for name in NAMES[role] if name in ids), None)
             for role, known in self.items()
             if known is None
         }
-        return replace(self, **found)
+        return replace(self, **by_name)
 
 
 # In the order in which they are tried.
@@ -96,20 +96,20 @@ class SpecialTexts:
         self.first_chars = frozenset(text[0] for text in self._forwards)
         self.last_chars = frozenset(text[-1] for text in self._forwards)
 
-    def begun_by(self, text: str) -> int:
+    def partial_at_end(self, text: str) -> int:
         """How many characters at the end of a text begin a special token, which what follows might complete."""
-        return _shared(self._forwards, text[-_LONGEST_PART:])
+        return _overlap(self._forwards, text[-_LONGEST_PART:])
 
-    def ended_by(self, text: str) -> int:
+    def partial_at_start(self, text: str) -> int:
         """How many characters at the beginning of a text end a special token, which what precedes might begin."""
-        return _shared(self._backwards, text[:_LONGEST_PART][::-1])
+        return _overlap(self._backwards, text[:_LONGEST_PART][::-1])
 
-    def include(self, text: str) -> bool:
+    def has_substring(self, text: str) -> bool:
         """Whether the whole text is a part of a special token."""
         return text in self._all
 
 
-def _shared(texts: list[str], end: str) -> int:
+def _overlap(texts: list[str], end: str) -> int:
     """The length of the longest end that one of the sorted texts begins with and goes on from; not white space."""
     for start in range(len(end)):
         part = end[start:]

@@ -31,25 +31,25 @@ def parse_json(
     With `infinity` it may have that word for a number, as Python writes it into configurations.
     """
     if len(source) > MAX_BYTES:
-        raise broken(file, "JSON", at=at, expected=f"at most {MAX_BYTES} bytes", found=len(source))
+        raise broken(file, "JSON", at=at, expected=f"at most {MAX_BYTES} bytes", actual=len(source))
     data = bytes(source)
     _check_values(data, file, at, max_values)
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise broken(file, "JSON is not UTF-8", at=at + error.start, found=f"byte {data[error.start]:#04x}") from error
+        raise broken(file, "JSON is not UTF-8", at=at + error.start, actual=f"byte {data[error.start]:#04x}") from error
 
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        members = dict(pairs)
+        if len(members) != len(pairs):
             twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
             raise broken(file, f"JSON has two members {quoted(twice)} in one object", at=at or None)
-        return found
+        return members
 
     def constant(name: str) -> float:
         if infinity and name == "Infinity":
             return math.inf
-        raise broken(file, "JSON", at=at or None, expected="a number", found=name)
+        raise broken(file, "JSON", at=at or None, expected="a number", actual=name)
 
     try:
         value = json.loads(text, object_pairs_hook=members, parse_constant=constant)
@@ -69,13 +69,13 @@ def parse_json(
         raise broken(file, "JSON has a number that is too long", at=at or None) from error
 
 
-def _check_values(data: bytes, file: Path, at: int, most: int) -> None:
+def _check_values(data: bytes, file: Path, at: int, max_values: int) -> None:
     def values(text: bytes) -> int:
         return 1 + text.count(b",") + text.count(b"[") + text.count(b"{")
 
     # Strings may hold commas and brackets too: only when the quick count is too high is it worth removing them.
-    found = values(data)
-    if found > most:
-        found = values(_STRING.sub(b"", data))
-    if found > most:
-        raise broken(file, "JSON", at=at or None, expected=f"at most {most} values", found=found)
+    count = values(data)
+    if count > max_values:
+        count = values(_STRING.sub(b"", data))
+    if count > max_values:
+        raise broken(file, "JSON", at=at or None, expected=f"at most {max_values} values", actual=count)

@@ -49,13 +49,13 @@ _MAX_BYTES = 1 << 62  # beyond it, NumPy cannot describe even an empty array
 
 # -- errors ----------------------------------------------------------------------------------------------------------
 def broken(
-    file: Path, what: str, *, at: int | None = None, expected: object = None, found: object = None,
+    file: Path, subject: str, *, at: int | None = None, expected: object = None, actual: object = None,
     hint: str | None = None,
 ) -> FormatError:  # fmt: skip
     """A FormatError that names the file, the byte where it has one, and what was expected and found."""
     where = f"{file}" if at is None else f"{file}, byte {at}"
-    values = ", ".join(f"{k} {v}" for k, v in (("expected", expected), ("found", found)) if v is not None)
-    return FormatError(f"{where}: {what}" + (f": {values}" if values else ""), hint=hint)
+    values = ", ".join(f"{k} {v}" for k, v in (("expected", expected), ("found", actual)) if v is not None)
+    return FormatError(f"{where}: {subject}" + (f": {values}" if values else ""), hint=hint)
 
 
 _SHORT = reprlib.Repr()  # its bounds hold for lists in lists too, however deep
@@ -103,7 +103,7 @@ def stored_bytes(shape: tuple[int, ...], storage: DType) -> int | None:
 def check_shape(file: Path, name: str, shape: tuple[int, ...], at: int | None = None) -> None:
     """Refuse more axes than `MAX_RANK` and sizes whose product NumPy cannot hold, zeros not counted."""
     if len(shape) > MAX_RANK:
-        raise broken(file, f"tensor {quoted(name)}: axes", at=at, expected=f"at most {MAX_RANK}", found=len(shape))
+        raise broken(file, f"tensor {quoted(name)}: axes", at=at, expected=f"at most {MAX_RANK}", actual=len(shape))
     if math.prod(max(n, 1) for n in shape) * 8 > _MAX_BYTES:
         raise broken(file, f"tensor {quoted(name)}: its shape {quoted(shape)} is beyond any file", at=at)
 
@@ -115,7 +115,7 @@ def check_overlap(entries: Iterable[TensorEntry]) -> None:
         if after.offset < before.end:
             raise broken(
                 after.file, f"tensor {quoted(after.name)} overlaps {quoted(before.name)}",
-                at=after.offset, expected=f"byte {before.end} or later", found=after.offset,
+                at=after.offset, expected=f"byte {before.end} or later", actual=after.offset,
             )  # fmt: skip
 
 
@@ -157,10 +157,10 @@ def open_bytes(path: PathLike, *, mapped: bool = True) -> FileBytes:
     """Map a regular file, or read it whole. Never waits on a pipe or a device."""
     file = Path(path)
     try:
-        with open(file, "rb", buffering=0, opener=_open_at_once) as handle:
+        with open(file, "rb", buffering=0, opener=_open_nonblocking) as handle:
             status = os.fstat(handle.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise broken(file, "not a file of tensors", expected="a regular file", found=_kind(status.st_mode))
+                raise broken(file, "not a file of tensors", expected="a regular file", actual=_kind(status.st_mode))
             if not status.st_size:
                 raise broken(file, "the file is empty")
             if mapped:
@@ -177,7 +177,7 @@ def open_bytes(path: PathLike, *, mapped: bool = True) -> FileBytes:
         raise FormatError(f"{quoted(str(file), 400)}: cannot be opened: {reason}") from error
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -232,10 +232,10 @@ class TensorFile:
 
     def entry(self, name: str) -> TensorEntry:
         """Where tensor `name` lies and what it is."""
-        found = self._entries.get(name)
-        if found is None:
+        entry = self._entries.get(name)
+        if entry is None:
             raise FormatError(f"{self.path}: no tensor is called {quoted(name)}", hint=self._nearest(name))
-        return found
+        return entry
 
     def array(self, name: str) -> Array:
         """The stored elements as a read-only view; those of a packed tensor are blocks, [..., blocks of a row]."""
@@ -249,7 +249,7 @@ class TensorFile:
         if storage is BOOL and raw.size and int(raw.max()) > 1:
             at = int(np.argmax(raw > 1))
             where = entry.offset + at
-            raise broken(entry.file, f"tensor {quoted(name)}: a bool", at=where, expected="0 or 1", found=int(raw[at]))
+            raise broken(entry.file, f"tensor {quoted(name)}: a bool", at=where, expected="0 or 1", actual=int(raw[at]))
         return raw.view(storage.numpy).reshape(entry.shape)
 
     def dequantised(self, name: str) -> Array:

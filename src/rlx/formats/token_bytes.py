@@ -82,13 +82,13 @@ class TokenBytes:
         self._name_of = name_of
         self._added = added
         self._where = where
-        self._known: dict[int, bytes] = {}
+        self._cache: dict[int, bytes] = {}
 
     def __getitem__(self, token: int) -> bytes:
-        found = self._known.get(token)
-        if found is None:
-            found = self._known[token] = self._bytes_of(token)
-        return found
+        raw = self._cache.get(token)
+        if raw is None:
+            raw = self._cache[token] = self._bytes_of(token)
+        return raw
 
     def _bytes_of(self, token: int) -> bytes:
         if self.rule.unsupported:

@@ -32,8 +32,8 @@ from rlx.formats.tokenizers_errors import rust_call
 MAX_GROWTH = 256  # how many times longer a normalizer may make a text
 MAX_ENDS = 64  # special tokens around a text
 MIN_SHARED_CHARS = 400  # of a text, on average, from which many go to all cores where the model is ours
-PLENTY = 16  # characters for each id that is wanted: a text with fewer is encoded as it is
-PIECE = 4096  # characters of a longer text whose ids are counted at a time
+CHARS_PER_ID = 16  # characters for each id that is wanted: a text with fewer is encoded as it is
+CLIP_CHARS = 4096  # characters of a longer text whose ids are counted at a time
 
 
 class Tokenizer:
@@ -55,7 +55,7 @@ class Tokenizer:
             rust.no_truncation()
             added = rust.get_added_tokens_decoder()
             decoder, normalizer, processor = (
-                _description(part) for part in (rust.decoder, rust.normalizer, rust.post_processor)
+                _to_json(part) for part in (rust.decoder, rust.normalizer, rust.post_processor)
             )
         if (growth := _growth(normalizer)) > MAX_GROWTH:
             raise FormatError(
@@ -67,7 +67,7 @@ class Tokenizer:
             raise FormatError(f"{source}: post_processor: expected ids below {vocab_size}")
 
         named = {t.content: i for i, t in added.items() if t.special or is_marker(t.content)}
-        special = special.completed(named)
+        special = special.fill_missing(named)
         self.bos_id, self.eos_id, self.eot_id = special.bos, special.eos, special.eot
         self.unk_id, self.pad_id, self.mask_id = special.unk, special.pad, special.mask
         self.sep_id, self.cls_id = special.sep, special.cls
@@ -78,7 +78,7 @@ class Tokenizer:
         self._anchor = f"<{secrets.token_hex(16)}>"  # stands for a special token before a text; nobody can type it
         name_of = rust.id_to_token if bpe is None else bpe.name
         self._pieces = TokenBytes(rule_of(decoder), name_of, {i: t.content for i, t in added.items()}, source)
-        self._bpe, self._cuts = bpe, rust.pre_tokenizer
+        self._bpe, self._base_pre_tokenizer = bpe, rust.pre_tokenizer
         if bpe is not None:
             with rust_call(source):
                 rust.pre_tokenizer = bpe.pre_tokenizer(rust.pre_tokenizer)
@@ -94,7 +94,7 @@ class Tokenizer:
         template; with a path, the files that lie beside it are read. Without any, tokens are known by their names.
         """
         from rlx.formats.strict_json import MAX_BYTES
-        from rlx.formats.tokenizer_json import config_beside, read_json, special_of_config, template_of_config
+        from rlx.formats.tokenizer_json import read_json, sidecar_config, special_of_config, template_of_config
         from rlx.formats.tokenizer_models import MAX_TOKENS
 
         if isinstance(source, bytes):
@@ -102,7 +102,7 @@ class Tokenizer:
         else:
             file = open_bytes(source)
             where, data = str(file.path), bytes(file.view[: MAX_BYTES + 1])
-            config = config_beside(file.path) if config is None else config
+            config = sidecar_config(file.path) if config is None else config
         if len(data) > MAX_BYTES:
             raise FormatError(f"{where}: expected at most {MAX_BYTES} bytes, found more")
         rust, bpe = read_json(data, where)
@@ -116,16 +116,16 @@ class Tokenizer:
         return cls(rust, bpe, source=where, special=special, vocab_size=vocab_size, chat_template=template)
 
     @classmethod
-    def restored(
-        cls, described: Mapping[str, Any], data: bytes, tables: Mapping[str, np.ndarray[Any, Any]], where: str
+    def restore(
+        cls, description: Mapping[str, Any], data: bytes, tables: Mapping[str, np.ndarray[Any, Any]], where: str
     ) -> Tokenizer:
         """The tokenizer that `described` and `packed` tell of, in a file that is trusted."""
         with rust_call(where):
             rust = RustTokenizer.from_buffer(data)
             bpe = Bpe(tables, rust.model) if tables else None
-        kept = {name: described[name] for name in ("source", "vocab_size", "chat_template", "special")}
-        tokenizer = cls(rust, bpe, **kept)
-        tokenizer.stop_ids = frozenset(described["stop_ids"])
+        fields = {name: description[name] for name in ("source", "vocab_size", "chat_template", "special")}
+        tokenizer = cls(rust, bpe, **fields)
+        tokenizer.stop_ids = frozenset(description["stop_ids"])
         return tokenizer
 
     @classmethod
@@ -163,27 +163,27 @@ class Tokenizer:
         special = SpecialIds(bos=1, eos=2, unk=0)
         return cls(rust, bpe, source=str(file.path), special=special, vocab_size=vocab_size)
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """What it is beside `packed`, for `restored`."""
         roles = {role: getattr(self, f"{role}_id") for role, _ in SpecialIds().items()}
-        kept = {name: getattr(self, name) for name in ("source", "vocab_size", "chat_template")}
-        return {**kept, "special": SpecialIds(**roles), "stop_ids": sorted(self.stop_ids)}
+        fields = {name: getattr(self, name) for name in ("source", "vocab_size", "chat_template")}
+        return {**fields, "special": SpecialIds(**roles), "stop_ids": sorted(self.stop_ids)}
 
-    def packed(self) -> tuple[bytes, Mapping[str, np.ndarray[Any, Any]]]:
+    def pack(self) -> tuple[bytes, Mapping[str, np.ndarray[Any, Any]]]:
         """Its tokenizer.json, without the tokens and merges of BPE; and the tables that have these."""
         with rust_call(self.source):
             if self._bpe is None:
                 return bytes(self._parsing.to_str(), "utf-8"), {}
-            rust = self._copied(self._parsing, self._parsing.get_added_tokens_decoder())
-            rust.pre_tokenizer, rust.decoder = self._cuts, self._parsing.decoder
+            rust = self._copy(self._parsing, self._parsing.get_added_tokens_decoder())
+            rust.pre_tokenizer, rust.decoder = self._base_pre_tokenizer, self._parsing.decoder
             return bytes(rust.to_str(), "utf-8"), self._bpe.tables
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tokenizer.restored, (self.described(), *self.packed(), self.source)
+        return Tokenizer.restore, (self.describe(), *self.pack(), self.source)
 
     def to_json(self) -> bytes:
         """Its tokenizer.json."""
-        data, _ = self.packed()
+        data, _ = self.pack()
         if self._bpe is None:
             return data
         document = json.loads(data)
@@ -208,7 +208,7 @@ class Tokenizer:
         """The ids of each text, as `encode` gives them; many texts go to all cores where that is faster."""
         batch = _checked_texts(texts)
         if limit is not None:
-            batch = [self.beginning(text, limit, parse_special=parse_special) for text in batch]
+            batch = [self.clip_text(text, limit, parse_special=parse_special) for text in batch]
         rust = self._parsing if parse_special else self._plain
         # the library's threads wait for each other to call our BPE, which for short texts takes longer than they do
         alone = self._bpe is not None and sum(map(len, batch)) < MIN_SHARED_CHARS * len(batch)
@@ -225,19 +225,19 @@ class Tokenizer:
                     rows[i] = [*ids[:before], *self._without_control(batch[i]), *ids[len(ids) - after :]]
         return rows if limit is None else [_cut(ids, limit, before, after) for ids in rows]
 
-    def beginning(self, text: str, limit: int, *, parse_special: bool = False) -> str:
+    def clip_text(self, text: str, limit: int, *, parse_special: bool = False) -> str:
         """The text itself; where it has far more than `limit` ids, a beginning of it that has more than that too.
 
         So that nobody waits for the ids of a huge text that nobody wants. Its pieces are encoded one by one, each of
         its kind once, until they have twice as many ids. What is at the ends of a piece does not count: in the whole
         text it may belong to its neighbours.
         """
-        if len(text) <= max(PLENTY * limit, PIECE):
+        if len(text) <= max(CHARS_PER_ID * limit, CLIP_CHARS):
             return text
         counts: dict[str, int] = {}
         total = 0
-        for start in range(0, len(text), PIECE):
-            piece = text[start : start + PIECE]
+        for start in range(0, len(text), CLIP_CHARS):
+            piece = text[start : start + CLIP_CHARS]
             if piece not in counts:
                 try:
                     ids = self.encode(piece, add_special=False, parse_special=parse_special)
@@ -246,7 +246,7 @@ class Tokenizer:
                 counts[piece] = max(len(ids) - 2, 0)
             total += counts[piece]
             if total > 2 * limit:
-                return text[: start + PIECE]
+                return text[: start + CLIP_CHARS]
         return text
 
     def encode_parts(self, parts: Iterable[str | int]) -> list[int]:
@@ -255,14 +255,14 @@ class Tokenizer:
         Texts are read as `encode` reads them between special tokens: where a tokenizer puts a space before the first
         word of a text, it does so here before the first part only.
         """
-        given = list(parts)
+        items = list(parts)
         texts = [
             part if i == 0 or not self.special_ids else self._anchor + part
-            for i, part in enumerate(given) if isinstance(part, str)
+            for i, part in enumerate(items) if isinstance(part, str)
         ]  # fmt: skip
         rows = iter(self.encode_batch(texts, add_special=False))
         out: list[int] = []
-        for i, part in enumerate(given):
+        for i, part in enumerate(items):
             if isinstance(part, str):
                 out += next(rows)[0 if i == 0 or not self.special_ids else 1 :]
             else:
@@ -276,8 +276,8 @@ class Tokenizer:
             return []
         with rust_call(self.source):
             encoding = self._parsing.encode(text, add_special_tokens=False)
-        found = zip(encoding.offsets, encoding.ids, strict=True)
-        return [(first, end, i) for (first, end), i in found if i in self.special_ids]
+        spans = zip(encoding.offsets, encoding.ids, strict=True)
+        return [(first, end, i) for (first, end), i in spans if i in self.special_ids]
 
     # -- ids to text --
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
@@ -299,14 +299,14 @@ class Tokenizer:
     # -- inside --
     def _checked_id(self, token: int) -> int:
         try:
-            found = operator.index(token)
+            index = operator.index(token)
         except TypeError as error:
             raise RequestError(f"a token id is an integer, not {quoted(token)}") from error
-        if not 0 <= found < self.vocab_size:
-            raise RequestError(f"token id {found} is outside the vocabulary of {self.vocab_size} tokens")
-        return found
+        if not 0 <= index < self.vocab_size:
+            raise RequestError(f"token id {index} is outside the vocabulary of {self.vocab_size} tokens")
+        return index
 
-    def _copied(self, rust: RustTokenizer, added: Mapping[int, AddedToken]) -> RustTokenizer:
+    def _copy(self, rust: RustTokenizer, added: Mapping[int, AddedToken]) -> RustTokenizer:
         """A second tokenizer over the same parts."""
         other = RustTokenizer(rust.model)  # shared, not copied
         other.normalizer, other.pre_tokenizer = rust.normalizer, rust.pre_tokenizer
@@ -319,7 +319,7 @@ class Tokenizer:
     def _sibling(self, rust: RustTokenizer, added: Mapping[int, AddedToken]) -> RustTokenizer:
         """A second tokenizer, to which special tokens are text."""
         with rust_call(self.source):
-            other = self._copied(rust, added)
+            other = self._copy(rust, added)
             other.encode_special_tokens = True
             other.add_tokens([AddedToken(self._anchor, normalized=False, special=False)])
         return other
@@ -353,11 +353,13 @@ class Tokenizer:
     @cached_property
     def _inside_words(self) -> RustTokenizer:
         """The tokenizer to which special tokens are text, and which puts no space before a text."""
-        space = None if self._bpe is not None else _metaspace(_description(self._cuts))  # ours matches no such text
+        space = (
+            None if self._bpe is not None else _metaspace(_to_json(self._base_pre_tokenizer))
+        )  # ours matches no such text
         if space is None:
             return self._plain
         with rust_call(self.source):
-            other = self._copied(self._plain, self._plain.get_added_tokens_decoder())
+            other = self._copy(self._plain, self._plain.get_added_tokens_decoder())
             other.encode_special_tokens = True
             other.pre_tokenizer = pre_tokenizers.Metaspace(space["replacement"], "never", space.get("split", True))
         return other
@@ -405,9 +407,9 @@ def _checked_texts(texts: Iterable[str]) -> list[str]:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                found = f"{ord(text[error.start]):#06x} at {error.start}"
+                surrogate = f"{ord(text[error.start]):#06x} at {error.start}"
                 hint = "the text was decoded with errors='surrogateescape' or cut inside a UTF-16 pair"
-                raise RequestError(f"text {i}: half of a surrogate pair, {found}", hint=hint) from error
+                raise RequestError(f"text {i}: half of a surrogate pair, {surrogate}", hint=hint) from error
     return batch
 
 
@@ -418,7 +420,7 @@ def _cut(ids: list[int], limit: int, before: int, after: int) -> list[int]:
 
 
 # -- parts of a Rust tokenizer ---------------------------------------------------------------------------------------
-def _description(part: Any) -> Any:
+def _to_json(part: Any) -> Any:
     """A part as tokenizer.json has it. The library pickles parts so; asking for the whole file would cost a second."""
     return None if part is None else json.loads(part.__getstate__())
 
@@ -470,9 +472,9 @@ def _ends(processor: Any, source: str) -> tuple[tuple[int, ...], tuple[int, ...]
             for part in parts:
                 first, last = _ends(part, source)
                 before, after = first + before, after + last
-            found = before, after
+            ends = before, after
         case {"type": "BertProcessing" | "RobertaProcessing", "sep": [_, int(sep)], "cls": [_, int(cls)]}:
-            found = (cls,), (sep,)
+            ends = (cls,), (sep,)
         case {"type": "TemplateProcessing", "single": list(single), "special_tokens": dict(tokens)}:
             sides: list[tuple[int, ...]] = [()]
             for item in single:
@@ -485,9 +487,9 @@ def _ends(processor: Any, source: str) -> tuple[tuple[int, ...], tuple[int, ...]
                         raise FormatError(f"{source}: post_processor: {quoted(item)} in the template of one text")
             if len(sides) != 2:
                 raise FormatError(f"{source}: post_processor: a template without the text")
-            found = sides[0], sides[1]
+            ends = sides[0], sides[1]
         case _:
             raise FormatError(f"{source}: post_processor {quoted(processor)} is not supported")
-    if len(found[0]) + len(found[1]) > MAX_ENDS:
+    if len(ends[0]) + len(ends[1]) > MAX_ENDS:
         raise FormatError(f"{source}: post_processor: expected at most {MAX_ENDS} special tokens around a text")
-    return found
+    return ends

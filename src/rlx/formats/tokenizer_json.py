@@ -46,7 +46,7 @@ def read_json(data: bytes, where: str) -> tuple[RustTokenizer, Bpe | None]:
                 rust = RustTokenizer.from_str(json.dumps({**document, "model": rest}))
             prefix = rust.model.continuing_subword_prefix or ""
             merges = merges_of(*_sides(model, where), ids, where, prefix=prefix)
-            return rust, Bpe.made(ids, merges, rust.model)
+            return rust, Bpe.build(ids, merges, rust.model)
     if b'"Unigram"' in data:
         data = _without_special_pieces(data, where)
     with rust_call(where):
@@ -73,15 +73,15 @@ def _parsed(data: bytes, where: str) -> Any:
 
 def _ids_of_added(document: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
     """The ids of added tokens as the library gives them: the model's, or the next one, whatever the file says."""
-    found: dict[str, int] = {}
+    added_ids: dict[str, int] = {}
     following = len(ids)
     listed = document.get("added_tokens")
     for token in listed if isinstance(listed, list) else ():
         name = token.get("content") if isinstance(token, dict) else None
-        if isinstance(name, str) and name and name not in found:
-            found[name] = ids.get(name, following)
+        if isinstance(name, str) and name and name not in added_ids:
+            added_ids[name] = ids.get(name, following)
             following += name not in ids
-    return found
+    return added_ids
 
 
 def _vocab(model: Mapping[str, Any], where: str) -> dict[str, int]:
@@ -116,23 +116,23 @@ def _sides(model: Mapping[str, Any], where: str) -> tuple[list[str], list[str]]:
 
 def _check_charsmaps(data: bytes, where: str) -> None:
     """Check tables inside a tokenizer.json before the library sees them."""
-    for found in _CHARSMAP.finditer(data):
+    for match in _CHARSMAP.finditer(data):
         try:
-            charsmap = base64.b64decode(json.loads(found[1]), validate=True)
+            charsmap = base64.b64decode(json.loads(match[1]), validate=True)
         except ValueError as error:
             raise FormatError(f"{where}: precompiled_charsmap: not base64") from error
         check_charsmap(charsmap, f"{where}: precompiled_charsmap")
 
 
 # -- tokenizer_config.json -------------------------------------------------------------------------------------------
-def config_beside(path: Path) -> dict[str, Any]:
+def sidecar_config(path: Path) -> dict[str, Any]:
     config: dict[str, Any] = {}
-    beside = path.with_name("tokenizer_config.json")
-    if os.path.exists(beside):
-        found = parse_json(open_bytes(beside).view, beside)
-        if not isinstance(found, dict):
-            raise broken(beside, "tokenizer_config.json", expected="an object", found=type(found).__name__)
-        config = found
+    config_path = path.with_name("tokenizer_config.json")
+    if os.path.exists(config_path):
+        document = parse_json(open_bytes(config_path).view, config_path)
+        if not isinstance(document, dict):
+            raise broken(config_path, "tokenizer_config.json", expected="an object", actual=type(document).__name__)
+        config = document
     template = path.with_name("chat_template.jinja")
     if os.path.exists(template):
         try:
@@ -143,7 +143,7 @@ def config_beside(path: Path) -> dict[str, Any]:
 
 
 def special_of_config(rust: RustTokenizer, bpe: Bpe | None, config: Mapping[str, Any], where: str) -> SpecialIds:
-    found: dict[str, int | None] = {}
+    ids: dict[str, int | None] = {}
     for role, _ in SpecialIds().items():
         key = f"{role}_token"
         named = config.get(key)
@@ -154,18 +154,20 @@ def special_of_config(rust: RustTokenizer, bpe: Bpe | None, config: Mapping[str,
         if not isinstance(named, str):
             raise FormatError(f"{where}: {key}: expected a token, found {quoted(named)}")
         with rust_call(where):
-            found[role] = rust.token_to_id(named)
-        if found[role] is None and bpe is not None:
-            found[role] = bpe.id(named)
-        if found[role] is None and role in ("bos", "eos"):
+            ids[role] = rust.token_to_id(named)
+        if ids[role] is None and bpe is not None:
+            ids[role] = bpe.id(named)
+        if ids[role] is None and role in ("bos", "eos"):
             raise FormatError(f"{where}: {key}: the vocabulary has no {quoted(named)}")
-    return SpecialIds(**found)
+    return SpecialIds(**ids)
 
 
 def template_of_config(config: Mapping[str, Any], where: str) -> str | None:
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several by name; the others are for tools and retrieval
-        found = next((t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default"), None)
-    if found is not None and not isinstance(found, str):
-        raise FormatError(f"{where}: chat_template: expected a string, found {type(found).__name__}")
-    return found
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several by name; the others are for tools and retrieval
+        template = next(
+            (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
+        )
+    if template is not None and not isinstance(template, str):
+        raise FormatError(f"{where}: chat_template: expected a string, found {type(template).__name__}")
+    return template

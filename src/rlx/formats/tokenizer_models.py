@@ -55,12 +55,12 @@ class Vocabulary:
         if total > MAX_VOCABULARY_CHARS:
             raise FormatError(f"{self.where}: expected at most {MAX_VOCABULARY_CHARS} characters, found {total}")
         if len(self.ids) < len(self.tokens):
-            raise _twice(self.tokens, self.where)
+            raise _duplicate_error(self.tokens, self.where)
         try:
             "".join(self.tokens).encode()
         except UnicodeEncodeError as error:
-            found = f"{ord(error.object[error.start]):#06x}"
-            raise FormatError(f"{self.where}: half of a surrogate pair, {found}") from error
+            code_point = f"{ord(error.object[error.start]):#06x}"
+            raise FormatError(f"{self.where}: half of a surrogate pair, {code_point}") from error
 
     @cached_property
     def ids(self) -> dict[str, int]:
@@ -73,11 +73,11 @@ class Vocabulary:
 
     def of_kind(self, *kinds: int) -> list[int]:
         """The ids of all tokens of these kinds, in order."""
-        found: list[int] = np.flatnonzero(np.isin(self.kinds, kinds)).tolist()
-        return found
+        ids: list[int] = np.flatnonzero(np.isin(self.kinds, kinds)).tolist()
+        return ids
 
 
-def _twice(tokens: Sequence[str], where: str) -> FormatError:
+def _duplicate_error(tokens: Sequence[str], where: str) -> FormatError:
     first: dict[str, int] = {}
     place = next(i for i, token in enumerate(tokens) if first.setdefault(token, i) != i)
     return FormatError(f"{where}: token {quoted(tokens[place])} twice, at {first[tokens[place]]} and {place}")
@@ -86,7 +86,7 @@ def _twice(tokens: Sequence[str], where: str) -> FormatError:
 # -- models ----------------------------------------------------------------------------------------------------------
 def byte_level_bpe(vocabulary: Vocabulary, merges: Sequence[str], pre: PreTokenizer) -> tuple[RustTokenizer, Bpe]:
     """GPT-2's scheme: words cut by patterns, their bytes written in a printable alphabet, merged by rank."""
-    rust = RustTokenizer(models.BPE(_whole(vocabulary), [], ignore_merges=pre.ignore_merges))
+    rust = RustTokenizer(models.BPE(_added_ids(vocabulary), [], ignore_merges=pre.ignore_merges))
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
     rust.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(False, use_regex=False)])
     rust.decoder = decoders.ByteLevel()
@@ -122,7 +122,7 @@ def sentencepiece_bpe(
         after.append(decoders.Strip(" ", 1, 0))
     rust.normalizer = normalizers.Sequence(before)
     rust.decoder = decoders.Sequence(after)
-    return rust, Bpe.made(vocabulary.ids, _merges_of_scores(vocabulary, scores), rust.model)
+    return rust, Bpe.build(vocabulary.ids, _merges_of_scores(vocabulary, scores), rust.model)
 
 
 def unigram(
@@ -160,7 +160,7 @@ def word_piece(
     tokens = [_word_piece_name(token, kind) for token, kind in zip(vocabulary.tokens, kinds, strict=True)]
     ids = dict(zip(tokens, range(len(tokens)), strict=True))
     if len(ids) < len(tokens):
-        raise _twice(tokens, vocabulary.where)
+        raise _duplicate_error(tokens, vocabulary.where)
     with rust_call(vocabulary.where):
         model = models.WordPiece(ids, unk_token=tokens[unknown], max_input_chars_per_word=_MAX_WORD_CHARS)
     rust = RustTokenizer(model)
@@ -223,16 +223,16 @@ def _sides(merges: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _named_bpe(vocabulary: Vocabulary, merges: Sequence[str], rust: RustTokenizer) -> Bpe:
     named = merges_of(*_sides(merges), vocabulary.ids, f"{vocabulary.where} and merges")
-    return Bpe.made(vocabulary.ids, named, rust.model)
+    return Bpe.build(vocabulary.ids, named, rust.model)
 
 
 def _with_fallback(vocabulary: Vocabulary) -> RustTokenizer:
     """A tokenizer that writes unknown characters as bytes."""
     unknown = _token_of_kind(vocabulary, UNKNOWN)
-    return RustTokenizer(models.BPE(_whole(vocabulary), [], unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    return RustTokenizer(models.BPE(_added_ids(vocabulary), [], unk_token=unknown, fuse_unk=True, byte_fallback=True))
 
 
-def _whole(vocabulary: Vocabulary) -> dict[str, int]:
+def _added_ids(vocabulary: Vocabulary) -> dict[str, int]:
     """The tokens that are matched as a whole, of which the library must know the ids."""
     return {vocabulary.tokens[i]: i for i in vocabulary.of_kind(CONTROL, UNKNOWN, USER_DEFINED)}
 
@@ -260,8 +260,8 @@ def _merges_of_scores(vocabulary: Vocabulary, scores: NDArray[Any]) -> Merges:
 
 
 def _token_of_kind(vocabulary: Vocabulary, kind: int) -> str | None:
-    found = vocabulary.of_kind(kind)
-    return vocabulary.tokens[found[0]] if found else None
+    ids = vocabulary.of_kind(kind)
+    return vocabulary.tokens[ids[0]] if ids else None
 
 
 def _word_piece_name(token: str, kind: int) -> str:

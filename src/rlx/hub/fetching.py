@@ -10,12 +10,12 @@ import urllib.request
 from typing import IO
 
 # What another try may mend.
-TROUBLES = (urllib.error.URLError, http.client.HTTPException, ssl.SSLError, TimeoutError, ConnectionError)
+RETRYABLE = (urllib.error.URLError, http.client.HTTPException, ssl.SSLError, TimeoutError, ConnectionError)
 quote = urllib.parse.quote
 IncompleteRead = http.client.IncompleteRead
 
 
-class _SameHost(urllib.request.HTTPRedirectHandler):
+class _SafeRedirects(urllib.request.HTTPRedirectHandler):
     """Follows to other hosts, as large files need it, but the token stays with the hub, and https stays https."""
 
     def redirect_request(
@@ -30,24 +30,24 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
         old, new = urllib.parse.urlsplit(req.full_url), urllib.parse.urlsplit(newurl)
         if new.scheme != "https" and new.scheme != old.scheme:
             raise urllib.error.URLError(f"redirected from {old.scheme} to {new.scheme}")
-        found = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if found is not None and (old.scheme, old.netloc) != (new.scheme, new.netloc):
-            found.remove_header("Authorization")
-        return found
+        redirect = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if redirect is not None and (old.scheme, old.netloc) != (new.scheme, new.netloc):
+            redirect.remove_header("Authorization")
+        return redirect
 
 
 def is_web(url: str) -> bool:
     return urllib.parse.urlsplit(url).scheme in ("https", "http")
 
 
-def opened(url: str, token: str, start: int, timeout: float) -> http.client.HTTPResponse:
+def open_url(url: str, token: str, start: int, timeout: float) -> http.client.HTTPResponse:
     """The reply to a request for a file, from byte `start` on."""
     request = urllib.request.Request(url, headers={"User-Agent": "rlx", "Accept-Encoding": "identity"})
     if token:
         request.add_header("Authorization", f"Bearer {token}")
     if start:
         request.add_header("Range", f"bytes={start}-")
-    reply = urllib.request.build_opener(_SameHost).open(request, timeout=timeout)
+    reply = urllib.request.build_opener(_SafeRedirects).open(request, timeout=timeout)
     assert isinstance(reply, http.client.HTTPResponse)
     return reply
 

@@ -24,7 +24,7 @@ from rlx.formats.strict_json import parse_json
 from rlx.formats.tensor_file import PART_NAME
 from rlx.hub import store
 from rlx.hub.catalogue import is_safe_name
-from rlx.hub.progress import Tick, after, bar, say
+from rlx.hub.progress import Tick, bar, offset_tick, say
 
 if TYPE_CHECKING:
     import http.client
@@ -36,7 +36,7 @@ _REVISION = re.compile(r"[\w][\w.-]*(?:/[\w][\w.-]*)*", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _QUANT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|F16|F32))(?=[-.]|$)", re.I | re.ASCII)
 # What lies beside safetensors weights and is part of the model.
-_BESIDE = re.compile(r"[\w.-]+\.(json|jinja|txt)|tokenizer\.model|\d+_\w+/(config\.json|model\.safetensors)", re.ASCII)
+_SIDECAR = re.compile(r"[\w.-]+\.(json|jinja|txt)|tokenizer\.model|\d+_\w+/(config\.json|model\.safetensors)", re.ASCII)
 MODEL_ENDINGS = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx", ".json")
 
 _TIMEOUT_S = 30
@@ -74,35 +74,35 @@ class Snapshot:
 
 def parse(text: str, revision: str | None = None) -> Repo | None:
     """The name of a model of the hub, or None for anything else. `hf:` in front leaves no doubt."""
-    sure = text.startswith(PREFIX)
-    found = _NAME.fullmatch(text.removeprefix(PREFIX))
-    if found is None or ".." in text or "--" in text or len(text) > 200:
+    explicit = text.startswith(PREFIX)
+    match = _NAME.fullmatch(text.removeprefix(PREFIX))
+    if match is None or ".." in text or "--" in text or len(text) > 200:
         return None
-    if not sure and text.lower().endswith(MODEL_ENDINGS):  # a path that is not there
+    if not explicit and text.lower().endswith(MODEL_ENDINGS):  # a path that is not there
         return None
     if revision is not None and (not _REVISION.fullmatch(revision) or ".." in revision):
         raise NotFoundError(f"{text}: {revision!r} is no name of a revision")
-    return Repo(found["org"], found["name"], found["quant"], revision or MAIN)
+    return Repo(match["org"], match["name"], match["quant"], revision or MAIN)
 
 
 # -- which files -----------------------------------------------------------------------------------------------------
 def choose(repo: Repo, names: Iterable[str]) -> tuple[str, ...]:
     """The files of a model among all that a repository has, the one with the weights first."""
     known = sorted(n for n in names if is_safe_name(n))
-    found = _candidates(repo, known)
-    if len(found) == 1:
-        return found[0]
+    candidates = _candidates(repo, known)
+    if len(candidates) == 1:
+        return candidates[0]
     ggufs = [files[0] for files in _gguf_models(known)]
     labels = list(dict.fromkeys(_label(n) for n in ggufs))
-    if not found and not repo.quant:
+    if not candidates and not repo.quant:
         raise NotFoundError(f"{repo}: no complete weights as safetensors or GGUF in it", hint="pickles are not read")
-    if not found:
-        there = ", ".join(labels) or "no GGUF files"
-        raise NotFoundError(f"{repo}: no GGUF file of {repo.quant!r}", notes=[f"there: {there}"])
+    if not candidates:
+        available = ", ".join(labels) or "no GGUF files"
+        raise NotFoundError(f"{repo}: no GGUF file of {repo.quant!r}", notes=[f"there: {available}"])
     if repo.quant or len(labels) < len(ggufs):  # the label does not tell them apart
-        labels = [PurePosixPath(files[0]).name for files in found]
+        labels = [PurePosixPath(files[0]).name for files in candidates]
     raise NotFoundError(
-        f"{repo}: {len(found)} GGUF models in it, name one",
+        f"{repo}: {len(candidates)} GGUF models in it, name one",
         notes=[f"there: {', '.join(labels)}"],
         hint=f"{repo.org}/{repo.name}:{labels[0]}",
     )
@@ -116,12 +116,12 @@ def _candidates(repo: Repo, known: Sequence[str]) -> list[tuple[str, ...]]:
     weights = _safetensors(known)
     if not weights:
         return ggufs
-    return [(*weights, *(n for n in known if _BESIDE.fullmatch(n) and n not in weights))]
+    return [(*weights, *(n for n in known if _SIDECAR.fullmatch(n) and n not in weights))]
 
 
 def _gguf_models(known: Sequence[str]) -> list[tuple[str, ...]]:
     """Each GGUF model, in one file or in all of its parts; projectors of images are no models."""
-    found = []
+    models = []
     for name in known:
         part = PART_NAME.fullmatch(name)
         if not name.endswith(".gguf") or "mmproj" in name.lower() or (part and int(part["number"]) != 1):
@@ -129,8 +129,8 @@ def _gguf_models(known: Sequence[str]) -> list[tuple[str, ...]]:
         count = int(part["count"]) if part else 1
         files = tuple(f"{part['stem']}-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1)) if part else (name,)
         if set(files) <= set(known):
-            found.append(files)
-    return found
+            models.append(files)
+    return models
 
 
 def _safetensors(known: Sequence[str]) -> tuple[str, ...]:
@@ -158,23 +158,23 @@ def _has_quant(name: str, quant: str) -> bool:
 def _label(name: str) -> str:
     """The quantisation that a file's name tells, else the name."""
     own = PurePosixPath(name).name
-    found = _QUANT.findall(own)
-    return str(found[-1]) if found else own
+    labels = _QUANT.findall(own)
+    return str(labels[-1]) if labels else own
 
 
 # -- on this machine -------------------------------------------------------------------------------------------------
 def cache_folders() -> list[Path]:
     """Our own folder, then that of Hugging Face's libraries, where they exist."""
-    found = []
+    folders = []
     home = store.home_or_none()
     if home is not None:
-        found.append(home / "hub")
+        folders.append(home / "hub")
     setting = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if not setting:
         own = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
         setting = os.path.join(own, "hub")
-    found.append(Path(os.path.expanduser(setting)))
-    return [folder for folder in found if folder.is_absolute()]
+    folders.append(Path(os.path.expanduser(setting)))
+    return [folder for folder in folders if folder.is_absolute()]
 
 
 def locate(repo: Repo) -> Snapshot | None:
@@ -182,18 +182,20 @@ def locate(repo: Repo) -> Snapshot | None:
 
     Where there is a choice, the one without files in doubt.
     """
-    found = [snapshot for snapshot, absent in _look(repo) if not absent]
-    return min(found, key=lambda snapshot: bool(snapshot.in_doubt), default=None)
+    complete = [snapshot for snapshot, absent in _scan_caches(repo) if not absent]
+    return min(complete, key=lambda snapshot: bool(snapshot.in_doubt), default=None)
 
 
 def incomplete(repo: Repo) -> list[str]:
     """What the caches have of a model that lacks a file, a line for each place."""
     return [
-        f"{snapshot.folder} has only a part of it: {absent} is missing" for snapshot, absent in _look(repo) if absent
+        f"{snapshot.folder} has only a part of it: {absent} is missing"
+        for snapshot, absent in _scan_caches(repo)
+        if absent
     ]
 
 
-def _look(repo: Repo) -> Iterator[tuple[Snapshot, str | None]]:
+def _scan_caches(repo: Repo) -> Iterator[tuple[Snapshot, str | None]]:
     """All snapshots with the weights of a model, and a file that each lacks for sure."""
     for root in cache_folders():
         for folder in _snapshots(root / repo.folder, repo.revision):
@@ -221,10 +223,10 @@ def _gaps(repo: Repo, folder: Path, names: Sequence[str]) -> tuple[str | None, t
 def _may_embed(config: Path) -> bool:
     """Whether it may be a model for sentence-transformers; those that write text say so."""
     try:
-        found = parse_json(config.read_bytes(), config, infinity=True)
+        settings = parse_json(config.read_bytes(), config, infinity=True)
     except (OSError, FormatError):
         return False  # opening the model says what is wrong
-    kinds = found.get("architectures") if isinstance(found, dict) else None
+    kinds = settings.get("architectures") if isinstance(settings, dict) else None
     return not any("CausalLM" in str(k) or "LMHead" in str(k) for k in kinds or ())
 
 
@@ -242,15 +244,15 @@ def _listing(repo: Repo, commit: str) -> list[str] | None:
 def models_in(folder: Path, org: str, name: str) -> list[tuple[Repo, Snapshot]]:
     """Every complete model in a folder of files of one commit, under the name that means it."""
     names, repo = _names(folder), Repo(org, name)
-    found = [(Repo(org, name, _label(files[0])), files) for files in _gguf_models(names)]
+    models = [(Repo(org, name, _label(files[0])), files) for files in _gguf_models(names)]
     if _safetensors(names) and _gaps(repo, folder, names)[0] is None:
-        found = [(repo, files) for files in _candidates(repo, names)] + found
-    return [(repo, Snapshot(folder, folder.name, files)) for repo, files in found]
+        models = [(repo, files) for files in _candidates(repo, names)] + models
+    return [(repo, Snapshot(folder, folder.name, files)) for repo, files in models]
 
 
 def _names(folder: Path) -> list[str]:
-    found = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if store.file_size(p) is not None)
-    return sorted(n for n in found if is_safe_name(n))
+    paths = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if store.file_size(p) is not None)
+    return sorted(n for n in paths if is_safe_name(n))
 
 
 def _snapshots(folder: Path, revision: str) -> list[Path]:
@@ -264,8 +266,8 @@ def _snapshots(folder: Path, revision: str) -> list[Path]:
     if revision != MAIN:
         return []
     with contextlib.suppress(OSError):  # no ref: somebody copied the files; take the newest
-        found = [p for p in (folder / "snapshots").iterdir() if p.is_dir() and is_safe_name(p.name)]
-        return sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)
+        folders = [p for p in (folder / "snapshots").iterdir() if p.is_dir() and is_safe_name(p.name)]
+        return sorted(folders, key=lambda p: p.stat().st_mtime, reverse=True)
     return []
 
 
@@ -300,7 +302,7 @@ def fetch(repo: Repo, *, quiet: bool = False) -> Snapshot:
             (root / "listings").mkdir(exist_ok=True)
             store.write_text(root / "listings" / commit, "\n".join(sorted(filter(is_safe_name, remotes))))
         absent = [remotes[n] for n in names if not _is_here(folder, remotes[n])]
-        missing = [r for r in absent if not _taken_over(repo, commit, r, folder / r.name)]
+        missing = [r for r in absent if not _link_from_cache(repo, commit, r, folder / r.name)]
         total = sum(r.size or 0 for r in missing)
         store.check_free(str(repo), root, total, max((r.size or 0 for r in missing), default=0))
         with store.disk_errors(str(repo), root):
@@ -326,7 +328,7 @@ def _download_all(
         done = 0
         for remote in missing:
             temporary = partial / f"{commit}-{remote.name.replace('/', '--')}"
-            _download(repo, commit, remote, temporary, after(tick, done))
+            _download(repo, commit, remote, temporary, offset_tick(tick, done))
             _check(repo, remote, temporary)
             target = folder / remote.name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -339,7 +341,7 @@ def _is_here(folder: Path, remote: Remote) -> bool:
     return size is not None and remote.size in (None, size)
 
 
-def _taken_over(repo: Repo, commit: str, remote: Remote, target: Path) -> bool:
+def _link_from_cache(repo: Repo, commit: str, remote: Remote, target: Path) -> bool:
     """Link a file that another program has fetched, where that can be: it is not downloaded, nor stored, twice."""
     for root in cache_folders():
         path = root / repo.folder / "snapshots" / commit / remote.name
@@ -353,7 +355,7 @@ def _taken_over(repo: Repo, commit: str, remote: Remote, target: Path) -> bool:
 
 def _list(repo: Repo) -> tuple[str, dict[str, Remote]]:
     """The commit of a revision and its files."""
-    from rlx.hub.fetching import TROUBLES, quote
+    from rlx.hub.fetching import RETRYABLE, quote
 
     revision = quote(repo.revision, safe="")
     url = f"{endpoint()}/api/models/{repo.org}/{repo.name}/revision/{revision}?blobs=true"
@@ -362,11 +364,11 @@ def _list(repo: Repo) -> tuple[str, dict[str, Remote]]:
             with _open(url) as reply:
                 answer = reply.read(_MAX_ANSWER + 1)
             break
-        except (OSError, *TROUBLES) as error:
+        except (OSError, *RETRYABLE) as error:
             _explain_or_wait(repo, error, attempt)
-    found = parse_json(answer, Path(str(repo)))
-    commit = found.get("sha") if isinstance(found, dict) else None
-    siblings = found.get("siblings") if isinstance(found, dict) else None
+    document = parse_json(answer, Path(str(repo)))
+    commit = document.get("sha") if isinstance(document, dict) else None
+    siblings = document.get("siblings") if isinstance(document, dict) else None
     if not isinstance(commit, str) or not _COMMIT.fullmatch(commit) or not isinstance(siblings, list):
         raise FormatError(f"{repo}: {endpoint()} does not answer as the hub does: no commit or no list of files")
     remotes = [_remote(s) for s in siblings if isinstance(s, dict) and isinstance(s.get("rfilename"), str)]
@@ -387,18 +389,18 @@ def _remote(sibling: dict[str, Any]) -> Remote:
 
 
 def _download(repo: Repo, commit: str, remote: Remote, temporary: Path, tick: Tick) -> None:
-    from rlx.hub.fetching import TROUBLES, quote
+    from rlx.hub.fetching import RETRYABLE, quote
 
     url = f"{endpoint()}/{repo.org}/{repo.name}/resolve/{commit}/{quote(remote.name)}"
     for attempt in range(_TRIES):
         try:
-            _continue(url, remote, temporary, tick)
+            _resume_download(url, remote, temporary, tick)
             return
-        except TROUBLES as error:
+        except RETRYABLE as error:
             _explain_or_wait(repo, error, attempt)
 
 
-def _continue(url: str, remote: Remote, temporary: Path, tick: Tick) -> None:
+def _resume_download(url: str, remote: Remote, temporary: Path, tick: Tick) -> None:
     """Append what is missing to the temporary file; a commit never changes, so its bytes fit whenever they came."""
     from rlx.hub.fetching import IncompleteRead
 
@@ -436,16 +438,16 @@ def _mismatch(remote: Remote, path: Path) -> tuple[str, str] | None:
     """The hash that a file should have and that it has, where they differ."""
     size = path.stat().st_size
     if remote.sha256:
-        expected, found = remote.sha256, store.file_sha256(path)
+        expected, actual = remote.sha256, store.file_sha256(path)
     elif remote.git_sha1:
         digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)  # git's name of a file's contents
         with open(path, "rb") as file:
             while chunk := file.read(store.CHUNK):
                 digest.update(chunk)
-        expected, found = remote.git_sha1, digest.hexdigest()
+        expected, actual = remote.git_sha1, digest.hexdigest()
     else:
         return None
-    return None if found == expected else (expected, found)
+    return None if actual == expected else (expected, actual)
 
 
 def _open(url: str, start: int = 0) -> http.client.HTTPResponse:
@@ -453,7 +455,7 @@ def _open(url: str, start: int = 0) -> http.client.HTTPResponse:
 
     if not fetching.is_web(url):
         raise NotFoundError(f"HF_ENDPOINT is {endpoint()}, which is no address of https")
-    return fetching.opened(url, os.environ.get("HF_TOKEN", "").strip(), start, _TIMEOUT_S)
+    return fetching.open_url(url, os.environ.get("HF_TOKEN", "").strip(), start, _TIMEOUT_S)
 
 
 def _explain_or_wait(repo: Repo, error: Exception, attempt: int) -> None:

@@ -18,7 +18,7 @@ def say(text: str, *, quiet: bool = False) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def after(tick: Tick, start: int) -> Tick:
+def offset_tick(tick: Tick, start: int) -> Tick:
     """The same bar for one file of several: `start` bytes were done before it."""
     return lambda done: tick(start + done)
 
@@ -30,7 +30,7 @@ def bar(label: str, total: int, *, quiet: bool = False) -> Iterator[Tick]:
     if quiet:
         yield lambda done: None
         return
-    with drawn(f"fetching {label}", total) as tick:
+    with progress_bar(f"fetching {label}", total) as tick:
         if tick is None:
             say(f"fetching {label}: {show_size(total)}")
         yield tick or (lambda done: None)
@@ -38,7 +38,7 @@ def bar(label: str, total: int, *, quiet: bool = False) -> Iterator[Tick]:
 
 
 @contextlib.contextmanager
-def drawn(label: str, total: int, *, of_bytes: bool = True) -> Iterator[Tick | None]:
+def progress_bar(label: str, total: int, *, of_bytes: bool = True) -> Iterator[Tick | None]:
     """A bar that goes away again, by a function that takes how much is done so far; None where it is not seen."""
     try:
         terminal = sys.stderr.isatty()

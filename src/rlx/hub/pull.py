@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rlx.errors import CapabilityError, NotFoundError, RequestError, RlxError, nearest
 from rlx.hub import store
-from rlx.hub.progress import after, bar, say
+from rlx.hub.progress import bar, offset_tick, say
 
 if TYPE_CHECKING:  # what a model that is here does not need is imported by the functions that do
     from rlx.hub import archives, catalogue, huggingface
@@ -63,9 +63,9 @@ def resolve(
     `name` is an existing path, a name of the catalogue, or `org/name[:quant]` of the Hugging Face hub, of which a
     `revision` may be named. With `offline`, or RLX_OFFLINE=1 in the environment, the network is not touched.
     """
-    found = locate(name, revision=revision)
-    if found is not None and not found.in_doubt:
-        return found
+    local = locate(name, revision=revision)
+    if local is not None and not local.in_doubt:
+        return local
     from rlx.hub import catalogue, licence
 
     entry = catalogue.find(os.fspath(name))
@@ -85,8 +85,8 @@ def resolve(
     repo = huggingface.parse(os.fspath(name), revision)
     assert repo is not None  # locate would have refused the name
     if offline or store.is_offline("HF_HUB_OFFLINE"):
-        if found is not None:
-            return _as_it_is(found)
+        if local is not None:
+            return _warn_incomplete(local)
         looked = [f"looked in: {folder / repo.folder}" for folder in huggingface.cache_folders()]
         raise NotFoundError(
             f"{repo}: not on this machine, and offline",
@@ -96,18 +96,18 @@ def resolve(
     try:
         return _of_hub(repo, huggingface.fetch(repo, quiet=quiet))
     except (NotFoundError, CapabilityError) as error:
-        if found is not None:  # no network, no room: as if offline
-            return _as_it_is(found)
+        if local is not None:  # no network, no room: as if offline
+            return _warn_incomplete(local)
         for line in huggingface.incomplete(repo):
             error.add_note(f"  {line}")
         raise
 
 
-def _as_it_is(found: ModelFiles) -> ModelFiles:
+def _warn_incomplete(files: ModelFiles) -> ModelFiles:
     """A model of which files are in doubt, with a warning that says what depends on them."""
-    for name in found.in_doubt:
-        _warn(f"{found.name}: {name} is not in {found.folder}, and the hub could not be asked for it: {_WITHOUT[name]}")
-    return found
+    for name in files.in_doubt:
+        _warn(f"{files.name}: {name} is not in {files.folder}, and the hub could not be asked for it: {_WITHOUT[name]}")
+    return files
 
 
 @functools.cache  # once
@@ -190,8 +190,8 @@ def stored() -> list[ModelFiles]:
     """All complete models that rlx fetched: of the catalogue, in its order, then of the hub."""
     from rlx.hub import catalogue
 
-    found = [files for entry in catalogue.CATALOGUE.values() if (files := _present(entry))]
-    return found + hub_models()
+    models = [files for entry in catalogue.CATALOGUE.values() if (files := _present(entry))]
+    return models + hub_models()
 
 
 def hub_models() -> list[ModelFiles]:
@@ -199,11 +199,11 @@ def hub_models() -> list[ModelFiles]:
     from rlx.hub import huggingface
 
     home = store.home_or_none()
-    found = []
+    models = []
     for folder in sorted((home / "hub").glob("models--*--*/snapshots/*")) if home else []:
         _, org, name = folder.parent.parent.name.split("--", 2)
-        found += [_of_hub(repo, snapshot) for repo, snapshot in huggingface.models_in(folder, org, name)]
-    return found
+        models += [_of_hub(repo, snapshot) for repo, snapshot in huggingface.models_in(folder, org, name)]
+    return models
 
 
 # -- on this machine -------------------------------------------------------------------------------------------------
@@ -271,9 +271,9 @@ def _fetch(entry: Entry, quiet: bool) -> ModelFiles:
         say(f"{entry.name}: another rlx is fetching it; waiting", quiet=quiet)
 
     with store.lock(entry.name, waiting) as alone:
-        found = _present(entry)  # whoever had the lock may have fetched it
-        if found is not None:
-            return found
+        files = _present(entry)  # whoever had the lock may have fetched it
+        if files is not None:
+            return files
         partial = store.make_folder(entry.name, folder / store.PARTIAL)
         if alone:
             _drop_leftovers(partial)
@@ -306,7 +306,7 @@ def _fetch_into(entry: Entry, folder: Path, partial: Path, quiet: bool) -> None:
     total, done = sum(a.size for a in wanted), 0
     with bar(entry.name, total, quiet=quiet) as tick:
         for archive in wanted:
-            path = archives.download(archive, partial, after(tick, done))
+            path = archives.download(archive, partial, offset_tick(tick, done))
             _take(archive, path, joins)
             path.unlink()
             done += archive.size
@@ -321,7 +321,7 @@ def _take(archive: catalogue.Archive, path: Path, joins: list[archives.Join]) ->
     from rlx.hub import archives  # tar, zip and the like, which only a download needs
 
     try:
-        with archives.opened(archive, path) as member:
+        with archives.open_archive(archive, path) as member:
             for join in joins:
                 while join.missing and join.missing[0].archive == archive:
                     with member(join.missing[0]) as stream:
@@ -340,8 +340,8 @@ def _drop_leftovers(partial: Path) -> None:
 def _absent(entry: Entry, why: str) -> NotFoundError:
     home = store.home_or_none()
     folder = home / "models" / entry.name if home else None
-    there = [f.name for f in entry.files if folder and store.file_size(folder / f.name) is not None]
-    others = [f"{folder} is there, but not all of it is as in the catalogue: {', '.join(there)}"] if there else []
+    present = [f.name for f in entry.files if folder and store.file_size(folder / f.name) is not None]
+    others = [f"{folder} is there, but not all of it is as in the catalogue: {', '.join(present)}"] if present else []
     return NotFoundError(f"{entry.name}: {why}", notes=[*others, *_ways_out(entry)])
 
 

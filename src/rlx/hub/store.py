@@ -70,57 +70,57 @@ def is_offline(variable: str = "RLX_OFFLINE") -> bool:
 
 # -- what the disk says ----------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def disk_errors(what: str, folder: Path) -> Iterator[None]:
+def disk_errors(subject: str, folder: Path) -> Iterator[None]:
     """Turn what the file system refuses into errors that say what to do."""
     try:
         yield
     except OSError as error:
-        raise disk_error(what, folder, error) from error
+        raise disk_error(subject, folder, error) from error
 
 
-def disk_error(what: str, folder: Path, error: OSError) -> CapabilityError:
+def disk_error(subject: str, folder: Path, error: OSError) -> CapabilityError:
     if error.errno in _FULL:
-        return disk_full(what, folder)
+        return disk_full(subject, folder)
     if error.errno == errno.EFBIG:
         return CapabilityError(
-            f"{what}: a file in {folder} would become too large",
+            f"{subject}: a file in {folder} would become too large",
             hint="raise the limit on the size of files (ulimit -f), or set RLX_HOME to a folder on another file system",
         )
     if error.errno in _REFUSED:
         return CapabilityError(
-            f"{what}: {folder} cannot be written: {error.strerror}",
+            f"{subject}: {folder} cannot be written: {error.strerror}",
             hint="set RLX_HOME to a folder that you may write to",
         )
-    return CapabilityError(f"{what}: {folder}: {error.strerror or error}")
+    return CapabilityError(f"{subject}: {folder}: {error.strerror or error}")
 
 
-def tool_error(what: str, folder: Path, code: int, output: str) -> CapabilityError | None:
+def tool_error(subject: str, folder: Path, code: int, output: str) -> CapabilityError | None:
     """What a program that was to write files says of the disk, if that is why it has failed."""
     if code == -getattr(signal, "SIGXFSZ", code):
         output = "EFBIG"
     words = {"ENOSPC": "No space left on device", "EDQUOT": "Disk quota exceeded", "EFBIG": "File too large"}
     for name, said in words.items():
         if name in output or said in output:
-            return disk_error(what, folder, OSError(getattr(errno, name, errno.ENOSPC), said))
+            return disk_error(subject, folder, OSError(getattr(errno, name, errno.ENOSPC), said))
     return None
 
 
-def disk_full(what: str, folder: Path, needed: int | None = None, free: int | None = None) -> CapabilityError:
+def disk_full(subject: str, folder: Path, needed: int | None = None, free: int | None = None) -> CapabilityError:
     numbers = "" if needed is None or free is None else f": {show_size(needed)} needed, {show_size(free)} free"
     return CapabilityError(
-        f"{what}: the disk of {folder} is full{numbers}",
+        f"{subject}: the disk of {folder} is full{numbers}",
         hint="make room (`rlx rm` removes models), or set RLX_HOME to a folder on another disk",
     )
 
 
-def check_free(what: str, folder: Path, needed: int, largest: int = 0) -> None:
+def check_free(subject: str, folder: Path, needed: int, largest: int = 0) -> None:
     """Refuse before the first byte what would not fit at the end; `largest` are the bytes of the largest file."""
     if sys.platform != "win32":
         import resource
 
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if limit not in (resource.RLIM_INFINITY, -1) and limit < largest:
-            error = disk_error(what, folder, OSError(errno.EFBIG, os.strerror(errno.EFBIG)))
+            error = disk_error(subject, folder, OSError(errno.EFBIG, os.strerror(errno.EFBIG)))
             error.add_note(f"  the limit is {show_size(limit)}, the largest file has {show_size(largest)}")
             raise error
     try:
@@ -128,12 +128,12 @@ def check_free(what: str, folder: Path, needed: int, largest: int = 0) -> None:
     except OSError:  # some file systems do not say
         return
     if free < needed + _SPARE:
-        raise disk_full(what, folder, needed + _SPARE, free)
+        raise disk_full(subject, folder, needed + _SPARE, free)
 
 
-def make_folder(what: str, folder: Path) -> Path:
+def make_folder(subject: str, folder: Path) -> Path:
     """The folder, made with those above it, and known to take files."""
-    with disk_errors(what, folder):
+    with disk_errors(subject, folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -201,10 +201,10 @@ else:
 def file_size(path: Path) -> int | None:
     """The size of a regular file, or None where there is none."""
     try:
-        found = path.stat()
+        status = path.stat()
     except (OSError, ValueError):
         return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def file_sha256(path: Path) -> str:
@@ -225,13 +225,13 @@ def verified(folder: Path, wanted: Mapping[str, tuple[int, str]]) -> list[str]:
     remembered where the folder can be written.
     """
     record = _read_record(folder)
-    there = [name for name, (size, _) in wanted.items() if file_size(folder / name) == size]
-    new = [name for name in there if record.get(name) != _remembered(folder / name, wanted[name][1])]
+    present = [name for name, (size, _) in wanted.items() if file_size(folder / name) == size]
+    new = [name for name in present if record.get(name) != _remembered(folder / name, wanted[name][1])]
     right = [name for name in new if file_sha256(folder / name) == wanted[name][1]]
     if right:
         with contextlib.suppress(OSError):
             _write_record(folder, record | {name: _remembered(folder / name, wanted[name][1]) for name in right})
-    return [name for name in there if name not in new or name in right]
+    return [name for name in present if name not in new or name in right]
 
 
 def put(temporary: Path, folder: Path, name: str, sha256: str) -> None:
@@ -248,10 +248,10 @@ def _remembered(path: Path, sha256: str) -> list[str | int]:
 
 def _read_record(folder: Path) -> dict[str, list[str | int]]:
     try:
-        found = json.loads((folder / RECORD).read_bytes())
+        record = json.loads((folder / RECORD).read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def _write_record(folder: Path, record: Mapping[str, list[str | int]]) -> None:
