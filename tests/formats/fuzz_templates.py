@@ -240,7 +240,7 @@ def run(cases: range) -> Counter[str]:
         except (FormatError, RequestError) as error:
             assert len(str(error)) <= 500, f"case {case}: a message of {len(str(error))} characters"
             assert not isinstance(error.__cause__, MemoryError), f"case {case}: {error}"
-            outcomes["over budget" if "goes beyond" in str(error) else "refused"] += 1
+            outcomes["over budget" if "exceeds" in str(error) else "refused"] += 1
         except BaseException as error:
             error.add_note(f"case {case}")
             raise

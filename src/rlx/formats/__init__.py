@@ -1,4 +1,4 @@
-"""Model files: GGUF, safetensors and llama2.c, each read into one `TensorFile`."""
+"""Readers for GGUF, safetensors and llama2.c model files; each returns a `TensorFile`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
 
 
 def open_tensors(path: PathLike, *, mapped: bool = True) -> TensorFile:
-    """Open a GGUF or safetensors file, an index of shards, a llama2.c `.bin`, or a folder that holds one model."""
+    """Open a GGUF or safetensors file, a shard index, a llama2.c `.bin`, or a folder that holds one model."""
     from rlx.formats import gguf, llama2c, safetensors
 
     file = Path(path)
@@ -62,12 +62,12 @@ _OTHER = "look for its GGUF or safetensors files"
 
 
 def _foreign(suffix: str, start: bytes) -> tuple[str, str] | None:
-    """What a file of another program is, and what to do about it; known by its first bytes, or by its name."""
+    """Identify an unsupported format by its first bytes or suffix: returns a description and a hint."""
     if start.startswith((b"PK\x03\x04", b"\x80")) and suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
         return _PICKLE
     if start.startswith(b"\x89HDF\r\n\x1a\n"):
         return "an HDF5 file of Keras or TensorFlow", _OTHER
-    if start[:4] in (b"lmgg", b"fmgg", b"tjgg", b"algg"):  # ggml, ggmf, ggjt and ggla, least byte first
+    if start[:4] in (b"lmgg", b"fmgg", b"tjgg", b"algg"):  # ggml, ggmf, ggjt and ggla, little endian
         return "a file of ggml from before GGUF, such as rwkv.cpp's", "convert the original model with llama.cpp"
     match suffix:
         case ".onnx":
@@ -82,7 +82,7 @@ def _foreign(suffix: str, start: bytes) -> tuple[str, str] | None:
 
 
 def _refuse_foreign(folder: Path, inside: list[Path]) -> None:
-    """Say what the weights of a folder are that has none of the known ones."""
+    """Raise if a folder without supported weights holds weights in a known foreign format."""
     for path in inside:
         if path.suffix.lower() in (".bin", ".pt", ".pth", ".onnx", ".h5", ".keras", ".ckpt", ".pkl", ".msgpack"):
             start = bytes(open_bytes(path).view[:8]) if path.is_file() else b""

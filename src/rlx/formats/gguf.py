@@ -1,7 +1,7 @@
-"""GGUF: the model files of llama.cpp, versions 1 to 3, little endian, in one file or split in several.
+"""GGUF, llama.cpp's model format: versions 1 to 3, little endian, single-file or split.
 
-Layout (ggml/docs/gguf.md): magic, version, counts, metadata, tensor infos, padding, data. The header is walked once;
-arrays of numbers become views on the map, arrays of strings keep where each string begins and decode on demand.
+Layout (ggml/docs/gguf.md): magic, version, counts, metadata, tensor infos, padding, data. The header is read in one
+pass; numeric arrays become views of the map, string arrays store offsets and decode on demand.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from rlx.formats.tensor_file import (
 MAGIC = b"GGUF"
 VERSIONS = (1, 2, 3)
 DEFAULT_ALIGNMENT = 32
-# What no real file comes near; every count is bounded by the bytes that remain as well.
+# Far beyond any real file; every count is also bounded by the remaining bytes.
 MAX_KEYS = 1 << 16
 MAX_KEY_BYTES = (1 << 16) - 1
 MAX_STRING_BYTES = 1 << 26
-MAX_STRINGS = 1 << 23  # in all arrays of one file
-MAX_ARRAYS = 1 << 16  # inside of other arrays, in one file
+MAX_STRINGS = 1 << 23  # in all arrays of a file
+MAX_ARRAYS = 1 << 16  # nested arrays in a file
 MAX_NESTING = 4
 
 Value = Union[bool, int, float, str, Array, "StringArray", tuple[Any, ...]]
@@ -62,12 +62,12 @@ _VALUE_TYPES = ", ".join(f"{n} {name}" for n, (name, _, _) in _NUMBERS.items()) 
 
 
 class StringArray(Sequence[str]):
-    """Strings of a metadata array, decoded when asked for. `raw(i)` gives the bytes as stored."""
+    """Strings of a metadata array, decoded on access. `raw(i)` returns the stored bytes."""
 
     def __init__(self, file: FileBytes, offsets: array[int], prefix: int) -> None:
         self._file = file
-        self._offsets = offsets  # where each string's length field begins, and where the last string ends
-        self._prefix = prefix  # bytes of a length field
+        self._offsets = offsets  # of each string's length field, then the end of the last string
+        self._prefix = prefix  # size of a length field in bytes
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -97,7 +97,7 @@ class StringArray(Sequence[str]):
             begin = end
 
     def raw(self, index: int) -> bytes:
-        """String `index` as it is stored, for vocabularies that are not text."""
+        """The stored bytes of string `index`, for vocabularies that are not valid UTF-8."""
         begin, end = self._span(index)
         return bytes(self._file.view[begin:end])
 
@@ -109,9 +109,9 @@ class StringArray(Sequence[str]):
 
 
 def open_gguf(path: PathLike, *, mapped: bool = True) -> TensorFile:
-    """Open a GGUF file; the first of a split model (`...-00001-of-0000N.gguf`) opens all of it.
+    """Open a GGUF file; the first part of a split model (`...-00001-of-0000N.gguf`) opens all parts.
 
-    `metadata` has the keys of the (first) file, and `GGUF.version`.
+    `metadata` holds the keys of the (first) file, and `GGUF.version`.
     """
     first = _read_part(open_bytes(path, mapped=mapped))
     parts = [first]
@@ -167,7 +167,7 @@ def _check_parts(parts: list[_Part]) -> None:
 
 
 def is_later_part(path: Path) -> bool:
-    """Whether the name is that of a part of a split model other than the first."""
+    """Whether a file is the second or a later part of a split model."""
     name = _part_name(path)
     return name is not None and int(name["number"]) > 1
 
@@ -192,7 +192,7 @@ def _read_part(file: FileBytes) -> _Part:
             )  # fmt: skip
         raise broken(file.path, "GGUF version", at=4, expected="1, 2 or 3", actual=version)
     cursor.wide = version > 1
-    # A tensor info has at least a name's length, a rank, a type and an offset; a key a length, a type and a byte.
+    # Minimum sizes: a tensor info has a name length, rank, type and offset; a key has a length, a type and a byte.
     tensors = cursor.count("tensor count", each=cursor.prefix + 16, max_count=MAX_TENSORS)
     keys = cursor.count("key count", each=cursor.prefix + 5, max_count=MAX_KEYS)
     metadata: dict[str, Value] = {"GGUF.version": version}
@@ -244,7 +244,7 @@ def _read_info(cursor: _Cursor) -> _Info:
     dims = [cursor.size_field(f"shape of {shown}") for _ in range(rank)]
     type_number = cursor.u32(f"type of {shown}")
     offset = cursor.u64(f"offset of {shown}")
-    return _Info(begin, name, tuple(reversed(dims)), type_number, offset)  # the file has the fastest axis first
+    return _Info(begin, name, tuple(reversed(dims)), type_number, offset)  # files store the fastest axis first
 
 
 def _place(file: FileBytes, info: _Info, start: int, alignment: int) -> TensorEntry:
@@ -281,14 +281,14 @@ def _decode(file: FileBytes, begin: int, end: int, field: str) -> str:
 
 
 class _Cursor:
-    """Reads a header front to back; every step is checked against the bytes that remain."""
+    """Sequential header reader; every read is checked against the remaining bytes."""
 
     def __init__(self, file: FileBytes) -> None:
         self.file = file
         self.at = 0
-        self.wide = True  # counts, lengths and sizes have 64 bits; in version 1 they have 32
-        self.arrays = 0  # inner ones, so far
-        self.strings = 0  # of arrays, so far
+        self.wide = True  # counts, lengths and sizes are 64-bit; 32-bit in version 1
+        self.arrays = 0  # nested arrays read so far
+        self.strings = 0  # array strings read so far
 
     @property
     def remaining(self) -> int:
@@ -296,7 +296,7 @@ class _Cursor:
 
     @property
     def prefix(self) -> int:
-        """Bytes of a count, length or size."""
+        """Size in bytes of a count, length or size field."""
         return 8 if self.wide else 4
 
     def take(self, nbytes: int, field: str) -> memoryview:
@@ -320,7 +320,7 @@ class _Cursor:
         return self.u64(field) if self.wide else self.u32(field)
 
     def count(self, field: str, *, each: int, max_count: int | None = None) -> int:
-        """A count of things that take at least `each` bytes."""
+        """Read a count of items that take at least `each` bytes."""
         begin = self.at
         count = self.size_field(field)
         if count * each > self.remaining:
@@ -374,7 +374,7 @@ class _Cursor:
         return raw.view(dtype)
 
     def string_array(self, field: str) -> StringArray:
-        """Walk from length to length: the one loop whose speed decides how fast a file opens."""
+        """Scan an array of strings by their lengths. This loop dominates the time to open a file."""
         count = self.count(f"length of {field}", each=self.prefix, max_count=MAX_STRINGS - self.strings)
         self.strings += count
         code = _U64 if self.wide else _U32

@@ -1,7 +1,7 @@
-"""The tokenizer inside a GGUF file: its `tokenizer.*` keys become a Rust tokenizer and the ids of special tokens.
+"""Build a Rust tokenizer and special token ids from the `tokenizer.*` metadata of a GGUF file.
 
-Takes metadata as a plain mapping. Defaults and the meaning of keys are llama.cpp's (`llama_vocab::impl::load`); unlike
-it, an id of bos or eos outside the vocabulary is an error here, not a warning.
+Defaults and the meaning of keys follow llama.cpp (`llama_vocab::impl::load`), except that a bos or eos id outside the
+vocabulary is an error here, not a warning.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from rlx.formats.tokenizer_models import (
 
 MAX_MERGES = 1 << 23
 MAX_CHARSMAP_BYTES = 1 << 24
-_NO_ID = (-1, 0xFFFFFFFF)  # how converters write "there is none"
+_NO_ID = (-1, 0xFFFFFFFF)  # how converters write "none"
 _PREFIX = "tokenizer.ggml."
 _MODELS = ("gpt2", "gemma4", "llama", "t5", "bert")
 
 
 @dataclass(frozen=True, slots=True)
 class GgufVocab:
-    """What `read_vocab` makes of a file."""
+    """The result of `read_vocab`."""
 
     rust: RustTokenizer
-    bpe: Bpe | None  # its model, where it is one of BPE
+    bpe: Bpe | None  # its model, if it is BPE
     size: int
     special: SpecialIds
     chat_template: str | None
 
 
 def read_vocab(metadata: Mapping[str, Any], source: str) -> GgufVocab:
-    """Build the tokenizer that the metadata describes; `source` names the file in messages."""
+    """Build the tokenizer that the metadata describes; `source` names the file in error messages."""
     keys = _Keys(metadata, source)
     model = keys.text("model")
     if model not in _MODELS:
@@ -72,7 +72,7 @@ def read_vocab(metadata: Mapping[str, Any], source: str) -> GgufVocab:
 
 # -- keys ------------------------------------------------------------------------------------------------------------
 class _Keys:
-    """The `tokenizer.ggml.*` keys, each read as the type it must have."""
+    """Typed access to the `tokenizer.ggml.*` keys."""
 
     def __init__(self, metadata: Mapping[str, Any], source: str) -> None:
         self._metadata = metadata
@@ -114,7 +114,7 @@ class _Keys:
             return int(value)
         if strict:
             raise self.wrong(key, f"a token id below {len(vocabulary.tokens)}", int(value))
-        return None  # converters write a pad id one beyond the end; nothing depends on it
+        return None  # some converters write a pad id one past the end; nothing depends on it
 
     def strings(self, key: str, max_count: int) -> list[str] | None:
         value = self._get(key)
@@ -130,7 +130,7 @@ class _Keys:
         return strings
 
     def numbers(self, key: str, kinds: str, *, max_count: int = MAX_TOKENS) -> NDArray[Any] | None:
-        """An array of numbers whose NumPy kind is among `kinds`."""
+        """Read a numeric array whose NumPy kind is in `kinds`."""
         value = self._get(key)
         if value is None:
             return None
@@ -147,10 +147,10 @@ class _Keys:
         return numbers
 
     def number_each(self, key: str, kinds: str, vocabulary: Sequence[str]) -> NDArray[Any] | None:
-        """A number for each token."""
+        """Read an array with one number per token."""
         numbers = self.numbers(key, kinds)
         if numbers is not None and len(numbers) != len(vocabulary):
-            raise self.wrong(key, f"{len(vocabulary)} numbers, one a token", len(numbers))
+            raise self.wrong(key, f"{len(vocabulary)} numbers, one per token", len(numbers))
         return numbers
 
 
@@ -159,13 +159,13 @@ def _vocabulary(keys: _Keys) -> Vocabulary:
     if not tokens:
         raise keys.wrong("tokens", "the vocabulary", None if tokens is None else "nothing")
     for i in (i for i, token in enumerate(tokens) if not token):
-        tokens[i] = f"[EMPTY_{i}]"  # llama.cpp's name for a hole
+        tokens[i] = f"[EMPTY_{i}]"  # llama.cpp's name for an unused id
     kinds = keys.number_each("token_type", "iu", tokens)
     kinds = np.full(len(tokens), NORMAL) if kinds is None else kinds.astype(np.int64)
     vocabulary = Vocabulary(tokens, kinds, keys.where("tokens"))
     for name in STOP_NAMES & vocabulary.ids.keys():
         i = vocabulary.ids[name]
-        if is_marker(name) and kinds[i] in (NORMAL, USER_DEFINED):  # converters mark some of them as text
+        if is_marker(name) and kinds[i] in (NORMAL, USER_DEFINED):  # some converters mark them as text
             kinds[i] = CONTROL
     return vocabulary
 
@@ -173,10 +173,10 @@ def _vocabulary(keys: _Keys) -> Vocabulary:
 def _with_attributes(
     vocabulary: Vocabulary, special: SpecialIds, metadata: Mapping[str, Any], keys: _Keys
 ) -> Vocabulary:
-    """What GGUF does not say of tokens: which ones take the white space beside them, as llama.cpp knows it by name."""
+    """Add attributes that GGUF does not store: which tokens absorb adjacent white space, by name as in llama.cpp."""
     end = vocabulary.ids.get("</s>")
     if end is not None and special.bos is not None and vocabulary.tokens[special.bos] == "<s>":
-        vocabulary.kinds[end] = CONTROL  # the end of a text and no tag of HTML, though some files call it text
+        vocabulary.kinds[end] = CONTROL  # ends a text, though some files mark it as plain text
     name = metadata.get("general.name")
     name, pre = (name.lower() if isinstance(name, str) else ""), keys.text("pre", "") or ""
     if "phi-3" in name or "phi3" in name:
@@ -280,7 +280,7 @@ def _scores(keys: _Keys, vocabulary: Vocabulary) -> NDArray[Any]:
 def _with_ends(
     rust: RustTokenizer, keys: _Keys, vocabulary: Vocabulary, special: SpecialIds, *, add_bos: bool, add_eos: bool
 ) -> RustTokenizer:
-    """Special ids before and after every text, as the file's flags say, else by the model's default."""
+    """Add special ids before and after every text, by the file's flags or the model's defaults."""
     ends: list[tuple[int, ...]] = []
     for key, default, role, token in (
         ("add_bos_token", add_bos, "bos_token_id", special.bos),

@@ -1,9 +1,8 @@
-"""Images as arrays: `[height, width, 3]` of bytes, red, green, blue.
+"""Read and resize images as `[height, width, 3]` uint8 RGB arrays.
 
-PNG, PPM, PGM and NPY are read here, which needs nothing but NumPy; every other kind of file is read by Pillow, if that
-is installed, and PNG is read faster with it. Transparency is dropped, not blended. Images in files are bounded: a few
-kilobytes could say that they are terabytes. Images are resized by Pillow's arithmetic: rows, then columns, each rounded
-to bytes.
+PNG, PPM, PGM and NPY need only NumPy; Pillow, if installed, reads all other formats and speeds up PNG. Alpha is
+dropped, not blended. Image sizes are bounded, since a header of a few bytes could claim terabytes. Resizing follows
+Pillow's arithmetic: rows, then columns, each rounded to bytes.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from rlx.formats.png import PIXELS, SIDE, check_size, read_png
 from rlx.formats.tensor_file import PathLike, broken, open_bytes, quoted
 
 NPY = b"\x93NUMPY"
-BYTES = 1 << 30  # of a file: as many as the pixels of the largest image can take in any format
+BYTES = 1 << 30  # file size limit: enough for the largest image in any format
 
 
 def read_image(path: PathLike) -> Array:
-    """The pixels of a file, by what it holds and not by its name."""
+    """Read an image; the format is detected from the content, not the file name."""
     file = Path(path)
     size = open_bytes(file).size
     if size > BYTES:
         raise broken(file, "a file with an image", expected=f"at most {BYTES} bytes", actual=size)
-    data = open_bytes(file, mapped=False).view  # not mapped: whoever rewrites it meanwhile would kill the process
+    data = open_bytes(file, mapped=False).view  # not mapped: truncating a mapped file kills the process
     if data[: len(PNG)] == PNG:
         return as_pixels(read_png(file, data), str(file))
     if re.match(rb"P[56]\s", data):
@@ -45,10 +44,10 @@ def read_image(path: PathLike) -> Array:
 
 
 def as_pixels(array: Any, where: str = "image") -> Array:
-    """An array of pixels as `[height, width, 3]` bytes.
+    """Convert an array of pixels to `[height, width, 3]` uint8.
 
-    Bytes are 0 to 255, floats 0 to 1. The channels (one, three, or four with transparency) are the last axis, else the
-    first (one or three); without such an axis the image is grey.
+    Accepts uint8 from 0 to 255 and floats from 0 to 1. Channels are the last axis (1, 3, or 4 with alpha) or else the
+    first (1 or 3); without such an axis the image is greyscale.
     """
     array = np.asarray(array)
     sides = _sides(array.shape)
@@ -68,7 +67,7 @@ def as_pixels(array: Any, where: str = "image") -> Array:
 
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Height and width of an array of pixels; None for an array that is no image."""
+    """Height and width of an array of pixels; None if it is not an image."""
     if len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3, 4)):
         return shape[:2]
     return shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else None
@@ -89,7 +88,7 @@ def _lanczos(x: Array) -> Array:
     return np.where(x < 3, np.sinc(x) * np.sinc(x / 3), 0.0)
 
 
-# Under Pillow's numbers for them: how far a filter reaches, and its weight at a distance.
+# Resampling filters by Pillow's numbers: radius, and weight as a function of distance.
 NEAREST, LANCZOS, BILINEAR, BICUBIC, BOX, HAMMING = range(6)
 FILTERS: dict[int, tuple[float, Callable[[Array], Array]]] = {
     LANCZOS: (3.0, _lanczos),
@@ -100,14 +99,14 @@ FILTERS: dict[int, tuple[float, Callable[[Array], Array]]] = {
 }
 
 
-_ROWS_PER_MATMUL = 16  # new elements in one matrix product: more waste multiplications with zeros, fewer waste calls
-_MAX_FLOATS = 1 << 21  # numbers of a matrix and of an image as floats, about
+_ROWS_PER_MATMUL = 16  # output rows per matmul: larger wastes multiplications by zero, smaller wastes calls
+_MAX_FLOATS = 1 << 21  # approximate bound on the floats of a weight matrix and of an image slice
 
 
 def _taps(size: int, wanted: int, kind: int, first: int, last: int) -> tuple[Array, Array]:
-    """For new elements from `first` to `last`: the first old element that counts in each, and weights from there on.
+    """First input index and filter weights for each output element from `first` to `last`.
 
-    Where an image gets smaller, filters get wider. Rows of weights are as long as the longest; zeros fill them up.
+    Filters widen when an image shrinks. Rows of weights are zero-padded to the longest.
     """
     reach, weight = FILTERS[kind]
     scale = size / wanted
@@ -118,12 +117,12 @@ def _taps(size: int, wanted: int, kind: int, first: int, last: int) -> tuple[Arr
     places = start[:, None] + np.arange((stop - start).max())
     weights = weight(np.abs(places - centres[:, None] + 0.5) * (1 / wide))
     weights = np.where(places < stop[:, None], weights, 0.0)
-    total = weights.cumsum(1)[:, -1:]  # one by one from the left, as Pillow adds them
+    total = weights.cumsum(1)[:, -1:]  # summed left to right, as in Pillow
     return start, weights / np.where(total == 0, 1, total)
 
 
 def _banded(size: int, wanted: int, kind: int, first: int, last: int) -> tuple[int, Array]:
-    """The first old element that counts in new ones from `first` to `last`, and a matrix of weights from there on."""
+    """First input index used by outputs `first` to `last`, and the weight matrix from that index on."""
     start, weights = _taps(size, wanted, kind, first, last)
     places = start[:, None] - start[0] + np.arange(weights.shape[1])
     matrix = np.zeros((last - first, int(places.max()) + 1))
@@ -132,15 +131,15 @@ def _banded(size: int, wanted: int, kind: int, first: int, last: int) -> tuple[i
 
 
 def resampling(size: int, wanted: int, kind: int = BICUBIC) -> Array:
-    """`[wanted, size]`: the weight of each old element in each new one."""
+    """Resampling matrix `[wanted, size]`: the weight of each input element in each output element."""
     start, matrix = _banded(size, wanted, kind, 0, wanted)
     return np.pad(matrix, ((0, 0), (start, size - start - matrix.shape[1])))
 
 
 def resize(image: Array, height: int, width: int, kind: int = BICUBIC) -> Array:
-    """An image of bytes in another size, as Pillow makes it.
+    """Resize a uint8 image as Pillow does.
 
-    Newer versions of that sometimes take columns before rows, from which the last bits of a byte differ.
+    Newer Pillow versions sometimes resize columns before rows, which changes the last bits of a byte.
     """
     if not (0 < height <= SIDE and 0 < width <= SIDE and height * width <= PIXELS):
         bounds = f"sides of 1 to {SIDE} pixels and at most {PIXELS} in all"
@@ -152,14 +151,14 @@ def resize(image: Array, height: int, width: int, kind: int = BICUBIC) -> Array:
         if kind == NEAREST:
             steps = np.full(wanted, size / wanted)
             steps[0] /= 2
-            image = image.take(steps.cumsum().astype(np.int64), axis=axis, mode="clip")  # step by step, as Pillow does
+            image = image.take(steps.cumsum().astype(np.int64), axis=axis, mode="clip")  # accumulated, as in Pillow
         else:
             image = np.moveaxis(_resize_axis(np.moveaxis(image, axis, 0), wanted, kind), 0, axis)
     return np.ascontiguousarray(image)
 
 
 def _resize_axis(image: Array, wanted: int, kind: int) -> Array:
-    """Bytes in another size along the first axis: products of narrow matrices, a few new elements at a time."""
+    """Resize along the first axis by narrow matrix products, a few output rows at a time."""
     size, others = image.shape[0], image.shape[1]
     resized = np.empty((wanted, *image.shape[1:]), np.uint8)
     together = max(1, min(_ROWS_PER_MATMUL, _MAX_FLOATS * wanted // (8 * size)))
@@ -167,7 +166,7 @@ def _resize_axis(image: Array, wanted: int, kind: int) -> Array:
         last = min(first + together, wanted)
         start, weights = _banded(size, wanted, kind, first, last)
         exact = weights * (1 << 22)
-        weights = np.trunc(exact + np.copysign(0.5, exact))  # whole numbers below 2^53: sums in any order are exact
+        weights = np.trunc(exact + np.copysign(0.5, exact))  # integers below 2^53, so sums are exact in any order
         count = weights.shape[1]
         step = max(1, _MAX_FLOATS // (count * image.shape[2]))
         for at in range(0, others, step):
@@ -200,7 +199,7 @@ def _read_pnm(file: Path, data: memoryview) -> Array:
 
 # -- NPY -------------------------------------------------------------------------------------------------------------
 def _read_npy(file: Path, data: memoryview) -> Array:
-    stream = io.BytesIO(data[: 1 << 17])  # longer headers are refused by NumPy
+    stream = io.BytesIO(data[: 1 << 17])  # NumPy rejects longer headers
     try:
         version = npy_format.read_magic(stream)
         read = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
@@ -208,7 +207,7 @@ def _read_npy(file: Path, data: memoryview) -> Array:
         shape = tuple(map(int, sizes))
         if version not in ((1, 0), (2, 0), (3, 0)) or kind.kind not in "buif":
             raise ValueError(f"version {version}, elements of type {kind}")
-    except Exception as error:  # its header is parsed as Python: many kinds of errors come out
+    except Exception as error:  # NumPy parses the header as Python, which raises many kinds of errors
         raise broken(file, f"no array of NumPy: {shortened(str(error), 200)}") from error
     sides = _sides(shape)
     if sides is None:
@@ -234,10 +233,10 @@ def _read_by_pillow(file: Path, data: memoryview) -> Array:
         with Image.open(io.BytesIO(data)) as image:
             check_size(file, *image.size)
             image.load()
-            check_size(file, *image.size)  # an icon may hold an image of another size than it says
-            upright = ImageOps.exif_transpose(image)  # as a camera was held
+            check_size(file, *image.size)  # an icon may hold an image of another size than its header says
+            upright = ImageOps.exif_transpose(image)  # apply the camera orientation
             return np.array(upright.convert("RGB"))
     except RlxError:
         raise
-    except Exception as error:  # its readers raise errors of many kinds; DecompressionBombWarning may be one
+    except Exception as error:  # Pillow raises many kinds of errors, possibly DecompressionBombWarning
         raise broken(file, f"no image that Pillow can read: {shortened(str(error), 200)}") from error

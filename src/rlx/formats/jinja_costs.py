@@ -1,6 +1,6 @@
-"""What operators, comparisons and methods cost a template, as a function of the sizes of their operands.
+"""Costs of operators, comparisons and methods in templates, as functions of operand sizes.
 
-`METHODS` is the list of methods that a template may call, each with its cost; there are no others.
+`METHODS` lists the only methods that a template may call, each with its cost.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from markupsafe import Markup
 from rlx.formats.jinja_budget import CONTAINERS, ITEMS, MAX_BITS, REPR, SCAN, VIEWS, Budget, current, to_list, width
 
 Cost = Callable[[Budget, Any, Sequence[Any]], None]
-ESCAPED = 6  # characters that HTML has for one, at most, and a copy
+ESCAPED = 6  # most characters per character after HTML escaping, plus a copy
 
-_LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"  # of str.splitlines
-_MAX_PADDING = 999  # width and precision of a format
+_LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"  # as in str.splitlines
+_MAX_PADDING = 999  # for width and precision of a format
 _PARENTHESIS = re.compile(r"[()]")
 _PERCENT_FIELD = re.compile(r"[-#0 +]*(\*|[0-9]*)(?:\.(\*|[0-9]*))?[hlL]?(.?)", re.DOTALL)
-_DIGITS = re.compile(r"\d+")  # str.format takes those of all scripts
+_DIGITS = re.compile(r"\d+")  # str.format accepts digits of all scripts
 _NUMBERS = (int, float, complex)
 _NUMBER_CHARS = 400  # "%f" % 1e308, without its precision
 _MAX_KEY = 1 << 16
@@ -31,12 +31,12 @@ _MAX_KEY = 1 << 16
 
 # -- searching -------------------------------------------------------------------------------------------------------
 def charge_search(budget: Budget, text: str, needle: str) -> None:
-    """Forwards, which CPython does in linear time, but not at the speed of memchr."""
+    """Charge for a forward search: linear time in CPython, but slower than memchr."""
     budget.step(1 + len(text) * min(len(needle) + 1, ITEMS) // SCAN)
 
 
 def charge_reverse_search(budget: Budget, text: str, needle: str) -> None:
-    """Compares the needle at every position. So does stripping: each character against all that are stripped."""
+    """Charge for a backward search, which compares at every position, or for stripping a set of characters."""
     budget.step(1 + len(text) * (len(needle) + 1) // SCAN)
 
 
@@ -51,7 +51,7 @@ def charge_replace(budget: Budget, text: str, old: str, new: str, count: int) ->
 
 
 def join_texts(glue: str, values: Iterable[Any]) -> str:
-    """The texts of the values with the glue between them."""
+    """Join the texts of the values with `glue`, charged."""
     budget = current()
     parts = [budget.text(value) for value in to_list(values)]
     chars = sum(map(len, parts)) + len(glue) * len(parts)
@@ -59,7 +59,7 @@ def join_texts(glue: str, values: Iterable[Any]) -> str:
     budget.step(chars // SCAN + len(parts) // ITEMS)
     budget.reserve_text(chars, wide)
     budget.reserve(chars * wide * (ESCAPED if isinstance(glue, Markup) else 1))
-    text: str = budget.charge_result(glue.join(parts))  # markup, if the glue is
+    text: str = budget.charge_result(glue.join(parts))  # Markup if the glue is
     return text
 
 
@@ -70,7 +70,7 @@ def count_lines(text: str) -> int:
 
 # -- formats ---------------------------------------------------------------------------------------------------------
 def charge_percent(budget: Budget, text: str, values: Any) -> None:
-    """`text % values`."""
+    """Charge for `text % values`."""
     if isinstance(values, tuple):
         operands: Iterable[Any] = values
     else:
@@ -87,7 +87,7 @@ def charge_percent(budget: Budget, text: str, values: Any) -> None:
 
 
 def _percent_fields(budget: Budget, text: str) -> Iterator[tuple[int, str]]:
-    """Width plus precision of each field, with room for a number, and its conversion."""
+    """Yield for each field an upper bound on its padding, and its conversion."""
     at = text.find("%") + 1
     while at:
         budget.step()
@@ -100,7 +100,7 @@ def _percent_fields(budget: Budget, text: str) -> Iterator[tuple[int, str]]:
 
 
 def _after_key(budget: Budget, text: str, at: int) -> int:
-    """Where the key that opens here has ended: parentheses nest."""
+    """End of the parenthesised key that opens at `at`; parentheses nest."""
     depth = 0
     for match in _PARENTHESIS.finditer(text, at):
         budget.step()
@@ -120,7 +120,7 @@ def _padding(budget: Budget, numbers: Iterable[str]) -> int:
 
 
 class _Charged(SandboxedFormatter):
-    """`str.format`, each field charged before it is formatted."""
+    """`str.format` that charges for each field before formatting it."""
 
     growth = 1
 
@@ -154,7 +154,7 @@ class _ChargedMarkup(_Charged, SandboxedEscapeFormatter):
 
 
 def formatter(environment: Any, text: str) -> Callable[..., str]:
-    """The method `format` of a text."""
+    """The charged `format` method of a text."""
     kind = type(text)
     runner = _ChargedMarkup(environment, escape=Markup.escape) if isinstance(text, Markup) else _Charged(environment)
 
@@ -175,7 +175,7 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def compare(left: Any, *rest: Any) -> Any:
-    """`a < b <= c` from a, "lt", b, "lteq", c."""
+    """Evaluate a comparison chain: `a < b <= c` is passed as a, "lt", b, "lteq", c."""
     result: Any = True
     budget = current()
     for name, right in zip(rest[::2], rest[1::2], strict=True):
@@ -204,12 +204,12 @@ def _charge_in(budget: Budget, item: Any, values: Any) -> None:
         check_key(item)
     elif isinstance(values, CONTAINERS):
         budget.step(budget.size(item).steps + budget.size(values).steps)
-    else:  # a range, or an iterator that tells how much is left of it
+    else:  # a range, or an iterator with a length hint
         budget.step(operator.length_hint(values, 0) * (1 + budget.size(item).steps) // ITEMS)
 
 
 def check_key(key: Any) -> Any:
-    """Refuse keys that take long to hash, each time anew."""
+    """Reject keys that are slow to hash, which happens on every lookup."""
     if isinstance(key, tuple):
         raise TypeError("a tuple cannot be a key")
     if isinstance(key, str) and len(key) > _MAX_KEY:
@@ -218,7 +218,7 @@ def check_key(key: Any) -> Any:
 
 
 def take_slice(values: Any, start: Any, stop: Any, step: Any) -> Any:
-    """`values[start:stop:step]`."""
+    """Return `values[start:stop:step]`, charged."""
     budget = current()
     budget.step()
     if isinstance(values, (str, list, tuple)):
@@ -338,7 +338,7 @@ def _free(budget: Budget, owner: Any, args: Sequence[Any]) -> None:
     pass
 
 
-CASE = _scan(64, 6)  # outside ASCII a character may become three, made in a buffer of its own
+CASE = _scan(64, 6)  # a non-ASCII character may become three, in a separate buffer
 _METHODS_OF_TEXT: dict[str, Cost] = {
     **dict.fromkeys(("capitalize", "casefold", "lower", "swapcase", "title", "upper"), CASE),
     **dict.fromkeys((
@@ -361,5 +361,5 @@ METHODS: tuple[tuple[Any, Mapping[str, Cost]], ...] = (
 
 
 def methods_of(value: Any) -> Mapping[str, Cost] | None:
-    """The methods of a value with their costs; None where Jinja's own objects have them."""
+    """The allowed methods of a value with their costs; None for Jinja's own objects."""
     return next((methods for kind, methods in METHODS if isinstance(value, kind)), None)

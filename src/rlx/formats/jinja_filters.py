@@ -1,6 +1,6 @@
 """Filters, tests and globals of templates, each charged to the budget before it runs.
 
-Jinja's own where that suffices, with a cost from a table; a filter or test that is in no table does not exist.
+Jinja's own where possible, with costs from tables; filters and tests in no table do not exist.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from rlx.formats.jinja_costs import (
 from rlx.formats.tensor_file import quoted
 
 _MAX_PATH = 8  # parts of `attribute="a.b.c"`
-_MAX_DIGITS = 1000  # of a text that is read as a number
+_MAX_DIGITS = 1000  # of a text converted to a number
 _MAX_INDENT = 64
 _MAX_SEPARATOR = 64
 _WIDE_TIME = re.compile(r"%[^a-zA-Z%]*\d")  # glibc's "%9999Y"
 
-# Filters of a text: characters per step, and bytes needed per byte of the text, results and scratch together.
+# Text filters: characters per step, and bytes per byte of text for result and scratch together.
 _OF_TEXT = {
     "capitalize": (64, 6), "lower": (64, 6), "upper": (64, 6), "title": (4, 100), "string": (SCAN, 1),
     "safe": (SCAN, 2), "e": (256, 12), "escape": (256, 12), "forceescape": (256, 12), "urlencode": (16, 12),
     "striptags": (4, 64), "wordcount": (16, 40), "truncate": (SCAN, 2),
 }  # fmt: skip
-_LAZY = {"items", "map", "reject", "rejectattr", "reverse", "select", "selectattr"}  # give iterators
+_LAZY = {"items", "map", "reject", "rejectattr", "reverse", "select", "selectattr"}  # return iterators
 _CHEAP = {"abs", "attr", "count", "d", "default", "first", "last", "length"}
 _CHEAP_TESTS = {
     "boolean", "callable", "defined", "escaped", "false", "filter", "float", "integer", "iterable", "mapping", "none",
@@ -63,14 +63,14 @@ TESTS: dict[str, Any] = dict(_TESTS)
 
 # -- Jinja's own, charged --------------------------------------------------------------------------------------------
 def _operands(run: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments without the environment or context that Jinja passes first."""
+    """Arguments without the environment or context that Jinja passes first."""
     return args[1:] if hasattr(run, "jinja_pass_arg") else args
 
 
 def _counted(run: Function) -> Function:
-    """One step; the result is charged unless it is the operand itself."""
+    """Charge one step, and the result unless it is one of the operands."""
 
-    @wraps(run)  # keeps the marks by which Jinja knows what to pass
+    @wraps(run)  # keeps the attributes that tell Jinja what to pass
     def counted(*args: Any, **kwargs: Any) -> Any:
         current().step()
         result = run(*args, **kwargs)
@@ -80,7 +80,7 @@ def _counted(run: Function) -> Function:
 
 
 def _cheap(run: Function) -> Function:
-    """One step; the result, if not a small one, was there before."""
+    """Charge one step; the result is small or already exists."""
 
     @wraps(run)
     def cheap(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ def _of_text(run: Function, chars_per_step: int, bytes_per_byte: int) -> Functio
 
 
 def _lazy(run: Function) -> Function:
-    """An iterator as in Jinja, which is always true, over values that are worked out now: chains do not nest."""
+    """Return an iterator, as Jinja does, but over values computed eagerly, so chains do not nest."""
 
     @wraps(run)
     def lazy(*args: Any, **kwargs: Any) -> Any:
@@ -130,7 +130,7 @@ def _compares(name: str) -> Function:
 
 
 def _of_numbers(run: Function) -> Function:
-    """Of a text, `value % 2` would be a format."""
+    """Accept only numbers: for a text, `value % 2` would format it."""
 
     @wraps(run)
     def of_numbers(*values: Any) -> Any:
@@ -211,7 +211,7 @@ def _round(value: Any, precision: int = 0, method: Any = "common") -> Any:
 def _sum(env: Environment, value: Iterable[Any], attribute: str | int | None = None, start: float = 0) -> Any:
     _check_path(attribute)
     if not isinstance(start, (int, float)):
-        raise TypeError("sum: adds numbers only")  # lists would be copied once for each
+        raise TypeError("sum: adds numbers only")  # lists would be copied on every addition
     return FILTERS["sum"](env, to_list(value), attribute, start)
 
 
@@ -219,7 +219,7 @@ def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
     separators: tuple[str, str] | None = None, sort_keys: bool = False,
 ) -> str:  # fmt: skip
-    """As transformers has it: Jinja's own would escape HTML."""
+    """`tojson` as in transformers: Jinja's own escapes HTML."""
     budget = current()
     between = 4
     for separator in separators or ():
@@ -232,7 +232,7 @@ def _tojson(
         if length > _MAX_INDENT:
             raise budget.exceeded(f"an indent of {_MAX_INDENT}")
         between += 1 + max(length, 0) * (size.nesting + 1)
-        budget.step(4 * size.items)  # not in C
+        budget.step(4 * size.items)  # the pure Python encoder
     budget.step(8 * size.steps)
     own = max([size.width, *(width(text) for text in (indent, *(separators or ())) if isinstance(text, str))])
     chars = size.chars * (2 * REPR if ensure_ascii else 6) + size.items * (between + 24)
@@ -242,7 +242,7 @@ def _tojson(
 
 # -- filters that order values by keys -------------------------------------------------------------------------------
 def _keyed(env: Environment, value: Iterable[Any], attribute: Any, default: Any = None) -> list[Any]:
-    """The values in a list, after charging for their keys: read, copied in lower case, and compared as sorting does."""
+    """List the values after charging for their keys: read, lower-cased and compared as in sorting."""
     _check_path(attribute)
     key_of = make_attrgetter(env, attribute, default=default)
     return _charged_keys(to_list(value), lambda item: (key_of(item),))
@@ -307,14 +307,14 @@ def _dictsort(
     return FILTERS["dictsort"](value, case_sensitive, by, reverse)
 
 
-# -- what the sandbox puts into the tree of a template ---------------------------------------------------------------
+# -- filters that the sandbox inserts into the AST -------------------------------------------------------------------
 class Steps:
-    """The values of a loop, each at least a step; it has a length, since `loop.length` asks for it."""
+    """The values of a loop, charged one step or more per iteration; sized, for `loop.length`."""
 
     def __init__(self, values: Iterable[Any], pieces: int) -> None:
         sized = isinstance(values, (list, tuple, range))
         self._values: Any = values if sized else to_list(values)
-        self.pieces = pieces  # of text that a turn writes, at most
+        self.pieces = pieces  # most text pieces written per iteration
 
     def __len__(self) -> int:
         return len(self._values)
@@ -361,7 +361,7 @@ TESTS_OF_TEMPLATES: dict[str, Function] = {
 
 # -- globals ---------------------------------------------------------------------------------------------------------
 class _Namespace(Namespace):
-    """Jinja's, without names that Python itself reads, and without writing itself out."""
+    """Jinja's namespace without private names, and with a constant repr."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *positional = args  # `namespace(self=1)` is allowed
@@ -404,7 +404,7 @@ def _range(*bounds: int) -> range:
 
 
 def _raise_exception(message: Any = "") -> None:
-    """Called by templates that cannot render these messages: the caller's fault, not the template's."""
+    """Called by templates that reject the messages: RequestError, since it is the caller's fault."""
     raise RequestError(f"{shortened(current().text(message), 300) or 'refused'} (says the chat template)")
 
 

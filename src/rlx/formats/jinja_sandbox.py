@@ -1,10 +1,10 @@
-"""Jinja for templates that come with a model, which are programs by strangers: no files, no internals, and bounds.
+"""Sandboxed Jinja for chat templates, which are untrusted programs: no file access, no Python internals, bounded cost.
 
-Built on Jinja's immutable sandbox, set up as transformers sets it up. A rendering ends, with a FormatError where need
-be, within one budget of bytes, steps and seconds (`jinja_budget.py`). It holds because every way to repeat, to multiply
-or to look at all of a value is charged first: loops, comparisons, slices, keys, `~` and literals are rewritten in the
-template's tree; operators, calls and the joining of a block's text are Jinja's own hooks (`jinja_costs.py`); filters
-and tests are wrapped (`jinja_filters.py`); and constants are not folded.
+Built on Jinja's immutable sandbox with the settings of transformers. A rendering stays within a budget of bytes, steps
+and seconds (`jinja_budget.py`) or raises FormatError. Every operation that repeats, multiplies or scans a value is
+charged before it runs: loops, comparisons, slices, keys, `~` and literals are rewritten in the template's AST;
+operators, calls and block joins use Jinja's hooks (`jinja_costs.py`); filters and tests are wrapped
+(`jinja_filters.py`); and constant folding is off.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rlx.formats.jinja_costs import Cost, charge_binary, formatter, join_texts, 
 from rlx.formats.jinja_filters import FILTERS_OF_TEMPLATES, GLOBALS_OF_TEMPLATES, TESTS_OF_TEMPLATES, Steps
 
 MAX_TEMPLATE_CHARS = 1 << 17
-MAX_TOKENS = 1 << 14  # compiling takes time in their number, and for some in its square
+MAX_TOKENS = 1 << 14  # compile time is linear in them, for some templates quadratic
 
 
 class Program:
-    """A template, checked and compiled. `reads_parts`: it takes the content of messages apart by itself."""
+    """A checked and compiled template. `reads_parts`: whether it handles message content parts itself."""
 
     def __init__(self, source: str, where: str) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
@@ -53,7 +53,7 @@ class Program:
             raise FormatError(f"{where}: {_short_message(error)}") from error
 
     def render(self, variables: dict[str, Any]) -> str:
-        """The text that the template makes of the variables, which must be plain data."""
+        """Render the template with variables, which must be plain data."""
         return self.render_within(Budget(self.where), variables)
 
     def render_within(self, budget: Budget, variables: dict[str, Any]) -> str:
@@ -69,7 +69,7 @@ class Program:
             raise
         except RecursionError as error:
             raise FormatError(f"{self.where}: calls itself without end") from error
-        except Exception as error:  # whatever an operator, a filter or a method raises
+        except Exception as error:  # raised by an operator, a filter or a method
             raise FormatError(f"{self.where}: {type(error).__name__}: {_short_message(error)}") from error
         finally:
             jinja_budget.stop(token)
@@ -79,9 +79,9 @@ def _short_message(error: object) -> str:
     return shortened(str(error), 300)
 
 
-# -- the tree of a template ------------------------------------------------------------------------------------------
+# -- the template's AST ----------------------------------------------------------------------------------------------
 class _Bounded(NodeTransformer):
-    """Put loops, comparisons, slices, computed keys, `~` and literals through filters that charge for them."""
+    """Route loops, comparisons, slices, computed keys, `~` and literals through filters that charge for them."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         pieces = _pieces(node.body) + _pieces(node.else_)
@@ -128,7 +128,7 @@ def _key(node: nodes.Expr) -> nodes.Expr:
 
 
 def _pieces(body: Iterable[nodes.Node]) -> int:
-    """How many pieces of text the nodes write when they run once, loops in them left out."""
+    """Number of text pieces that one pass over the nodes writes, excluding inner loops."""
     count = 0
     waiting = list(body)
     while waiting:
@@ -154,7 +154,7 @@ def _refuse(tree: nodes.Template, where: str) -> None:
 
 
 def _reads_parts(tree: nodes.Template) -> bool:
-    """Whether there is a `part.text` or `part['text']`."""
+    """Whether the template reads `part.text` or `part['text']`."""
     by_name = (node.attr == "text" for node in tree.find_all(nodes.Getattr))
     by_key = (isinstance(n.arg, nodes.Const) and n.arg.value == "text" for n in tree.find_all(nodes.Getitem))
     return any(by_name) or any(by_key)
@@ -162,13 +162,13 @@ def _reads_parts(tree: nodes.Template) -> bool:
 
 # -- the environment -------------------------------------------------------------------------------------------------
 def _join_pieces(pieces: Iterable[str]) -> str:
-    """The text of a block, a macro or a call, from its pieces."""
+    """Join the pieces of a block, macro or call into its text."""
     parts = list(pieces)
     current().make_text(sum(map(len, parts)), max(map(width, parts), default=1))
     return "".join(parts)
 
 
-_SCOPES = ("_loop_vars", "_block_vars")  # that Jinja passes along with the arguments of a call
+_SCOPES = ("_loop_vars", "_block_vars")  # passed by Jinja along with the arguments of a call
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -190,7 +190,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         budget = current()
         charge_binary(budget, operator, left, right)
         result = super().call_binop(context, operator, left, right)
-        charged = operator != "%" and not isinstance(result, Markup)  # what is escaped or formatted has any length
+        charged = operator != "%" and not isinstance(result, Markup)  # escaping and formatting can produce any length
         return budget.check(result) if charged else budget.charge_result(result)
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -211,7 +211,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             result = super().call(context, obj, *args, **kwargs)
         finally:
             budget.depth -= 1
-        written = isinstance(obj, (Macro, BlockReference, LoopContext))  # their text is charged where it is joined
+        written = isinstance(obj, (Macro, BlockReference, LoopContext))  # charged when their text is joined
         return result if written else budget.charge_result(result)
 
     def _call_method(
@@ -226,7 +226,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the model wrote, for training; here its body is simply rendered."""
+    """`{% generation %}` marks assistant text for training; only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -237,7 +237,7 @@ class _Generation(Extension):
 
 
 class _Length(Extension):
-    """A bound on the length of programs; text between them is free."""
+    """Limits the number of template tokens; literal text is free."""
 
     def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
         for count, token in enumerate(stream):
@@ -248,7 +248,7 @@ class _Length(Extension):
 
 @pass_context
 def _finalize(context: Context, value: Any) -> Any:
-    """Called with every value that is printed. That it takes the context keeps Jinja from folding constants."""
+    """Jinja's hook for every printed value. Taking the context keeps Jinja from folding constants."""
     current().step()
     return value if isinstance(value, str) else current().text(value)
 

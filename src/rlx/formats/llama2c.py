@@ -1,9 +1,9 @@
-"""llama2.c: Karpathy's `.bin` checkpoints, the legacy layout and version 1, both float32.
+"""llama2.c: Karpathy's `.bin` checkpoints in float32, legacy layout and version 1.
 
-The tensors come under the names and shapes of Hugging Face's Llama, and `metadata` reads as its `config.json`. One
-thing differs: rows of q_proj and k_proj are in the order of Meta's checkpoints, so that rotary positions turn
-neighbouring pairs, not halves; `rope_interleaved` says so. The layouts are those of `legacy_export` and
-`version1_export` in llama2.c's `export.py`; the legacy rotary tables are skipped, as `run.c` does.
+Tensors get the names and shapes of Hugging Face's Llama, and `metadata` matches its `config.json`, with one difference:
+q_proj and k_proj rows are in the order of Meta's checkpoints, so RoPE rotates neighbouring pairs instead of halves
+(`rope_interleaved`). The layouts are those of `legacy_export` and `version1_export` in llama2.c's `export.py`; the
+legacy RoPE tables are skipped, as in `run.c`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SIZES = struct.Struct("<7i")
 _MAX_LAYERS = 4096
 
 _Shape = tuple[int, ...]
-_Layout = list[tuple[str | None, _Shape]]  # in the order of the file; None is skipped
+_Layout = list[tuple[str | None, _Shape]]  # in file order; None is skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class _Config:
             "vocab_size": self.vocab,
             "max_position_embeddings": self.context,
             "tie_word_embeddings": self.tied,
-            "rms_norm_eps": 1e-5,  # this and the next are constants of run.c
+            "rms_norm_eps": 1e-5,  # this and rope_theta are constants in run.c
             "rope_theta": 10000.0,
             "rope_interleaved": True,
             "llama2c.version": self.version,
@@ -61,7 +61,7 @@ class _Config:
 
 
 def open_llama2c(path: PathLike, *, mapped: bool = True) -> TensorFile:
-    """Open a llama2.c checkpoint; `lm_head.weight` is there only when the classifier is its own."""
+    """Open a llama2.c checkpoint; `lm_head.weight` exists only if the classifier is not tied to the embedding."""
     file = open_bytes(path, mapped=mapped)
     config, start = _read_header(file)
     layout = _legacy_layout(config) if config.version == 0 else _v1_layout(config)
@@ -84,7 +84,7 @@ def _read_header(file: FileBytes) -> tuple[_Config, int]:
     magic, version = struct.unpack_from("<Ii", file.view)
     if magic != MAGIC:
         sizes = _SIZES.unpack_from(file.view)
-        vocab = sizes[5]  # its sign says whether the classifier is shared with the embedding
+        vocab = sizes[5]  # positive if the classifier is tied to the embedding
         return _checked(file.path, 0, (*sizes[:5], abs(vocab), sizes[6]), vocab > 0, at=0), _SIZES.size
     if version != 1:
         hint = "version 2 is int8: export the model again with --version 1" if version == 2 else None

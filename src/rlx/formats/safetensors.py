@@ -1,7 +1,7 @@
-"""safetensors: the checkpoint format of Hugging Face, in one file or in shards with an index.
+"""safetensors, Hugging Face's checkpoint format: one file, or shards with an index.
 
 Layout: eight bytes of header length, a JSON header, then the data, which the tensors cover without gap or overlap.
-`model.safetensors.index.json` says which shard holds which tensor; what it does not name is not part of the model.
+`model.safetensors.index.json` maps tensors to shards; tensors it does not list are not part of the model.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 def open_safetensors(path: PathLike, *, mapped: bool = True) -> TensorFile:
     """Open one `.safetensors` file, or all shards that an index (`....index.json`) names.
 
-    `metadata` is the header's `__metadata__`; of a sharded model the index's, then what its shards add.
+    `metadata` is the header's `__metadata__`; for a sharded model, that of the index merged over that of its shards.
     """
     file = Path(path)
     if file.name.endswith(".json"):
@@ -88,7 +88,7 @@ def _open_index(path: Path, mapped: bool) -> TensorFile:
 
 
 def _check_shard_name(path: Path, name: str, shard: object) -> None:
-    """A shard lies beside its index. It may be a link: so does the cache of Hugging Face store it."""
+    """A shard must be in the folder of its index. It may be a symlink, as in the Hugging Face cache."""
     if not isinstance(shard, str):
         raise broken(path, f"shard of tensor {quoted(name)}", expected="a file name", actual=_json_kind(shard))
     if not shard.endswith(".safetensors") or any(c in shard for c in "/\\:\0") or len(shard) > 255:
@@ -165,7 +165,7 @@ def _read_entry(file: FileBytes, start: int, name: str, value: Any) -> TensorEnt
 
 
 def _check_cover(file: FileBytes, start: int, entries: dict[str, TensorEntry]) -> None:
-    """Each tensor begins where the one before it ends, and the last ends with the file."""
+    """Check that tensors cover the data without gap or overlap, up to the end of the file."""
     at = start
     for entry in sorted(entries.values(), key=lambda e: (e.offset, e.end)):
         if entry.offset != at:
@@ -189,7 +189,7 @@ def _json_kind(value: object) -> str:
 def write_safetensors(
     path: PathLike, tensors: Mapping[str, tuple[TensorType, Callable[[], Array]]], **metadata: str
 ) -> None:
-    """Write tensors by name: what each is, and a function that gives it, asked when its turn has come."""
+    """Write tensors by name, each given as its type and a function that reads it, called just before it is written."""
     names = {kind: name for name, kind in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
@@ -200,7 +200,7 @@ def write_safetensors(
         header[name] = {"dtype": names[type_.dtype], "shape": list(type_.shape), "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that data is aligned, as the format advises
+    text += b" " * (-len(text) % 8)  # aligns the data, as the format recommends
     with open(path, "wb") as file:
         file.write(_LENGTH.pack(len(text)))
         file.write(text)

@@ -1,7 +1,7 @@
-"""JSON from outside: parsed only as far as it is small, plain and unambiguous.
+"""Strict parser for untrusted JSON.
 
-Takes bytes, gives Python data. Refused are too many bytes or values, deep nesting, bad UTF-8, two members of one name,
-NaN and Infinity, lone surrogates: things that other readers take in different ways, or that cost more than they weigh.
+Rejects input that parsers disagree on or that is disproportionately costly: too many bytes or values, deep nesting,
+invalid UTF-8, duplicate members, NaN and Infinity, lone surrogates.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from rlx.errors import FormatError
 from rlx.formats.tensor_file import broken, quoted
 
-MAX_BYTES = 100_000_000  # the bound that the safetensors library sets for its header
+MAX_BYTES = 100_000_000  # the safetensors library's limit for its header
 MAX_VALUES = 1 << 22
-# Matches to the end of an unclosed string as well, so that the scan is linear whatever it meets.
+# Also matches an unclosed string to the end, so that the scan is always linear.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.S)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -26,9 +26,9 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 def parse_json(
     source: bytes | memoryview, file: Path, *, at: int = 0, max_values: int = MAX_VALUES, infinity: bool = False
 ) -> Any:
-    """The value that `source` holds; `at` is where it begins in `file`.
+    """Parse `source`, which begins at byte `at` of `file`.
 
-    With `infinity` it may have that word for a number, as Python writes it into configurations.
+    `infinity` allows the number `Infinity`, which Python writes into configurations.
     """
     if len(source) > MAX_BYTES:
         raise broken(file, "JSON", at=at, expected=f"at most {MAX_BYTES} bytes", actual=len(source))
@@ -65,7 +65,7 @@ def parse_json(
         raise broken(file, "JSON has half of a surrogate pair", at=at or None) from error
     except FormatError:
         raise
-    except ValueError as error:  # an integer of more digits than Python converts
+    except ValueError as error:  # an integer with more digits than Python converts
         raise broken(file, "JSON has a number that is too long", at=at or None) from error
 
 
@@ -73,7 +73,7 @@ def _check_values(data: bytes, file: Path, at: int, max_values: int) -> None:
     def values(text: bytes) -> int:
         return 1 + text.count(b",") + text.count(b"[") + text.count(b"{")
 
-    # Strings may hold commas and brackets too: only when the quick count is too high is it worth removing them.
+    # The quick count includes commas and brackets inside strings; remove those only if it is too high.
     count = values(data)
     if count > max_values:
         count = values(_STRING.sub(b"", data))
