@@ -325,7 +325,7 @@ def test_an_image_comes_with_what_there_is() -> None:
     with pytest.raises(RequestError) as caught:
         ChatTemplate(GEMMA3).render([{"role": "user", "content": [{"type": "image", "url": "x"}]}])
     assert "messages[0].content[0].type: expected 'text', found 'image'" in str(caught.value)
-    assert "it reads texts" in str(caught.value.hint)
+    assert "takes text" in str(caught.value.hint)
 
 
 def test_a_role_comes_with_the_nearest() -> None:
@@ -439,7 +439,7 @@ def test_an_attack_ends_soon_with_a_format_error(name: str) -> None:
 
 
 def test_output_has_a_bound() -> None:
-    with pytest.raises(FormatError, match=f"beyond {MAX_CHARS} characters"):
+    with pytest.raises(FormatError, match=f"exceeds {MAX_CHARS} characters"):
         ChatTemplate("{% for i in range(100000) %}" + "x" * 200 + "{% endfor %}").render([USER])
 
 

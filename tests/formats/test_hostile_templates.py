@@ -78,7 +78,7 @@ def test_a_rendering_has_one_budget_for_all_of_its_values() -> None:
     budget = Budget("t")
     Program(half.replace("N", "30"), "t").render_within(budget, {})
     assert 30 * 4_000_000 <= budget.bytes < 31 * 4_000_000
-    with pytest.raises(FormatError, match=f"beyond {MAX_BYTES >> 20} MiB"):
+    with pytest.raises(FormatError, match=f"exceeds {MAX_BYTES >> 20} MiB"):
         Program(half.replace("N", "70"), "t").render({})
 
 

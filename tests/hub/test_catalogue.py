@@ -78,7 +78,7 @@ def test_every_hash_of_the_assets_page_is_in_the_catalogue() -> None:
 )
 def test_a_name_that_leaves_its_folder_is_not_safe(name: str) -> None:
     assert not is_safe_name(name)
-    with pytest.raises(ValueError, match="no name of a file"):
+    with pytest.raises(ValueError, match="not a valid file name"):
         File(name, 0, "", ())
 
 

