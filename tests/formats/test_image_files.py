@@ -132,8 +132,8 @@ def test_ppm_pgm_and_npy_are_read(tmp_path: Path) -> None:
         (b"P6 5 4 65535\n" + bytes(120), CapabilityError, "65535"),
         (b"P6 5 4 255\n" + bytes(59), FormatError, "expected 60 bytes, found 59"),
         (b"P6 5\n", FormatError, "header of a PPM"),
-        (b"\x93NUMPY\1\0", FormatError, "no array of NumPy"),
-        (_npy(np.array([{}], object)), FormatError, "no array of NumPy"),
+        (b"\x93NUMPY\1\0", FormatError, "not a NumPy array"),
+        (_npy(np.array([{}], object)), FormatError, "not a NumPy array"),
     ],
 )
 def test_other_files_that_cannot_be_are_refused(tmp_path: Path, data: bytes, error: Any, match: str) -> None:
@@ -152,7 +152,7 @@ def test_other_kinds_need_pillow_and_say_so(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(builtins, "__import__", without)
     (tmp_path / "x.jpg").write_bytes(b"\xff\xd8\xff\xe0")
-    with pytest.raises(CapabilityError, match="read by Pillow, which is not installed") as caught:
+    with pytest.raises(CapabilityError, match="needs Pillow, which is not installed") as caught:
         read_image(tmp_path / "x.jpg")
     assert caught.value.hint and "pip install pillow" in caught.value.hint
 
@@ -163,7 +163,7 @@ def test_pillow_reads_the_rest(tmp_path: Path) -> None:
     pillow.fromarray(image(20, 30, 3)).save(tmp_path / "x.bmp")
     assert np.array_equal(read_image(tmp_path / "x.bmp"), np.asarray(pillow.open(tmp_path / "x.bmp")))
     (tmp_path / "x.jpg").write_bytes(b"\xff\xd8\xff\xe0")
-    with pytest.raises(FormatError, match="no image that Pillow can read"):
+    with pytest.raises(FormatError, match="not an image that Pillow can read"):
         read_image(tmp_path / "x.jpg")
 
 

@@ -164,7 +164,7 @@ def test_a_pickle_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_an_unknown_file_is_refused_with_its_first_bytes(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=r"no known model file: expected GGUF, .* found b'\\x93NUM'"):
+    with pytest.raises(FormatError, match=r"not a known model file: expected GGUF, .* found b'\\x93NUM'"):
         open_tensors(replace(tmp_path / "x.npy", b"\x93NUMPY"))
 
 

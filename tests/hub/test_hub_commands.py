@@ -100,7 +100,7 @@ def test_show_of_a_model_that_is_not_here(tiny: Path, capsys: pytest.CaptureFixt
     assert "not here: rlx pull joined" in capsys.readouterr().out
     assert run("show", "org/name") == 0
     assert "not here: rlx pull org/name" in capsys.readouterr().out
-    with pytest.raises(NotFoundError, match="'joinde' is no model"):
+    with pytest.raises(NotFoundError, match="'joinde' is not a catalogue model"):
         run("show", "joinde")
 
 
@@ -144,7 +144,7 @@ def test_rm_asks_and_keeps_without_an_answer(
 
 @pytest.mark.usefixtures("no_network")
 def test_rm_of_what_is_not_here_says_so(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(NotFoundError, match="'nosuch' is no model of the catalogue"):
+    with pytest.raises(NotFoundError, match="'nosuch' is not a catalogue model"):
         run("rm", "nosuch")  # and asks nothing
     assert run("rm", "-y", "joined") == 0
     assert "was not here" in capsys.readouterr().err

@@ -102,14 +102,14 @@ def test_a_split_gguf_is_one_model() -> None:
 
 
 def test_several_ggufs_and_no_quant_are_listed() -> None:
-    with pytest.raises(NotFoundError, match="2 GGUF models in it, name one") as caught:
+    with pytest.raises(NotFoundError, match="2 GGUF models, name one") as caught:
         choose(Repo("a", "b"), GGUFS)
-    assert "there: Q4_K_M, Q8_0" in "\n".join(caught.value.notes)
+    assert "available: Q4_K_M, Q8_0" in "\n".join(caught.value.notes)
     assert caught.value.hint == "a/b:Q4_K_M"
 
 
 def test_a_quant_that_two_files_have_wants_the_name_of_one() -> None:
-    with pytest.raises(NotFoundError, match="2 GGUF models in it, name one") as caught:
+    with pytest.raises(NotFoundError, match="2 GGUF models, name one") as caught:
         choose(Repo("a", "b", "Q4_0"), ["x-Q4_0.gguf", "y-Q4_0.gguf"])
     assert caught.value.hint == "a/b:x-Q4_0.gguf"
 
@@ -117,7 +117,7 @@ def test_a_quant_that_two_files_have_wants_the_name_of_one() -> None:
 def test_a_quant_that_is_not_there_lists_those_that_are() -> None:
     with pytest.raises(NotFoundError, match="no GGUF file of 'Q4_K'") as caught:
         choose(Repo("a", "b", "Q4_K"), GGUFS)
-    assert "there: Q4_K_M, Q8_0" in "\n".join(caught.value.notes)
+    assert "available: Q4_K_M, Q8_0" in "\n".join(caught.value.notes)
 
 
 def test_names_that_lead_out_of_the_folder_are_not_seen() -> None:

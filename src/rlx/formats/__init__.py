@@ -53,7 +53,7 @@ def open_tensors(path: PathLike, *, mapped: bool = True) -> TensorFile:
     if file.suffix == ".bin":
         return llama2c.open_llama2c(file, mapped=mapped)
     magic = start[:4]
-    raise broken(file, "no known model file", at=0, expected="GGUF, safetensors or a llama2.c .bin", actual=magic)
+    raise broken(file, "not a known model file", at=0, expected="GGUF, safetensors or a llama2.c .bin", actual=magic)
 
 
 _CONVERT = "transformers writes it as safetensors: AutoModel.from_pretrained(folder).save_pretrained(other)"

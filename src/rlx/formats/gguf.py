@@ -200,7 +200,7 @@ def _read_part(file: FileBytes) -> _Part:
         begin = cursor.at
         key = cursor.string("a key", MAX_KEY_BYTES)
         if key in metadata:
-            raise broken(file.path, f"key {quoted(key)} is there twice", at=begin)
+            raise broken(file.path, f"key {quoted(key)} occurs twice", at=begin)
         metadata[key] = cursor.value(cursor.u32(f"type of {quoted(key)}"), f"value of {quoted(key)}")
     return _Part(file, metadata, _read_tensors(cursor, tensors, _alignment(file.path, metadata)))
 
@@ -227,7 +227,7 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> list[TensorEnt
     entries: dict[str, TensorEntry] = {}
     for info in infos:
         if info.name in entries:
-            raise broken(cursor.file.path, f"tensor {quoted(info.name)} is there twice", at=info.at)
+            raise broken(cursor.file.path, f"tensor {quoted(info.name)} occurs twice", at=info.at)
         entries[info.name] = _place(cursor.file, info, start, alignment)
     check_overlap(entries.values())
     return list(entries.values())

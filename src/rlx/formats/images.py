@@ -208,14 +208,14 @@ def _read_npy(file: Path, data: memoryview) -> Array:
         if version not in ((1, 0), (2, 0), (3, 0)) or kind.kind not in "buif":
             raise ValueError(f"version {version}, elements of type {kind}")
     except Exception as error:  # NumPy parses the header as Python, which raises many kinds of errors
-        raise broken(file, f"no array of NumPy: {shortened(str(error), 200)}") from error
+        raise broken(file, f"not a NumPy array: {shortened(str(error), 200)}") from error
     sides = _sides(shape)
     if sides is None:
         raise _no_image(str(file), shape)
     check_size(file, *sides[::-1])
     size, start = math.prod(shape) * kind.itemsize, stream.tell()
     if len(data) - start < size:
-        raise broken(file, "no array of NumPy", at=start, expected=f"{size} bytes", actual=len(data) - start)
+        raise broken(file, "not a NumPy array", at=start, expected=f"{size} bytes", actual=len(data) - start)
     array = np.frombuffer(data[start : start + size], kind)
     return as_pixels(array.reshape(shape, order="F" if columns_first else "C"), str(file))
 
@@ -226,7 +226,7 @@ def _read_by_pillow(file: Path, data: memoryview) -> Array:
         from PIL import Image, ImageOps
     except ImportError as error:
         raise CapabilityError(
-            f"{file}: an image that is no PNG, PPM or NPY is read by Pillow, which is not installed",
+            f"{file}: reading images other than PNG, PPM and NPY needs Pillow, which is not installed",
             hint="pip install pillow, or save the image as PNG",
         ) from error
     try:
@@ -239,4 +239,4 @@ def _read_by_pillow(file: Path, data: memoryview) -> Array:
     except RlxError:
         raise
     except Exception as error:  # Pillow raises many kinds of errors, possibly DecompressionBombWarning
-        raise broken(file, f"no image that Pillow can read: {shortened(str(error), 200)}") from error
+        raise broken(file, f"not an image that Pillow can read: {shortened(str(error), 200)}") from error

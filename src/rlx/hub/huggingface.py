@@ -98,12 +98,12 @@ def choose(repo: Repo, names: Iterable[str]) -> tuple[str, ...]:
         raise NotFoundError(f"{repo}: no complete weights as safetensors or GGUF in it", hint="pickles are not read")
     if not candidates:
         available = ", ".join(labels) or "no GGUF files"
-        raise NotFoundError(f"{repo}: no GGUF file of {repo.quant!r}", notes=[f"there: {available}"])
+        raise NotFoundError(f"{repo}: no GGUF file of {repo.quant!r}", notes=[f"available: {available}"])
     if repo.quant or len(labels) < len(ggufs):  # labels are ambiguous
         labels = [PurePosixPath(files[0]).name for files in candidates]
     raise NotFoundError(
-        f"{repo}: {len(candidates)} GGUF models in it, name one",
-        notes=[f"there: {', '.join(labels)}"],
+        f"{repo}: {len(candidates)} GGUF models, name one",
+        notes=[f"available: {', '.join(labels)}"],
         hint=f"{repo.org}/{repo.name}:{labels[0]}",
     )
 
@@ -295,7 +295,7 @@ def fetch(repo: Repo, *, quiet: bool = False) -> Snapshot:
     folder, partial = root / "snapshots" / commit, root / store.PARTIAL
 
     def waiting() -> None:
-        say(f"{repo}: another rlx is fetching it; waiting", quiet=quiet)
+        say(f"{repo}: another rlx process is fetching it; waiting", quiet=quiet)
 
     with store.lock(repo.folder, waiting):
         with store.disk_errors(str(repo), root):

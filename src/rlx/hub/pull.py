@@ -77,7 +77,7 @@ def resolve(
         if not entry.supported and not unsupported:
             raise CapabilityError(
                 f"{entry.name}: architecture {entry.family!r} is not supported yet, so it is not fetched",
-                hint=f"rlx pull {entry.name} fetches it all the same; rlx models lists others",
+                hint=f"rlx pull {entry.name} fetches it anyway; rlx models lists others",
             )
         licence.require(entry, accept=accept_licence)
         return _fetch(entry, quiet)
@@ -144,7 +144,7 @@ def locate(name: str | os.PathLike[str], *, revision: str | None = None) -> Mode
     if _looks_like_a_path(text):
         raise NotFoundError(f"{text}: no such file or folder")
     raise NotFoundError(
-        f"{text!r} is no model of the catalogue, no file and no org/name",
+        f"{text!r} is not a catalogue model, a file or org/name",
         hint=nearest(text.lower(), catalogue.names()) or "rlx models lists the catalogue",
     )
 
@@ -173,9 +173,9 @@ def remove(name: str) -> int:
     repo = huggingface.parse(name)
     if repo is None:
         if _existing(name) is not None:
-            raise NotFoundError(f"{name}: a file of yours: rlx removes only what it fetched itself")
+            raise NotFoundError(f"{name}: your own file: rlx removes only what it fetched")
         locate(name)  # raises if the name is invalid
-        raise NotFoundError(f"{name!r} is no model that rlx fetched")
+        raise NotFoundError(f"{name!r} is not a model that rlx fetched")
     root = store.home() / "hub" / repo.folder
     snapshot = huggingface.locate(repo) if repo.quant else None
     if not root.is_dir() or (snapshot and root not in snapshot.folder.parents):
@@ -269,7 +269,7 @@ def _fetch(entry: Entry, quiet: bool) -> ModelFiles:
     folder = store.make_folder(entry.name, model_folder(entry))
 
     def waiting() -> None:
-        say(f"{entry.name}: another rlx is fetching it; waiting", quiet=quiet)
+        say(f"{entry.name}: another rlx process is fetching it; waiting", quiet=quiet)
 
     with store.lock(entry.name, waiting) as alone:
         files = _present(entry)  # whoever had the lock may have fetched it
@@ -342,7 +342,7 @@ def _absent(entry: Entry, why: str) -> NotFoundError:
     home = store.home_or_none()
     folder = home / "models" / entry.name if home else None
     present = [f.name for f in entry.files if folder and store.file_size(folder / f.name) is not None]
-    others = [f"{folder} is there, but not all of it is as in the catalogue: {', '.join(present)}"] if present else []
+    others = [f"{folder} exists but does not match the catalogue; it has {', '.join(present)}"] if present else []
     return NotFoundError(f"{entry.name}: {why}", notes=[*others, *_ways_out(entry)])
 
 
@@ -362,7 +362,7 @@ def _remove_tree(lock_name: str, folder: Path, names: list[str] | None) -> int:
         return 0
 
     def waiting() -> None:
-        say(f"{lock_name}: another rlx is at it; waiting")
+        say(f"{lock_name}: in use by another rlx process; waiting")
 
     with store.lock(lock_name, waiting), store.disk_errors(lock_name, folder):
         inside = [p for p in folder.rglob("*") if p.is_file() or p.is_symlink()]

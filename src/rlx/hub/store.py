@@ -52,7 +52,7 @@ def home() -> Path:
 
 
 def _homeless(folder: str) -> CapabilityError:
-    return CapabilityError(f"no home folder: {folder} leads nowhere", hint="set RLX_HOME to a folder for models")
+    return CapabilityError(f"no home folder: {folder} does not exist", hint="set RLX_HOME to a folder for models")
 
 
 def home_or_none() -> Path | None:
