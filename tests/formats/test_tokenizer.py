@@ -570,7 +570,7 @@ BROKEN: list[tuple[str, str, Any, str]] = [
     ("gpt2", "tokens", [], "expected the vocabulary, found 'nothing'"),
     ("gpt2", "tokens", "abc", "expected strings, found 'abc'"),
     ("gpt2", "tokens", ["a", 3], "expected strings, found 3"),
-    ("gpt2", "token_type", [1, 2], "expected 261 numbers, one a token, found 2"),
+    ("gpt2", "token_type", [1, 2], "expected 261 numbers, one per token, found 2"),
     ("gpt2", "token_type", ["x"] * 261, "expected numbers, found"),
     ("gpt2", "token_type", np.array(3), "expected numbers, found"),
     ("gpt2", "merges", None, "expected the merges of the vocabulary, found None"),

@@ -41,13 +41,13 @@ def open_tensors(path: PathLike, *, mapped: bool = True) -> TensorFile:
 
     file = Path(path)
     if os.path.isdir(file):
-        file = _model_of_folder(file)
+        file = _find_model(file)
     if file.name.endswith((".safetensors", ".json")):
         return safetensors.open_safetensors(file, mapped=mapped)
     start = bytes(open_bytes(file).view[:8])
     if start[:4] == gguf.MAGIC:
         return gguf.open_gguf(file, mapped=mapped)
-    other = _foreign(file.suffix.lower(), start)
+    other = _identify_foreign(file.suffix.lower(), start)
     if other is not None:
         raise broken(file, f"{other[0]}: rlx does not read it", hint=other[1])
     if file.suffix == ".bin":
@@ -61,7 +61,7 @@ _PICKLE = "a pickle of PyTorch, which can run code when it is opened", _CONVERT
 _OTHER = "look for its GGUF or safetensors files"
 
 
-def _foreign(suffix: str, start: bytes) -> tuple[str, str] | None:
+def _identify_foreign(suffix: str, start: bytes) -> tuple[str, str] | None:
     """Identify an unsupported format by its first bytes or suffix: returns a description and a hint."""
     if start.startswith((b"PK\x03\x04", b"\x80")) and suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
         return _PICKLE
@@ -81,17 +81,17 @@ def _foreign(suffix: str, start: bytes) -> tuple[str, str] | None:
     return None
 
 
-def _refuse_foreign(folder: Path, inside: list[Path]) -> None:
+def _reject_foreign(folder: Path, files: list[Path]) -> None:
     """Raise if a folder without supported weights holds weights in a known foreign format."""
-    for path in inside:
+    for path in files:
         if path.suffix.lower() in (".bin", ".pt", ".pth", ".onnx", ".h5", ".keras", ".ckpt", ".pkl", ".msgpack"):
             start = bytes(open_bytes(path).view[:8]) if path.is_file() else b""
-            other = _foreign(path.suffix.lower(), start)
+            other = _identify_foreign(path.suffix.lower(), start)
             if other is not None:
                 raise broken(folder, f"{path.name} is {other[0]}: rlx does not read it", hint=other[1])
 
 
-def _model_of_folder(folder: Path) -> Path:
+def _find_model(folder: Path) -> Path:
     from rlx.formats.gguf import is_later_part
     from rlx.formats.safetensors import INDEX_NAME
 
@@ -99,12 +99,12 @@ def _model_of_folder(folder: Path) -> Path:
         if os.path.exists(folder / name):
             return folder / name
     try:
-        inside = sorted(folder.iterdir())
+        files = sorted(folder.iterdir())
     except OSError as error:
         raise broken(folder, f"the folder cannot be read: {error.strerror}") from error
-    candidates = [p for p in inside if p.suffix in (".safetensors", ".gguf") and not is_later_part(p)]
+    candidates = [p for p in files if p.suffix in (".safetensors", ".gguf") and not is_later_part(p)]
     if not candidates:
-        _refuse_foreign(folder, inside)
+        _reject_foreign(folder, files)
     if len(candidates) != 1:
         names = ", ".join(p.name for p in candidates[:8]) or "none"
         raise broken(folder, "model files in the folder", expected=f"{INDEX_NAME} or one model file", actual=names)

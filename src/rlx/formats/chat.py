@@ -77,18 +77,18 @@ class ChatTemplate:
     ) -> dict[str, Any]:  # fmt: skip
         return {
             **{name: _plain(value, name) for name, value in variables.items()},
-            "messages": self._checked(messages),
+            "messages": self._check_messages(messages),
             "tools": None if tools is None else _plain(list(tools), "tools"),
         }
 
-    def _checked(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _check_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
             raise RequestError(f"messages: expected a list, found {type(messages).__name__}")
         if not 0 < len(messages) <= MAX_MESSAGES:
             raise RequestError(f"messages: expected 1 to {MAX_MESSAGES}, found {len(messages)}")
-        return [self._checked_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        return [self._check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
-    def _checked_message(self, message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def _check_message(self, message: Mapping[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(message, Mapping):
             raise RequestError(f"{where}: expected an object, found {type(message).__name__}")
         role = message.get("role")

@@ -236,14 +236,14 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> list[TensorEnt
 def _read_info(cursor: _Cursor) -> _Info:
     begin = cursor.at
     name = cursor.string("a tensor's name", MAX_KEY_BYTES)
-    shown = quoted(name)
-    rank = cursor.u32(f"rank of {shown}")
+    label = quoted(name)
+    rank = cursor.u32(f"rank of {label}")
     if rank > MAX_RANK:
         at = cursor.at - 4
-        raise broken(cursor.file.path, f"rank of {shown}", at=at, expected=f"at most {MAX_RANK}", actual=rank)
-    dims = [cursor.size_field(f"shape of {shown}") for _ in range(rank)]
-    type_number = cursor.u32(f"type of {shown}")
-    offset = cursor.u64(f"offset of {shown}")
+        raise broken(cursor.file.path, f"rank of {label}", at=at, expected=f"at most {MAX_RANK}", actual=rank)
+    dims = [cursor.size_field(f"shape of {label}") for _ in range(rank)]
+    type_number = cursor.u32(f"type of {label}")
+    offset = cursor.u64(f"offset of {label}")
     return _Info(begin, name, tuple(reversed(dims)), type_number, offset)  # files store the fastest axis first
 
 

@@ -82,8 +82,8 @@ class _Keys:
         return f"{self._source}: metadata {_PREFIX}{key}"
 
     def wrong(self, key: str, expected: str, actual: object) -> FormatError:
-        shown = quoted(actual) if isinstance(actual, (str, int, float, type(None))) else type(actual).__name__
-        return FormatError(f"{self.where(key)}: expected {expected}, found {shown}")
+        text = quoted(actual) if isinstance(actual, (str, int, float, type(None))) else type(actual).__name__
+        return FormatError(f"{self.where(key)}: expected {expected}, found {text}")
 
     def _get(self, key: str) -> Any:
         return self._metadata.get(_PREFIX + key)

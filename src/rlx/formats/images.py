@@ -52,7 +52,7 @@ def as_pixels(array: Any, where: str = "image") -> Array:
     array = np.asarray(array)
     sides = _sides(array.shape)
     if sides is None or not array.size:
-        raise _no_image(where, array.shape)
+        raise _not_an_image(where, array.shape)
     if array.dtype.kind == "f":
         if not (array.min() >= 0 and array.max() <= 1):  # NaN is refused too
             bounds = f"from {array.min():.4g} to {array.max():.4g}"
@@ -73,7 +73,7 @@ def _sides(shape: tuple[int, ...]) -> tuple[int, ...] | None:
     return shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else None
 
 
-def _no_image(where: str, shape: tuple[int, ...]) -> RequestError:
+def _not_an_image(where: str, shape: tuple[int, ...]) -> RequestError:
     return RequestError(f"{where}: the shape is {quoted(list(shape))}, expected [height, width, 3]")
 
 
@@ -103,13 +103,13 @@ _ROWS_PER_MATMUL = 16  # output rows per matmul: larger wastes multiplications b
 _MAX_FLOATS = 1 << 21  # approximate bound on the floats of a weight matrix and of an image slice
 
 
-def _taps(size: int, wanted: int, kind: int, first: int, last: int) -> tuple[Array, Array]:
+def _taps(size: int, new_size: int, kind: int, first: int, last: int) -> tuple[Array, Array]:
     """First input index and filter weights for each output element from `first` to `last`.
 
     Filters widen when an image shrinks. Rows of weights are zero-padded to the longest.
     """
     reach, weight = FILTERS[kind]
-    scale = size / wanted
+    scale = size / new_size
     wide = max(scale, 1.0)
     centres = (np.arange(first, last) + 0.5) * scale
     start = np.maximum((centres - reach * wide + 0.5).astype(np.int64), 0)
@@ -121,18 +121,18 @@ def _taps(size: int, wanted: int, kind: int, first: int, last: int) -> tuple[Arr
     return start, weights / np.where(total == 0, 1, total)
 
 
-def _banded(size: int, wanted: int, kind: int, first: int, last: int) -> tuple[int, Array]:
+def _band_matrix(size: int, new_size: int, kind: int, first: int, last: int) -> tuple[int, Array]:
     """First input index used by outputs `first` to `last`, and the weight matrix from that index on."""
-    start, weights = _taps(size, wanted, kind, first, last)
+    start, weights = _taps(size, new_size, kind, first, last)
     places = start[:, None] - start[0] + np.arange(weights.shape[1])
     matrix = np.zeros((last - first, int(places.max()) + 1))
     np.put_along_axis(matrix, places, weights, axis=1)
     return int(start[0]), matrix[:, : size - int(start[0])]
 
 
-def resampling(size: int, wanted: int, kind: int = BICUBIC) -> Array:
+def resampling(size: int, new_size: int, kind: int = BICUBIC) -> Array:
     """Resampling matrix `[wanted, size]`: the weight of each input element in each output element."""
-    start, matrix = _banded(size, wanted, kind, 0, wanted)
+    start, matrix = _band_matrix(size, new_size, kind, 0, new_size)
     return np.pad(matrix, ((0, 0), (start, size - start - matrix.shape[1])))
 
 
@@ -144,27 +144,27 @@ def resize(image: Array, height: int, width: int, kind: int = BICUBIC) -> Array:
     if not (0 < height <= SIDE and 0 < width <= SIDE and height * width <= PIXELS):
         bounds = f"sides of 1 to {SIDE} pixels and at most {PIXELS} in all"
         raise RequestError(f"resize: an image of {height} × {width}, expected {bounds}")
-    for axis, wanted in ((1, width), (0, height)):
+    for axis, new_size in ((1, width), (0, height)):
         size = image.shape[axis]
-        if size == wanted:
+        if size == new_size:
             continue
         if kind == NEAREST:
-            steps = np.full(wanted, size / wanted)
+            steps = np.full(new_size, size / new_size)
             steps[0] /= 2
             image = image.take(steps.cumsum().astype(np.int64), axis=axis, mode="clip")  # accumulated, as in Pillow
         else:
-            image = np.moveaxis(_resize_axis(np.moveaxis(image, axis, 0), wanted, kind), 0, axis)
+            image = np.moveaxis(_resize_axis(np.moveaxis(image, axis, 0), new_size, kind), 0, axis)
     return np.ascontiguousarray(image)
 
 
-def _resize_axis(image: Array, wanted: int, kind: int) -> Array:
+def _resize_axis(image: Array, new_size: int, kind: int) -> Array:
     """Resize along the first axis by narrow matrix products, a few output rows at a time."""
     size, others = image.shape[0], image.shape[1]
-    resized = np.empty((wanted, *image.shape[1:]), np.uint8)
-    together = max(1, min(_ROWS_PER_MATMUL, _MAX_FLOATS * wanted // (8 * size)))
-    for first in range(0, wanted, together):
-        last = min(first + together, wanted)
-        start, weights = _banded(size, wanted, kind, first, last)
+    resized = np.empty((new_size, *image.shape[1:]), np.uint8)
+    rows = max(1, min(_ROWS_PER_MATMUL, _MAX_FLOATS * new_size // (8 * size)))
+    for first in range(0, new_size, rows):
+        last = min(first + rows, new_size)
+        start, weights = _band_matrix(size, new_size, kind, first, last)
         exact = weights * (1 << 22)
         weights = np.trunc(exact + np.copysign(0.5, exact))  # integers below 2^53, so sums are exact in any order
         count = weights.shape[1]
@@ -211,7 +211,7 @@ def _read_npy(file: Path, data: memoryview) -> Array:
         raise broken(file, f"not a NumPy array: {shortened(str(error), 200)}") from error
     sides = _sides(shape)
     if sides is None:
-        raise _no_image(str(file), shape)
+        raise _not_an_image(str(file), shape)
     check_size(file, *sides[::-1])
     size, start = math.prod(shape) * kind.itemsize, stream.tell()
     if len(data) - start < size:

@@ -339,7 +339,7 @@ def _free(budget: Budget, owner: Any, args: Sequence[Any]) -> None:
 
 
 CASE = _scan(64, 6)  # a non-ASCII character may become three, in a separate buffer
-_METHODS_OF_TEXT: dict[str, Cost] = {
+_TEXT_METHODS: dict[str, Cost] = {
     **dict.fromkeys(("capitalize", "casefold", "lower", "swapcase", "title", "upper"), CASE),
     **dict.fromkeys((
         "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable",
@@ -353,7 +353,7 @@ _METHODS_OF_TEXT: dict[str, Cost] = {
     "join": _free, "format": _free,  # charged as they run: `joined`, `formatter`
 }  # fmt: skip
 METHODS: tuple[tuple[Any, Mapping[str, Cost]], ...] = (
-    (str, _METHODS_OF_TEXT),
+    (str, _TEXT_METHODS),
     (dict, {"copy": _charge_all, "get": _check_key_arg, "items": _free, "keys": _free, "values": _free}),
     ((list, tuple), dict.fromkeys(("copy", "count", "index"), _charge_all)),
     ((int, float, complex, range, *VIEWS), {"is_integer": _free}),

@@ -39,7 +39,7 @@ _MAX_SEPARATOR = 64
 _WIDE_TIME = re.compile(r"%[^a-zA-Z%]*\d")  # glibc's "%9999Y"
 
 # Text filters: characters per step, and bytes per byte of text for result and scratch together.
-_OF_TEXT = {
+_TEXT_FILTERS = {
     "capitalize": (64, 6), "lower": (64, 6), "upper": (64, 6), "title": (4, 100), "string": (SCAN, 1),
     "safe": (SCAN, 2), "e": (256, 12), "escape": (256, 12), "forceescape": (256, 12), "urlencode": (16, 12),
     "striptags": (4, 64), "wordcount": (16, 40), "truncate": (SCAN, 2),
@@ -50,9 +50,9 @@ _CHEAP_TESTS = {
     "boolean", "callable", "defined", "escaped", "false", "filter", "float", "integer", "iterable", "mapping", "none",
     "number", "sameas", "sequence", "string", "test", "true", "undefined",
 }  # fmt: skip
-_TESTS_OF_TEXT = {"lower", "upper"}
-_TESTS_OF_NUMBERS = {"divisibleby", "even", "odd"}
-_TESTS_THAT_COMPARE = {
+_TEXT_TESTS = {"lower", "upper"}
+_NUMBER_TESTS = {"divisibleby", "even", "odd"}
+_COMPARE_TESTS = {
     "eq": "eq", "equalto": "eq", "==": "eq", "ne": "ne", "!=": "ne", "lt": "lt", "lessthan": "lt", "<": "lt",
     "le": "lteq", "<=": "lteq", "gt": "gt", "greaterthan": "gt", ">": "gt", "ge": "gteq", ">=": "gteq", "in": "in",
 }  # fmt: skip
@@ -331,7 +331,7 @@ def _concat(*parts: Any) -> str:
     return join_texts("", parts)
 
 
-_IN_TREES: dict[str, Function] = {
+_AST_FILTERS: dict[str, Function] = {
     "rlx_steps": Steps, "rlx_concat": _concat, "rlx_compare": compare, "rlx_slice": take_slice, "rlx_key": check_key,
     "rlx_literal": lambda value: current().charge_result(value),
 }  # fmt: skip
@@ -343,19 +343,19 @@ _OWN: dict[str, Function] = {
     "float": _float, "round": _round, "sum": _sum, "tojson": _tojson, "sort": _sort, "unique": _unique,
     "groupby": _groupby, "dictsort": _dictsort,
 }  # fmt: skip
-FILTERS_OF_TEMPLATES: dict[str, Function] = {
-    **_IN_TREES,
+TEMPLATE_FILTERS: dict[str, Function] = {
+    **_AST_FILTERS,
     **{name: _cheap(FILTERS[name]) for name in _CHEAP},
     **{name: _cheap(_lazy(FILTERS[name])) for name in _LAZY},
-    **{name: _counted(_of_text(FILTERS[name], *rates)) for name, rates in _OF_TEXT.items()},
+    **{name: _counted(_of_text(FILTERS[name], *rates)) for name, rates in _TEXT_FILTERS.items()},
     **{name: _counted(run) for name, run in _OWN.items()},
     "list": _cheap(_list), "min": _cheap(_min), "max": _cheap(_max),
 }  # fmt: skip
-TESTS_OF_TEMPLATES: dict[str, Function] = {
+TEMPLATE_TESTS: dict[str, Function] = {
     **{name: _cheap(TESTS[name]) for name in _CHEAP_TESTS},
-    **{name: _cheap(_of_text(TESTS[name], 64, 1)) for name in _TESTS_OF_TEXT},
-    **{name: _of_numbers(TESTS[name]) for name in _TESTS_OF_NUMBERS},
-    **{name: _compares(operator) for name, operator in _TESTS_THAT_COMPARE.items()},
+    **{name: _cheap(_of_text(TESTS[name], 64, 1)) for name in _TEXT_TESTS},
+    **{name: _of_numbers(TESTS[name]) for name in _NUMBER_TESTS},
+    **{name: _compares(operator) for name, operator in _COMPARE_TESTS.items()},
 }
 
 
@@ -414,7 +414,7 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-GLOBALS_OF_TEMPLATES: Mapping[str, Any] = {
+TEMPLATE_GLOBALS: Mapping[str, Any] = {
     "range": _range, "dict": _dict, "namespace": _Namespace, "raise_exception": _raise_exception,
     "strftime_now": _strftime_now,
 }  # fmt: skip

@@ -27,7 +27,7 @@ from rlx.errors import FormatError, RlxError, shortened
 from rlx.formats import jinja_budget
 from rlx.formats.jinja_budget import MAX_BITS, MAX_DEPTH, VIEWS, Budget, current, width
 from rlx.formats.jinja_costs import Cost, charge_binary, formatter, join_texts, methods_of
-from rlx.formats.jinja_filters import FILTERS_OF_TEMPLATES, GLOBALS_OF_TEMPLATES, TESTS_OF_TEMPLATES, Steps
+from rlx.formats.jinja_filters import TEMPLATE_FILTERS, TEMPLATE_GLOBALS, TEMPLATE_TESTS, Steps
 
 MAX_TEMPLATE_CHARS = 1 << 17
 MAX_TOKENS = 1 << 14  # compile time is linear in them, for some templates quadratic
@@ -42,7 +42,7 @@ class Program:
         self.where = where
         try:
             tree = _ENVIRONMENT.parse(source)
-            _refuse(tree, where)
+            _reject_unsafe(tree, where)
             self.reads_parts = _reads_parts(tree)
             self._template = _ENVIRONMENT.from_string(_Bounded().visit(tree))
         except TemplateSyntaxError as error:
@@ -86,22 +86,22 @@ class _Bounded(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.For:
         pieces = _pieces(node.body) + _pieces(node.else_)
         self.generic_visit(node)
-        node.iter = _through("rlx_steps", node.iter, nodes.Const(pieces))
+        node.iter = _apply_filter("rlx_steps", node.iter, nodes.Const(pieces))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
         self.generic_visit(node)
-        return _through("rlx_concat", *node.nodes)
+        return _apply_filter("rlx_concat", *node.nodes)
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Expr:
         self.generic_visit(node)
         rest = [part for operand in node.ops for part in (nodes.Const(operand.op), operand.expr)]
-        return _through("rlx_compare", node.expr, *rest)
+        return _apply_filter("rlx_compare", node.expr, *rest)
 
     def visit_List(self, node: nodes.Literal) -> nodes.Expr:
         self.generic_visit(node)
         target = isinstance(node, nodes.Tuple) and node.ctx != "load"
-        return node if target else _through("rlx_literal", node)
+        return node if target else _apply_filter("rlx_literal", node)
 
     visit_Tuple = visit_List
 
@@ -116,34 +116,34 @@ class _Bounded(NodeTransformer):
             node.arg = _key(node.arg)
             return node
         bounds = (node.arg.start, node.arg.stop, node.arg.step)
-        return _through("rlx_slice", node.node, *(bound or nodes.Const(None) for bound in bounds))
+        return _apply_filter("rlx_slice", node.node, *(bound or nodes.Const(None) for bound in bounds))
 
 
-def _through(name: str, node: nodes.Node, *args: nodes.Expr) -> nodes.Filter:
+def _apply_filter(name: str, node: nodes.Node, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
 
 
 def _key(node: nodes.Expr) -> nodes.Expr:
-    return node if isinstance(node, nodes.Const) else _through("rlx_key", node)
+    return node if isinstance(node, nodes.Const) else _apply_filter("rlx_key", node)
 
 
 def _pieces(body: Iterable[nodes.Node]) -> int:
     """Number of text pieces that one pass over the nodes writes, excluding inner loops."""
     count = 0
-    waiting = list(body)
-    while waiting:
-        node = waiting.pop()
+    stack = list(body)
+    while stack:
+        node = stack.pop()
         if isinstance(node, nodes.Output):
             count += len(node.nodes)
         elif not isinstance(node, (nodes.For, nodes.Expr)):
-            waiting.extend(node.iter_child_nodes())
+            stack.extend(node.iter_child_nodes())
     return count
 
 
 _OTHER_FILES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
 
 
-def _refuse(tree: nodes.Template, where: str) -> None:
+def _reject_unsafe(tree: nodes.Template, where: str) -> None:
     for node in tree.find_all((*_OTHER_FILES, nodes.EvalContextModifier, nodes.Const)):
         if isinstance(node, _OTHER_FILES):
             raise FormatError(f"{where}, line {node.lineno}: {type(node).__name__.lower()} of another template")
@@ -261,10 +261,10 @@ def _environment() -> _Environment:
         finalize=_finalize,
         optimized=False,
     )
-    environment.filters = dict(FILTERS_OF_TEMPLATES)
-    environment.tests = dict(TESTS_OF_TEMPLATES)
+    environment.filters = dict(TEMPLATE_FILTERS)
+    environment.tests = dict(TEMPLATE_TESTS)
     del environment.globals["lipsum"]  # random text
-    environment.globals.update(GLOBALS_OF_TEMPLATES)
+    environment.globals.update(TEMPLATE_GLOBALS)
     return environment
 
 

@@ -85,7 +85,7 @@ def _read_header(file: FileBytes) -> tuple[_Config, int]:
     if magic != MAGIC:
         sizes = _SIZES.unpack_from(file.view)
         vocab = sizes[5]  # positive if the classifier is tied to the embedding
-        return _checked(file.path, 0, (*sizes[:5], abs(vocab), sizes[6]), vocab > 0, at=0), _SIZES.size
+        return _check_config(file.path, 0, (*sizes[:5], abs(vocab), sizes[6]), vocab > 0, at=0), _SIZES.size
     if version != 1:
         hint = "version 2 is int8: export the model again with --version 1" if version == 2 else None
         raise broken(file.path, "llama2.c version", at=4, expected=1, actual=version, hint=hint)
@@ -95,10 +95,10 @@ def _read_header(file: FileBytes) -> tuple[_Config, int]:
     shared = file.view[36]
     if shared > 1:
         raise broken(file.path, "shared classifier", at=36, expected="0 or 1", actual=shared)
-    return _checked(file.path, 1, sizes, bool(shared), at=8), _V1_HEADER
+    return _check_config(file.path, 1, sizes, bool(shared), at=8), _V1_HEADER
 
 
-def _checked(path: Path, version: int, sizes: tuple[int, ...], tied: bool, at: int) -> _Config:
+def _check_config(path: Path, version: int, sizes: tuple[int, ...], tied: bool, at: int) -> _Config:
     names = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len")
     for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
         if size < 1:

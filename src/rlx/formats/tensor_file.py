@@ -281,5 +281,5 @@ class TensorFile:
 
     def _nearest(self, name: str) -> str | None:
         # difflib compares with every candidate: the bound keeps a typo cheap in large or hostile files
-        some = [n for n in self._entries if len(n) <= 256][:4096]
-        return nearest(name[:256], some)
+        candidates = [n for n in self._entries if len(n) <= 256][:4096]
+        return nearest(name[:256], candidates)

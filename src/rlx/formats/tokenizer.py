@@ -207,7 +207,7 @@ class Tokenizer:
         self, texts: Iterable[str], *, add_special: bool = True, parse_special: bool = False, limit: int | None = None
     ) -> list[list[int]]:
         """Encode each text as `encode` does, in parallel when that is faster."""
-        batch = _checked_texts(texts)
+        batch = _check_texts(texts)
         if limit is not None:
             batch = [self.clip_text(text, limit, parse_special=parse_special) for text in batch]
         rust = self._parsing if parse_special else self._plain
@@ -216,8 +216,8 @@ class Tokenizer:
         with rust_call(self.source):
             rows = [
                 encoding.ids
-                for some in (([text] for text in batch) if alone else (batch,))
-                for encoding in rust.encode_batch_fast(some, add_special_tokens=add_special)
+                for group in (([text] for text in batch) if alone else (batch,))
+                for encoding in rust.encode_batch_fast(group, add_special_tokens=add_special)
             ]
         before, after = (len(self.prefix), len(self.suffix)) if add_special else (0, 0)
         if not parse_special and self._control:
@@ -267,12 +267,12 @@ class Tokenizer:
             if isinstance(part, str):
                 out += next(rows)[0 if i == 0 or not self.special_ids else 1 :]
             else:
-                out.append(self._checked_id(part))
+                out.append(self._check_id(part))
         return out
 
     def special_spans(self, text: str) -> list[tuple[int, int, int]]:
         """Locate special tokens in a text as (first, end, id), matched as encoding with `parse_special` does."""
-        _checked_texts((text,))
+        _check_texts((text,))
         if not any(first in text for first in self.special_texts.first_chars):
             return []
         with rust_call(self.source):
@@ -292,13 +292,13 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token, including a leading space: b" the"."""
-        return self._pieces[self._checked_id(token)]
+        return self._pieces[self._check_id(token)]
 
     def __repr__(self) -> str:
         return f"<Tokenizer {self.source!r}: {self.vocab_size} tokens>"
 
     # -- inside --
-    def _checked_id(self, token: int) -> int:
+    def _check_id(self, token: int) -> int:
         try:
             index = operator.index(token)
         except TypeError as error:
@@ -397,7 +397,7 @@ class Stream:
 
 
 # -- texts -----------------------------------------------------------------------------------------------------------
-def _checked_texts(texts: Iterable[str]) -> list[str]:
+def _check_texts(texts: Iterable[str]) -> list[str]:
     if isinstance(texts, (str, bytes)):
         raise RequestError("expected texts, found one; encode takes a single text")
     batch = list(texts)

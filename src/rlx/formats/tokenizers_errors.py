@@ -20,15 +20,15 @@ def rust_call(where: str) -> Iterator[None]:
         raise
     except Exception as error:
         # exceptions raised by our own pre-tokenizer come back as text
-        inner, _, said = str(error).removeprefix("Exception: ").partition(": ")
+        inner, _, message = str(error).removeprefix("Exception: ").partition(": ")
         if inner == KeyboardInterrupt.__name__:
             raise KeyboardInterrupt from error
-        raise FormatError(f"{where}: {said if inner == FormatError.__name__ else _shown(error)}") from error
+        raise FormatError(f"{where}: {message if inner == FormatError.__name__ else _short_message(error)}") from error
     except BaseException as error:
         if type(error).__module__ != "pyo3_runtime":
             raise  # KeyboardInterrupt, SystemExit
-        raise FormatError(f"{where}: the tokenizers library panicked: {_shown(error)}") from error
+        raise FormatError(f"{where}: the tokenizers library panicked: {_short_message(error)}") from error
 
 
-def _shown(error: BaseException) -> str:
+def _short_message(error: BaseException) -> str:
     return shortened(str(error) or type(error).__name__, 300)

@@ -289,7 +289,7 @@ def endpoint() -> str:
 
 def fetch(repo: Repo, *, quiet: bool = False) -> Snapshot:
     """Download and verify the files of a model into our cache; resumes partial downloads."""
-    commit, remotes = _list(repo)
+    commit, remotes = _query_files(repo)
     names = choose(repo, remotes)
     root = store.make_folder(str(repo), store.home() / "hub" / repo.folder)
     folder, partial = root / "snapshots" / commit, root / store.PARTIAL
@@ -301,7 +301,7 @@ def fetch(repo: Repo, *, quiet: bool = False) -> Snapshot:
         with store.disk_errors(str(repo), root):
             (root / "listings").mkdir(exist_ok=True)
             store.write_text(root / "listings" / commit, "\n".join(sorted(filter(is_safe_name, remotes))))
-        absent = [remotes[n] for n in names if not _is_here(folder, remotes[n])]
+        absent = [remotes[n] for n in names if not _is_present(folder, remotes[n])]
         missing = [r for r in absent if not _link_from_cache(repo, commit, r, folder / r.name)]
         total = sum(r.size or 0 for r in missing)
         store.check_free(str(repo), root, total, max((r.size or 0 for r in missing), default=0))
@@ -336,7 +336,7 @@ def _download_all(
             done += remote.size or 0
 
 
-def _is_here(folder: Path, remote: Remote) -> bool:
+def _is_present(folder: Path, remote: Remote) -> bool:
     size = store.file_size(folder / remote.name)
     return size is not None and remote.size in (None, size)
 
@@ -353,7 +353,7 @@ def _link_from_cache(repo: Repo, commit: str, remote: Remote, target: Path) -> b
     return False
 
 
-def _list(repo: Repo) -> tuple[str, dict[str, Remote]]:
+def _query_files(repo: Repo) -> tuple[str, dict[str, Remote]]:
     """Query the commit of a revision and its files."""
     from rlx.hub.fetching import RETRYABLE, quote
 
@@ -365,7 +365,7 @@ def _list(repo: Repo) -> tuple[str, dict[str, Remote]]:
                 answer = reply.read(_MAX_ANSWER + 1)
             break
         except (OSError, *RETRYABLE) as error:
-            _explain_or_wait(repo, error, attempt)
+            _raise_or_wait(repo, error, attempt)
     document = parse_json(answer, Path(str(repo)))
     commit = document.get("sha") if isinstance(document, dict) else None
     siblings = document.get("siblings") if isinstance(document, dict) else None
@@ -397,7 +397,7 @@ def _download(repo: Repo, commit: str, remote: Remote, temporary: Path, tick: Ti
             _resume_download(url, remote, temporary, tick)
             return
         except RETRYABLE as error:
-            _explain_or_wait(repo, error, attempt)
+            _raise_or_wait(repo, error, attempt)
 
 
 def _resume_download(url: str, remote: Remote, temporary: Path, tick: Tick) -> None:
@@ -458,7 +458,7 @@ def _open(url: str, start: int = 0) -> http.client.HTTPResponse:
     return fetching.open_url(url, os.environ.get("HF_TOKEN", "").strip(), start, _TIMEOUT_S)
 
 
-def _explain_or_wait(repo: Repo, error: Exception, attempt: int) -> None:
+def _raise_or_wait(repo: Repo, error: Exception, attempt: int) -> None:
     """Raise a permanent error; for a transient one, wait before the next attempt, longer each time."""
     from rlx.hub.fetching import status
 

@@ -73,7 +73,7 @@ def resolve(
     offline = offline or store.is_offline()
     if entry is not None:
         if offline:
-            raise _absent(entry, "not on this machine, and offline")
+            raise _not_found_error(entry, "not on this machine, and offline")
         if not entry.supported and not unsupported:
             raise CapabilityError(
                 f"{entry.name}: architecture {entry.family!r} is not supported yet, so it is not fetched",
@@ -95,7 +95,7 @@ def resolve(
             hint="unset RLX_OFFLINE and HF_HUB_OFFLINE, copy it from a machine that has it, or give a path",
         )
     try:
-        return _of_hub(repo, huggingface.fetch(repo, quiet=quiet))
+        return _from_hub(repo, huggingface.fetch(repo, quiet=quiet))
     except (NotFoundError, CapabilityError) as error:
         if local is not None:  # no network or no disk space: as if offline
             return _warn_incomplete(local)
@@ -123,9 +123,9 @@ def locate(name: str | os.PathLike[str], *, revision: str | None = None) -> Mode
     text = os.fspath(name) if isinstance(name, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise RequestError(f"load: expected a model's name or path, found {name!r}", hint="rlx models lists names")
-    path = _existing(text)
+    path = _existing_path(text)
     if path is not None:
-        return _of_path(text, path)
+        return _from_path(text, path)
     if not isinstance(name, str):
         raise NotFoundError(f"{text}: no such file or folder")
     from rlx.hub import catalogue
@@ -134,13 +134,13 @@ def locate(name: str | os.PathLike[str], *, revision: str | None = None) -> Mode
     if entry is not None:
         if revision is not None:
             raise NotFoundError(f"{text}: revision {revision!r} is asked for, but a catalogue name has no revisions")
-        return _present(entry)
+        return _local_files(entry)
     from rlx.hub import huggingface  # lazy: catalogue models do not need it
 
     repo = huggingface.parse(text, revision)
     if repo is not None:
         snapshot = huggingface.locate(repo)
-        return _of_hub(repo, snapshot) if snapshot else None
+        return _from_hub(repo, snapshot) if snapshot else None
     if _looks_like_a_path(text):
         raise NotFoundError(f"{text}: no such file or folder")
     raise NotFoundError(
@@ -151,7 +151,7 @@ def locate(name: str | os.PathLike[str], *, revision: str | None = None) -> Mode
 
 def names_a_model(text: str) -> bool:
     """Whether a command-line argument is a model: an existing path, a catalogue name or `org/name[:quant]`."""
-    if _existing(text) is not None:
+    if _existing_path(text) is not None:
         return True
     from rlx.hub import catalogue
 
@@ -172,7 +172,7 @@ def remove(name: str) -> int:
 
     repo = huggingface.parse(name)
     if repo is None:
-        if _existing(name) is not None:
+        if _existing_path(name) is not None:
             raise NotFoundError(f"{name}: your own file: rlx removes only what it fetched")
         locate(name)  # raises if the name is invalid
         raise NotFoundError(f"{name!r} is not a model that rlx fetched")
@@ -191,7 +191,7 @@ def stored() -> list[ModelFiles]:
     """All complete models that rlx downloaded: catalogue models in order, then hub models."""
     from rlx.hub import catalogue
 
-    models = [files for entry in catalogue.CATALOGUE.values() if (files := _present(entry))]
+    models = [files for entry in catalogue.CATALOGUE.values() if (files := _local_files(entry))]
     return models + hub_models()
 
 
@@ -203,7 +203,7 @@ def hub_models() -> list[ModelFiles]:
     models = []
     for folder in sorted((home / "hub").glob("models--*--*/snapshots/*")) if home else []:
         _, org, name = folder.parent.parent.name.split("--", 2)
-        models += [_of_hub(repo, snapshot) for repo, snapshot in huggingface.models_in(folder, org, name)]
+        models += [_from_hub(repo, snapshot) for repo, snapshot in huggingface.models_in(folder, org, name)]
     return models
 
 
@@ -213,7 +213,7 @@ def model_folder(entry: Entry) -> Path:
     return store.home() / "models" / entry.name
 
 
-def _existing(text: str) -> Path | None:
+def _existing_path(text: str) -> Path | None:
     path = Path(os.path.expanduser(text))
     try:
         return path if text and path.exists() else None
@@ -227,37 +227,37 @@ def _looks_like_a_path(text: str) -> bool:
     return text.startswith(("/", "\\", "~", ".")) or text.count("/") > 1 or text.endswith(huggingface.MODEL_ENDINGS)
 
 
-def _of_path(text: str, path: Path) -> ModelFiles:
+def _from_path(text: str, path: Path) -> ModelFiles:
     if path.is_dir():
         try:
-            inside = [p for p in path.iterdir() if p.is_file() and not p.name.startswith(".")]
-            files = tuple(sorted(inside, key=lambda p: (p.suffix not in WEIGHTS, p)))
+            files_inside = [p for p in path.iterdir() if p.is_file() and not p.name.startswith(".")]
+            files = tuple(sorted(files_inside, key=lambda p: (p.suffix not in WEIGHTS, p)))
         except OSError as error:
             raise NotFoundError(f"{text}: the folder cannot be read: {error.strerror}") from error
         return ModelFiles(text, "path", path, path, files)
     return ModelFiles(text, "path", path, path.parent, (path,))
 
 
-def _present(entry: Entry) -> ModelFiles | None:
+def _local_files(entry: Entry) -> ModelFiles | None:
     home = store.home_or_none()
     if home is None:
         return None
     folder = home / "models" / entry.name
     wanted = {f.name: (f.size, f.sha256) for f in entry.files}
     try:
-        if len(store.verified(folder, wanted)) < len(wanted):
+        if len(store.verified_files(folder, wanted)) < len(wanted):
             return None
     except OSError as error:
         raise store.disk_error(entry.name, folder, error) from error
-    return _of_entry(entry, folder)
+    return _from_entry(entry, folder)
 
 
-def _of_entry(entry: Entry, folder: Path) -> ModelFiles:
+def _from_entry(entry: Entry, folder: Path) -> ModelFiles:
     files = tuple(folder / f.name for f in entry.files)
     return ModelFiles(entry.name, "catalogue", files[0], folder, files, entry)
 
 
-def _of_hub(repo: huggingface.Repo, snapshot: huggingface.Snapshot) -> ModelFiles:
+def _from_hub(repo: huggingface.Repo, snapshot: huggingface.Snapshot) -> ModelFiles:
     files = tuple(snapshot.folder / n for n in snapshot.names)
     return ModelFiles(
         str(repo), "hub", files[0], snapshot.folder, files, revision=snapshot.commit, in_doubt=snapshot.in_doubt
@@ -272,7 +272,7 @@ def _fetch(entry: Entry, quiet: bool) -> ModelFiles:
         say(f"{entry.name}: another rlx process is fetching it; waiting", quiet=quiet)
 
     with store.lock(entry.name, waiting) as alone:
-        files = _present(entry)  # whoever had the lock may have fetched it
+        files = _local_files(entry)  # whoever had the lock may have fetched it
         if files is not None:
             return files
         partial = store.make_folder(entry.name, folder / store.PARTIAL)
@@ -288,36 +288,36 @@ def _fetch(entry: Entry, quiet: bool) -> ModelFiles:
             error.add_note(f"  while fetching {entry.name}; what was fetched and is right is kept for the next try")
             raise
         shutil.rmtree(partial, ignore_errors=True)
-    return _of_entry(entry, folder)
+    return _from_entry(entry, folder)
 
 
 def _fetch_into(entry: Entry, folder: Path, partial: Path, quiet: bool) -> None:
     from rlx.hub import archives  # lazy: only downloads need it
 
-    have = store.verified(folder, {f.name: (f.size, f.sha256) for f in entry.files})
+    have = store.verified_files(folder, {f.name: (f.size, f.sha256) for f in entry.files})
     joins = [archives.Join(f, partial / f.name.replace("/", "--")) for f in entry.files if f.name not in have]
     for join in joins:
         join.resume()
     pieces = [p for join in joins for p in join.missing]
     wanted = [a for a in entry.archives if any(p.archive == a for p in pieces)]
     # pip and npm store an archive twice for a moment: as a temporary file and in the output folder.
-    twice = 2 * max((a.size for a in wanted), default=0)
+    archive_space = 2 * max((a.size for a in wanted), default=0)
     largest = max([j.file.size for j in joins] + [a.size for a in wanted], default=0)
-    store.check_free(entry.name, folder, sum(p.size for p in pieces) + twice, largest)
+    store.check_free(entry.name, folder, sum(p.size for p in pieces) + archive_space, largest)
     total, done = sum(a.size for a in wanted), 0
     with bar(entry.name, total, quiet=quiet) as tick:
         for archive in wanted:
             path = archives.download(archive, partial, offset_tick(tick, done))
-            _take(archive, path, joins)
+            _append_pieces(archive, path, joins)
             path.unlink()
             done += archive.size
             for join in [j for j in joins if not j.missing]:
                 join.check()
-                store.put(join.path, folder, join.file.name, join.file.sha256)
+                store.commit_file(join.path, folder, join.file.name, join.file.sha256)
                 joins.remove(join)
 
 
-def _take(archive: catalogue.Archive, path: Path, joins: list[archives.Join]) -> None:
+def _append_pieces(archive: catalogue.Archive, path: Path, joins: list[archives.Join]) -> None:
     """Append the missing pieces of an archive; deletes the archive if a piece is wrong."""
     from rlx.hub import archives  # lazy: only downloads need it
 
@@ -338,7 +338,7 @@ def _drop_leftovers(partial: Path) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _absent(entry: Entry, why: str) -> NotFoundError:
+def _not_found_error(entry: Entry, why: str) -> NotFoundError:
     home = store.home_or_none()
     folder = home / "models" / entry.name if home else None
     present = [f.name for f in entry.files if folder and store.file_size(folder / f.name) is not None]

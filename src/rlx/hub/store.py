@@ -38,20 +38,20 @@ def home() -> Path:
     if setting:
         folder = Path(os.path.expanduser(setting))
         if str(folder).startswith("~"):
-            raise _homeless(str(folder))
+            raise _no_home_error(str(folder))
         return folder.absolute()
     import platformdirs
 
     try:
         folder = Path(platformdirs.user_data_dir("rlx", appauthor=False))
     except RuntimeError as error:  # no home folder
-        raise _homeless("~") from error
+        raise _no_home_error("~") from error
     if not folder.is_absolute():  # the same, in older versions of platformdirs
-        raise _homeless(str(folder))
+        raise _no_home_error(str(folder))
     return folder
 
 
-def _homeless(folder: str) -> CapabilityError:
+def _no_home_error(folder: str) -> CapabilityError:
     return CapabilityError(f"no home folder: {folder} does not exist", hint="set RLX_HOME to a folder for models")
 
 
@@ -99,9 +99,9 @@ def tool_error(subject: str, folder: Path, code: int, output: str) -> Capability
     if code == -getattr(signal, "SIGXFSZ", code):
         output = "EFBIG"
     words = {"ENOSPC": "No space left on device", "EDQUOT": "Disk quota exceeded", "EFBIG": "File too large"}
-    for name, said in words.items():
-        if name in output or said in output:
-            return disk_error(subject, folder, OSError(getattr(errno, name, errno.ENOSPC), said))
+    for name, message in words.items():
+        if name in output or message in output:
+            return disk_error(subject, folder, OSError(getattr(errno, name, errno.ENOSPC), message))
     return None
 
 
@@ -152,16 +152,16 @@ def lock(name: str, waiting: Callable[[], None]) -> Iterator[bool]:
     with disk_errors(name, folder):
         file = open(folder / f"{name}.lock", "ab")  # noqa: SIM115  closed below; only opening can be a disk error
     with file as handle:
-        told = False
-        while (taken := _try_lock(handle.fileno())) is False:
-            if not told:
+        notified = False
+        while (acquired := _try_lock(handle.fileno())) is False:
+            if not notified:
                 waiting()
-                told = True
+                notified = True
             time.sleep(_POLL_S)
         try:
-            yield bool(taken)
+            yield bool(acquired)
         finally:
-            if taken:
+            if acquired:
                 _unlock(handle.fileno())
 
 
@@ -218,7 +218,7 @@ def is_intact(path: Path, size: int, sha256: str) -> bool:
     return file_size(path) == size and file_sha256(path) == sha256
 
 
-def verified(folder: Path, wanted: Mapping[str, tuple[int, str]]) -> list[str]:
+def verified_files(folder: Path, wanted: Mapping[str, tuple[int, str]]) -> list[str]:
     """List the wanted files (name -> size, sha256) that exist in the folder with the right hash.
 
     A file is hashed once: when downloaded, or now if it was copied there or changed. The result is recorded if the
@@ -226,23 +226,23 @@ def verified(folder: Path, wanted: Mapping[str, tuple[int, str]]) -> list[str]:
     """
     record = _read_record(folder)
     present = [name for name, (size, _) in wanted.items() if file_size(folder / name) == size]
-    new = [name for name in present if record.get(name) != _remembered(folder / name, wanted[name][1])]
+    new = [name for name in present if record.get(name) != _record_entry(folder / name, wanted[name][1])]
     right = [name for name in new if file_sha256(folder / name) == wanted[name][1]]
     if right:
         with contextlib.suppress(OSError):
-            _write_record(folder, record | {name: _remembered(folder / name, wanted[name][1]) for name in right})
+            _write_record(folder, record | {name: _record_entry(folder / name, wanted[name][1]) for name in right})
     return [name for name in present if name not in new or name in right]
 
 
-def put(temporary: Path, folder: Path, name: str, sha256: str) -> None:
+def commit_file(temporary: Path, folder: Path, name: str, sha256: str) -> None:
     """Atomically give a verified file its final name, and record its hash."""
     target = folder / name
     target.parent.mkdir(parents=True, exist_ok=True)
     os.replace(temporary, target)
-    _write_record(folder, _read_record(folder) | {name: _remembered(target, sha256)})
+    _write_record(folder, _read_record(folder) | {name: _record_entry(target, sha256)})
 
 
-def _remembered(path: Path, sha256: str) -> list[str | int]:
+def _record_entry(path: Path, sha256: str) -> list[str | int]:
     return [sha256, int(path.stat().st_mtime)]  # in seconds, the resolution that disk images and archives preserve
 
 
