@@ -1,6 +1,6 @@
-"""Templates that try to take memory or time, to crash the parser, or to reach Python objects.
+"""Templates that try to exhaust memory or time, crash the parser, or reach Python objects.
 
-`python tests/formats/hostile_templates.py MEGABYTES` renders each under a limit on memory and prints what became of it.
+`python tests/formats/hostile_templates.py MEGABYTES` renders each with a memory limit and prints the outcome.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def length(expression: str) -> str:
 
 
 def in_lists(depth: int, inside: str = "range(200000)|list") -> str:
-    """Put a value into lists, as `ns.x`."""
+    """Nest a value in lists, as `ns.x`."""
     return (
         f"{{% set ns = namespace(x={inside}) %}}{{% for i in range({depth}) %}}{{% set ns.x = [ns.x] %}}{{% endfor %}}"
     )
@@ -220,7 +220,7 @@ TEMPLATES = {f"{group}: {name}": source for group, names in GROUPS.items() for n
 
 
 def outcome(source: str) -> dict[str, Any]:
-    """What became of a template: its error or the beginning of its text, what it used, and CPU seconds."""
+    """Outcome of a template: its error or the start of its text, resources used, and CPU seconds."""
     budget = Budget("t")
     begin = time.process_time()
     try:
@@ -234,7 +234,7 @@ def outcome(source: str) -> dict[str, Any]:
 
 
 def limit_memory(megabytes: int) -> None:
-    """Let this process have so many megabytes more than it has."""
+    """Limit this process to `megabytes` more memory than it has now."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + (megabytes << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -1,6 +1,6 @@
-"""Model files written by hand for the tests of readers, piece by piece, so that any piece can be wrong.
+"""Model files assembled field by field for reader tests, so that any field can be wrong.
 
-Nothing here shares code with `rlx.formats`. `ASSETS` is the folder of real files, where there is one.
+Nothing here shares code with `rlx.formats`. `ASSETS` is the folder of real files, if it exists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ASSETS = Path(os.environ.get("RLX_ASSETS") or Path(__file__).parents[3] / "share
 
 
 def asset(*parts: str) -> Path:
-    """A real file; the test is skipped where it is absent."""
+    """A real file; skips the test if it is missing."""
     path = ASSETS.joinpath(*parts)
     if not path.exists():
         pytest.skip(f"no {path}; set RLX_ASSETS to the folder of assets")
@@ -32,7 +32,7 @@ def asset(*parts: str) -> Path:
 
 
 def pulled(name: str) -> Path:
-    """A model of the catalogue; the test is skipped where it is absent."""
+    """A catalogue model; skips the test if it is missing."""
     try:
         return resolve(name, offline=True).path
     except NotFoundError:
@@ -40,14 +40,14 @@ def pulled(name: str) -> Path:
 
 
 def replace(path: Path, data: bytes) -> Path:
-    """Write a new file under this name: views on the old one stay good, and ext4 does not wait for the disk."""
+    """Write a new file under this name: views of the old one stay valid, and ext4 does not wait for the disk."""
     path.unlink(missing_ok=True)
     path.write_bytes(data)
     return path
 
 
 def read_everything(file: TensorFile) -> int:
-    """Touch every byte that the file's API can give; how many tensors there are."""
+    """Read every byte that the API exposes; returns the number of tensors."""
     for value in file.metadata.values():
         touch(value)
     for name in file.names:
@@ -101,7 +101,7 @@ def g_key(name: str | bytes, kind: int, payload: bytes, wide: bool = True) -> by
 
 
 def g_info(name: str | bytes, shape: Sequence[int], kind: int, offset: int, wide: bool = True) -> bytes:
-    """A tensor info; the shape is given row-major and written the other way round."""
+    """A tensor info; takes a row-major shape and writes it reversed."""
     dims = b"".join(g_size(n, wide) for n in reversed(shape))
     return g_string(name, wide) + struct.pack("<I", len(shape)) + dims + struct.pack("<IQ", kind, offset)
 

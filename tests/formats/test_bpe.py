@@ -1,4 +1,4 @@
-"""BPE over mapped tables gives what the Rust library's own model gives: random small vocabularies, and real ones."""
+"""BPE over mapped tables matches the Rust library's model, for random small vocabularies and real ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def texts_of_words(rng: random.Random, count: int) -> list[str]:
 
 
 def assert_same(ours: Tokenizer, rust: RustTokenizer, texts: list[str]) -> None:
-    """The same ids and offsets as the library, special tokens read as such."""
+    """Check that ids and offsets match the library, with special tokens parsed."""
     wanted = rust.encode_batch(texts, add_special_tokens=False)
     assert ours.encode_batch(texts, add_special=False, parse_special=True) == [e.ids for e in wanted]
     for text, theirs in zip(texts, wanted, strict=True):
@@ -51,7 +51,7 @@ def assert_same(ours: Tokenizer, rust: RustTokenizer, texts: list[str]) -> None:
 
 # -- small vocabularies ----------------------------------------------------------------------------------------------
 def random_rust(rng: random.Random) -> RustTokenizer:
-    """A tokenizer of the library with tokens, merges and options that nobody chose."""
+    """A library tokenizer with random tokens, merges and options."""
     prefix, suffix = rng.choice([(None, None)] * 4 + [("##", None), (None, "</w>"), ("##", "</w>")])
     letters = [c for c in LETTERS if rng.random() < 0.85]
     forms = letters + [f"{p or ''}{c}{s or ''}" for c in letters for p in ("", prefix) for s in ("", suffix)]
@@ -69,7 +69,7 @@ def random_rust(rng: random.Random) -> RustTokenizer:
         if right.startswith(prefix or "") and len(joined) < 12:
             tokens[joined] = None
             merges.append((left, right))
-    merges += rng.sample(merges, min(len(merges), 3))  # a pair that comes twice
+    merges += rng.sample(merges, min(len(merges), 3))  # duplicate pairs
     ids = list(range(len(tokens) + 5))
     rng.shuffle(ids)
     numbers = dict(zip(tokens, ids, strict=False)) if rng.random() < 0.3 else {t: i for i, t in enumerate(tokens)}
@@ -192,9 +192,7 @@ def test_the_tokenizers_of_real_models_are_the_rust_librarys(model: str) -> None
 # -- keeping ---------------------------------------------------------------------------------------------------------
 def restored(tokenizer: Tokenizer) -> Tokenizer:
     data, tables = tokenizer.pack()
-    mapped = {
-        name: np.frombuffer(bytes(a.data), a.dtype) if a.size else a for name, a in tables.items()
-    }  # cannot be written
+    mapped = {name: np.frombuffer(bytes(a.data), a.dtype) if a.size else a for name, a in tables.items()}  # read-only
     return Tokenizer.restore(tokenizer.describe(), data, mapped, "kept")
 
 
@@ -303,7 +301,7 @@ def test_an_interrupt_while_words_are_merged_is_one(monkeypatch: pytest.MonkeyPa
 
 # -- threads and time ------------------------------------------------------------------------------------------------
 def test_threads_share_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bpe, "MAX_CACHED", 3)  # forgotten all the time
+    monkeypatch.setattr(bpe, "MAX_CACHED", 3)  # evicts constantly
     tokenizer = Tokenizer.from_gguf(sentencepiece_metadata())
     texts = texts_of_words(random.Random(5), 20)
     wanted = Tokenizer.from_gguf(sentencepiece_metadata()).encode_batch(texts)

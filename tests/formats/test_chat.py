@@ -1,4 +1,4 @@
-"""Chat templates: real ones against transformers, messages that cannot be, and templates that attack."""
+"""Chat templates: real ones against transformers, invalid messages, and hostile templates."""
 
 from __future__ import annotations
 

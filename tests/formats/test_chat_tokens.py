@@ -1,4 +1,4 @@
-"""Tokens of a chat: those of transformers for ordinary messages, and no control token that a message could make."""
+"""Chat tokens match transformers for ordinary messages, and no message can produce a control token."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_the_text_of_a_control_token_stays_text(name: str, text: str) -> None:
     assert control(tokenizer, ids) == control(tokenizer, template.encode(tokenizer, said("x", name)))
     shown = template.render(said(text, name))
     decoded = tokenizer.decode(ids)
-    if CASES[name][0] == "llama-spm":  # a space after each special token, as llama.cpp has it
+    if CASES[name][0] == "llama-spm":  # a space after each special token, as in llama.cpp
         shown, decoded = shown.replace(" ", ""), decoded.replace(" ", "")
     assert decoded == shown
 

@@ -1,4 +1,4 @@
-"""Model files of other programs: alone and in a folder they are named, with what to do about them."""
+"""Unsupported model formats, alone or in a folder: errors name them and say what to do."""
 
 from __future__ import annotations
 

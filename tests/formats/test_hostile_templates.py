@@ -1,4 +1,4 @@
-"""Templates that attack end with the typed error or with a result, within the budget: bytes, steps and memory."""
+"""Hostile templates end with a result or the typed error, within the budget of bytes, steps and memory."""
 
 from __future__ import annotations
 

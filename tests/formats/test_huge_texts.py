@@ -1,4 +1,4 @@
-"""Huge texts: what is too long is known before all of it is encoded, and what fits is left alone."""
+"""Huge texts: excess length is detected without encoding all of it, and texts that fit are unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlx.formats.tokenizer import Tokenizer
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many characters each call has encoded."""
+    """Number of characters encoded by each call."""
     counts: list[int] = []
     encode_batch = Tokenizer.encode_batch
 
@@ -34,7 +34,7 @@ def test_a_huge_text_is_not_encoded_to_see_that_it_is_too_long(name: str, unit: 
 
 
 def test_a_text_that_fits_is_left_alone_however_long_it_is() -> None:
-    spaces = " " * 40_000  # of which Llama 3 has 128 in a token
+    spaces = " " * 40_000  # Llama 3 has tokens of 128 spaces
     assert len(vocab("llama-bpe").encode(spaces, add_special=False)) < 1000
     assert vocab("llama-bpe").clip_text(spaces, 1000) == spaces
     word = "\u4e00" * 30_000  # BERT calls a word of more than 100 characters unknown

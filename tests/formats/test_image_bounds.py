@@ -1,4 +1,4 @@
-"""Images of hostile and of extreme sizes: bounds come first, reading is linear, resizing takes only what it needs."""
+"""Images of hostile and extreme sizes: bounds are checked first, reading is linear, resizing uses little memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """The most memory that Python and NumPy held at a time while `run` ran."""
+    """Peak memory of Python and NumPy during `run`."""
     tracemalloc.start()
     try:
         run()
@@ -94,7 +94,7 @@ def test_no_more_is_inflated_than_the_header_says(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match=f"expected {64 * 513} bytes, found {64 * 513 + 1}"):
             read_image(path)
 
-    assert peak_bytes(read) < 10_000_000  # Pillow may be imported meanwhile
+    assert peak_bytes(read) < 10_000_000  # may include importing Pillow
 
 
 def test_an_npy_that_is_cut_off_or_holds_no_numbers_is_refused(tmp_path: Path) -> None:
@@ -120,14 +120,14 @@ def test_an_npy_that_is_cut_off_or_holds_no_numbers_is_refused(tmp_path: Path) -
 def test_images_of_pillow_have_the_same_bounds(tmp_path: Path) -> None:
     pillow = pytest.importorskip("PIL.Image")
     path = tmp_path / "x"
-    for sides in ((SIDE + 1, 1), (9_000, 9_000), (10_000, 10_000), (20_000, 20_000)):  # the last two alarm Pillow
+    for sides in ((SIDE + 1, 1), (9_000, 9_000), (10_000, 10_000), (20_000, 20_000)):  # Pillow warns about the last two
         path.write_bytes(bmp(*sides))
         for action in ("error", "ignore"):
             with warnings.catch_warnings():
                 warnings.simplefilter(action)  # type: ignore[arg-type]
                 with pytest.raises(FormatError, match=r"at most 67108864 in all|Image size \(\d+ pixels\) exceeds"):
                     read_image(path)
-    # an icon of 16 × 16, as it says, in which an image lies that is wider than images may be
+    # an icon that claims 16 × 16 but holds an image wider than the limit
     inner = io.BytesIO()
     pillow.new("RGB", (SIDE + 1, 1)).save(inner, "png")
     entry = struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 24, len(inner.getvalue()), 22)
@@ -167,7 +167,7 @@ def test_bytes_are_unfiltered_the_same_way_by_rows_and_by_diagonals() -> None:
 
 
 def test_images_of_several_strips_are_read(tmp_path: Path, without_pillow: None) -> None:
-    """Rows are unfiltered some hundreds at a time, and the first ones need the last of those before."""
+    """Rows are unfiltered some hundreds at a time, and each strip needs the last row of the previous one."""
     height = 2 * png_module.ROWS + 3
     samples = RNG.integers(0, 256, (height, 5, 4))
     for adam7 in (0, 1):
@@ -188,7 +188,7 @@ def test_many_chunks_are_read_in_linear_time(tmp_path: Path) -> None:
 
 @pytest.mark.parity
 def test_pillow_reads_png_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its decoder under our reader, our reader without it, and Pillow on its own: all kinds, all filters."""
+    """Our reader with and without Pillow's decoder, and Pillow alone, agree for all kinds and filters."""
     pillow = pytest.importorskip("PIL.Image")
     path = tmp_path / "x.png"
     for colour, depths in DEPTHS.items():
@@ -210,7 +210,7 @@ def test_pillow_reads_png_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.
                 if (colour, depth) != (0, 16):  # which Pillow clips at 255
                     opened = pillow.open(path)
                     opened.load()
-                    opened.info.pop("transparency", None)  # of which it warns
+                    opened.info.pop("transparency", None)  # Pillow warns about it
                     assert np.array_equal(ours, np.asarray(opened.convert("RGB")))
 
 
@@ -222,7 +222,7 @@ def test_resizing_needs_memory_for_the_taps_of_a_filter_only() -> None:
 
 @pytest.mark.parametrize("kind", [BILINEAR, BICUBIC, LANCZOS])
 def test_resizing_is_a_product_with_all_weights(kind: int) -> None:
-    """In exact integers, and one output at a time."""
+    """Resize in exact integers, one output at a time."""
     pixels = RNG.integers(0, 256, (1, 531, 3)).astype(np.uint8)
     for wanted in (1, 7, 16, 17, 530, 1200):
         exact = images.resampling(531, wanted, kind) * (1 << 22)

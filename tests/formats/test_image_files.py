@@ -1,4 +1,4 @@
-"""Image files: PNG in all its kinds, PPM, NPY and Pillow's; resizing against a formula and against Pillow."""
+"""Image files: every kind of PNG, PPM, NPY and Pillow's formats; resizing against a formula and Pillow."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_resizing_keeps_what_needs_no_change() -> None:
 @pytest.mark.parity
 @pytest.mark.parametrize("kind", range(6))
 def test_resizing_is_that_of_pillow(kind: int) -> None:
-    """Along one axis to the bit; along two it may take the other one first."""
+    """Bit-identical along one axis; along two, Pillow may resize the other one first."""
     pillow = pytest.importorskip("PIL.Image")
     pixels = image(37, 53, 3)
     for height, width in ((37, 20), (37, 99), (80, 53), (9, 53), (1, 53)):

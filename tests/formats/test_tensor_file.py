@@ -1,4 +1,4 @@
-"""What all files of tensors share: names, closing, files that are no files, and finding the right reader."""
+"""Behaviour shared by all tensor files: names, closing, paths that are not files, and choosing the reader."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_map_goes_with_the_last_view(path: Path) -> None:
 def test_a_file_that_is_not_mapped_is_not_mapped(path: Path) -> None:
     file = open_gguf(path, mapped=False)
     assert maps_of(path) == 0
-    path.write_bytes(b"")  # would be the end of the process if it were
+    path.write_bytes(b"")  # would kill the process if it were mapped
     assert file.array("plain").shape == (3, 4)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: llama.cpp's own expectations, llama2.c's rules written out again, transformers, and broken files."""
+"""Tokenizers against llama.cpp's expectations, a rewrite of llama2.c's rules and transformers; broken files."""
 
 from __future__ import annotations
 
@@ -218,9 +218,9 @@ def test_user_defined_tokens_are_always_matched() -> None:
     data["tokenizer.ggml.token_type"] = [*data["tokenizer.ggml.token_type"], 4, 4, 1]
     tokenizer = Tokenizer.from_gguf(data)
     tag, tool, end = range(261, 264)
-    assert tag in tokenizer.encode("</s>") and tag not in tokenizer.stop_ids  # a tag of HTML, as in Gemma's vocabulary
+    assert tag in tokenizer.encode("</s>") and tag not in tokenizer.stop_ids  # an HTML tag, as in Gemma's vocabulary
     assert tool in tokenizer.encode("a<tool>b") and tokenizer.decode([tool], skip_special=True) == "<tool>"
-    assert end in tokenizer.special_ids and end in tokenizer.stop_ids  # by name, though the file calls it text
+    assert end in tokenizer.special_ids and end in tokenizer.stop_ids  # by name, though the file marks it as text
     assert end not in tokenizer.encode("<|im_end|>")
 
 
@@ -363,7 +363,7 @@ def test_every_pre_tokenizer_cuts_and_loses_nothing(pre: str) -> None:
 
 # -- tokenizer.json --------------------------------------------------------------------------------------------------
 def as_json(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The tokenizer.json that says the same."""
+    """The equivalent tokenizer.json."""
     document: dict[str, Any] = json.loads(Tokenizer.from_gguf(metadata).to_json())
     return document
 
@@ -395,7 +395,7 @@ def test_decoding_agrees_with_the_rust_library(name: str) -> None:
     for _ in range(300):
         ids = [first, *(rng.choice(normal) for _ in range(rng.randrange(1, 12)))]
         theirs = rust.decode(ids, skip_special_tokens=False)
-        if "\ufffd" not in theirs:  # the library marks whole runs of bytes where one is broken
+        if "\ufffd" not in theirs:  # the library replaces entire runs of bytes if one is invalid
             assert tokenizer.decode(ids) == theirs
     wiki = asset("text", "wiki.test.raw").read_text()[:20000]
     ids = tokenizer.encode(wiki)
@@ -634,14 +634,14 @@ def test_a_pattern_that_never_ends_becomes_an_error() -> None:
     split = {"type": "Split", "pattern": {"Regex": "(a|aa)+[bc]"}, "behavior": "Isolated", "invert": False}
     tokenizer = Tokenizer.from_json(encoded(as_json(bpe_metadata()) | {"pre_tokenizer": split}))
     with pytest.raises(FormatError, match=r"tokenizer.json: the tokenizers library panicked: .*retry-limit"):
-        tokenizer.encode("a" * 2000)  # a panic of Rust
+        tokenizer.encode("a" * 2000)  # a Rust panic
     assert tokenizer.encode("b")  # and it still works
 
 
 BLANK = dict.fromkeys(("single_word", "lstrip", "rstrip"), False) | {"normalized": True, "special": True}
 STRIP = {"type": "Strip", "strip_left": True, "strip_right": True}
 FAR_BOS = {"type": "BertProcessing", "sep": ["</s>", 1], "cls": ["<s>", 4_000_000_000]}
-CLAIMS = {"type": "Precompiled", "precompiled_charsmap": "/P///wAAAAA="}  # a trie of 4 GB, which would be reserved
+CLAIMS = {"type": "Precompiled", "precompiled_charsmap": "/P///wAAAAA="}  # claims a trie of 4 GB
 NO_TEXT = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
 
 
@@ -685,7 +685,7 @@ STRANGE: tuple[Any, ...] = (
 
 
 def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Places inside a document; of long lists and tables only a few."""
+    """Paths inside a document; only a few of long lists and tables."""
     yield path
     if isinstance(value, dict):
         for key in list(value)[:12]:
@@ -715,7 +715,7 @@ def mutated(document: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 
 def exercise(tokenizer: Tokenizer) -> None:
-    """Use everything; only rlx's own errors may come."""
+    """Call every method; only rlx's own errors may be raised."""
     try:
         for text in ("the ab </s> unable é🙂", "", "<s>[CLS]"):
             for parse in (False, True):
@@ -729,7 +729,7 @@ def exercise(tokenizer: Tokenizer) -> None:
 
 
 def survive(make: Callable[[], Tokenizer]) -> bool:
-    """Whether there was a tokenizer; anything but a FormatError fails the test, and so does a long wait."""
+    """Whether a tokenizer was built; fails on any error but FormatError, and on a long run time."""
     begin = time.process_time()
     try:
         exercise(make())
@@ -763,7 +763,7 @@ def test_a_mutated_tokenizer_json_never_crashes(model: str) -> None:
 _TEXTS = ("", "a", " ", "▁", "ab", "</s>", "##")
 _PATTERNS = ({"String": ""}, {"String": "a"}, {"Regex": ""}, {"Regex": "a*"}, {"Regex": "(?=a)"}, {"Regex": "(a|aa)+b"})
 _SIZES = (0, 1, 2, 2**31, 2**64 - 1)
-# Every kind of part that the library has; a tuple is a choice.
+# Every kind of part in the library; a tuple is a choice.
 PARTS: dict[str, list[dict[str, Any]]] = {
     "normalizer": [
         *({"type": name} for name in ("NFC", "NFKD", "Lowercase", "StripAccents", "Nmt", "ByteLevel")),
@@ -847,7 +847,7 @@ def test_a_vocabulary_of_150000_tokens_is_ready_within_a_second() -> None:
     metadata = metadata_of("qwen2")
     times = []
     for _ in range(3):
-        begin = time.process_time()  # not the wall's time, which depends on what else runs
+        begin = time.process_time()  # not wall-clock time, which depends on the load
         Tokenizer.from_gguf(metadata)
         times.append(time.process_time() - begin)
     assert min(times) < 1.0
@@ -894,7 +894,7 @@ def test_gpt2_agrees_with_transformers() -> None:
 
 @pytest.mark.parity
 def test_the_models_own_tokenizer_json_agrees_with_the_rust_library() -> None:
-    """The same tokenizer through the library alone: its special tokens, padding and truncation switched off."""
+    """The same tokenizer in the library alone, with special tokens, padding and truncation off."""
     document = json.dumps(as_json(metadata_of("llama-bpe")))
     theirs = RustTokenizer.from_str(document)
     texts = [t for t in hard_lines() if "<|" not in t]
@@ -906,7 +906,7 @@ PHI3 = ["<|endoftext|>", "<|assistant|>", "<|end|>", "<|user|>"]
 
 
 def phi3_metadata(name: str = "Phi 3 mini (phi3)") -> dict[str, Any]:
-    """Phi-3's special tokens behind a SentencePiece vocabulary; `</s>` is called text, as its files do."""
+    """A SentencePiece vocabulary with Phi-3's special tokens; `</s>` is marked as text, as in its files."""
     data = sentencepiece_metadata()
     data["tokenizer.ggml.tokens"] = [*data["tokenizer.ggml.tokens"], *PHI3]
     data["tokenizer.ggml.token_type"] = [2, 3, 4, *data["tokenizer.ggml.token_type"][3:], *[3] * len(PHI3)]
@@ -924,7 +924,7 @@ def phi3_metadata(name: str = "Phi 3 mini (phi3)") -> dict[str, Any]:
     ],
 )
 def test_special_tokens_of_phi3_take_the_white_space_after_them(text: str, names: list[str]) -> None:
-    """As llama.cpp has it: all but `<unk>`, `<s>` and `<|endoftext|>`."""
+    """As in llama.cpp: all but `<unk>`, `<s>` and `<|endoftext|>`."""
     data = phi3_metadata()
     tokenizer = Tokenizer.from_gguf(data)
     ids = tokenizer.encode(text, add_special=False, parse_special=True)
@@ -940,7 +940,7 @@ def test_the_end_of_a_text_cannot_be_typed_where_it_begins_with_s() -> None:
 
 
 def test_phi3_chats_have_the_tokens_of_llama_cpp() -> None:
-    """What llama.cpp gives for the same vocabulary."""
+    """llama.cpp's result for the same vocabulary."""
     metadata = dict(open_gguf(asset("vocab/ggml-vocab-llama-spm.gguf")).metadata)
     count = len(metadata["tokenizer.ggml.tokens"])
     names = ["<|endoftext|>", "<|assistant|>", *(f"<|placeholder{i}|>" for i in range(1, 5)), "<|system|>", "<|end|>"]
@@ -966,7 +966,7 @@ def test_phi3_chats_have_the_tokens_of_llama_cpp() -> None:
 
 
 def test_a_special_token_typed_into_a_unigram_model_is_its_characters() -> None:
-    """As the same model without such pieces cuts it: no spaces between them."""
+    """Segmented as by the same model without such pieces: no spaces between them."""
     data = unigram_metadata()
     tokenizer = Tokenizer.from_gguf(data)
     ids = tokenizer.encode("ab</s>a", add_special=False)

@@ -1,6 +1,6 @@
-"""Packages made for tests: a folder of wheels that pip takes for its index, and catalogue entries that point into it.
+"""Test packages: a folder of wheels that serves as pip's index, and catalogue entries for them.
 
-`python fake_index.py FOLDER NAME [WHEN]` pulls a model as a process of its own; WHEN says where it is killed.
+`python fake_index.py FOLDER NAME [WHEN]` pulls a model in a separate process; WHEN says where it is killed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def sha256(data: bytes) -> str:
 
 
 def content(label: str, size: int) -> bytes:
-    """Bytes that look random and are always the same."""
+    """Deterministic pseudo-random bytes."""
     return hashlib.shake_256(label.encode()).digest(size)
 
 
 def make_wheel(folder: Path, project: str, members: dict[str, bytes], version: str = "1.0") -> Archive:
-    """Write a wheel, and give its record."""
+    """Write a wheel; returns its record."""
     module = project.replace("-", "_")
     about = f"{module}-{version}.dist-info"
     extra = {
@@ -40,7 +40,7 @@ def make_wheel(folder: Path, project: str, members: dict[str, bytes], version: s
         f"{about}/RECORD": b"",
     }
     path = folder / f"{module}-{version}-py3-none-any.whl"
-    unfinished = folder / f".{os.getpid()}-{path.name}"  # others may be reading the file they have
+    unfinished = folder / f".{os.getpid()}-{path.name}"  # another process may be reading the old file
     with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as wheel:
         for name, data in (members | extra).items():
             wheel.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
@@ -59,7 +59,7 @@ def entry(name: str, *files: File, **options: Any) -> Entry:
 
 
 def table(folder: Path) -> dict[str, Entry]:
-    """The catalogue of the tests, with its wheels written to the folder; the same whoever makes it."""
+    """Write the wheels to the folder and return their catalogue; deterministic."""
     small = content("small", 50_000)
     config = b'{"model_type": "none"}'
     pooling = b'{"pooling": "mean"}'

@@ -1,4 +1,4 @@
-"""`rlx pull`, `models`, `show` and `rm`: what they print, and that only `pull` goes out."""
+"""`rlx pull`, `models`, `show` and `rm`: their output, and that only `pull` uses the network."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(*words: str) -> int:
 
 @pytest.fixture
 def tiny(index: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model with a real header, in the folder of models."""
+    """A model with a real header, in the model folder."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "__metadata__": {"a": "b"}})
     data = len(header).to_bytes(8, "little") + header.encode() + bytes(24)
     item = entry("tiny", as_file(make_wheel(index, "tiny", {"m": data}), "m", data, "model.safetensors"))

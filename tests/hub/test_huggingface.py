@@ -1,4 +1,4 @@
-"""Names of the Hugging Face hub: which files they mean, the caches on this machine, and a hub on the loopback."""
+"""Hugging Face models: which files a name selects, local caches, and a fake hub on localhost."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_one_cached_quant_needs_no_name_and_two_do(home: Path, tmp_path: Path) -
 
 def test_an_incomplete_snapshot_is_no_model(home: Path, tmp_path: Path) -> None:
     folder = fill(tmp_path / "hf" / "hub", BERT)
-    (folder / "model.safetensors").resolve().unlink()  # a link that leads nowhere
+    (folder / "model.safetensors").resolve().unlink()  # a dangling link
     assert locate("org/name") is None
     with pytest.raises(NotFoundError, match="not on this machine, and offline") as caught:
         resolve("org/name", offline=True)
@@ -214,15 +214,15 @@ def test_what_other_programs_fetched_is_not_removed(home: Path, tmp_path: Path) 
 # -- a hub on the loopback -------------------------------------------------------------------------------------------
 @dataclass
 class Hub:
-    """What the server has, what it does wrong, and what it was asked."""
+    """The server's files, its deliberate faults, and the requests it received."""
 
     repos: dict[str, dict[str, bytes]]
     url: str = ""
     store_url: str = ""  # where large files are redirected to
-    status: list[int] = field(default_factory=list)  # answers to give before the right one
-    cut: list[int] = field(default_factory=list)  # bytes after which to hang up, per answer
-    lie: dict[str, Any] = field(default_factory=dict)  # members of the API's answer for a large file
-    siblings: list[dict[str, Any]] = field(default_factory=list)  # more files in the API's answer
+    status: list[int] = field(default_factory=list)  # error statuses to return before success
+    cut: list[int] = field(default_factory=list)  # bytes after which to hang up, per response
+    lie: dict[str, Any] = field(default_factory=dict)  # fields to override in the API response for a large file
+    siblings: list[dict[str, Any]] = field(default_factory=list)  # extra files in the API response
     ranges: bool = True
     asked: list[tuple[str, dict[str, str]]] = field(default_factory=list)
 

