@@ -96,7 +96,7 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
 
 # -- cases -----------------------------------------------------------------------------------------------------------
 def run(name: str, cases: range, folder: Path) -> Counter[str]:
-    """Count the files that opened and were rejected; other outcomes raise with the case number."""
+    """Count opened and rejected files; other outcomes raise with the case number."""
     data, open_file, file_name = SEEDS[name]
     for shard, tensor in (("one", "a"), ("two", "c")):
         replace(folder / f"{shard}.safetensors", s_file({tensor: s_entry("F32", (1,), 0, 4)}, bytes(4)))

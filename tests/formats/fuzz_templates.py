@@ -227,7 +227,7 @@ def source_of(case: int) -> str:
 
 
 def run(cases: range) -> Counter[str]:
-    """Count the templates that rendered and were rejected; other outcomes raise with the case number."""
+    """Count rendered and rejected templates; other outcomes raise with the case number."""
     outcomes: Counter[str] = Counter()
     talks = list(CONVERSATIONS.values())
     for case in cases:

@@ -230,7 +230,7 @@ class Bpe:
         while heap:
             merge, i = heappop(heap)
             joined = merge & TOKEN
-            if merges[i] & TOKEN != joined:  # -1 is no token
+            if merges[i] & TOKEN != joined:  # stale; -1 matches no token
                 continue
             right = after[i]
             tokens[i] = joined

@@ -92,7 +92,7 @@ class StringArray(Sequence[str]):
             try:
                 text = str(view[begin + prefix : end], "utf-8")
             except UnicodeDecodeError:
-                text = _decode(self._file, begin + prefix, end, "a string of an array")  # raises, with the place
+                text = _decode(self._file, begin + prefix, end, "a string of an array")  # raises with the offset
             yield text
             begin = end
 

@@ -54,7 +54,7 @@ def as_pixels(array: Any, where: str = "image") -> Array:
     if sides is None or not array.size:
         raise _not_an_image(where, array.shape)
     if array.dtype.kind == "f":
-        if not (array.min() >= 0 and array.max() <= 1):  # NaN is refused too
+        if not (array.min() >= 0 and array.max() <= 1):  # also rejects NaN
             bounds = f"from {array.min():.4g} to {array.max():.4g}"
             raise RequestError(f"{where}: floats {bounds}", hint="floats lie in 0 to 1; give 0 to 255 as uint8")
         array = np.rint(array * 255).astype(np.uint8)
@@ -131,7 +131,7 @@ def _band_matrix(size: int, new_size: int, kind: int, first: int, last: int) -> 
 
 
 def resampling(size: int, new_size: int, kind: int = BICUBIC) -> Array:
-    """Resampling matrix `[wanted, size]`: the weight of each input element in each output element."""
+    """Resampling matrix `[new_size, size]`: the weight of each input element in each output element."""
     start, matrix = _band_matrix(size, new_size, kind, 0, new_size)
     return np.pad(matrix, ((0, 0), (start, size - start - matrix.shape[1])))
 

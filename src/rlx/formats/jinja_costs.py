@@ -350,7 +350,7 @@ _TEXT_METHODS: dict[str, Cost] = {
     **dict.fromkeys(("endswith", "removeprefix", "removesuffix", "startswith"), _charge_args),
     "split": _split(charge_search), "rsplit": _split(charge_reverse_search), "splitlines": _splitlines,
     "partition": _partition(charge_search), "rpartition": _partition(charge_reverse_search), "replace": _replace,
-    "join": _free, "format": _free,  # charged as they run: `joined`, `formatter`
+    "join": _free, "format": _free,  # charged as they run, by `join_texts` and `formatter`
 }  # fmt: skip
 METHODS: tuple[tuple[Any, Mapping[str, Cost]], ...] = (
     (str, _TEXT_METHODS),

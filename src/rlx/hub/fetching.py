@@ -16,7 +16,7 @@ IncompleteRead = http.client.IncompleteRead
 
 
 class _SafeRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects to other hosts, which large files need, but drops the token there and never leaves https."""
+    """Follows redirects to other hosts, which large files need, but drops the token and never downgrades https."""
 
     def redirect_request(
         self,
