@@ -66,7 +66,7 @@ STOP_NAMES = frozenset({
 
 
 def is_marker(name: str) -> bool:
-    """Whether a name can only be a special token. `</s>` cannot: in Gemma and Qwen it is an HTML tag."""
+    """Whether a name can only be a special token; `</s>` can be text, an HTML tag as in Gemma and Qwen."""
     return "|" in name or "｜" in name or "_of_" in name
 
 
