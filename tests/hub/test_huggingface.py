@@ -181,7 +181,7 @@ def test_one_cached_quant_needs_no_name_and_two_do(home: Path, tmp_path: Path) -
     fill(cache, one)
     assert resolve("org/name", offline=True).path.name == "Tiny-Q8_0.gguf"
     fill(cache, GGUFS, repo="models--org--two")
-    with pytest.raises(NotFoundError, match="org/two: 2 GGUF models in it"):
+    with pytest.raises(NotFoundError, match="org/two: 2 GGUF models, name one"):
         resolve("org/two", offline=True)
 
 
