@@ -206,5 +206,5 @@ def decode(storage: DType, block: Reader, position: Position) -> Number:
 
         DECODERS.update(WITH_TABLES)
     if storage.name not in DECODERS:
-        raise LowerError(f"blocks of {storage}: no decoder", hint="supported: " + ", ".join(DECODERS))
+        raise LowerError(f"blocks of {storage}: no decoder is known", hint="known: " + ", ".join(DECODERS))
     return DECODERS[storage.name](block, position)
