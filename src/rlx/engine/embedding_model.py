@@ -20,7 +20,7 @@ from rlx.engine.sampler import shown
 from rlx.errors import CapabilityError, FormatError, RequestError, nearest
 from rlx.flow.flow import ModelFlow
 from rlx.fork_safe_locks import cached_property
-from rlx.hub.progress import drawn
+from rlx.hub.progress import progress_bar
 from rlx.models.pooling import EmbedSettings, read_settings
 
 TOKENS = 256  # of a batch for each thread, at most: activations stay in the caches, and threads seldom wait
@@ -188,7 +188,7 @@ class EmbeddingModel(Model):
     def _encode(self, texts: Sequence[str], start: int, before: str, truncate: bool) -> list[list[int]]:
         if before or self.settings.lower:
             texts = [before + (text.lower() if self.settings.lower else text) for text in texts]
-        enough = [self.tokenizer.beginning(text, self.limit) for text in texts]
+        enough = [self.tokenizer.clip_text(text, self.limit) for text in texts]
         if not truncate:
             for i, (text, beginning) in enumerate(zip(texts, enough, strict=True)):
                 if len(beginning) < len(text):
@@ -274,7 +274,7 @@ def _unit(vectors: Array) -> Array:
 def _progress(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, where it is a terminal; gives a function that takes how many more texts are done."""
     done = 0
-    with drawn("embedding", total, of_bytes=False) if shown else contextlib.nullcontext() as tick:
+    with progress_bar("embedding", total, of_bytes=False) if shown else contextlib.nullcontext() as tick:
 
         def advance(count: int) -> None:
             nonlocal done

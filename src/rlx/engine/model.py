@@ -270,7 +270,7 @@ class Model:
 
     def prompt_ids(self, given: str | Iterable[int], where: str) -> list[int]:
         """`token_ids` of a prompt; a text that is far too long is refused before all of it is encoded."""
-        if isinstance(given, str) and len(self.tokenizer.beginning(given, self.context)) < len(given):
+        if isinstance(given, str) and len(self.tokenizer.clip_text(given, self.context)) < len(given):
             raise self._too_long(where, f"the prompt of {len(given):,} characters has")
         return self.token_ids(given, where)
 

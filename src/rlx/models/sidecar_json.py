@@ -28,7 +28,7 @@ class JsonObject:
         if found is None or type(found) in kinds:  # not isinstance: a truth value is no number
             return found
         expected = " or ".join(k.__name__ for k in kinds)
-        raise broken(self.path, quoted(name), expected=expected, found=quoted(found))
+        raise broken(self.path, quoted(name), expected=expected, actual=quoted(found))
 
     def need(self, name: str, kind: type) -> Any:
         found = self.get(name, kind)

@@ -141,7 +141,7 @@ class ArrangedWeights(FileWeights):
             found = [way for way in ways if all(map(has, way.names()))]
             if len(found) > 1:  # which of them would count?
                 twice = " and ".join(quoted(way.of) for way in found)
-                raise broken(file.path, f"weight {quoted(name)}", expected="one tensor or the other", found=twice)
+                raise broken(file.path, f"weight {quoted(name)}", expected="one tensor or the other", actual=twice)
             if found:
                 self.made[name] = found[0]
 
@@ -156,14 +156,14 @@ class ArrangedWeights(FileWeights):
         for name, type_ in others:
             if type_ != first[1]:
                 raise broken(
-                    self.file.path, f"tensor {quoted(name)}", expected=f"{first[1]} as {quoted(first[0])}", found=type_
+                    self.file.path, f"tensor {quoted(name)}", expected=f"{first[1]} as {quoted(first[0])}", actual=type_
                 )
         shape = first[1].shape
         if (wanted := made.wanted(shape)) is not None:
-            raise broken(self.file.path, f"tensor {quoted(first[0])}", expected=wanted, found=f"shape {list(shape)}")
+            raise broken(self.file.path, f"tensor {quoted(first[0])}", expected=wanted, actual=f"shape {list(shape)}")
         if getattr(made, "turned", False) and first[1].dtype.is_packed:  # blocks run along the other axis
             what = f"tensor {quoted(first[0])}, which is stored transposed"
-            raise broken(self.file.path, what, expected="plain floats", found=first[1].dtype)
+            raise broken(self.file.path, what, expected="plain floats", actual=first[1].dtype)
         return TensorType(made.shape(shape), first[1].dtype)
 
     def array(self, key: str) -> Array:
