@@ -367,30 +367,30 @@ def conv(g: Any, x: Any, w: Any, v: Any) -> Any:
 @pytest.mark.parametrize(
     ("build", "what", "why"),
     [
-        (lambda g, x, w, v: x.softmax(axis=-1) * 2.0 + v, "softmax -> mul + add", "softmax takes in no elementwise"),
-        (lambda g, x, w, v: x.tanh().softmax(axis=-1), "tanh -> softmax", "softmax takes in no elementwise"),
-        (lambda g, x, w, v: x.sum(axis=-1).tanh(), "sum -> tanh", "sum takes in no elementwise"),
-        (lambda g, x, w, v: (x @ w).mT.gelu(), "matmul -> gelu", "a transpose lies between"),
-        (lambda g, x, w, v: x.tanh() @ w, "tanh -> matmul", "matmul takes in no elementwise"),
-        (conv, "depthwise_conv1d_causal -> silu", "takes in no elementwise"),
+        (lambda g, x, w, v: x.softmax(axis=-1) * 2.0 + v, "softmax -> mul + add", "softmax does not fuse elementwise"),
+        (lambda g, x, w, v: x.tanh().softmax(axis=-1), "tanh -> softmax", "softmax does not fuse elementwise"),
+        (lambda g, x, w, v: x.sum(axis=-1).tanh(), "sum -> tanh", "sum does not fuse elementwise"),
+        (lambda g, x, w, v: (x @ w).mT.gelu(), "matmul -> gelu", "there is a transpose in between"),
+        (lambda g, x, w, v: x.tanh() @ w, "tanh -> matmul", "matmul does not fuse elementwise"),
+        (conv, "depthwise_conv1d_causal -> silu", "does not fuse elementwise"),
     ],
 )
 def test_what_did_not_fuse_is_named_with_its_reason(build: Any, what: str, why: str) -> None:
-    found, launches = report(build)
+    fusion, launches = report(build)
     assert launches > 1
-    missed = {m.op: m.why for m in found.missed}
-    assert what in missed and re.search(why, missed[what]), str(found)
+    missed = {m.op: m.why for m in fusion.missed}
+    assert what in missed and re.search(why, missed[what]), str(fusion)
 
 
 def test_a_norm_after_a_matmul_is_said_to_be_apart() -> None:
-    found, launches = report(lambda g, x, w, v: (x @ w).rms_norm(v))
-    assert launches == 2 and not found.missed
-    assert [(m.op, m.why) for m in found.apart] == [
-        ("matmul -> rms_norm", "rms_norm goes over whole rows, and no kernel computes both")
+    fusion, launches = report(lambda g, x, w, v: (x @ w).rms_norm(v))
+    assert launches == 2 and not fusion.missed
+    assert [(m.op, m.why) for m in fusion.separate] == [
+        ("matmul -> rms_norm", "rms_norm needs complete rows, and no kernel computes both")
     ]
-    assert "apart 1" in str(found)
+    assert "separate 1" in str(fusion)
 
 
 def test_what_fuses_is_neither_missed_nor_apart() -> None:
-    found, launches = report(lambda g, x, w, v: (x @ w + v).gelu())
-    assert launches == 1 and not found.missed and not found.apart
+    fusion, launches = report(lambda g, x, w, v: (x @ w + v).gelu())
+    assert launches == 1 and not fusion.missed and not fusion.separate
