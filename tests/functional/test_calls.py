@@ -203,7 +203,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "scan without a pair": (
         lambda: rlx.scan(lambda c, x: c, 0.0, X),
         GraphError,
-        "scan: the function gives array, wanted a pair",
+        "scan: the function returns array, wanted a pair",
         "carry, y",
     ),
     "fori_loop to a float": (
@@ -280,7 +280,7 @@ def test_no_gradient_of_an_argument_may_be_none() -> None:
     assert ds["s"] == 0.0
     looked_up.defvjp(lambda t, i, s: (looked_up(t, i, s), None), lambda residuals, ct: ct)
     with pytest.raises(
-        GraphError, match=r"bwd gives array, the arguments are tuple\(dict\(t: array\), array,"
+        GraphError, match=r"bwd returns array, the arguments are tuple\(dict\(t: array\), array,"
     ) as caught:
         rlx.grad(lambda t: np.sum(looked_up(t, ids, scale)))(table)
     assert caught.value.hint and "one cotangent per argument" in caught.value.hint

@@ -322,19 +322,19 @@ def test_random_numbers_belong_to_their_key() -> None:
 
 # -- errors ----------------------------------------------------------------------------------------------------------
 def test_errors_name_what_does_not_fit() -> None:
-    with pytest.raises(ShapeError, match=r"grad: <lambda> gives f64\[3\], wanted one float"):
+    with pytest.raises(ShapeError, match=r"grad: <lambda> returns f64\[3\], wanted one float"):
         rlx.grad(lambda x: x * 2)(np.ones(3))
     with pytest.raises(DTypeError, match=r"'x' is i32\[3\], only floats have a gradient"):
         rlx.grad(lambda x: np.sum(x) * 1.5)(np.ones(3, np.int32))
     with pytest.raises(GraphError, match="argnums is 2, there are 1 arguments"):
         rlx.grad(lambda x: x, 2)(1.0)
-    with pytest.raises(ShapeError, match=r"scan: carry starts as f64\[3\], the function gives f64\[\]"):
+    with pytest.raises(ShapeError, match=r"scan: carry starts as f64\[3\], the function returns f64\[\]"):
         rlx.scan(lambda c, x: (c.sum(), x), np.zeros(3), np.ones((2, 3)))
     with pytest.raises(ShapeError, match="wanted one number of rows"):
         rlx.scan(lambda c, x: (c, x), 0.0, (np.ones(2), np.ones(3)))
     with pytest.raises(GraphError, match=r"wanted a pair \(carry, y\)"):
         rlx.scan(lambda c, x: c, 0.0, np.ones(2))
-    with pytest.raises(ShapeError, match=r"cond: the branches give f32\[\] and f32\[2\]"):
+    with pytest.raises(ShapeError, match=r"cond: the branches return f32\[\] and f32\[2\]"):
         rlx.jit(lambda x: rlx.cond(x > 0, lambda v: v, lambda v: np.ones(2, np.float32) * v, x))(1.0)
     with pytest.raises(ShapeError, match="batch sizes differ, a: 2, b: 3"):
         rlx.vmap(lambda a, b: a + b)(np.ones(2), np.ones(3))

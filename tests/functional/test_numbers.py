@@ -137,7 +137,7 @@ def test_a_carry_that_begins_as_a_number_takes_the_type_the_body_gives() -> None
     assert rlx.fori_loop(0, 3, lambda i, c: c + np.ones(()), 0.0).dtype == np.float64
     gradient = rlx.jit(rlx.grad(lambda s, xs: rlx.scan(lambda c, x: (c * x, None), s, xs)[0]))(2.0, np.full(3, 3.0))
     np.testing.assert_allclose(gradient, 27.0)
-    with pytest.raises(ShapeError, match=r"scan: carry starts as f32\[\], the function gives i32\[\]"):
+    with pytest.raises(ShapeError, match=r"scan: carry starts as f32\[\], the function returns i32\[\]"):
         rlx.scan(lambda c, x: (x, c), 0.5, np.arange(3, dtype=np.int32))
 
 

@@ -50,7 +50,7 @@ def _step(
         body = _body(function, *arguments, types=[*types, *rows], weak=[*weak, *[False] * len(rows)])
         if pair and (body.structure.kind not in (tuple, list) or len(body.structure.children) != 2):
             hint = "return carry, y; y may be None"
-            raise GraphError(f"{where}: the function gives {body.structure}, wanted a pair (carry, y)", hint=hint)
+            raise GraphError(f"{where}: the function returns {body.structure}, wanted a pair (carry, y)", hint=hint)
         carry_structure = body.structure.children[0] if pair else body.structure
         promoted = leaves
         if carry_structure == shape:
@@ -95,11 +95,11 @@ def _check_carry(
     where: str, structure: tree.Structure, outputs: Sequence[Value], wanted: tree.Structure, types: Sequence[TensorType]
 ) -> None:
     if structure != wanted:
-        raise GraphError(f"{where}: the carry is {wanted}, the function gives {structure}")
+        raise GraphError(f"{where}: the carry is {wanted}, the function returns {structure}")
     for path, value, type_ in zip(wanted.paths("carry"), outputs, types, strict=False):
         if value.type != type_:
-            hint = "give it the type of what the function gives, or cast inside"
-            raise ShapeError(f"{where}: {path} starts as {type_}, the function gives {value.type}", hint=hint)
+            hint = "start with the type that the function returns, or cast inside"
+            raise ShapeError(f"{where}: {path} starts as {type_}, the function returns {value.type}", hint=hint)
 
 
 @eager
@@ -206,13 +206,13 @@ def _cond(predicate: Any, true_fun: Fun, false_fun: Fun, *operands: Any) -> Any:
     types, weak = [type_of(x) for x in leaves], [is_weak(x) for x in leaves]
     yes, no = (_body(f, *operands, types=types, weak=weak) for f in (true_fun, false_fun))
     if yes.structure != no.structure:
-        raise GraphError(f"cond: the branches give {yes.structure} and {no.structure}")
+        raise GraphError(f"cond: the branches return {yes.structure} and {no.structure}")
     wanted = _shared_types(yes, no)
     if wanted is not None:  # Python numbers take the dtype of the other branch
         yes, no = (_body(_cast(f, wanted), *operands, types=types, weak=weak) for f in (true_fun, false_fun))
     for a, b in zip(yes.graph.outputs, no.graph.outputs, strict=True):
         if a.type != b.type:
-            raise ShapeError(f"cond: the branches give {a.type} and {b.type}", hint="cast one, or broadcast it")
+            raise ShapeError(f"cond: the branches return {a.type} and {b.type}", hint="cast one, or broadcast it")
     captured = list(dict.fromkeys([*yes.captured, *no.captured]))
     graphs = [_reordered(b, len(leaves), captured) for b in (yes, no)]
     results = len(yes.graph.outputs)

@@ -106,7 +106,7 @@ class custom_vjp(_Custom):
             structure, wanted = tree.structure(cotangents), tree.structure(tuple(args))
             if structure != wanted:
                 raise GraphError(
-                    f"custom_vjp {self.function.__name__}: bwd gives {structure}, the arguments are {wanted}",
+                    f"custom_vjp {self.function.__name__}: bwd returns {structure}, the arguments are {wanted}",
                     hint="return a tuple with one cotangent per argument; None is for no gradient",
                 )
             return _cast_derivatives(tree.leaves(cotangents), types, weak)

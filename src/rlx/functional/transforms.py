@@ -94,11 +94,12 @@ def value_and_grad(
         _need_floats(traced, which)
         outputs = traced.graph.outputs
         if has_aux and (traced.structure.kind is not tuple or len(traced.structure.children) != 2):
-            raise GraphError(f"grad: has_aux wants a pair of value and aux, the function gives {traced.structure}")
+            raise GraphError(f"grad: has_aux wants a pair of value and aux, the function returns {traced.structure}")
         loss = traced.structure.children[0] if has_aux else traced.structure
         if loss.leaves != 1 or outputs[0].type.elements != 1:
             shown = ", ".join(str(o.type) for o in outputs[: loss.leaves])
-            raise ShapeError(f"grad: {_label(function)} gives {shown}, wanted one float", hint="sum it, or use jacrev")
+            problem = f"grad: {_label(function)} returns {shown}, wanted one float"
+            raise ShapeError(problem, hint="sum it, or use jacrev")
         names = [_name(traced.graph, i) for i in which]
         graph = graphs.value_and_grad(traced.graph, names, has_aux=True, keep=keep) if names else traced.graph
         outputs_and_grads = apply_graph(graph, [*leaves, *traced.captured])
@@ -142,7 +143,7 @@ def vjp(function: Fun, *primals: Any) -> tuple[Any, Fun]:
     def back(cotangents: Any) -> Any:
         cts, shape = tree.flatten(cotangents)
         if shape != traced.structure:
-            raise GraphError(f"vjp: cotangents are {shape}, {_label(function)} gives {traced.structure}")
+            raise GraphError(f"vjp: cotangents are {shape}, {_label(function)} returns {traced.structure}")
         cts = _check_types("vjp: a cotangent", cts, [o.type for o in graph.outputs])
         seeds = [cts[i] for i in both.cotangents]
         pulled = dict(

@@ -37,7 +37,7 @@ def push(
             for result, tangent in zip(node.results, result_tangents, strict=True):
                 if tangent is not None:
                     if tangent.type != result.type:
-                        raise VerifyError(f"{node.op}: its JVP gives {tangent.type} for {result.type}")
+                        raise VerifyError(f"{node.op}: its JVP returns {tangent.type} for {result.type}")
                     active[result] = tangent
         values.update(zip(node.results, results, strict=True))
     outputs = [v for o in body.outputs if (v := values[o]) is not None]

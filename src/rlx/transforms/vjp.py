@@ -126,7 +126,7 @@ class Linear:
                 for i, (operand, flag, ct) in enumerate(zip(node.operands, wanted, operand_cts, strict=True)):
                     if operand is not None and flag and ct is not None:
                         if ct.type != operand.type:
-                            raise VerifyError(f"{node.op}: its VJP gives {ct.type} for operand {i}, {operand.type}")
+                            raise VerifyError(f"{node.op}: its VJP returns {ct.type} for operand {i}, {operand.type}")
                         self._add(cotangents, operand, ct)
         return [cotangents.get(n[0]) for n in leaves(self.body)]
 

@@ -111,7 +111,7 @@ class GatherFromInput(FlowStage):
 
 @dataclass(frozen=True)
 class GdnScan(FlowStage):
-    """Gated-delta-net scan of the slots in `FlowState.gdn`; gives `[batch, seq, heads, state_size]`.
+    """Gated-delta-net scan of the slots in `FlowState.gdn`; returns `[batch, seq, heads, state_size]`.
 
     Per head and token: `S = exp(g) · S`, `S = S + k (beta (v - Sᵀ k))ᵀ`, `y = Sᵀ q / √state_size`. S starts at zero;
     with `carry_state`, at the value named `state_key`, and the final state is stored under that name.
