@@ -54,7 +54,7 @@ def apply_params(model: Model, params: Mapping[str, Any], values: Callable[[Comp
         built = model._patched(model._hidden_flow()).build_with(
             model.checkpoint.weights, {name: given[name] for name in kinds}
         )
-        return Applied(model._session.compile(built.module, profile=built.profile), built.params.made)
+        return Applied(model._session.compile(built.module, profile=built.profile), built.params.computed)
 
     found = model._applications.get_or_make(frozenset(kinds.items()), make)
     return found.run(given, model._own_array, values)

@@ -62,10 +62,10 @@ class EmbeddingGemmaLayer(GemmaDecoder):
 
     def attention(self, ctx: FlowCtx, x: Value) -> Value:
         heads = self.self_attention()
-        queries, keys = (heads.turned(ctx, heads.project(ctx, x, which)) for which in "qk")
+        queries, keys = (heads.apply_rope(ctx, heads.project(ctx, x, which)) for which in "qk")
         kind = MaskKind.NONE if self.reach is None else MaskKind.near(self.reach)
         found = attend(ctx, queries, keys, heads.project(ctx, x, "v"), "attention_mask", kind, self.score_scale)
-        return self.projected(ctx, found, x.shape[-1])
+        return self.output_projection(ctx, found, x.shape[-1])
 
 
 def looks_both_ways(settings: Mapping[str, Any]) -> bool:

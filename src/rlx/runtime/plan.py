@@ -123,7 +123,7 @@ def relocated(plan: CompiledPlan, origins: tuple[str, ...]) -> CompiledPlan | No
     fusion = FusionReport(
         [replace(f, where=_moved(f.where, places)) for f in plan.fusion.fused],
         [replace(m, where=_moved(m.where, places)) for m in plan.fusion.missed],
-        [replace(m, where=_moved(m.where, places)) for m in plan.fusion.apart],
+        [replace(m, where=_moved(m.where, places)) for m in plan.fusion.separate],
     )
     main, bind = (_moved_program(p, places) for p in (plan.main, plan.bind))
     return replace(plan, main=main, bind=bind, fusion=fusion, origins=origins)

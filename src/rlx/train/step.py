@@ -29,7 +29,7 @@ from rlx.runtime.inputs import as_array, check_fixed, check_names, not_set
 from rlx.runtime.session import Session
 from rlx.train.optimisers import Optimiser
 from rlx.transforms import value_and_grad
-from rlx.transforms.api import Policy, Wrt, as_graph, chosen
+from rlx.transforms.api import Policy, Wrt, as_graph, select_wrt
 from rlx.types import TensorType, concrete
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def step_graph(
     if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < math.inf):
         raise RequestError(f"step: clip is {clip!r}, wanted the largest norm of all gradients, or None")
     source = as_graph("step", loss)
-    trained = {str(n.attrs["name"]): n.types[0] for n in chosen("step", source, wrt)}
+    trained = {str(n.attrs["name"]): n.types[0] for n in select_wrt("step", source, wrt)}
     for name, type_ in trained.items():
         if source.named(name).node.op != "param":
             raise GraphError(f"step: {name!r} is an input, only params are trained", hint="declare it with g.param")
