@@ -1,4 +1,4 @@
-"""Loop forms of rows of 8-bit integers: one row is one unit, its range is found before it is written."""
+"""Loop forms of int8 row quantisation: one unit per row, which computes its range, then writes it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rlx.types import product
 
 
 def _nearest(x: Expr) -> Expr:
-    """The nearest integer, ties to even, of what is within the levels; 0 for what is no number."""
+    """The nearest integer, ties to even, of a value within the levels; 0 for NaN."""
     return (x > 0).select(x, 0).nearest()
 
 
-def _quantised(rows: Rows, value: Expr, first: int) -> list[Stmt]:
-    """Statements that find the range of the row whose element q is `value`, and write its integers, its scale and its
-    offset: parameters `first` and the next two."""
+def _quantise(rows: Rows, value: Expr, first: int) -> list[Stmt]:
+    """Statements that compute the range of the row whose element q is `value`, and store its codes, scale and offset in
+    parameters `first` to `first + 2`."""
     low, high, step, inverse = (Ref(name, value.dtype) for name in ("low", "high", "step", "inverse"))
     return [
         Let("low", Reduce("min", "q", rows.extent(), value)),
@@ -48,7 +48,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
         builder.param(out, written=True)
     rows = rows_over(builder, [x, *outs], x.shape, (x.rank - 1,))
     rows.vector = False
-    rows.launch(s, _quantised(rows, rows.load(0, Index("q")), 1), product(x.shape) * 5)
+    rows.launch(s, _quantise(rows, rows.load(0, Index("q")), 1), product(x.shape) * 5)
     return outs
 
 
@@ -70,13 +70,13 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     first, kind = len(views) - len(outs), x.dtype.wide
     total = 0 if residual is None else len(views) - 1
     stmts, value = normalised(rows, total, attrs["kind"] == "layer", attrs["eps"], gamma, beta)
-    if attrs["keep"]:  # written first and read back while it is in cache, as the sum is
+    if attrs["keep"]:  # stored first and read back while in cache, like the sum
         stmts.append(written(rows, first + 3, value))
         value = rows.load(first + 3, Index("q"))
     if node.operands[4] is not None:
         factor = vector(rows, builder.param(s.contiguous(s.view(node.operands[4])), name="even"), kind)
         value = value * factor
-    stmts = [*stmts, *_quantised(rows, value, first)]
+    stmts = [*stmts, *_quantise(rows, value, first)]
     if residual is not None:
         stmts = [summed(rows, 0, 1, total), *stmts]
     rows.launch(s, stmts, product(x.shape) * 14)
