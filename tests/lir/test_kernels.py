@@ -120,7 +120,7 @@ def test_epilogues_must_end_with_what_is_stored() -> None:
     for change, message in (
         (plain.replace("    y0 = ", "    y1 = "), "ends with the values of y0"),
         (plain.replace("= acc", "= acc["), "line 5"),
-        (plain.replace("  operand y0", "  tile y0"), "'tile' is no part of a matmul"),
+        (plain.replace("  operand y0", "  tile y0"), "'tile' is not part of a matmul"),
         (plain.replace("cpu.panels(16)", "cpu.pans(16)"), "line 1: .*pans"),
     ):
         assert change != plain

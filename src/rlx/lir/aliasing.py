@@ -20,7 +20,8 @@ def may_write(s: Scheduler, node: Node, view: View) -> bool:
         return kind == ARENA and not used
     if used:
         # Updating a copy instead would leave the caller's state unchanged.
-        raise LowerError(f"{node.op}: state {view.buffer!r} is read again as it was", hint="read the result instead")
+        problem = f"{node.op}: the old value of state {view.buffer!r} is read later"
+        raise LowerError(problem, hint="read the result instead")
     return True
 
 

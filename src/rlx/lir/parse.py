@@ -123,7 +123,7 @@ def _record(line: Line) -> Kernel:
         case "matmul":
             return _matmul(head, field_text, rest)
         case _:
-            head.fail(f"{kind!r} is no kind of kernel", hint="attention, attention_grad, matmul, or loops")
+            head.fail(f"{kind!r} is not a kind of kernel", hint="attention, attention_grad, matmul, or loops")
 
 
 def _fields(line: Line, record: type[Any], *other: str) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _matmul(head: Line, field_text: Line, rest: Sequence[Line]) -> MatmulKernel:
         elif word == "epilogue":
             bodies.append(line)
         else:
-            line.fail(f"{word!r} is no part of a matmul", hint=nearest(word, ("operand", "epilogue")))
+            line.fail(f"{word!r} is not part of a matmul", hint=nearest(word, ("operand", "epilogue")))
     if len(bodies) > 1:
         head.fail("a matmul has at most one epilogue")
     kernel = MatmulKernel(**values, epilogue=None, epilogue_operands=tuple(operands))

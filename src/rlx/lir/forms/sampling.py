@@ -28,11 +28,11 @@ WORD = 31  # bits of the lower of two i32 that hold a sum
 
 
 class _Sampler(LogitsKernel):
-    """The whole kernel while it is written; each step leaves its results for the next."""
+    """The kernel under construction; each step stores its results for the next."""
 
     # -- thresholds ----------------------------------------------------------------------------------------------------
     def bisect(self, name: str, active: Expr, low: Operand, high: Expr, enough: Callable[[Body, Ref], Expr]) -> Ref:
-        """The highest integer that is `enough`, where `low` is and `high` is not; `low` where not `active`."""
+        """The highest integer that is `enough`, given that `low` is and `high` is not; `low` if not `active`."""
         lo, hi = self.body.var(f"{name}_low", low, I64), self.body.var(f"{name}_high", high, I64)
         steps = self.body.let(f"{name}_steps", active.select(STEPS, Const(0, I64)))
         with self.body.loop(f"{name}_step", steps) as each, each.when(f"{name}_open", hi - lo > 1) as step:
@@ -43,9 +43,9 @@ class _Sampler(LogitsKernel):
         return lo
 
     def take_highest(self, top_k: Ref) -> None:
-        """Gathers the k highest logits and equals of the last, in order of ids, or leaves the row as it is.
+        """Gather the k highest logits, and ties with the lowest of them, in order of ids, or leave the row unchanged.
 
-        Each of the k blocks with the highest maxima has a logit as high as the least of these maxima.
+        Each of the k blocks with the highest maxima has a logit at least as high as the lowest of these maxima.
         """
         body, g = self.body, Index("g")
         k = top_k
@@ -70,7 +70,7 @@ class _Sampler(LogitsKernel):
                 each.store(self.weights, self.count, logit)
                 each.store(self.ids, self.count, token.cast(I32))
                 each.assign(self.count, self.count + (logit >= least).cast(I64))
-        pad = body.let("pad", self.limited.select(BLOCK, Const(0, I64)))  # so that all blocks are whole
+        pad = body.let("pad", self.limited.select(BLOCK, Const(0, I64)))  # to a multiple of the block size
         with body.loop("q", pad, vector=True) as behind:
             behind.store(self.weights, self.count + Q, Const(-math.inf, F32))
         self.listed = body.let("listed", (self.count + (BLOCK - 1)).quot(BLOCK))
@@ -85,7 +85,7 @@ class _Sampler(LogitsKernel):
         self.least_key = self.bisect("logit", self.limited, block_key, above, logits_reach)
 
     def weigh(self, temperature: Expr, filtered: Expr) -> None:
-        """Weights of tokens that are left: sums of blocks and, where `filtered` or top-k ask for them, each weight."""
+        """Weights of the remaining tokens: block sums and, if needed for `filtered` or top-k, each weight."""
         body, g = self.body, Index("g")
         self.scale = body.let("scale", number(LOG2_E, F32) / temperature.max(COLDEST))
         self.mass = body.var("mass", 0, I64)
@@ -96,14 +96,14 @@ class _Sampler(LogitsKernel):
             block.store(self.tops, g, highest)
             self._fill(block, g, self.weights.__getitem__, self.least_key)
             self._sum_block(block, g, self.weights.__getitem__)
-        with body.loop("g", body.let("whole_summed", self.summed_only * self.whole)) as block:
+        with body.loop("g", body.let("whole_summed", self.summed_only * self.full_blocks)) as block:
             self._sum_block(block, g, lambda at: self.weight(self.source(at)))
-        with body.loop("g", body.let("whole_filled", (everything - self.summed_only) * self.whole)) as block:
+        with body.loop("g", body.let("whole_filled", (everything - self.summed_only) * self.full_blocks)) as block:
             self._fill(block, g, self.source)
             self._sum_block(block, g, self.weights.__getitem__)
         with body.loop("g", body.let("part_filled", everything * self.part_blocks)) as block:
-            self._fill(block, self.whole, lambda at: (at < self.vocab).choose(self.source(at), -math.inf))
-            self._sum_block(block, self.whole, self.weights.__getitem__)
+            self._fill(block, self.full_blocks, lambda at: (at < self.vocab).choose(self.source(at), -math.inf))
+            self._sum_block(block, self.full_blocks, self.weights.__getitem__)
         self.used = body.let("used", self.listed + everything * self.blocks)
 
     def weight(self, logit: Expr) -> Expr:
@@ -111,7 +111,7 @@ class _Sampler(LogitsKernel):
         return exp2((logit - self.top) * self.scale, WEIGHT_BITS) + ROUNDER - ROUNDER
 
     def _fill(self, body: Body, block: Expr, logit: Callable[[Expr], Expr], least_key: Ref | None = None) -> None:
-        """Writes the weights of a block; logits below the least key weigh nothing."""
+        """Store the weights of a block; logits below the lowest key have weight 0."""
         place = block * BLOCK + Q
         with body.loop("q", BLOCK, vector=True) as each:
             value = each.let("weighed", logit(place))
@@ -126,7 +126,7 @@ class _Sampler(LogitsKernel):
         body.assign(self.mass, self.mass + total)
 
     def _store_sum(self, body: Body, block: Expr, total: Ref) -> None:
-        """In two i32: parameters of 64 bits would halve the lanes of the kernel."""
+        """Store a sum as two i32: 64-bit parameters would halve the lanes of the kernel."""
         body.store(self.sums, block * 2, (total & 2**WORD - 1).cast(I32))
         body.store(self.sums, block * 2 + 1, (total >> WORD).cast(I32))
 
@@ -146,7 +146,7 @@ class _Sampler(LogitsKernel):
             group.store(self.peaks, Index("c"), Reduce("max", "g", GROUP, top))
 
     def take_nucleus(self, nucleus: Expr, top_p: Expr) -> None:
-        """The least weight of the fewest tokens that weigh top_p, and the last place where that weight still counts."""
+        """The lowest weight in the nucleus of top_p, and the last place at which a tie with it still counts."""
         body = self.body
         share = body.let("share", top_p * self.mass.cast(F64))
         below = body.let("share_below", share.cast(I64))
@@ -161,7 +161,7 @@ class _Sampler(LogitsKernel):
             (mass,) = self._sums(step, "probe", least, reaching, 1)
             return mass >= wanted
 
-        # All weights below this one together weigh less than what may be missing; a little less, for rounding.
+        # All weights below this one together are less than the mass that may be dropped; with a margin for rounding.
         spare = (self.mass - wanted).cast(F64) / (self.used * BLOCK).max(1).cast(F64) * 0.999
         low = body.let("nucleus_start", spare.max(0.0).cast(F32).order().cast(I64))
         high = number(HEAVIEST, F32).order().cast(I64) + 1
@@ -174,7 +174,7 @@ class _Sampler(LogitsKernel):
 
         above, ties = self._sums(body, "tie", nucleus.select(least, Const(math.inf, F32)), above_and_equal, 2)
         each = body.let("tie_weight", least.cast(I64).max(1))
-        keep = body.let("keep", (wanted - above + each - 1).quot(each))  # of equals, those with lower ids
+        keep = body.let("keep", (wanted - above + each - 1).quot(each))  # of ties, those with lower ids
         self.last = body.var("last", self.room, I64)
         with body.when("cut", nucleus & (keep < ties)) as cut:
             self._find_tie(cut, keep)
@@ -182,7 +182,7 @@ class _Sampler(LogitsKernel):
     def _sums(
         self, body: Body, name: str, least: Expr, values: Callable[[Expr], Sequence[Expr]], count: int
     ) -> list[Ref]:
-        """Sums over all places of integers in f32 that are 0 where the weight is below `least`."""
+        """Sum integers in f32 over all places; they are 0 where the weight is below `least`."""
         sums = [body.var(f"{name}_sum{i}", 0, I64) for i in range(count)]
         with (
             body.loop("c", self.groups) as group,
@@ -200,7 +200,7 @@ class _Sampler(LogitsKernel):
         return sums
 
     def _find_tie(self, body: Body, keep: Ref) -> None:
-        """The place of tie number `keep`: its block, then within that."""
+        """The place of tie number `keep`: first its block, then the place within it."""
         g, block_at, before = Index("g"), body.var("tie_block", 0, I64), body.var("ties_before", 0, I64)
         seen = body.var("ties_seen", 0, I64)
         with body.loop("g", self.used) as block:
@@ -217,11 +217,11 @@ class _Sampler(LogitsKernel):
 
     # -- the pick ------------------------------------------------------------------------------------------------------
     def draw(self, uniform: Expr, min_p: Expr) -> Ref:
-        """The token where the running sum of the weights that are left passes `uniform` of their total."""
+        """The token at which the running sum of the remaining weights exceeds `uniform` times their total."""
         body, g = self.body, Index("g")
         floor = body.let("floor", self.least.max(min_p * HEAVIEST))
 
-        def kept(place: Expr) -> Expr:
+        def selected(place: Expr) -> Expr:
             weight = self.weights[place]
             return ((weight >= floor) & ((weight > self.least) | (place <= self.last))).select(weight, 0.0)
 
@@ -231,21 +231,21 @@ class _Sampler(LogitsKernel):
             with filtered.loop("g", self.bounded) as block:
                 part = block.var("kept_part", 0, I64)
                 with block.when("kept_open", self.tops[g] >= floor) as inside:
-                    inside.assign(part, Reduce("sum", "q", BLOCK, kept(g * BLOCK + Q).cast(F64)).cast(I64))
+                    inside.assign(part, Reduce("sum", "q", BLOCK, selected(g * BLOCK + Q).cast(F64)).cast(I64))
                 self._store_sum(block, g, part)
                 block.assign(total, total + part)
         passed = body.let("passed", (uniform * total.cast(F64)).cast(I64).min(total - 1))
         at, before = self._passes("block", "g", self.used, passed, self._sum(g))
         at = body.let("drawn_block", at.min(self.used - 1).max(0))
-        with body.when("refilled", (self.summed_only > 0) & (at < self.whole)) as block:
+        with body.when("refilled", (self.summed_only > 0) & (at < self.full_blocks)) as block:
             self._fill(block, at, self.source)
         rest = body.let("rest", passed - before)
-        within, _ = self._passes("token", "q", BLOCK, rest, kept(at * BLOCK + Q).cast(I64))
+        within, _ = self._passes("token", "q", BLOCK, rest, selected(at * BLOCK + Q).cast(I64))
         slot = body.let("slot", at * BLOCK + within.min(BLOCK - 1))
         return body.let("picked", self.limited.choose(self.ids[slot].cast(I64), slot))
 
     def _passes(self, name: str, index: str, extent: int | Ref, limit: Ref, term: Expr) -> tuple[Ref, Ref]:
-        """Where a running sum first is above a limit, and the sum before that."""
+        """The index at which a running sum first exceeds a limit, and the sum before it."""
         body = self.body
         running, before = body.var(f"{name}_running", 0, I64), body.var(f"{name}_before", 0, I64)
         at = body.var(f"{name}_at", 0, I64)
@@ -257,7 +257,7 @@ class _Sampler(LogitsKernel):
         return at, before
 
     def write(self) -> list[View]:
-        """The whole kernel, launched."""
+        """Build and launch the kernel."""
         body = self.body
         uniform, temperature = self.fraction(1, "uniform"), self.setting(2, "temperature")
         top_k = body.let("k", self.integers(3, "top_ks").only.cast(I64))

@@ -1,4 +1,4 @@
-"""What sampling reads of a row before it draws: operands, logits after bias and penalties, the highest, their sum."""
+"""The first half of the sampling kernel: operands, logits after bias and penalties, their maximum and sum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlx.types import TensorType
 
 BLOCK = 256  # weights whose sum f64 holds exactly: 2^8 times 2^42 is below 2^53
 GROUP = 16  # blocks
-CHUNK = GROUP * BLOCK  # logits that stay in the nearest cache
+CHUNK = GROUP * BLOCK  # logits that fit the L1 cache
 PAGE = 1024  # f32 numbers of a page of memory
 PARTS = 3  # f32 numbers whose sum is any f64 of a probability
 Q = Index("q")
@@ -34,7 +34,7 @@ def exp2(power: Expr, exponent_offset: int = 0) -> Expr:
 
 
 class LogitsKernel:
-    """The first half of the sampling kernel while it is written: parameters, scratch rows, and the highest logit."""
+    """The first half of the sampling kernel under construction: parameters, scratch rows, and the highest logit."""
 
     def __init__(self, s: Scheduler, node: Node) -> None:
         self.s = s
@@ -43,8 +43,8 @@ class LogitsKernel:
         logits = s.view(node.operands[0])
         rows, vocab = logits.shape
         blocks = (vocab + (BLOCK - 1)) // BLOCK
-        room = (blocks + 1) * BLOCK  # a block of nothing behind the last weight
-        self.vocab, self.blocks, self.whole = (
+        room = (blocks + 1) * BLOCK  # an empty block after the last weight
+        self.vocab, self.blocks, self.full_blocks = (
             b.arg("vocab", vocab), b.arg("blocks", blocks), b.arg("whole_blocks", vocab // BLOCK),
         )  # fmt: skip
         self.part_blocks = b.arg("part_blocks", blocks - vocab // BLOCK)
@@ -69,11 +69,11 @@ class LogitsKernel:
             Rows(b, name, s.temporary(TensorType((rows, width), dtype)), written=True)
             for name, (width, dtype) in scratch.items()
         )
-        self.adjusted: Ref | None = None  # whether logits are changed before they are sampled from
+        self.adjusted: Ref | None = None  # whether logits are adjusted before sampling
         self.body = Body()
 
     def source(self, at: Expr) -> Expr:
-        """A logit as it is sampled from: adjusted ones are where weights will be."""
+        """A logit to sample from; adjusted logits are stored in the row of weights."""
         return self.raw[at] if self.adjusted is None else self.adjusted.choose(self.weights[at], self.raw[at])
 
     # -- operands ------------------------------------------------------------------------------------------------------
@@ -90,22 +90,22 @@ class LogitsKernel:
     def setting(self, position: int, name: str) -> Ref:
         """A setting of the row, by name, as f32."""
         view = self.s.view(self._operand(position))
-        if view.dtype is F64:  # the widest parameter says how many lanes a kernel has
+        if view.dtype is F64:  # the widest parameter determines the number of lanes
             view = self._as_f32(view)
         return self.body.let(name, Rows(self.builder, f"{name}s", view).only.cast(F32))
 
     def fraction(self, position: int, name: str) -> Ref:
-        """A setting of the row to all the bits of f64, without a parameter that wide."""
+        """A setting of the row in full f64 precision, without a 64-bit parameter."""
         view = self.s.view(self._operand(position))
         parts = [self.s.temporary(TensorType(view.shape, F32)) for _ in range(PARTS)]
 
         def split(e: Elements) -> tuple[Sequence[Stmt], Sequence[Expr]]:
             rest = e.load(0).cast(F64)
-            found: list[Expr] = []
+            terms: list[Expr] = []
             for _ in parts:
-                found.append(rest.cast(F32))
-                rest = rest - found[-1].cast(F64)
-            return (), found
+                terms.append(rest.cast(F32))
+                rest = rest - terms[-1].cast(F64)
+            return (), terms
 
         map_elements(self.s, "split_f64", view.shape, [view], parts, split)
         read = [Rows(self.builder, f"{name}{i}", part).only.cast(F64) for i, part in enumerate(parts)]
@@ -115,7 +115,7 @@ class LogitsKernel:
         return self.body.let(name, total)
 
     def integers(self, position: int, name: str) -> Rows:
-        """Integers of rows, as i32; what that does not hold becomes its limits."""
+        """Integers per row as i32; wider ones are clamped."""
         view = self.s.view(self._operand(position))
         if view.dtype.size == 8 or view.dtype.kind == "uint":
             out = self.s.temporary(TensorType(view.shape, I32))
@@ -129,7 +129,7 @@ class LogitsKernel:
 
     # -- logits as they are sampled from -------------------------------------------------------------------------------
     def adjust(self) -> None:
-        """With a mask, a bias or penalties, logits are copied to where weights will be, and changed there."""
+        """With a mask, a bias or penalties, copy the logits to the row of weights and adjust them there."""
         allowed, history = self.node.operands[6:8]
         bias = self.node.operands[12]
         if allowed is None and history is None and bias is None:
@@ -145,7 +145,7 @@ class LogitsKernel:
             needed = changes[0] > 0 if len(changes) == 1 else (changes[0] > 0) | (changes[1] > 0)
         self.adjusted = body.let("adjusted", needed)
         if allowed is None:
-            # Loads that a mask leaves out are slow where memory was never written: one write per page makes it present.
+            # Masked loads from untouched memory are slow: one write per page makes the memory resident.
             pages = body.let("touched_pages", needed.select(Const(0, I64), self.pages))
             with body.loop("j", pages) as touch:
                 touch.store(self.weights, Index("j") * PAGE, Const(0.0, F32))
@@ -171,7 +171,7 @@ class LogitsKernel:
                 bits.store(self.weights, token, keep.choose(self.raw[token], -math.inf))
 
     def _token_place(self, token: Expr) -> Expr:
-        """Where a token of an operand counts: what is outside the vocabulary, behind the last token."""
+        """The place that counts a token of an operand; tokens outside the vocabulary count after the last one."""
         return ((token >= 0) & (token < self.vocab)).select(token, self.vocab)
 
     def _bias(self, length: Arg) -> None:
@@ -182,7 +182,7 @@ class LogitsKernel:
             each.store(self.weights, at, self.weights[at] + values[Index("h")].cast(F32))
 
     def _penalise(self, length: Arg) -> None:
-        """Counts how often each token occurs, in scratch of which only these tokens' places are touched."""
+        """Count how often each token occurs, touching only the scratch entries of these tokens."""
         seen = self.integers(7, "history")
         prompt = self.integers(8, "prompt_length").only.cast(I64)
         names = ("repetition", "frequency", "presence")
@@ -191,7 +191,7 @@ class LogitsKernel:
         at = self._token_place(seen[h].cast(I64))
         with self.body.loop("h", length) as clear:
             clear.store(counts, at, Const(0, I32))
-        with self.body.loop("h", length) as count:  # the lowest bit: seen; the others: how often it was picked
+        with self.body.loop("h", length) as count:  # lowest bit: seen; other bits: how often it was picked
             where = count.let("counted", at)
             picked = (h >= prompt).select(2, Const(0, I32))
             count.store(counts, where, (counts[where] | 1) + picked)
@@ -207,7 +207,7 @@ class LogitsKernel:
 
     # -- the row as it is, and its highest logit -----------------------------------------------------------------------
     def scan(self, needed: Expr) -> None:
-        """Reads logits once: the highest of each block, and, if needed, the sum of exp(logit - highest) of raw ones.
+        """Read the logits once: the maximum of each block and, if needed, the sum of exp(logit - max) of raw logits.
 
         A chunk is in the nearest cache when its exponentials are added up; what came before is scaled to a new highest.
         """
