@@ -49,7 +49,7 @@ def merge_launches(program: Program) -> None:
             merged[-1] = joined
     places.append(len(merged))
     program.launches = [replace(launch, shares={}) for launch in merged]  # no longer needed
-    program.controls = [control.moved(places.__getitem__) for control in program.controls]
+    program.controls = [control.renumbered(places.__getitem__) for control in program.controls]
 
 
 MAX_MERGED = 8  # launches per merged kernel, so that kernels stay readable

@@ -110,7 +110,7 @@ class Loop:
     def symbols(self) -> tuple[str, ...]:
         return self.symbol, self.parity
 
-    def moved(self, to: Callable[[int], int]) -> Loop:
+    def renumbered(self, to: Callable[[int], int]) -> Loop:
         """The same loop after launches are renumbered by `to`."""
         test = -1 if self.predicate is None else to(self.test)
         return replace(self, first=to(self.first), last=to(self.last), end=to(self.end), test=test)
@@ -134,7 +134,7 @@ class Branch:
     def symbols(self) -> tuple[str, ...]:
         return ()
 
-    def moved(self, to: Callable[[int], int]) -> Branch:
+    def renumbered(self, to: Callable[[int], int]) -> Branch:
         return replace(self, first=to(self.first), middle=to(self.middle), end=to(self.end))
 
 

@@ -61,23 +61,23 @@ class _Queries(Strided):
             Let("slope", (1.0 - capped * capped) * self.scale),
         ]
 
-    def masked(self, mask: View | None, seen: Expr) -> list[Stmt]:
+    def masked(self, mask: View | None, visible: Expr) -> list[Stmt]:
         """Define `masked`: the score, or -inf for a masked key."""
         score: Expr = Ref("score", self.kind)
         if mask is not None and self.mask.segments:
             ids = self.read(mask)
             own = self.load(ids, BATCH, QUERY)
-            seen = seen & (own >= 0) & own.eq(self.load(ids, BATCH, KEY))
+            visible = visible & (own >= 0) & own.eq(self.load(ids, BATCH, KEY))
         elif mask is not None and self.mask.name == "custom":
             keep = self.load(self.read(mask), BATCH, KEY)
-            seen = seen & (keep if keep.dtype is BOOL else keep >= 0.5)
+            visible = visible & (keep if keep.dtype is BOOL else keep >= 0.5)
         elif mask is not None:
             strides = tuple(0 if size == 1 else step for size, step in zip(mask.shape, mask.strides, strict=True))
             bias = self.load(self.read(mask.with_(mask.shape, strides)), BATCH, HEAD, QUERY, KEY).cast(self.kind)
-            score, seen = score + bias, seen & bias.ne(-math.inf)
-        return [Let("masked", seen.select(score, -math.inf))]
+            score, visible = score + bias, visible & bias.ne(-math.inf)
+        return [Let("masked", visible.select(score, -math.inf))]
 
-    def seen(self, position: Expr) -> Expr:
+    def visible(self, position: Expr) -> Expr:
         """Whether the query may attend to a key at this position."""
         last = POSITION + self.mask.ahead if self.mask.ahead else POSITION
         if self.mask.window:
@@ -105,7 +105,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     a.lets.append(Let("position", QUERY + a.builder.arg("ahead", k.shape[1] - q.shape[1])))
     scores = [
         *a.score(lambda d: a.load(keys, BATCH, KEY, KV_HEAD, d)),
-        *a.masked(_optional(s, node.operands[3]), a.seen(KEY)),
+        *a.masked(_optional(s, node.operands[3]), a.visible(KEY)),
     ]
     _attend(s, a, q, k.shape[1], scores, lambda j: a.load(values, BATCH, KEY, KV_HEAD, j), results)
     return results
@@ -182,7 +182,7 @@ def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
         Check((POSITION < 0) | known, OUTSIDE_TABLE),
         Let("looks", present & fits & known),
     ]
-    seen = Ref("looks", BOOL) & a.seen(position)
+    visible = Ref("looks", BOOL) & a.visible(position)
 
     listed, paged, slot = a.load(table, Ref("row", I64), place // page).cast(I64), Ref("paged", I64), place % page
     in_pool = (listed >= 0) & (listed < a.builder.arg("pages", pages))
@@ -190,7 +190,7 @@ def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
     exists = Ref("exists", BOOL)
     scores: list[Stmt] = [
         Let("exists", in_pool),
-        Check(exists | ~seen, OUTSIDE_POOL),
+        Check(exists | ~visible, OUTSIDE_POOL),
         Let("paged", own_page),
     ]
     key: Read
@@ -203,7 +203,7 @@ def cached_attention(s: Scheduler, node: Node) -> Sequence[View]:
         plain_keys, plain_values = a.read(keys), a.read(values)
         key = lambda d: a.load(plain_keys, paged, KV_HEAD, slot, d)
         value = lambda j: a.load(plain_values, own_page, KV_HEAD, slot, j)
-    scores += [*a.score(key), *a.masked(None, seen & exists)]
+    scores += [*a.score(key), *a.masked(None, visible & exists)]
     _attend(s, a, q, count, scores, value, [tokens.out])
     return [tokens.result]
 
@@ -285,7 +285,7 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     weight, gain = Ref("weight", a.kind), a.dot(outer, lambda d: a.load(values, BATCH, KEY, KV_HEAD, d), value_dim)
     of_key: list[Stmt] = [
         *a.score(lambda d: a.load(keys, BATCH, KEY, KV_HEAD, d)),
-        *a.masked(_optional(s, node.operands[6]), a.seen(KEY)),
+        *a.masked(_optional(s, node.operands[6]), a.visible(KEY)),
         Let("weight", (Ref("masked", a.kind) - Ref("base", a.kind)).exp()),
         a.store(a.write(p), weight, BATCH, HEAD, QUERY, KEY),
         Let("change", weight * (gain - Ref("delta", a.kind)) * Ref("slope", a.kind)),

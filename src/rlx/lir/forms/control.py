@@ -55,7 +55,7 @@ def _body(s: Scheduler, graph: Graph, inputs: Sequence[View], places: Sequence[V
     _check_sizes(s, asserted, fit)
     launches, controls = s.program.launches, s.program.controls
     launches.insert(first, launches.pop())
-    controls[inside:] = [control.moved(lambda i: i + 1) for control in controls[inside:]]
+    controls[inside:] = [control.renumbered(lambda i: i + 1) for control in controls[inside:]]
     controls.insert(inside, Branch(first + 1, len(launches), len(launches), fit))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlx.dtypes import U8
 from rlx.ir.graph import Node
-from rlx.lir.forms.norm import normalised, scale_vectors, summed, vector, written
+from rlx.lir.forms.norm import add_rows, normalise, scale_vectors, store_row, vector
 from rlx.lir.forms.reduce import Rows, rows_over
 from rlx.lir.loops import Expr, Index, Let, Reduce, Ref, Stmt, Store
 from rlx.lir.schedule import LoopBuilder, Scheduler, loop_form
@@ -32,7 +32,7 @@ def _quantise(rows: Rows, value: Expr, first: int) -> list[Stmt]:
         Let("inverse", 1 / step),
         Store(first + 1, rows.place(first + 1), step),
         Store(first + 2, rows.place(first + 2), low),
-        written(rows, first, _nearest((value - low) * inverse).cast(U8)),
+        store_row(rows, first, _nearest((value - low) * inverse).cast(U8)),
     ]
 
 
@@ -69,15 +69,15 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     gamma, beta = scale_vectors(s, builder, node, 2)
     first, kind = len(views) - len(outs), x.dtype.wide
     total = 0 if residual is None else len(views) - 1
-    stmts, value = normalised(rows, total, attrs["kind"] == "layer", attrs["eps"], gamma, beta)
+    stmts, value = normalise(rows, total, attrs["kind"] == "layer", attrs["eps"], gamma, beta)
     if attrs["keep"]:  # stored first and read back while in cache, like the sum
-        stmts.append(written(rows, first + 3, value))
+        stmts.append(store_row(rows, first + 3, value))
         value = rows.load(first + 3, Index("q"))
     if node.operands[4] is not None:
         factor = vector(rows, builder.param(s.contiguous(s.view(node.operands[4])), name="even"), kind)
         value = value * factor
     stmts = [*stmts, *_quantise(rows, value, first)]
     if residual is not None:
-        stmts = [summed(rows, 0, 1, total), *stmts]
+        stmts = [add_rows(rows, 0, 1, total), *stmts]
     rows.launch(s, stmts, product(x.shape) * 14)
     return outs

@@ -13,7 +13,7 @@ from rlx.lir.views import View
 from rlx.types import TensorType, product
 
 
-def normalised(
+def normalise(
     rows: Rows, source: int, layer: bool, eps: float, gamma: int | None, beta: int | None
 ) -> tuple[list[Stmt], Expr]:
     """Normalise the row in parameter `source`: returns preparatory statements, and the expression of element q."""
@@ -34,15 +34,15 @@ def normalised(
     return stmts, value
 
 
-def written(rows: Rows, param: int, value: Expr) -> For:
+def store_row(rows: Rows, param: int, value: Expr) -> For:
     """The loop that stores `value` as element q of a parameter's row."""
     return For("q", rows.extent(), (Store(param, rows.place(param, Index("q")), value),), vector=True)
 
 
-def summed(rows: Rows, a: int, b: int, total: int) -> For:
+def add_rows(rows: Rows, a: int, b: int, total: int) -> For:
     """The loop that adds two rows; the sum is stored and read back while it is in cache."""
     q = Index("q")
-    return written(rows, total, rows.load(a, q) + rows.load(b, q))
+    return store_row(rows, total, rows.load(a, q) + rows.load(b, q))
 
 
 def vector(rows: Rows, param: int, kind: DType) -> Expr:
@@ -69,8 +69,8 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     rows = rows_over(builder, [x, out], x.shape, (x.rank - 1,))
     rows.vector = False
     gamma, beta = scale_vectors(s, builder, node, 1)
-    stmts, value = normalised(rows, 0, node.op == "layer_norm", node.attrs["eps"], gamma, beta)
-    rows.launch(s, [*stmts, written(rows, 1, value)], product(x.shape) * 8)
+    stmts, value = normalise(rows, 0, node.op == "layer_norm", node.attrs["eps"], gamma, beta)
+    rows.launch(s, [*stmts, store_row(rows, 1, value)], product(x.shape) * 8)
     return [out]
 
 
@@ -88,8 +88,8 @@ def _(s: Scheduler, node: Node) -> Sequence[View]:
     rows = rows_over(builder, [x, residual, total, out], x.shape, (x.rank - 1,))
     rows.vector = False
     gamma, beta = scale_vectors(s, builder, node, 2)
-    stmts, value = normalised(rows, 2, node.attrs["kind"] == "layer", node.attrs["eps"], gamma, beta)
-    rows.launch(s, [summed(rows, 0, 1, 2), *stmts, written(rows, 3, value)], product(x.shape) * 9)
+    stmts, value = normalise(rows, 2, node.attrs["kind"] == "layer", node.attrs["eps"], gamma, beta)
+    rows.launch(s, [add_rows(rows, 0, 1, 2), *stmts, store_row(rows, 3, value)], product(x.shape) * 9)
     return [out, total]
 
 
@@ -119,7 +119,7 @@ def _gradients_of_rows(s: Scheduler, node: Node, x: View, dy: View, dx: View, st
     rows = rows_over(builder, [x, dy, dx, *(_broadcast_rows(v, x) for v in statistics)], x.shape, (x.rank - 1,))
     rows.vector = False
     gamma = None if node.operands[2] is None else builder.param(s.contiguous(s.view(node.operands[2])), name="gamma")
-    stmts, normal = normalised(rows, 0, layer, node.attrs["eps"], None, None)
+    stmts, normal = normalise(rows, 0, layer, node.attrs["eps"], None, None)
     count = builder.arg("count", rows.reduced[0]).cast(kind)
     c = rows.load(1, Index("q"))
     c = c if gamma is None else c * vector(rows, gamma, kind)
@@ -132,7 +132,7 @@ def _gradients_of_rows(s: Scheduler, node: Node, x: View, dy: View, dx: View, st
     if layer:
         stmts.append(Let("level", mean(c)))
         inner = inner - Ref("level", kind)
-    stmts.append(written(rows, 2, inner * Ref("scale", kind)))
+    stmts.append(store_row(rows, 2, inner * Ref("scale", kind)))
     stmts += [Store(3 + i, rows.place(3 + i), Ref(n, kind)) for i, n in enumerate(("scale", "mean")[: len(statistics)])]
     rows.launch(s, stmts, product(x.shape) * 12)
 
