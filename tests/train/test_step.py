@@ -382,7 +382,7 @@ def test_a_state_that_is_read_after_it_changed_is_refused() -> None:
     state = g.state("s", (3,))
     changed = state.assign(state + 1.0)
     g.set_outputs([changed.sum() + (state * 2.0).sum()])
-    with pytest.raises(LowerError, match="state 's' is read again as it was"):
+    with pytest.raises(LowerError, match="the old value of state 's' is read later"):
         rlx.compile(g)
 
 
