@@ -130,6 +130,6 @@ def test_transformers_agrees(name: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_an_encoder_without_a_tokenizer_is_run_on_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     golden_encoders.write_folder(tmp_path, json.loads((golden_encoders.FOLDER / "bert.json").read_text()))
     assert main(["verify", str(tmp_path)]) == 0
-    found = results(capsys.readouterr().out)
-    assert (found["runs"], found["threads"], found["reference"]) == ("ok",) * 3
-    assert (found["tokenizer"], found["transformers"]) == ("skipped",) * 2
+    outcomes = results(capsys.readouterr().out)
+    assert (outcomes["runs"], outcomes["threads"], outcomes["reference"]) == ("ok",) * 3
+    assert (outcomes["tokenizer"], outcomes["transformers"]) == ("skipped",) * 2
