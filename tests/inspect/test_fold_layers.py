@@ -12,11 +12,11 @@ from rlx.inspect.levels import graph_lines, stage_of
 
 def outline(items: tuple[Item, ...], pad: str = "") -> list[str]:
     """The titles of a tree."""
-    found = []
+    titles = []
     for item in items:
         if isinstance(item, Group):
-            found += [pad + item.title, *outline(item.items, pad + "  ")] if not item.is_fold else [pad + item.title]
-    return found
+            titles += [pad + item.title, *outline(item.items, pad + "  ")] if not item.is_fold else [pad + item.title]
+    return titles
 
 
 def test_alike_layers_are_shown_once_in_the_tree_of_stages() -> None:
