@@ -309,7 +309,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
     train.save(tmp_path / "sgd.safetensors")
     with pytest.raises(FormatError, match="is no checkpoint of adamw, its optimiser is 'sgd'"):
         step(regression(), adamw()).load(tmp_path / "sgd.safetensors")
-    with pytest.raises(FormatError, match="'b' is nothing that this step keeps"):
+    with pytest.raises(FormatError, match="'b' is not a state of this step"):
         step(regression(), sgd(), ["w", "v"]).load(tmp_path / "sgd.safetensors")
 
 

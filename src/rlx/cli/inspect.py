@@ -29,7 +29,7 @@ from rlx.engine.load_settings import CONTEXT
 from rlx.errors import FormatError, NotFoundError, shortened
 from rlx.hir.lower import lower
 from rlx.hub.store import show_size
-from rlx.inspect.fold_layers import SECTION, Group, Line, folded, lines_of, tree_text
+from rlx.inspect.fold_layers import SECTION, Group, Line, fold_lines, lines_of, tree_text
 from rlx.inspect.levels import graph_lines, head, launch_lines, plain_interface_lines, stage_of, tail
 from rlx.inspect.links import link_text
 from rlx.inspect.page import graph_columns, graph_page
@@ -222,7 +222,7 @@ class Selection:
 
     def tree(self, lines: Sequence[Line], text: Callable[[Line], str]) -> Iterator[str]:
         """Lines grouped by stage; repeated layers once."""
-        yield from tree_text(folded(lines), lambda x: text(x).removeprefix("  "), all_=self.all, pad="  ")
+        yield from tree_text(fold_lines(lines), lambda x: text(x).removeprefix("  "), all_=self.all, pad="  ")
 
 
 def matches(pattern: str | None, stage: str) -> bool:
