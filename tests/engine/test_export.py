@@ -149,7 +149,7 @@ def test_a_patch_is_part_of_the_code_but_not_of_the_file(tiny_folder: Path, tmp_
 
 
 # -- the file with the weights --
-def test_a_model_may_move_beside_the_export(tiny_file: Path, tmp_path: Path) -> None:
+def test_a_model_may_move_next_to_the_export(tiny_file: Path, tmp_path: Path) -> None:
     wanted = language_model(tiny_file).logits([1, 2, 3])
     (tmp_path / "elsewhere").mkdir()
     for name in ("model", "tiny.rlxp"):

@@ -367,7 +367,7 @@ def test_a_model_that_changes_is_loaded_anew(folder: Path, tiny_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["config.json", "profile.toml", "tokenizer.json"])
-def test_files_beside_the_weights_count(folder: Path, tiny_path: Path, name: str) -> None:
+def test_files_next_to_the_weights_count(folder: Path, tiny_path: Path, name: str) -> None:
     language_model(tiny_path)
     path = tiny_path / name
     path.write_text(path.read_text() + "\n" if path.exists() else '[fusion]\npolicy = "direct"\n' * (name[0] == "p"))

@@ -181,7 +181,7 @@ def test_an_export_keeps_its_states(model: LanguageModel, tmp_path: Path) -> Non
         assert same(model, exported.generate(tokens, **SAMPLING), told(model, tokens))
 
 
-def test_keys_may_be_small_beside_a_state(tmp_path: Path) -> None:
+def test_keys_may_be_small_next_to_a_state(tmp_path: Path) -> None:
     write_hybrid(tmp_path)
     wanted = language_model(tmp_path).logits(prompt(70))
     logits = language_model(tmp_path, cache="f16").logits(prompt(70))

@@ -165,5 +165,5 @@ def test_a_packed_cache_takes_a_quarter_and_says_nearly_the_same(folder: Path, t
 
 def test_heads_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
     tiny_llama.write(tmp_path)
-    with pytest.raises(CapabilityError, match=r"(?s)q8_0 packs 32 numbers a block, heads of 12 are not .*f16"):
+    with pytest.raises(CapabilityError, match=r"(?s)q8_0 packs 32 numbers per block, heads of 12 do not fit.*f16"):
         language_model(tmp_path, cache="q8_0")

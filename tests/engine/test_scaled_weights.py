@@ -81,7 +81,7 @@ def test_weights_are_in_memory_once_and_in_8_bits(model: LanguageModel, plain: d
     assert max(a.size for a in bound if a.dtype == np.float32) < plain[UP].size  # none of them is there in f32 too
 
 
-def test_a_second_load_starts_from_what_the_first_kept(
+def test_a_second_load_uses_the_snapshot_of_the_first(
     folder: Path, plain: dict[str, Array], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("RLX_CACHE", str(tmp_path / "cache"))

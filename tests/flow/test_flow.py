@@ -242,7 +242,7 @@ def test_a_flow_without_an_input_cannot_be_built() -> None:
 def test_what_is_built_knows_its_outputs_and_what_stages_made() -> None:
     c = settings()
     model = built(c, random_weights(c), context=40)
-    assert model.output_names == ["logits"] and set(model.params.made) == {"rope.cos", "rope.sin"}
+    assert model.output_names == ["logits"] and set(model.params.computed) == {"rope.cos", "rope.sin"}
     assert set(model.params) == {*random_weights(c), "rope.cos", "rope.sin"} and len(model.params) == 23
     assert model.params["rope.cos"].shape == (40, 4)
     assert model.cache is not None and (model.cache.layers, model.cache.kv_heads, model.cache.head_dim) == (2, 2, 8)

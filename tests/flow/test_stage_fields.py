@@ -260,7 +260,7 @@ def built(case: Case, stage: FlowStage) -> str:
     shapes = dict(case.shapes) | {k: s for k, s in _MLP.items() if not isinstance(case.stage, st.MoeFfn)}
     model = flow.build(WantedWeights(shapes))
     side = [(name, value.node.id) for name, value in SIDE.drain()]
-    made = {name: array.tobytes() for name, array in model.params.made.items()}
+    made = {name: array.tobytes() for name, array in model.params.computed.items()}
     stages = [(node.op, node.origin.stage, sorted(node.attrs.items(), key=str)) for node in model.module.nodes]
     return repr((model.module.text(full=True), stages, side, made, model.output_names))
 

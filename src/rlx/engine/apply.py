@@ -9,7 +9,7 @@ import numpy as np
 
 from rlx.arrays import Array
 from rlx.dtypes import F32, F64, dtype
-from rlx.engine.sampler import shown
+from rlx.engine.sampler import short_repr
 from rlx.errors import BindError, DTypeError, ShapeError, nearest
 from rlx.flow.weights import MapWeights, WeightSource
 from rlx.fork_safe_locks import Lock
@@ -25,7 +25,9 @@ def checked_params(
 ) -> tuple[dict[str, Array], dict[str, str]]:
     """Checked arrays by name, and the dtypes of those that differ from the model's own."""
     if not isinstance(params, Mapping):
-        raise BindError(f"{where}: params are {shown(params)}, expected arrays by name", hint="model.params has them")
+        raise BindError(
+            f"{where}: params are {short_repr(params)}, expected arrays by name", hint="model.params has them"
+        )
     arrays: dict[str, Array] = {}
     kinds: dict[str, str] = {}
     for name, value in params.items():
@@ -54,7 +56,7 @@ def apply_params(model: Model, params: Mapping[str, Any], values: Callable[[Comp
         built = model._patched(model._hidden_flow()).build_with(
             model.checkpoint.weights, {name: arrays[name] for name in kinds}
         )
-        return Applied(model._session.compile(built.module, profile=built.profile), built.params.made)
+        return Applied(model._session.compile(built.module, profile=built.profile), built.params.computed)
 
     applied = model._applications.get_or_make(frozenset(kinds.items()), make)
     return applied.run(arrays, model._own_array, values)

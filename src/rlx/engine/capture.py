@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rlx.arrays import Array
 from rlx.engine.edits import Edit, Edited, checked_edits, cut
-from rlx.engine.sampler import shown
+from rlx.engine.sampler import short_repr
 from rlx.errors import RequestError
 from rlx.runtime.compiled import CompiledGraph
 
@@ -26,7 +26,7 @@ def captured_values(
     capture = () if capture is None else capture
     patterns = list(capture) if isinstance(capture, Iterable) and not isinstance(capture, str) else [capture]
     if not all(isinstance(pattern, str) for pattern in patterns):
-        raise RequestError(f"run: capture is {shown(capture)}, expected patterns of stage paths")
+        raise RequestError(f"run: capture is {short_repr(capture)}, expected patterns of stage paths")
     if edit:
         edits = checked_edits(edit)
         results = _edit_graphs(model, patterns, list(edits)).run(edits, values)

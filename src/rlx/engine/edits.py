@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlx.arrays import Array
-from rlx.engine.sampler import shown
+from rlx.engine.sampler import short_repr
 from rlx.errors import RequestError, ShapeError, nearest
 from rlx.flow.flow import BuiltModel, matching, stage_values
 from rlx.ir.graph import Value
@@ -28,7 +28,7 @@ def checked_edits(edit: Any) -> dict[str, Edit]:
     if edit is None:
         return {}
     if not isinstance(edit, Mapping) or not all(isinstance(p, str) and callable(f) for p, f in edit.items()):
-        raise RequestError(f"run: edit is {shown(edit)}, expected functions by patterns of stage paths")
+        raise RequestError(f"run: edit is {short_repr(edit)}, expected functions by patterns of stage paths")
     return dict(edit)
 
 
@@ -106,7 +106,7 @@ def cut(built: BuiltModel, patterns: Sequence[str], compile: Callable[[BuiltMode
 def _replacement(path: str, value: Array, result: Any) -> Array:
     """The checked result of an edit function: same shape and dtype as the value."""
     if not hasattr(result, "__array__"):
-        what = f"edit {path!r}: its function gave {shown(result)}, expected an array"
+        what = f"edit {path!r}: its function gave {short_repr(result)}, expected an array"
         raise RequestError(what, hint="return the array, changed or not")
     array = np.asarray(result)
     if array.shape != value.shape or array.dtype != value.dtype:

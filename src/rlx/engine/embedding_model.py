@@ -16,7 +16,7 @@ import numpy as np
 from rlx.arrays import Array
 from rlx.engine.load_settings import as_int
 from rlx.engine.model import Model
-from rlx.engine.sampler import shown
+from rlx.engine.sampler import short_repr
 from rlx.errors import CapabilityError, FormatError, RequestError, nearest
 from rlx.flow.flow import ModelFlow
 from rlx.fork_safe_locks import cached_property
@@ -152,16 +152,16 @@ class EmbeddingModel(Model):
         """Check the arguments; returns whether to normalise."""
         self._check_usable()
         if batch_size is not None and (as_int(batch_size) or 0) < 1:
-            raise RequestError(f"{verb}: batch_size is {shown(batch_size)}, expected a whole number from 1")
+            raise RequestError(f"{verb}: batch_size is {short_repr(batch_size)}, expected a whole number from 1")
         if not isinstance(normalize, (bool, np.bool_, NoneType)):
-            raise RequestError(f"{verb}: normalize is {shown(normalize)}, expected True, False or None")
+            raise RequestError(f"{verb}: normalize is {short_repr(normalize)}, expected True, False or None")
         return self.normalize if normalize is None else bool(normalize)
 
     def _checked_row(self, row: Iterable[int], i: int) -> list[int]:
         if isinstance(row, str) or not isinstance(row, Iterable):
             # a text, a key of another library's tokenizer output, or the ids of a single text
             hint = "embed takes texts" if isinstance(row, str) else "one text is a row too: [[101, 102]]"
-            raise RequestError(f"embed_tokens: row {i}: expected token ids, found {shown(row)}", hint=hint)
+            raise RequestError(f"embed_tokens: row {i}: expected token ids, found {short_repr(row)}", hint=hint)
         ids = self.token_ids(row, f"embed_tokens: row {i}")
         if len(ids) > self.limit:
             raise RequestError(
@@ -176,7 +176,7 @@ class EmbeddingModel(Model):
             return ""
         known = self.settings.prompts
         if not isinstance(name, str):
-            raise RequestError(f"embed: prompt is {shown(name)}, expected the name of one")
+            raise RequestError(f"embed: prompt is {short_repr(name)}, expected the name of one")
         if name not in known:
             raise RequestError(f"embed: the model has no prompt {name!r}", hint=nearest(name, known) or "it has none")
         if known[name] and not self.settings.include_prompt:
@@ -276,10 +276,10 @@ def _unit(vectors: Array) -> Array:
 
 
 @contextlib.contextmanager
-def _progress(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+def _progress(total: int, enabled: bool) -> Iterator[Callable[[int], None]]:
     """Show a progress bar if stderr is a terminal; yields a function that takes the number of newly finished texts."""
     done = 0
-    with drawn("embedding", total, of_bytes=False) if shown else contextlib.nullcontext() as tick:
+    with drawn("embedding", total, of_bytes=False) if enabled else contextlib.nullcontext() as tick:
 
         def advance(count: int) -> None:
             nonlocal done

@@ -125,7 +125,7 @@ def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
     contents: dict[str, Content] = {
         "records": text.encode(),
         "records.arrays": {str(i): a for i, a in enumerate(arrays)},
-        "made": {} if embed else {n: a for n, a in built.params.made.items() if n in compiled.param_types},
+        "made": {} if embed else {n: a for n, a in built.params.computed.items() if n in compiled.param_types},
     }
     if tokenizer is not None:
         contents["tokenizer"], contents["tokenizer.tables"] = tokenizer.packed()

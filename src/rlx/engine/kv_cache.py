@@ -199,7 +199,7 @@ class KvCache:
         count = min(_common(held, tokens), len(tokens) - 1)
         return 0 if self._states and count < len(held) else count
 
-    def interrupted(self, first: int, end: int) -> None:
+    def discard_interrupted(self, first: int, end: int) -> None:
         """Forget the rows of an interrupted call if there are recurrent states, which may be at any token."""
         if self._states:
             for row in self.tokens[first:end]:

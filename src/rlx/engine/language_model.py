@@ -19,7 +19,7 @@ from rlx.engine.generate import Usage as Usage
 from rlx.engine.kv_cache import CacheStore
 from rlx.engine.load_settings import as_int
 from rlx.engine.model import NOTHING, Model
-from rlx.engine.sampler import Sampler, Sampling, shown
+from rlx.engine.sampler import Sampler, Sampling, short_repr
 from rlx.errors import CapabilityError, FormatError, RequestError, ResourceError, RlxError
 from rlx.fork_safe_locks import cached_property
 from rlx.formats.tokenizer import PLENTY
@@ -326,7 +326,7 @@ class _Settings:
         stop = () if stop is None else stop
         strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (None,)
         if not all(isinstance(s, str) and s for s in strings):
-            raise RequestError(f"stop: expected texts that are not empty, found {shown(stop)}")
+            raise RequestError(f"stop: expected texts that are not empty, found {short_repr(stop)}")
         limit = None if max_tokens is None else _count("max_tokens", max_tokens)
         return cls(limit, strings, _count("logprobs", logprobs), Sampling.of(sampling))
 
@@ -339,7 +339,7 @@ def _has_rows(type_: TensorType) -> bool:
 def _count(name: str, value: Any) -> int:
     count = as_int(value)
     if count is None or count < 0:
-        raise RequestError(f"{name}: expected a whole number from 0, found {shown(value)}")
+        raise RequestError(f"{name}: expected a whole number from 0, found {short_repr(value)}")
     return count
 
 

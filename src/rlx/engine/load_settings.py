@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlx.dtypes import FLOAT8_PACKED
-from rlx.engine.sampler import shown
+from rlx.engine.sampler import short_repr
 from rlx.errors import CapabilityError, RequestError
 from rlx.profile import CompileProfile, Precision
 from rlx.runtime.session import Session
@@ -46,7 +46,9 @@ def profile_for(profile: CompileProfile | str | Path | None, model: Path) -> Com
     if isinstance(profile, str) and not profile.endswith(".toml"):
         return CompileProfile.preset(profile)
     if not isinstance(profile, (str, Path)):
-        raise RequestError(f"load: profile is {shown(profile)}, expected a profile, a preset's name or a TOML file")
+        raise RequestError(
+            f"load: profile is {short_repr(profile)}, expected a profile, a preset's name or a TOML file"
+        )
     return CompileProfile.from_toml(profile)
 
 
@@ -73,9 +75,9 @@ def checked_context(context: int | None, facts: ModelInfo) -> int:
         return default_context(facts.kind, longest)
     requested = as_int(context)
     if requested is None or requested < 1:
-        raise RequestError(f"load: context is {shown(context)}, expected a whole number from 1")
+        raise RequestError(f"load: context is {short_repr(context)}, expected a whole number from 1")
     if requested > longest:
-        raise RequestError(f"load: context {shown(requested)} is asked for, the model has {longest}")
+        raise RequestError(f"load: context {short_repr(requested)} is asked for, the model has {longest}")
     return requested
 
 

@@ -16,7 +16,7 @@ import rlx
 from rlx.arrays import Array
 from rlx.engine.kv_cache import CacheStore
 from rlx.engine.load_settings import auto_cache, checked_context, choose, profile_for, session_for, with_precision
-from rlx.engine.sampler import shown
+from rlx.engine.sampler import short_repr
 from rlx.errors import CapabilityError, RequestError
 from rlx.fork_safe_locks import Lock
 from rlx.formats.tokenizer import Tokenizer
@@ -120,7 +120,7 @@ class Model:
         self.profile = with_precision(profile_for(profile, checkpoint.path), precision)
         self.cache_dtype = auto_cache(self.checkpoint, self.profile) if cache == "auto" else cache
         if patch is not None and not callable(patch):
-            raise RequestError(f"load: patch is {shown(patch)}, expected a function from a flow to a flow")
+            raise RequestError(f"load: patch is {short_repr(patch)}, expected a function from a flow to a flow")
         self._patch = patch
         self._session = prepared.session if prepared else session or session_for(device, threads)
         self._lock = Lock()
@@ -261,11 +261,11 @@ class Model:
             listed = tokens.tolist() if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu" else tokens
             ids = [operator.index(token) for token in listed]
         except TypeError as error:
-            raise RequestError(f"{where}: expected a text or token ids, found {shown(tokens)}") from error
+            raise RequestError(f"{where}: expected a text or token ids, found {short_repr(tokens)}") from error
         vocab = self.facts.vocab
         if ids and (min(ids) < 0 or max(ids) >= vocab):
             i, token = next((i, token) for i, token in enumerate(ids) if not 0 <= token < vocab)
-            raise RequestError(f"{where}: token {shown(token)} at {i} is outside the vocabulary of {vocab} tokens")
+            raise RequestError(f"{where}: token {short_repr(token)} at {i} is outside the vocabulary of {vocab} tokens")
         return ids
 
     def prompt_ids(self, prompt: str | Iterable[int], where: str) -> list[int]:

@@ -68,7 +68,7 @@ def check_same(checkpoint: Checkpoint, wanted: Any, written: Path) -> None:
 
 
 def _same_tables(first: BuiltModel, second: BuiltModel) -> bool:
-    tables, others = first.params.made, second.params.made
+    tables, others = first.params.computed, second.params.computed
     return tables.keys() == others.keys() and all(
         np.allclose(tables[name], others[name], rtol=1e-5, atol=1e-6) for name in tables
     )

@@ -13,7 +13,7 @@ from rlx.engine.apply import apply_params
 from rlx.engine.capture import captured_values
 from rlx.engine.load_settings import as_int
 from rlx.engine.model import Model
-from rlx.engine.sampler import shown
+from rlx.engine.sampler import short_repr
 from rlx.errors import FormatError, RequestError
 from rlx.fork_safe_locks import cached_property
 from rlx.formats.images import as_pixels, read_image
@@ -52,7 +52,7 @@ class VisionModel(Model):
         self._check_usable()
         size = as_int(batch_size)
         if size is None or size < 1:
-            raise RequestError(f"encode_image: batch_size is {shown(batch_size)}, expected a whole number from 1")
+            raise RequestError(f"encode_image: batch_size is {short_repr(batch_size)}, expected a whole number from 1")
         one = _is_one(images)
         listed = [images] if one else list(images)
         vectors: list[Array] = []

@@ -48,16 +48,16 @@ OUT = ".out"  # after the path of a stage: its value, as without it
 class Params(Mapping[str, Array]):
     """The weights of a built graph by name: what stages made, and what the source has, loaded when it is asked for."""
 
-    def __init__(self, graph: Graph, made: Mapping[str, Array], source: WeightSource) -> None:
-        self.made = made
+    def __init__(self, graph: Graph, computed: Mapping[str, Array], source: WeightSource) -> None:
+        self.computed = computed
         self.source = source
         names = [node.attrs["name"] for node in graph.params]
-        self._names = {name: None for name in names if name in made or source.has(name)}
+        self._names = {name: None for name in names if name in computed or source.has(name)}
 
     def __getitem__(self, name: str) -> Array:
         if name not in self._names:
             raise KeyError(name)
-        return self.made[name] if name in self.made else self.source.array(name)
+        return self.computed[name] if name in self.computed else self.source.array(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
