@@ -143,7 +143,7 @@ class Decoder:
         more: Mapping[str, Any] | None = None, lengths: abc.Sequence[int] | None = None,
         sampling: Inputs | None = None,
     ) -> list[Any]:  # fmt: skip
-        """Run the decoder once. Returns its outputs for these tokens, with logits at `picked` places of the padded rows.
+        """Run the decoder once. Returns its outputs for these tokens, with logits at `picked` places of padded rows.
 
         `more` are additional inputs of this graph. `lengths` are the sequence lengths that RoPE uses, if it depends on
         them; by default the ends of the rows.
