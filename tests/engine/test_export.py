@@ -134,7 +134,7 @@ def test_stages_are_captured_from_the_weights_of_the_model_file(tiny_file: Path,
 
 
 def test_packed_weights_say_that_they_cannot_be_looked_into(exported: dict[bool, Path]) -> None:
-    with pytest.raises(CapabilityError, match="weights as kernels read them") as caught:
+    with pytest.raises(CapabilityError, match="weights only in the kernels' layout") as caught:
         language_model(exported[True]).run(PROMPT, capture="layers.0")
     assert "without --weights" in str(caught.value.hint)
 
@@ -272,7 +272,7 @@ def test_a_graph_is_no_model(tmp_path: Path) -> None:
 
 
 def test_an_export_is_not_exported_again(exported: dict[bool, Path], tmp_path: Path) -> None:
-    with pytest.raises(CapabilityError, match="comes from an export"):
+    with pytest.raises(CapabilityError, match="is itself an export"):
         language_model(exported[False]).export(tmp_path / "x.rlxp")
 
 

@@ -136,7 +136,7 @@ def test_without_its_file_a_model_loads_and_says_what_is_missing(tmp_path: Path)
     write(tmp_path, "vit")
     (tmp_path / "preprocessor_config.json").unlink()
     model = vision(tmp_path)
-    with pytest.raises(FormatError, match=r"no preprocessor_config\.json says how images are made ready"):
+    with pytest.raises(FormatError, match=r"no preprocessor_config\.json says how images are preprocessed"):
         model.encode_image(picture())
 
 

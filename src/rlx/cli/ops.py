@@ -214,10 +214,10 @@ Operands of different types promote as in `src/rlx/dtypes.py`. Examples say what
 the lines on which an op is defined.
 """
 SECTIONS = {
-    "Ops": "What graphs are built from.",
+    "Ops": "The ops that graphs are built from.",
     "Blocks": "Pieces of models, one level above ops: they are lowered to the ops above.",
     "Leaves": "Where values come from.",
-    "Made by passes": "Ops of optimised graphs. Nobody calls them.",
+    "Made by passes": "Ops of optimised graphs, which only passes create.",
 }
 
 

@@ -294,9 +294,9 @@ def _levels(graph: Graph, machine: Target, lines: int) -> Iterator[tuple[str, st
         yield "Lowered to MIR", "Blocks are written with ops.", _plain(line.lowered.text())
     about = "Each pass takes a graph and gives one that means the same. Numbers are those of the graph before it."
     yield "Passes", about, _passes(line)
-    yield "MIR, optimised", "What is left to do in each run.", _plain(line.main.text())
+    yield "MIR, optimised", "The work of each run.", _plain(line.main.text())
     if line.bind.outputs:
-        about = "What depends on weights alone runs once, when they are set. `@0` above is its first result."
+        about = "Nodes that depend only on weights run once, when these are set. `@0` above is its first result."
         yield "The bind program", about, _plain(line.bind.text())
     about = "Kernels are launched on buffers, each split over threads; loops say what a kernel does to elements."
     yield "LIR", about, _plain(line.plan.main.text())

@@ -103,9 +103,7 @@ def export_model(model: Model, path: PathLike, *, embed: bool = False) -> Path:
     model._check_usable()
     built, compiled, checkpoint = model.built, model.compiled, model.checkpoint
     if isinstance(built, _Built):
-        raise CapabilityError(
-            f"export: {model.name} comes from an export itself", hint="export the model it was made of"
-        )
+        raise CapabilityError(f"export: {model.name} is itself an export", hint="export the original model")
     tokenizer = checkpoint.tokenizer
     settings = getattr(model, "settings", None)  # of embedding and vision models
     described = None if tokenizer is None else tokenizer.described()
@@ -244,7 +242,7 @@ class _Packed(FileWeights):
 
     def _refuse(self) -> NoReturn:
         raise CapabilityError(
-            f"{self.file.path}: has the weights as kernels read them, not as the model's file has them",
+            f"{self.file.path}: has the weights only in the kernels' layout, not as in the model's file",
             hint="load the model itself, or an export without --weights",
         )
 
@@ -275,7 +273,7 @@ def _find_weights(file: ExportFile, moved: PathLike | None) -> Path:
         raise NotFoundError(
             f"{file.path}: the weights of {about['name']} are not there",
             notes=[f"looked at: {place}" for place in places],
-            hint="rlx.load_exported(..., model=PATH) says where they are; rlx export --weights puts them in",
+            hint="rlx.load_exported(..., model=PATH) says where they are; rlx export --weights embeds them",
         )
     single = len(about["files"]) == 1 and path.is_file()
     folder = path if path.is_dir() else path.parent

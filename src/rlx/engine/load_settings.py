@@ -26,7 +26,7 @@ def session_for(device: str, threads: int | None) -> Session:
     session = Session(device, threads=threads)
     if session.device.backend.interprets:
         hint = "rlx verify MODEL compares a model with the reference, op by op"
-        raise CapabilityError(f"load: device {device!r} is the oracle for graphs, and runs no models", hint=hint)
+        raise CapabilityError(f"load: device {device!r} is the reference for graphs and does not run models", hint=hint)
     return session
 
 

@@ -240,7 +240,7 @@ class Model:
     def tokenizer(self) -> Tokenizer:
         tokenizer = self.checkpoint.tokenizer
         if tokenizer is None:
-            raise CapabilityError(f"{self.name}: the model has no tokenizer", hint="put tokenizer.json beside it")
+            raise CapabilityError(f"{self.name}: the model has no tokenizer", hint="put tokenizer.json into its folder")
         return tokenizer
 
     def fingerprint(self, seed: int) -> str:

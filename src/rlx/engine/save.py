@@ -53,7 +53,7 @@ def save_model(model: Model, path: Path, params: Mapping[str, Any], kind: str | 
                 write_safetensors(at, _for_safetensors(_tensors(source, names, kind), kind))
         case suffix if is_suffix(suffix) and not path.is_dir():
             raise RequestError(
-                f"save: {path.name!r} ends in {suffix!r}, which is no format that models are saved in",
+                f"save: {path.name!r} ends in {suffix!r}, which is not a format for saving models",
                 hint=".gguf, .safetensors, or a folder without a suffix",
             )
         case _:
@@ -73,14 +73,14 @@ def check_patch(model: Model) -> None:
     plain = model._flow().profile(model.profile).build(model.checkpoint.weights)
     if plain.module != model.flow.build(model.checkpoint.weights).module:
         raise CapabilityError(
-            f"save: {model.name} was loaded with a patch, which no file of a model can hold",
+            f"save: {model.name} was loaded with a patch, which cannot be saved",
             hint="load it without patch= to save its weights",
         )
 
 
 def _folder_of(path: Path) -> Path:
     if not path.parent.is_dir():
-        raise FormatError(f"{path}: there is no folder {path.parent}", hint="make it first")
+        raise FormatError(f"{path}: there is no folder {path.parent}", hint="create it first")
     if path.is_dir():
         raise FormatError(f"{path}: is a folder, wanted the path of a file")
     return path.parent

@@ -63,7 +63,7 @@ def check_same(checkpoint: Checkpoint, wanted: Any, written: Path) -> None:
             if changed.module != first.module or not _same_tables(changed, first):
                 lost.append(f"{leaf.metadata.get('hf') or leaf.name} ({quoted(own_value)})")
     raise CapabilityError(
-        f"save: {written_checkpoint.file.format} has no words for {', '.join(lost) or 'a setting of this model'}"
+        f"save: {written_checkpoint.file.format} cannot express {', '.join(lost) or 'a setting of this model'}"
     )
 
 

@@ -66,7 +66,7 @@ def _pre_tokenizer_name(tokenizer: Tokenizer, metadata: dict[str, Any], descript
         other = Tokenizer.from_gguf({**metadata, "tokenizer.ggml.pre": name})
         if [other.encode(text) for text in SAMPLES] == wanted:
             return name
-    raise CapabilityError("save: GGUF has no name for the way in which this tokenizer cuts text into words")
+    raise CapabilityError("save: GGUF has no name for the pre-tokenizer of this model")
 
 
 def _patterns(part: Any) -> list[str]:

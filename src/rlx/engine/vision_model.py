@@ -74,7 +74,9 @@ class VisionModel(Model):
         settings = self.settings
         if not settings.source:
             path = self.checkpoint.path
-            raise FormatError(f"{path}: no {FILE} says how images are made ready", hint="it lies beside the weights")
+            raise FormatError(
+                f"{path}: no {FILE} says how images are preprocessed", hint="it belongs next to the weights"
+            )
         if isinstance(image, (str, os.PathLike)):
             return settings.prepare(read_image(image))
         if hasattr(image, "convert") and hasattr(image, "mode"):  # a Pillow image, whose array may be palette indices

@@ -107,12 +107,14 @@ def _convert(label: str, value: Any, type_: TensorType) -> Array:
     try:
         source = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors on a GPU
-        raise BindError(f"{label}: {type(value).__name__} is no array of {wanted}: {error}") from error
+        raise BindError(
+            f"{label}: {type(value).__name__} cannot be converted to an array of {wanted}: {error}"
+        ) from error
     if hasattr(value, "dtype"):
         return source
     if source.size and source.dtype.kind not in _HOLDS[wanted.kind]:
         kind = _PYTHON_TYPES.get(source.dtype.kind, "object")
-        raise BindError(f"{label}: Python values of type {kind} are no {wanted}")
+        raise BindError(f"{label}: Python values of type {kind} cannot be converted to {wanted}")
     with np.errstate(over="ignore"):  # floats out of range become infinity, as in NumPy
         array = source.astype(wanted.numpy)
     if wanted.is_integer and (array != source).any():

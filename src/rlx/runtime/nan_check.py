@@ -72,7 +72,7 @@ class WatchedRun:
         seen = [f"seen in: {name} of {self.compiled.name!r}, {b}" for name, b in failures.items()]
         weights = self.compiled.known_params()
         if any(n not in weights for n in self.compiled.param_types):
-            hint = "only packed weights are here; run the graph that it was exported from"
+            hint = "only packed weights are available; run the graph that was exported"
             return NonFiniteError(f"{self.compiled.name}: {where} has {bad}", hint=hint)
         leaves = {**weights, **self.arrays, **self.before}
         culprit = search(self._graph(), leaves, self._sizes(weights))

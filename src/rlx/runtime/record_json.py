@@ -63,7 +63,7 @@ def decode(text: str | bytes, classes: Classes, arrays: Sequence[Array], where: 
                 values.append(entry)
         return values[-1]
     except (RlxError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{where}: is no table of records: {type(error).__name__}: {error}") from error
+        raise FormatError(f"{where}: is not a table of records: {type(error).__name__}: {error}") from error
 
 
 class _Writer:
@@ -112,8 +112,8 @@ class _Writer:
         if isinstance(value, self.constant):
             return self._composite(_CONSTANT, [self._add_array(value.data)])  # type: ignore[attr-defined]
         raise CapabilityError(
-            f"export: {kind.__module__}.{kind.__qualname__} is no record that a file can hold",
-            hint="a graph that calls Python functions can only run where they are",
+            f"export: {kind.__module__}.{kind.__qualname__} cannot be stored in a file",
+            hint="a graph that calls Python functions runs only in the process that has them",
         )
 
     def _composite(self, tag: str, parts: Iterable[Any], *, shared: bool = True) -> int:
@@ -180,7 +180,7 @@ def _maker(kind: type) -> Callable[[list[Any]], Any]:
 
         def size(parts: list[Any]) -> Any:
             if parts[0] not in _SIZES:  # it becomes part of an expression that is evaluated as Python
-                raise ValueError(f"{parts[0]!r} is no operation on sizes")
+                raise ValueError(f"{parts[0]!r} is not an operation on sizes")
             return Composite(*parts)
 
         return size

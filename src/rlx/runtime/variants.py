@@ -197,7 +197,7 @@ class ModelExecutionConfig:
         from rlx.runtime.export import from_export, open_export  # only needed ahead of time
 
         if session.device.backend.interprets:
-            raise CapabilityError(f"compile: device {session.device} has no machine code to keep in a file")
+            raise CapabilityError(f"compile: device {session.device} has no machine code to store in a file")
         if folder is None:
             raise CapabilityError("compile: ahead of time needs a folder for its file", hint="compile(..., folder=...)")
         if not is_builtin(graph):
@@ -222,7 +222,7 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FormatError(f"{folder}: is no folder and cannot be made one: {error.strerror}") from None
+        raise FormatError(f"{folder}: the folder cannot be created: {error.strerror}") from None
 
 
 def _digest(*parts: str) -> str:
