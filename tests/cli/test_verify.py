@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rlx.cli.main import main
-from rlx.cli.verify import _decode_is_prefill, _like_exact, answer_of, check_files
+from rlx.cli.verify import _compare_with_f32, _decode_is_prefill, answer_of, check_files
 from rlx.engine.generate import Decoder, Pick
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
@@ -50,7 +50,9 @@ def test_logits_that_rounding_does_not_explain_are_found() -> None:
     with load(STORIES / "stories260K.bin") as model:
         logits = answer_of(model)
     rounded = logits + 0.02 * np.abs(logits).max() * np.random.default_rng(0).uniform(-1, 1, logits.shape)
-    good, wrong = (_like_exact(str(STORIES / "stories260K.bin"), "f32", here) for here in (rounded, logits[:, ::-1]))
+    good, wrong = (
+        _compare_with_f32(str(STORIES / "stories260K.bin"), "f32", here) for here in (rounded, logits[:, ::-1])
+    )
     assert good.ok is True and wrong.ok is False and "(more than 50% must)" in wrong.detail
 
 

@@ -141,13 +141,13 @@ def test_pages_of_a_row_that_ends_are_used_again() -> None:
     table = PageTable(2)
     table.grow(3, 5)
     for block in range(3):
-        assert table.own(0, block) is None and table.own(1, block) is None
+        assert table.make_private(0, block) is None and table.make_private(1, block) is None
     assert table.numbers.tolist() == [[0, 1, 2], [5, 6, 7]]
     table.release(0)
     table.share(0, 1, range(3))
-    assert [table.own(0, block) for block in range(2)] == [(5, 0), (6, 1)]
+    assert [table.make_private(0, block) for block in range(2)] == [(5, 0), (6, 1)]
     table.release(1)
-    assert table.own(1, 2) is None and table.numbers[1, 2] == 2, "the other row still has page 7"
+    assert table.make_private(1, 2) is None and table.numbers[1, 2] == 2, "the other row still has page 7"
     assert table.touched == 6
 
 

@@ -203,7 +203,7 @@ class Selection:
     all: bool = False
 
     @property
-    def is_whole(self) -> bool:
+    def is_everything(self) -> bool:
         return self.stage is None and self.text is None
 
     def of(self, lines: Sequence[Line]) -> list[Line]:
@@ -265,7 +265,7 @@ def show(
 
 
 def _graph_lines(graph: Graph, shown: Selection) -> Iterator[str]:
-    if shown.is_whole and shown.all:
+    if shown.is_everything and shown.all:
         yield from graph.text(origins=True).splitlines()
         return
     last = ""
@@ -280,7 +280,7 @@ def _graph_lines(graph: Graph, shown: Selection) -> Iterator[str]:
 
     lines = shown.of(graph_lines(graph))
     body = shown.tree(lines, text)
-    yield from (head(graph), *body, tail(graph), "}") if shown.is_whole else body
+    yield from (head(graph), *body, tail(graph), "}") if shown.is_everything else body
 
 
 def _program_lines(
@@ -305,7 +305,7 @@ def _program_lines(
         return launch_text(known) + (f"  # {stage}{', '.join(notes)}" if notes or stage else "")
 
     lines = launch_lines(program, [stage_of(x.where) for x in program.launches], show=text)
-    if shown.is_whole:
+    if shown.is_everything:
         first, *declared = plain_interface_lines(program)
         yield first.text
         yield from (x.text for x in declared) if shown.all else shown.tree(declared, lambda x: x.text)

@@ -70,25 +70,25 @@ def logits(checkpoint: Checkpoint, tokens: Sequence[int]) -> Array:
     return result
 
 
-def vectors(checkpoint: Checkpoint, like: Any, texts: Sequence[str]) -> Array:
-    """Vectors `[texts, hidden]` of an encoder, pooled and normalised as `like` is."""
+def vectors(checkpoint: Checkpoint, model: Any, texts: Sequence[str]) -> Array:
+    """Vectors `[texts, hidden]` of an encoder, pooled and normalised as `model` does it."""
     if not _is_folder(checkpoint):
         raise Unavailable("an encoder is compared only where it is a folder of safetensors")
-    pooling = str(like.pooling)
+    pooling = str(model.pooling)
     if pooling not in ("mean", "cls"):
         raise Unavailable(f"{pooling} pooling is not known here")
     with _quiet():
         import torch
 
-        model = _from_folder(checkpoint, "AutoModel")
+        reference = _from_folder(checkpoint, "AutoModel")
         rows = []
         for text in texts:
-            ids = torch.tensor([like.tokenizer.encode(text, limit=like.limit)])
+            ids = torch.tensor([model.tokenizer.encode(text, limit=model.limit)])
             with torch.inference_mode():
-                hidden = model(input_ids=ids).last_hidden_state[0].float().numpy()
+                hidden = reference(input_ids=ids).last_hidden_state[0].float().numpy()
             rows.append(hidden.mean(0) if pooling == "mean" else hidden[0])
     pooled = np.stack(rows)
-    return pooled / np.linalg.norm(pooled, axis=1, keepdims=True) if like.normalize else pooled
+    return pooled / np.linalg.norm(pooled, axis=1, keepdims=True) if model.normalize else pooled
 
 
 def states(checkpoint: Checkpoint, tokens: Sequence[int]) -> Array:

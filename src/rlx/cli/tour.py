@@ -202,7 +202,7 @@ class _Reader:
         for operand in operands:
             if isinstance(operand, tuple):
                 self.fail(node, f"an operand has {len(operand)} results", hint="pick one: topk(x, k=2)[0]")
-        return self.guarded(node, lambda: self.graph.apply(op, *operands, **attrs))
+        return self.with_caret(node, lambda: self.graph.apply(op, *operands, **attrs))
 
     def attribute(self, node: ast.expr) -> Any:
         try:
@@ -222,7 +222,7 @@ class _Reader:
         return picked
 
     # -- errors --
-    def guarded(self, node: ast.expr, build: Callable[[], Any]) -> Any:
+    def with_caret(self, node: ast.expr, build: Callable[[], Any]) -> Any:
         try:
             return build()
         except RlxError as error:

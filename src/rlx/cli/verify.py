@@ -106,18 +106,18 @@ def checks(name: str) -> Iterator[Check]:
         model = load(name, threads=2, offline=True)
     with model:
         yield check_tokenizer(model.checkpoint.tokenizer)
-        yield _guarded("runs", lambda: _runs(model, answers))
+        yield _run_check("runs", lambda: _runs(model, answers))
         if "here" not in answers:
             return
         if isinstance(model, LanguageModel):
-            yield _guarded("decode is prefill", lambda: _decode_is_prefill(model))
+            yield _run_check("decode is prefill", lambda: _decode_is_prefill(model))
         if packed:
-            yield _guarded("packed products", lambda: check_products(model.checkpoint.file, model.profile))
-    yield _guarded("threads", lambda: _same_bits(name, answers["here"]))
+            yield _run_check("packed products", lambda: check_products(model.checkpoint.file, model.profile))
+    yield _run_check("threads", lambda: _compare_threads(name, answers["here"]))
     if packed:
-        yield _guarded("8 bits", lambda: _like_exact(name, exact, answers["here"]))
+        yield _run_check("8 bits", lambda: _compare_with_f32(name, exact, answers["here"]))
     if size <= SMALL:
-        yield _guarded("reference", lambda: _like_reference(name, exact))
+        yield _run_check("reference", lambda: _compare_with_reference(name, exact))
     else:
         yield Check(
             "reference", None, f"{size / 1e6:.0f} M weights are too many for NumPy, at most {SMALL / 1e6:.0f} M"
@@ -127,10 +127,10 @@ def checks(name: str) -> Iterator[Check]:
         hint = "pip install torch==2.13.0 transformers"  # plain torch would bring gigabytes for GPUs
         yield Check("transformers", None, f"{' and '.join(missing)} not installed: {hint}")
     else:
-        yield _guarded("transformers", lambda: _like_transformers(path, exact))
+        yield _run_check("transformers", lambda: _compare_with_transformers(path, exact))
 
 
-def _guarded(name: str, check: Callable[[], Check]) -> Check:
+def _run_check(name: str, check: Callable[[], Check]) -> Check:
     """Run a check; one that raises has failed."""
     with console.status(name):
         try:
@@ -286,7 +286,7 @@ def _decode_is_prefill(model: LanguageModel) -> Check:
     return Check("decode is prefill", True, f"{same}, log-probabilities at most {gap:.0e} apart")
 
 
-def _same_bits(name: str, here: Array) -> Check:
+def _compare_threads(name: str, here: Array) -> Check:
     with load(name, threads=1, offline=True) as model:
         alone = answer_of(model)
     if alone.tobytes() != here.tobytes():
@@ -336,7 +336,7 @@ def _product_error(file: TensorFile, names: Sequence[str], profile: CompileProfi
     return float(np.max([Difference.of(a, b, logits=False).largest for a, b in pairs]))  # NaN if one is NaN
 
 
-def _like_exact(name: str, exact: str, here: Array) -> Check:
+def _compare_with_f32(name: str, exact: str, here: Array) -> Check:
     """Compare int8 activations with f32, with a wide tolerance."""
     with load(name, threads=2, offline=True, precision=exact) as model:
         difference = Difference.of(here, answer_of(model), logits=_is_decoder(model))
@@ -347,7 +347,7 @@ def _like_exact(name: str, exact: str, here: Array) -> Check:
     return Check("8 bits", good, f"activations in 8 bits and in f32: {difference} ({allowed})")
 
 
-def _like_reference(name: str, precision: str) -> Check:
+def _compare_with_reference(name: str, precision: str) -> Check:
     """Compare a run of machine code with NumPy, which evaluates the graph op by op."""
     with load(name, offline=True, precision=precision) as model:
         reference = Session("reference").compile(model.built.module)
@@ -384,7 +384,7 @@ def _inputs(model: Any) -> dict[str, Array]:
 
 
 # -- transformers ----------------------------------------------------------------------------------------------------
-def _like_transformers(path: Path, precision: str) -> Check:
+def _compare_with_transformers(path: Path, precision: str) -> Check:
     with load(path, offline=True, precision=precision) as model:
         if isinstance(model, LanguageModel):
             wanted = parity.logits(model.checkpoint, prompt_tokens(model))

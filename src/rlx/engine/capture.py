@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rlx.arrays import Array
-from rlx.engine.edits import Edit, Edited, checked_edits, cut
+from rlx.engine.edits import Edit, EditedModel, checked_edits, split_at_stages
 from rlx.engine.sampler import short_repr
 from rlx.errors import RequestError
 from rlx.runtime.compiled import CompiledGraph
@@ -45,6 +45,6 @@ def _capture_graph(model: Model, patterns: Sequence[str]) -> tuple[BuiltModel, C
     return model._captures.get_or_make(frozenset(patterns), make)
 
 
-def _edit_graphs(model: Model, patterns: Sequence[str], edited: Sequence[str]) -> Edited:
+def _edit_graphs(model: Model, patterns: Sequence[str], edited: Sequence[str]) -> EditedModel:
     key = frozenset(patterns), tuple(edited)
-    return model._edits.get_or_make(key, lambda: cut(model._build(patterns), edited, model._compile))
+    return model._edits.get_or_make(key, lambda: split_at_stages(model._build(patterns), edited, model._compile))

@@ -47,7 +47,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Edited:
+class EditedModel:
     """A model split at its edited stages. `same` maps outputs that are edited values to the input that holds them."""
 
     steps: tuple[Step, ...]
@@ -77,7 +77,9 @@ def _needed(edited: Mapping[str, Array], compiled: CompiledGraph) -> dict[str, A
     return {name: array for name, array in edited.items() if name in compiled.input_types}
 
 
-def cut(built: BuiltModel, patterns: Sequence[str], compile: Callable[[BuiltModel], CompiledGraph]) -> Edited:
+def split_at_stages(
+    built: BuiltModel, patterns: Sequence[str], compile: Callable[[BuiltModel], CompiledGraph]
+) -> EditedModel:
     """Split a model at the stages that match the patterns."""
     values = stage_values(built.module)
     main = dict(zip(built.output_names, built.module.outputs, strict=True))
@@ -100,14 +102,14 @@ def cut(built: BuiltModel, patterns: Sequence[str], compile: Callable[[BuiltMode
     rest = {name: value for name, value in main.items() if value not in edited}
     last = compile(built.cut(inputs, rest)) if rest else None
     same = {name: input_names[value] for name, value in main.items() if value in input_names}
-    return Edited(tuple(steps), tuple(rest), last, same)
+    return EditedModel(tuple(steps), tuple(rest), last, same)
 
 
 def _replacement(path: str, value: Array, result: Any) -> Array:
     """The checked result of an edit function: same shape and dtype as the value."""
     if not hasattr(result, "__array__"):
-        what = f"edit {path!r}: its function gave {short_repr(result)}, expected an array"
-        raise RequestError(what, hint="return the array, changed or not")
+        message = f"edit {path!r}: its function gave {short_repr(result)}, expected an array"
+        raise RequestError(message, hint="return the array, changed or not")
     array = np.asarray(result)
     if array.shape != value.shape or array.dtype != value.dtype:
         kinds = [f"{a.dtype}{list(a.shape)}" for a in (array, value)]

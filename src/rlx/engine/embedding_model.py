@@ -72,11 +72,11 @@ class EmbeddingModel(Model):
         tokenizer = self.checkpoint.tokenizer  # token ids can be read without one
         ends = 0 if tokenizer is None else len(tokenizer.prefix) + len(tokenizer.suffix)
         if limit <= ends:
-            what = f"texts have at most {limit} token{'s' * (limit != 1)}, of which {ends} are special"
+            message = f"texts have at most {limit} token{'s' * (limit != 1)}, of which {ends} are special"
             longest = self.facts.longest
             if min(self.settings.limit or longest, longest) > ends:
-                raise RequestError(f"embed: {what}", hint="load the model with a larger context=")
-            raise FormatError(f"{self.checkpoint.path}: {what}")
+                raise RequestError(f"embed: {message}", hint="load the model with a larger context=")
+            raise FormatError(f"{self.checkpoint.path}: {message}")
         return limit
 
     @property

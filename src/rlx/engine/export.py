@@ -41,7 +41,7 @@ from rlx.runtime.export import (
     Content,
     ExportFile,
     Extras,
-    consistent,
+    as_format_errors,
     export_graph,
     from_export,
     leaves,
@@ -164,7 +164,7 @@ def _model(file: ExportFile, threads: int | None, moved: PathLike | None) -> Any
         compiled.prepare()
     profile = compiled.profile or CompileProfile()
     built = _Built(own, compiled, params, about["outputs"], records["cache"], profile)
-    with consistent(file):
+    with as_format_errors(file):
         model = class_of(family.kind)(
             checkpoint, context=about["context"], cache=about["cache"], name=about["name"], profile=profile,
             patch=_lost_patch if about["patched"] else None,
@@ -301,5 +301,5 @@ def _tokenizer(file: ExportFile, described: Mapping[str, Any] | None) -> Tokeniz
     tables, where = file.arrays("tokenizer.tables"), str(file.path)
     if tables:
         check_tables(tables, described["vocab_size"], f"{where}: tokenizer.tables")
-    with consistent(file):
+    with as_format_errors(file):
         return Tokenizer.restored(described, file.section("tokenizer"), tables, where)

@@ -271,7 +271,7 @@ class Sequence:
         self.tokens: list[int] = []  # generated
         self.sampler = sampler
         self.limit = limit  # of tokens to generate
-        self.asked = limit if asked is None else asked  # may be more than the context has room for
+        self.requested = limit if asked is None else asked  # may be more than the context has room for
         self.vocab = vocab  # logits beyond it are padding
         self.text = ""
         self.logprobs: list[Logprob] | None = [] if top else None
@@ -321,10 +321,10 @@ class Sequence:
 
     def _end(self, reason: str) -> str:
         self.finish_reason = reason
-        if reason == "length" and self.asked > self.limit:
+        if reason == "length" and self.requested > self.limit:
             count = f"{self.limit} token{'s' * (self.limit != 1)}"
             log.warning(
-                "the context is full: the text was cut after %s, max_tokens is %s", count, short_repr(self.asked)
+                "the context is full: the text was cut after %s, max_tokens is %s", count, short_repr(self.requested)
             )
         last = self._held + ("" if self._stream is None else self._stream.flush())
         self.text += last

@@ -166,7 +166,7 @@ class KvCache:
         for window, table in self._tables.items():
             last = -(-end // page)
             for block in range(max(start // page, last - table.blocks), last):
-                moved = table.own(row, block % table.blocks)
+                moved = table.make_private(row, block % table.blocks)
                 if moved is not None and (window or block * page < start):
                     self._copy_pages(window, [moved], self)
 
@@ -224,7 +224,7 @@ class KvCache:
             table.release(row)
             pairs, source_table = [], source._tables[window]
             for block in blocks:
-                table.own(row, block % table.blocks)
+                table.make_private(row, block % table.blocks)
                 pairs.append(
                     (source_table.page(source_row, block % source_table.blocks), table.page(row, block % table.blocks))
                 )
@@ -251,10 +251,10 @@ class KvCache:
 
     def replaces(self, other: KvCache) -> bool:
         """Whether this cache can serve every prompt that another single-sequence cache can."""
-        mine, theirs = self.tokens[0], other.tokens[0]
-        if _cut_runs(self._rope_runs[0], len(theirs)) != other._rope_runs[0]:
+        tokens, other_tokens = self.tokens[0], other.tokens[0]
+        if _cut_runs(self._rope_runs[0], len(other_tokens)) != other._rope_runs[0]:
             return False
-        return mine == theirs if self._states else mine[: len(theirs)] == theirs
+        return tokens == other_tokens if self._states else tokens[: len(other_tokens)] == other_tokens
 
     @property
     def nbytes(self) -> int:

@@ -52,11 +52,11 @@ def profile_for(profile: CompileProfile | str | Path | None, model: Path) -> Com
     return CompileProfile.from_toml(profile)
 
 
-def with_precision(profile: CompileProfile, asked: str) -> CompileProfile:
+def with_precision(profile: CompileProfile, precision: str) -> CompileProfile:
     """The profile with the requested precision; auto keeps its own."""
-    chosen = profile.precision if asked == "auto" else Precision(asked)
+    chosen = profile.precision if precision == "auto" else Precision(precision)
     if chosen.activations == "auto":  # the fastest for quantised weights, unless f32 is requested
-        chosen = replace(chosen, activations="f32" if asked == "f32" else "int8")
+        chosen = replace(chosen, activations="f32" if precision == "f32" else "int8")
     return replace(profile, precision=chosen)
 
 

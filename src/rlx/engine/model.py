@@ -27,7 +27,7 @@ from rlx.runtime.session import Session
 
 if TYPE_CHECKING:  # imported when a model is built: a snapshot needs no graphs
     from rlx.engine.apply import Applied
-    from rlx.engine.edits import Edit, Edited
+    from rlx.engine.edits import Edit, EditedModel
     from rlx.engine.memory import Memory
     from rlx.engine.model_snapshot import SnapshotCheckpoint
     from rlx.flow.flow import BuiltModel, ModelFlow
@@ -126,7 +126,7 @@ class Model:
         self._lock = Lock()
         self._arrays: dict[str, Array] = {} if prepared is None else dict(prepared.params)
         self._captures: Recent[frozenset[str], tuple[BuiltModel, CompiledGraph]] = Recent(self._lock)
-        self._edits: Recent[tuple[frozenset[str], tuple[str, ...]], Edited] = Recent(self._lock)
+        self._edits: Recent[tuple[frozenset[str], tuple[str, ...]], EditedModel] = Recent(self._lock)
         self._applications: Recent[frozenset[tuple[str, str]], Applied] = Recent(self._lock)
         # empty or one: a list, because its blueprint shares it
         self._builds: list[BuiltModel] = [] if prepared is None or prepared.built is None else [prepared.built]
@@ -274,9 +274,9 @@ class Model:
             raise self._too_long(where, f"the prompt of {len(prompt):,} characters has")
         return self.token_ids(prompt, where)
 
-    def _too_long(self, where: str, what: str) -> RequestError:
+    def _too_long(self, where: str, subject: str) -> RequestError:
         return RequestError(
-            f"{where}: {what} more tokens than the context, which holds {self.context}",
+            f"{where}: {subject} more tokens than the context, which holds {self.context}",
             hint="shorten it, or load the model with a larger context (context=..., --context)",
         )
 

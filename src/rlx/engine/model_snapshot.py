@@ -70,7 +70,7 @@ class ModelSnapshot:
     state: str  # of the files
     session: Session
     began: int  # time in nanoseconds
-    seen: str  # identity of the existing snapshot file at that time
+    file_id: str  # identity of the existing snapshot file at that time
 
 
 def find(path: Path, session: Session, settings: Mapping[str, Any]) -> dict[str, ModelSnapshot]:
@@ -89,18 +89,18 @@ def find(path: Path, session: Session, settings: Mapping[str, Any]) -> dict[str,
         if len(files) > MAX_FILES:
             return {}
         state = _state(files)
-        asked = " ".join(f"{name}={settings[name]!r}" for name in ("context", "precision"))
+        requested = " ".join(f"{name}={settings[name]!r}" for name in ("context", "precision"))
     except (OSError, ValueError):  # opening the model reports the error
         return {}
     identity = session.device.backend.identity(session.target)  # the compiler and its instruction set
     made_by = f"{cache_folder.source_digest()}|{identity}"
     snapshots = {}
     for kind in AUTO if settings["cache"] == "auto" else (settings["cache"],):
-        owner = f"{session.target}|{os.path.realpath(path)}|{profile.key()}|{asked} cache={kind}"
+        owner = f"{session.target}|{os.path.realpath(path)}|{profile.key()}|{requested} cache={kind}"
         key = f"{_digest(owner)}-{_digest(f'{made_by}|{state}|{owner}')}"
         existing = store.snapshot(key)
-        seen = "" if existing is None else cache_folder.file_of(existing)
-        snapshots[kind] = ModelSnapshot(kind, store, key, path, files, state, session, began, seen)
+        file_id = "" if existing is None else cache_folder.file_of(existing)
+        snapshots[kind] = ModelSnapshot(kind, store, key, path, files, state, session, began, file_id)
     return snapshots
 
 
@@ -205,7 +205,7 @@ def write(model: Model, snapshot: ModelSnapshot) -> bool:
 def _exists(snapshot: ModelSnapshot) -> bool:
     """Whether another process has written it meanwhile. One that existed before was unusable."""
     path = snapshot.store.snapshot(snapshot.key) if snapshot.store.writable else None
-    return path is not None and cache_folder.file_of(path) not in ("", snapshot.seen)
+    return path is not None and cache_folder.file_of(path) not in ("", snapshot.file_id)
 
 
 def _is_settled(snapshot: ModelSnapshot) -> bool:
@@ -273,7 +273,7 @@ def open_snapshot(snapshot: ModelSnapshot, name: str | None, settings: Mapping[s
     path = snapshot.store.snapshot(snapshot.key)
     if path is None:
         return None
-    seen = cache_folder.file_of(path)
+    file_id = cache_folder.file_of(path)
     try:
         file = container.read(path, "a snapshot")
         if settings["cache"] == "auto" and file.manifest["auto"] != snapshot.cache_dtype:
@@ -282,7 +282,7 @@ def open_snapshot(snapshot: ModelSnapshot, name: str | None, settings: Mapping[s
     except ResourceError:
         raise
     except (RlxError, LookupError, TypeError, ValueError, AttributeError, OSError):
-        snapshot.store.drop(path, seen)  # damaged, or its code is gone
+        snapshot.store.drop(path, file_id)  # damaged, or its code is gone
         return None
     snapshot.store.used(path)
     return model

@@ -49,7 +49,7 @@ class PageTable:
         """The page of a block, or NONE."""
         return self._pages[row][block]
 
-    def own(self, row: int, block: int) -> tuple[int, int] | None:
+    def make_private(self, row: int, block: int) -> tuple[int, int] | None:
         """Give a block that is about to be written its own page; returns (old, new) if it shared one."""
         page = self._pages[row][block]
         if page != NONE and self._users[page] == 1:

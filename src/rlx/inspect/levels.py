@@ -53,7 +53,7 @@ def tail(graph: Graph) -> str:
     return "  return " + ", ".join(value_text(v) for v in graph.outputs)
 
 
-def framed(graph: Graph, lines: Sequence[Line]) -> tuple[Line, ...]:
+def with_frame(graph: Graph, lines: Sequence[Line]) -> tuple[Line, ...]:
     """The lines of a graph with its first line and its outputs."""
     return (Line(head(graph)), *lines, Line(tail(graph)), Line("}"))
 

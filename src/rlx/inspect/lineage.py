@@ -68,7 +68,7 @@ class Lineage:
     @cached_property
     def launched(self) -> dict[Node, list[int]]:
         """The launches that compute each node of the optimised main graph; views have none."""
-        return _owned(self.main, self.plan.main)
+        return _launches_by_node(self.main, self.plan.main)
 
     @cached_property
     def main_launches(self) -> dict[int, list[int]]:
@@ -83,7 +83,7 @@ class Lineage:
 def lineage(graph: Graph, target: Target, profile: CompileProfile | None = None) -> Lineage:
     """Compile the graph with its nodes marked."""
     with watched() as seen:
-        plan = plan_lir(_marked(graph), target, profile or CompileProfile())
+        plan = plan_lir(_with_marks(graph), target, profile or CompileProfile())
     main = [(name, g) for name, g in seen if g.name == graph.name]
     bind = [(name, g) for name, g in seen if g.name == f"{graph.name}.bind"]
     return Lineage(graph, main, bind, plan)
@@ -92,15 +92,15 @@ def lineage(graph: Graph, target: Target, profile: CompileProfile | None = None)
 def lowered_blocks(graph: Graph, profile: CompileProfile | None = None) -> tuple[Graph, list[frozenset[int]]]:
     """The lowered graph with its own origins, and for each op its source nodes (blocks, at HIR)."""
     policy = (profile or CompileProfile()).fusion.policy
-    return lower(graph, policy), [marks(node) for node in lower(_marked(graph), policy).nodes]
+    return lower(graph, policy), [marks(node) for node in lower(_with_marks(graph), policy).nodes]
 
 
-def _marked(graph: Graph, mark: str = "") -> Graph:
+def _with_marks(graph: Graph, mark: str = "") -> Graph:
     """A copy of the graph with marks as origins; nodes of a body have the mark of the enclosing node."""
     rewriter = Rewriter(graph, "lineage")
     for node in graph.nodes:
         own = mark or f"#{node.id}"
-        attrs = {k: _marked(v, own) if isinstance(v, Graph) else v for k, v in node.attrs.items()}
+        attrs = {k: _with_marks(v, own) if isinstance(v, Graph) else v for k, v in node.attrs.items()}
         copy = rewriter.graph.append(node.op, rewriter.operands(node), attrs, node.types, Origin(stage=own))
         rewriter.values.update(zip(node.results, copy.results, strict=True))
     rewriter.graph.outputs = tuple(rewriter[o] for o in graph.outputs)
@@ -151,7 +151,7 @@ def launch_sources(graph: Graph, program: Program, number: int) -> frozenset[int
     return frozenset().union(*(sources(node) for node in launch_nodes(graph, program, number)))
 
 
-def _owned(graph: Graph, program: Program) -> dict[Node, list[int]]:
+def _launches_by_node(graph: Graph, program: Program) -> dict[Node, list[int]]:
     own: dict[Node, list[int]] = {}
     for number in range(len(program.launches)):
         for node in launch_nodes(graph, program, number):
@@ -160,14 +160,14 @@ def _owned(graph: Graph, program: Program) -> dict[Node, list[int]]:
 
 
 def _launches(graph: Graph, program: Program) -> dict[int, list[int]]:
-    own = _owned(graph, program)
+    own = _launches_by_node(graph, program)
     computed: dict[int, set[int]] = {}
-    seen: dict[int, set[int]] = {}
-    near: list[set[int]] = []  # per node: its launches, or for a view those of its operands
+    fallback: dict[int, set[int]] = {}
+    nearest_launches: list[set[int]] = []  # per node: its launches, or for a view those of its operands
     for node in graph.nodes:
-        operand_launches = [near[o.node.id] for o in node.operands if o is not None]
-        near.append(set(own.get(node, ())) or set().union(*operand_launches))
+        operand_launches = [nearest_launches[o.node.id] for o in node.operands if o is not None]
+        nearest_launches.append(set(own.get(node, ())) or set().union(*operand_launches))
         for source in sources(node):
             computed.setdefault(source, set()).update(own.get(node, ()))
-            seen.setdefault(source, set()).update(near[-1])
-    return {source: sorted(launches or seen[source]) for source, launches in computed.items()}
+            fallback.setdefault(source, set()).update(nearest_launches[-1])
+    return {source: sorted(launches or fallback[source]) for source, launches in computed.items()}

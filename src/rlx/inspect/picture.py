@@ -13,13 +13,13 @@ from itertools import groupby
 from rlx.inspect.code import assembly_lines, busiest, easiest
 from rlx.inspect.fold_layers import Line
 from rlx.inspect.levels import (
-    framed,
     graph_lines,
     interface_lines,
     kernel_lines,
     kernel_sources,
     marked_launch_lines,
     marked_lines,
+    with_frame,
 )
 from rlx.inspect.lineage import Lineage
 from rlx.target import Target
@@ -54,8 +54,8 @@ class _Block:
 
 def picture(line: Lineage, target: Target, title: str, *, lines: int = 16) -> str:
     """Draw the levels of a graph in columns, with `lines` lines of assembly."""
-    built = framed(line.graph, graph_lines(line.graph))
-    graph = framed(line.main, marked_lines(line, line.main))
+    built = with_frame(line.graph, graph_lines(line.graph))
+    graph = with_frame(line.main, marked_lines(line, line.main))
     launches = marked_launch_lines(line, line.main, line.plan.main)
     program = (*interface_lines(line, line.main, line.plan.main), *launches)
     kernels = [each for kernel in _kernels(line) for each in (Line(""), *kernel)]

@@ -151,7 +151,7 @@ class CompiledGraph:
 
     def prepare(self) -> None:
         """Compute the derived weights now rather than in the first run."""
-        self._bound()
+        self._ensure_bound()
 
     def known_params(self) -> Mapping[str, Any]:
         """The weights as they were set, or as the model's files have them; empty if neither is available."""
@@ -171,12 +171,12 @@ class CompiledGraph:
                 if name in weights and params.keys() >= set(recipe.params):
                     self._store.adopt(recipe, params, weights[name])
 
-    def _watched(self, buffers: Sequence[Any]) -> WatchedRun:
+    def _watch(self, buffers: Sequence[Any]) -> WatchedRun:
         from rlx.runtime.nan_check import WatchedRun
 
         return WatchedRun(self, buffers)
 
-    def _bound(self) -> None:
+    def _ensure_bound(self) -> None:
         """Bring derived weights up to date before a run."""
         if not self._stale:
             return
@@ -236,9 +236,9 @@ class CompiledGraph:
         return self.run(inputs)
 
     def _run(self, inputs: Mapping[str, Any], trace: str | Path | None) -> list[Any]:
-        self._bound()
+        self._ensure_bound()
         buffers, key = self._prepare(inputs)
-        watched = self._watched(buffers) if nan_switch.watching else None
+        watched = self._watch(buffers) if nan_switch.watching else None
         if trace is None:
             outputs = self.executable.run(key, buffers)
         else:
@@ -329,7 +329,7 @@ class CompiledGraph:
         if inputs is None:
             return profile(self.executable, fusion, None, [])
         with self._run_lock():
-            self._bound()
+            self._ensure_bound()
             arrays, key = self._prepare(inputs)
             self._last = key  # the fast path of `run` does not record it
             return profile(self.executable, fusion, key, arrays)

@@ -176,7 +176,7 @@ def from_export(file: ExportFile, *, threads: int | None = None, store: WeightSt
     profile = CompileProfile.from_toml(manifest["profile"]) if manifest["profile"] else None
     signature = replace(Signature.of(leaves(file)), outputs=tuple(map(parse_type, manifest["outputs"])))
     device_backend = backend_of(target)
-    with consistent(file):
+    with as_format_errors(file):
         sections = {name: file.section(name) for name in manifest["code"]}
         device_backend.adopt(Code(tuple(manifest["routines"]), sections), target)
         parts = link(loaded, signature, functools.cache(lambda: _graph(file)), device_backend, target, threads)
@@ -208,7 +208,7 @@ def _program(file: ExportFile) -> plan.CompiledPlan:
     if not isinstance(loaded, plan.CompiledPlan):
         raise FormatError(f"{file.path}: program: expected a plan, found {type(loaded).__name__}")
     manifest = file.manifest
-    with consistent(file):
+    with as_format_errors(file):
         main, bind = loaded.main.manifest(), loaded.bind.manifest()
         inputs = {name: type_ for _, name, type_ in manifest["inputs"]}
         params = manifest["params"]
@@ -242,7 +242,7 @@ def _check_weights(file: ExportFile, loaded: plan.CompiledPlan, arrays: Mapping[
 
 
 @contextlib.contextmanager
-def consistent(file: ExportFile) -> Iterator[None]:
+def as_format_errors(file: ExportFile) -> Iterator[None]:
     """Turn errors of the block into a FormatError of the file: its parts do not match each other."""
     try:
         yield
