@@ -13,7 +13,7 @@ import pytest
 import rlx
 from rlx.errors import GraphError, NonFiniteError
 from rlx.runtime import nan_switch
-from rlx.runtime.nan_check import Watched
+from rlx.runtime.nan_check import WatchedRun
 
 Array = np.ndarray[Any, Any]
 
@@ -193,7 +193,7 @@ def test_a_result_that_only_machine_code_makes_bad_says_so() -> None:
     f = rlx.jit(lambda x: x + 1.0)
     f(f32(1))
     ((_, compiled),) = f.compiled.values()
-    watched = Watched(compiled, [f32(1)])
+    watched = WatchedRun(compiled, [f32(1)])
     with pytest.raises(NonFiniteError, match="output 0 has 1 NaN of 1 elements") as error:
         watched.check([f32(np.nan)])
     assert any("reference is finite" in n for n in error.value.notes)

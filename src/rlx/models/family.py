@@ -20,8 +20,8 @@ from rlx.types import TensorType
 class Change:
     """What converters to GGUF make of a weight's numbers, and the way back."""
 
-    there: Callable[[Array], Array]
-    back: Callable[[Array], Array]
+    to_gguf: Callable[[Array], Array]
+    from_gguf: Callable[[Array], Array]
     shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # in GGUF and at home, where they differ
 
 

@@ -1,6 +1,6 @@
 """GPT-2: learned positions, LayerNorm before each part, biases everywhere, GELU in its tanh form.
 
-Hugging Face's files have weights `[in, out]`, and queries, keys and values in one; GGUF has turned them.
+Hugging Face's files have weights `[in, out]`, and queries, keys and values in one; GGUF has them transposed.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ WEIGHTS = {
 
 def weight_views(c: Config, format: str) -> WeightViews:
     """Weights `[out, in]`; queries, keys and values each for itself."""
-    turned = format != "gguf"
+    transposed = format != "gguf"
     stored = [f"h.{{i}}.{name}.weight" for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
-    made = {name: Rows(name, turned=turned) for name in stored}
+    made = {name: Rows(name, transposed=transposed) for name in stored}
     for at, name in enumerate("qkv"):
         rows = at * c.dim, (at + 1) * c.dim
-        made[f"h.{{i}}.attn.{name}.weight"] = Rows("h.{i}.attn.c_attn.weight", *rows, turned=turned)
+        made[f"h.{{i}}.attn.{name}.weight"] = Rows("h.{i}.attn.c_attn.weight", *rows, transposed=transposed)
         made[f"h.{{i}}.attn.{name}.bias"] = Rows("h.{i}.attn.c_attn.bias", *rows)
     return made
 

@@ -145,7 +145,7 @@ def changes(c: DeltaNetConfig, name: str) -> Change | None:
     there, back = moved(heads, share), moved(share, heads)
     if numbers is None:
         return Change(there, back)
-    return Change(lambda x: numbers.there(there(x)), lambda x: numbers.back(back(x)))
+    return Change(lambda x: numbers.to_gguf(there(x)), lambda x: numbers.from_gguf(back(x)))
 
 
 @family("qwen3.5", kind="decoder", gguf=["qwen35"], hf=["qwen3_5_text", "qwen3_5"], config=DenseConfig, weights=WEIGHTS,

@@ -26,7 +26,7 @@ class Rows:
     of: str
     start: int = 0
     stop: int | None = None
-    turned: bool = False
+    transposed: bool = False
     axis: int = 0
 
     def names(self) -> Iterator[str]:
@@ -36,16 +36,16 @@ class Rows:
         return f"{self.axis + 1} axes or more" if len(shape) <= self.axis else None
 
     def shape(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        sizes = list(shape[::-1] if self.turned else shape)
+        sizes = list(shape[::-1] if self.transposed else shape)
         sizes[self.axis] = len(range(sizes[self.axis])[self.start : self.stop])
         return tuple(sizes)
 
     def array(self, arrays: list[Array]) -> Array:
-        whole = arrays[0].T if self.turned else arrays[0]
+        whole = arrays[0].T if self.transposed else arrays[0]
         return whole[self._place]
 
     def put(self, whole: Array, part: Array) -> None:
-        """The way back; the whole is not turned yet."""
+        """The way back; the whole is not transposed yet."""
         whole[self._place] = part
 
     @property
@@ -61,7 +61,7 @@ class GroupedRows:
     groups: int
     size: int  # rows of a group
     spans: tuple[tuple[int, int], ...]  # of them
-    turned: ClassVar[bool] = False
+    transposed: ClassVar[bool] = False
     axis: ClassVar[int] = 0
 
     def names(self) -> Iterator[str]:
@@ -136,22 +136,22 @@ class ArrangedWeights(FileWeights):
     ) -> None:
         super().__init__(file, names, layers, prefixes)
         has = super().has
-        self.made: dict[str, WeightView] = {}
+        self.views: dict[str, WeightView] = {}
         for name, ways in in_layers(arrangement, layers):
             found = [way for way in ways if all(map(has, way.names()))]
             if len(found) > 1:  # which of them would count?
                 twice = " and ".join(quoted(way.of) for way in found)
                 raise broken(file.path, f"weight {quoted(name)}", expected="one tensor or the other", actual=twice)
             if found:
-                self.made[name] = found[0]
+                self.views[name] = found[0]
 
     def has(self, key: str) -> bool:
-        return key in self.made or super().has(key)
+        return key in self.views or super().has(key)
 
     def type(self, key: str) -> TensorType:
-        if key not in self.made:
+        if key not in self.views:
             return super().type(key)
-        made = self.made[key]
+        made = self.views[key]
         first, *others = ((name, super(ArrangedWeights, self).type(name)) for name in made.names())
         for name, type_ in others:
             if type_ != first[1]:
@@ -167,15 +167,15 @@ class ArrangedWeights(FileWeights):
         return TensorType(made.shape(shape), first[1].dtype)
 
     def array(self, key: str) -> Array:
-        if key not in self.made:
+        if key not in self.views:
             return super().array(key)
-        made = self.made[key]
+        made = self.views[key]
         array = made.array([super(ArrangedWeights, self).array(name) for name in made.names()])
         array.flags.writeable = False  # a copy, or a part of what is read-only: what is derived from it can be shared
         return array
 
     def entry(self, key: str) -> TensorEntry:
-        return super().entry(next(self.made[key].names()) if key in self.made else key)
+        return super().entry(next(self.views[key].names()) if key in self.views else key)
 
     def keys(self) -> Iterable[str]:
-        return (*self.made, *super().keys())
+        return (*self.views, *super().keys())
