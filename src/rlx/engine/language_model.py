@@ -24,7 +24,6 @@ from rlx.errors import CapabilityError, FormatError, RequestError, ResourceError
 from rlx.fork_safe_locks import cached_property
 from rlx.formats.tokenizer import CHARS_PER_ID
 from rlx.free_memory import require
-from rlx.notebook import box, note, prose
 from rlx.runtime.compiled import CompiledGraph
 from rlx.types import TensorType, sym
 
@@ -58,6 +57,8 @@ class Completion:
         return f"<completion {shortened(self.text, 60)!r}: {len(self.tokens)} tokens, {self.finish_reason}>"
 
     def _repr_html_(self) -> str:
+        from rlx.notebook import box, note, prose  # few programs need it
+
         usage, times = self.usage, self.timings
         cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
         counts = (

@@ -21,7 +21,6 @@ from rlx.errors import BindError, CapabilityError, nearest
 from rlx.fork_safe_locks import Lock, cached_property
 from rlx.free_memory import require, writable
 from rlx.host_memory import release
-from rlx.notebook import box, table
 from rlx.profile import CompileProfile
 from rlx.runtime import nan_switch
 from rlx.runtime.inputs import Leaf, as_buffer, check_fixed, check_names, has_symbols, not_set, solve_symbols
@@ -384,6 +383,8 @@ class CompiledGraph:
         return f"<compiled {self.name!r} on {self.device}>"
 
     def _repr_html_(self) -> str:
+        from rlx.notebook import box, table  # few programs need it
+
         kinds = {"input": self.input_types, "param": self.param_types}
         rows = [(kind, name, str(type_)) for kind, types in kinds.items() for name, type_ in types.items()]
         rows += [("output", str(i), str(type_)) for i, type_ in enumerate(self.signature.outputs)]

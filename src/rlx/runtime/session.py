@@ -9,6 +9,7 @@ from rlx.backends.base import MAX_THREADS, Backend, available
 from rlx.backends.base import device as find_device
 from rlx.errors import CapabilityError, GraphError, nearest
 from rlx.fork_safe_locks import Lock, Waits
+from rlx.garbage import paused
 from rlx.profile import CompileProfile, Fusion, FusionPolicy
 from rlx.runtime.weights import WeightStore
 from rlx.target import Target
@@ -44,7 +45,7 @@ class Session:
         if not isinstance(graph, Graph):
             return self._compile_module(graph, profile)
         chosen = (profile or DEFAULT).in_environment()
-        with _guard:
+        with _guard, paused():
             return self._compile(_source(graph), chosen)
 
     def _compile_module(self, module: GraphModule, profile: CompileProfile | None) -> CompiledGraph:
@@ -54,7 +55,7 @@ class Session:
         if not isinstance(module, GraphModule):
             raise GraphError(f"compile: takes a Graph, found {type(module).__name__}", hint="or a GraphModule")
         hir = module.as_hir()
-        with _guard:
+        with _guard, paused():
             source = _source(module.into_mir() if hir is None else hir)
             lir, chosen = module.as_lir(), module.profile(profile)
             if lir is not None and profile is not None:
@@ -122,7 +123,7 @@ class Session:
         source, chosen = _source(graph), profile.in_environment()
 
         def parts() -> Parts:
-            with _guard:
+            with _guard, paused():
                 return self._compile(source, chosen).parts
 
         return self._compiled_graph(source, parts, chosen)
