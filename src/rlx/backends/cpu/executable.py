@@ -244,7 +244,7 @@ class CpuExecutable(base.Executable):
         shapes = [tuple(values[i] for i in shape) for shape in layout.shapes]
         for i, shape in enumerate(shapes):
             if min(shape, default=0) < 0:
-                raise BindError(f"output {i}: its shape is {shape}", hint="sizes are differences that went below 0")
+                raise BindError(f"output {i}: its shape is {shape}", hint="a symbolic size came out negative")
         memory = self._plan_that_fits(key)
         outputs = list(zip(shapes, self._output_types, strict=True))
         if max(values, default=0) >= ADDRESSES:
