@@ -46,7 +46,7 @@ f.set_param("w", np.ones((20, 30), np.float32))
 outputs = f.run({{"x": np.full((7, 20), 0.25, np.float32)}})
 from rlx.backends import cache_folder
 from rlx.backends.base import kernels_compiled
-store = cache.current()
+store = cache_folder.current()
 print(json.dumps({{
     "result": outputs[0].tolist(), "compiled": kernels_compiled(),
     "folder": str(store.folder or ""), "writable": store.writable, "why": store.why, "here": os.listdir(),

@@ -17,7 +17,7 @@ from limits import LONGEST_S
 from targets import supported
 
 import rlx
-from rlx.backends.cpu.memory import PAGE, Guarded, aligned, guarded_scratch, guarded_stride
+from rlx.backends.cpu.memory import PAGE, Guarded, alloc_aligned, guarded_scratch, guarded_stride
 from rlx.dtypes import BY_NAME
 from rlx.engine.language_model import LanguageModel
 from rlx.engine.load import load
@@ -110,19 +110,19 @@ from rlx.backends.cpu.executable import CpuExecutable
 from rlx.errors import KernelError
 
 kind, which, by = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-make_frame = CpuExecutable._make_frame
+make_size_plan = CpuExecutable._make_size_plan
 
 def tampered(self, key):
     if self.layout.name == "chain" and kind == "scratch":
         object.__setattr__(self.layout, "scratch", self.layout.scratch + by)
-    frame = make_frame(self, key)
+    frame = make_size_plan(self, key)
     if self.layout.name == "chain" and kind == "units":
         frame.units[which] += by
     elif self.layout.name == "chain" and kind != "scratch":
         frame.words[self.layout.pointers[kind].positions[which]] += by
     return frame
 
-CpuExecutable._make_frame = tampered
+CpuExecutable._make_size_plan = tampered
 g = rlx.Graph("chain")
 x, w, v = g.input("x", ("rows", 40)), g.param("w", (40, 64)), g.input("v", (64, 30))
 g.set_outputs([(x @ w).tanh() @ v])
@@ -198,5 +198,5 @@ def test_guarded_memory_is_not_a_number(nbytes: int) -> None:
 
 def test_aligned_memory_is_aligned() -> None:
     for nbytes in (1, 64, 1000):
-        assert aligned(nbytes).ctypes.data % 64 == 0 and aligned(nbytes).nbytes == nbytes
-    assert aligned(8).dtype == np.uint8
+        assert alloc_aligned(nbytes).ctypes.data % 64 == 0 and alloc_aligned(nbytes).nbytes == nbytes
+    assert alloc_aligned(8).dtype == np.uint8

@@ -86,7 +86,7 @@ def test_planning_for_a_new_size_is_quick(sizes: Bert | Llama, capsys: pytest.Ca
         for batch, seq, past in triples():
             key = {"batch": batch, "seq": seq, "past": past}
             begin = time.thread_time()  # other programs on this machine do not count
-            executable.frame(tuple(key[s] for s in executable.layout.symbols))
+            executable.size_plan(tuple(key[s] for s in executable.layout.symbols))
             taken.append(time.thread_time() - begin)
     finally:
         gc.enable()

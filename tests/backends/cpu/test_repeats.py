@@ -263,8 +263,8 @@ def test_an_output_may_be_the_next_input() -> None:
 def test_outputs_that_nobody_holds_are_used_again(table: CompiledGraph) -> None:
     places = {place(table.run({"hidden": X + i, "ids": IDS})[0]) for i in range(1, 50)}
     table.run({"hidden": X, "ids": IDS})
-    kept = table.executable._instances[-1].results
-    assert len(places) == 1 and kept is not None and all(isinstance(a, np.ndarray) for a in kept.kept)
+    kept = table.executable._contexts[-1].results
+    assert len(places) == 1 and kept is not None and all(isinstance(a, np.ndarray) for a in kept.reused)
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -300,8 +300,8 @@ def test_large_outputs_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     twice(f, {"x": x})
     forbid(f, monkeypatch)
     assert (f.run({"x": x})[0] == 2).all()
-    (instance,) = f.executable._instances
-    assert instance.results is not None and instance.results.kept == [None]
+    (instance,) = f.executable._contexts
+    assert instance.results is not None and instance.results.reused == [None]
 
 
 def test_without_memory_for_an_output_nothing_has_happened(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ def test_without_memory_for_an_output_nothing_has_happened(monkeypatch: pytest.M
         left = enough
         made = f.executable.run_again({"x": X.copy()})
         assert (made is not None) == (enough == 2)
-        f.executable._instances[-1].results.kept[:] = [None, None]  # type: ignore[union-attr]
+        f.executable._contexts[-1].results.reused[:] = [None, None]  # type: ignore[union-attr]
         if made is not None:
             assert np.array_equal(made[0], X + 1) and np.array_equal(made[1], X * 2)
 

@@ -168,7 +168,7 @@ def test_what_is_read_ahead_is_what_the_next_product_reads() -> None:
     given = compiled(llama_graph(sizes), weights(sizes))
     given.run(llama_inputs(sizes, 1, 1))
     executable = given.executable
-    (instance,) = executable._instances
+    (instance,) = executable._contexts
     walk, program = executable.records.walk, executable.program
     products = [n for n, launch in enumerate(program.launches) if launch.kernel.kind == "matmul"]
     told = [(record, mark.number) for record, mark in enumerate(walk) if mark.kind == AHEAD]
