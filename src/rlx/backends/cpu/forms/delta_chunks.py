@@ -1,13 +1,13 @@
-"""The gated delta net chunk by chunk: products of small matrices in place of a pass over the state for each token.
+"""The gated delta net chunk by chunk: products of small matrices instead of a pass over the state per token.
 
-A unit is a head. Inside a chunk, b is the product of the gates up to a token, D[t, s] that of those after s up to t,
-and w the last row of D. With A = D ∘ KKᵀ below the diagonal and P = D ∘ QKᵀ up to it, what the state lacks is
-V - b K S - A C, the changes C are beta times that, the outputs b Q S + P C, and the next state is b S + (w K)ᵀ C
-(Yang et al., "Gated Delta Networks", section 3.3). The way back transposes each of these. Nothing is divided by gates,
-so that gates of zero are as good as any.
+A unit is a head. Inside a chunk, b is the product of the gates up to a token, D[t, s] that of the gates after s up to
+t, and w the last row of D. With A = D ∘ KKᵀ below the diagonal and P = D ∘ QKᵀ up to it, the residuals are V - b K S -
+A C, the changes C are beta times that, the outputs b Q S + P C, and the next state is b S + (w K)ᵀ C (Yang et al.,
+"Gated Delta Networks", section 3.3). The backward pass transposes each of these. Nothing is divided by gates, so gates
+of zero need no special case.
 
-Rows of operands are copied to memory of the unit, without gaps, with zeros after the last token. States lie there in
-strips of columns, so that what a product reads again and again lies close together.
+Rows of operands are copied to the unit's memory, contiguous, with zeros after the last token. States are stored there
+in strips of columns, so that data which a product reads repeatedly is close together.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from rlx.types import Size, TensorType, product
 
 Affine = tuple[tuple[Expr, int], ...]  # a sum of indices, each with a factor
 Finish = Callable[[Affine, int, Ref], Sequence[Stmt]]  # of a row, a vector of columns and their sum
-HEIGHTS = (8, 4, 2, 1)  # rows of a tile of a product: the first that divides all rows and fits into registers
-WIDTHS = (2, 1)  # columns of such a tile, in vectors
-SOLVED = (8, 4, 2, 1)  # columns that are solved at once, in vectors
+HEIGHTS = (8, 4, 2, 1)  # rows per tile of a product: the first that divides all rows and fits in registers
+WIDTHS = (2, 1)  # columns per tile, in vectors
+SOLVED = (8, 4, 2, 1)  # columns solved at once, in vectors
 T, S, R, J, TILE, ROWS = (Index(name) for name in ("t", "s", "r", "j", "tile", "rows"))
 B, H, FIRST, REST, PADS, START, UPTO, LATER, DONE, LATE, TOKEN = (
     Ref(name, I64) for name in ("b", "h", "first", "rest", "pads", "start", "upto", "later", "done", "late", "token")
@@ -43,7 +43,7 @@ def _one(*terms: Expr) -> Affine:
 
 @dataclass(frozen=True)
 class _Axis:
-    """Columns of a vector loop: strips of some spans side by side, or one strip where spans do not fit."""
+    """Columns of a vector loop: strips of several adjacent spans, or one strip if spans do not fit."""
 
     size: int
     span: int
@@ -71,7 +71,7 @@ class _Axis:
 
 @dataclass(frozen=True)
 class _Term:
-    """A part of a product: over `loops`, the outer one first, left of a row times right of a column; then `then`."""
+    """A part of a product: over `loops`, outer first, left of a row times right of a column; then `then`."""
 
     loops: Sequence[tuple[str, int | Ref]]
     left: Callable[[Affine], Expr]
@@ -97,7 +97,7 @@ class _Head:
         span = target.lanes(self.kind.size)
         self.columns, self.tokens = _Axis.of(size, span), _Axis.of(chunk, span)
         self.solved_at_once = _Axis.of(size, span, SOLVED)
-        self.places: dict[str, tuple[int, int]] = {}  # where a matrix starts, and how long its rows are
+        self.places: dict[str, tuple[int, int]] = {}  # offset and row length of each matrix
         self.size = 0
         self.matrices(1, chunk, "gate", "rate", "b", "w")
         self.matrices(chunk, chunk, "D", "below", "A", "P")
@@ -106,19 +106,19 @@ class _Head:
         self.matrices(size * self.columns.strips, self.columns.width, "state")
 
     def matrices(self, rows: int, columns: int, *names: str) -> None:
-        """Memory for matrices of the unit."""
+        """Reserves memory for matrices of the unit."""
         for name in names:
             self.places[name] = self.size, columns
             self.size += -(-rows * columns // 16) * 16
 
     def read(self, node: Node, *names: str) -> None:
-        """The first operands of the node by name, and segments."""
+        """Names the first operands of the node, and segments."""
         for name, operand in zip(names, node.operands, strict=False):
             self.operands.read(name, self.scheduler.view(operand))
         read_segments(self.operands, node.operands[-1])
 
     def launch(self, before: Sequence[Stmt], walk: Sequence[Stmt], after: Sequence[Stmt], *, backwards: bool) -> None:
-        """A unit does `before`, then `walk` for each chunk, from the last one if `backwards`, then `after`."""
+        """A unit runs `before`, then `walk` for each chunk, from the last one if `backwards`, then `after`."""
         builder = self.operands.builder
         chunks = builder.arg("chunks", self.chunks)
         turn = chunks - 1 - Index("turn") if backwards else Index("turn")
@@ -140,12 +140,12 @@ class _Head:
         return "segments" in self.operands.numbers
 
     def unless_closed(self, total: Expr) -> Expr:
-        """What flows back through the gate of token `late`, exactly: nothing where a segment starts there."""
+        """The gradient through the gate of token `late`; exactly zero where a segment starts there."""
         return self.get("gate", (), _one(LATE)).eq(0).select(0, total) if self.has_segments else total
 
     # -- elements ------------------------------------------------------------------------------------------------------
     def open(self) -> None:
-        """All matrices are known: make their memory."""
+        """Allocates the memory, once all matrices are known."""
         self.operands.write("work", self.scheduler.temporary(TensorType((self.units, self.size), self.kind)))
 
     def at(self, name: str, row: Affine, column: Affine) -> Place:
@@ -163,20 +163,20 @@ class _Head:
         return ((strip, self.n), *row)
 
     def each_of_state(self, store: Callable[[Expr, Affine], Store]) -> For:
-        """A statement for each element: it is given its column, and its row and strip."""
+        """A statement per element: `store` gets its column, and its row and strip."""
         width = self.columns.width
         column = TILE * width + J
         inner = For("j", width, (store(column, self.strip_row(_one(R))),), vector=True)
         return For("tile", self.columns.strips, (For("r", self.n, (inner,)),))
 
     def each_token(self, *stmts: Stmt, columns: Sequence[Stmt] = ()) -> For:
-        """Statements for each token of the chunk, and for each column of it."""
+        """Statements per token of the chunk, and per column of it."""
         inner = (For("j", self.n, tuple(columns), vector=True),) if columns else ()
         return For("t", REST, (Let("token", FIRST + T), *stmts, *inner))
 
     # -- products ------------------------------------------------------------------------------------------------------
     def product(self, rows: int, axis: _Axis, terms: Sequence[_Term], finish: Finish) -> For:
-        """Sums of products for all rows and columns, a tile of them at a time in registers.
+        """Sums of products for all rows and columns, one register tile at a time.
 
         A term may stop at `UPTO`, after the rows of the tile, or start at `START`, with them, and take `LATER` steps.
         """
@@ -225,7 +225,7 @@ class _Head:
         )
 
     def before(self, left: str, right: str) -> _Term:
-        """left @ right, where left has nothing above its diagonal."""
+        """left @ right, where left is lower triangular."""
         return _Term(
             [("s", UPTO)],
             lambda row: self.get(left, row, _one(S)),
@@ -233,14 +233,14 @@ class _Head:
         )
 
     def after(self, left: str, right: str) -> _Term:
-        """leftᵀ @ right, where left has nothing above its diagonal."""
+        """leftᵀ @ right, where left is lower triangular."""
         return _Term(
             [("s", LATER)],
             lambda row: self.get(left, _one(START, S), row),
             lambda v: self.get(right, _one(START, S), self.columns.column(v)),
         )
 
-    def turned(self, left: str, right: str) -> _Term:
+    def left_transposed(self, left: str, right: str) -> _Term:
         """leftᵀ @ right, along the tokens of a chunk."""
         return _Term(
             [("s", self.chunk)],
@@ -248,35 +248,36 @@ class _Head:
             lambda v: self.get(right, _one(S), self.columns.column(v)),
         )
 
-    def transposed(self, name: str, source: str) -> For:
-        """Rows of tokens as columns."""
+    def transpose(self, name: str, source: str) -> For:
+        """Transposes rows of tokens to columns."""
         moved = self.put(name, self.get(source, _one(T), _one(R)), _one(R), _one(T))
         return For("t", self.chunk, (For("r", self.n, (moved,)),))
 
-    def stored(self, into: str) -> Finish:
-        """The sums as a matrix."""
+    def store_into(self, into: str) -> Finish:
+        """Stores the sums as a matrix."""
         return lambda row, v, total: [self.put(into, total, row, self.columns.column(v))]
 
     def advance(self, row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
-        """The state times all gates of the chunk, and what is new."""
+        """The state times all gates of the chunk, plus the new terms."""
         at = self.strip_row(row), self.columns.within(v)
-        whole = self.get("b", (), _one(known(self.chunk - 1, I64)))
-        return [self.put("state", fma(whole, self.get("state", *at), total), *at)]
+        decay = self.get("b", (), _one(known(self.chunk - 1, I64)))
+        return [self.put("state", fma(decay, self.get("state", *at), total), *at)]
 
-    def solved(self, x: str, row: Affine, coefficient: Expr, changes: str, known: Affine, scaled: str, by: Expr) -> For:
-        """Row after row, `x` less the changes of rows that are known; beta times that is the row's own change.
+    def solve(self, x: str, row: Affine, coefficient: Expr, changes: str, known: Affine, scaled: str, by: Expr) -> For:
+        """Forward substitution: row by row, `x` minus the changes of earlier rows; beta times that is the row's own
+        change.
 
-        `scaled` gets the changes times `by`. The rows that are known are numbered by `S`.
+        `scaled` gets the changes times `by`. Earlier rows are indexed by `S`.
         """
         axis, kind = self.solved_at_once, self.kind
         sums = [Ref(f"sum{v}", kind) for v in range(axis.vectors)]
         left, change = Ref("left", kind), [Ref(f"change{v}", kind) for v in range(axis.vectors)]
         step: list[Stmt] = [Let("left", -coefficient)]
-        starts: list[Stmt] = []
+        loads: list[Stmt] = []
         ends: list[Stmt] = []
         for v, total in enumerate(sums):
             column = axis.column(v)
-            starts.append(Var(total.name, self.get(x, row, column)))
+            loads.append(Var(total.name, self.get(x, row, column)))
             step.append(Assign(total.name, fma(left, self.get(changes, known, column), total)))
             ends += [
                 self.put(x, total, row, column),
@@ -284,7 +285,7 @@ class _Head:
                 self.put(changes, change[v], row, column),
                 self.put(scaled, by * change[v], row, column),
             ]
-        inner = For("j", axis.span, (*starts, For("s", DONE, tuple(step)), *ends), vector=True)
+        inner = For("j", axis.span, (*loads, For("s", DONE, tuple(step)), *ends), vector=True)
         lets = Let("done", T), Let("late", (self.chunk - 1) - T)
         return For("tile", axis.strips, (For("t", self.chunk, (*lets, inner)),))
 
@@ -303,15 +304,15 @@ class _Head:
             self.put("gate", self.get("gate", (), _one(J)).exp(), (), _one(J)),
             self.put("w", self.zero, (), _one(J)),
         )
-        given = {"gate": "g", "rate": "beta"}
-        values = {m: self.operands.load(x, B, TOKEN, H) for m, x in given.items()}
-        if self.has_segments:  # the gate of a token that starts one is 0
+        operand_names = {"gate": "g", "rate": "beta"}
+        values = {m: self.operands.load(x, B, TOKEN, H) for m, x in operand_names.items()}
+        if self.has_segments:  # the gate of a segment's first token is 0
             values["gate"] = STARTS.select(-math.inf, values["gate"])
         return [
             self.each_token(
                 *find_start(self.operands, B, TOKEN), *(self.put(m, value, (), _one(T)) for m, value in values.items())
             ),
-            For("t", PADS, tuple(self.put(m, self.zero, (), _one(REST, T)) for m in given)),
+            For("t", PADS, tuple(self.put(m, self.zero, (), _one(REST, T)) for m in operand_names)),
             For("j", self.chunk, start, vector=True),
             For("t", self.chunk, (For("j", self.chunk, row, vector=True),)),
             Var("power", Const(1.0, self.kind)),
@@ -331,7 +332,7 @@ class _Head:
         """The element of an operand at `token` and column."""
         return self.operands.load(name, B, TOKEN, H, J)
 
-    def gated(self, gates: str, into: str, *, minus: bool = False) -> Finish:
+    def gate_into(self, gates: str, into: str, *, minus: bool = False) -> Finish:
         """Sums that have tokens along the vector loop, times gates."""
 
         def finish(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
@@ -344,18 +345,18 @@ class _Head:
     def scores(self) -> list[Stmt]:
         """A and P, from K, Q and D."""
         return [
-            self.product(self.chunk, self.tokens, [self.plain(left, "KT")], self.gated(gates, into))
+            self.product(self.chunk, self.tokens, [self.plain(left, "KT")], self.gate_into(gates, into))
             for left, gates, into in (("K", "below", "A"), ("Q", "D", "P"))
         ]
 
 
 def forward(
     s: Scheduler, node: Node, out: View, chunk: int, times: Size, *, state: View | None, last: View | None,
-    kept: Sequence[View] = (),
+    saved: Sequence[View] = (),
 ) -> None:  # fmt: skip
-    """The launch that does the whole sequence, with `times` as many units as there are heads.
+    """The launch for the complete sequence, with `times` as many units as there are heads.
 
-    `kept` are the states before each chunk, and what is missing in them.
+    `saved` are the states before each chunk, and their residuals.
     """
     head = _Head(s, out, chunk, times, f"{node.op}_chunks")
     head.matrices(chunk, head.n, "miss", "C", "wC", "out")
@@ -364,7 +365,7 @@ def forward(
     operands.write("y", out)
     if state is not None and last is not None:
         operands.carry(state, last)
-    for name, view in zip(("states", "misses"), kept, strict=False):
+    for name, view in zip(("states", "misses"), saved, strict=False):
         operands.write(name, view)
     head.open()
 
@@ -378,7 +379,7 @@ def forward(
 
     results = [operands.store("y", head.get("out", _one(T), _one(J)), B, TOKEN, H, J)]
     before: list[Stmt] = []
-    if kept:
+    if saved:
         results.append(operands.store("misses", head.get("miss", _one(T), _one(J)), B, TOKEN, H, J))
         before.append(
             head.each_of_state(
@@ -389,12 +390,12 @@ def forward(
         *before,
         *head.gates(),
         *head.rows({"K": head.of_token("k"), "Q": head.scale * head.of_token("q"), "miss": head.of_token("v")}),
-        head.transposed("KT", "K"),
+        head.transpose("KT", "K"),
         *head.scores(),
         head.product(tokens, columns, [head.by_state("K")], lacking),
-        head.solved("miss", _one(T), head.get("A", _one(T), _one(S)), "C", _one(S), "wC", head.get("w", (), _one(T))),
-        head.product(tokens, columns, [head.by_state("Q", then=read), head.before("P", "C")], head.stored("out")),
-        head.product(head.n, columns, [head.turned("K", "wC")], head.advance),
+        head.solve("miss", _one(T), head.get("A", _one(T), _one(S)), "C", _one(S), "wC", head.get("w", (), _one(T))),
+        head.product(tokens, columns, [head.by_state("Q", then=read), head.before("P", "C")], head.store_into("out")),
+        head.product(head.n, columns, [head.left_transposed("K", "wC")], head.advance),
         head.each_token(columns=results),
     ]
 
@@ -461,7 +462,7 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
         return [head.put("dK", total + head.get("KS", column, row), row, column)]
 
     def writers(row: Affine, v: int, total: Ref) -> Sequence[Stmt]:
-        """Keys as they are written with; `gap` is how far those that read are from them."""
+        """Keys used for writing; `gap` is their distance from those used for reading."""
         at = row, columns.column(v)
         wrote, had = Ref(f"wrote{total.name}", kind), Ref(f"had{total.name}", kind)
         return [
@@ -472,7 +473,7 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
         ]
 
     def dot(left: Callable[[Expr], Expr], right: str) -> Expr:
-        """Of two rows of a token."""
+        """Dot product of two rows of a token."""
         i = Index("x")
         return Reduce("sum", "x", n, left(i) * head.get(right, _one(T), _one(i)))
 
@@ -496,15 +497,17 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
             "bdO": head.get("b", (), _one(T)) * head.of_token("d_out"),
             "C": head.get("rate", (), _one(T)) * head.of_token("misses"),
         }),
-        head.transposed("KT", "K"),
-        head.transposed("CT", "C"),
-        head.transposed("dOT", "bdO"),
+        head.transpose("KT", "K"),
+        head.transpose("CT", "C"),
+        head.transpose("dOT", "bdO"),
         *head.scores(),
-        head.product(chunk, columns, [head.by_state("K", then=through_state), head.after("P", "dO")], head.stored("E")),
-        head.solved("E", _one(LATE), head.get("A", after, _one(LATE)), "dV", after, "bdV", minus_b),
-        head.transposed("dVT", "bdV"),
-        head.product(chunk, tokens, [head.plain("dO", "CT")], head.gated("D", "dP")),
-        head.product(chunk, tokens, [head.plain("dV", "CT")], head.gated("below", "dA", minus=True)),
+        head.product(
+            chunk, columns, [head.by_state("K", then=through_state), head.after("P", "dO")], head.store_into("E")
+        ),
+        head.solve("E", _one(LATE), head.get("A", after, _one(LATE)), "dV", after, "bdV", minus_b),
+        head.transpose("dVT", "bdV"),
+        head.product(chunk, tokens, [head.plain("dO", "CT")], head.gate_into("D", "dP")),
+        head.product(chunk, tokens, [head.plain("dV", "CT")], head.gate_into("below", "dA", minus=True)),
         head.product(n, tokens, [of_start("dOT")], along_tokens("QS")),
         head.product(n, tokens, [of_start("dVT")], along_tokens("KS")),
         head.product(n, tokens, [of_gradient], along_tokens("CS", by="w")),
@@ -521,7 +524,7 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
             Assign("of_gates", head.unless_closed(Ref("of_gates", kind) + head.get("dG", (), _one(LATE)))),
             operands.store("dg", Ref("of_gates", kind), B, FIRST + LATE, H),
         )),
-        head.product(n, columns, [head.turned("Q", "bdO"), head.turned("K", "bdV")], head.advance),
+        head.product(n, columns, [head.left_transposed("Q", "bdO"), head.left_transposed("K", "bdV")], head.advance),
     ]  # fmt: skip
     start = head.each_of_state(lambda j, row: head.put("state", operands.load("d_last", B, H, R, j), row, _one(J)))
     end = head.each_of_state(lambda j, row: operands.store("d_state", head.get("state", row, _one(J)), B, H, R, j))
@@ -529,7 +532,7 @@ def backward(s: Scheduler, node: Node, results: Sequence[View]) -> None:
 
 
 def _of_ends(head: _Head) -> list[Stmt]:
-    """`of_gates` as it is after the chunk: the state there times its gradient."""
+    """`of_gates` after the chunk: the state times its gradient."""
     columns, kind, n = head.columns, head.kind, head.n
     sums = [Ref(f"sum{v}", kind) for v in range(columns.vectors)]
 
@@ -548,7 +551,7 @@ def _of_ends(head: _Head) -> list[Stmt]:
     )
     clear = For("j", columns.width, (head.put("both", head.zero, (), _one(J)),), vector=True)
     each = _one(Index("x"))
-    kept = Reduce("sum", "x", columns.width, head.get("both", (), each))
+    product = Reduce("sum", "x", columns.width, head.get("both", (), each))
     changed = Reduce("sum", "x", head.chunk * n, head.get("wKdS", (), each) * head.get("C", (), each))
-    whole = head.get("b", (), _one(known(head.chunk - 1, I64)))
-    return [clear, For("tile", columns.strips, (inner,)), Var("of_gates", fma(whole, kept, changed))]
+    decay = head.get("b", (), _one(known(head.chunk - 1, I64)))
+    return [clear, For("tile", columns.strips, (inner,)), Var("of_gates", fma(decay, product, changed))]
