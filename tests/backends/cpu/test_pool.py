@@ -198,8 +198,8 @@ def records_of(*rows: tuple[str, Words, int, int]) -> Words:
 
 def request_of(records: Words, scratch: npt.NDArray[np.uint8]) -> Words:
     """What `execute` takes, for two threads: the driver's notes in it stay from run to run."""
-    given = [records.ctypes.data, len(records), scratch.ctypes.data, STRIDE, 0, 2]
-    return np.array(given + [0] * (driver.REQUEST_WORDS - len(given)), np.int64)
+    words = [records.ctypes.data, len(records), scratch.ctypes.data, STRIDE, 0, 2]
+    return np.array(words + [0] * (driver.REQUEST_WORDS - len(words)), np.int64)
 
 
 class Mirror:

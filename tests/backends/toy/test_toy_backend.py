@@ -59,7 +59,7 @@ def test_targets_of_different_devices_have_different_keys() -> None:
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-def test_buffers_are_no_arrays_and_feed_the_next_run_as_they_are() -> None:
+def test_buffers_are_no_arrays_and_may_be_inputs_of_the_next_run() -> None:
     g = rlx.Graph("step")
     toy = rlx.compile(g.set_outputs([g.input("x", (3,)) * 2.0]), "toy")
     (once,) = toy.run({"x": np.float32([1, 2, 3])})
@@ -88,9 +88,9 @@ def test_the_allocator_copies_parts_and_clears() -> None:
 def test_a_part_with_gaps_is_refused_by_kernels() -> None:
     g = rlx.Graph("sum")
     toy = rlx.compile(g.set_outputs([g.input("x", (2, 2)).sum()]), "toy")
-    whole = toy.allocator.upload(np.ones((2, 3), np.float32))
+    buffer = toy.allocator.upload(np.ones((2, 3), np.float32))
     with pytest.raises(BindError, match=r"float32\[2, 2\]>: is a strided part of a buffer"):
-        toy.run({"x": toy.allocator.part(whole, slice(None), slice(0, 2))})
+        toy.run({"x": toy.allocator.part(buffer, slice(None), slice(0, 2))})
 
 
 def test_a_state_is_written_in_place() -> None:
