@@ -223,7 +223,7 @@ class Executable(ABC):
         """Sets the weights for all later runs; runs in progress keep theirs."""
 
     @property
-    def asks_program(self) -> bool:
+    def needs_program(self) -> bool:
         """Whether runs need `program`, so that it must be stored with the image."""
         return False
 
@@ -312,9 +312,7 @@ class Backend(ABC):
 
     @abstractmethod
     def identity(self, target: Target) -> str:
-        """Part of the cache key: what compiled code depends on besides program and sources, such as the compiler
-        version.
-        """
+        """Cache key of all that compiled code depends on besides program and sources, such as the compiler version."""
 
     def versions(self) -> Mapping[str, str]:
         """Versions of the libraries the backend builds on, for `rlx env` and export manifests."""
@@ -364,9 +362,7 @@ class Backend(ABC):
         self, image: Any, program: Callable[[], Program], target: Target, *, threads: int | None = None,
         inputs: Sequence[InputSpec] | None = None, long_lived: bool = False,
     ) -> Executable | None:  # fmt: skip
-        """Loads an executable from an image; None if its code is no longer cached. Reports call `program` when they
-        need it.
-        """
+        """Loads an executable from an image; None if its code is no longer cached. Reports may call `program`."""
         return None
 
     def code(self, programs: Iterable[Program], target: Target) -> Code:

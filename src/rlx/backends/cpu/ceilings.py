@@ -1,7 +1,7 @@
-"""Peak rates of this machine, measured by kernels that do nothing else: multiply-adds of floats and 8-bit integers with
-the instructions that kernels use, and reads from cache and memory.
+"""Peak rates of this machine, measured by kernels that do nothing else.
 
-Takes less than half a second, once per process, target and thread count; reports use the rates as their yardstick.
+Measures multiply-adds of floats and 8-bit integers with the instructions that kernels use, and reads from cache and
+memory. Takes less than half a second, once per process, target and thread count; reports use the rates as yardstick.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ def ceilings(target: CpuTarget, threads: int) -> Ceilings:
     scratch[:] = 0
 
     def seconds(function: int, words: list[int], repeats: int) -> float:
-        """Time of the slowest thread in the best run, as reports count it: without the time that workers take to wake
-        up.
-        """
+        """Time of the slowest thread in the best run, as reports count it: without the wake-up of workers."""
         args = np.array(words, np.int64)
         records = np.array([[function, args.ctypes.data, threads, 0]], np.int64)
         stamps = np.zeros((1, workers.threads, 2), np.int64)

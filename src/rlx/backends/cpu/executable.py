@@ -169,7 +169,7 @@ class CpuExecutable(base.Executable):
         return self._make_program()
 
     @property
-    def asks_program(self) -> bool:
+    def needs_program(self) -> bool:
         return bool(self.layout.scratch_of)
 
     def image(self) -> Image | None:
@@ -444,9 +444,7 @@ class CpuExecutable(base.Executable):
         context.fast_run = fast_call.function(self.pool.repeat, context.request)
 
     def _read_ahead(self, context: RunContext, size_plan: SizePlan) -> None:
-        """Fills the prefetch records: waiting threads read weights ahead unless the launch is compute-bound or rereads
-        them.
-        """
+        """Fills the prefetch records, except for launches that are compute-bound or read weights repeatedly."""
         ahead, sizes = self.layout.ahead, np.array(size_plan.values, np.int64)
         nbytes, units = sizes[ahead.bytes], sizes[ahead.units]
         units = np.where((sizes[ahead.rows] <= FEW_ROWS) & (sizes[ahead.rounds] == 1), units, 0)

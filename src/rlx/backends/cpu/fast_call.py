@@ -37,8 +37,7 @@ FUNCTIONS = (
 OBJECTS = {"dict": dict, "array": np.ndarray, "empty": np.empty, "none": None, "false": False}
 API = {name: 8 * i for i, name in enumerate((*FUNCTIONS, *OBJECTS))}
 
-# The block, in bytes: the driver's request, a head, and the arrays that `HELD`, `INPUTS`, `OUTPUTS` and `MOVED` point
-# to.
+# The block, in bytes: the driver's request, a head, and the arrays of `HELD`, `INPUTS`, `OUTPUTS` and `MOVED`.
 TABLE, JOB, WORDS, REUSED, REUSES, INPUT_COUNT, OUTPUT_COUNT, MOVED_COUNT, HELD, INPUTS, OUTPUTS, MOVED = range(
     8 * REQUEST_WORDS, 8 * (REQUEST_WORDS + 12), 8
 )
@@ -117,9 +116,7 @@ def block(
 
 
 def function(code: int, block: Words) -> Repeat:
-    """Creates a builtin of one argument, the mapping of inputs. It keeps the block alive, but not what the block points
-    to.
-    """
+    """Creates a builtin of one argument, the mapping of inputs. It keeps the block alive, but not its pointees."""
     builtin: Repeat = _new_function()(ctypes.addressof(_definition(code)), block, None)
     return builtin
 

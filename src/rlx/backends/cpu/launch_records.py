@@ -108,8 +108,10 @@ class Records:
         self, records: Words, blocks: Words, words: int, private: int, values: Sequence[int], steps: Sequence[int],
         solo: Sequence[bool],
     ) -> None:  # fmt: skip
-        """Completes the records of a run context. `words` is an address, `private` the offset of loops in a thread's
-        scratch, `values` are sizes; `steps` and `solo` give each loop's trip count and whether a single thread runs it.
+        """Completes the records of a run context.
+
+        `words` is an address, `private` the offset of loops in a thread's scratch, `values` are sizes; `steps` and
+        `solo` give each loop's trip count and whether a single thread runs it.
         """
         records[self.private, ARGUMENTS] = self.template[self.private, ARGUMENTS] + private
         base = int(blocks.ctypes.data)

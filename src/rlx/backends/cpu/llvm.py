@@ -101,9 +101,7 @@ def load() -> None:
 
 
 def release() -> None:
-    """Releases the pages of LLVM's code, 50 MB after a compilation; they are read from the file if it compiles again.
-    Linux.
-    """
+    """Releases the pages of LLVM's code (50 MB) on Linux; a later compilation reads them from the file again."""
     maps = Path("/proc/self/maps")
     if not _functions.cache_info().currsize or not maps.exists():
         return

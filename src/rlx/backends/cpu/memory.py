@@ -43,8 +43,7 @@ class CpuAllocator(HostAllocator):
 
 
 def alloc_packed(types: Sequence[ArrayType]) -> list[Array]:
-    """Allocates uninitialised arrays for repeated reading, each aligned to a cache line, in huge pages where they pay
-    off.
+    """Allocates uninitialised arrays for repeated reading, aligned to cache lines, in huge pages where they pay off.
 
     An encoder reads its weights once per run, by when their page translations have left the TLB: 4 KiB pages need a
     lookup per 64 cache lines, which cost a sixth of the time of a 32-row matmul with weights in memory.

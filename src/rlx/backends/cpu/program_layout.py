@@ -320,8 +320,9 @@ def _barrier(after: bool) -> int:
 
 
 def _template(program: Program, walk: list[Mark], first_words: list[int], loops: Mapping[int, LoopPlan]) -> Words:
-    """The record words that depend on neither sizes nor addresses: kinds, flags, branch targets. Arguments are offsets
-    in the words or in a thread's copy.
+    """The record words that depend on neither sizes nor addresses: kinds, flags, branch targets.
+
+    Arguments are offsets in the words or in a thread's copy.
     """
     template = np.zeros((len(walk), driver.RECORD_WORDS), np.int64)
     tests: dict[int, int] = {}  # the records where branches test and jump

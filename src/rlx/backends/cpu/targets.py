@@ -47,9 +47,7 @@ class CpuTarget(Target):
 
     @property
     def kv_layout(self) -> KvLayout:
-        """Consecutive pages of a head are contiguous, a stream that the hardware prefetches; keys are interleaved in
-        lanes.
-        """
+        """Pages of a head are contiguous, a stream that the hardware prefetches; keys are interleaved in lanes."""
         return KvLayout(KEY_BLOCK, keys="hpds", values="hpsd")
 
     def forms(self) -> Mapping[str, Callable[..., Any]]:

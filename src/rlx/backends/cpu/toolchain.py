@@ -177,7 +177,7 @@ def llvm_identity() -> str:
 
 
 def cpu_identity(target: CpuTarget) -> str:
-    """What an object depends on besides its text; part of every cache key."""
+    """Everything an object depends on besides its text; part of every cache key."""
     return f"llvm={llvm_identity()} target={target.name} cpu={target.cpu} features={target.features}"
 
 

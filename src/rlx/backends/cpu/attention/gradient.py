@@ -38,9 +38,7 @@ def grad_entry(kernel: AttentionGradKernel, target: CpuTarget) -> Entry:
 
 
 class GradPlan(Plan):
-    """The sizes of a gradient. Rows in scratch are an odd number of vectors apart, so that they map to different cache
-    sets.
-    """
+    """The sizes of a gradient. Rows in scratch are an odd number of vectors apart, to spread over the cache sets."""
 
     @property
     def symbol(self) -> str:
@@ -415,8 +413,7 @@ def _define_differentiate(module: Module, plan: GradPlan) -> None:
         def row(i: Value) -> None:
             number = b.add(first, i)
             scorer = Scorer(b, plan, KEY_BLOCK, scratch, number, base, count, visible)
-            # Never inf, not even for a row that sees nothing, so that adding it to a masked score gives -inf and not
-            # NaN.
+            # Never inf, not even for a row that sees nothing: adding it to a masked score must give -inf and not NaN.
             highest = const(plan.scalar, float(np.finfo(plan.compute.numpy).max))
             loaded = b.load(plan.scalar, b.offset(lse, i, plan.scalar), align=plan.size)
             shift = b.op("fmul", loaded, const(plan.scalar, -LOG2_E))

@@ -73,7 +73,7 @@ class Plan:
             raise LowerError(f"cpu attention: a bias is of a float type, not {kernel.mask_dtype}")
         if kernel.segments and (kernel.mask in ("custom", "bias") or kernel.mask_dtype is not I32 or kernel.cached):
             raise LowerError(
-                f"cpu attention: segments are ids of i32 beside masks none, causal and sliding without a cache, "
+                f"cpu attention: segments are i32 ids, with masks none, causal and sliding and no cache, "
                 f"found {kernel.mask_dtype} and mask {kernel.mask!r}"
             )
         if kernel.ahead and (kernel.mask != "sliding" or kernel.cached):
@@ -205,9 +205,7 @@ class Plan:
 
     @property
     def copies_queries(self) -> bool:
-        """Whether queries are copied: they are read in place unless they need widening or their rows have no common
-        stride.
-        """
+        """Whether queries are copied: they are read in place unless they need widening or have no common row stride."""
         return self.compute is not self.kernel.dtype or self.kernel.group > 1 or self.kernel.cached
 
     @property
@@ -254,9 +252,7 @@ class Plan:
 
     @property
     def spans(self) -> tuple[int, ...]:
-        """Numbers of keys of a block that the softmax processes: half a block is for short prompts and causal
-        diagonals.
-        """
+        """Key counts that the softmax is compiled for: half a block is for short prompts and causal diagonals."""
         if self.panel < KEY_BLOCK:
             return (KEY_BLOCK,)  # in steps, as many as needed
         return KEY_BLOCK // 2, KEY_BLOCK

@@ -34,8 +34,7 @@ def _position(b: Builder, positions: Value, i: Value) -> Value:
 
 
 def define_locate(module: Module, plan: Plan) -> None:
-    """Over a cache: finds the query positions of the unit that are not padding, sets their rows' limits, zeros the
-    others.
+    """Over a cache: finds the query positions that are not padding and sets their rows' limits; zeros the others.
 
     Returns their count. From here on rows are numbered without padding, so that padding costs no more than this.
     """
@@ -104,8 +103,10 @@ def _note_extremes(b: Builder, plan: Plan, scratch: Value, rows: Value) -> None:
 
 
 def define_start(module: Module, plan: Plan) -> None:
-    """Initialises rows: queries widened into scratch, unless they are read in place; outputs at 0 unless a block sets
-    them all; sums at 0; references, limits and bias addresses.
+    """Initialises the rows.
+
+    Queries are widened into scratch unless they are read in place; outputs are 0 unless a block sets them all; sums are
+    0; references, limits and bias addresses are set.
     """
     kernel = plan.kernel
 
@@ -146,9 +147,7 @@ def define_start(module: Module, plan: Plan) -> None:
 
 
 def define_finish(module: Module, plan: Plan) -> None:
-    """Outputs divided by sums of weights, rounded to the stored type; zeros for a row that saw no key. Also lse if
-    requested.
-    """
+    """Outputs divided by sums of weights, in the stored type; zeros for rows that saw no key. Also lse if asked."""
     kernel = plan.kernel
 
     def emit(

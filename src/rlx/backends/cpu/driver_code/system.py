@@ -55,8 +55,7 @@ MACHINES = {
 
 
 # -- atomic words ---------------------------------------------------------------------------------------------------
-# All are sequentially consistent: of two threads that each write one word and then read the other's, one must see the
-# write.
+# All are sequentially consistent: if two threads each write one word and read the other's, one must see the write.
 def _word(value: int | Value, type_: str) -> Value:
     return value if isinstance(value, Value) else const(type_, value)
 

@@ -71,9 +71,7 @@ class Walk:
         b.when(self.several, lambda: self.end(state))
 
     def end(self, state: State) -> None:
-        """Reports finished units. The caller waits for the rest, and records the counters that the next run starts
-        with.
-        """
+        """Reports finished units. The caller waits for the rest, and records the initial counters of the next run."""
         b = self.b
 
         def report() -> None:

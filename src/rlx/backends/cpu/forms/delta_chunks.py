@@ -264,8 +264,7 @@ class _Head:
         return [self.put("state", fma(decay, self.get("state", *at), total), *at)]
 
     def solve(self, x: str, row: Affine, coefficient: Expr, changes: str, known: Affine, scaled: str, by: Expr) -> For:
-        """Forward substitution: row by row, `x` minus the changes of earlier rows; beta times that is the row's own
-        change.
+        """Forward substitution: `x` minus the changes of earlier rows; beta times that is the row's own change.
 
         `scaled` gets the changes times `by`. Earlier rows are indexed by `S`.
         """

@@ -25,7 +25,9 @@ def gated_linear_attention(s: Scheduler, node: Node) -> Sequence[View]:
 
 
 def by_token(s: Scheduler, node: Node, out: View, state: View | None, last: View | None, times: Size) -> None:
-    """A unit is some columns of one head's matrix, independent of all others: a contiguous copy of them stays in the L1
+    """Launches the recurrence token by token.
+
+    A unit is some columns of one head's matrix, independent of all others: a contiguous copy of them stays in the L1
     cache for all tokens. The vector loop runs over columns. There are `times` as many units: none, or all.
     """
     corrects = node.op.startswith("gated_delta_net")

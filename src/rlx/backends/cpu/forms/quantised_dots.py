@@ -307,9 +307,7 @@ def dot_kernel(storage: DType, width: int, target: CpuTarget, count: int) -> Loo
 
 @dataclass(frozen=True)
 class _UnpackedBlock:
-    """An unpacked block of a panel: words of codes, scales of runs, minima, then one or two floats; rows of panel
-    width.
-    """
+    """An unpacked block of a panel: rows of codes, scales of runs, minima, then one or two floats."""
 
     storage: DType
     width: int
@@ -365,9 +363,7 @@ def codes_kernel(storage: DType, width: int, lanes: int) -> LoopKernel:
 
 
 def tile_heights(target: CpuTarget) -> range:
-    """Rows of tiles, which are as wide as a panel: more rows than `DOT_ROWS` are split into such, as evenly as
-    possible.
-    """
+    """Tile heights: more rows than `DOT_ROWS` are split as evenly as possible into tiles as wide as a panel."""
     max_rows = TILE_SUMS // target.tile_vectors
     return range((max_rows + 1) // 2, max_rows + 1)
 

@@ -10,9 +10,7 @@ _MULTIPLY_WORDS = {16: "sse2.pmadd.wd", 32: "avx2.pmadd.wd", 64: "avx512.pmaddw.
 
 
 def dot(b: Builder, total: Value, x: Value, y: Value, target: CpuTarget, *, small: bool) -> Value:
-    """total + the dot product of four unsigned bytes of x (below 128 if `small`) and four signed bytes of y, per i32
-    lane.
-    """
+    """total + dot product of four unsigned bytes of x (below 128 if `small`) and four signed bytes of y, per i32."""
     lanes = lanes_of(total.type)
     size = 4 * lanes
     if target.arch != "x86_64" or size != target.vector_bytes:

@@ -276,9 +276,7 @@ class Emitter:
                 return None
 
     def uniform_load(self, load: Load) -> Value | None:
-        """An integer that all lanes load from one address, such as a table row. Some lane is live, except under a
-        choice.
-        """
+        """An integer that all lanes load from one address, such as a table row. Some lane is live, outside choices."""
         if self.lanes.choice or not load.dtype.is_integer or any(self.uniform(index) is None for index, _ in load.at):
             return None
         with self.scope(_Lanes()):
@@ -396,9 +394,7 @@ class Emitter:
         return b.icmp("ne", loaded, const(type_, 0)) if dtype is BOOL else loaded
 
     def lookup(self, expr: Lookup) -> Value:
-        """Table lookup. If lanes differ, each loads its own element; the index is in range even in lanes that are not
-        live.
-        """
+        """Table lookup. If lanes differ, each loads its own element; indices are in range even in masked lanes."""
         b, count = self.b, self.lanes.count
         same = self.uniform(expr.index)
         table = b.module.table(expr.table.name, "i32", expr.table.values)
@@ -436,8 +432,9 @@ class Emitter:
         return self.b.loop(0, self.integer(expr.extent), 1, body, [start])[0]
 
     def reduce_lanes(self, exprs: Sequence[Reduce]) -> list[Value]:
-        """Reduces over the same range in one loop. Lanes and chains interleave over the index; then chains, then lanes,
-        are combined in one fixed order.
+        """Reduces over the same range in one loop.
+
+        Lanes and chains interleave over the index; then chains, then lanes, are combined in one fixed order.
         """
         b, width, chains = self.b, self.width, _chains(exprs[0])
         index, extent = exprs[0].index, self.integer(exprs[0].extent)

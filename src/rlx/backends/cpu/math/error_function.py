@@ -58,8 +58,7 @@ def erf(b: Builder, x: Value, target: CpuTarget) -> Value:
 
 # -- the Gaussian error linear unit ---------------------------------------------------------------------------------
 # |x|·Φ(-|x|), the difference of relu and gelu, around the multiples of 0.4, by rising powers of the distance to the
-# nearest: one column each, fitted for relative error. The last is for 5.8 and beyond, where the difference is below
-# 2e-8.
+# nearest: one column each, fitted for relative error. The last is for 5.8 and beyond, where it is below 2e-8.
 _GELU_LOSS = (
     (
         0, 0.1378313, 0.169484332, 0.138083622, 0.087678872, 0.0455002598, 0.0196740814, 0.00715436181,

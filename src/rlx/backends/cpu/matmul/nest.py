@@ -197,9 +197,7 @@ class Nest:
             self.each_tile(rows, stripe, right(rows, stripe))
 
     def _panel(self, rows: RowBlock, stripe: Stripe) -> Right:
-        """B in panels: the next slab, of this panel or the next one, follows in memory; each tile prefetches a share of
-        it.
-        """
+        """B in panels: the next slab, of this panel or the next one, follows in memory; tiles prefetch shares of it."""
         b, form = self.b, self.form
         here = b.offset(stripe.b, b.mul(stripe.start, form.panel), form.right_scalar)
         following = b.offset(here, b.mul(stripe.length, form.panel), form.right_scalar)
@@ -316,9 +314,7 @@ class Nest:
 def _copy_tile(
     b: Builder, form: Geometry, sums: Value, result: Value, stride: Value, rows: Value, columns: Value
 ) -> None:
-    """Copies `columns` of each row of a tile to the result; only the vector at the edge is masked, since masking is
-    slow.
-    """
+    """Copies `columns` of each row of a tile to the result; only the vector at the edge is masked (masking is slow)."""
     full = b.op("and", columns, i64(-form.lanes))
     edge = b.lane_mask(b.sub(columns, full), form.lanes)
     ragged = b.icmp("ne", full, columns)

@@ -33,8 +33,8 @@ class Quantised:
         self.b.when(self.nest.few, lambda: self.dot(rows, stripe), lambda: many(rows, stripe))
 
     def _call(self, address: Value, kernel: LoopKernel, count: Value, *pointers: Value) -> None:
-        """Calls a kernel of the table over `count` blocks; `kernel` has the same signature. Each pointer is passed as
-        two views.
+        """Calls a kernel of the table over `count` blocks; `kernel` has its signature. Each pointer is passed as two
+        views.
         """
         b, (panel, x, out) = self.b, pointers
         for i, word in enumerate((panel, panel, x, x, out, count, self.nest.word["a_row"])):

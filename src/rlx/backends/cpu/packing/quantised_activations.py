@@ -60,7 +60,7 @@ class ActivationWords(Layout):
     def packed_type(self, *xs: TensorType) -> TensorType:
         (x,) = xs
         k = check_blocks(self.name, x, self.block)
-        assert x.dtype is F32, "made of f32 only"
+        assert x.dtype is F32, "x is f32"
         return TensorType((*x.shape[:-1], k // self.block * activations_for(self.block).words), I32)
 
     def pack(self, *xs: Any) -> Any:
